@@ -1,0 +1,42 @@
+"""Exceptions that reach a user, and nothing else.
+
+A ``UserError`` holds one message a line. The command line prints the lines on stderr and exits with status 2; it never
+shows a traceback for one. Anything else that escapes is a bug of composer3d and keeps its traceback.
+"""
+
+from collections.abc import Sequence
+
+
+class UserError(Exception):
+    """Something the user gave is wrong. ``lines`` name the place, the value and the way out, one problem a line."""
+
+    def __init__(self, lines: str | Sequence[str]) -> None:
+        self.lines: tuple[str, ...] = (lines,) if isinstance(lines, str) else tuple(lines)
+        super().__init__("\n".join(self.lines))
+
+    def __reduce__(self) -> tuple[type["UserError"], tuple[tuple[str, ...]]]:
+        return type(self), (self.lines,)
+
+
+class RecipeError(UserError):
+    """A recipe, or an override of one, cannot be used."""
+
+
+class DataError(UserError):
+    """Training or validation data is missing, empty, too small or has changed."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, incomplete or belongs to another model."""
+
+
+class MeshError(UserError):
+    """The world that was started does not fit the mesh of the recipe."""
+
+
+class PlanError(UserError):
+    """A parallelism plan does not fit the model it is applied to."""
+
+
+class TrainingError(UserError):
+    """Training cannot go on: a loss or a gradient is not finite."""

@@ -1,0 +1,156 @@
+"""The vocabulary of a recipe: one frozen dataclass for each TOML table.
+
+A field is a key, its annotation is the type that is checked, its default is what an absent key means, and the comment in
+``doc`` metadata is what ``composer3d check --schema`` prints. A key enters here with the feature that it drives.
+"""
+
+from dataclasses import Field, dataclass, field
+from typing import Any, Literal
+
+from composer3d.shape import ModelShape
+
+
+def key(default: Any, doc: str) -> Any:
+    """A key of a table with its default and one line of documentation."""
+    return field(default=default, metadata={"doc": doc})
+
+
+def doc_of(entry: Field[Any]) -> str:
+    return str(entry.metadata.get("doc", ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTable:
+    name: str = key("run", "name of the run; its folder is out_dir/name")
+    steps: int = key(100, "optimizer steps of the whole run")
+    seed: int = key(0, "seed of the initial weights")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes cuda where there is one")
+    out_dir: str = key("runs", "folder that holds the folders of runs, relative to the working directory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTable:
+    preset: str | None = key(None, "a row of composer3d/shape.py; the other keys override its fields")
+    dim: int | None = key(None, "width of the residual stream")
+    n_layers: int | None = key(None, "number of blocks")
+    n_heads: int | None = key(None, "query heads")
+    n_kv_heads: int | None = key(None, "key-value heads")
+    ffn: int | None = key(None, "width of the gated feed-forward")
+    vocab: int | None = key(None, "size of the vocabulary")
+    rope_theta: float | None = key(None, "base of the rotary embedding")
+    norm_eps: float | None = key(None, "epsilon of RMSNorm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshTable:
+    """Sizes of the mesh axes, outermost first. Their product is the world size."""
+
+    pp: int = key(1, "pipeline stages")
+    dp_replicate: int = key(1, "replicas that all-reduce gradients (HSDP)")
+    dp_shard: int = key(-1, "ranks that shard parameters (FSDP); -1 takes what is left of the world")
+    cp: int = key(1, "context parallel ranks (1 until ring attention is in)")
+    tp: int = key(1, "tensor parallel ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelTable:
+    zero: Literal[0, 1, 3] = key(3, "0 replicates, 1 gathers parameters once a step, 3 also reshards after forward")
+    sequence_parallel: bool = key(True, "with tp > 1, shard the residual stream along the sequence between layers")
+    loss_parallel: bool = key(True, "with tp > 1, keep logits sharded over the vocabulary in the loss")
+    schedule: Literal["GPipe", "1F1B"] = key("1F1B", "pipeline schedule, with pp > 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionTable:
+    params: Literal["float32", "float64"] = key("float32", "dtype of parameters, activations and gradients")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataTable:
+    source: Literal["python", "text"] = key("python", "python: the standard library's own sources; text: data.path")
+    path: str | None = key(None, "a text file, or a folder whose text files are read in sorted order")
+    seq_len: int = key(256, "tokens in a sample")
+    global_batch: int = key(8, "samples in an optimizer step, over all ranks")
+    micro_batch: int = key(1, "samples that a rank runs at once")
+    seed: int = key(0, "seed of the order of samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimTable:
+    lr: float = key(3e-4, "peak learning rate of AdamW")
+    betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas")
+    eps: float = key(1e-8, "AdamW epsilon")
+    weight_decay: float = key(0.1, "decay of matrices; vectors (norms) have none")
+    clip: float = key(1.0, "largest global gradient norm; 0 does not clip")
+    schedule: Literal["cosine", "constant"] = key("cosine", "learning rate after the warmup")
+    warmup: int = key(0, "steps of linear warmup")
+    decay: int | None = key(None, "step at which the cosine reaches min_lr; absent: run.steps")
+    min_lr: float = key(0.0, "learning rate at the end of the cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointTable:
+    every: int = key(0, "steps between checkpoints; 0 saves only at the end of the run")
+    keep: int = key(2, "newest checkpoints that are kept")
+    resume: str = key("auto", "auto: the newest checkpoint of this run; none: start anew; or a checkpoint's folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsTable:
+    every: int = key(10, "steps between console lines and TensorBoard points")
+    tensorboard: bool = key(True, "write TensorBoard files into the run's folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationTable:
+    every: int = key(0, "steps between validations, and one at the end; 0 never validates")
+    steps: int = key(4, "global batches in a validation")
+    path: str | None = key(None, "held-out text for source = text; python holds out its own")
+
+
+TABLES: dict[str, type] = {
+    "run": RunTable,
+    "model": ModelTable,
+    "mesh": MeshTable,
+    "parallel": ParallelTable,
+    "precision": PrecisionTable,
+    "data": DataTable,
+    "optim": OptimTable,
+    "checkpoint": CheckpointTable,
+    "metrics": MetricsTable,
+    "validation": ValidationTable,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole recipe, resolved: every table complete, ``model`` a shape, ``mesh.dp_shard`` a number.
+
+    Only ``train.build``, ``verify`` and the commands see it whole; everybody else is passed the table it needs.
+    """
+
+    run: RunTable
+    model: ModelShape
+    mesh: MeshTable
+    parallel: ParallelTable
+    precision: PrecisionTable
+    data: DataTable
+    optim: OptimTable
+    checkpoint: CheckpointTable
+    metrics: MetricsTable
+    validation: ValidationTable
+
+    @property
+    def world_size(self) -> int:
+        mesh = self.mesh
+        return mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that hold different samples: dp_replicate x dp_shard."""
+        return self.mesh.dp_replicate * self.mesh.dp_shard
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that one rank runs in an optimizer step."""
+        return self.data.global_batch // (self.data.micro_batch * self.batch_ranks)
