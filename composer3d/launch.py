@@ -1,0 +1,174 @@
+"""Starting processes: torch's elastic launcher for training, and a pool of workers for proofs and tests.
+
+Both fork from one ``forkserver`` that has torch imported already, so that a node pays for that import once. This module
+imports torch only inside functions: the forkserver imports it at the same time as whoever waits for it.
+"""
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing import connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from composer3d.errors import UserError
+
+_PRELOAD = ["composer3d.preload"]
+
+
+def warm_up() -> None:
+    """Start the forkserver, which begins to import torch in the background."""
+    from multiprocessing.forkserver import ensure_running
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, by whatever the forkserver forks
+    mp.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    ensure_running()
+
+
+def run_elastic(function: Callable[..., Any], arguments: tuple[Any, ...], *, processes: int) -> None:
+    """Run ``function(*arguments)`` as every rank of a job on this machine, under torch's elastic agent.
+
+    The workers see what torchrun would set: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and so on.
+
+    Raises:
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed; the agent has ended the others.
+    """
+    warm_up()
+    os.environ.setdefault("TORCH_MP_PARALLEL_START", "1")
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"composer3d-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
+    elastic_launch(config, function)(*arguments)
+
+
+class WorkerError(Exception):
+    """A task failed on some ranks. ``failures`` maps the rank to its error or its traceback as text."""
+
+    def __init__(self, failures: Mapping[int, UserError | str]) -> None:
+        self.failures = dict(failures)
+        super().__init__("\n".join(f"rank {rank}: {failure}" for rank, failure in failures.items()))
+
+    @property
+    def user_error(self) -> UserError | None:
+        """The error a user can act on, where that is what the lowest failing rank met."""
+        first = self.failures[min(self.failures)]
+        return first if isinstance(first, UserError) else None
+
+
+class Pool:
+    """Workers that run one task after another, each as the ranks of a fresh world.
+
+    A task is a function at the top of a module, called as ``function(**arguments)`` on ranks 0 to world_size - 1, with RANK,
+    WORLD_SIZE and a rendezvous file in the environment (see ``dist.pool_world``). A task that fails on one rank, or takes longer
+    than its limit, ends all workers that take part; the next task starts new ones.
+    """
+
+    def __init__(self) -> None:
+        warm_up()
+        self._workers: dict[int, tuple[Any, connection.Connection]] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="composer3d-pool-")
+        self._tasks = 0
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def run(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], *, world_size: int, limit_s: float = 120.0
+    ) -> list[Any]:
+        """Run a task and return what each rank returned, by rank.
+
+        Raises:
+            WorkerError: a rank raised, died, or had not answered after ``limit_s``.
+        """
+        self._tasks += 1
+        store = str(Path(self._folder.name) / f"store-{self._tasks}")
+        pipes = {rank: self._worker(rank) for rank in range(world_size)}
+        for rank, pipe in pipes.items():
+            pipe.send((function, dict(arguments), rank, world_size, store))
+        answers: dict[int, Any] = {}
+        failures: dict[int, UserError | str] = {}
+        until = time.monotonic() + limit_s
+        while len(answers) + len(failures) < world_size:
+            waiting = {pipe: rank for rank, pipe in pipes.items() if rank not in answers and rank not in failures}
+            ready = connection.wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                failures |= {rank: f"no answer after {limit_s:.0f} s" for rank in waiting.values()}
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    good, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, "the process died"
+                (answers if good else failures)[rank] = value
+            if failures:
+                # The other ranks may wait in a collective for the one that failed: give them a moment to notice.
+                until = min(until, time.monotonic() + 5.0)
+        if failures:
+            self._end(list(pipes))
+            raise WorkerError(_causes(failures))
+        return [answers[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        self._end(list(self._workers))
+        self._folder.cleanup()
+
+    def _worker(self, rank: int) -> connection.Connection:
+        if rank not in self._workers:
+            context = mp.get_context("forkserver")
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True, name=f"composer3d worker {rank}")
+            process.start()
+            theirs.close()
+            self._workers[rank] = (process, ours)
+        return self._workers[rank][1]
+
+    def _end(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            process, pipe = self._workers.pop(rank)
+            pipe.close()
+            process.terminate()
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _causes(failures: dict[int, UserError | str]) -> dict[int, UserError | str]:
+    """Leave out ranks that only lost their peers, where some rank says what really happened."""
+    noise = ("Connection closed by peer", "Connection reset by peer", "no answer after", "Timed out waiting", "Read timeout")
+    real = {rank: why for rank, why in failures.items() if isinstance(why, UserError) or not any(n in why for n in noise)}
+    return real or failures
+
+
+def _serve(pipe: connection.Connection) -> None:
+    """A worker: run tasks until the pipe is closed."""
+    while True:
+        try:
+            function, arguments, rank, world_size, store = pipe.recv()
+        except (EOFError, OSError):
+            return
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "COMPOSER3D_STORE": store}
+        try:
+            pipe.send((True, function(**arguments)))
+        except UserError as error:
+            pipe.send((False, error))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

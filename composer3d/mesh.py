@@ -1,0 +1,134 @@
+"""The mesh: named axes over the ranks of a job, as one value that is passed around. There is no global one.
+
+Axes, outermost to innermost: ``pp, dp_replicate, dp_shard, cp, tp``. The innermost gets adjacent ranks, since its traffic is
+the most frequent and the hardest to hide. Private API of DeviceMesh stays in this file.
+"""
+
+import os
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composer3d.errors import MeshError
+from composer3d.recipe.schema import MeshTable
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def coordinates(rank: int, table: MeshTable) -> dict[str, int]:
+    """The place of ``rank`` on each axis of ``table``, whose sizes must all be known."""
+    place = {}
+    for axis in reversed(AXES):
+        size = getattr(table, axis)
+        place[axis] = rank % size
+        rank //= size
+    return {axis: place[axis] for axis in AXES}
+
+
+def identity(rank: int, table: MeshTable, device_type: str = "cpu") -> str:
+    """Who a rank is, for its logs and errors: ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``."""
+    at = coordinates(rank, table)
+    parts = [f"pp{at['pp']}", f"dp{at['dp_replicate'] * table.dp_shard + at['dp_shard']}", f"cp{at['cp']}", f"tp{at['tp']}"]
+    where = f"node {os.environ.get('GROUP_RANK', '0')}"
+    if device_type != "cpu":
+        where += f" gpu {os.environ.get('LOCAL_RANK', '0')}"
+    return f"rank {rank} ({' '.join(parts)}, {where})"
+
+
+def check_world(table: MeshTable, world_size: int) -> None:
+    """Refuse a world that the mesh does not fill exactly.
+
+    Raises:
+        MeshError: with the arithmetic, before any process group forms.
+    """
+    sizes = {axis: getattr(table, axis) for axis in AXES}
+    if prod(sizes.values()) != world_size:
+        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise MeshError(
+            f"mesh {shown} = {prod(sizes.values())} processes, but the world has {world_size}; "
+            f"start {prod(sizes.values())} processes, or change an axis of [mesh]"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """One rank's view of the mesh: the sizes, this rank's coordinates, and the DeviceMesh of each parallelism.
+
+    ``device_mesh`` has the axes (pp, dp_replicate, fsdp, tp) with fsdp = dp_shard x cp: context-parallel ranks hold
+    different tokens of the same samples, so their gradients are summed, and their parameters sharded, together with dp_shard's.
+    """
+
+    table: MeshTable
+    rank: int
+    device: torch.device
+    device_mesh: DeviceMesh
+
+    @classmethod
+    def build(cls, table: MeshTable, device: torch.device) -> "Mesh":
+        """Form the process groups of every axis. Collective: every rank of the default group calls it.
+
+        Raises:
+            MeshError: the default group's size is not the mesh's.
+        """
+        check_world(table, dist.get_world_size())
+        device_mesh = init_device_mesh(
+            device.type,
+            (table.pp, table.dp_replicate, table.dp_shard * table.cp, table.tp),
+            mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+        )
+        return cls(table=table, rank=dist.get_rank(), device=device, device_mesh=device_mesh)
+
+    @property
+    def at(self) -> dict[str, int]:
+        return coordinates(self.rank, self.table)
+
+    @property
+    def identity(self) -> str:
+        return identity(self.rank, self.table, self.device.type)
+
+    @property
+    def world_size(self) -> int:
+        return prod(getattr(self.table, axis) for axis in AXES)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that hold different samples: dp_replicate x dp_shard."""
+        return self.table.dp_replicate * self.table.dp_shard
+
+    @property
+    def batch_rank(self) -> int:
+        return self.at["dp_replicate"] * self.table.dp_shard + self.at["dp_shard"]
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks that share the parameters of one pipeline stage."""
+        return self.world_size // self.table.pp
+
+    @property
+    def fsdp(self) -> DeviceMesh | None:
+        """What parameters are sharded (and, first, replicated) over; None where one rank holds them."""
+        if self.table.dp_replicate > 1:
+            return self.device_mesh["dp_replicate", "fsdp"]
+        return self.device_mesh["fsdp"] if self.table.dp_shard * self.table.cp > 1 else None
+
+    @property
+    def tp(self) -> DeviceMesh | None:
+        return self.device_mesh["tp"] if self.table.tp > 1 else None
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self.device_mesh.get_group("pp")
+
+    def sum_over_world(self, *values: Tensor | float) -> list[float]:
+        """Sum scalars over all ranks of the job, in float64: one all-reduce for all of ``values`` together.
+
+        A value that several ranks hold alike must be weighted by the caller, so that it counts once.
+        """
+        packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device).detach() for v in values])
+        if self.world_size > 1:
+            dist.all_reduce(packed)
+        return packed.tolist()

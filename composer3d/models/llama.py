@@ -1,0 +1,82 @@
+"""Llama: the dense decoder of Touvron et al. 2023 (arXiv 2302.13971) and the Llama 3 herd (arXiv 2407.21783).
+
+The model contract, which a user's own model may follow as well: a module with ``first``, ``blocks`` and ``last``.
+Parameters keep one global name each whatever the layout: ``first.embed.weight``, ``blocks.7.attn.wq.weight``, ``last.head.weight``.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composer3d.models.layers import IGNORE_INDEX, Block, Seq
+from composer3d.shape import ModelShape
+
+
+class First(nn.Module):
+    """``first(tokens_BT, seq) -> h_BTC``: the embedding."""
+
+    def __init__(self, vocab: int, dim: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+
+    def forward(self, tokens_BT: Tensor, seq: Seq) -> Tensor:
+        return self.embed(tokens_BT)
+
+
+class Last(nn.Module):
+    """``last(h_BTC, seq, labels_BT) -> loss``: final norm, head, and the cross-entropy summed over valid labels.
+
+    The loss is a scalar of float32 or wider: sums of thousands of tokens do not fit bfloat16. It is a sum, not a mean,
+    since only the whole job knows the count of valid tokens that it must be divided by.
+    """
+
+    def __init__(self, vocab: int, dim: int, norm_eps: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    def logits(self, h_BTC: Tensor) -> Tensor:
+        return self.head(self.norm(h_BTC))
+
+    def forward(self, h_BTC: Tensor, seq: Seq, labels_BT: Tensor) -> Tensor:
+        logits = self.logits(h_BTC).flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, labels_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+class Llama(nn.Module):
+    """A Llama of one ``ModelShape``, built where ``device`` says ("meta" allocates nothing) and left uninitialised there.
+
+    Called whole, it is one process's model: ``model(tokens_BT, labels_BT, positions_BT) -> summed loss``.
+    """
+
+    def __init__(self, shape: ModelShape, *, dtype: torch.dtype = torch.float32, device: str = "meta") -> None:
+        super().__init__()
+        self.shape = shape
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                self.first = First(shape.vocab, shape.dim)
+                self.blocks = nn.ModuleDict({str(i): self._block(shape) for i in range(shape.n_layers)})
+                self.last = Last(shape.vocab, shape.dim, shape.norm_eps)
+        finally:
+            torch.set_default_dtype(default)
+
+    @staticmethod
+    def _block(shape: ModelShape) -> Block:
+        return Block(
+            dim=shape.dim,
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            ffn=shape.ffn,
+            rope_theta=shape.rope_theta,
+            norm_eps=shape.norm_eps,
+        )
+
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        seq = Seq(positions_BT)
+        h_BTC = self.first(tokens_BT, seq)
+        for block in self.blocks.values():
+            h_BTC = block(h_BTC, seq)
+        return self.last(h_BTC, seq, labels_BT)

@@ -1,0 +1,72 @@
+"""A ``Plan`` is what a model tells every parallelism, once, as data: tables from globs over its global names."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+
+from composer3d.errors import PlanError
+
+# How a module is cut over tp; ``tp.py`` says what each means in placements.
+Style = Literal["embedding", "norm", "gather", "column", "row", "head"]
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values from a normal distribution with mean 0."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Initial values that are all the same."""
+
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a model says of itself.
+
+    Attributes:
+        tensor: glob over module names -> how tensor parallelism cuts it. Every parameter must lie in a named module.
+        init: glob over parameter names -> initial values; the first glob that matches counts.
+    """
+
+    tensor: Mapping[str, Style]
+    init: Mapping[str, Normal | Constant]
+
+    def check(self, model: nn.Module) -> None:
+        """Hold both tables against the whole model, before it is cut.
+
+        Raises:
+            PlanError: naming every glob that matches nothing and every parameter that no glob covers.
+        """
+        modules = [name for name, _ in model.named_modules()]
+        parameters = [name for name, _ in model.named_parameters()]
+        lines = [
+            f"the plan's {table} glob {glob!r} matches no {kind} of {type(model).__name__}"
+            for table, globs, names, kind in (
+                ("tensor", self.tensor, modules, "module"),
+                ("init", self.init, parameters, "parameter"),
+            )
+            for glob in globs
+            if not _any_match(glob, names)
+        ]
+        for name in parameters:
+            if not any(fnmatchcase(name.rpartition(".")[0], glob) for glob, style in self.tensor.items() if style != "gather"):
+                lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
+            if self.init_of(name) is None:
+                lines.append(f"no glob of the plan's init table covers parameter {name!r}")
+        if lines:
+            raise PlanError(lines)
+
+    def init_of(self, name: str) -> Normal | Constant | None:
+        return next((how for glob, how in self.init.items() if fnmatchcase(name, glob)), None)
+
+
+def _any_match(glob: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for name in names)
