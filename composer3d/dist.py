@@ -56,6 +56,20 @@ def world(device: torch.device, *, timeout_s: float, store: dist.Store | None = 
         dist.destroy_process_group()
 
 
+def check_same(what: str, value: object) -> None:
+    """Refuse to go on where ranks see different things, as two nodes with different files would. Collective.
+
+    Raises:
+        MeshError: on every rank, with what each group of ranks sees.
+    """
+    seen: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, value)
+    if any(other != seen[0] for other in seen):
+        groups = {repr(other): [rank for rank, mine in enumerate(seen) if mine == other] for other in seen}
+        lines = [f"ranks {', '.join(map(str, ranks))} see {shown}" for shown, ranks in groups.items()]
+        raise MeshError([f"{what} must be the same on every rank; give all nodes the same files", *lines])
+
+
 @contextmanager
 def pool_world(*, timeout_s: float = 60.0) -> Iterator[torch.device]:
     """The world of a task in ``launch.Pool``: gloo on CPU, met through the task's rendezvous file."""

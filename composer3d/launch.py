@@ -4,6 +4,7 @@ Both fork from one ``forkserver`` that has torch imported already, so that a nod
 imports torch only inside functions: the forkserver imports it at the same time as whoever waits for it.
 """
 
+import importlib
 import multiprocessing as mp
 import os
 import tempfile
@@ -91,9 +92,12 @@ class Pool:
         self.close()
 
     def run(
-        self, function: Callable[..., Any], arguments: Mapping[str, Any], *, world_size: int, limit_s: float = 120.0
+        self, function: Callable[..., Any] | str, arguments: Mapping[str, Any], *, world_size: int, limit_s: float = 120.0
     ) -> list[Any]:
         """Run a task and return what each rank returned, by rank.
+
+        Args:
+            function: the task, or its name ``module:function``, so that this process need not import what the task needs.
 
         Raises:
             WorkerError: a rank raised, died, or had not answered after ``limit_s``.
@@ -167,6 +171,9 @@ def _serve(pipe: connection.Connection) -> None:
             return
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "COMPOSER3D_STORE": store}
         try:
+            if isinstance(function, str):
+                module, _, name = function.partition(":")
+                function = getattr(importlib.import_module(module), name)
             pipe.send((True, function(**arguments)))
         except UserError as error:
             pipe.send((False, error))

@@ -9,6 +9,6 @@ with warnings.catch_warnings():
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
-    import composer3d.parallel
+    import composer3d.train
 
 __all__: list[str] = []

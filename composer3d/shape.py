@@ -5,6 +5,8 @@ No torch here: the recipe, the planner and the drawings read shapes without load
 
 from dataclasses import dataclass
 
+IGNORE_INDEX = -100  # a label that counts for nothing, torch's default
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORE_INDEX = -100  # a label that counts for nothing, torch's default
-
 
 class Seq(NamedTuple):
     """What every block must know of the sequence: integer tensors (B, T), cut and moved like tokens."""

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer3d.models.layers import IGNORE_INDEX, Block, Seq
-from composer3d.shape import ModelShape
+from composer3d.models.layers import Block, Seq
+from composer3d.shape import IGNORE_INDEX, ModelShape
 
 
 class First(nn.Module):

@@ -1,0 +1,85 @@
+"""Where checkpoints are kept: one folder a step, written by ``torch.distributed.checkpoint``, published by a rename."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from composer3d.checkpoint.state import compare, gather_state
+from composer3d.errors import CheckpointError
+from composer3d.parallel import Stages
+
+_PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
+
+
+class Store:
+    """The checkpoints of one run: ``FOLDER/step-00000100``. Every method but ``newest`` is collective over the job."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self.folder = folder
+        self._keep = keep
+
+    def newest(self) -> Path | None:
+        """The checkpoint with the highest step, or None."""
+        whole = sorted(path.parent for path in self.folder.glob(f"step-*/{_PROGRESS}") if path.parent.suffix != ".tmp")
+        return whole[-1] if whole else None
+
+    def save(self, step: int, stages: Stages, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> Path:
+        """Write the state after ``step`` steps and ``progress`` (plain JSON), then drop the oldest beyond ``keep``."""
+        final = self.folder / f"step-{step:08d}"
+        staging = final.with_suffix(".tmp")
+        if dist.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        dist.barrier()
+        dcp.save(gather_state(stages, optimizer), storage_writer=dcp.FileSystemWriter(staging))
+        if dist.get_rank() == 0:
+            with open(staging / _PROGRESS, "w") as file:
+                json.dump({"step": step, "world_size": dist.get_world_size(), **progress}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            staging.rename(final)
+            for old in sorted(self.folder.glob("step-????????"))[: -self._keep]:
+                shutil.rmtree(old)
+        dist.barrier()
+        return final
+
+    def load(self, path: Path, stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Read ``path`` into the live model and optimizer, and return its progress.
+
+        Raises:
+            CheckpointError: it is not a checkpoint, or its names and shapes are not this job's.
+        """
+        progress = read_progress(path)
+        state = gather_state(stages, optimizer)
+        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        rng = f"rng.{dist.get_rank()}"
+        generator: Tensor = state.pop(rng)
+        saved = {name: tuple(entry.size) for name, entry in metadata.items() if not name.startswith("rng.")}
+        compare(state, saved, str(path))
+        if progress["world_size"] == dist.get_world_size():
+            state[rng] = generator
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+        torch.set_rng_state(generator)
+        return progress
+
+
+def read_progress(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself: ``step``, ``world_size``, ``data``.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint of composer3d.
+    """
+    try:
+        return json.loads((path / _PROGRESS).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {_PROGRESS}; name a step-* folder") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}/{_PROGRESS} cannot be read ({error}); the checkpoint is damaged") from None

@@ -1,0 +1,150 @@
+"""The command line. Each command imports what it needs when it is dispatched, so that ``check`` never waits for torch."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from composer3d.errors import UserError
+from composer3d.recipe.schema import Recipe
+
+DONE, WRONG_INPUT, INTERRUPTED = 0, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0 done, 1 the check failed, 2 the user's input is wrong.
+
+    Under torchrun only rank 0 prints what is wrong with the input.
+    """
+    try:
+        with contextlib.nullcontext() if _speaks() else contextlib.redirect_stderr(io.StringIO()):
+            args = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its help (0) or what is wrong (2)
+        return int(stop.code or 0)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except UserError as error:
+        if _speaks():
+            print(*error.lines, sep="\n", file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _speaks() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _check(args: argparse.Namespace) -> int:
+    from composer3d.recipe.load import load
+    from composer3d.recipe.values import schema_text
+
+    if args.schema:
+        print(schema_text(), end="")
+        return DONE
+    if args.recipe is None:
+        raise UserError("composer3d check: give a RECIPE, or --schema for the vocabulary of recipes")
+    try:
+        resolved = load(args.recipe, args.set, world_size=args.gpus)
+    except UserError as error:
+        if args.json:
+            print(json.dumps({"ok": False, "errors": error.lines}))
+        raise
+    recipe = resolved.recipe
+    if args.json:
+        answer = {"ok": True, "world_size": recipe.world_size, "recipe": asdict(recipe), "origins": resolved.origins}
+        print(json.dumps(answer))
+    else:
+        print(resolved.to_toml(), _summary(recipe), sep="\n")
+    return DONE
+
+
+def _summary(recipe: Recipe) -> str:
+    from composer3d.planner.counts import parameters
+
+    axes = {axis: size for axis, size in asdict(recipe.mesh).items() if size > 1}
+    mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "no parallelism"
+    data = recipe.data
+    tokens = data.global_batch * data.seq_len
+    lines = {
+        "world size": f"{recipe.world_size} ({mesh})",
+        "global batch": f"{data.global_batch} = micro_batch {data.micro_batch} x {recipe.micro_batches} micro-batches "
+        f"x {recipe.batch_ranks} data-parallel ranks",
+        "tokens": f"{tokens:,} a step, {tokens * recipe.run.steps:,} in {recipe.run.steps:,} steps",
+        "parameters": f"{parameters(recipe.model):,}",
+    }
+    return "\n".join(f"# {name:<13} {value}" for name, value in lines.items())
+
+
+def _train(args: argparse.Namespace) -> int:
+    from composer3d.train import main_train
+
+    return main_train(args.recipe, args.set)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from composer3d.verify import main_verify
+
+    return main_verify(
+        recipe=args.recipe,
+        sets=args.set,
+        dtype=args.dtype,
+        steps=args.steps,
+        layouts=args.layouts,
+        as_json=args.json,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="composer3d", description="Compose parallelisms for Llama-style models, and prove each composition exact."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    check = _command(
+        commands, "check", _check, "validate a recipe and print it resolved, with the origin of each value"
+    )
+    check.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file")
+    check.add_argument("--gpus", metavar="N", type=_count, help="processes of the world that the mesh must fill")
+    check.add_argument("--json", action="store_true", help="print one JSON object instead")
+    check.add_argument("--schema", action="store_true", help="print every key of a recipe, and read none")
+
+    train = _command(commands, "train", _train, "train; under torchrun as one rank, else with processes of its own")
+    train.add_argument("recipe", metavar="RECIPE", help="a TOML file")
+
+    verify = _command(commands, "verify", _verify, "prove that a recipe's layout computes what one process computes")
+    verify.add_argument("recipe", metavar="RECIPE", help="a TOML file")
+    verify.add_argument("--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s")
+    verify.add_argument("--steps", metavar="N", type=_count, default=2, help="optimizer steps; default: %(default)s")
+    verify.add_argument("--layouts", metavar="FILE", help="prove many: a line of FILE is key=value overrides")
+    verify.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    does: str,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=does, description=does, allow_abbrev=False)
+    command.set_defaults(command=run)
+    command.add_argument(
+        "--set", metavar="TABLE.KEY=VALUE", action="append", default=[], help="override a value; may be repeated"
+    )
+    return command
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return number

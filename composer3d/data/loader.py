@@ -1,0 +1,183 @@
+"""Batches in an order that is a pure function of (seed, step), whatever the layout.
+
+Samples are counted globally: step s is the global samples s * global_batch ... (s + 1) * global_batch - 1, and batch
+rank r of n takes the r-th of n contiguous slices. What a step trains on never depends on how many ranks share it.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from composer3d.data.sources import Corpus
+from composer3d.errors import DataError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one batch rank trains on in one step. All int64 on the CPU, of shape (rows, seq_len).
+
+    ``labels_BT[b, t]`` is the token that follows ``tokens_BT[b, t]``, or IGNORE_INDEX; ``positions_BT`` count from the
+    start of the row.
+    """
+
+    tokens_BT: torch.Tensor  # noqa: N815
+    labels_BT: torch.Tensor  # noqa: N815
+    positions_BT: torch.Tensor  # noqa: N815
+
+
+@lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
+def _permutation(n_samples: int, seed: int, epoch: int) -> np.ndarray:
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+    order = generator.permutation(n_samples)
+    order.flags.writeable = False
+    return order
+
+
+def sample_order(n_samples: int, seed: int, first: int, count: int) -> np.ndarray:
+    """The corpus samples behind the global samples ``first`` ... ``first + count - 1``: int64, shape (count,).
+
+    Global sample g belongs to epoch g // n_samples, each epoch a permutation of its own. ``seed`` is at least 0.
+    """
+    out = np.empty(count, dtype=np.int64)
+    done = 0
+    while done < count:
+        epoch, start = divmod(first + done, n_samples)
+        part = _permutation(n_samples, seed, epoch)[start : start + count - done]
+        out[done : done + len(part)] = part
+        done += len(part)
+    return out
+
+
+def count_samples(corpus: Corpus, seq_len: int) -> int:
+    """Samples of ``seq_len`` tokens, each with the one token that follows it. Raises DataError where there is none."""
+    n_samples = (len(corpus.tokens) - 1) // seq_len
+    if n_samples < 1:
+        raise DataError(
+            f"corpus {corpus.name} has {len(corpus.tokens)} tokens: too few for data.seq_len = {seq_len}, "
+            f"which needs {seq_len + 1}; shorten data.seq_len or give more text"
+        )
+    return n_samples
+
+
+class _Steps(Sampler[int]):
+    """Step numbers without end. Its state is the next one."""
+
+    def __init__(self, next_step: int) -> None:
+        self.next_step = next_step
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.next_step += 1
+        return self.next_step - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_step = state["next_step"]
+
+
+class _StepBatches(Dataset[Batch]):
+    """Item s is this rank's batch of step s; only its own rows are ever gathered."""
+
+    def __init__(
+        self, corpus: Corpus, *, seq_len: int, global_batch: int, seed: int | None, batch_rank: int, rows: int
+    ) -> None:
+        self.n_samples = count_samples(corpus, seq_len)
+        # A view: sample i is row i, tokens[i * seq_len : i * seq_len + seq_len + 1].
+        self.samples = np.lib.stride_tricks.sliding_window_view(corpus.tokens, seq_len + 1)[::seq_len]
+        self.global_batch = global_batch
+        self.seed = seed
+        self.batch_rank = batch_rank
+        self.rows = rows
+        self.positions_BT = torch.arange(seq_len).repeat(rows, 1)
+
+    def __getitem__(self, step: int) -> Batch:
+        first = step * self.global_batch + self.batch_rank * self.rows
+        if self.seed is None:
+            numbers = np.arange(first, first + self.rows) % self.n_samples
+        else:
+            numbers = sample_order(self.n_samples, self.seed, first, self.rows)
+        window_BT = torch.from_numpy(self.samples[numbers].astype(np.int64))
+        return Batch(
+            tokens_BT=window_BT[:, :-1].contiguous(),
+            labels_BT=window_BT[:, 1:].contiguous(),
+            positions_BT=self.positions_BT.clone(),
+        )
+
+
+class Loader:
+    """An iterator without end: one ``Batch`` of global_batch / batch_ranks rows a step, from ``first_step`` on.
+
+    ``shuffle=False`` takes samples in the order of the corpus and wraps around; validation reads so.
+    The state counts steps of the global batch, so that it continues exactly under any number of batch ranks.
+
+    Raises DataError where the corpus is too small for one sample or the ranks cannot share the batch evenly.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        seq_len: int,
+        global_batch: int,
+        seed: int,
+        batch_rank: int,
+        batch_ranks: int,
+        first_step: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        if global_batch % batch_ranks:
+            raise DataError(
+                f"data.global_batch = {global_batch} must be a multiple of the {batch_ranks} ranks that hold different "
+                "samples (dp_replicate x dp_shard)"
+            )
+        if not 0 <= batch_rank < batch_ranks:
+            raise ValueError(f"batch_rank = {batch_rank} is outside 0 ... {batch_ranks - 1}")
+        self._corpus = corpus
+        self._steps = _Steps(first_step)
+        batches = _StepBatches(
+            corpus,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            seed=seed if shuffle else None,
+            batch_rank=batch_rank,
+            rows=global_batch // batch_ranks,
+        )
+        # A DataLoader draws a seed for workers when it starts: a generator of its own leaves torch's global one alone.
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls it in every constructor; torch 2.13 warns and does nothing.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
+            loader: StatefulDataLoader[Batch] = StatefulDataLoader(
+                batches, batch_size=None, sampler=self._steps, generator=torch.Generator()
+            )
+        self._batches: Iterator[Batch] = iter(loader)
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``next_step``, the step of the next batch, and ``digest``, of the corpus."""
+        return {**self._steps.state_dict(), "digest": self._corpus.digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where ``state`` was taken. Raises DataError where it was taken over other tokens."""
+        if state["digest"] != self._corpus.digest:
+            raise DataError(
+                f"corpus {self._corpus.name} has digest {self._corpus.digest}, the checkpoint's was {state['digest']}: "
+                'the data has changed since; restore it, or start anew with checkpoint.resume = "none"'
+            )
+        # Without workers the sampler is exactly as far as the batches that were handed out: its state is the loader's.
+        self._steps.load_state_dict(state)

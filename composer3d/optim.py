@@ -1,0 +1,81 @@
+"""AdamW, its parameter groups and its learning rate. Nothing here needs a rank: a DTensor is treated like a tensor."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer3d.recipe.schema import OptimTable
+
+
+def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
+    """The learning rate of ``step``, counted from 0: a pure function, so that a resumed run needs no scheduler state.
+
+    Linear warmup that reaches ``lr`` at step warmup - 1, then ``lr`` (constant) or a cosine that reaches ``min_lr`` at
+    step ``decay`` (``total_steps`` where it is absent) and stays there.
+    """
+    if step < table.warmup:
+        return table.lr * (step + 1) / table.warmup
+    if table.schedule == "constant":
+        return table.lr
+    end = total_steps if table.decay is None else table.decay
+    if step >= end:
+        return table.min_lr
+    progress = (step - table.warmup) / (end - table.warmup)
+    return table.min_lr + 0.5 * (table.lr - table.min_lr) * (1.0 + math.cos(math.pi * progress))
+
+
+def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable) -> torch.optim.AdamW:
+    """AdamW over the parameters of this rank: matrices are decayed, vectors (norms) are not.
+
+    A DTensor counts its global dimensions. There is one group with decay and one without, and as many again for each
+    further mesh that holds parameters: the fused kernel takes no mixture of tensors and DTensors.
+
+    Raises:
+        ValueError: there is no parameter.
+    """
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for _, parameter in named_parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": table.weight_decay if decays else 0.0}
+            for (decays, _), parameters in groups.items()
+        ],
+        lr=table.lr,
+        betas=table.betas,
+        eps=table.eps,
+        fused=True,
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the learning rate of the next step in every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def optimizer_state(
+    optimizer: torch.optim.AdamW, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, Tensor]:
+    """The state of AdamW as a flat dict of live tensors, to be saved, or to be loaded into in place.
+
+    ``optim.NAME.exp_avg`` and ``optim.NAME.exp_avg_sq`` are shaped and sharded like the parameter NAME,
+    ``optim.NAME.step`` is a float32 scalar. A parameter that has not been stepped yet gets the zero state of its first.
+
+    Args:
+        named_parameters: global names, the same parameters that the optimizer was built with.
+    """
+    flat: dict[str, Tensor] = {}
+    for name, parameter in named_parameters:
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            flat[f"optim.{name}.{key}"] = state[key]
+    return flat

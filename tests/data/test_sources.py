@@ -1,0 +1,129 @@
+"""Corpora: what is read, in which order, what is held out, and what is refused."""
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from composer3d.data import open_corpus, sources
+from composer3d.errors import DataError
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text)
+    return folder
+
+
+def train(path: Path) -> sources.Corpus:
+    return open_corpus("text", path, split="train")
+
+
+def test_folder_is_read_in_order_of_relative_path(tmp_path: Path) -> None:
+    files = {"b.txt": b"two", "a/z.md": b"one\xff", "c": b"", ".hidden": b"x", ".git/config": b"x", "a.d/y": b"zero"}
+    corpus = train(write(tmp_path, files))
+    # "." sorts before "/": whole paths are compared, not folder by folder.
+    assert corpus.tokens.tobytes() == b"zero\0one\xff\0two\0"
+    assert corpus.n_documents == 3
+    assert corpus.tokens.dtype == np.uint8
+    assert corpus.tokens.ndim == 1
+    assert not corpus.tokens.flags.writeable
+
+
+def test_hidden_root_is_read(tmp_path: Path) -> None:
+    assert train(write(tmp_path / ".corpus", {"a": b"text"})).n_documents == 1
+
+
+def test_single_file(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"hello", "b.txt": b"not this"})
+    assert train(tmp_path / "a.txt").tokens.tobytes() == b"hello\0"
+
+
+def test_validation_reads_the_held_out_path(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"train", "b.txt": b"held out"})
+    corpus = open_corpus("text", tmp_path / "a.txt", split="validation", held_out_path=tmp_path / "b.txt")
+    assert corpus.tokens.tobytes() == b"held out\0"
+
+
+def test_digest_follows_the_tokens(tmp_path: Path) -> None:
+    first = train(write(tmp_path / "a", {"1": b"abc", "2": b"def"}))
+    same = train(write(tmp_path / "b", {"x/1": b"abc", "x/2": b"def"}))
+    changed = train(write(tmp_path / "c", {"1": b"abc", "2": b"dEf"}))
+    cut_elsewhere = train(write(tmp_path / "d", {"1": b"ab", "2": b"cdef"}))
+    assert first.digest == same.digest
+    assert len({first.digest, changed.digest, cut_elsewhere.digest}) == 3
+
+
+def test_python_splits_are_disjoint_and_deterministic() -> None:
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    names = {split: sources._python_files(stdlib, split) for split in ("train", "validation")}
+    assert names["train"] == sorted(names["train"])
+    assert not set(names["train"]) & set(names["validation"])
+    both = {*names["train"], *names["validation"]}
+    assert {"argparse.py", "asyncio/events.py", "json/decoder.py"} <= both
+    outside = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    assert not [name for name in both if outside & set(Path(name).parts) or not name.endswith(".py")]
+    assert 0.02 < len(names["validation"]) / len(both) < 0.1
+
+    corpora = {split: open_corpus("python", None, split=split) for split in ("train", "validation")}
+    assert open_corpus("python", None, split="validation").digest == corpora["validation"].digest
+    for split, corpus in corpora.items():
+        texts = [(stdlib / name).read_bytes() for name in names[split]]
+        assert corpus.tokens.tobytes() == b"".join(text + b"\0" for text in texts if text)
+        assert corpus.n_documents == np.count_nonzero(corpus.tokens == 0)
+
+
+def test_python_holds_out_by_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"m{i}.py" for i in range(60)]
+    held_out = [name for name in names if sources._is_held_out(name)]
+    assert held_out == ["m15.py", "m18.py", "m25.py", "m34.py"]
+    write(tmp_path, {name: name.encode() for name in names} | {"test/m15.py": b"x", "m15.txt": b"x"})
+    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    corpus = open_corpus("python", None, split="validation")
+    assert corpus.tokens.tobytes() == b"".join(name.encode() + b"\0" for name in sorted(held_out))
+
+
+def test_byte_zero_is_refused_with_its_place(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"fine", "b.bin": b"abc\0def"})
+    with pytest.raises(DataError, match=r"b\.bin: byte 0 at offset 3 ") as caught:
+        train(tmp_path)
+    assert str(tmp_path / "b.bin") in caught.value.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "problem"),
+    [
+        ({}, "missing", r'data\.path = ".*missing" does not exist'),
+        ({"dir/.hidden": b"x"}, "dir", r"dir: no text .*: no files found"),
+        ({"dir/a": b"", "dir/b": b""}, "dir", r"dir: no text .*: all 2 files are empty"),
+        ({"a": b""}, "a", r"/a: no text .*: all 1 files are empty"),
+    ],
+)
+def test_nothing_to_read_is_refused(tmp_path: Path, files: dict[str, bytes], path: str, problem: str) -> None:
+    write(tmp_path, files)
+    with pytest.raises(DataError, match=problem):
+        train(tmp_path / path)
+
+
+def test_absent_paths_are_refused_by_their_keys(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.path is absent"):
+        open_corpus("text", None, split="train")
+    with pytest.raises(DataError, match=r"validation\.path is absent"):
+        open_corpus("text", tmp_path, split="validation")
+    with pytest.raises(DataError, match=r'validation\.path = ".*gone" does not exist'):
+        open_corpus("text", tmp_path, split="validation", held_out_path=tmp_path / "gone")
+
+
+def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"a.txt": b"x"})
+
+    def denied(file: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    # Not chmod: root reads everything.
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read: Permission denied"):
+        train(tmp_path)

@@ -1,0 +1,197 @@
+import json
+import logging
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from composer3d import log
+from composer3d.metrics import FILE, Metrics, _clock, _thousands
+from composer3d.recipe.schema import MetricsTable
+
+QUIET = MetricsTable(every=1, tensorboard=False)
+
+
+def _metrics(run_dir: Path, table: MetricsTable = QUIET, **changes: Any) -> Metrics:
+    plain = {
+        "total_steps": 10,
+        "tokens_per_step": 1000,
+        "world_size": 4,
+        "flops_per_token": 2e6,
+        "peak_flops": None,
+        "device_type": "cpu",
+        "main": True,
+        "start_step": 0,
+    }
+    return Metrics(run_dir, table, **{**plain, **changes})
+
+
+def _run(metrics: Metrics, steps: range) -> None:
+    for step in steps:
+        metrics.step(step, loss=10.0 / step, grad_norm=0.5, lr=1e-3)
+    metrics.close()
+
+
+def _lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_first_every_and_last_step_are_logged_with_exact_numbers(tmp_path: Path) -> None:
+    _run(_metrics(tmp_path, MetricsTable(every=4, tensorboard=False)), range(1, 11))
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 4, 8, 10]
+    assert [line["loss"] for line in _lines(tmp_path)] == [10.0 / step for step in (1, 4, 8, 10)]
+
+
+def test_throughput_leaves_out_validation_and_checkpoints(tmp_path: Path, clock: list[float]) -> None:
+    metrics = _metrics(tmp_path, MetricsTable(every=2, tensorboard=False), peak_flops=1e12, start_step=3)
+    clock[0] += 5.0
+    metrics.step(4, loss=1.0, grad_norm=1.0, lr=1.0)
+    with metrics.timer("checkpoint"):
+        clock[0] += 7.0
+    for step in (5, 6):
+        with metrics.timer("data"):
+            clock[0] += 0.5
+        clock[0] += 1.5
+        if step == 5:
+            with metrics.timer("validation"):
+                clock[0] += 11.0
+        metrics.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+    with metrics.timer("checkpoint"):
+        clock[0] += 3.0
+    metrics.close()
+    first, second, tail = _lines(tmp_path)
+    assert (first["step"], first["tokens_per_s"], first["step_s"]) == (4, 200.0, 5.0)
+    assert (second["tokens_per_s"], second["tokens_per_s_per_rank"]) == (500.0, 125.0)
+    assert (second["step_s"], second["data_s"]) == (2.0, 0.5)
+    assert (second["validation_s"], second["checkpoint_s"]) == (11.0, 7.0)
+    assert second["tflops_per_rank"] == pytest.approx(125.0 * 2e6 / 1e12)
+    assert second["mfu"] == pytest.approx(125.0 * 2e6 / 1e12)
+    assert tail == {"step": 6, "checkpoint_s": 3.0}
+
+
+def test_console_says_progress_speed_and_time_left(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup("", main=True)
+    metrics = _metrics(tmp_path, total_steps=1000, tokens_per_step=82_400)
+    clock[0] += 60.0  # the first step warms up and must not count in the time left
+    metrics.step(1, loss=2.34117, grad_norm=0.8149, lr=2.94e-4)
+    clock[0] += 2.0
+    metrics.step(2, loss=2.34117, grad_norm=0.8149, lr=2.94e-4)
+    metrics.validation(2, 2.5)
+    first, second, validation = capsys.readouterr().err.splitlines()
+    assert first.startswith("step    1/1000   0%  loss 2.3412  norm 0.81  lr 2.9e-04  1.4k tok/s  ")
+    assert second.startswith(
+        "step    2/1000   0%  loss 2.3412  norm 0.81  lr 2.9e-04  41.2k tok/s  0.0206 TFLOP/s  mfu n/a"
+    )
+    assert re.search(r"  mem \d+\.\d GiB  left 33m16s$", second)
+    assert validation == "step    2/1000   0%  validation loss 2.5000"
+
+
+def test_mfu_is_shown_where_the_peak_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    log.setup("", main=True)
+    metrics = _metrics(tmp_path, peak_flops=2e9)
+    clock[0] += 1.0
+    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    assert "  mfu 25.0%  " in capsys.readouterr().err
+
+
+def test_resume_drops_what_came_after_its_step(tmp_path: Path) -> None:
+    first = _metrics(tmp_path)
+    first.validation(0, 5.0)
+    _run(first, range(1, 8))
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 8, "lo')  # a killed process
+    _run(_metrics(tmp_path, start_step=5), range(6, 11))
+    assert [line["step"] for line in _lines(tmp_path)] == list(range(11))
+    _run(_metrics(tmp_path), range(1, 3))
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    metrics = _metrics(tmp_path / "run", MetricsTable(), main=False)
+    with metrics.timer("data"):
+        pass
+    metrics.validation(1, 1.0)
+    _run(metrics, range(1, 3))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
+    metrics = _metrics(tmp_path)
+    metrics.step(1, loss=float("nan"), grad_norm=float("inf"), lr=1.0)
+    assert (_lines(tmp_path)[0]["loss"], _lines(tmp_path)[0]["grad_norm"]) == (None, None)
+
+
+def test_tensorboard_has_one_curve_after_a_resume(tmp_path: Path) -> None:
+    table = MetricsTable(every=1)
+    first = _metrics(tmp_path, table)
+    first.validation(3, 2.0)
+    _run(first, range(1, 8))
+    second = _metrics(tmp_path, table, start_step=5)
+    for step in range(6, 11):
+        second.step(step, loss=float(step), grad_norm=0.5, lr=1e-3)
+    second.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    curve = [(event.step, event.value) for event in events.Scalars("loss/train")]
+    assert [step for step, _ in curve] == list(range(1, 11))
+    assert curve[5:] == [(step, float(step)) for step in range(6, 11)]
+    assert [event.value for event in events.Scalars("loss/validation")] == [2.0]
+    assert set(events.Tags()["scalars"]) >= {
+        "optim/lr",
+        "optim/grad_norm",
+        "speed/tokens_per_s",
+        "speed/tokens_per_s_per_rank",
+        "speed/tflops_per_rank",
+        "time/step_s",
+        "time/data_s",
+        "time/checkpoint_s",
+        "memory/peak_gib",
+    }
+    assert "speed/mfu" not in events.Tags()["scalars"]
+
+
+def test_memory_is_the_resident_peak_on_cpu(tmp_path: Path) -> None:
+    _run(_metrics(tmp_path), range(1, 2))
+    assert 0.05 < _lines(tmp_path)[0]["memory_gib"] < 64  # torch alone takes a tenth of a GiB; a wrong unit is 1024 off
+
+
+def test_tensorboard_is_not_imported_until_it_is_needed() -> None:
+    code = "import sys, composer3d.metrics; sys.exit('tensorboard' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_numbers_for_people() -> None:
+    assert [_thousands(x) for x in (0.0, 999.0, 41_200.0, 2.5e6, 3e9)] == ["0", "999", "41.2k", "2.5M", "3.0G"]
+    assert [_clock(x) for x in (0.2, 59.4, 192.0, 3600.0, 90_000.0)] == ["0s", "59s", "3m12s", "1h00m", "25h00m"]
+
+
+@pytest.mark.parametrize(
+    ("main", "expected"),
+    [
+        (True, ["plain", "[rank 3 (tp1)] warning: two", "[rank 3 (tp1)] warning: lines"]),
+        (False, ["[rank 3 (tp1)] warning: two", "[rank 3 (tp1)] warning: lines"]),
+    ],
+)
+def test_log_names_the_rank(main: bool, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("rank 9", main=True)
+    log.setup("rank 3 (tp1)", main=main)  # replaces the first
+    log.get().info("plain")
+    log.get().warning("two\nlines")
+    assert capsys.readouterr().err.splitlines() == expected
+    assert log.get() is logging.getLogger("composer3d")
