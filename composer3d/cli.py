@@ -1,4 +1,4 @@
-"""The command line. Each command imports what it needs when it is dispatched, so that ``check`` never waits for torch."""
+"""The command line. A command imports what it needs when it is dispatched, so that ``check`` never waits for torch."""
 
 import argparse
 import contextlib
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from composer3d.errors import UserError
 from composer3d.recipe.schema import Recipe
 
-DONE, WRONG_INPUT, INTERRUPTED = 0, 2, 130
+DONE, INTERRUPTED = 0, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if _speaks():
             print(*error.lines, sep="\n", file=sys.stderr)
-        return WRONG_INPUT
+        return error.status
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -61,6 +61,8 @@ def _check(args: argparse.Namespace) -> int:
         print(json.dumps(answer))
     else:
         print(resolved.to_toml(), _summary(recipe), sep="\n")
+        if resolved.takes_what_is_left and args.gpus is None:
+            print("# mesh.dp_shard takes what is left of the world; --gpus N shows the recipe in a world of N")
     return DONE
 
 
@@ -82,7 +84,7 @@ def _summary(recipe: Recipe) -> str:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from composer3d.train import main_train
+    from composer3d.job import main_train
 
     return main_train(args.recipe, args.set)
 

@@ -9,21 +9,26 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from composer3d.errors import MeshError
+from composer3d.errors import DeviceError, MeshError
+
+
+def count_gpus() -> int:
+    """GPUs that this process may use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """The device of this rank: its LOCAL_RANK's GPU, or the CPU.
 
     Raises:
-        MeshError: cuda was asked for and this node has no GPU for this rank.
+        DeviceError: cuda was asked for and this node has no GPU for this rank.
     """
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = count_gpus()
     if name == "cpu" or (name == "auto" and found == 0):
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= found:
-        raise MeshError(
+        raise DeviceError(
             f"run.device = {name!r}: local rank {local} needs a GPU of its own, but this node shows {found}; "
             f'start fewer processes on a node, or set run.device = "cpu"'
         )

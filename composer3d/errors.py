@@ -10,6 +10,8 @@ from collections.abc import Sequence
 class UserError(Exception):
     """Something the user gave is wrong. ``lines`` name the place, the value and the way out, one problem a line."""
 
+    status = 2  # what the command exits with
+
     def __init__(self, lines: str | Sequence[str]) -> None:
         self.lines: tuple[str, ...] = (lines,) if isinstance(lines, str) else tuple(lines)
         super().__init__("\n".join(self.lines))
@@ -34,9 +36,15 @@ class MeshError(UserError):
     """The world that was started does not fit the mesh of the recipe."""
 
 
+class DeviceError(UserError):
+    """A rank, or a node, lacks the device it needs; other ranks may have theirs."""
+
+
 class PlanError(UserError):
     """A parallelism plan does not fit the model it is applied to."""
 
 
 class TrainingError(UserError):
     """Training cannot go on: a loss or a gradient is not finite."""
+
+    status = 1

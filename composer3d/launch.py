@@ -5,13 +5,15 @@ imports torch only inside functions: the forkserver imports it at the same time 
 """
 
 import importlib
+import logging
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from multiprocessing import connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,31 +32,48 @@ def warm_up() -> None:
     ensure_running()
 
 
-def run_elastic(function: Callable[..., Any], arguments: tuple[Any, ...], *, processes: int) -> None:
+def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, processes: int) -> int:
     """Run ``function(*arguments)`` as every rank of a job on this machine, under torch's elastic agent.
 
-    The workers see what torchrun would set: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and so on.
+    The workers see what torchrun would set: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and so on. SIGINT and SIGTERM are
+    passed on to them, and they have 30 s to end their step and save.
 
-    Raises:
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed; the agent has ended the others.
+    Returns:
+        0; the status of the rank that exited first with one; 1 where a rank raised, which is printed; 128 + N after signal N.
     """
     warm_up()
     os.environ.setdefault("TORCH_MP_PARALLEL_START", "1")
+    # The ranks say what is wrong themselves; the agent's own account of it would bury that.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=f"composer3d-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="forkserver",
-    )
-    elastic_launch(config, function)(*arguments)
+    with tempfile.TemporaryDirectory(prefix="composer3d-ranks-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=f"composer3d-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, function)(*arguments)
+        except SignalException as stop:
+            return 128 + int(stop.sigval)
+        except ChildFailedError as error:
+            _, failure = error.get_first_failure()
+            if failure.exitcode > 1:
+                return failure.exitcode
+            print(f"rank {failure.local_rank} failed:\n{failure.message}", file=sys.stderr)
+            return 1
+    return 0
 
 
 class WorkerError(Exception):
@@ -72,27 +91,33 @@ class WorkerError(Exception):
 
 
 class Pool:
-    """Workers that run one task after another, each as the ranks of a fresh world.
+    """Runs tasks one after another, each as the ranks of a fresh world of freshly forked processes.
 
     A task is a function at the top of a module, called as ``function(**arguments)`` on ranks 0 to world_size - 1, with RANK,
-    WORLD_SIZE and a rendezvous file in the environment (see ``dist.pool_world``). A task that fails on one rank, or takes longer
-    than its limit, ends all workers that take part; the next task starts new ones.
+    WORLD_SIZE and a rendezvous file in the environment (see ``dist.pool_world``). Processes are not used again: DTensor
+    caches meshes by their shape, and would send the next world's tensors over the groups of the last.
     """
 
     def __init__(self) -> None:
         warm_up()
-        self._workers: dict[int, tuple[Any, connection.Connection]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="composer3d-pool-")
         self._tasks = 0
 
     def __enter__(self) -> "Pool":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._folder.cleanup()
 
     def run(
-        self, function: Callable[..., Any] | str, arguments: Mapping[str, Any], *, world_size: int, limit_s: float = 120.0
+        self,
+        function: Callable[..., Any] | str,
+        arguments: Mapping[str, Any],
+        *,
+        world_size: int,
+        limit_s: float = 120.0,
     ) -> list[Any]:
         """Run a task and return what each rank returned, by rank.
 
@@ -100,82 +125,87 @@ class Pool:
             function: the task, or its name ``module:function``, so that this process need not import what the task needs.
 
         Raises:
-            WorkerError: a rank raised, died, or had not answered after ``limit_s``.
+            WorkerError: a rank raised, died, or had not answered after ``limit_s``. All of them have ended by then.
         """
         self._tasks += 1
         store = str(Path(self._folder.name) / f"store-{self._tasks}")
-        pipes = {rank: self._worker(rank) for rank in range(world_size)}
-        for rank, pipe in pipes.items():
-            pipe.send((function, dict(arguments), rank, world_size, store))
-        answers: dict[int, Any] = {}
-        failures: dict[int, UserError | str] = {}
-        until = time.monotonic() + limit_s
-        while len(answers) + len(failures) < world_size:
-            waiting = {pipe: rank for rank, pipe in pipes.items() if rank not in answers and rank not in failures}
-            ready = connection.wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
-            if not ready:
-                failures |= {rank: f"no answer after {limit_s:.0f} s" for rank in waiting.values()}
-            for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
-                try:
-                    good, value = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    good, value = False, "the process died"
-                (answers if good else failures)[rank] = value
-            if failures:
-                # The other ranks may wait in a collective for the one that failed: give them a moment to notice.
-                until = min(until, time.monotonic() + 5.0)
+        context = mp.get_context("forkserver")
+        processes, pipes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            task = (theirs, function, dict(arguments), rank, world_size, store)
+            process = context.Process(target=_serve, args=task, daemon=True, name=f"composer3d worker {rank}")
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        try:
+            answers, failures = _collect(pipes, limit_s)
+        finally:
+            for process, pipe in zip(processes, pipes, strict=True):
+                pipe.close()
+                process.terminate()  # those that answered have nothing left to do
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
         if failures:
-            self._end(list(pipes))
             raise WorkerError(_causes(failures))
         return [answers[rank] for rank in range(world_size)]
 
-    def close(self) -> None:
-        self._end(list(self._workers))
-        self._folder.cleanup()
 
-    def _worker(self, rank: int) -> connection.Connection:
-        if rank not in self._workers:
-            context = mp.get_context("forkserver")
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True, name=f"composer3d worker {rank}")
-            process.start()
-            theirs.close()
-            self._workers[rank] = (process, ours)
-        return self._workers[rank][1]
-
-    def _end(self, ranks: list[int]) -> None:
-        for rank in ranks:
-            process, pipe = self._workers.pop(rank)
-            pipe.close()
-            process.terminate()
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+def _collect(pipes: list[Connection], limit_s: float) -> tuple[dict[int, Any], dict[int, UserError | str]]:
+    """Wait for every rank's answer or failure."""
+    answers: dict[int, Any] = {}
+    failures: dict[int, UserError | str] = {}
+    until = time.monotonic() + limit_s
+    while len(answers) + len(failures) < len(pipes):
+        waiting: dict[Any, int] = {
+            p: rank for rank, p in enumerate(pipes) if rank not in answers and rank not in failures
+        }
+        ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            failures |= {rank: f"no answer after {limit_s:.0f} s" for rank in waiting.values()}
+        for pipe in ready:
+            rank = waiting[pipe]
+            try:
+                good, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                good, value = False, "the process died"
+            (answers if good else failures)[rank] = value
+        if failures:
+            # The other ranks may wait in a collective for the one that failed: give them a moment to notice.
+            until = min(until, time.monotonic() + 5.0)
+    return answers, failures
 
 
 def _causes(failures: dict[int, UserError | str]) -> dict[int, UserError | str]:
     """Leave out ranks that only lost their peers, where some rank says what really happened."""
-    noise = ("Connection closed by peer", "Connection reset by peer", "no answer after", "Timed out waiting", "Read timeout")
-    real = {rank: why for rank, why in failures.items() if isinstance(why, UserError) or not any(n in why for n in noise)}
+    noise = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "no answer after",
+        "Timed out waiting",
+        "Read timeout",
+    )
+    real = {
+        rank: why for rank, why in failures.items() if isinstance(why, UserError) or not any(n in why for n in noise)
+    }
     return real or failures
 
 
-def _serve(pipe: connection.Connection) -> None:
-    """A worker: run tasks until the pipe is closed."""
-    while True:
-        try:
-            function, arguments, rank, world_size, store = pipe.recv()
-        except (EOFError, OSError):
-            return
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "COMPOSER3D_STORE": store}
-        try:
-            if isinstance(function, str):
-                module, _, name = function.partition(":")
-                function = getattr(importlib.import_module(module), name)
-            pipe.send((True, function(**arguments)))
-        except UserError as error:
-            pipe.send((False, error))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
+def _serve(
+    pipe: Connection, function: Callable[..., Any] | str, arguments: dict[str, Any], rank: int, size: int, store: str
+) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "COMPOSER3D_STORE": store}
+    try:
+        if isinstance(function, str):
+            module, _, name = function.partition(":")
+            function = getattr(importlib.import_module(module), name)
+        assert callable(function)
+        pipe.send((True, function(**arguments)))
+    except UserError as error:
+        pipe.send((False, error))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))

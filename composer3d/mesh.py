@@ -32,7 +32,12 @@ def coordinates(rank: int, table: MeshTable) -> dict[str, int]:
 def identity(rank: int, table: MeshTable, device_type: str = "cpu") -> str:
     """Who a rank is, for its logs and errors: ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``."""
     at = coordinates(rank, table)
-    parts = [f"pp{at['pp']}", f"dp{at['dp_replicate'] * table.dp_shard + at['dp_shard']}", f"cp{at['cp']}", f"tp{at['tp']}"]
+    parts = [
+        f"pp{at['pp']}",
+        f"dp{at['dp_replicate'] * table.dp_shard + at['dp_shard']}",
+        f"cp{at['cp']}",
+        f"tp{at['tp']}",
+    ]
     where = f"node {os.environ.get('GROUP_RANK', '0')}"
     if device_type != "cpu":
         where += f" gpu {os.environ.get('LOCAL_RANK', '0')}"
@@ -132,3 +137,10 @@ class Mesh:
         if self.world_size > 1:
             dist.all_reduce(packed)
         return packed.tolist()
+
+    def max_over_world(self, value: float) -> float:
+        """The largest of a scalar over all ranks: how ranks agree on what one of them has seen. One all-reduce."""
+        packed = torch.tensor([value], dtype=torch.float64, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(packed, dist.ReduceOp.MAX)
+        return packed.item()

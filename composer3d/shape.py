@@ -26,7 +26,9 @@ class ModelShape:
         return self.dim // self.n_heads
 
 
-def _row(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn: int, vocab: int, theta: float = 5e5) -> ModelShape:
+def _row(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn: int, vocab: int, theta: float = 5e5
+) -> ModelShape:
     return ModelShape(
         dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, ffn=ffn, vocab=vocab, rope_theta=theta
     )

@@ -1,15 +1,12 @@
 """Training: ``build`` makes a ``Run`` of a recipe, ``run`` is the loop, top to bottom."""
 
 import math
-import os
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from composer3d import dist as distributed
@@ -43,8 +40,11 @@ class Run:
     step: int
 
 
-def build(recipe: Recipe, device: torch.device) -> Run:
+def build(recipe: Recipe, device: torch.device, resolved_toml: str = "") -> Run:
     """Build the run on this rank, and resume it where the recipe says so. Collective over the default group.
+
+    Args:
+        resolved_toml: the recipe with the origin of each value, kept in the run's folder.
 
     Raises:
         UserError: data or checkpoint do not fit the recipe.
@@ -76,6 +76,8 @@ def build(recipe: Recipe, device: torch.device) -> Run:
         main=mesh.rank == 0,
         start_step=step,
     )
+    if mesh.rank == 0 and resolved_toml:
+        (folder / "recipe.toml").write_text(resolved_toml)
     return Run(
         recipe=recipe,
         mesh=mesh,
@@ -95,12 +97,10 @@ def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     step = StepShape(
         micro_batch=recipe.data.micro_batch, micro_batches=recipe.micro_batches, seq_len=recipe.data.seq_len
     )
-    return compose(
-        model, llama_plan(recipe.model), mesh, parallel=recipe.parallel, step=step, seed=recipe.run.seed
-    )
+    return compose(model, llama_plan(recipe.model), mesh, parallel=recipe.parallel, step=step, seed=recipe.run.seed)
 
 
-def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int, shuffle: bool = True) -> Loader:
+def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loader:
     return Loader(
         corpus,
         seq_len=recipe.data.seq_len,
@@ -108,7 +108,6 @@ def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int, shuffl
         seed=seed,
         batch_rank=mesh.batch_rank,
         batch_ranks=mesh.batch_ranks,
-        shuffle=shuffle,
     )
 
 
@@ -132,11 +131,17 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
     return step
 
 
-def run(run: Run) -> None:
-    """Train to the last step, or until a signal asks to stop; either way the last step is saved."""
+def run(run: Run) -> int:
+    """Train to the last step, or until a signal asks to stop; either way the last step is saved.
+
+    Returns:
+        0, or the number of the signal.
+    """
     recipe, mesh, metrics = run.recipe, run.mesh, run.metrics
-    total, saved = recipe.run.steps, run.step
-    stop = _StopSignal()
+    total = recipe.run.steps
+    if run.step >= total:
+        log.get().info(f"nothing to do: {run.step} of {total} steps are done; raise run.steps to train on")
+    stop = StopSignal()
     while run.step < total:
         with metrics.timer("data"):
             batch = next(run.loader)
@@ -151,7 +156,7 @@ def run(run: Run) -> None:
         update(run.stages, run.optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
         run.step += 1
         metrics.step(run.step, loss=loss, grad_norm=norm, lr=lr)
-        stopping = mesh.sum_over_world(float(stop.received))[0] > 0
+        stopping = int(mesh.max_over_world(stop.number))
         if run.held_out is not None and (run.step % recipe.validation.every == 0 or run.step == total):
             with metrics.timer("validation"):
                 validation_loss = validate(run, run.held_out)
@@ -160,13 +165,14 @@ def run(run: Run) -> None:
         if (every and run.step % every == 0) or run.step == total or stopping:
             with metrics.timer("checkpoint"):
                 path = run.store.save(run.step, run.stages, run.optimizer, {"data": run.loader.state_dict()})
-            saved = run.step
             log.get().info(f"saved {path}")
         if stopping and run.step < total:
-            log.get().info(f"stopped by a signal after step {run.step}; the same command goes on from there")
+            log.get().info(f"stopped by signal {stopping} after step {run.step}; the same command goes on from there")
             break
+    else:
+        stopping = 0
     metrics.close()
-    assert saved == run.step
+    return stopping
 
 
 def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:
@@ -190,8 +196,11 @@ def update(stages: Stages, optimizer: torch.optim.Optimizer, *, norm: float, max
 
 
 def validate(run: Run, held_out: Corpus) -> float:
-    """Mean loss over the valid tokens of the first ``validation.steps`` global batches of the held-out text."""
-    loader = make_loader(run.recipe, run.mesh, held_out, seed=0, shuffle=False)
+    """Mean loss over the valid tokens of ``validation.steps`` global batches of the held-out text.
+
+    They are drawn from all of it, and are the same at every validation of every run.
+    """
+    loader = make_loader(run.recipe, run.mesh, held_out, seed=0)
     sums: list[Tensor] = [torch.zeros((), dtype=torch.float64, device=run.mesh.device)] * 2
     for _ in range(run.recipe.validation.steps):
         share, valid = evaluate_batch(run.stages, next(loader))
@@ -208,13 +217,13 @@ def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:
     return stages.evaluate(tokens, labels, positions), valid if stages.counts_loss else torch.zeros_like(valid)
 
 
-class _StopSignal:
+class StopSignal:
     """Remembers SIGTERM and SIGINT, so that the loop can end between two steps."""
 
     def __init__(self) -> None:
-        self.received = False
+        self.number = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
-        self.received = True
+        self.number = number

@@ -107,9 +107,7 @@ def _meshes(mesh: MeshTable) -> list[MeshTable]:
     if math.prod(cut.values()) <= LIMIT:
         return [MeshTable(**cut)]
     wide = [axis for axis in _AXES if cut[axis] > 1]
-    return [
-        MeshTable(**{axis: cut[axis] if axis in kept else 1 for axis in _AXES}) for kept in combinations(wide, 3)
-    ]
+    return [MeshTable(**{axis: cut[axis] if axis in kept else 1 for axis in _AXES}) for kept in combinations(wide, 3)]
 
 
 def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
@@ -140,9 +138,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
     return small
 
 
-def _prove(
-    pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: int, task: Mapping[str, Any]
-) -> Verdict:
+def _prove(pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: int, task: Mapping[str, Any]) -> Verdict:
     mesh = small.mesh
     layout = " ".join(f"{axis} {getattr(mesh, axis)}" for axis in _AXES if getattr(mesh, axis) > 1) or "one process"
     if mesh.pp > 1:
@@ -206,7 +202,11 @@ def _suspect(scale: float | None, mesh: MeshTable) -> str:
     """Name the axes whose size is the factor between a tensor and its reference, where there is such a factor."""
     if scale is None or abs(scale - 1) < 1e-3 or scale <= 0:
         return ""
-    axes = [axis for axis in _AXES if (size := getattr(mesh, axis)) > 1 and min(abs(scale - size), abs(scale - 1 / size)) < 1e-3]
+    axes = [
+        axis
+        for axis in _AXES
+        if (size := getattr(mesh, axis)) > 1 and min(abs(scale - size), abs(scale - 1 / size)) < 1e-3
+    ]
     return f"; it is {scale:.4g} times the reference" + (f", suspect {' or '.join(axes)}" if axes else "")
 
 

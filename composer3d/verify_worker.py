@@ -1,5 +1,6 @@
 """What the workers of ``verify`` run: the plain one-process training, and the composed one held against it."""
 
+import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -99,6 +100,8 @@ def run_composed(recipe: Recipe, dtype: str, steps: int, reference: str, fault: 
         ``identity``; relative errors ``loss`` and ``norm`` by step; ``tensors``: rows (step, kind, name, error, scale).
     """
     torch.set_num_threads(1)
+    # Comparing whole tensors gathers them over several axes in turn, which DTensor calls slow; training never does.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if fault is not None:
         fault()
     recipe = replace(recipe, precision=replace(recipe.precision, params=dtype))

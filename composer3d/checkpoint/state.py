@@ -37,7 +37,11 @@ def compare(wanted: dict[str, Tensor], saved: dict[str, tuple[int, ...]], place:
             lines.append(f"{place} has no {name!r} {shape}, which the model needs")
         elif saved[name] != shape:
             lines.append(f"{place} holds {name!r} as {saved[name]}, but the model needs {shape}")
-    lines += [f"{place} holds {name!r} {saved[name]}, which the model does not have" for name in sorted(saved.keys() - job)]
+    lines += [
+        f"{place} holds {name!r} {saved[name]}, which the model does not have" for name in sorted(saved.keys() - job)
+    ]
     if lines:
         shown = lines[:8] + ([f"{place}: {len(lines) - 8} more differences"] if len(lines) > 8 else [])
-        raise CheckpointError([*shown, f"{place} belongs to another model or optimizer; point checkpoint.resume elsewhere"])
+        raise CheckpointError(
+            [*shown, f"{place} belongs to another model or optimizer; point checkpoint.resume elsewhere"]
+        )

@@ -23,8 +23,8 @@ from composer3d.errors import DataError
 class Batch:
     """What one batch rank trains on in one step. All int64 on the CPU, of shape (rows, seq_len).
 
-    ``labels_BT[b, t]`` is the token that follows ``tokens_BT[b, t]``, or IGNORE_INDEX; ``positions_BT`` count from the
-    start of the row.
+    ``labels_BT[b, t]`` is the token that follows ``tokens_BT[b, t]``, or shape.IGNORE_INDEX; ``positions_BT`` count
+    from the start of the row.
     """
 
     tokens_BT: torch.Tensor  # noqa: N815
@@ -90,7 +90,7 @@ class _StepBatches(Dataset[Batch]):
     """Item s is this rank's batch of step s; only its own rows are ever gathered."""
 
     def __init__(
-        self, corpus: Corpus, *, seq_len: int, global_batch: int, seed: int | None, batch_rank: int, rows: int
+        self, corpus: Corpus, *, seq_len: int, global_batch: int, seed: int, batch_rank: int, rows: int
     ) -> None:
         self.n_samples = count_samples(corpus, seq_len)
         # A view: sample i is row i, tokens[i * seq_len : i * seq_len + seq_len + 1].
@@ -103,10 +103,7 @@ class _StepBatches(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         first = step * self.global_batch + self.batch_rank * self.rows
-        if self.seed is None:
-            numbers = np.arange(first, first + self.rows) % self.n_samples
-        else:
-            numbers = sample_order(self.n_samples, self.seed, first, self.rows)
+        numbers = sample_order(self.n_samples, self.seed, first, self.rows)
         window_BT = torch.from_numpy(self.samples[numbers].astype(np.int64))
         return Batch(
             tokens_BT=window_BT[:, :-1].contiguous(),
@@ -118,7 +115,6 @@ class _StepBatches(Dataset[Batch]):
 class Loader:
     """An iterator without end: one ``Batch`` of global_batch / batch_ranks rows a step, from ``first_step`` on.
 
-    ``shuffle=False`` takes samples in the order of the corpus and wraps around; validation reads so.
     The state counts steps of the global batch, so that it continues exactly under any number of batch ranks.
 
     Raises DataError where the corpus is too small for one sample or the ranks cannot share the batch evenly.
@@ -134,7 +130,6 @@ class Loader:
         batch_rank: int,
         batch_ranks: int,
         first_step: int = 0,
-        shuffle: bool = True,
     ) -> None:
         if global_batch % batch_ranks:
             raise DataError(
@@ -149,7 +144,7 @@ class Loader:
             corpus,
             seq_len=seq_len,
             global_batch=global_batch,
-            seed=seed if shuffle else None,
+            seed=seed,
             batch_rank=batch_rank,
             rows=global_batch // batch_ranks,
         )

@@ -23,9 +23,7 @@ class StepShape:
     seq_len: int
 
 
-def compose(
-    model: nn.Module, plan: Plan, mesh: Mesh, *, parallel: ParallelTable, step: StepShape, seed: int
-) -> Stages:
+def compose(model: nn.Module, plan: Plan, mesh: Mesh, *, parallel: ParallelTable, step: StepShape, seed: int) -> Stages:
     """Make ``model`` this rank's part of a job.
 
     Args:
@@ -51,9 +49,7 @@ def compose(
     module.to_empty(device=mesh.device)
     # 5. Initial weights by global name and index, so that they are the same on every layout.
     init.initialise(module, plan, seed)
-    return Stages(
-        module, mesh, parallel, micro_batch=step.micro_batch, micro_batches=step.micro_batches, stream=stream
-    )
+    return Stages(module, mesh, parallel, micro_batch=step.micro_batch, micro_batches=step.micro_batches, stream=stream)
 
 
 def cut(model: nn.Module, mesh: Mesh) -> Stage:

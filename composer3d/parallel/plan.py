@@ -57,7 +57,9 @@ class Plan:
             if not _any_match(glob, names)
         ]
         for name in parameters:
-            if not any(fnmatchcase(name.rpartition(".")[0], glob) for glob, style in self.tensor.items() if style != "gather"):
+            if not any(
+                fnmatchcase(name.rpartition(".")[0], glob) for glob, style in self.tensor.items() if style != "gather"
+            ):
                 lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")

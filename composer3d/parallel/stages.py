@@ -86,7 +86,9 @@ class Stages:
         """Whether this rank's loss enters the job's: of the ranks that compute it alike, one does."""
         return self.mesh.at["pp"] == self.mesh.table.pp - 1 and self.mesh.at["tp"] == 0
 
-    def forward_backward(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, valid_tokens: float) -> Tensor:
+    def forward_backward(
+        self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, valid_tokens: float
+    ) -> Tensor:
         """Leave in ``.grad`` the gradient of (sum of the job's token losses) / ``valid_tokens``, reduced over the job.
 
         Args:

@@ -32,6 +32,7 @@ class Resolved:
 
     recipe: Recipe
     origins: dict[str, str]
+    takes_what_is_left: bool  # the recipe says mesh.dp_shard = -1, or nothing
     _places: dict[str, str] = field(repr=False)
 
     def place(self, key: str) -> str:
@@ -68,6 +69,7 @@ def load(path: str | os.PathLike[str], sets: Sequence[str] = (), *, world_size: 
     if not draft.whole:  # rules on half a recipe would only blame what is missing
         raise RecipeError(draft.problems)
     shape = _resolve_shape(draft)
+    left = draft.values.get("mesh.dp_shard", -1) == -1
     _resolve_shards(draft, world_size)
     tables: dict[str, Any] = {table: {} for table in TABLES if table != "model"}
     for key in FIELDS:
@@ -85,7 +87,7 @@ def load(path: str | os.PathLike[str], sets: Sequence[str] = (), *, world_size: 
     origins = {
         f"{t}.{entry.name}": draft.origins[f"{t}.{entry.name}"] for t in TABLES for entry in fields(getattr(recipe, t))
     }
-    return Resolved(recipe, origins, {key: draft.place(key) for key in origins})
+    return Resolved(recipe, origins, left, {key: draft.place(key) for key in origins})
 
 
 def _resolve_shape(draft: Draft) -> ModelShape:

@@ -193,9 +193,10 @@ def _suggest(key: str, *, is_table: bool) -> tuple[list[str], str]:
     near = difflib.get_close_matches(name, siblings, n=1)
     if near:
         return [f"{table}.{near[0]}"], f"did you mean '{near[0]}'?"
+    same_name = [full for full in FIELDS if names[full] == name]
     meant = (
-        [full for full in FIELDS if names[full] == name]
-        or difflib.get_close_matches(key, FIELDS, n=1)
+        (not siblings and difflib.get_close_matches(key, same_name or FIELDS, n=1, cutoff=0.75))
+        or same_name
         or [full for full in FIELDS if names[full] in difflib.get_close_matches(name, names.values(), n=1)]
     )
     if meant:

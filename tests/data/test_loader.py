@@ -128,20 +128,6 @@ def test_other_data_is_refused() -> None:
     assert changed.digest in caught.value.lines[0]
 
 
-def test_without_shuffle_samples_come_in_order_and_wrap_around() -> None:
-    held = rows(list(islice(loader_of(shuffle=False), 3)))[:, 0]
-    assert held.tolist() == [1 + 4 * (i % 19) for i in range(24)]
-    second = rows(list(islice(loader_of(1, 2, shuffle=False), 3)))[:, 0]
-    assert second.tolist() == [1 + 4 * (i % 19) for step in range(3) for i in range(8 * step + 4, 8 * step + 8)]
-
-
-@pytest.mark.parametrize(("n_tokens", "n_samples"), [(5, 1), (8, 1), (9, 2)])
-def test_samples_of_a_corpus(n_tokens: int, n_samples: int) -> None:
-    assert loader.count_samples(corpus_of(b"x" * n_tokens), SEQ_LEN) == n_samples
-    batches = Loader(corpus_of(b"x" * n_tokens), seq_len=SEQ_LEN, global_batch=3, seed=0, batch_rank=0, batch_ranks=1)
-    assert next(batches).tokens_BT.shape == (3, SEQ_LEN)
-
-
 def test_too_small_a_corpus_is_refused() -> None:
     with pytest.raises(DataError, match=r"corpus test has 4 tokens: too few for data\.seq_len = 4, which needs 5"):
         Loader(corpus_of(b"four"), seq_len=4, global_batch=8, seed=0, batch_rank=0, batch_ranks=1)

@@ -1,0 +1,91 @@
+"""``composer3d train``: from a command to ranks. Outside torchrun it starts them; inside it is one of them.
+
+Nothing here imports torch before the forkserver has begun to.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from composer3d import launch
+from composer3d.errors import DeviceError, UserError
+from composer3d.recipe.load import Resolved, load
+
+TIMEOUT_S = 600.0  # of a collective: a rank that waits longer has lost its peers
+
+
+def main_train(path: str, sets: Sequence[str]) -> int:
+    """Train a recipe, on as many processes of this machine as its mesh has, or as one rank of torchrun's.
+
+    Returns:
+        The exit status: 0 done, 1 a rank failed, 2 the user's input is wrong, 128 + N stopped by signal N.
+    """
+    if "RANK" in os.environ:
+        return train_rank(path, sets)
+    resolved = load(path, sets)
+    launch.warm_up()
+    processes = resolved.recipe.world_size
+    if resolved.recipe.run.device != "cpu":
+        from composer3d.dist import count_gpus
+
+        found = count_gpus()
+        if found and resolved.takes_what_is_left:
+            resolved = load(path, sets, world_size=found)
+            processes = found
+        elif found < processes and (found or resolved.recipe.run.device == "cuda"):
+            raise DeviceError(
+                f"{resolved.place('mesh.dp_shard')}: the mesh needs {processes} GPUs, this machine shows {found}; "
+                'change [mesh], start several nodes with torchrun, or set run.device = "cpu"'
+            )
+    if processes == 1:
+        return train_rank(path, sets)
+    return launch.run_elastic(_rank, (path, tuple(sets)), processes=processes)
+
+
+def _rank(path: str, sets: Sequence[str]) -> None:
+    """A rank under the elastic agent, which knows only success, an exception and an exit status."""
+    status = train_rank(path, sets)
+    if status:
+        raise SystemExit(status)
+
+
+def train_rank(path: str, sets: Sequence[str]) -> int:
+    """Train as the rank that RANK, LOCAL_RANK and WORLD_SIZE say, and return its exit status."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        resolved = load(path, sets, world_size=size)
+        return _train(resolved, rank)
+    except UserError as error:
+        # What is wrong for all is said once; what only one rank meets, by that rank.
+        if rank == 0 or isinstance(error, DeviceError):
+            print(*error.lines, sep="\n", file=sys.stderr, flush=True)
+        return error.status
+
+
+def _train(resolved: Resolved, rank: int) -> int:
+    import torch
+
+    from composer3d import dist, log
+    from composer3d.mesh import identity
+    from composer3d.train import build, run
+
+    recipe = resolved.recipe
+    if recipe.world_size > 1 or "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device = dist.pick_device(recipe.run.device)
+    who = identity(rank, recipe.mesh, device.type)
+    log.setup(who, main=rank == 0)
+    try:
+        with dist.world(device, timeout_s=TIMEOUT_S):
+            stopped = run(build(recipe, device, resolved.to_toml()))
+    except UserError:
+        raise
+    except Exception as error:
+        error.add_note(f"[{who}]")
+        raise
+    return _signalled(stopped)
+
+
+def _signalled(number: Any) -> int:
+    return 128 + number if number else 0

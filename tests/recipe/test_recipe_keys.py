@@ -1,0 +1,199 @@
+"""The scanner of key positions against tomli, on every recipe and on texts made to mislead it.
+
+In a text of ours every number is the line that its key stands on, so that tomli's own values say where each key is.
+"""
+
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer3d.recipe.keys import KeyPath, key_lines, repeated_key
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+TRICKY = {
+    "dotted and quoted": """a.b . "c.d" = 1
+'a'."x y".'' = 2
+"\\u0061\\"#" = 3
+a."b]".c = 4
+""",
+    "headers": """# [no]
+[ a . 'b.c' ]  # [nor this]
+d = 3
+[a]
+d = 5
+["]"]
+"=" = 7
+""",
+    "strings that look like keys": '''s1 = "x = 1 # no"
+s2 = 'y = "2"'
+s3 = """
+z = 4
+\\""" still = "inside" ""\\"
+[no]"""
+k = 7
+s4 = \'\'\'
+w = 'q' \\
+''\'\'\'
+m = 11
+s5 = """"quoted""""" # five quotes end it
+s6 = """"""
+s7 = \'\'\'\'\'\'
+n = 15
+''',
+    "arrays": """a = [ # one
+  2, [2, "]"], { b = 2, c.d = 2 },
+  # 3 = 3
+  "4 = 4", 4
+  , 5,
+]
+b = [[7], []]
+""",
+    "arrays of tables": """[[a]]
+x = 2
+[[a]]
+x = 4
+[a.sub]
+y = 6
+[[a.list]]
+z = 8
+[[a.list]]
+z = 10
+[b]
+x = 12
+""",
+    "inline tables": """p = { a = 1, b.c = 1, "}" = 1, d = { e = 1, f = [1, 1] }, g = {} }
+q = { s = "}, x = 2", t = 2 }
+[r]
+p = { a = 4 }
+""",
+    "inline tables over lines": """p = {
+  a = 2, # }
+  b = { c = 3,
+    d = 4 },
+}
+q = 6
+""",
+    "scalars": """d = 1979-05-27 07:32:00
+e = 1979-05-27 # x = 1
+f = +1.5e-3
+g = true
+h = 5
+""",
+    "no line at the end": "a = 1\nb = 2",
+    "carriage returns": 'a = 1\r\ns = """\r\n\r\n"""\r\n[t]\r\nb = 6\r\n',
+    "nothing": "  \t\n# a = 1\n",
+}
+
+
+def paths_of(value: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
+    """Every key of a tree that tomli made, and every element of its arrays."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found: dict[KeyPath, Any] = {path: value} if path else {}
+    for key, inner in items:
+        found |= paths_of(inner, (*path, key))
+    return found
+
+
+def assert_lines_are_right(text: str) -> None:
+    values, lines = paths_of(tomli.loads(text)), key_lines(text)
+    assert lines.keys() == values.keys()
+    for path, value in values.items():
+        if type(value) is int:
+            assert lines[path] == value, path
+        elif isinstance(value, dict | list):
+            inner = [line for other, line in lines.items() if other[: len(path)] == path]
+            assert lines[path] <= min(inner)
+
+
+@pytest.mark.parametrize("text", TRICKY.values(), ids=TRICKY)
+def test_tricky_texts(text: str) -> None:
+    assert_lines_are_right(text)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_recipes(path: Path) -> None:
+    text = path.read_text()
+    lines = key_lines(text)
+    assert lines.keys() == paths_of(tomli.loads(text)).keys()
+    written = text.splitlines()
+    for keys, line in lines.items():
+        if isinstance(keys[-1], str):
+            assert keys[-1] in written[line - 1]
+
+
+NAMES = st.text(alphabet="ab.-_ #=[]{}\"'\\\u00e9", max_size=3) | st.sampled_from(["x", "y1", "-", "z_z"])
+NOISE = st.sampled_from(["", "", "\n", "# a = 1\n", "  # [t]\n\n", "\t\n"])
+LEAVES = st.sampled_from(
+    ["1", "1", "'''\n'''", '"""a\n\\"""\n"""', '"]"', "'}'", "2020-01-01 01:02:03", "2020-01-01", "[]"]
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def written_key(name: str) -> str:
+    bare = name and name.isascii() and all(char.isalnum() or char in "-_" for char in name)
+    return name if bare else '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+class Writer:
+    """Writes trees as TOML with noise between, and each number 1 as the line that its key or its place stands on."""
+
+    def __init__(self, draw: Any) -> None:
+        self.text, self.draw = "", draw
+
+    def line(self) -> int:
+        return self.text.count("\n") + 1
+
+    def value(self, tree: Any, line: int) -> None:
+        if isinstance(tree, list):
+            self.text += "["
+            for element in tree:
+                self.text += self.draw(NOISE) + " "
+                self.value(element, self.line())
+                self.text += ","
+            self.text += self.draw(NOISE) + "]"
+        elif isinstance(tree, dict):
+            self.text += "{"
+            for index, (name, inner) in enumerate(tree.items()):
+                self.text += ", " * (index > 0) + written_key(name) + " ="
+                self.value(inner, self.line())
+            self.text += "}"
+        else:
+            self.text += f" {line}" if tree == "1" else f" {tree}"
+
+    def document(self, tables: dict[str, dict[str, Any]]) -> None:
+        for table, content in tables.items():
+            self.text += f"{self.draw(NOISE)}[ {written_key(table)} ] # x\n"
+            for name, inner in content.items():
+                self.text += f"{self.draw(NOISE)}{written_key(name)}\t="
+                self.value(inner, self.line())
+                self.text += "\n"
+
+
+@given(st.dictionaries(NAMES, st.dictionaries(NAMES, TREES, max_size=4), max_size=3), st.data())
+def test_any_text(tables: dict[str, dict[str, Any]], data: Any) -> None:
+    writer = Writer(data.draw)
+    writer.document(tables)
+    assert_lines_are_right(writer.text)
+
+
+def test_dates_are_stepped_over_whole() -> None:
+    found = tomli.loads(TRICKY["scalars"])
+    assert isinstance(found["d"], datetime)
+    assert isinstance(found["e"], date)
+
+
+def test_a_repeated_key_is_found_with_both_lines() -> None:
+    text = "[a]\nb = '''\n'''\nc = 1\nb = 2\n"
+    assert repeated_key(text, 5) == (("a", "b"), 2)
+    assert repeated_key(text, 4) is None
+    assert repeated_key("a = \nb = 1\n", 1) is None

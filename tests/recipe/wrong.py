@@ -1,0 +1,23 @@
+"""What the tables of wrong recipes are made of."""
+
+from typing import NamedTuple
+
+TINY = '[model]\npreset = "debug-tiny"\n'  # lines 1 and 2: dim 64, 4 layers, 4 heads, 2 kv heads, ffn 160, vocab 256
+PRESETS = "debug-tiny, debug-small, debug-bench, llama3-8b, llama3-70b, llama3-405b"
+TABLES = "run, model, mesh, parallel, precision, data, optim, checkpoint, metrics, validation"
+
+
+class Wrong(NamedTuple):
+    """A recipe in x.toml (or several files), overrides and a world, and the lines that refuse it."""
+
+    name: str
+    files: str | bytes | dict[str, str]
+    lines: list[str]
+    sets: tuple[str, ...] = ()
+    world: int | None = None
+
+
+def shape(**changed: object) -> str:
+    """A [model] without a preset: the table on line 1, its keys on lines 2 to 7."""
+    sizes = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn": 160, "vocab": 256} | changed
+    return "[model]\n" + "".join(f"{name} = {size}\n" for name, size in sizes.items())

@@ -1,0 +1,213 @@
+"""Recipes that cannot be read: wrong types, unknown names, overrides that are none, files that are no recipes."""
+
+from wrong import TABLES, TINY, Wrong
+
+TYPES = [
+    Wrong("str for int", TINY + '[mesh]\ntp = "four"\n', ["x.toml:4: 'mesh.tp' must be int, got \"four\""]),
+    Wrong("bool for int", TINY + "[mesh]\ntp = true\n", ["x.toml:4: 'mesh.tp' must be int, got true"]),
+    Wrong("float for int", TINY + "[mesh]\ntp = 2.0\n", ["x.toml:4: 'mesh.tp' must be int, got 2.0"]),
+    Wrong(
+        "int for bool", TINY + "[metrics]\ntensorboard = 1\n", ["x.toml:4: 'metrics.tensorboard' must be bool, got 1"]
+    ),
+    Wrong("int for str", TINY + "[run]\nname = 7\n", ["x.toml:4: 'run.name' must be str, got 7"]),
+    Wrong("bool for float", TINY + "[optim]\nlr = false\n", ["x.toml:4: 'optim.lr' must be float, got false"]),
+    Wrong("nan", TINY + "[optim]\nlr = nan\n", ["x.toml:4: 'optim.lr' must be a finite float, got nan"]),
+    Wrong("infinity", TINY + "[optim]\nclip = -inf\n", ["x.toml:4: 'optim.clip' must be a finite float, got -inf"]),
+    Wrong(
+        "int beyond float",
+        TINY + f"[optim]\nlr = 1{'0' * 400}\n",
+        [f"x.toml:4: 'optim.lr' must be a finite float, got 1{'0' * 400}"],
+    ),
+    Wrong(
+        "int beyond 64 bits",
+        TINY + "[run]\nseed = 9223372036854775808\n",
+        ["x.toml:4: 'run.seed' must be an int of 64 bits, got 9223372036854775808"],
+    ),
+    Wrong(
+        "date",
+        TINY + "[run]\nsteps = 2024-05-01 07:32:00\n",
+        ["x.toml:4: 'run.steps' must be int, got 2024-05-01 07:32:00"],
+    ),
+    Wrong(
+        "not a choice",
+        TINY + '[parallel]\nschedule = "1f1b"\n',
+        ['x.toml:4: \'parallel.schedule\' must be "GPipe" or "1F1B", got "1f1b"'],
+    ),
+    Wrong(
+        "not a number of choice",
+        TINY + "[parallel]\nzero = 2\n",
+        ["x.toml:4: 'parallel.zero' must be 0, 1 or 3, got 2"],
+    ),
+    Wrong(
+        "true is not 1", TINY + "[parallel]\nzero = true\n", ["x.toml:4: 'parallel.zero' must be 0, 1 or 3, got true"]
+    ),
+    Wrong(
+        "short array",
+        TINY + "[optim]\nbetas = [0.9]\n",
+        ["x.toml:4: 'optim.betas' must be an array of 2 floats, got [0.9]"],
+    ),
+    Wrong(
+        "array of wrong things",
+        TINY + '[optim]\nbetas = [\n  0.9,\n  "a",\n]\n',
+        ["x.toml:4: 'optim.betas' must be an array of 2 floats, got [0.9, \"a\"]"],
+    ),
+    Wrong("optional str", TINY + "[data]\npath = 3\n", ["x.toml:4: 'data.path' must be str, got 3"]),
+    Wrong("optional int", TINY + '[optim]\ndecay = "late"\n', ["x.toml:4: 'optim.decay' must be int, got \"late\""]),
+    Wrong("table for int", TINY + "[mesh.tp]\nsize = 2\n", ["x.toml:3: 'mesh.tp' must be int, got { size = 2 }"]),
+    Wrong("value for table", "mesh = 4\n" + TINY, ["x.toml:1: 'mesh' must be a table, [mesh] with its keys, got 4"]),
+    Wrong(
+        "array of tables",
+        TINY + "[[mesh]]\ntp = 2\n",
+        ["x.toml:3: 'mesh' must be a table, [mesh] with its keys, got [{ tp = 2 }]"],
+    ),
+    Wrong(
+        "inline table",
+        TINY + "mesh = { pp = 1 }\n",
+        [
+            "x.toml:3: unknown key 'model.mesh'; the keys of [model] are preset, "
+            "dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta, norm_eps"
+        ],
+    ),
+    Wrong(
+        "inline table at the top",
+        'mesh = { pp = 1, tp = "2" }\n' + TINY,
+        ["x.toml:1: 'mesh.tp' must be int, got \"2\""],
+    ),
+    Wrong("dotted key", 'mesh.tp = "2"\n' + TINY, ["x.toml:1: 'mesh.tp' must be int, got \"2\""]),
+]
+
+NAMES = [
+    Wrong(
+        "near a sibling",
+        TINY + '[parallel]\nshedule = "1F1B"\n',
+        ["x.toml:4: unknown key 'parallel.shedule'; did you mean 'schedule'?"],
+    ),
+    Wrong(
+        "in the wrong table", TINY + "[run]\nlr = 1e-3\n", ["x.toml:4: unknown key 'run.lr'; did you mean 'optim.lr'?"]
+    ),
+    Wrong(
+        "of two tables",
+        TINY + "[mesh]\nmicro_batch = 2\nseed = 1\n",
+        [
+            "x.toml:4: unknown key 'mesh.micro_batch'; did you mean 'data.micro_batch'?",
+            "x.toml:5: unknown key 'mesh.seed'; did you mean 'run.seed' or 'data.seed'?",
+        ],
+    ),
+    Wrong(
+        "near nothing",
+        TINY + "[mesh]\nzzz = 2\n",
+        ["x.toml:4: unknown key 'mesh.zzz'; the keys of [mesh] are pp, dp_replicate, dp_shard, cp, tp"],
+    ),
+    Wrong("without its table", "tp = 2\n" + TINY, ["x.toml:1: unknown key 'tp'; did you mean 'mesh.tp'?"]),
+    Wrong(
+        "unknown table", TINY + "[paralel]\nzero = 1\n", ["x.toml:3: unknown table 'paralel'; did you mean 'parallel'?"]
+    ),
+    Wrong("table near nothing", TINY + "[zzz]\n", [f"x.toml:3: unknown table 'zzz'; the tables are {TABLES}"]),
+    Wrong(
+        "top key near nothing",
+        "qqq = 1\n" + TINY,
+        [f"x.toml:1: unknown key 'qqq'; a recipe has base and the tables {TABLES}"],
+    ),
+    Wrong(
+        "quoted dot",
+        '"mesh.tp" = 2\n' + TINY,
+        ["x.toml:1: unknown key 'mesh.tp'; write it without quotes: a quoted key holds its dot"],
+    ),
+]
+
+SETS = [
+    Wrong("set: type", TINY, ["--set mesh.tp=four: 'mesh.tp' must be int, got \"four\""], ("mesh.tp=four",)),
+    Wrong("set: empty", TINY, ["--set mesh.tp=: 'mesh.tp' must be int, got \"\""], ("mesh.tp=",)),
+    Wrong("set: quoted number", TINY, ['--set mesh.tp="2": \'mesh.tp\' must be int, got "2"'], ('mesh.tp="2"',)),
+    Wrong(
+        "set: choice",
+        TINY,
+        ['--set parallel.schedule=gpipe: \'parallel.schedule\' must be "GPipe" or "1F1B", got "gpipe"'],
+        ("parallel.schedule=gpipe",),
+    ),
+    Wrong(
+        "set: more than a value",
+        TINY,
+        ["--set mesh.tp=1\\npp=2: 'mesh.tp' must be int, got \"1\\npp=2\""],
+        ("mesh.tp=1\npp=2",),
+    ),
+    Wrong("set: no value", TINY, ["--set mesh.tp: write it as table.key=value"], ("mesh.tp",)),
+    Wrong("set: unknown", TINY, ["--set mesh.tpp=2: unknown key 'mesh.tpp'; did you mean 'tp'?"], ("mesh.tpp=2",)),
+    Wrong(
+        "set: no table",
+        TINY,
+        ["--set steps=2: unknown key 'steps'; did you mean 'run.steps' or 'validation.steps'?"],
+        ("steps=2",),
+    ),
+    Wrong(
+        "set: near a table",
+        TINY,
+        ["--set paralel.schedule=x: unknown key 'paralel.schedule'; did you mean 'parallel.schedule'?"],
+        ("paralel.schedule=x",),
+    ),
+    Wrong("set: table", TINY, ["--set mesh=2: 'mesh' is a table; set one of its keys, mesh.KEY=value"], ("mesh=2",)),
+    Wrong("set: base", TINY, ["--set base=y.toml: 'base' can only be given in a file"], ("base=y.toml",)),
+    Wrong("set: bytes", TINY, ["--set run.name=\\udcff: write it in UTF-8"], ("run.name=\udcff",)),
+]
+
+FILES = [
+    Wrong("no value", TINY + "[mesh]\ntp =\n", ["x.toml:4: not TOML: Invalid value (column 5)"]),
+    Wrong("open string", TINY + '[run]\nname = "a\n', ["x.toml:4: not TOML: Illegal character '\\n' (column 10)"]),
+    Wrong(
+        "key twice", TINY + "[mesh]\ntp = 1\npp = 2\ntp = 2\n", ["x.toml:6: 'mesh.tp' is given twice, first on line 4"]
+    ),
+    Wrong(
+        "table twice", TINY + "[mesh]\ntp = 1\n[mesh]\npp = 2\n", ["x.toml:5: 'mesh' is given twice, first on line 3"]
+    ),
+    Wrong(
+        "inline key twice",
+        TINY + "[optim]\nx = { a = 1, a = 2 }\n",
+        ["x.toml:4: 'optim.x.a' is given twice, first on line 4"],
+    ),
+    Wrong("redefined", "[mesh]\ntp = 1\n[mesh.tp]\n", ["x.toml:3: 'mesh.tp' is given twice, first on line 2"]),
+    Wrong(
+        "not UTF-8", b"[model]\n# caf\xe9\n", ["x.toml:2: byte 0xe9 at offset 13 is not UTF-8; save the file as UTF-8"]
+    ),
+    Wrong("missing", {"xy.toml": TINY}, ["x.toml: no such file; did you mean xy.toml?"]),
+    Wrong("folder", {"x.toml/a.toml": TINY}, ["x.toml: is a folder, not a recipe; give a file in it, such as a.toml"]),
+    Wrong(
+        "deep",
+        "x = " + "[" * 3000,
+        ["x.toml: not TOML that can be read: TOML inline arrays/tables are nested more than the allowed 400 levels"],
+    ),
+    Wrong(
+        "missing base",
+        {"x.toml": '\nbase = "sub/y.toml"\n'},
+        ["x.toml:2: base cannot be read: sub/y.toml: no such file"],
+    ),
+    Wrong(
+        "base of a base",
+        {"x.toml": 'base = "sub/y.toml"\n', "sub/y.toml": '\n\nbase = "z.toml"\n'},
+        ["sub/y.toml:3: base cannot be read: sub/z.toml: no such file; did you mean sub/y.toml?"],
+    ),
+    Wrong(
+        "circle",
+        {"x.toml": 'base = "y.toml"\n', "y.toml": '# b\nbase = "x.toml"\n'},
+        ["y.toml:2: base makes a circle: x.toml > y.toml > x.toml; remove one base"],
+    ),
+    Wrong("circle of one", 'base = "x.toml"\n', ["x.toml:1: base makes a circle: x.toml > x.toml; remove one base"]),
+    Wrong(
+        "two bases",
+        'base = ["a.toml", "b.toml"]\n',
+        ['x.toml:1: \'base\' must be the path of one recipe, got ["a.toml", "b.toml"]'],
+    ),
+    Wrong("empty base", 'base = ""\n', ["x.toml:1: 'base' must be the path of one recipe, got \"\""]),
+    Wrong(
+        "wrong in a base",
+        {"x.toml": 'base = "sub/y.toml"\n' + TINY, "sub/y.toml": "[run]\nsteps = 1.5\n"},
+        ["sub/y.toml:2: 'run.steps' must be int, got 1.5"],
+    ),
+    Wrong(
+        "syntax in a base",
+        {"x.toml": 'base = "y.toml"\n', "y.toml": "[run\n"},
+        ["y.toml:1: not TOML: Expected ']' at the end of a table declaration (column 5)"],
+    ),
+]
+
+
+ALL = TYPES + NAMES + SETS + FILES
