@@ -39,7 +39,8 @@ def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, pr
     passed on to them, and they have 30 s to end their step and save.
 
     Returns:
-        0; the status of the rank that exited first with one; 1 where a rank raised, which is printed; 128 + N after signal N.
+        0; the status of the rank that exited first with one; 1 where a rank raised, which is printed; 128 + N after
+        signal N.
     """
     warm_up()
     os.environ.setdefault("TORCH_MP_PARALLEL_START", "1")
@@ -93,9 +94,9 @@ class WorkerError(Exception):
 class Pool:
     """Runs tasks one after another, each as the ranks of a fresh world of freshly forked processes.
 
-    A task is a function at the top of a module, called as ``function(**arguments)`` on ranks 0 to world_size - 1, with RANK,
-    WORLD_SIZE and a rendezvous file in the environment (see ``dist.pool_world``). Processes are not used again: DTensor
-    caches meshes by their shape, and would send the next world's tensors over the groups of the last.
+    A task is a function at the top of a module, called as ``function(**arguments)`` on ranks 0 to world_size - 1, with
+    RANK, WORLD_SIZE and a rendezvous file in the environment (see ``dist.pool_world``). Processes are not used again:
+    DTensor caches meshes by their shape, and would send the next world's tensors over the groups of the last.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,8 @@ class Pool:
         """Run a task and return what each rank returned, by rank.
 
         Args:
-            function: the task, or its name ``module:function``, so that this process need not import what the task needs.
+            function: the task, or its name ``module:function``, so that this process need not import what the task
+            needs.
 
         Raises:
             WorkerError: a rank raised, died, or had not answered after ``limit_s``. All of them have ended by then.
@@ -164,16 +166,16 @@ def _collect(pipes: list[Connection], limit_s: float) -> tuple[dict[int, Any], d
         waiting: dict[Any, int] = {
             p: rank for rank, p in enumerate(pipes) if rank not in answers and rank not in failures
         }
-        ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+        ready: list[Any] = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
         if not ready:
-            failures |= {rank: f"no answer after {limit_s:.0f} s" for rank in waiting.values()}
+            failures |= dict.fromkeys(waiting.values(), f"no answer after {limit_s:.0f} s")
         for pipe in ready:
             rank = waiting[pipe]
             try:
-                good, value = pipe.recv()  # type: ignore[union-attr]
+                answer: tuple[bool, Any] = pipe.recv()
             except EOFError:
-                good, value = False, "the process died"
-            (answers if good else failures)[rank] = value
+                answer = False, "the process died"
+            (answers if answer[0] else failures)[rank] = answer[1]
         if failures:
             # The other ranks may wait in a collective for the one that failed: give them a moment to notice.
             until = min(until, time.monotonic() + 5.0)

@@ -1,7 +1,7 @@
 """The mesh: named axes over the ranks of a job, as one value that is passed around. There is no global one.
 
-Axes, outermost to innermost: ``pp, dp_replicate, dp_shard, cp, tp``. The innermost gets adjacent ranks, since its traffic is
-the most frequent and the hardest to hide. Private API of DeviceMesh stays in this file.
+Axes, outermost to innermost: ``pp, dp_replicate, dp_shard, cp, tp``. The innermost gets adjacent ranks, since its
+traffic is the most frequent and the hardest to hide. Private API of DeviceMesh stays in this file.
 """
 
 import os
@@ -64,7 +64,8 @@ class Mesh:
     """One rank's view of the mesh: the sizes, this rank's coordinates, and the DeviceMesh of each parallelism.
 
     ``device_mesh`` has the axes (pp, dp_replicate, fsdp, tp) with fsdp = dp_shard x cp: context-parallel ranks hold
-    different tokens of the same samples, so their gradients are summed, and their parameters sharded, together with dp_shard's.
+    different tokens of the same samples, so their gradients are summed, and their parameters sharded, together with
+    dp_shard's.
     """
 
     table: MeshTable

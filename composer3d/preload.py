@@ -4,11 +4,7 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-    import torch.distributed.tensor.parallel
 
-    import composer3d.train
+    import composer3d.train  # noqa: F401
 
 __all__: list[str] = []

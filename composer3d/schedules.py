@@ -9,11 +9,13 @@ def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int
     """Cut consecutive blocks into ``stages`` ranges so that the slowest stage is as fast as can be.
 
     Args:
-        first, blocks, last: the cost of what precedes the blocks (the embedding), of each block, and of what follows them
+        first, blocks, last: the cost of what precedes the blocks (the embedding), of each block, and of what follows
+            them
             (norm and head), in one unit. ``first`` is paid by the first stage and ``last`` by the last one.
         stages: number of stages, each of which gets at least one block.
 
-    Among the cuts with the smallest maximum it takes the one with the smallest sum of squares, so that the others are even.
+    Among the cuts with the smallest maximum it takes the one with the smallest sum of squares, so that the others are
+    even.
 
     Raises:
         PlanError: there are fewer blocks than stages.

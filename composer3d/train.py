@@ -150,8 +150,9 @@ def run(run: Run) -> int:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             # Both are sums over the whole job: every rank comes to the same verdict.
             raise TrainingError(
-                f"step {run.step + 1}: loss {loss}, gradient norm {norm} are not finite; the weights of step {run.step} "
-                "were not touched; lower optim.lr or lengthen optim.warmup, and start again from the last checkpoint"
+                f"step {run.step + 1}: loss {loss}, gradient norm {norm} are not finite; the weights of step "
+                f"{run.step} were not touched; lower optim.lr or lengthen optim.warmup, and start again from the last "
+                "checkpoint"
             )
         update(run.stages, run.optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
         run.step += 1
@@ -176,7 +177,7 @@ def run(run: Run) -> int:
 
 
 def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:
-    """Gradients of one step in ``.grad``, and the job's loss (mean over valid tokens) and gradient norm, on every rank."""
+    """Leave one step's gradients in ``.grad``; return the job's loss (mean over valid tokens) and gradient norm."""
     mesh = stages.mesh
     tokens, labels, positions = (
         part.to(mesh.device, non_blocking=True) for part in (batch.tokens_BT, batch.labels_BT, batch.positions_BT)

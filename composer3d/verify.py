@@ -1,8 +1,9 @@
 """``composer3d verify``: prove that a layout computes what one process computes.
 
-The recipe's model and mesh are shrunk to what a laptop runs, with every predicate that matters kept. The composed job and a
-plain one-process loop then train on the same random global batches, and loss, gradient norm, every gradient and every weight
-are compared on every rank after each step. This side of it starts no torch: workers do (``verify_worker``).
+The recipe's model and mesh are shrunk to what a laptop runs, with every predicate that matters kept. The composed job
+and a plain one-process loop then train on the same random global batches, and loss, gradient norm, every gradient and
+every weight are compared on every rank after each step. This side of it starts no torch: workers do
+(``verify_worker``).
 """
 
 import hashlib
@@ -30,7 +31,9 @@ _EXACT = {"float64": 1e-9, "float32": 1e-5}
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What ``verify --json`` prints of one layout. Errors are relative; None where a value was not finite or not computed."""
+    """What ``verify --json`` prints of one layout. Errors are relative; None where a value was not finite or not
+    computed.
+    """
 
     passed: bool
     world_size: int

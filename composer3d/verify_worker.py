@@ -2,8 +2,9 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,10 +34,12 @@ def random_batch(recipe: Recipe, step: int) -> Batch:
 
 
 def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> float:
-    """Train on one process with nothing of ``parallel`` but the initial weights, and write what it computed to ``path``.
+    """Train on one process with nothing of ``parallel`` but the initial weights, and write what it computed to
+    ``path``.
 
     Returns:
-        In float32 the largest relative difference, after the first gradients, to the same training with the batch cut into
+        In float32 the largest relative difference, after the first gradients, to the same training with the batch cut
+        into
         single samples: what rounding alone does. 0 in float64.
     """
     torch.set_num_threads(1)
@@ -90,7 +93,9 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict
     return out
 
 
-def run_composed(recipe: Recipe, dtype: str, steps: int, reference: str, fault: Any = None) -> dict[str, Any]:
+def run_composed(
+    recipe: Recipe, dtype: Literal["float32", "float64"], steps: int, reference: str, fault: Any = None
+) -> dict[str, Any]:
     """Train composed, as one rank, and compare with the reference after each step; the last loss is a validation's.
 
     Args:
@@ -134,11 +139,11 @@ def _mine(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def _compare(
-    step: int, kind: str, tensors: dict[str, Tensor | None], wanted: dict[str, Tensor]
+    step: int, kind: str, tensors: Mapping[str, Tensor | None], wanted: dict[str, Tensor]
 ) -> list[tuple[int, str, str, float, float | None]]:
     """Relative error of each whole tensor as this rank sees it, and the factor to the reference where it is one."""
     norm = total_norm(wanted)
-    rows = []
+    rows: list[tuple[int, str, str, float, float | None]] = []
     for name, tensor in tensors.items():
         if tensor is None:
             rows.append((step, kind, name, math.inf, None))

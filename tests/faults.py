@@ -33,7 +33,7 @@ def drop_all_reduce_of_replicas() -> None:
 
 
 def drop_reduction_of_norms() -> None:
-    """Gradients of norms under sequence parallelism are taken for whole, though each tp rank has those of its tokens."""
+    """Gradients of norms under sequence parallelism are taken for whole: each tp rank has those of its tokens."""
 
     def pretend(self: stages.Stages) -> None:
         for parameter in self.parameters():
@@ -79,7 +79,7 @@ def divide_by_own_tokens() -> None:
 
 
 def shift_positions() -> None:
-    """Positions of the second half are one too high. (All one too high would change nothing: rotary ones are relative.)"""
+    """Positions of the second half are one too high. (All of them would change nothing: rotary ones are relative.)"""
     right = stages.Stage.forward
 
     def wrong(self: stages.Stage, h: torch.Tensor, *, positions_BT: torch.Tensor, **more: object) -> torch.Tensor:

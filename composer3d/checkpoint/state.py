@@ -1,7 +1,8 @@
 """What a checkpoint holds, as flat names to tensors that do not depend on the layout.
 
-``model.NAME`` and ``optim.NAME.exp_avg`` use the parameter's global name, and a DTensor knows its place in the whole tensor,
-so that a checkpoint can be read on another layout. ``rng.RANK`` is the generator of one rank of the job that saved.
+``model.NAME`` and ``optim.NAME.exp_avg`` use the parameter's global name, and a DTensor knows its place in the whole
+tensor, so that a checkpoint can be read on another layout. ``rng.RANK`` is the generator of one rank of the job that
+saved.
 """
 
 import torch
@@ -13,7 +14,7 @@ from composer3d.optim import optimizer_state
 from composer3d.parallel import Stages
 
 
-def gather_state(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """This rank's live tensors under their global names: what is saved, and what a load writes into."""
     state = {f"model.{name}": parameter.detach() for name, parameter in stages.named_parameters()}
     state |= optimizer_state(optimizer, stages.named_parameters())

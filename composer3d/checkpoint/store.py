@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from composer3d.checkpoint.state import compare, gather_state
 from composer3d.errors import CheckpointError
@@ -30,7 +31,7 @@ class Store:
         whole = sorted(path.parent for path in self.folder.glob(f"step-*/{_PROGRESS}") if path.parent.suffix != ".tmp")
         return whole[-1] if whole else None
 
-    def save(self, step: int, stages: Stages, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> Path:
+    def save(self, step: int, stages: Stages, optimizer: torch.optim.AdamW, progress: dict[str, Any]) -> Path:
         """Write the state after ``step`` steps and ``progress`` (plain JSON), then drop the oldest beyond ``keep``."""
         final = self.folder / f"step-{step:08d}"
         staging = final.with_suffix(".tmp")
@@ -51,7 +52,7 @@ class Store:
         dist.barrier()
         return final
 
-    def load(self, path: Path, stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def load(self, path: Path, stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Any]:
         """Read ``path`` into the live model and optimizer, and return its progress.
 
         Raises:
@@ -62,7 +63,11 @@ class Store:
         metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         rng = f"rng.{dist.get_rank()}"
         generator: Tensor = state.pop(rng)
-        saved = {name: tuple(entry.size) for name, entry in metadata.items() if not name.startswith("rng.")}
+        saved = {
+            name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else ()
+            for name, entry in metadata.items()
+            if not name.startswith("rng.")
+        }
         compare(state, saved, str(path))
         if progress["world_size"] == dist.get_world_size():
             state[rng] = generator

@@ -11,10 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Decoder(nn.Module):
+    """The contract of a model: three parts of one shape, each single-device code.
+
+    ``first(tokens_BT, seq) -> h_BTC``; each of ``blocks``, in order, ``block(h_BTC, seq) -> h_BTC``;
+    ``last(h_BTC, seq, labels_BT) -> loss``, a scalar of float32 or wider: the sum over the labels that count.
+    A name of a parameter is the same whatever the layout, since a stage keeps these three.
+    """
+
+    first: nn.Module
+    blocks: nn.ModuleDict
+    last: nn.Module
+
+
 class Seq(NamedTuple):
     """What every block must know of the sequence: integer tensors (B, T), cut and moved like tokens."""
 
-    positions_BT: Tensor
+    positions_BT: Tensor  # noqa: N815
 
 
 Attend = Callable[..., Tensor]
@@ -33,7 +46,8 @@ def attend_sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: Seq) -> 
 def rotate(x_BTHD: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) in the half-split form of Hugging Face.
 
-    Angles are computed in float32 or wider, whatever the dtype of ``x_BTHD``: bfloat16 cannot tell positions above 256 apart.
+    Angles are computed in float32 or wider, whatever the dtype of ``x_BTHD``: bfloat16 cannot tell positions above 256
+    apart.
     """
     half = x_BTHD.shape[-1] // 2
     wide = torch.promote_types(x_BTHD.dtype, torch.float32)

@@ -1,14 +1,15 @@
 """Llama: the dense decoder of Touvron et al. 2023 (arXiv 2302.13971) and the Llama 3 herd (arXiv 2407.21783).
 
 The model contract, which a user's own model may follow as well: a module with ``first``, ``blocks`` and ``last``.
-Parameters keep one global name each whatever the layout: ``first.embed.weight``, ``blocks.7.attn.wq.weight``, ``last.head.weight``.
+Parameters keep one global name each whatever the layout: ``first.embed.weight``, ``blocks.7.attn.wq.weight``,
+``last.head.weight``.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer3d.models.layers import Block, Seq
+from composer3d.models.layers import Block, Decoder, Seq
 from composer3d.shape import IGNORE_INDEX, ModelShape
 
 
@@ -44,8 +45,9 @@ class Last(nn.Module):
         return F.cross_entropy(logits, labels_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
 
 
-class Llama(nn.Module):
-    """A Llama of one ``ModelShape``, built where ``device`` says ("meta" allocates nothing) and left uninitialised there.
+class Llama(Decoder):
+    """A Llama of one ``ModelShape``, built where ``device`` says ("meta" allocates nothing) and left uninitialised
+    there.
 
     Called whole, it is one process's model: ``model(tokens_BT, labels_BT, positions_BT) -> summed loss``.
     """

@@ -13,7 +13,8 @@ def square_share(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """This rank's share of the squared norm of all gradients: summed over the whole world it is the squared norm.
 
     A stage's parameter is held by world / pp ranks. Of these, a gradient cut into n shards has each element on
-    (world / pp) / n ranks, and each of them counts it by the inverse. Plain tensors are one shard: ranks hold them alike.
+    (world / pp) / n ranks, and each of them counts it by the inverse. Plain tensors are one shard: ranks hold them
+    alike.
 
     Returns:
         A float64 scalar on the device. No collective: ``Mesh.sum_over_world`` sums it together with the loss.

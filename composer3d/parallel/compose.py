@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d.mesh import Mesh
-from composer3d.models.layers import Seq
+from composer3d.models import Decoder, Seq
 from composer3d.parallel import fsdp, init, tp
 from composer3d.parallel.plan import Plan
 from composer3d.parallel.stages import Stage, Stages
@@ -23,7 +23,7 @@ class StepShape:
     seq_len: int
 
 
-def compose(model: nn.Module, plan: Plan, mesh: Mesh, *, parallel: ParallelTable, step: StepShape, seed: int) -> Stages:
+def compose(model: Decoder, plan: Plan, mesh: Mesh, *, parallel: ParallelTable, step: StepShape, seed: int) -> Stages:
     """Make ``model`` this rank's part of a job.
 
     Args:
@@ -44,7 +44,14 @@ def compose(model: nn.Module, plan: Plan, mesh: Mesh, *, parallel: ParallelTable
         tp.apply(module, plan, mesh.tp, parallel)
     # 3. FSDP goes around whatever a block has become, and owns its parameters from here on.
     if mesh.fsdp is not None:
-        fsdp.apply(module, mesh.fsdp, parallel)
+        fsdp.apply(
+            module,
+            first=module.first,
+            blocks=module.blocks.values(),
+            last=module.last,
+            mesh=mesh.fsdp,
+            parallel=parallel,
+        )
     # 4. Memory is taken last: only this rank's shards ever exist.
     module.to_empty(device=mesh.device)
     # 5. Initial weights by global name and index, so that they are the same on every layout.
@@ -52,10 +59,11 @@ def compose(model: nn.Module, plan: Plan, mesh: Mesh, *, parallel: ParallelTable
     return Stages(module, mesh, parallel, micro_batch=step.micro_batch, micro_batches=step.micro_batches, stream=stream)
 
 
-def cut(model: nn.Module, mesh: Mesh) -> Stage:
+def cut(model: Decoder, mesh: Mesh) -> Stage:
     """This rank's stage: blocks in proportion to their parameters, room left for the embedding and the head.
 
-    The head multiplies all its parameters, as a block does; the embedding only looks them up but updates them all: half.
+    The head multiplies all its parameters, as a block does; the embedding only looks them up but updates them all:
+    half.
     """
     stages, index = mesh.table.pp, mesh.at["pp"]
     costs = [_size(block) for block in model.blocks.values()]
@@ -63,7 +71,7 @@ def cut(model: nn.Module, mesh: Mesh) -> Stage:
     return Stage(model, ranges[index], first=index == 0, last=index == stages - 1)
 
 
-def boundary(model: nn.Module, mesh: Mesh, parallel: ParallelTable, step: StepShape) -> Tensor:
+def boundary(model: Decoder, mesh: Mesh, parallel: ParallelTable, step: StepShape) -> Tensor:
     """A meta tensor shaped like what one rank passes between blocks: one micro-batch of the residual stream.
 
     It is what the model's own ``first`` makes of tokens, cut along the sequence by tp under sequence parallelism.

@@ -1,8 +1,10 @@
 """Sharded data parallelism: FSDP2 and HSDP, set so that gradients are summed and never averaged.
 
-Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), Zhao et al. 2023 (FSDP, arXiv 2304.11277). The loss is divided once, by the
-count of valid tokens of the whole step, so a division by the number of ranks would be a second one.
+Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), Zhao et al. 2023 (FSDP, arXiv 2304.11277). The loss is divided once,
+by the count of valid tokens of the whole step, so a division by the number of ranks would be a second one.
 """
+
+from collections.abc import Iterable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +13,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from composer3d.recipe.schema import ParallelTable
 
 
-def apply(stage: nn.Module, mesh: DeviceMesh, parallel: ParallelTable) -> None:
+def apply(
+    stage: nn.Module,
+    *,
+    first: nn.Module | None,
+    blocks: Iterable[nn.Module],
+    last: nn.Module | None,
+    mesh: DeviceMesh,
+    parallel: ParallelTable,
+) -> None:
     """Shard ``stage`` over the last axis of ``mesh`` and replicate it over the first, where there are two. In place.
 
     Units: ``first``, every block, ``last``. Parameters become DTensors ``Shard(0)`` over the last axis (before their tp
@@ -19,13 +29,13 @@ def apply(stage: nn.Module, mesh: DeviceMesh, parallel: ParallelTable) -> None:
     each micro-batch), reduce-scatter of gradients, then all-reduce over the replicating axis.
     """
     again = parallel.zero == 3
-    if stage.first is not None:
-        fully_shard(stage.first, mesh=mesh, reshard_after_forward=again)
-    for block in stage.blocks.values():
+    if first is not None:
+        fully_shard(first, mesh=mesh, reshard_after_forward=again)
+    for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=again)
-    if stage.last is not None:
+    if last is not None:
         # Backward starts with `last`: dropping its parameters would only gather them again at once.
-        fully_shard(stage.last, mesh=mesh, reshard_after_forward=False)
+        fully_shard(last, mesh=mesh, reshard_after_forward=False)
     fully_shard(stage, mesh=mesh, reshard_after_forward=False)
     for unit in units(stage):
         unit.set_gradient_divide_factor(1.0)
@@ -49,6 +59,6 @@ def begin_micro_batch(stage: nn.Module, parallel: ParallelTable, *, last: bool) 
 
 
 def reshard(stage: nn.Module) -> None:
-    """Drop gathered parameters, as after an evaluation: no backward did, and an optimizer step would leave them stale."""
+    """Drop gathered parameters after an evaluation: no backward did, and the optimizer would leave them stale."""
     for unit in units(stage):
         unit.reshard()

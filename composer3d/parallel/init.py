@@ -1,8 +1,8 @@
 """Initial weights that do not depend on the layout: each element is a function of (seed, parameter name, global index).
 
-A counter-based generator in the manner of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3"): splitmix64
-(Steele et al. 2014) hashes the index to 64 bits, and Box-Muller turns two 26-bit halves into a normal number. A rank computes
-its own shard and nothing else, so that no rank ever holds a whole parameter.
+A counter-based generator in the manner of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3"):
+splitmix64 (Steele et al. 2014) hashes the index to 64 bits, and Box-Muller turns two 26-bit halves into a normal
+number. A rank computes its own shard and nothing else, so that no rank ever holds a whole parameter.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _CHUNK = 1 << 20  # elements computed at once: a few float64 temporaries of 8 Mi
 
 
 def initialise(stage: nn.Module, plan: Plan, seed: int) -> None:
-    """Fill every parameter of ``stage`` in place, by its global name. Shards fill their own elements; nothing is sent."""
+    """Fill every parameter of ``stage`` in place, by its global name. A rank fills its own shards; nothing is sent."""
     for name, parameter in stage.named_parameters():
         how = plan.init_of(name)
         assert how is not None, name  # Plan.check has seen the whole model
@@ -39,7 +39,7 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def fill_normal(local: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], *, std: float, key: int) -> None:
-    """Fill ``local``, the box of a tensor of ``shape`` that begins at ``offset``, with normal numbers of that ``key``."""
+    """Fill ``local``, the box of a tensor of ``shape`` that begins at ``offset``, with numbers of that ``key``."""
     if local.numel() == 0:
         return
     stride = torch.tensor([1, *reversed(shape[1:])]).cumprod(0).flip(0).tolist()

@@ -7,7 +7,8 @@ from composer3d.shape import ModelShape
 def llama_plan(shape: ModelShape) -> Plan:
     """Llama. Every block gathers its input twice and reduce-scatters its output twice under sequence parallelism.
 
-    Korthikanti et al. 2022 (arXiv 2205.05198). Projections into the residual stream start smaller with depth, as in GPT-2.
+    Korthikanti et al. 2022 (arXiv 2205.05198). Projections into the residual stream start smaller with depth, as in
+    GPT-2.
     """
     return Plan(
         tensor={

@@ -1,4 +1,5 @@
-"""Pipeline parallelism on ``torch.distributed.pipelining``: static shapes, labels and positions by keyword, no logits sent.
+"""Pipeline parallelism on ``torch.distributed.pipelining``: static shapes, labels and positions by keyword, no logits
+sent.
 
 Huang et al. 2019 (GPipe, arXiv 1811.06965), Narayanan et al. 2019 (1F1B, PipeDream-Flush: arXiv 2104.04473).
 """
@@ -29,11 +30,12 @@ def build_schedule(
 
     Args:
         module: the stage; called with tokens (first stage) or the residual stream, and keywords.
-        stream: a meta tensor with the shape and dtype of what passes between stages: one micro-batch, this rank's shard.
+        stream: a meta tensor with the shape and dtype of what passes between stages: one micro-batch, this rank's
+            shard.
         loss_fn: maps what the last stage returned, its summed loss, to what backward starts from.
 
-    Gradients are not scaled: the loss is divided by the count of valid tokens once. Sends and receives of a rank and step:
-    micro_batches x ``stream`` each way between neighbouring stages.
+    Gradients are not scaled: the loss is divided by the count of valid tokens once. Sends and receives of a rank and
+    step: micro_batches x ``stream`` each way between neighbouring stages.
     """
     stages, index = mesh.table.pp, mesh.at["pp"]
     # In static mode the examples must require grad wherever a gradient flows.

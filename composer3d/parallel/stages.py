@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer3d.mesh import Mesh
-from composer3d.models.layers import Seq
+from composer3d.models import Decoder, Seq
 from composer3d.parallel import fsdp, pp, tp
 from composer3d.recipe.schema import ParallelTable
 
@@ -16,15 +16,16 @@ from composer3d.recipe.schema import ParallelTable
 class Stage(nn.Module):
     """Consecutive layers of a model, under the names they have in the whole model.
 
-    ``stage(tokens_BT or h_BTC, positions_BT=..., labels_BT=...)`` returns ``h_BTC``, or on the last stage the summed loss.
+    ``stage(tokens_BT or h_BTC, positions_BT=..., labels_BT=...)`` returns ``h_BTC``, or on the last stage the summed
+    loss.
     """
 
-    def __init__(self, model: nn.Module, blocks: range, *, first: bool, last: bool) -> None:
+    def __init__(self, model: Decoder, blocks: range, *, first: bool, last: bool) -> None:
         super().__init__()
         names = list(model.blocks)
-        self.first = model.first if first else None
+        self.first: nn.Module | None = model.first if first else None
         self.blocks = nn.ModuleDict({names[i]: model.blocks[names[i]] for i in blocks})
-        self.last = model.last if last else None
+        self.last: nn.Module | None = model.last if last else None
 
     def forward(self, h: Tensor, *, positions_BT: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         seq = Seq(positions_BT)
@@ -143,7 +144,7 @@ class Stages:
 
     @torch.no_grad()
     def evaluate(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """This rank's share of the summed loss of these rows, as in ``forward_backward`` but undivided. No gradients."""
+        """This rank's share of the summed loss of these rows: as ``forward_backward``, undivided, no gradients."""
         self.module.eval()
         micro_batches = list(self._split(tokens_BT, labels_BT, positions_BT))
         with tp.loss_context(self.mesh.tp, self._parallel):

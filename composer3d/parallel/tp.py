@@ -1,8 +1,8 @@
 """Tensor parallelism from the plan's table: Megatron-style columns and rows, sequence parallel residual stream.
 
-Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198). Per block and micro-batch, forward: two
-all-gathers and two reduce-scatters of the residual stream over tp (two all-reduces without sequence parallelism), and the
-transposes of them in backward.
+Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198). Per block and micro-batch, forward:
+two all-gathers and two reduce-scatters of the residual stream over tp (two all-reduces without sequence parallelism),
+and the transposes of them in backward.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -30,8 +30,8 @@ from composer3d.recipe.schema import ParallelTable
 class Replicated(ParallelStyle):
     """A module that every tp rank runs alike on a replicated input: parameters, input and output are ``Replicate()``.
 
-    The parameters become DTensors all the same, so that the norm of all gradients, the optimizer and a checkpoint see one
-    kind of parameter and count each element once.
+    The parameters become DTensors all the same, so that the norm of all gradients, the optimizer and a checkpoint see
+    one kind of parameter and count each element once.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -46,7 +46,7 @@ class Replicated(ParallelStyle):
         def leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.to_local()
 
-        return distribute_module(module, device_mesh, partition, enter, leave)
+        return distribute_module(module, device_mesh, partition, enter, leave)  # type: ignore[arg-type]
 
 
 def _style(style: Style, parallel: ParallelTable) -> ParallelStyle:
@@ -73,8 +73,8 @@ def _style(style: Style, parallel: ParallelTable) -> ParallelStyle:
 def apply(stage: nn.Module, plan: Plan, mesh: DeviceMesh, parallel: ParallelTable) -> None:
     """Cut the modules of ``stage`` (on the meta device, or all ranks alike) over the 1-D tp ``mesh``, in place.
 
-    Afterwards every parameter is a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)`` for rows,
-    ``Replicate()`` for norms. No collective is run here.
+    Afterwards every parameter is a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)`` for
+    rows, ``Replicate()`` for norms. No collective is run here.
 
     Raises:
         PlanError: a parameter stayed a plain tensor, which the plan's styles do not cut.

@@ -1,7 +1,7 @@
 """The vocabulary of a recipe: one frozen dataclass for each TOML table.
 
-A field is a key, its annotation is the type that is checked, its default is what an absent key means, and its text is what
-``composer3d check --schema`` prints. A key enters here with the feature that it drives.
+A field is a key, its annotation is the type that is checked, its default is what an absent key means, and its text is
+what ``composer3d check --schema`` prints. A key enters here with the feature that it drives.
 """
 
 from dataclasses import Field, dataclass, field
