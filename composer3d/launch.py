@@ -45,11 +45,11 @@ def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, pr
     warm_up()
     os.environ.setdefault("TORCH_MP_PARALLEL_START", "1")
     # The ranks say what is wrong themselves; the agent's own account of it would bury that.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="composer3d-ranks-") as folder:
         config = LaunchConfig(
             min_nodes=1,

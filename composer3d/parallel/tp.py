@@ -5,19 +5,20 @@ two all-gathers and two reduce-scatters of the residual stream over tp (two all-
 and the transposes of them in backward.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -26,44 +27,149 @@ from composer3d.errors import PlanError
 from composer3d.parallel.plan import Plan, Style
 from composer3d.recipe.schema import ParallelTable
 
+SEQUENCE_DIM = 1
 
-class Replicated(ParallelStyle):
-    """A module that every tp rank runs alike on a replicated input: parameters, input and output are ``Replicate()``.
 
-    The parameters become DTensors all the same, so that the norm of all gradients, the optimizer and a checkpoint see
-    one kind of parameter and count each element once.
+def gather_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The whole sequence from the ranks' consecutive shards of it.
+
+    Backward sums the ranks' gradients and keeps this rank's shard. Bytes sent a rank: (n-1) shards, both ways.
+    """
+    return _Gather.apply(x_BTC, group)
+
+
+def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's shard of the sequence, of the sum of the ranks' ``x_BTC``: the transpose of ``gather_sequence``."""
+    return _ScatterSum.apply(x_BTC, group)
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = group.size()
+    out = x.new_empty((size, *x.shape))
+    dist.all_gather_single(out.flatten(0, 1), x.contiguous(), group=group)
+    return out.movedim(0, SEQUENCE_DIM).flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = group.size()
+    parts = x.unflatten(SEQUENCE_DIM, (size, -1)).movedim(SEQUENCE_DIM, 0).contiguous()
+    out = x.new_empty(parts.shape[1:])
+    dist.reduce_scatter_single(out, parts.flatten(0, 1), group=group)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grads[0], ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grads[0], ctx.group), None
+
+
+class _SumGradients(torch.autograd.Function):
+    """Identity; backward all-reduces. What replicated activations need before they enter columns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce; backward is the identity, since every rank goes on with the same sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class Local(ParallelStyle):
+    """Runs a module's own forward on this rank's shards, as plain tensors, with a collective before or after it.
+
+    The parameters are DTensors, so that FSDP, the norm of all gradients, the optimizer and a checkpoint know their place
+    in the whole; the arithmetic between collectives never pays for DTensor's dispatch.
+
+    Args:
+        placement: of every parameter over tp.
+        grad: placement of the parameters' gradients as backward leaves them; ``Partial()`` where ranks saw other tokens.
+        enter, leave: what is done with the input, and with the output.
     """
 
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        grad: Placement | None = None,
+        enter: Callable[[Tensor, dist.ProcessGroup], Tensor] | None = None,
+        leave: Callable[[Tensor, dist.ProcessGroup], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.placement, self.grad = placement, grad or placement
+        self.enter, self.leave = enter, leave
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in part.named_parameters(recurse=False):
-                value = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-                part.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            value = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        inside, group = module.forward, device_mesh.get_group()
 
-        def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-            return (DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:])
+        def forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+            own = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+            if own or not module._parameters:
+                x = self.enter(x, group) if self.enter is not None else x
+            if own:
+                # Calls this forward once more, with plain tensors in the place of the parameters.
+                local = {name: p.to_local(grad_placements=[self.grad]) for name, p in own.items()}
+                out = torch.func.functional_call(module, local, (x, *arguments), keywords)
+                return self.leave(out, group) if self.leave is not None else out
+            return inside(x, *arguments, **keywords)
 
-        def leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
-            return output.to_local()
-
-        return distribute_module(module, device_mesh, partition, enter, leave)  # type: ignore[arg-type]
+        module.forward = forward  # type: ignore[method-assign]
+        return module
 
 
 def _style(style: Style, parallel: ParallelTable) -> ParallelStyle:
     """The placements behind one word of a plan. The residual stream is a local tensor between modules."""
-    stream: Placement = Shard(1) if parallel.sequence_parallel else Replicate()
+    sequence = parallel.sequence_parallel
+    stream: Placement = Shard(SEQUENCE_DIM) if sequence else Replicate()
     match style:
         case "embedding":  # the vocabulary is sharded: a rank looks up its rows, the sum is scattered
             # A DTensor comes out, which the stage makes local: FSDP warns of modules that return a view.
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream, use_local_output=False)
         case "norm":
-            return SequenceParallel() if parallel.sequence_parallel else Replicated()
+            return Local(Replicate(), grad=Partial() if sequence else None)
         case "gather":  # one all-gather for all projections that read this input
-            return PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
+            return Local(Replicate(), enter=gather_sequence if sequence else _SumGradients.apply)
         case "column":
-            return ColwiseParallel()
+            return Local(Shard(0))
         case "row":
-            return RowwiseParallel(output_layouts=stream)
+            return Local(Shard(1), leave=scatter_sum if sequence else _Sum.apply)
         case "head":
             if parallel.loss_parallel:
                 return ColwiseParallel(input_layouts=stream, use_local_output=False)

@@ -47,7 +47,7 @@ def repeated_key(text: str, line: int) -> tuple[KeyPath, int] | None:
 
 class _Scanner:
     def __init__(self, text: str) -> None:
-        self._text = text.replace("\r\n", "\n")
+        self._text = text
         self._at = 0
         self._line_ends = [match.start() for match in re.finditer("\n", self._text)]
 
@@ -132,4 +132,4 @@ class _Scanner:
             raise ValueError(f"expected {literal!r} on line {self._line()}")
 
     def _line(self) -> int:
-        return bisect_right(self._line_ends, self._at - 1) + 1
+        return bisect_right(self._line_ends, self._at) + 1

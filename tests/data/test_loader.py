@@ -23,9 +23,9 @@ def corpus_of(tokens: bytes) -> Corpus:
 CORPUS = corpus_of(bytes(range(1, 78)))  # 19 samples of 4; every sample starts with a token of its own
 
 
-def loader_of(batch_rank: int = 0, batch_ranks: int = 1, **options: int | bool) -> Loader:
-    settings: dict[str, int | bool] = {"seq_len": SEQ_LEN, "global_batch": 8, "seed": 3, **options}
-    return Loader(CORPUS, batch_rank=batch_rank, batch_ranks=batch_ranks, **settings)  # type: ignore[arg-type]
+def loader_of(batch_rank: int = 0, batch_ranks: int = 1, **options: int) -> Loader:
+    settings: dict[str, int] = {"seq_len": SEQ_LEN, "global_batch": 8, "seed": 3, **options}
+    return Loader(CORPUS, batch_rank=batch_rank, batch_ranks=batch_ranks, **settings)
 
 
 def rows(batches: list[Batch]) -> torch.Tensor:

@@ -13,27 +13,27 @@ from composer3d.recipe import load as load_module
 from composer3d.recipe.schema import TABLES
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = str(ROOT / "recipes" / "quickstart.toml")
+RECIPE = str(ROOT / "recipes" / "debug-8-dp-tp-pp.toml")
 
 
 def test_check_prints_the_recipe_and_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", QUICKSTART, "--gpus", "8", "--set", "data.micro_batch=1", "--set", "run.steps=10"]) == 0
+    assert cli.main(["check", RECIPE, "--gpus", "8", "--set", "data.micro_batch=2", "--set", "run.steps=10"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert f"{'micro_batch = 1':<30} # --set data.micro_batch=1" in out
-    assert f"{'tp = 2':<30} # {QUICKSTART}:" in out
+    assert f"{'micro_batch = 2':<30} # --set data.micro_batch=2" in out
+    assert f"{'tp = 2':<30} # {RECIPE}:" in out
     summary = {line[2:15].strip(): line[16:] for line in out.splitlines()[-4:]}
     assert summary == {
         "world size": "8 (pp 2 x dp_shard 2 x tp 2)",
-        "global batch": "16 = micro_batch 1 x 8 micro-batches x 2 data-parallel ranks",
-        "tokens": "4,096 a step, 40,960 in 10 steps",
-        "parameters": "853,120",
+        "global batch": "8 = micro_batch 2 x 2 micro-batches x 2 data-parallel ranks",
+        "tokens": "512 a step, 5,120 in 10 steps",
+        "parameters": "205,376",
     }
 
 
 def test_check_without_a_world_says_what_it_leaves_open(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, hints in ((["--set=mesh.dp_shard=-1"], 1), (["--set=mesh.dp_shard=-1", "--gpus=8"], 0), ([], 0)):
-        assert cli.main(["check", QUICKSTART, *argv]) == 0
+        assert cli.main(["check", RECIPE, *argv]) == 0
         assert capsys.readouterr().out.count("--gpus N") == hints
 
 
@@ -42,17 +42,17 @@ def test_a_failed_run_has_its_own_status(monkeypatch: pytest.MonkeyPatch, capsys
         raise TrainingError("loss is nan")
 
     monkeypatch.setattr(load_module, "load", diverged)
-    assert cli.main(["check", QUICKSTART]) == 1
+    assert cli.main(["check", RECIPE]) == 1
     assert capsys.readouterr() == ("", "loss is nan\n")
 
 
 def test_check_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", QUICKSTART, "--json"]) == 0
+    assert cli.main(["check", RECIPE, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["ok"] is True
     assert answer["world_size"] == 8
     assert answer["recipe"]["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
-    assert answer["origins"]["model.dim"] == "preset debug-small"
+    assert answer["origins"]["model.dim"] == "preset debug-tiny"
 
 
 def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,12 +68,12 @@ def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> No
     "argv",
     [
         [],
-        ["chek", QUICKSTART],
+        ["chek", RECIPE],
         ["check"],
-        ["check", QUICKSTART, "--gpus", "0"],
-        ["check", QUICKSTART, "--gpu", "8"],
-        ["verify", QUICKSTART, "--dtype", "float16"],
-        ["verify", QUICKSTART, "--steps", "none"],
+        ["check", RECIPE, "--gpus", "0"],
+        ["check", RECIPE, "--gpu", "8"],
+        ["verify", RECIPE, "--dtype", "float16"],
+        ["verify", RECIPE, "--steps", "none"],
         ["train"],
     ],
     ids=" ".join,
@@ -102,7 +102,7 @@ def test_an_interrupt_has_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(load_module, "load", interrupted)
-    assert cli.main(["check", QUICKSTART]) == 130
+    assert cli.main(["check", RECIPE]) == 130
     assert capsys.readouterr() == ("", "")
 
 
@@ -129,7 +129,7 @@ def test_check_imports_neither_torch_nor_numpy() -> None:
         "import sys; from composer3d import cli; status = cli.main(['check', sys.argv[1]]);"
         "print(status, sorted({'torch', 'numpy', 'tensorboard'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, QUICKSTART], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, RECIPE], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def recipe() -> Recipe:
-    return load(ROOT / "recipes" / "quickstart.toml").recipe
+    return load(ROOT / "recipes" / "debug-8-dp-tp-pp.toml").recipe
 
 
 def changed(recipe: Recipe, **values: object) -> Recipe:
@@ -46,6 +46,7 @@ def test_a_violation_mentions_each_key_that_it_blames(recipe: Recipe) -> None:
     assert [(violation.key, violation.others[0]) for violation in found] == [
         ("mesh.tp", "model.n_heads"),
         ("mesh.tp", "model.n_kv_heads"),
+        ("mesh.tp", "model.ffn"),
         ("mesh.tp", "model.vocab"),
         ("data.seq_len", "mesh.tp"),
     ]
@@ -71,18 +72,18 @@ def test_an_open_axis_leaves_its_rules_out(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     "good",
     [
-        {"parallel__schedule": "GPipe", "data__global_batch": 4},
-        {"mesh__pp": 1, "data__global_batch": 4},
-        {"mesh__pp": 3, "data__global_batch": 12},
+        {"parallel__schedule": "GPipe", "data__global_batch": 2},
+        {"mesh__pp": 1, "data__global_batch": 2},
+        {"mesh__pp": 3, "data__global_batch": 6},
         {"parallel__sequence_parallel": False, "data__seq_len": 33},
         {"mesh__tp": 1, "data__seq_len": 33},
         {"parallel__zero": 0, "mesh__dp_shard": 1, "mesh__dp_replicate": 2},
-        {"optim__warmup": 60},
-        {"optim__min_lr": 3e-3},
+        {"optim__warmup": 20},
+        {"optim__min_lr": 1e-3},
         {"optim__betas": (0.0, 0.999)},
         {"optim__clip": 0.0, "optim__weight_decay": 0.0},
-        {"data__source": "text", "data__path": "t", "validation__every": 0},
-        {"data__source": "text", "data__path": "t", "validation__path": "v"},
+        {"data__source": "text", "data__path": "t"},
+        {"data__source": "text", "data__path": "t", "validation__every": 5, "validation__path": "v"},
     ],
     ids=str,
 )

@@ -356,7 +356,7 @@ SEVERAL = [
     ),
     Wrong(
         "a wrong value is blamed once",
-        shape(n_heads='"four"') + "[mesh]\ntp = 4\n",
+        shape(n_heads='"four"', dim=60) + "[mesh]\ntp = 4\n",
         [
             "x.toml:4: 'model.n_heads' must be int, got \"four\"",
             "x.toml:9: mesh.tp = 4 must divide model.n_kv_heads = 2 (x.toml:5); use 1 or 2",
@@ -364,8 +364,8 @@ SEVERAL = [
     ),
     Wrong(
         "a misspelt axis is not a wrong world",
-        TINY + "[mesh]\ndp_shards = 2\n",
-        ["x.toml:4: unknown key 'mesh.dp_shards'; did you mean 'dp_shard'?"],
+        TINY + "[mesh]\ntps = 2\ndp_shard = 1\n",
+        ["x.toml:4: unknown key 'mesh.tps'; did you mean 'tp'?"],
         world=2,
     ),
 ]
