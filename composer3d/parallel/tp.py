@@ -112,12 +112,12 @@ class _Sum(torch.autograd.Function):
 class Local(ParallelStyle):
     """Runs a module's own forward on this rank's shards, as plain tensors, with a collective before or after it.
 
-    The parameters are DTensors, so that FSDP, the norm of all gradients, the optimizer and a checkpoint know their place
-    in the whole; the arithmetic between collectives never pays for DTensor's dispatch.
+    The parameters are DTensors, so that FSDP, the norm of all gradients, the optimizer and a checkpoint know their
+    place in the whole; the arithmetic between collectives never pays for DTensor's dispatch.
 
     Args:
         placement: of every parameter over tp.
-        grad: placement of the parameters' gradients as backward leaves them; ``Partial()`` where ranks saw other tokens.
+        grad: placement of their gradients as backward leaves them; ``Partial()`` where ranks saw other tokens.
         enter, leave: what is done with the input, and with the output.
     """
 
@@ -137,21 +137,27 @@ class Local(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             value = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
-        inside, group = module.forward, device_mesh.get_group()
+        group, run = device_mesh.get_group(), type(module).forward
 
         def forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-            own = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
-            if own or not module._parameters:
-                x = self.enter(x, group) if self.enter is not None else x
-            if own:
-                # Calls this forward once more, with plain tensors in the place of the parameters.
-                local = {name: p.to_local(grad_placements=[self.grad]) for name, p in own.items()}
-                out = torch.func.functional_call(module, local, (x, *arguments), keywords)
-                return self.leave(out, group) if self.leave is not None else out
-            return inside(x, *arguments, **keywords)
+            x = self.enter(x, group) if self.enter is not None else x
+            out = run(self._on_local_parameters(module), x, *arguments, **keywords)
+            return self.leave(out, group) if self.leave is not None else out
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         return module
+
+    def _on_local_parameters(self, module: nn.Module) -> nn.Module:
+        """A shallow twin of ``module`` with its own parameters as plain tensors. Read at each call: FSDP swaps them."""
+        if not module._parameters:
+            return module
+        twin = object.__new__(type(module))
+        local = {
+            name: p.to_local(grad_placements=[self.grad]) if isinstance(p, DTensor) else p
+            for name, p in module._parameters.items()
+        }
+        twin.__dict__ = {**module.__dict__, "_parameters": local}
+        return twin
 
 
 def _style(style: Style, parallel: ParallelTable) -> ParallelStyle:

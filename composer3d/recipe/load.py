@@ -65,8 +65,7 @@ def load(
         sets: overrides, ``table.key=value`` each; a later one wins.
         world_size: processes of the world, which the mesh must fill exactly; ``mesh.dp_shard = -1`` takes what the
             other axes leave of it. None: ``mesh.dp_shard = -1`` becomes 1.
-
-        check_files: whether data and checkpoint that the recipe names must be there; a proof on random tokens needs none.
+        check_files: whether the data and the checkpoint that the recipe names must be there; a proof needs neither.
 
     Raises:
         RecipeError: one line for each problem.
