@@ -139,6 +139,8 @@ class Loader:
         if not 0 <= batch_rank < batch_ranks:
             raise ValueError(f"batch_rank = {batch_rank} is outside 0 ... {batch_ranks - 1}")
         self._corpus = corpus
+        # What the order of samples depends on: a checkpoint that was made with another one cannot be continued.
+        self._order = {"seq_len": seq_len, "global_batch": global_batch, "seed": seed}
         self._steps = _Steps(first_step)
         batches = _StepBatches(
             corpus,
@@ -164,15 +166,24 @@ class Loader:
         return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """``next_step``, the step of the next batch, and ``digest``, of the corpus."""
-        return {**self._steps.state_dict(), "digest": self._corpus.digest}
+        """``next_step``, the step of the next batch, ``digest`` of the corpus, and the keys that decide the order."""
+        return {**self._steps.state_dict(), "digest": self._corpus.digest, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where ``state`` was taken. Raises DataError where it was taken over other tokens."""
+        """Continues where ``state`` was taken. Raises DataError where it was taken over other tokens or another order."""
         if state["digest"] != self._corpus.digest:
             raise DataError(
                 f"corpus {self._corpus.name} has digest {self._corpus.digest}, the checkpoint's was {state['digest']}: "
-                'the data has changed since; restore it, or start anew with checkpoint.resume = "none"'
+                "the data has changed since; restore it, or start anew under another run.name"
+            )
+        changed = {key: value for key, value in self._order.items() if state[key] != value}
+        if changed:
+            raise DataError(
+                [
+                    f"data.{key} = {value}, but the checkpoint was made with {state[key]}: samples would be skipped or "
+                    "seen twice; set it back, or start anew under another run.name"
+                    for key, value in changed.items()
+                ]
             )
         # Without workers the sampler is exactly as far as the batches that were handed out: its state is the loader's.
         self._steps.load_state_dict(state)

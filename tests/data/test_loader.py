@@ -105,7 +105,7 @@ def test_resume_continues_exactly(done: int, before: int, after: int) -> None:
     for _ in range(done):
         next(saved)
     state = saved.state_dict()
-    assert state == {"next_step": done, "digest": CORPUS.digest}
+    assert state == {"next_step": done, "digest": CORPUS.digest, "seq_len": SEQ_LEN, "global_batch": 8, "seed": 3}
     assert torch.equal(steps_of_ranks(after, 4, state), steps_of_ranks(1, done + 4)[done * 8 :])
     assert torch.equal(rows([next(loader_of(first_step=done))]), steps_of_ranks(1, 1, state))
 
@@ -113,7 +113,7 @@ def test_resume_continues_exactly(done: int, before: int, after: int) -> None:
 def test_loading_moves_a_loader_that_has_run() -> None:
     batches = loader_of()
     expected = rows(list(islice(batches, 3)))
-    batches.load_state_dict({"next_step": 1, "digest": CORPUS.digest})
+    batches.load_state_dict(loader_of(first_step=1).state_dict())
     assert torch.equal(rows(list(islice(batches, 2))), expected[8:])
     assert batches.state_dict()["next_step"] == 3
 
@@ -126,6 +126,20 @@ def test_other_data_is_refused() -> None:
         other.load_state_dict(state)
     assert CORPUS.digest in caught.value.lines[0]
     assert changed.digest in caught.value.lines[0]
+
+
+@pytest.mark.parametrize(("key", "value"), [("seq_len", 8), ("global_batch", 16), ("seed", 4)])
+def test_another_order_is_refused(key: str, value: int) -> None:
+    state = loader_of().state_dict()
+    with pytest.raises(DataError, match=rf"data\.{key} = {value}, but the checkpoint was made with {state[key]}"):
+        loader_of(**{key: value}).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("n_tokens", "n_samples"), [(5, 1), (8, 1), (9, 2)])
+def test_samples_of_a_corpus(n_tokens: int, n_samples: int) -> None:
+    assert loader.count_samples(corpus_of(b"x" * n_tokens), SEQ_LEN) == n_samples
+    batches = Loader(corpus_of(b"x" * n_tokens), seq_len=SEQ_LEN, global_batch=3, seed=0, batch_rank=0, batch_ranks=1)
+    assert next(batches).tokens_BT.shape == (3, SEQ_LEN)
 
 
 def test_too_small_a_corpus_is_refused() -> None:
