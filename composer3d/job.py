@@ -24,8 +24,9 @@ def main_train(path: str, sets: Sequence[str]) -> int:
     if "RANK" in os.environ:
         return train_rank(path, sets)
     resolved = load(path, sets)
-    launch.warm_up()
     processes = resolved.recipe.world_size
+    if processes > 1:
+        launch.warm_up()
     if resolved.recipe.run.device != "cpu":
         from composer3d.dist import count_gpus
 

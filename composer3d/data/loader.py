@@ -170,7 +170,7 @@ class Loader:
         return {**self._steps.state_dict(), "digest": self._corpus.digest, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where ``state`` was taken. Raises DataError where it was taken over other tokens or another order."""
+        """Continues where ``state`` was taken. Raises DataError where that was over other tokens or another order."""
         if state["digest"] != self._corpus.digest:
             raise DataError(
                 f"corpus {self._corpus.name} has digest {self._corpus.digest}, the checkpoint's was {state['digest']}: "
@@ -180,8 +180,8 @@ class Loader:
         if changed:
             raise DataError(
                 [
-                    f"data.{key} = {value}, but the checkpoint was made with {state[key]}: samples would be skipped or "
-                    "seen twice; set it back, or start anew under another run.name"
+                    f"data.{key} = {value}, but the checkpoint was made with {state[key]}: samples would be skipped "
+                    "or seen twice; set it back, or start anew under another run.name"
                     for key, value in changed.items()
                 ]
             )

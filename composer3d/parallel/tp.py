@@ -28,6 +28,7 @@ from composer3d.parallel.plan import Plan, Style
 from composer3d.recipe.schema import ParallelTable
 
 SEQUENCE_DIM = 1
+_Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def gather_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -35,78 +36,58 @@ def gather_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Backward sums the ranks' gradients and keeps this rank's shard. Bytes sent a rank: (n-1) shards, both ways.
     """
-    return _Gather.apply(x_BTC, group)
+    return _Exchange.apply(x_BTC, group, _all_gather, _reduce_scatter)
 
 
 def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's shard of the sequence, of the sum of the ranks' ``x_BTC``: the transpose of ``gather_sequence``."""
-    return _ScatterSum.apply(x_BTC, group)
+    return _Exchange.apply(x_BTC, group, _reduce_scatter, _all_gather)
+
+
+def sum_gradients(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``x_BTC`` itself, which all ranks hold alike; backward sums what each made of it."""
+    return _Exchange.apply(x_BTC, group, _same, _all_reduce)
+
+
+def sum_outputs(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' ``x_BTC``; backward hands the gradient on, since all ranks go on alike."""
+    return _Exchange.apply(x_BTC, group, _all_reduce, _same)
+
+
+class _Exchange(torch.autograd.Function):
+    """A collective and its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Collective, back: _Collective) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grads[0], ctx.group), None, None, None
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = group.size()
-    out = x.new_empty((size, *x.shape))
+    out = x.new_empty((group.size(), *x.shape))
     dist.all_gather_single(out.flatten(0, 1), x.contiguous(), group=group)
     return out.movedim(0, SEQUENCE_DIM).flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = group.size()
-    parts = x.unflatten(SEQUENCE_DIM, (size, -1)).movedim(SEQUENCE_DIM, 0).contiguous()
+    parts = x.unflatten(SEQUENCE_DIM, (group.size(), -1)).movedim(SEQUENCE_DIM, 0).contiguous()
     out = x.new_empty(parts.shape[1:])
     dist.reduce_scatter_single(out, parts.flatten(0, 1), group=group)
     return out
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grads[0], ctx.group), None
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
 
 
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grads[0], ctx.group), None
-
-
-class _SumGradients(torch.autograd.Function):
-    """Identity; backward all-reduces. What replicated activations need before they enter columns."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Sum(torch.autograd.Function):
-    """All-reduce; backward is the identity, since every rank goes on with the same sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
 class Local(ParallelStyle):
@@ -126,8 +107,8 @@ class Local(ParallelStyle):
         placement: Placement,
         *,
         grad: Placement | None = None,
-        enter: Callable[[Tensor, dist.ProcessGroup], Tensor] | None = None,
-        leave: Callable[[Tensor, dist.ProcessGroup], Tensor] | None = None,
+        enter: _Collective | None = None,
+        leave: _Collective | None = None,
     ) -> None:
         super().__init__()
         self.placement, self.grad = placement, grad or placement
@@ -171,11 +152,11 @@ def _style(style: Style, parallel: ParallelTable) -> ParallelStyle:
         case "norm":
             return Local(Replicate(), grad=Partial() if sequence else None)
         case "gather":  # one all-gather for all projections that read this input
-            return Local(Replicate(), enter=gather_sequence if sequence else _SumGradients.apply)
+            return Local(Replicate(), enter=gather_sequence if sequence else sum_gradients)
         case "column":
             return Local(Shard(0))
         case "row":
-            return Local(Shard(1), leave=scatter_sum if sequence else _Sum.apply)
+            return Local(Shard(1), leave=scatter_sum if sequence else sum_outputs)
         case "head":
             if parallel.loss_parallel:
                 return ColwiseParallel(input_layouts=stream, use_local_output=False)
