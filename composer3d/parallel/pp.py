@@ -40,6 +40,7 @@ def build_schedule(
     stages, index = mesh.table.pp, mesh.at["pp"]
     # In static mode the examples must require grad wherever a gradient flows.
     flows = torch.empty(stream.shape, dtype=stream.dtype, device=mesh.device, requires_grad=True)
+    # The first stage's input comes from the loader: only that there is one counts, its shape is never read.
     tokens = torch.empty(stream.shape, dtype=torch.int64, device=mesh.device)
     stage = PipelineStage(
         module,

@@ -1,0 +1,176 @@
+"""Llama against the formulas of its papers, written out here once more for one sample and one head at a time."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer3d.models import Llama, Seq
+from composer3d.models.llama import Last
+from composer3d.planner import counts
+from composer3d.shape import IGNORE_INDEX, PRESETS, ModelShape
+
+SHAPE = ModelShape(
+    dim=24, n_layers=2, n_heads=4, n_kv_heads=2, ffn=40, vocab=31, rope_theta=100.0, norm_eps=1e-3
+)  # a base and an epsilon that are seen at 12 positions
+
+
+def build(shape: ModelShape = SHAPE, seed: int = 0) -> Llama:
+    """Every parameter random, norms as well: a forgotten one would not be seen if it were 1."""
+    model = Llama(shape, dtype=torch.float64, device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def rows(n_rows: int = 2, length: int = 12, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels of which some do not count, and positions that start elsewhere in each row and leave gaps."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BT, labels_BT = (torch.randint(SHAPE.vocab, (n_rows, length), generator=generator) for _ in range(2))
+    labels_BT[0, :3] = IGNORE_INDEX
+    labels_BT[1, 5] = IGNORE_INDEX
+    positions_BT = torch.randint(1, 4, (n_rows, length), generator=generator).cumsum(1)
+    return tokens_BT, labels_BT, positions_BT
+
+
+def logits_of(model: Llama, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    seq = Seq(positions_BT)
+    h_BTC = model.first(tokens_BT, seq)
+    for block in model.blocks.values():
+        h_BTC = block(h_BTC, seq)
+    assert isinstance(model.last, Last)
+    return model.last.logits(h_BTC)
+
+
+def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    return torch.stack([x / math.sqrt((x * x).sum().item() / len(x) + eps) * weight_C for x in x_TC])
+
+
+def turn(x_TD: Tensor, positions_T: Tensor, theta: float) -> Tensor:
+    """The pair (x[i], x[i + D/2]) is turned by position * theta^(-2i/D)."""
+    out, width = x_TD.clone(), x_TD.shape[1]
+    for t, position in enumerate(positions_T.tolist()):
+        for i in range(width // 2):
+            angle = position * theta ** (-2 * i / width)
+            a, b = x_TD[t, i], x_TD[t, i + width // 2]
+            out[t, i] = a * math.cos(angle) - b * math.sin(angle)
+            out[t, i + width // 2] = a * math.sin(angle) + b * math.cos(angle)
+    return out
+
+
+def reference_logits(weights: dict[str, Tensor], shape: ModelShape, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+    width = shape.dim // shape.n_heads
+    h_TC = weights["first.embed.weight"][tokens_T]
+    for layer in range(shape.n_layers):
+        own = {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"blocks.{layer}.")}
+        x_TC = rms_norm(h_TC, own["attn_norm.weight"], shape.norm_eps)
+        q, k, v = (x_TC @ own[f"attn.w{name}.weight"].T for name in "qkv")
+        heads = []
+        for head in range(shape.n_heads):
+            shared = head // (shape.n_heads // shape.n_kv_heads)
+            mine, theirs = (slice(index * width, (index + 1) * width) for index in (head, shared))
+            q_TD = turn(q[:, mine], positions_T, shape.rope_theta)
+            k_TD = turn(k[:, theirs], positions_T, shape.rope_theta)
+            outs = []
+            for t in range(len(tokens_T)):
+                scores = torch.exp(k_TD[: t + 1] @ q_TD[t] / math.sqrt(width))
+                outs.append((scores / scores.sum()) @ v[: t + 1, theirs])
+            heads.append(torch.stack(outs))
+        h_TC = h_TC + torch.cat(heads, dim=1) @ own["attn.wo.weight"].T
+        x_TC = rms_norm(h_TC, own["ffn_norm.weight"], shape.norm_eps)
+        gate_TF = x_TC @ own["ffn.w1.weight"].T
+        up_TF = x_TC @ own["ffn.w3.weight"].T
+        h_TC = h_TC + (gate_TF / (1 + torch.exp(-gate_TF)) * up_TF) @ own["ffn.w2.weight"].T
+    return rms_norm(h_TC, weights["last.norm.weight"], shape.norm_eps) @ weights["last.head.weight"].T
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_llama_is_its_formulas(n_kv_heads: int) -> None:
+    shape = replace(SHAPE, n_kv_heads=n_kv_heads)
+    model = build(shape)
+    tokens_BT, labels_BT, positions_BT = rows()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        logits_BTV = logits_of(model, tokens_BT, positions_BT)
+        loss = model(tokens_BT, labels_BT, positions_BT)
+    expected_BTV = torch.stack(
+        [reference_logits(weights, shape, *row) for row in zip(tokens_BT, positions_BT, strict=True)]
+    )
+    torch.testing.assert_close(logits_BTV, expected_BTV, rtol=1e-12, atol=1e-12)
+    expected = sum(
+        torch.log(torch.exp(expected_BTV[b, t]).sum()) - expected_BTV[b, t, labels_BT[b, t]]
+        for b in range(2)
+        for t in range(12)
+        if labels_BT[b, t] != IGNORE_INDEX
+    )
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_ignored_labels_count_for_nothing() -> None:
+    model = build()
+    tokens_BT, labels_BT, positions_BT = rows()
+    everything_ignored = torch.full_like(labels_BT, IGNORE_INDEX)
+    assert model(tokens_BT, everything_ignored, positions_BT).item() == 0
+    # A sum over tokens: what two masks count apart, they count together.
+    half = torch.arange(12) < 6
+    parts = [model(tokens_BT, labels_BT.masked_fill(mask, IGNORE_INDEX), positions_BT).item() for mask in (half, ~half)]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(model(tokens_BT, labels_BT, positions_BT).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("changed", [1, 6, 11])
+def test_no_token_sees_a_later_one(changed: int) -> None:
+    model = build()
+    tokens_BT, _, positions_BT = rows()
+    other_BT = tokens_BT.clone()
+    other_BT[:, changed] = (other_BT[:, changed] + 1) % SHAPE.vocab
+    with torch.no_grad():
+        before, after = (logits_of(model, each, positions_BT) for each in (tokens_BT, other_BT))
+    difference_BT = (before - after).abs().amax(-1)
+    assert difference_BT[:, :changed].max().item() < 1e-13
+    assert difference_BT[:, changed:].min().item() > 1e-6  # and every one sees those before it
+
+
+def test_rotary_positions_are_relative() -> None:
+    model = build()
+    tokens_BT, _, positions_BT = rows()
+    with torch.no_grad():
+        base, moved, stretched = (
+            logits_of(model, tokens_BT, p) for p in (positions_BT, positions_BT + 7, 2 * positions_BT)
+        )
+    torch.testing.assert_close(moved, base, rtol=1e-11, atol=1e-11)
+    assert (stretched - base).abs().max().item() > 1e-3
+
+
+def test_loss_is_wide_and_angles_are_exact_in_bfloat16() -> None:
+    model = Llama(SHAPE, dtype=torch.bfloat16, device="cpu")
+    tokens_BT, labels_BT, positions_BT = rows()
+    near, far = (model(tokens_BT, labels_BT, positions_BT + start) for start in (0, 100_000))
+    assert near.dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32  # what building changed for a moment
+    assert far.item() == pytest.approx(near.item(), rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions", "published"),
+    [
+        ("llama3-8b", 8.0, 8_030_261_248),
+        ("llama3-70b", 70.6, 70_553_706_496),
+        ("llama3-405b", 405.9, 405_853_388_800),
+    ],
+)
+def test_presets_have_the_published_parameters_and_meta_holds_none(
+    preset: str, billions: float, published: int
+) -> None:
+    model = Llama(PRESETS[preset])
+    parameters = dict(model.named_parameters())
+    assert sum(parameter.numel() for parameter in parameters.values()) == published
+    assert counts.parameters(PRESETS[preset]) == published
+    assert round(published / 1e9, 1) == billions
+    assert all(tensor.is_meta for tensor in (*parameters.values(), *model.buffers()))
+    assert parameters[f"blocks.{PRESETS[preset].n_layers - 1}.attn.wk.weight"].shape == (1024, PRESETS[preset].dim)

@@ -1,0 +1,143 @@
+"""Initial weights: any part of a tensor as the whole has it, and numbers that are normal."""
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+
+from composer3d.dist import pool_world
+from composer3d.launch import Pool
+from composer3d.parallel import init
+from composer3d.parallel.plan import Constant, Normal, Plan
+
+PLAN = Plan(tensor={}, init={"norm.*": Constant(1.5), "*": Normal(0.02)})
+
+
+def filled(shape: tuple[int, ...], *, offset: tuple[int, ...] | None = None, of: tuple[int, ...] = ()) -> Tensor:
+    """The box of ``shape`` at ``offset`` of a tensor of shape ``of``; the whole tensor where these are absent."""
+    local = torch.full(shape, math.nan, dtype=torch.float64)
+    init.fill_normal(local, of or shape, offset or (0,) * len(shape), std=0.5, key=init._key(3, "weight"))
+    return local
+
+
+def initialised(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
+    module = nn.Module()
+    for name, shape in shapes.items():
+        part = nn.Module()
+        part.weight = nn.Parameter(torch.full(shape, math.nan, dtype=torch.float64))
+        module.add_module(name, part)
+    init.initialise(module, PLAN, seed)
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def shard_and_gather(mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]) -> bool:
+    """Whether the shards that ranks fill on their own make the tensor that one process fills."""
+    with pool_world():
+        mesh = init_device_mesh("cpu", mesh_shape)
+        module = nn.Module()
+        empty = distribute_tensor(
+            torch.full(shape, math.nan, dtype=torch.float64), mesh, placements, src_data_rank=None
+        )
+        module.first = nn.Module()
+        module.first.weight = nn.Parameter(empty)
+        init.initialise(module, PLAN, seed=0)
+        assert isinstance(module.first.weight, DTensor)
+        whole = initialised({"first": shape})["first.weight"]
+        mine = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        return torch.equal(module.first.weight.to_local(), mine.to_local())
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[slice]]:
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    return shape, [slice(*each) for each in ends]
+
+
+@given(box=boxes(), chunk=st.sampled_from([1, 7, 1 << 20]))
+def test_a_part_is_what_the_whole_has_there(box: tuple[tuple[int, ...], list[slice]], chunk: int) -> None:
+    shape, slices = box
+    whole = filled(shape)
+    assert not whole.isnan().any()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(init, "_CHUNK", chunk)
+        offset = tuple(each.start for each in slices)
+        part = filled(tuple(each.stop - each.start for each in slices), offset=offset, of=shape)
+    assert torch.equal(part, whole[tuple(slices)])
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements", "shape"),
+    [
+        ((2,), [Shard(0)], (5, 3)),
+        ((2,), [Shard(1)], (3, 7)),
+        ((4,), [Shard(0)], (2, 3)),
+        ((2, 2), [Shard(0), Shard(1)], (5, 7)),
+    ],
+    ids=["rows", "columns", "empty shards", "both"],
+)
+def test_ranks_fill_their_shards_of_one_tensor(
+    pool: Pool, mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
+) -> None:
+    arguments = {"mesh_shape": mesh_shape, "placements": placements, "shape": shape}
+    assert all(pool.run(shard_and_gather, arguments, world_size=math.prod(mesh_shape)))
+
+
+def test_numbers_are_normal() -> None:
+    count = 1_000_000
+    numbers = init.normal_of(torch.arange(count), init._key(0, "blocks.0.attn.wq.weight"))
+    assert numbers.dtype == torch.float64
+    assert numbers.isfinite().all()
+    assert len(numbers.unique()) == count
+    # Five standard errors of each statistic.
+    assert abs(numbers.mean().item()) < 5 / math.sqrt(count)
+    assert abs(numbers.std().item() - 1) < 5 / math.sqrt(2 * count)
+    assert abs(numbers.pow(3).mean().item()) < 5 * math.sqrt(15 / count)
+    assert abs(numbers.pow(4).mean().item() - 3) < 5 * math.sqrt(96 / count)
+    for lag in (1, 2, 64, 4096):
+        assert abs((numbers[lag:] * numbers[:-lag]).mean().item()) < 5 / math.sqrt(count)
+    # Kolmogorov-Smirnov, at 0.1 %.
+    expected = torch.special.ndtr(numbers.sort().values)
+    assert (expected - (torch.arange(count) + 0.5) / count).abs().max().item() < 1.95 / math.sqrt(count)
+
+
+def test_extreme_bits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "_splitmix64", lambda index, key: index)
+    numbers = init.normal_of(torch.tensor([0, -1]), key=0)
+    assert numbers.isfinite().all()
+    assert numbers.abs().max().item() < 7
+
+
+def test_indices_beyond_32_bits_have_numbers_of_their_own() -> None:
+    numbers = init.normal_of(torch.tensor([5, 5 + 2**32, 5 + 2**40]), key=0)
+    assert len(numbers.unique()) == 3
+    far = filled((1, 4), of=(200_000, 128_256), offset=(150_000, 100))
+    assert torch.equal(far[0] / 0.5, init.normal_of(150_000 * 128_256 + 100 + torch.arange(4), init._key(3, "weight")))
+
+
+def test_names_and_seeds_give_other_numbers() -> None:
+    shapes = {"one": (64, 64), "two": (64, 64)}
+    first, again, other = initialised(shapes), initialised(shapes), initialised(shapes, seed=1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    tensors = [first["one.weight"], first["two.weight"], other["one.weight"], other["two.weight"]]
+    for index, a in enumerate(tensors):
+        assert a.std().item() == pytest.approx(0.02, rel=0.06)
+        for b in tensors[:index]:
+            assert not (a == b).any()
+            assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()) < 5 / 64
+
+
+def test_a_constant_is_that_number() -> None:
+    assert torch.equal(initialised({"norm": (7,)})["norm.weight"], torch.full((7,), 1.5, dtype=torch.float64))
+
+
+def test_float32_is_float64_rounded() -> None:
+    narrow = torch.empty(4, 5)
+    init.fill_normal(narrow, (4, 5), (0, 0), std=0.5, key=init._key(3, "weight"))
+    assert torch.equal(narrow, filled((4, 5)).to(torch.float32))

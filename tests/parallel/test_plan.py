@@ -1,0 +1,64 @@
+"""A plan against its model: everything that does not fit is told at once."""
+
+import pytest
+from torch import nn
+
+from composer3d.errors import PlanError
+from composer3d.models import Llama
+from composer3d.parallel import Plan
+from composer3d.parallel.plan import Constant, Normal
+from composer3d.parallel.plans import llama_plan
+from composer3d.shape import PRESETS
+
+
+class Tiny(nn.Module):
+    """Parameters ``up.weight``, ``down.weight`` and ``norm.weight``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 4, bias=False)
+        self.down = nn.Linear(4, 2, bias=False)
+        self.norm = nn.RMSNorm(2)
+
+
+def test_everything_that_does_not_fit_is_told_at_once() -> None:
+    plan = Plan(
+        tensor={"u?": "column", "blocks.*": "row", "norm": "gather"},
+        init={"up.weight": Normal(1.0), "*.bias": Constant(0.0), "down.*": Normal(1.0), "norm": Constant(1.0)},
+    )
+    with pytest.raises(PlanError) as caught:
+        plan.check(Tiny())
+    assert caught.value.lines == (
+        "the plan's tensor glob 'blocks.*' matches no module of Tiny",
+        "the plan's init glob '*.bias' matches no parameter of Tiny",
+        "the plan's init glob 'norm' matches no parameter of Tiny",  # a module, not a parameter
+        "no glob of the plan's tensor table covers parameter 'down.weight'",
+        "no glob of the plan's tensor table covers parameter 'norm.weight'",  # "gather" cuts no parameter
+        "no glob of the plan's init table covers parameter 'norm.weight'",
+    )
+
+
+def test_a_plan_that_fits_is_accepted() -> None:
+    tensor = {"up": "column", "down": "row", "norm": "norm"}
+    Plan(tensor=tensor, init={"*": Normal(1.0)}).check(Tiny())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", ["debug-tiny", "llama3-405b"])
+def test_llama_has_a_plan(preset: str) -> None:
+    llama_plan(PRESETS[preset]).check(Llama(PRESETS[preset]))
+
+
+def test_the_first_glob_that_matches_counts() -> None:
+    narrow, wide = Constant(1.0), Normal(0.02)
+    assert Plan(tensor={}, init={"*norm.weight": narrow, "*": wide}).init_of("last.norm.weight") == narrow
+    assert Plan(tensor={}, init={"*": wide, "*norm.weight": narrow}).init_of("last.norm.weight") == wide
+    assert Plan(tensor={}, init={"*": wide}).init_of("head.weight") == wide
+    assert Plan(tensor={}, init={"*Norm.weight": narrow}).init_of("last.norm.weight") is None
+
+
+def test_projections_into_the_residual_stream_start_smaller_with_depth() -> None:
+    plan = llama_plan(PRESETS["llama3-8b"])
+    into = Normal(0.02 / 8)  # 1 / sqrt(2 * 32)
+    assert plan.init_of("blocks.31.attn.wo.weight") == plan.init_of("blocks.0.ffn.w2.weight") == into
+    assert plan.init_of("blocks.31.attn.wq.weight") == plan.init_of("last.head.weight") == Normal(0.02)
+    assert plan.init_of("blocks.3.ffn_norm.weight") == plan.init_of("last.norm.weight") == Constant(1.0)

@@ -1,0 +1,198 @@
+"""Tensor parallelism: its two collectives are transposes, and a block needs no more of them than the papers say."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from composer3d.dist import pool_world
+from composer3d.errors import PlanError
+from composer3d.launch import Pool, WorkerError
+from composer3d.mesh import Mesh
+from composer3d.models import Llama, Seq
+from composer3d.parallel import Plan, StepShape, compose, init, tp
+from composer3d.parallel.plans import llama_plan
+from composer3d.recipe.schema import MeshTable, ParallelTable
+from composer3d.shape import ModelShape
+
+SHAPE = ModelShape(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(a: Tensor | None, b: Tensor | None) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def check_collectives() -> tuple[float, float]:
+    """Values and gradients of both, against what one process computes; returns <G x, y> and <x, S y> of this rank."""
+    with pool_world():
+        rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+        assert group is not None
+        wholes = [random(2, 3 * size, 5, seed=seed) for seed in range(size)]  # one (B, T, C) a rank
+        x_whole = random(2, 3 * size, 5, seed=99)
+        shard, whole_sum = slice(3 * rank, 3 * rank + 3), torch.stack(wholes).sum(0)
+
+        x = x_whole[:, shard].clone().requires_grad_()
+        gathered = tp.gather_sequence(x, group)
+        torch.testing.assert_close(gathered, x_whole, rtol=0, atol=0)
+        gathered.backward(wholes[rank])
+        close(x.grad, whole_sum[:, shard])
+
+        # Laid out the other way round: a transposed input must be sent as what it means, not as it lies in memory.
+        y = wholes[rank].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        scattered = tp.scatter_sum(y, group)
+        close(scattered, whole_sum[:, shard])
+        scattered.backward(x_whole[:, shard])
+        torch.testing.assert_close(y.grad, x_whole, rtol=0, atol=0)
+        return (gathered * y).sum().item(), (x * scattered).sum().item()
+
+
+def check_columns_and_rows() -> None:
+    """gather > columns > rows > scatter, as a feed-forward does it, against the two products on one process."""
+    with pool_world():
+        rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+        assert group is not None
+        x, up, down, cotangent = (
+            random(*shape, seed=seed).requires_grad_(seed < 3)
+            for seed, shape in enumerate([(2, 2 * size, 6), (4 * size, 6), (6, 4 * size), (2, 2 * size, 6)])
+        )
+        expected = (x @ up.T).relu() @ down.T
+        expected.backward(cotangent)
+        mine, part = slice(2 * rank, 2 * rank + 2), slice(4 * rank, 4 * rank + 4)
+        x_r, up_r, down_r = (t.detach().clone().requires_grad_() for t in (x[:, mine], up[part], down[:, part]))
+        out = tp.scatter_sum((tp.gather_sequence(x_r, group) @ up_r.T).relu() @ down_r.T, group)
+        out.backward(cotangent[:, mine])
+        assert x.grad is not None
+        assert up.grad is not None
+        assert down.grad is not None
+        close(out, expected[:, mine])
+        close(x_r.grad, x.grad[:, mine])
+        close(up_r.grad, up.grad[part])
+        close(down_r.grad, down.grad[:, part])
+
+
+def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """What ``run`` returns and the collectives that it runs, by the name of their operator."""
+    with CommDebugMode() as mode:
+        out = run()
+    return out, {str(op).rpartition(".")[2].strip("_"): count for op, count in mode.get_comm_counts().items() if count}
+
+
+def run_block(parallel: ParallelTable) -> dict[str, dict[str, int]]:
+    """One block forward and backward on two ranks, held against one process; its collectives by phase."""
+    with pool_world() as device:
+        plan, rank = llama_plan(SHAPE), dist.get_rank()
+        step = StepShape(micro_batch=2, micro_batches=1, seq_len=8)
+        mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
+        stages = compose(Llama(SHAPE, dtype=torch.float64), plan, mesh, parallel=parallel, step=step, seed=5)
+        single = Llama(SHAPE, dtype=torch.float64, device="cpu")
+        init.initialise(single, plan, 5)
+        seq = Seq(torch.arange(8).repeat(2, 1))
+        whole = random(2, 8, SHAPE.dim, seed=1).requires_grad_()
+        cotangent = random(2, 8, SHAPE.dim, seed=2)
+        expected = single.blocks["0"](whole, seq)
+        expected.backward(cotangent)
+
+        mine = slice(4 * rank, 4 * rank + 4) if parallel.sequence_parallel else slice(None)
+        h = whole.detach()[:, mine].clone().requires_grad_()
+        out, forward = counted(lambda: stages.module.blocks["0"](h, seq))
+        _, backward = counted(lambda: out.backward(cotangent[:, mine]))
+        _, finish = counted(stages.finish_gradients)
+        assert whole.grad is not None
+        close(out, expected[:, mine])
+        close(h.grad, whole.grad[:, mine])
+        wanted = {f"blocks.0.{name}": parameter.grad for name, parameter in single.blocks["0"].named_parameters()}
+        for name, parameter in stages.named_parameters():
+            if name in wanted:
+                assert isinstance(parameter.grad, DTensor), name
+                close(parameter.grad.full_tensor(), wanted[name])
+        return {"forward": forward, "backward": backward, "finish": finish}
+
+
+def placements() -> dict[str, str]:
+    with pool_world() as device:
+        model = Llama(SHAPE)
+        mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
+        assert mesh.tp is not None
+        tp.apply(model, llama_plan(SHAPE), mesh.tp, ParallelTable())
+        return {
+            name: "".join(str(p.dim) if isinstance(p, Shard) else "R" for p in parameter.placements)
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, DTensor)
+        }
+
+
+def leave_norms_uncut() -> None:
+    with pool_world() as device:
+        plan = llama_plan(SHAPE)
+        tensor = {glob: style for glob, style in plan.tensor.items() if style != "norm"}
+        mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
+        assert mesh.tp is not None
+        tp.apply(Llama(SHAPE), Plan(tensor=tensor, init=plan.init), mesh.tp, ParallelTable())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gather_and_scatter_are_transposes(pool: Pool, world_size: int) -> None:
+    products = pool.run(check_collectives, {}, world_size=world_size)
+    one, other = (sum(each) for each in zip(*products, strict=True))
+    assert abs(one) > 1
+    assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_columns_and_rows_are_one_product(pool: Pool) -> None:
+    pool.run(check_columns_and_rows, {}, world_size=2)
+
+
+def test_block_under_sequence_parallelism_gathers_and_scatters_twice(pool: Pool) -> None:
+    for rank in pool.run(run_block, {"parallel": ParallelTable()}, world_size=2):
+        assert total(rank["forward"], "gather") == total(rank["forward"], "scatter") == 2
+        assert total(rank["backward"], "gather") == total(rank["backward"], "scatter") == 2
+        assert sum(rank["forward"].values()) == sum(rank["backward"].values()) == 4
+        # Each rank has the gradients of its tokens only for the two norms: they are summed once a step.
+        assert rank["finish"] == {"all_reduce": 2}
+
+
+def test_block_without_it_reduces_twice(pool: Pool) -> None:
+    for rank in pool.run(run_block, {"parallel": ParallelTable(sequence_parallel=False)}, world_size=2):
+        assert total(rank["forward"], "reduce") == total(rank["backward"], "reduce") == 2
+        assert sum(rank["forward"].values()) == sum(rank["backward"].values()) == 2
+        assert rank["finish"] == {}
+
+
+def total(collectives: dict[str, int], word: str) -> int:
+    return sum(count for name, count in collectives.items() if word in name)
+
+
+def test_parameters_are_cut_as_the_plan_says(pool: Pool) -> None:
+    for rank in pool.run(placements, {}, world_size=2):
+        assert rank == {
+            "first.embed.weight": "0",
+            "blocks.0.attn_norm.weight": "R",
+            "blocks.0.attn.wq.weight": "0",
+            "blocks.0.attn.wk.weight": "0",
+            "blocks.0.attn.wv.weight": "0",
+            "blocks.0.attn.wo.weight": "1",
+            "blocks.0.ffn_norm.weight": "R",
+            "blocks.0.ffn.w1.weight": "0",
+            "blocks.0.ffn.w2.weight": "1",
+            "blocks.0.ffn.w3.weight": "0",
+            "last.norm.weight": "R",
+            "last.head.weight": "0",
+        }
+
+
+def test_parameter_that_no_style_cuts_is_refused(pool: Pool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(leave_norms_uncut, {}, world_size=2)
+    assert isinstance(caught.value.user_error, PlanError)
+    names = ("blocks.0.attn_norm.weight", "blocks.0.ffn_norm.weight", "last.norm.weight")
+    expected = tuple(f"the plan's tensor table leaves parameter {name!r} uncut" for name in names)
+    assert caught.value.user_error.lines == expected

@@ -1,0 +1,71 @@
+"""How layers are cut into stages: against every cut there is, and on the layouts that are published."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer3d.errors import PlanError
+from composer3d.planner.counts import parts
+from composer3d.schedules import balanced_cut
+from composer3d.shape import PRESETS
+
+COSTS = st.integers(0, 12)
+
+
+def costs(ranges: list[range], first: float, blocks: list[int], last: float) -> list[float]:
+    """The cost of each stage, counted anew."""
+    sums = [float(sum(blocks[i] for i in each)) for each in ranges]
+    sums[0] += first
+    sums[-1] += last
+    return sums
+
+
+def every_cut(count: int, stages: int) -> list[list[range]]:
+    cuts = [(0, *inner, count) for inner in combinations(range(1, count), stages - 1)]
+    return [[range(a, b) for a, b in pairwise(ends)] for ends in cuts]
+
+
+@given(first=COSTS, blocks=st.lists(COSTS, min_size=1, max_size=9), last=COSTS, data=st.data())
+def test_slowest_stage_is_as_fast_as_any_cut_allows(
+    first: int, blocks: list[int], last: int, data: st.DataObject
+) -> None:
+    stages = data.draw(st.integers(1, len(blocks)))
+    cut = balanced_cut(first, blocks, last, stages)
+    assert len(cut) == stages
+    assert all(len(each) >= 1 for each in cut)
+    assert [i for each in cut for i in each] == list(range(len(blocks)))
+    best = min(max(costs(other, first, blocks, last)) for other in every_cut(len(blocks), stages))
+    assert max(costs(cut, first, blocks, last)) == best
+
+
+@given(first=st.integers(0, 6), count=st.integers(1, 9), last=st.integers(0, 6), data=st.data())
+def test_equal_layers_are_spread_evenly(first: int, count: int, last: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, count))
+    blocks = [2] * count  # so that the embedding or the head may cost half a layer
+
+    def rank(cut: list[range]) -> tuple[float, float]:
+        sums = costs(cut, first, blocks, last)
+        return max(sums), sum(each * each for each in sums)
+
+    assert rank(balanced_cut(first, blocks, last, stages)) == min(map(rank, every_cut(count, stages)))
+
+
+def test_room_is_left_for_the_embedding_and_the_head() -> None:
+    assert [len(each) for each in balanced_cut(1.0, [1.0] * 6, 1.0, 4)] == [1, 2, 2, 1]
+    # The cut of the Llama 3 report, section 3.3.2: one layer less on the first and on the last stage.
+    shape = PRESETS["llama3-405b"]
+    each = parts(shape)
+    cut = balanced_cut(each.embedding / 2, [each.block] * shape.n_layers, each.last_norm + each.head, 16)
+    assert [len(stage) for stage in cut] == [7, *[8] * 14, 7]
+
+
+def test_costly_block_gets_a_stage_of_its_own() -> None:
+    assert balanced_cut(0, [1, 1, 9, 1, 1], 0, 3) == [range(0, 2), range(2, 3), range(3, 5)]
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"^2 layers cannot be cut into 3 pipeline stages; use mesh\.pp of at most 2$"):
+        balanced_cut(0, [1, 1], 0, 3)
+    assert balanced_cut(5, [1, 1], 5, 2) == [range(0, 1), range(1, 2)]
