@@ -1,15 +1,17 @@
 """The process group of a job: device, backend, time-out, and the end of it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from composer3d.errors import DeviceError, MeshError
+from composer3d.errors import DeviceError, MeshError, UserError
+
+T = TypeVar("T")
 
 
 def count_gpus() -> int:
@@ -24,6 +26,12 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
         DeviceError: cuda was asked for and this node has no GPU for this rank.
     """
     found = count_gpus()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if name == "auto" and found == 0 and size > int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+        raise DeviceError(
+            'run.device = "auto" found no GPU on this node, and other nodes may have theirs; '
+            'set run.device = "cuda" or "cpu" for a job of several nodes'
+        )
     if name == "cpu" or (name == "auto" and found == 0):
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -37,7 +45,7 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 @contextmanager
 def world(device: torch.device, *, timeout_s: float, store: dist.Store | None = None) -> Iterator[None]:
-    """The default process group, formed from RANK and WORLD_SIZE and destroyed at the end.
+    """The default process group, formed from RANK and WORLD_SIZE and destroyed at the end, unless an error ends it.
 
     gloo on CPU, NCCL (with gloo for CPU tensors) on GPUs. A collective that waits longer than ``timeout_s`` fails.
     One process forms a group as well, so that a single rank runs the lines that many run.
@@ -55,10 +63,34 @@ def world(device: torch.device, *, timeout_s: float, store: dist.Store | None = 
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    yield
+    # Not after an error: NCCL would wait for peers that are stuck in a collective, and hide the error for as long.
+    dist.destroy_process_group()
+
+
+def on_all(what: str, function: Callable[[], T]) -> T:
+    """Run ``function`` on every rank, and fail on all of them where it fails on one. Collective.
+
+    Raises:
+        UserError: on every rank, each different problem once, with the ranks that met it where those are not all.
+    """
+    value, problem = None, None
     try:
-        yield
-    finally:
-        dist.destroy_process_group()
+        value = function()
+    except UserError as error:
+        problem = error.lines
+    except OSError as error:
+        problem = (f"{what}: {error}",)
+    met: list[tuple[str, ...] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(met, problem)
+    lines = []
+    for each in dict.fromkeys(lines for lines in met if lines):
+        ranks = [rank for rank, mine in enumerate(met) if mine == each]
+        prefix = "" if len(ranks) == len(met) else f"rank {', '.join(map(str, ranks))}: "
+        lines += [prefix + line for line in each]
+    if lines:
+        raise UserError(lines)
+    return cast(T, value)
 
 
 def check_same(what: str, value: object) -> None:

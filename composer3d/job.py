@@ -6,7 +6,6 @@ Nothing here imports torch before the forkserver has begun to.
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from composer3d import launch
 from composer3d.errors import DeviceError, UserError
@@ -58,10 +57,19 @@ def train_rank(path: str, sets: Sequence[str]) -> int:
         resolved = load(path, sets, world_size=size)
         return _train(resolved, rank)
     except UserError as error:
-        # What is wrong for all is said once; what only one rank meets, by that rank.
-        if rank == 0 or isinstance(error, DeviceError):
-            print(*error.lines, sep="\n", file=sys.stderr, flush=True)
+        _say(error, rank)
         return error.status
+
+
+def _say(error: UserError, rank: int) -> None:
+    """Print what is wrong once for all ranks, but also what one node, or one rank, meets alone."""
+    from torch import distributed
+
+    # Once there is a group, every error of a user is raised on all ranks (``dist.on_all``). Before, nodes can differ.
+    alone = isinstance(error, DeviceError) or os.environ.get("LOCAL_RANK", "0") == "0"
+    if rank == 0 or (alone and not distributed.is_initialized()):
+        prefix = f"rank {rank}: " if rank else ""
+        print(*(prefix + line for line in error.lines), sep="\n", file=sys.stderr, flush=True)
 
 
 def _train(resolved: Resolved, rank: int) -> int:
@@ -85,8 +93,4 @@ def _train(resolved: Resolved, rank: int) -> int:
     except Exception as error:
         error.add_note(f"[{who}]")
         raise
-    return _signalled(stopped)
-
-
-def _signalled(number: Any) -> int:
-    return 128 + number if number else 0
+    return 128 + stopped if stopped else 0

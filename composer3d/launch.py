@@ -20,6 +20,7 @@ from typing import Any
 
 from composer3d.errors import UserError
 
+SHUTDOWN_S = 120
 _PRELOAD = ["composer3d.preload"]
 
 
@@ -36,7 +37,7 @@ def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, pr
     """Run ``function(*arguments)`` as every rank of a job on this machine, under torch's elastic agent.
 
     The workers see what torchrun would set: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and so on. SIGINT and SIGTERM are
-    passed on to them, and they have 30 s to end their step and save.
+    passed on to them, and they have ``SHUTDOWN_S`` to end their step and save.
 
     Returns:
         0; the status of the rank that exited first with one; 1 where a rank raised, which is printed; 128 + N after
@@ -49,7 +50,8 @@ def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, pr
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.CRITICAL)
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="composer3d-ranks-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -62,6 +64,7 @@ def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, pr
             max_restarts=0,
             monitor_interval=0.1,
             start_method="forkserver",
+            shutdown_timeout=SHUTDOWN_S,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
@@ -70,10 +73,11 @@ def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, pr
             return 128 + int(stop.sigval)
         except ChildFailedError as error:
             _, failure = error.get_first_failure()
-            if failure.exitcode > 1:
-                return failure.exitcode
-            print(f"rank {failure.local_rank} failed:\n{failure.message}", file=sys.stderr)
-            return 1
+            if isinstance(failure.message, dict):  # it raised; a rank that exits has said why itself
+                print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+            elif failure.exitcode < 0:
+                print(f"rank {failure.local_rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+            return max(failure.exitcode, 1)
     return 0
 
 

@@ -2,16 +2,20 @@
 
 import math
 import signal
-from dataclasses import dataclass
+import time
+import uuid
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from composer3d import dist as distributed
 from composer3d import hardware, log
 from composer3d.checkpoint import Store
+from composer3d.checkpoint.store import read_progress
 from composer3d.data import Batch, Corpus, Loader, open_corpus
 from composer3d.errors import CheckpointError, TrainingError
 from composer3d.mesh import Mesh
@@ -40,7 +44,7 @@ class Run:
     step: int
 
 
-def build(recipe: Recipe, device: torch.device, resolved_toml: str = "") -> Run:
+def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     """Build the run on this rank, and resume it where the recipe says so. Collective over the default group.
 
     Args:
@@ -51,15 +55,13 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str = "") -> Run:
     """
     mesh = Mesh.build(recipe.mesh, device)
     data = recipe.data
-    corpus = open_corpus(data.source, data.path, split="train")
-    held_out = None
-    if recipe.validation.every:
-        held_out = open_corpus(data.source, data.path, split="validation", held_out_path=recipe.validation.path)
+    folder = Path(recipe.run.out_dir) / recipe.run.name
+    claim_folder(folder, resolved_toml)
+    corpus, held_out = distributed.on_all("data", lambda: open_data(recipe))
     distributed.check_same("the data", {"train": corpus.digest, "validation": held_out and held_out.digest})
     stages = build_stages(recipe, mesh)
     optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
     loader = make_loader(recipe, mesh, corpus, seed=data.seed)
-    folder = Path(recipe.run.out_dir) / recipe.run.name
     store = Store(folder / "checkpoints", keep=recipe.checkpoint.keep)
     step = resume(recipe, store, stages, optimizer, loader)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -76,8 +78,6 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str = "") -> Run:
         main=mesh.rank == 0,
         start_step=step,
     )
-    if mesh.rank == 0 and resolved_toml:
-        (folder / "recipe.toml").write_text(resolved_toml)
     return Run(
         recipe=recipe,
         mesh=mesh,
@@ -89,6 +89,35 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str = "") -> Run:
         metrics=metrics,
         step=step,
     )
+
+
+def claim_folder(folder: Path, resolved_toml: str) -> None:
+    """Make the run's folder and hold that every rank can read there what rank 0 writes. Collective.
+
+    Raises:
+        UserError: on every rank, where it cannot be written or the nodes do not share it.
+    """
+
+    def write() -> None:
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "recipe.toml").write_text(resolved_toml)
+            (folder / "job").write_text(uuid.uuid4().hex)
+
+    distributed.on_all("run.out_dir", write)
+    note = folder / "job"
+    distributed.check_same(
+        f"the folder {folder} (run.out_dir)", note.read_text() if note.exists() else "no such folder"
+    )
+
+
+def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
+    """The training text, and the held-out one where the recipe validates."""
+    data, validation = recipe.data, recipe.validation
+    corpus = open_corpus(data.source, data.path, split="train")
+    if not validation.every:
+        return corpus, None
+    return corpus, open_corpus(data.source, data.path, split="validation", held_out_path=validation.path)
 
 
 def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
@@ -112,7 +141,15 @@ def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loa
 
 
 def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.AdamW, loader: Loader) -> int:
-    """Load what ``checkpoint.resume`` names and return the number of steps done; 0 for a new run."""
+    """Load the run's newest checkpoint, or what ``checkpoint.resume`` seeds a new run with.
+
+    Returns:
+        The number of steps done; 0 where there is nothing to load.
+
+    Raises:
+        CheckpointError: it is of another model, or the run is to start anew over checkpoints that it has.
+        DataError: it was made with other data.
+    """
     wanted = recipe.checkpoint.resume
     newest = store.newest()
     if wanted == "none" and newest is not None:
@@ -120,15 +157,37 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
             f'checkpoint.resume = "none" starts anew, but {store.folder} holds {newest.name}; '
             "give the run another run.name, or remove the folder"
         )
-    path = newest if wanted in ("auto", "none") else Path(wanted)
+    # A path seeds a new run: started again, the run goes on from what it has done since.
+    path = newest if newest is not None or wanted in ("auto", "none") else Path(wanted)
     distributed.check_same("the newest checkpoint", str(path))
     if path is None:
         return 0
-    progress = store.load(path, stages, optimizer)
+    progress = read_progress(path)
+    lines = [
+        f"{path} was made with {key} = {progress['model'].get(key)}, but the recipe says {value}"
+        for key, value in model_of(recipe).items()
+        if progress["model"].get(key) != value
+    ]
+    if lines:
+        raise CheckpointError([*lines, "a checkpoint goes on with the model it was made of; set it back"])
+    store.load(path, stages, optimizer)
     loader.load_state_dict(progress["data"])
     step: int = progress["step"]
+    lr = learning_rate(step - 1, recipe.optim, recipe.run.steps)
+    if lr != progress["lr"]:
+        log.get().warning(
+            f"step {step} was taken with a learning rate of {progress['lr']:.3g}, the recipe now gives it {lr:.3g}: "
+            "its schedule has changed (the cosine ends at optim.decay, which is run.steps where it is absent)"
+        )
     log.get().info(f"resumed from {path}: {step} of {recipe.run.steps} steps are done")
     return step
+
+
+def model_of(recipe: Recipe) -> dict[str, Any]:
+    """What makes two models different functions of the same tensors."""
+    return {f"model.{key}": value for key, value in asdict(recipe.model).items()} | {
+        "precision.params": recipe.precision.params
+    }
 
 
 def run(run: Run) -> int:
@@ -137,11 +196,18 @@ def run(run: Run) -> int:
     Returns:
         0, or the number of the signal.
     """
-    recipe, mesh, metrics = run.recipe, run.mesh, run.metrics
-    total = recipe.run.steps
+    total = run.recipe.run.steps
     if run.step >= total:
         log.get().info(f"nothing to do: {run.step} of {total} steps are done; raise run.steps to train on")
-    stop = StopSignal()
+    try:
+        with StopSignal() as stop:
+            return _loop(run, total, stop)
+    finally:
+        run.metrics.close()
+
+
+def _loop(run: Run, total: int, stop: "StopSignal") -> int:
+    recipe, mesh, metrics = run.recipe, run.mesh, run.metrics
     while run.step < total:
         with metrics.timer("data"):
             batch = next(run.loader)
@@ -150,30 +216,29 @@ def run(run: Run) -> int:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             # Both are sums over the whole job: every rank comes to the same verdict.
             raise TrainingError(
-                f"step {run.step + 1}: loss {loss}, gradient norm {norm} are not finite; the weights of step "
-                f"{run.step} were not touched; lower optim.lr or lengthen optim.warmup, and start again from the last "
-                "checkpoint"
+                f"step {run.step + 1}: loss {loss}, gradient norm {norm} are not finite; the newest checkpoint is "
+                f"{run.store.newest() or 'none'}; lower optim.lr, lengthen optim.warmup or set optim.clip, and start "
+                "again"
             )
         update(run.stages, run.optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
         run.step += 1
         metrics.step(run.step, loss=loss, grad_norm=norm, lr=lr)
         stopping = int(mesh.max_over_world(stop.number))
-        if run.held_out is not None and (run.step % recipe.validation.every == 0 or run.step == total):
+        last = run.step == total
+        # Saved before validation: a validation that fails, or that a signal leaves no time for, must lose nothing.
+        if last or stopping or (recipe.checkpoint.every and run.step % recipe.checkpoint.every == 0):
+            with metrics.timer("checkpoint"):
+                progress = {"data": run.loader.state_dict(), "lr": lr, "model": model_of(recipe)}
+                path = run.store.save(run.step, run.stages, run.optimizer, progress)
+            log.get().info(f"saved {path}")
+        if stopping and not last:
+            log.get().info(f"stopped by signal {stopping} after step {run.step}; the same command goes on from there")
+            return stopping
+        if run.held_out is not None and (last or run.step % recipe.validation.every == 0):
             with metrics.timer("validation"):
                 validation_loss = validate(run, run.held_out)
             metrics.validation(run.step, validation_loss)
-        every = recipe.checkpoint.every
-        if (every and run.step % every == 0) or run.step == total or stopping:
-            with metrics.timer("checkpoint"):
-                path = run.store.save(run.step, run.stages, run.optimizer, {"data": run.loader.state_dict()})
-            log.get().info(f"saved {path}")
-        if stopping and run.step < total:
-            log.get().info(f"stopped by signal {stopping} after step {run.step}; the same command goes on from there")
-            break
-    else:
-        stopping = 0
-    metrics.close()
-    return stopping
+    return 0
 
 
 def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:
@@ -219,12 +284,29 @@ def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class StopSignal:
-    """Remembers SIGTERM and SIGINT, so that the loop can end between two steps."""
+    """Remembers SIGTERM and SIGINT, so that the loop can end between two steps; one that insists ends the process.
+
+    A terminal's Ctrl-C reaches a rank twice, by itself and through the launcher: only a later one insists.
+    """
 
     def __init__(self) -> None:
         self.number = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._receive)
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _receive(self, number: int, frame: Any) -> None:
-        self.number = number
+        now = time.monotonic()
+        if self.number and now - self._since > 5.0:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif not self.number:
+            self.number, self._since = number, now
+            log.get().info(f"signal {number}: ending this step; again in 5 s or later to end at once")

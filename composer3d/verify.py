@@ -106,7 +106,10 @@ def shrink(full: Recipe) -> list[Recipe]:
 def _meshes(mesh: MeshTable) -> list[MeshTable]:
     if math.prod(getattr(mesh, axis) for axis in _AXES) <= LIMIT:
         return [mesh]
-    cut = {axis: min(2, getattr(mesh, axis)) for axis in _AXES}
+    # Four stages where there are more than two: only then has a stage neighbours on both sides.
+    cut = {axis: min(4 if axis == "pp" else 2, getattr(mesh, axis)) for axis in _AXES}
+    if math.prod(cut.values()) > LIMIT:
+        cut["pp"] = min(2, cut["pp"])
     if math.prod(cut.values()) <= LIMIT:
         return [MeshTable(**cut)]
     wide = [axis for axis in _AXES if cut[axis] > 1]
@@ -129,11 +132,12 @@ def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
     count = full.micro_batches
     micro_batches = count if count <= 8 else max(4, 2 * pp)
     micro_batch = min(2, full.data.micro_batch)
+    needed = pp if full.parallel.schedule == "1F1B" else 1
     data = replace(
         full.data,
         seq_len=max(16, 4 * tp),
         micro_batch=micro_batch,
-        global_batch=micro_batch * max(micro_batches, pp) * mesh.dp_replicate * mesh.dp_shard,
+        global_batch=micro_batch * max(micro_batches, needed) * mesh.dp_replicate * mesh.dp_shard,
     )
     optim = replace(full.optim, clip=0.1 if full.optim.clip > 0 else 0.0)
     small = replace(full, model=shape, mesh=mesh, data=data, optim=optim)
@@ -166,7 +170,7 @@ def _reference(pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: in
     path = folder / f"reference-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.pt"
     arguments = {"recipe": small, "dtype": dtype, "steps": steps, "path": str(path)}
     spread_path = path.with_suffix(".json")
-    if not path.exists():
+    if not spread_path.exists():  # written last
         spread = pool.run("composer3d.verify_worker:run_reference", arguments, world_size=1, limit_s=240.0)[0]
         spread_path.write_text(json.dumps(spread))
     return str(path), json.loads(spread_path.read_text())

@@ -132,7 +132,12 @@ def test_world_that_does_not_fit_is_refused_before_a_group_forms(folder: Path) -
     begin = time.monotonic()
     for rank in ("0", "1"):
         result = subprocess.run(
-            command, cwd=folder, env={**environment, "RANK": rank}, capture_output=True, text=True, check=False
+            command,
+            cwd=folder,
+            env={**environment, "RANK": rank, "LOCAL_RANK": rank},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert result.returncode == 2
         assert "Traceback" not in result.stderr
@@ -146,7 +151,7 @@ def test_loss_that_is_not_finite_stops_the_run(folder: Path) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
     result = train(folder, "optim.lr=1e30", "optim.clip=0", "optim.warmup=0")
     assert result.returncode == 1
-    assert "are not finite; the weights of step" in result.stderr
+    assert "are not finite; the newest checkpoint is none; lower optim.lr" in result.stderr
     assert result.stderr.count("not finite") == 1
     assert "Traceback" not in result.stderr
 
@@ -154,13 +159,15 @@ def test_loss_that_is_not_finite_stops_the_run(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["model.n_layers=3"], "holds 'model.blocks.3.attn.wq.weight' (64, 64), which the model does not have"),
-        (["model.ffn=96"], "as (160, 64), but the model needs (96, 64)"),
+        (["model.n_layers=3"], "was made with model.n_layers = 4, but the recipe says 3"),
+        (["model.rope_theta=123.0"], "was made with model.rope_theta = 10000.0, but the recipe says 123.0"),
+        (["precision.params=float64"], "was made with precision.params = float32, but the recipe says float64"),
         (["data.path=other.txt"], "the data has changed since"),
+        (["data.global_batch=16"], "data.global_batch = 16, but the checkpoint was made with 8"),
         (["checkpoint.resume=none"], 'checkpoint.resume = "none" starts anew, but'),
-        (["checkpoint.resume=."], "is not a checkpoint: it has no progress.json"),
+        (["run.name=other", "checkpoint.resume=."], "is not a checkpoint: it has no progress.json"),
     ],
-    ids=["layers", "shape", "data", "anew", "folder"],
+    ids=["layers", "theta", "dtype", "data", "batch", "anew", "folder"],
 )
 def test_checkpoint_that_does_not_fit_is_refused(folder: Path, sets: list[str], message: str) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
@@ -169,4 +176,43 @@ def test_checkpoint_that_does_not_fit_is_refused(folder: Path, sets: list[str], 
     result = train(folder, *sets)
     assert result.returncode == 2
     assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_path_seeds_a_new_run_and_no_more(folder: Path) -> None:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
+    assert train(folder, "run.steps=5").returncode == 0
+    seeded = ["run.name=second", "checkpoint.resume=runs/small/checkpoints/step-00000005"]
+    first = train(folder, *seeded, "run.steps=8")
+    assert "resumed from runs/small/checkpoints/step-00000005: 5 of 8 steps are done" in first.stderr
+    again = train(folder, *seeded, "run.steps=10")
+    assert "resumed from runs/second/checkpoints/step-00000008: 8 of 10 steps are done" in again.stderr
+
+
+def test_schedule_that_changes_the_past_is_said(folder: Path) -> None:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
+    assert train(folder, "run.steps=10").returncode == 0
+    result = train(folder, "run.steps=12", "optim.decay=40")
+    assert result.returncode == 0
+    assert "warning: step 10 was taken with a learning rate of" in result.stderr
+
+
+def test_damaged_checkpoint_is_named(folder: Path) -> None:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
+    assert train(folder, "run.steps=5").returncode == 0
+    saved = folder / "runs/small/checkpoints/step-00000005"
+    next(saved.glob("*.distcp")).write_bytes(b"torn")
+    result = train(folder)
+    assert result.returncode == 2
+    assert "runs/small/checkpoints/step-00000005 cannot be read" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_folder_that_cannot_be_made_is_refused(folder: Path) -> None:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
+    (folder / "file").write_text("")
+    result = train(folder, "run.out_dir=file")
+    assert result.returncode == 2
+    assert "run.out_dir: " in result.stderr
+    assert "Not a directory" in result.stderr
     assert "Traceback" not in result.stderr

@@ -38,9 +38,12 @@ def attend_sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: Seq) -> 
 
     Returns (B, H, T, D). H is a multiple of K; head h reads key-value head h // (H / K).
     """
-    return F.scaled_dot_product_attention(
-        q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=q_BHTD.shape[1] != k_BKTD.shape[1]
-    )
+    groups = q_BHTD.shape[1] // k_BKTD.shape[1]
+    if groups > 1 and q_BHTD.is_cuda and q_BHTD.dtype not in (torch.bfloat16, torch.float16):
+        # On CUDA only flash takes grouped heads, and flash only half precision: others would build T x T scores.
+        k_BKTD, v_BKTD = (x.repeat_interleave(groups, dim=1) for x in (k_BKTD, v_BKTD))
+        groups = 1
+    return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=groups > 1)
 
 
 def rotate(x_BTHD: Tensor, positions_BT: Tensor, theta: float) -> Tensor:

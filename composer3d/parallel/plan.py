@@ -33,7 +33,9 @@ class Plan:
 
     Attributes:
         tensor: glob over module names -> how tensor parallelism cuts it. Every parameter must lie in a named module.
-        init: glob over parameter names -> initial values; the first glob that matches counts.
+        init: glob over parameter names -> initial values.
+
+    Of several globs that match a name, the first counts.
     """
 
     tensor: Mapping[str, Style]
@@ -57,14 +59,15 @@ class Plan:
             if not _any_match(glob, names)
         ]
         for name in parameters:
-            if not any(
-                fnmatchcase(name.rpartition(".")[0], glob) for glob, style in self.tensor.items() if style != "gather"
-            ):
+            if self.style_of(name.rpartition(".")[0]) in (None, "gather"):
                 lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")
         if lines:
             raise PlanError(lines)
+
+    def style_of(self, name: str) -> Style | None:
+        return next((style for glob, style in self.tensor.items() if fnmatchcase(name, glob)), None)
 
     def init_of(self, name: str) -> Normal | Constant | None:
         return next((how for glob, how in self.init.items() if fnmatchcase(name, glob)), None)

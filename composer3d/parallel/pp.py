@@ -4,6 +4,7 @@ sent.
 Huang et al. 2019 (GPipe, arXiv 1811.06965), Narayanan et al. 2019 (1F1B, PipeDream-Flush: arXiv 2104.04473).
 """
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -67,7 +68,7 @@ def forward_only(
     """
     stages, index, group = mesh.table.pp, mesh.at["pp"], mesh.pp_group
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    sends: list[tuple[dist.Work, Tensor]] = []
+    sends: deque[tuple[dist.Work, Tensor]] = deque()
     for tokens_BT, keywords in micro_batches:
         inputs = tokens_BT
         if index > 0:
@@ -81,6 +82,8 @@ def forward_only(
             work = dist.isend(output, group=group, group_dst=index + 1)
             assert work is not None
             sends.append((work, output))  # the tensor must live until it has been sent
+            if len(sends) > 2:
+                sends.popleft()[0].wait()
     for work, _ in sends:
         work.wait()
     return total

@@ -7,7 +7,6 @@ and the transposes of them in backward.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -173,10 +172,7 @@ def apply(stage: nn.Module, plan: Plan, mesh: DeviceMesh, parallel: ParallelTabl
         PlanError: a parameter stayed a plain tensor, which the plan's styles do not cut.
     """
     table = {
-        name: _style(style, parallel)
-        for name, _ in stage.named_modules()
-        for glob, style in plan.tensor.items()
-        if fnmatchcase(name, glob)
+        name: _style(style, parallel) for name, _ in stage.named_modules() if (style := plan.style_of(name)) is not None
     }
     parallelize_module(stage, mesh, table, src_data_rank=None)
     plain = [name for name, parameter in stage.named_parameters() if not isinstance(parameter, DTensor)]

@@ -1,8 +1,7 @@
 """Where checkpoints are kept: which are, which one is the newest, and what is said of one that cannot be read."""
 
-import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -53,14 +52,14 @@ def save(folder: Path, steps: list[int], keep: int) -> tuple[list[str], dict[str
         return [path.name for path in paths], whole(stages, optimizer), torch.rand(3).tolist()
 
 
-def load(path: Path, shape: tuple[int, int] = (5, 3)) -> tuple[dict[str, Any], dict[str, list[float]], list[float]]:
-    """The progress, the state and the next random numbers after loading into a job of other values."""
+def load(path: Path, shape: tuple[int, int] = (5, 3)) -> tuple[dict[str, list[float]], list[float]]:
+    """The state and the next random numbers after loading into a job of other values."""
     with pool_world():
         stages, optimizer = job(seed=1, shape=shape)
         before = whole(stages, optimizer)
-        progress = Store(path.parent, keep=1).load(path, stages, optimizer)
+        Store(path.parent, keep=1).load(path, stages, optimizer)
         assert before["weight"] != whole(stages, optimizer)["weight"]
-        return progress, whole(stages, optimizer), torch.rand(3).tolist()
+        return whole(stages, optimizer), torch.rand(3).tolist()
 
 
 def names(folder: Path) -> list[str]:
@@ -72,19 +71,24 @@ def test_the_newest_are_kept(pool: Pool, tmp_path: Path) -> None:
     assert saved == ["step-00000002", "step-00000009", "step-00000010", "step-00000100"]
     assert names(tmp_path) == ["step-00000010", "step-00000100"]
     assert Store(tmp_path, keep=2).newest() == tmp_path / "step-00000100"
-    progress = json.loads((tmp_path / "step-00000010" / "progress.json").read_text())
-    assert progress == {"step": 10, "world_size": 1, "data": {"at": 10}}
+
+
+def test_what_was_just_saved_is_never_dropped(pool: Pool, tmp_path: Path) -> None:
+    """A run that goes back to an earlier checkpoint saves steps below those that are there."""
+    pool.run(save, {"folder": tmp_path, "steps": [5, 15, 20], "keep": 3}, world_size=1)
+    (tmp_path / "step-00000001-mine").mkdir()
+    pool.run(save, {"folder": tmp_path, "steps": [10], "keep": 2}, world_size=1)
+    assert names(tmp_path) == ["step-00000001-mine", "step-00000010", "step-00000020"]
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 1), (1, 2)])
 def test_what_was_saved_is_loaded_bit_for_bit(pool: Pool, tmp_path: Path, saving: int, loading: int) -> None:
     saved = pool.run(save, {"folder": tmp_path, "steps": [7], "keep": 1}, world_size=saving)
     loaded = pool.run(load, {"path": tmp_path / "step-00000007"}, world_size=loading)
-    for progress, state, _ in loaded:
-        assert progress == {"step": 7, "world_size": saving, "data": {"at": 7}}
-        assert state == saved[0][1]
+    assert read_progress(tmp_path / "step-00000007") == {"step": 7, "world_size": saving, "data": {"at": 7}}
+    assert [state for state, _ in loaded] == [saved[0][1]] * loading
     if saving == loading:  # random numbers go on where they were
-        assert [rest for _, _, rest in loaded] == [rest for _, _, rest in saved]
+        assert [rest for _, rest in loaded] == [rest for _, _, rest in saved]
 
 
 def test_newest_is_the_highest_step_that_is_whole(tmp_path: Path) -> None:
@@ -108,8 +112,8 @@ def test_staging_folder_of_a_crash_is_written_anew(pool: Pool, tmp_path: Path) -
         leftover.mkdir()
         (leftover / "junk").write_text("from before")
     (tmp_path / "step-00000004.tmp" / "progress.json").write_text('{"step": 3')
-    pool.run(save, {"folder": tmp_path, "steps": [4], "keep": 1}, world_size=2)
-    assert names(tmp_path) == ["step-00000004"]
+    pool.run(save, {"folder": tmp_path, "steps": [4, 5], "keep": 2}, world_size=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
     assert "junk" not in names(tmp_path / "step-00000004")
     assert read_progress(tmp_path / "step-00000004")["step"] == 4
 
@@ -124,6 +128,17 @@ def test_torn_progress_is_named(tmp_path: Path, content: bytes) -> None:
     (line,) = caught.value.lines
     assert line.startswith(f"{path}/progress.json cannot be read (")
     assert line.endswith("the checkpoint is damaged")
+
+
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", ".metadata"])
+def test_damaged_file_is_no_traceback(pool: Pool, tmp_path: Path, damaged: str) -> None:
+    pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 1}, world_size=1)
+    path = tmp_path / "step-00000001"
+    (path / damaged).write_bytes((path / damaged).read_bytes()[:100])
+    with pytest.raises(WorkerError) as caught:
+        pool.run(load, {"path": path}, world_size=1)
+    assert isinstance(caught.value.user_error, CheckpointError)
+    assert caught.value.user_error.lines[0].startswith(f"{path} cannot be read (")
 
 
 def test_folder_without_progress_is_no_checkpoint(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from composer3d.models import Llama, Seq
-from composer3d.models.llama import Last
+from composer3d.models.layers import rotate
+from composer3d.models.llama import First, Last
 from composer3d.planner import counts
 from composer3d.shape import IGNORE_INDEX, PRESETS, ModelShape
 
@@ -147,13 +148,18 @@ def test_rotary_positions_are_relative() -> None:
     assert (stretched - base).abs().max().item() > 1e-3
 
 
-def test_loss_is_wide_and_angles_are_exact_in_bfloat16() -> None:
+def test_bfloat16_keeps_a_wide_loss_and_tells_far_positions_apart() -> None:
     model = Llama(SHAPE, dtype=torch.bfloat16, device="cpu")
-    tokens_BT, labels_BT, positions_BT = rows()
-    near, far = (model(tokens_BT, labels_BT, positions_BT + start) for start in (0, 100_000))
-    assert near.dtype == torch.float32
     assert torch.get_default_dtype() == torch.float32  # what building changed for a moment
-    assert far.item() == pytest.approx(near.item(), rel=2e-2)
+    assert isinstance(model.first, First)
+    assert model.first.embed.weight.dtype == torch.bfloat16
+    assert model(*rows()).dtype == torch.float32
+    x_BTHD = torch.ones(1, 5, 1, 8, dtype=torch.bfloat16)
+    positions_BT = torch.arange(5)[None] + 8191  # bfloat16 itself would round them to 8192
+    turned = rotate(x_BTHD, positions_BT, theta=1e4)
+    assert turned.dtype == torch.bfloat16
+    exact = rotate(x_BTHD.to(torch.float64), positions_BT, theta=1e4)
+    assert (turned - exact).abs().max().item() < 0.02
 
 
 @pytest.mark.parametrize(
