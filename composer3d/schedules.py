@@ -1,6 +1,7 @@
 """Which stage of a pipeline holds which layers. Pure numbers: the planner and the drawings read it without torch."""
 
 from collections.abc import Sequence
+from math import inf
 
 from composer3d.errors import PlanError
 
@@ -31,18 +32,21 @@ def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int
         cost = prefix[end] - prefix[begin]
         return cost + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
 
-    # best[end]: (largest stage, sum of squares, cuts) of the first `stage + 1` stages holding the first `end` blocks.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for stage in range(stages):
-        following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in range(stage + 1, count - (stages - stage - 1) + 1):
-            options = (
-                (max(worst, cost), squares + cost * cost, (*cuts, end))
-                for begin, (worst, squares, cuts) in best.items()
-                if begin < end
-                for cost in (cost_of(stage, begin, end),)
-            )
-            following[end] = min(options)
-        best = following
-    ends = best[count][2]
+    def search(most: float) -> tuple[float, float, tuple[int, ...]]:
+        """(largest stage, sum of squares, cuts) of the best cut, by squares where ``most`` bounds the stages."""
+        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+        for stage in range(stages):
+            following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+            for end in range(stage + 1, count - (stages - stage - 1) + 1):
+                options = [
+                    (max(worst, cost), squares + cost * cost, (*cuts, end))
+                    for begin, (worst, squares, cuts) in best.items()
+                    if begin < end and (cost := cost_of(stage, begin, end)) <= most
+                ]
+                if options:
+                    following[end] = min(options, key=lambda o: o[0] if most == inf else o[1])
+            best = following
+        return best[count]
+
+    ends = search(search(inf)[0])[2]
     return [range(begin, end) for begin, end in zip((0, *ends[:-1]), ends, strict=True)]

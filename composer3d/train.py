@@ -162,7 +162,7 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
     distributed.check_same("the newest checkpoint", str(path))
     if path is None:
         return 0
-    progress = read_progress(path)
+    progress = read_progress(path, ("step", "world_size", "data", "lr", "model"))
     lines = [
         f"{path} was made with {key} = {progress['model'].get(key)}, but the recipe says {value}"
         for key, value in model_of(recipe).items()

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,9 +55,11 @@ class Store:
                 json.dump({"step": step, "world_size": dist.get_world_size(), **progress}, file)
                 file.flush()
                 os.fsync(file.fileno())
+            replaced = final.with_suffix(".old.tmp")
             if final.exists():
-                final.rename(final.with_suffix(".old.tmp"))
+                final.rename(replaced)
             staging.rename(final)
+            shutil.rmtree(replaced, ignore_errors=True)
             for old in [path for path in self._steps() if path != final][: 1 - self._keep or None]:
                 shutil.rmtree(old, onerror=_warn)
         dist.barrier()
@@ -92,8 +94,8 @@ def _readable(path: Path, read: Callable[[], T]) -> T:
     except (Exception, CheckpointException) as error:  # whatever DCP makes of a damaged file
         cause = str(error).strip().splitlines() or [""]
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {cause[-1]}); it is damaged: remove the folder to go on from "
-            "the checkpoint before it"
+            f"{path} cannot be read ({type(error).__name__}: {cause[-1]}); it is damaged: remove the folder to go on "
+            "from the checkpoint before it"
         ) from error
 
 
@@ -102,14 +104,20 @@ def _warn(function: object, path: str, problem: object) -> None:
     log.get().warning(f"cannot remove {path} of an old checkpoint")
 
 
-def read_progress(path: Path) -> dict[str, Any]:
+def read_progress(path: Path, keys: Sequence[str] = ("step", "world_size")) -> dict[str, Any]:
     """What a checkpoint says of itself: ``step``, ``world_size`` and what the run gave to ``Store.save``.
+
+    Args:
+        keys: what must be there.
 
     Raises:
         CheckpointError: the folder is no checkpoint of composer3d.
     """
     try:
-        return json.loads((path / _PROGRESS).read_text())
+        progress = json.loads((path / _PROGRESS).read_text())
+        if not isinstance(progress, dict) or any(key not in progress for key in keys):
+            raise ValueError(f"it must hold {', '.join(keys)}")
+        return progress
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path} is not a checkpoint: it has no {_PROGRESS}; name a step-* folder") from None
     except ValueError as error:
