@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,7 +67,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("mesh", [SINGLE, DATA, CUBE], ids=["single", "dp", "pp-dp-tp"])
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with five steps of a run on one process."""
+    base = tmp_path_factory.mktemp("trained")
+    (base / "corpus.txt").write_bytes(bytes((i * i + i // 7) % 251 + 1 for i in range(20_000)))
+    (base / "other.txt").write_bytes(b"another text " * 100)
+    (base / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
+    assert train(base, "run.steps=5").returncode == 0
+    return base
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path) -> Path:
+    """A copy of it, for a test to spoil."""
+    return shutil.copytree(trained_once, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("mesh", [SINGLE, CUBE], ids=["single", "pp-dp-tp"])
 def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=mesh))
     whole = train(folder, "run.out_dir=whole")
@@ -81,9 +99,6 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> 
     kept = sorted(path.name for path in (folder / "parts/small/checkpoints").iterdir())
     assert kept == ["step-00000015", "step-00000020"]
     assert 'path = "corpus.txt"' in (folder / "parts/small/recipe.toml").read_text()
-    third = train(folder, "run.out_dir=parts")
-    assert third.returncode == 0
-    assert "nothing to do: 20 of 20 steps are done" in third.stderr
 
 
 @pytest.mark.parametrize("mesh", [SINGLE, DATA], ids=["single", "dp"])
@@ -169,40 +184,38 @@ def test_loss_that_is_not_finite_stops_the_run(folder: Path) -> None:
     ],
     ids=["layers", "theta", "dtype", "data", "batch", "anew", "folder"],
 )
-def test_checkpoint_that_does_not_fit_is_refused(folder: Path, sets: list[str], message: str) -> None:
-    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
-    (folder / "other.txt").write_bytes(b"another text " * 100)
-    assert train(folder, "run.steps=5").returncode == 0
-    result = train(folder, *sets)
+def test_checkpoint_that_does_not_fit_is_refused(trained: Path, sets: list[str], message: str) -> None:
+    result = train(trained, *sets)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_path_seeds_a_new_run_and_no_more(folder: Path) -> None:
-    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
-    assert train(folder, "run.steps=5").returncode == 0
+def test_run_that_is_done_says_so(trained: Path) -> None:
+    result = train(trained, "run.steps=5", "optim.decay=20")
+    assert result.returncode == 0
+    assert "nothing to do: 5 of 5 steps are done" in result.stderr
+    assert "warning" not in result.stderr
+
+
+def test_path_seeds_a_new_run_and_no_more(trained: Path) -> None:
     seeded = ["run.name=second", "checkpoint.resume=runs/small/checkpoints/step-00000005"]
-    first = train(folder, *seeded, "run.steps=8")
+    first = train(trained, *seeded, "run.steps=8")
     assert "resumed from runs/small/checkpoints/step-00000005: 5 of 8 steps are done" in first.stderr
-    again = train(folder, *seeded, "run.steps=10")
+    again = train(trained, *seeded, "run.steps=10")
     assert "resumed from runs/second/checkpoints/step-00000008: 8 of 10 steps are done" in again.stderr
 
 
-def test_schedule_that_changes_the_past_is_said(folder: Path) -> None:
-    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
-    assert train(folder, "run.steps=10").returncode == 0
-    result = train(folder, "run.steps=12", "optim.decay=40")
+def test_schedule_that_changes_the_past_is_said(trained: Path) -> None:
+    result = train(trained, "run.steps=6", "optim.lr=2e-3")
     assert result.returncode == 0
-    assert "warning: step 10 was taken with a learning rate of" in result.stderr
+    assert "warning: step 5 was taken with a learning rate of" in result.stderr
 
 
-def test_damaged_checkpoint_is_named(folder: Path) -> None:
-    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
-    assert train(folder, "run.steps=5").returncode == 0
-    saved = folder / "runs/small/checkpoints/step-00000005"
+def test_damaged_checkpoint_is_named(trained: Path) -> None:
+    saved = trained / "runs/small/checkpoints/step-00000005"
     next(saved.glob("*.distcp")).write_bytes(b"torn")
-    result = train(folder)
+    result = train(trained)
     assert result.returncode == 2
     assert "runs/small/checkpoints/step-00000005 cannot be read" in result.stderr
     assert "Traceback" not in result.stderr
