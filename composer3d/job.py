@@ -63,11 +63,11 @@ def train_rank(path: str, sets: Sequence[str]) -> int:
 
 def _say(error: UserError, rank: int) -> None:
     """Print what is wrong once for all ranks, but also what one node, or one rank, meets alone."""
-    from torch import distributed
-
+    torch = sys.modules.get("torch")
     # Once there is a group, every error of a user is raised on all ranks (``dist.on_all``). Before, nodes can differ.
+    formed = torch is not None and torch.distributed.is_initialized()
     alone = isinstance(error, DeviceError) or os.environ.get("LOCAL_RANK", "0") == "0"
-    if rank == 0 or (alone and not distributed.is_initialized()):
+    if rank == 0 or (alone and not formed):
         prefix = f"rank {rank}: " if rank else ""
         print(*(prefix + line for line in error.lines), sep="\n", file=sys.stderr, flush=True)
 

@@ -50,8 +50,12 @@ def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, pr
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in ("agent.server.api", "multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    for name in (
+        "distributed.elastic.agent.server.api",
+        "distributed.elastic.multiprocessing.api",
+        "multiprocessing.spawn",
+    ):
+        logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="composer3d-ranks-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -74,7 +78,7 @@ def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, pr
         except ChildFailedError as error:
             _, failure = error.get_first_failure()
             if isinstance(failure.message, dict):  # it raised; a rank that exits has said why itself
-                print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+                print(failure.message["extraInfo"]["py_callstack"].strip(), file=sys.stderr)
             elif failure.exitcode < 0:
                 print(f"rank {failure.local_rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
             return max(failure.exitcode, 1)

@@ -56,7 +56,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     mesh = Mesh.build(recipe.mesh, device)
     data = recipe.data
     folder = Path(recipe.run.out_dir) / recipe.run.name
-    claim_folder(folder, resolved_toml)
+    claim_folder(folder)
     corpus, held_out = distributed.on_all("data", lambda: open_data(recipe))
     distributed.check_same("the data", {"train": corpus.digest, "validation": held_out and held_out.digest})
     stages = build_stages(recipe, mesh)
@@ -64,6 +64,8 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     loader = make_loader(recipe, mesh, corpus, seed=data.seed)
     store = Store(folder / "checkpoints", keep=recipe.checkpoint.keep)
     step = resume(recipe, store, stages, optimizer, loader)
+    if mesh.rank == 0:  # not before: a recipe that cannot resume must not replace the one that made the run
+        (folder / "recipe.toml").write_text(resolved_toml)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     row = hardware.find(name)
     metrics = Metrics(
@@ -91,7 +93,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     )
 
 
-def claim_folder(folder: Path, resolved_toml: str) -> None:
+def claim_folder(folder: Path) -> None:
     """Make the run's folder and hold that every rank can read there what rank 0 writes. Collective.
 
     Raises:
@@ -101,7 +103,6 @@ def claim_folder(folder: Path, resolved_toml: str) -> None:
     def write() -> None:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "recipe.toml").write_text(resolved_toml)
             (folder / "job").write_text(uuid.uuid4().hex)
 
     distributed.on_all("run.out_dir", write)
@@ -174,7 +175,7 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
     loader.load_state_dict(progress["data"])
     step: int = progress["step"]
     lr = learning_rate(step - 1, recipe.optim, recipe.run.steps)
-    if lr != progress["lr"]:
+    if lr != progress["lr"] and stages.mesh.rank == 0:
         log.get().warning(
             f"step {step} was taken with a learning rate of {progress['lr']:.3g}, the recipe now gives it {lr:.3g}: "
             "its schedule has changed (the cosine ends at optim.decay, which is run.steps where it is absent)"

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from composer3d.dist import check_same, pool_world
 from composer3d.errors import MeshError
-from composer3d.launch import Pool, WorkerError
+from composer3d.launch import Pool, WorkerError, run_elastic
 
 
 def answer(base: int) -> tuple[int, str, str]:
@@ -138,3 +139,26 @@ def test_ranks_that_differ_are_named(pool: Pool) -> None:
         "ranks 0, 2 see 'a'",
         "ranks 1 see 'b'",
     )
+
+
+def crash_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("the reason")
+    time.sleep(60)
+
+
+def leave_with_2() -> None:
+    raise SystemExit(2)
+
+
+@pytest.mark.parametrize(("function", "status", "said"), [(crash_on_rank_1, 1, True), (leave_with_2, 2, False)])
+def test_elastic_job_tells_the_reason_and_no_more(
+    function: Callable[[], None], status: int, said: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_elastic(function, (), processes=2) == status
+    said_lines = capfd.readouterr().err.splitlines()
+    if said:
+        assert said_lines[0].startswith("Traceback")
+        assert said_lines[-1] == "ValueError: the reason"
+    else:
+        assert said_lines == []
