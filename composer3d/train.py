@@ -110,6 +110,8 @@ def claim_folder(folder: Path) -> None:
     distributed.check_same(
         f"the folder {folder} (run.out_dir)", note.read_text() if note.exists() else "no such folder"
     )
+    if dist.get_rank() == 0:  # all have read it: check_same waits for every rank
+        note.unlink()
 
 
 def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
