@@ -6,7 +6,6 @@ traffic is the most frequent and the hardest to hide. Private API of DeviceMesh 
 
 import os
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer3d.errors import MeshError
-from composer3d.recipe.schema import MeshTable
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+from composer3d.recipe.schema import AXES, MeshTable
 
 
 def coordinates(rank: int, table: MeshTable) -> dict[str, int]:
@@ -51,11 +48,11 @@ def check_world(table: MeshTable, world_size: int) -> None:
         MeshError: with the arithmetic, before any process group forms.
     """
     sizes = {axis: getattr(table, axis) for axis in AXES}
-    if prod(sizes.values()) != world_size:
+    if table.world_size != world_size:
         shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise MeshError(
-            f"mesh {shown} = {prod(sizes.values())} processes, but the world has {world_size}; "
-            f"start {prod(sizes.values())} processes, or change an axis of [mesh]"
+            f"mesh {shown} = {table.world_size} processes, but the world has {world_size}; "
+            f"start {table.world_size} processes, or change an axis of [mesh]"
         )
 
 
@@ -98,12 +95,11 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        return prod(getattr(self.table, axis) for axis in AXES)
+        return self.table.world_size
 
     @property
     def batch_ranks(self) -> int:
-        """Ranks that hold different samples: dp_replicate x dp_shard."""
-        return self.table.dp_replicate * self.table.dp_shard
+        return self.table.batch_ranks
 
     @property
     def batch_rank(self) -> int:

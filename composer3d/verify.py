@@ -22,10 +22,9 @@ from composer3d.errors import UserError
 from composer3d.launch import Pool, WorkerError
 from composer3d.recipe.load import load
 from composer3d.recipe.rules import violations
-from composer3d.recipe.schema import MeshTable, Recipe
+from composer3d.recipe.schema import AXES, MeshTable, Recipe
 
 LIMIT = 16  # processes on one machine
-_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _EXACT = {"float64": 1e-9, "float32": 1e-5}
 
 
@@ -104,16 +103,16 @@ def shrink(full: Recipe) -> list[Recipe]:
 
 
 def _meshes(mesh: MeshTable) -> list[MeshTable]:
-    if math.prod(getattr(mesh, axis) for axis in _AXES) <= LIMIT:
+    if mesh.world_size <= LIMIT:
         return [mesh]
     # Four stages where there are more than two: only then has a stage neighbours on both sides.
-    cut = {axis: min(4 if axis == "pp" else 2, getattr(mesh, axis)) for axis in _AXES}
+    cut = {axis: min(4 if axis == "pp" else 2, getattr(mesh, axis)) for axis in AXES}
     if math.prod(cut.values()) > LIMIT:
         cut["pp"] = min(2, cut["pp"])
     if math.prod(cut.values()) <= LIMIT:
         return [MeshTable(**cut)]
-    wide = [axis for axis in _AXES if cut[axis] > 1]
-    return [MeshTable(**{axis: cut[axis] if axis in kept else 1 for axis in _AXES}) for kept in combinations(wide, 3)]
+    wide = [axis for axis in AXES if cut[axis] > 1]
+    return [MeshTable(**{axis: cut[axis] if axis in kept else 1 for axis in AXES}) for kept in combinations(wide, 3)]
 
 
 def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
@@ -137,7 +136,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
         full.data,
         seq_len=max(16, 4 * tp),
         micro_batch=micro_batch,
-        global_batch=micro_batch * max(micro_batches, needed) * mesh.dp_replicate * mesh.dp_shard,
+        global_batch=micro_batch * max(micro_batches, needed) * mesh.batch_ranks,
     )
     optim = replace(full.optim, clip=0.1 if full.optim.clip > 0 else 0.0)
     small = replace(full, model=shape, mesh=mesh, data=data, optim=optim)
@@ -147,7 +146,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
 
 def _prove(pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: int, task: Mapping[str, Any]) -> Verdict:
     mesh = small.mesh
-    layout = " ".join(f"{axis} {getattr(mesh, axis)}" for axis in _AXES if getattr(mesh, axis) > 1) or "one process"
+    layout = " ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one process"
     if mesh.pp > 1:
         layout += f" {small.parallel.schedule}"
     layout += f" zero {small.parallel.zero}, {small.micro_batches} micro-batches of {small.data.micro_batch}"
@@ -211,7 +210,7 @@ def _suspect(scale: float | None, mesh: MeshTable) -> str:
         return ""
     axes = [
         axis
-        for axis in _AXES
+        for axis in AXES
         if (size := getattr(mesh, axis)) > 1 and min(abs(scale - size), abs(scale - 1 / size)) < 1e-3
     ]
     return f"; it is {scale:.4g} times the reference" + (f", suspect {' or '.join(axes)}" if axes else "")

@@ -15,11 +15,9 @@ from typing import Any
 from composer3d.errors import RecipeError
 from composer3d.recipe.read import Draft
 from composer3d.recipe.rules import Violation, mention, value_of, violations
-from composer3d.recipe.schema import TABLES, Recipe
+from composer3d.recipe.schema import AXES, TABLES, Recipe
 from composer3d.recipe.values import FIELDS, either, show
 from composer3d.shape import PRESETS, ModelShape
-
-_AXES = tuple(entry.name for entry in fields(TABLES["mesh"]))
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def _resolve_shards(draft: Draft, world_size: int | None) -> None:
     """Gives ``mesh.dp_shard = -1`` its value: what the other axes leave of the world."""
     if draft.values.get("mesh.dp_shard", -1) != -1:
         return
-    sizes = {axis: draft.values.get(f"mesh.{axis}", 1) for axis in _AXES if axis != "dp_shard"}
+    sizes = {axis: draft.values.get(f"mesh.{axis}", 1) for axis in AXES if axis != "dp_shard"}
     rest, shards = prod(sizes.values()), 1
     origin = draft.origins.get("mesh.dp_shard", "default")
     if world_size is not None:
@@ -158,7 +156,7 @@ def _resolve_shards(draft: Draft, world_size: int | None) -> None:
 
 
 def _mesh_is_spoiled(draft: Draft) -> bool:
-    return any(f"mesh.{axis}" in draft.spoiled for axis in _AXES)
+    return any(f"mesh.{axis}" in draft.spoiled for axis in AXES)
 
 
 def _mesh_place(draft: Draft, sizes: dict[str, int]) -> str:
@@ -187,7 +185,7 @@ def _explain(violation: Violation, recipe: Recipe, draft: Draft) -> str:
 
 
 def _check_world(draft: Draft, recipe: Recipe, world_size: int | None) -> None:
-    sizes: dict[str, int] = {axis: getattr(recipe.mesh, axis) for axis in _AXES}
+    sizes: dict[str, int] = {axis: getattr(recipe.mesh, axis) for axis in AXES}
     if world_size in (None, recipe.world_size) or min(sizes.values()) < 1 or _mesh_is_spoiled(draft):
         return
     rest = recipe.world_size // recipe.mesh.dp_shard

@@ -4,7 +4,8 @@ A field is a key, its annotation is the type that is checked, its default is wha
 what ``composer3d check --schema`` prints. A key enters here with the feature that it drives.
 """
 
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, fields
+from math import prod
 from typing import Any, Literal
 
 from composer3d.shape import ModelShape
@@ -50,6 +51,18 @@ class MeshTable:
     dp_shard: int = key(-1, "ranks that shard parameters (FSDP); -1 takes what is left of the world")
     cp: int = key(1, "context parallel ranks (1 until ring attention is in)")
     tp: int = key(1, "tensor parallel ranks")
+
+    @property
+    def world_size(self) -> int:
+        return prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that hold different samples: dp_replicate x dp_shard."""
+        return self.dp_replicate * self.dp_shard
+
+
+AXES = tuple(axis.name for axis in fields(MeshTable))  # outermost to innermost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +155,11 @@ class Recipe:
 
     @property
     def world_size(self) -> int:
-        mesh = self.mesh
-        return mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
+        return self.mesh.world_size
 
     @property
     def batch_ranks(self) -> int:
-        """Ranks that hold different samples: dp_replicate x dp_shard."""
-        return self.mesh.dp_replicate * self.mesh.dp_shard
+        return self.mesh.batch_ranks
 
     @property
     def micro_batches(self) -> int:

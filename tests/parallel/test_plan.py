@@ -40,12 +40,16 @@ def test_everything_that_does_not_fit_is_told_at_once() -> None:
 
 def test_a_plan_that_fits_is_accepted() -> None:
     tensor = {"up": "column", "down": "row", "norm": "norm"}
-    Plan(tensor=tensor, init={"*": Normal(1.0)}).check(Tiny())  # type: ignore[arg-type]
+    plan = Plan(tensor=tensor, init={"*": Normal(1.0)})  # type: ignore[arg-type]
+    plan.check(Tiny())
+    assert [plan.style_of(name) for name in ("up", "down", "norm")] == ["column", "row", "norm"]
 
 
 @pytest.mark.parametrize("preset", ["debug-tiny", "llama3-405b"])
 def test_llama_has_a_plan(preset: str) -> None:
-    llama_plan(PRESETS[preset]).check(Llama(PRESETS[preset]))
+    plan = llama_plan(PRESETS[preset])
+    plan.check(Llama(PRESETS[preset]))
+    assert plan.style_of("blocks.1.attn.wk") == "column"
 
 
 def test_the_first_glob_that_matches_counts() -> None:
