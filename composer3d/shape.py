@@ -14,16 +14,26 @@ class ModelShape:
 
     dim: int  # width of the residual stream
     n_layers: int
-    n_heads: int  # query heads; head_dim is dim / n_heads
+    n_heads: int  # query heads
     n_kv_heads: int  # key-value heads; fewer than n_heads is grouped-query attention
     ffn: int  # width of the gated feed-forward
     vocab: int
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
+    head_dim: int | None = None  # None: dim / n_heads
+    tied: bool = False  # embedding and head are one parameter, first.embed.weight
+    qk_norm: bool = False  # RMSNorm of each head's query and key, before rotation (Qwen 3)
+    qkv_bias: bool = False  # biases of the three input projections of attention (Qwen 2)
+    window: int = 0  # a token sees itself and window - 1 tokens before it (Mistral 7B v0.1); 0: all before it
+    # Llama 3.1's stretch of the rotary wavelengths; a factor of 1 leaves them as they are.
+    rope_factor: float = 1.0
+    rope_low_freq: float = 1.0
+    rope_high_freq: float = 4.0
+    rope_context: int = 8192  # context length of the model before it was stretched
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.n_heads
 
 
 def _row(

@@ -33,7 +33,7 @@ class Parts:
 
 def parts(shape: ModelShape) -> Parts:
     """Parameters by part; ``embedding + n_layers * block + last_norm + head`` is the whole model."""
-    kv_dim = shape.n_kv_heads * shape.head_dim
+    kv_dim = shape.n_kv_heads * shape.head_width
     return Parts(
         embedding=shape.vocab * shape.dim,
         attention=2 * shape.dim * shape.dim + 2 * shape.dim * kv_dim,

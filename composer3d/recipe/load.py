@@ -14,9 +14,9 @@ from typing import Any
 
 from composer3d.errors import RecipeError
 from composer3d.recipe.read import Draft
-from composer3d.recipe.rules import Violation, mention, value_of, violations
+from composer3d.recipe.rules import Violation, violations
 from composer3d.recipe.schema import AXES, TABLES, Recipe
-from composer3d.recipe.values import FIELDS, either, show
+from composer3d.recipe.values import FIELDS, either, mention, show, value_of
 from composer3d.shape import PRESETS, ModelShape
 
 

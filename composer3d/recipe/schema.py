@@ -40,6 +40,15 @@ class ModelTable:
     vocab: int | None = key(None, "size of the vocabulary")
     rope_theta: float | None = key(None, "base of the rotary embedding")
     norm_eps: float | None = key(None, "epsilon of RMSNorm")
+    head_dim: int | None = key(None, "width of a head; absent: dim / n_heads")
+    tied: bool | None = key(None, "embedding and head are one parameter")
+    qk_norm: bool | None = key(None, "RMSNorm of queries and keys by head, as in Qwen 3")
+    qkv_bias: bool | None = key(None, "biases of the query, key and value projections, as in Qwen 2")
+    window: int | None = key(None, "sliding window: a token sees itself and window - 1 before it; 0: all")
+    rope_factor: float | None = key(None, "stretch of long rotary wavelengths, as in Llama 3.1; 1 does nothing")
+    rope_low_freq: float | None = key(None, "wavelengths above rope_context / this are stretched in full")
+    rope_high_freq: float | None = key(None, "wavelengths below rope_context / this are not stretched")
+    rope_context: int | None = key(None, "context length that the model had before the stretch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +58,7 @@ class MeshTable:
     pp: int = key(1, "pipeline stages")
     dp_replicate: int = key(1, "replicas that all-reduce gradients (HSDP)")
     dp_shard: int = key(-1, "ranks that shard parameters (FSDP); -1 takes what is left of the world")
-    cp: int = key(1, "context parallel ranks (1 until ring attention is in)")
+    cp: int = key(1, "context parallel ranks: each holds a part of every sequence")
     tp: int = key(1, "tensor parallel ranks")
 
     @property
@@ -67,21 +76,47 @@ AXES = tuple(axis.name for axis in fields(MeshTable))  # outermost to innermost
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelTable:
-    zero: Literal[0, 1, 3] = key(3, "0 replicates, 1 gathers parameters once a step, 3 also reshards after forward")
+    zero: Literal[0, 1, 2, 3] = key(
+        3, "0 replicates; 1 gathers once a step; 2 reduces each micro-batch; 3 reshards too"
+    )
     sequence_parallel: bool = key(True, "with tp > 1, shard the residual stream along the sequence between layers")
     loss_parallel: bool = key(True, "with tp > 1, keep logits sharded over the vocabulary in the loss")
-    schedule: Literal["GPipe", "1F1B"] = key("1F1B", "pipeline schedule, with pp > 1")
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B"] = key("1F1B", "pipeline schedule, with pp > 1")
+    virtual_stages: int | None = key(None, "stages of each pipeline rank; absent: what the schedule needs, 1 or 2")
+    stages: tuple[int, ...] | None = key(None, "layers of each stage in order; absent: an even cut by parameters")
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that each pipeline rank holds, with pp > 1."""
+        return self.virtual_stages or (2 if self.schedule == "Interleaved1F1B" else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTable:
+    activation_checkpoint: Literal["none", "selective", "full"] = key(
+        "none", "what backward computes again: nothing, all but what the model's plan saves, or every block"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionTable:
-    params: Literal["float32", "float64"] = key("float32", "dtype of parameters, activations and gradients")
+    params: Literal["float32", "float64"] = key("float32", "dtype of parameters, their gradients and the optimizer")
+    compute: Literal["float32", "float64", "bfloat16"] | None = key(
+        None, "dtype of forward and backward; absent: as params. Gradients are reduced in the dtype of params"
+    )
+
+    @property
+    def computes_in(self) -> str:
+        return self.compute or self.params
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataTable:
-    source: Literal["python", "text"] = key("python", "python: the standard library's own sources; text: data.path")
-    path: str | None = key(None, "a text file, or a folder whose text files are read in sorted order")
+    source: Literal["python", "text", "jsonl", "tokens"] = key(
+        "python", "python: the standard library's sources; text, jsonl: bytes of data.path; tokens: made by prepare"
+    )
+    path: str | None = key(None, "text or JSONL: a file, or a folder read in sorted order; tokens: prepare's folder")
+    field: str = key("text", "key of the text in each line of a JSONL file")
     seq_len: int = key(256, "tokens in a sample")
     global_batch: int = key(8, "samples in an optimizer step, over all ranks")
     micro_batch: int = key(1, "samples that a rank runs at once")
@@ -95,10 +130,11 @@ class OptimTable:
     eps: float = key(1e-8, "AdamW epsilon")
     weight_decay: float = key(0.1, "decay of matrices; vectors (norms) have none")
     clip: float = key(1.0, "largest global gradient norm; 0 does not clip")
-    schedule: Literal["cosine", "constant"] = key("cosine", "learning rate after the warmup")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "learning rate after the warmup")
     warmup: int = key(0, "steps of linear warmup")
-    decay: int | None = key(None, "step at which the cosine reaches min_lr; absent: run.steps")
-    min_lr: float = key(0.0, "learning rate at the end of the cosine")
+    decay: int | None = key(None, "step at which the decay ends at min_lr; absent: run.steps")
+    decay_steps: int | None = key(None, "steps of wsd's linear decay, the last ones before its end; absent: a tenth")
+    min_lr: float = key(0.0, "learning rate at the end of the decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +154,7 @@ class MetricsTable:
 class ValidationTable:
     every: int = key(0, "steps between validations, and one at the end; 0 never validates")
     steps: int = key(4, "global batches in a validation")
-    path: str | None = key(None, "held-out text for source = text; python holds out its own")
+    path: str | None = key(None, "held-out data of the same source; python holds out its own")
 
 
 TABLES: dict[str, type] = {
@@ -126,6 +162,7 @@ TABLES: dict[str, type] = {
     "model": ModelTable,
     "mesh": MeshTable,
     "parallel": ParallelTable,
+    "memory": MemoryTable,
     "precision": PrecisionTable,
     "data": DataTable,
     "optim": OptimTable,
@@ -146,6 +183,7 @@ class Recipe:
     model: ModelShape
     mesh: MeshTable
     parallel: ParallelTable
+    memory: MemoryTable
     precision: PrecisionTable
     data: DataTable
     optim: OptimTable

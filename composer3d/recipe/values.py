@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from composer3d.recipe.schema import TABLES, doc_of
+from composer3d.recipe.schema import TABLES, Recipe, doc_of
 
 FIELDS: dict[str, Field[Any]] = {
     f"{table}.{entry.name}": entry for table, cls in TABLES.items() for entry in fields(cls)
@@ -25,6 +25,8 @@ def fit(value: object, kind: Any) -> Any:
     kind = without_none(kind)
     if get_origin(kind) is tuple:
         kinds = get_args(kind)
+        if isinstance(value, list) and kinds[-1] is Ellipsis:
+            kinds = (kinds[0],) * len(value)
         if isinstance(value, list) and len(value) == len(kinds):
             try:
                 return tuple(fit(element, each) for element, each in zip(value, kinds, strict=True))
@@ -67,7 +69,8 @@ def describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return either([show(choice) for choice in get_args(kind)])
     if get_origin(kind) is tuple:
-        return f"an array of {len(get_args(kind))} {get_args(kind)[0].__name__}s"
+        kinds = get_args(kind)
+        return f"an array of {'' if kinds[-1] is Ellipsis else f'{len(kinds)} '}{kinds[0].__name__}s"
     return str(kind.__name__)
 
 
@@ -96,6 +99,16 @@ def show(value: object) -> str:
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{name} = {show(each)}' for name, each in value.items())} }}" if value else "{}"
     return str(value)
+
+
+def value_of(recipe: Recipe, key: str) -> object:
+    table, name = key.split(".")
+    return getattr(getattr(recipe, table), name)
+
+
+def mention(recipe: Recipe, key: str) -> str:
+    """A key with its value, as messages write it: ``mesh.tp = 4``."""
+    return f"{key} = {show(value_of(recipe, key))}"
 
 
 def one_line(text: str) -> str:

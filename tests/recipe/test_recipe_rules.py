@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.recipe.joint import RULES
 from composer3d.recipe.load import load
-from composer3d.recipe.rules import RANGES, RULES, mention, violations
+from composer3d.recipe.ranges import RANGES
+from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import FIELDS
+from composer3d.recipe.values import FIELDS, mention
 
 ROOT = Path(__file__).parents[2]
 
