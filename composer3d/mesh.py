@@ -6,6 +6,7 @@ traffic is the most frequent and the hardest to hide. Private API of DeviceMesh 
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -116,6 +117,24 @@ class Mesh:
         if self.table.dp_replicate > 1:
             return self.device_mesh["dp_replicate", "fsdp"]
         return self.device_mesh["fsdp"] if self.table.dp_shard * self.table.cp > 1 else None
+
+    @property
+    def replicas(self) -> DeviceMesh:
+        """The ranks of ``fsdp`` where none of them shards: (as many replicas, 1). Collective: it forms groups."""
+        whole = self.device_mesh["dp_replicate", "fsdp"]
+        return whole._flatten("replicas")._unflatten(0, (whole.size(), 1), ("replica", "whole"))
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the parts of the same sequences. Collective at its first call: it forms groups."""
+        if self.table.cp == 1:
+            return None
+        return self._sequence["cp"].get_group()
+
+    @cached_property
+    def _sequence(self) -> DeviceMesh:
+        sizes = (self.table.dp_shard, self.table.cp)
+        return self.device_mesh["fsdp"]._unflatten(0, sizes, ("dp_shard", "cp"))
 
     @property
     def tp(self) -> DeviceMesh | None:

@@ -75,7 +75,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         tokens_per_step=data.global_batch * data.seq_len,
         world_size=mesh.world_size,
         flops_per_token=counts.flops_per_token(recipe.model, data.seq_len),
-        peak_flops=hardware.peak_flops(row, recipe.precision.params) if row else None,
+        peak_flops=hardware.peak_flops(row, recipe.precision.computes_in) if row else None,
         device_type=device.type,
         main=mesh.rank == 0,
         start_step=step,
@@ -117,10 +117,13 @@ def claim_folder(folder: Path) -> None:
 def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
     """The training text, and the held-out one where the recipe validates."""
     data, validation = recipe.data, recipe.validation
-    corpus = open_corpus(data.source, data.path, split="train")
+    corpus = open_corpus(data.source, data.path, split="train", field=data.field)
     if not validation.every:
         return corpus, None
-    return corpus, open_corpus(data.source, data.path, split="validation", held_out_path=validation.path)
+    held_out = open_corpus(
+        data.source, data.path, split="validation", held_out_path=validation.path, field=data.field
+    )
+    return corpus, held_out
 
 
 def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
@@ -129,7 +132,16 @@ def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     step = StepShape(
         micro_batch=recipe.data.micro_batch, micro_batches=recipe.micro_batches, seq_len=recipe.data.seq_len
     )
-    return compose(model, llama_plan(recipe.model), mesh, parallel=recipe.parallel, step=step, seed=recipe.run.seed)
+    return compose(
+        model,
+        llama_plan(recipe.model),
+        mesh,
+        parallel=recipe.parallel,
+        memory=recipe.memory,
+        precision=recipe.precision,
+        step=step,
+        seed=recipe.run.seed,
+    )
 
 
 def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loader:
@@ -247,11 +259,8 @@ def _loop(run: Run, total: int, stop: "StopSignal") -> int:
 def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:
     """Leave one step's gradients in ``.grad``; return the job's loss (mean over valid tokens) and gradient norm."""
     mesh = stages.mesh
-    tokens, labels, positions = (
-        part.to(mesh.device, non_blocking=True) for part in (batch.tokens_BT, batch.labels_BT, batch.positions_BT)
-    )
-    valid = (labels != IGNORE_INDEX).sum()
-    (valid_tokens,) = mesh.sum_over_world(valid if stages.counts_loss else torch.zeros_like(valid))
+    tokens, labels, positions, valid = take(stages, batch)
+    (valid_tokens,) = mesh.sum_over_world(valid)
     share = stages.forward_backward(tokens, labels, positions, max(valid_tokens, 1.0))
     loss, square = mesh.sum_over_world(share, clip.square_share(stages.parameters(), mesh))
     return loss, math.sqrt(square) if square >= 0 else math.nan
@@ -280,10 +289,17 @@ def validate(run: Run, held_out: Corpus) -> float:
 
 def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:
     """This rank's shares of the summed loss and of the valid tokens of one batch."""
+    tokens, labels, positions, valid = take(stages, batch)
+    return stages.evaluate(tokens, labels, positions), valid
+
+
+def take(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's part of its rows' tokens, labels and positions, on its device, and its share of the valid tokens."""
+    rows = (batch.tokens_BT, batch.labels_BT, batch.positions_BT)
     device = stages.mesh.device
-    tokens, labels, positions = (part.to(device) for part in (batch.tokens_BT, batch.labels_BT, batch.positions_BT))
+    tokens, labels, positions = (stages.own_tokens(part).to(device, non_blocking=True) for part in rows)
     valid = (labels != IGNORE_INDEX).sum()
-    return stages.evaluate(tokens, labels, positions), valid if stages.counts_loss else torch.zeros_like(valid)
+    return tokens, labels, positions, valid if stages.counts_loss else torch.zeros_like(valid)
 
 
 class StopSignal:

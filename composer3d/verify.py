@@ -97,7 +97,8 @@ def shrink(full: Recipe) -> list[Recipe]:
     """Small recipes that stand for ``full``: one where its mesh fits a laptop, else one for every triple of its axes.
 
     Kept: which axes are above 1 (whole, up to 16 processes), grouped-query or not, key-value heads equal to tp or more,
-    layers that stages divide or not, enough micro-batches for the schedule, accumulation, clipping (made active).
+    heads narrower or wider than the stream's, tied, norms and biases, a window below the sequence, layers that stages
+    divide or not, an uneven explicit cut, enough micro-batches for the schedule, accumulation, clipping (made active).
     """
     return [_shrink_to(full, mesh) for mesh in _meshes(full.mesh)]
 
@@ -119,6 +120,16 @@ def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
     model, tp, pp = full.model, mesh.tp, mesh.pp
     n_kv_heads = tp * (2 if model.n_kv_heads > tp else 1)
     n_heads = n_kv_heads * min(2, model.n_heads // model.n_kv_heads)
+    stages = pp * full.parallel.stages_per_rank if pp > 1 else 1
+    of_full = full.mesh.pp * full.parallel.stages_per_rank if full.mesh.pp > 1 else 1
+    n_layers = stages * min(2, max(1, model.n_layers // of_full)) + (1 if model.n_layers % of_full else 0)
+    parallel = full.parallel
+    if parallel.stages is not None:
+        given = parallel.stages if len(parallel.stages) == stages else (1, *parallel.stages, 1)[:stages]
+        parallel = replace(parallel, stages=tuple(1 + (layers > min(given)) for layers in given))
+        n_layers = sum(parallel.stages or ())
+    unit = mesh.cp * math.lcm(2, tp)
+    seq_len = -(-max(16, 8 * mesh.cp, 2 * unit) // unit) * unit
     shape = replace(
         model,
         n_heads=n_heads,
@@ -126,20 +137,25 @@ def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
         dim=8 * n_heads,
         ffn=tp * 12,
         vocab=-(-256 // tp) * tp,
-        n_layers=pp * min(2, max(1, full.model.n_layers // full.mesh.pp)) + (1 if model.n_layers % full.mesh.pp else 0),
+        n_layers=n_layers,
+        head_dim=None if model.head_width * model.n_heads == model.dim else 12,
+        window=5 if 0 < model.window < full.data.seq_len else 0,
     )
     count = full.micro_batches
     micro_batches = count if count <= 8 else max(4, 2 * pp)
     micro_batch = min(2, full.data.micro_batch)
-    needed = pp if full.parallel.schedule == "1F1B" else 1
+    if pp > 1 and parallel.schedule == "1F1B":
+        micro_batches = max(micro_batches, pp)
+    elif pp > 1 and parallel.schedule == "Interleaved1F1B":
+        micro_batches -= micro_batches % max(1, micro_batches // pp)
     data = replace(
         full.data,
-        seq_len=max(16, 4 * tp),
+        seq_len=seq_len,
         micro_batch=micro_batch,
-        global_batch=micro_batch * max(micro_batches, needed) * mesh.batch_ranks,
+        global_batch=micro_batch * micro_batches * mesh.batch_ranks,
     )
     optim = replace(full.optim, clip=0.1 if full.optim.clip > 0 else 0.0)
-    small = replace(full, model=shape, mesh=mesh, data=data, optim=optim)
+    small = replace(full, model=shape, mesh=mesh, parallel=parallel, data=data, optim=optim)
     assert not violations(small), violations(small)
     return small
 
@@ -149,6 +165,9 @@ def _prove(pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: int, t
     layout = " ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one process"
     if mesh.pp > 1:
         layout += f" {small.parallel.schedule}"
+        layout += f" {small.parallel.stages_per_rank} a rank" if small.parallel.stages_per_rank > 1 else ""
+    if small.memory.activation_checkpoint != "none":
+        layout += f" checkpoint {small.memory.activation_checkpoint}"
     layout += f" zero {small.parallel.zero}, {small.micro_batches} micro-batches of {small.data.micro_batch}"
     verdict = Verdict(passed=False, world_size=small.world_size, layout=layout, dtype=dtype)
     try:

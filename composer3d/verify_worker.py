@@ -109,7 +109,7 @@ def run_composed(
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if fault is not None:
         fault()
-    recipe = replace(recipe, precision=replace(recipe.precision, params=dtype))
+    recipe = replace(recipe, precision=replace(recipe.precision, params=dtype, compute=None))
     wanted = torch.load(reference, mmap=True, weights_only=True)
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)

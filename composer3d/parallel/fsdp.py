@@ -4,42 +4,69 @@ Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), Zhao et al. 2023 (FSDP, arXiv 
 by the count of valid tokens of the whole step, so a division by the number of ranks would be a second one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from composer3d.recipe.schema import ParallelTable
+from composer3d.mesh import Mesh
+from composer3d.recipe.schema import ParallelTable, PrecisionTable
+
+
+def mesh_of(mesh: Mesh, parallel: ParallelTable, precision: PrecisionTable) -> DeviceMesh | None:
+    """What parameters are sharded (and, first, replicated) over; None where FSDP has nothing to do.
+
+    One rank alone needs it for mixed precision: it keeps the master parameters, and casts and reduces as it gathers.
+    """
+    if parallel.zero == 0 and mesh.fsdp is not None:
+        return mesh.replicas
+    mixed = precision.computes_in != precision.params
+    return mesh.device_mesh["fsdp"] if mesh.fsdp is None and mixed else mesh.fsdp
 
 
 def apply(
     stage: nn.Module,
     *,
     first: nn.Module | None,
-    blocks: Iterable[nn.Module],
+    blocks: Sequence[nn.Module],
     last: nn.Module | None,
     mesh: DeviceMesh,
     parallel: ParallelTable,
+    precision: PrecisionTable,
 ) -> None:
     """Shard ``stage`` over the last axis of ``mesh`` and replicate it over the first, where there are two. In place.
 
-    Units: ``first``, every block, ``last``. Parameters become DTensors ``Shard(0)`` over the last axis (before their tp
-    placement). Collectives a unit and step: all-gather of parameters (once, and with ``zero = 3`` again for backward,
-    each micro-batch), reduce-scatter of gradients, then all-reduce over the replicating axis.
+    Units: ``first``, every block, ``last``; where ``first`` and ``last`` share a parameter, the stage itself is the unit
+    of both. Parameters become DTensors ``Shard(0)`` over the last axis (before their tp placement) in
+    ``precision.params``; they are gathered in ``precision.compute``, and gradients reduced in ``precision.params``.
+    Collectives a unit and step: all-gather of parameters (once, and with ``zero = 3`` again for backward, each
+    micro-batch), reduce-scatter of gradients (once, and with ``zero`` 2 and 3 each micro-batch), then all-reduce over
+    the replicating axis.
     """
+    policy = MixedPrecisionPolicy()
+    if precision.computes_in != precision.params:
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, precision.computes_in), reduce_dtype=getattr(torch, precision.params)
+        )
     again = parallel.zero == 3
-    if first is not None:
-        fully_shard(first, mesh=mesh, reshard_after_forward=again)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=again)
-    if last is not None:
+    wrapped: list[tuple[nn.Module | None, bool]] = [(block, again) for block in blocks]
+    if not _tied(first, last):
         # Backward starts with `last`: dropping its parameters would only gather them again at once.
-        fully_shard(last, mesh=mesh, reshard_after_forward=False)
-    fully_shard(stage, mesh=mesh, reshard_after_forward=False)
+        wrapped = [(first, again), *wrapped, (last, False)]
+    for module, drop in [*wrapped, (stage, False)]:
+        if module is not None:
+            fully_shard(module, mesh=mesh, reshard_after_forward=drop, mp_policy=policy)
     for unit in units(stage):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, and a sum is what is wanted
+
+
+def _tied(first: nn.Module | None, last: nn.Module | None) -> bool:
+    if first is None or last is None:
+        return False
+    return not {id(p) for p in first.parameters()}.isdisjoint(id(p) for p in last.parameters())
 
 
 def units(stage: nn.Module) -> list[FSDPModule]:
@@ -49,12 +76,11 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 def begin_micro_batch(stage: nn.Module, parallel: ParallelTable, *, last: bool) -> None:
     """Say whether the backward that follows is the last of the step. Without pp; a pipeline's runtime says it itself.
 
-    ``zero`` 0 and 1 keep whole gradients and parameters until then, so that they are reduced and gathered once a step.
+    ``zero`` 0 and 1 keep whole gradients until then, so that they are reduced once a step; 2 keeps only parameters.
     """
     if isinstance(stage, FSDPModule):
-        now = last or parallel.zero == 3
-        stage.set_requires_gradient_sync(now)
-        stage.set_reshard_after_backward(now)
+        stage.set_requires_gradient_sync(last or parallel.zero >= 2)
+        stage.set_reshard_after_backward(last or parallel.zero == 3)
         stage.set_is_last_backward(last)
 
 

@@ -34,15 +34,19 @@ class Plan:
     Attributes:
         tensor: glob over module names -> how tensor parallelism cuts it. Every parameter must lie in a named module.
         init: glob over parameter names -> initial values.
+        attend: glob over the modules whose ``attend`` context parallelism replaces: all that attend across tokens.
+        save: globs over operators whose outputs selective checkpointing keeps, as in "aten.mm.default".
 
     Of several globs that match a name, the first counts.
     """
 
     tensor: Mapping[str, Style]
     init: Mapping[str, Normal | Constant]
+    attend: str | None = None
+    save: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
-        """Hold both tables against the whole model, before it is cut.
+        """Hold the tables against the whole model, before it is cut.
 
         Raises:
             PlanError: naming every glob that matches nothing and every parameter that no glob covers.
@@ -54,6 +58,7 @@ class Plan:
             for table, globs, names, kind in (
                 ("tensor", self.tensor, modules, "module"),
                 ("init", self.init, parameters, "parameter"),
+                ("attend", (self.attend,) if self.attend else (), modules, "module"),
             )
             for glob in globs
             if not _any_match(glob, names)
@@ -63,6 +68,9 @@ class Plan:
                 lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")
+        for name, module in model.named_modules():
+            if fnmatchcase(name, self.attend or "") != hasattr(module, "attend"):
+                lines.append(f"module {name!r} must match the plan's attend glob just where it has the seam `attend`")
         if lines:
             raise PlanError(lines)
 

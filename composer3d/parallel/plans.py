@@ -30,4 +30,7 @@ def llama_plan(shape: ModelShape) -> Plan:
             "blocks.*.ffn.w2.weight": Normal(0.02 / (2 * shape.n_layers) ** 0.5),
             "*.weight": Normal(0.02),
         },
+        attend="blocks.*.attn",
+        # Products of matrices and attention cost; norms, rotations and the gate of the ffn are cheap to compute again.
+        save=("aten.mm.default", "aten.addmm.default", "aten._scaled_dot_product_*", "composer3d.ring_attention.default"),
     )

@@ -1,6 +1,6 @@
 """What ``compose`` returns: this rank's part of the model, and the forward and backward of a step through it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composer3d.mesh import Mesh
 from composer3d.models import Decoder, Seq
-from composer3d.parallel import fsdp, pp, tp
+from composer3d.parallel import cp, fsdp, pp, tp
 from composer3d.recipe.schema import ParallelTable
 
 
@@ -41,16 +41,16 @@ class Stage(nn.Module):
 
 
 class Stages:
-    """This rank's stage of a composed model and how a step runs through it.
+    """This rank's stages of a composed model and how a step runs through them.
 
     Attributes:
-        module: the stage; its parameters keep their global names.
-        mesh: where it is.
+        modules: the stages, first to last; their parameters keep their global names.
+        mesh: where they are.
     """
 
     def __init__(
         self,
-        module: Stage,
+        modules: Sequence[Stage],
         mesh: Mesh,
         parallel: ParallelTable,
         *,
@@ -58,7 +58,7 @@ class Stages:
         micro_batches: int,
         stream: Tensor,
     ) -> None:
-        self.module = module
+        self.modules = tuple(modules)
         self.mesh = mesh
         self._parallel = parallel
         self._micro_batch = micro_batch
@@ -68,7 +68,7 @@ class Stages:
         self._schedule = None
         if mesh.table.pp > 1:
             self._schedule = pp.build_schedule(
-                module,
+                modules,
                 mesh,
                 name=parallel.schedule,
                 micro_batches=micro_batches,
@@ -77,15 +77,21 @@ class Stages:
             )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters()
+        for module in self.modules:
+            yield from module.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return self.module.parameters()
+        return (parameter for _, parameter in self.named_parameters())
 
     @property
     def counts_loss(self) -> bool:
         """Whether this rank's loss enters the job's: of the ranks that compute it alike, one does."""
         return self.mesh.at["pp"] == self.mesh.table.pp - 1 and self.mesh.at["tp"] == 0
+
+    def own_tokens(self, whole_BT: Tensor) -> Tensor:
+        """This rank's part of tokens, labels or positions of whole sequences: (B, T) to (B, T / cp)."""
+        group = self.mesh.cp_group
+        return whole_BT if group is None else cp.shard_sequence(whole_BT, 1, group)
 
     def forward_backward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, valid_tokens: float
@@ -93,7 +99,8 @@ class Stages:
         """Leave in ``.grad`` the gradient of (sum of the job's token losses) / ``valid_tokens``, reduced over the job.
 
         Args:
-            tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T), this rank's rows of the step.
+            tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp), this rank's rows of the step
+                and its part of them (``own_tokens``).
             valid_tokens: labels that count, in the whole step over all ranks.
 
         Returns:
@@ -101,7 +108,7 @@ class Stages:
 
         Collectives: those of the techniques composed; afterwards no gradient is partial.
         """
-        self.module.train()
+        self._mode(training=True)
         for parameter in self.parameters():
             parameter.grad = None
         self._valid_tokens = valid_tokens
@@ -114,10 +121,11 @@ class Stages:
         return total if self.counts_loss else torch.zeros_like(total)
 
     def _accumulate(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        (module,) = self.modules
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for index, (tokens, keywords) in enumerate(self._split(tokens_BT, labels_BT, positions_BT)):
-            fsdp.begin_micro_batch(self.module, self._parallel, last=index == self._micro_batches - 1)
-            loss = self.module(tokens, **keywords) / self._valid_tokens
+            fsdp.begin_micro_batch(module, self._parallel, last=index == self._micro_batches - 1)
+            loss = module(tokens, **keywords) / self._valid_tokens
             loss.backward()
             total += loss.detach()
         return total
@@ -126,10 +134,10 @@ class Stages:
         assert self._schedule is not None
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {"positions_BT": positions_BT}
-        if self.module.last is not None:
+        if self.modules[-1].last is not None:
             # The loss is made inside the stage; the runtime wants a target of its own before it asks loss_fn.
             arguments |= {"labels_BT": labels_BT, "target": labels_BT, "losses": losses}
-        inputs = () if self.module.first is None else (tokens_BT,)
+        inputs = () if self.modules[0].first is None else (tokens_BT,)
         self._schedule.step(*inputs, **arguments, return_outputs=False)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         return total + sum(loss.detach().to(torch.float64) for loss in losses)
@@ -145,17 +153,22 @@ class Stages:
     @torch.no_grad()
     def evaluate(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """This rank's share of the summed loss of these rows: as ``forward_backward``, undivided, no gradients."""
-        self.module.eval()
+        self._mode(training=False)
         micro_batches = list(self._split(tokens_BT, labels_BT, positions_BT))
         with tp.loss_context(self.mesh.tp, self._parallel):
             if self._schedule is not None:
-                total = pp.forward_only(self.module, self.mesh, self._stream, micro_batches)
+                total = pp.forward_only(self.modules, self.mesh, self._stream, micro_batches)
             else:
                 total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
                 for tokens, keywords in micro_batches:
-                    total += self.module(tokens, **keywords)
-        fsdp.reshard(self.module)
+                    total += self.modules[0](tokens, **keywords)
+        for module in self.modules:
+            fsdp.reshard(module)
         return total if self.counts_loss else torch.zeros_like(total)
+
+    def _mode(self, *, training: bool) -> None:
+        for module in self.modules:
+            module.train(training)
 
     def _split(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor
@@ -163,6 +176,6 @@ class Stages:
         rows = (part.split(self._micro_batch) for part in (tokens_BT, labels_BT, positions_BT))
         for tokens, labels, positions in zip(*rows, strict=True):
             keywords = {"positions_BT": positions}
-            if self.module.last is not None:
+            if self.modules[-1].last is not None:
                 keywords["labels_BT"] = labels
             yield tokens, keywords

@@ -5,6 +5,7 @@ its own keeps its key out of the cross-field rules, so that one mistake gives on
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from math import prod
 from typing import Any
 
 from composer3d.errors import RecipeError
+from composer3d.recipe.joint import PATHS
 from composer3d.recipe.read import Draft
 from composer3d.recipe.rules import Violation, violations
 from composer3d.recipe.schema import AXES, TABLES, Recipe
@@ -199,10 +201,17 @@ def _check_world(draft: Draft, recipe: Recipe, world_size: int | None) -> None:
 
 def _check_paths(draft: Draft, recipe: Recipe) -> None:
     """What a recipe names on disk must be there. It is checked here, since rules touch no disk."""
+    tokenizers: list[object] = []
     for key in ("data.path", "validation.path"):
-        path = value_of(recipe, key)
-        if recipe.data.source == "text" and isinstance(path, str) and draft.spoiled.isdisjoint((key, "data.source")):
-            problem = _text_problem(path, recipe.data.seq_len)
+        path, source = value_of(recipe, key), recipe.data.source
+        if source in PATHS and isinstance(path, str) and draft.spoiled.isdisjoint((key, "data.source")):
+            problem: str | None
+            if not os.path.exists(path):
+                problem = f"does not exist; give {PATHS[source]}, relative to the working directory"
+            elif source == "tokens":
+                problem = _tokens_problem(path, draft, recipe, tokenizers)
+            else:
+                problem = _text_problem(path, recipe.data.seq_len, ".jsonl" if source == "jsonl" else "")
             if problem:
                 draft.problems.append(f"{draft.place(key)}: {mention(recipe, key)} {problem}")
     resume = recipe.checkpoint.resume
@@ -213,12 +222,34 @@ def _check_paths(draft: Draft, recipe: Recipe) -> None:
         )
 
 
-def _text_problem(path: str, seq_len: int) -> str | None:
-    if not os.path.exists(path):
-        return "does not exist; give a text file or a folder of them, relative to the working directory"
-    size = sum(os.path.getsize(file) for file in _text_files(path))
+def _tokens_problem(path: str, draft: Draft, recipe: Recipe, tokenizers: list[object]) -> str | None:
+    """What is wrong with token files by what their tokens.json says. ``tokenizers``: of those read so far."""
+    try:
+        with open(os.path.join(path, "tokens.json"), "rb") as file:
+            found = json.load(file)
+        tokens, vocab = int(found["tokens"]), int(found["vocab"])
+        tokenizers.append((found["tokenizer"]["digest"], found["end_of_document"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return "has no tokens.json; give " + PATHS["tokens"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"has a tokens.json that cannot be read ({error!r}); make the folder again with composer3d prepare"
+    if tokens <= recipe.data.seq_len:
+        return (
+            f"holds {tokens} tokens, and must hold more than data.seq_len = {recipe.data.seq_len}; "
+            "give more text or shorter samples"
+        )
+    if vocab > recipe.model.vocab and "model.vocab" not in draft.spoiled:
+        mine = f"{mention(recipe, 'model.vocab')} ({draft.origins['model.vocab']})"
+        return f"has a vocabulary of {vocab} tokens, more than {mine}; set model.vocab to {vocab} or more"
+    if tokenizers[-1] != tokenizers[0]:
+        return "was made with another tokenizer or end of document than data.path; make it again with the same"
+    return None
+
+
+def _text_problem(path: str, seq_len: int, suffix: str) -> str | None:
+    size = sum(os.path.getsize(file) for file in _text_files(path, suffix))
     if size == 0:
-        return "holds no text: no file in it that is not hidden has a byte"
+        return f"holds no text: no {suffix + ' ' * bool(suffix)}file in it that is not hidden has a byte"
     if size <= seq_len:
         return (
             f"holds {size} bytes, and must hold more than data.seq_len = {seq_len}; give more text or shorter samples"
@@ -226,11 +257,11 @@ def _text_problem(path: str, seq_len: int) -> str | None:
     return None
 
 
-def _text_files(path: str) -> Iterable[str]:
+def _text_files(path: str, suffix: str) -> Iterable[str]:
     if not os.path.isdir(path):
         return [path]
     found: list[str] = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+        found += [os.path.join(folder, name) for name in names if name[0] != "." and name.endswith(suffix)]
     return [file for file in found if os.path.isfile(file)]

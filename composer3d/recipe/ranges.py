@@ -17,6 +17,10 @@ def _at_least(bound: int) -> Callable[[Recipe, str], str | None]:
     return check
 
 
+def _one_or_more_if_given(recipe: Recipe, key: str) -> str | None:
+    return None if value_of(recipe, key) is None else _at_least(1)(recipe, key)
+
+
 def _above_zero(recipe: Recipe, key: str) -> str | None:
     value = value_of(recipe, key)
     good = isinstance(value, int | float) and value > 0
@@ -27,18 +31,6 @@ def _shards(recipe: Recipe, key: str) -> str | None:
     if recipe.mesh.dp_shard >= 1 or recipe.mesh.dp_shard == -1:
         return None
     return f"{mention(recipe, key)} must be at least 1, or -1 for what is left of the world"
-
-
-def _only_one_cp(recipe: Recipe, key: str) -> str | None:
-    if recipe.mesh.cp == 1:
-        return None
-    return f"{mention(recipe, key)} is refused: context parallelism is not in this version; use 1"
-
-
-def _holds_bytes(recipe: Recipe, key: str) -> str | None:
-    if recipe.model.vocab >= 256:
-        return None
-    return f"{mention(recipe, key)} must be at least 256: the tokens of the data are bytes"
 
 
 def _betas(recipe: Recipe, key: str) -> str | None:
@@ -63,14 +55,15 @@ RANGES: dict[str, Callable[[Recipe, str], str | None]] = {
     "model.n_heads": _at_least(1),
     "model.n_kv_heads": _at_least(1),
     "model.ffn": _at_least(1),
-    "model.vocab": _holds_bytes,
+    "model.vocab": _at_least(1),
     "model.rope_theta": _above_zero,
     "model.norm_eps": _above_zero,
     "mesh.pp": _at_least(1),
     "mesh.dp_replicate": _at_least(1),
     "mesh.dp_shard": _shards,
-    "mesh.cp": _only_one_cp,
+    "mesh.cp": _at_least(1),
     "mesh.tp": _at_least(1),
+    "parallel.virtual_stages": _one_or_more_if_given,
     "data.seq_len": _at_least(1),
     "data.global_batch": _at_least(1),
     "data.micro_batch": _at_least(1),
@@ -81,6 +74,7 @@ RANGES: dict[str, Callable[[Recipe, str], str | None]] = {
     "optim.weight_decay": _at_least(0),
     "optim.clip": _at_least(0),
     "optim.warmup": _at_least(0),
+    "optim.decay_steps": _one_or_more_if_given,
     "optim.min_lr": _at_least(0),
     "checkpoint.every": _at_least(0),
     "checkpoint.keep": _at_least(1),

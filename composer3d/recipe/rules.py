@@ -1,4 +1,4 @@
-"""What the values of a recipe must satisfy, alone (``ranges``) and together (``joint``). Pure: no file, place or world.
+"""What the values of a recipe must satisfy, alone (``ranges``) and together (``joint``, ``layout``). Pure.
 
 ``violations`` is read by ``load``, which adds where each value came from, and by whoever proposes layouts, so that what
 is proposed is what a recipe accepts.
@@ -6,9 +6,11 @@ is proposed is what a recipe accepts.
 
 from dataclasses import dataclass
 
-from composer3d.recipe.joint import RULES
+from composer3d.recipe import joint, layout
 from composer3d.recipe.ranges import RANGES
 from composer3d.recipe.schema import Recipe
+
+RULES = (*joint.RULES, *layout.RULES)
 
 
 @dataclass(frozen=True)

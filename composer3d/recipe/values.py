@@ -79,6 +79,16 @@ def either(options: list[str]) -> str:
     return " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
 
 
+def divisors(number: int, *, at_most: int = 65536) -> list[int]:
+    return [each for each in range(1, min(number, at_most) + 1) if number % each == 0]
+
+
+def use(legal: list[int], near: int, shown: int = 8) -> str:
+    """The way out: all legal values, or the nearest ones where they are many."""
+    nearest = sorted(sorted(legal, key=lambda each: abs(each - near))[:shown])
+    return ("use " if len(legal) <= shown else "use for example ") + either([str(each) for each in nearest])
+
+
 def is_text(value: str) -> bool:
     """Whether UTF-8 can hold it."""
     try:
