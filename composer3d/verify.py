@@ -214,7 +214,10 @@ def _judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, spread:
     rank, step, kind, name, error, scale = max(blamed, key=lambda row: row[4] if math.isfinite(row[4]) else math.inf)
     verdict.worst_parameter = name
     verdict.passed = passed and not beyond
-    if not verdict.passed:
+    if missing := set(ranks[0]["wanted"]) - {row[3] for row in rows}:
+        verdict.passed, verdict.worst_parameter = False, min(missing)
+        verdict.error = f"no rank holds {', '.join(sorted(missing))}"
+    elif not verdict.passed:
         where = ranks[rank]["identity"]
         verdict.error = f"{kind} of {name} at step {step + 1} is off by {error:.1e} on {where}"
         if not beyond:

@@ -102,7 +102,8 @@ def run_composed(
         fault: called before anything is built; a test plants a fault with it.
 
     Returns:
-        ``identity``; relative errors ``loss`` and ``norm`` by step; ``tensors``: rows (step, kind, name, error, scale).
+        ``identity``; relative errors ``loss`` and ``norm`` by step; ``tensors``: rows (step, kind, name, error, scale);
+        ``wanted``: the names of the reference's parameters.
     """
     torch.set_num_threads(1)
     # Comparing whole tensors gathers them over several axes in turn, which DTensor calls slow; training never does.
@@ -116,6 +117,7 @@ def run_composed(
         stages = build_stages(recipe, mesh)
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
         out: dict[str, Any] = {"identity": mesh.identity, "loss": [], "norm": [], "tensors": []}
+        out["wanted"] = list(wanted["weight"][0])
         for step in range(steps):
             loss, norm = compute_gradients(stages, _mine(random_batch(recipe, step), mesh))
             out["loss"].append(_scalar_error(loss, wanted["loss"][step]))
@@ -145,7 +147,7 @@ def _compare(
     norm = total_norm(wanted)
     rows: list[tuple[int, str, str, float, float | None]] = []
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None or name not in wanted:
             rows.append((step, kind, name, math.inf, None))
             continue
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

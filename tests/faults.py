@@ -3,13 +3,16 @@
 Each is called in a worker before anything is built, and changes what this process runs from then on.
 """
 
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer3d import train
-from composer3d.parallel import clip, init, pp, stages
+from composer3d.models import Seq
+from composer3d.parallel import ac, clip, cp, fsdp, init, kernels, pp, stages
 
 
 def drop_reduce_scatter() -> None:
@@ -157,3 +160,85 @@ def evaluate_one_micro_batch_less() -> None:
     """Validation under pp forgets its last micro-batch."""
     right = pp.forward_only
     pp.forward_only = lambda module, mesh, stream, batches: right(module, mesh, stream, batches[:-1])
+
+
+def attend_to_own_tokens() -> None:
+    """Context parallelism without the ring: a rank sees the keys of its own tokens only."""
+    cp.ring_attend = lambda group: lambda q, k, v, *, seq, window: kernels.attend_block(q, k, v, causal=True)[0]
+
+
+def cut_the_sequence_contiguously() -> None:
+    """Tokens are cut in order, while the ring believes that they lie in zigzag."""
+    cp.shard_sequence = lambda x, dim, group: x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+def label_before_the_cut_is_lost() -> None:
+    """Labels are shifted after the sequence is cut: the last token of a rank's part has the wrong one."""
+    right = stages.Stages.forward_backward
+
+    def wrong(
+        self: stages.Stages, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, valid: float
+    ) -> object:
+        labels = labels.clone()
+        labels[:, -1] = tokens[:, 0]
+        return right(self, tokens, labels, positions, valid)
+
+    stages.Stages.forward_backward = wrong
+
+
+def lose_what_other_ranks_owe_the_keys() -> None:
+    """The gradient of a rank's keys and values holds what its own queries add, and nothing of the others'."""
+    right = kernels.attend_block_backward
+
+    def wrong(*tensors: torch.Tensor, causal: bool) -> tuple[torch.Tensor, ...]:
+        dq, dk, dv = right(*tensors, causal=causal)
+        return (dq, dk, dv) if causal else (dq, dk * 0, dv * 0)
+
+    kernels.attend_block_backward = wrong
+
+
+def untie_the_head() -> None:
+    """Embedding and head part when memory is taken: each is trained with its own gradient."""
+    # The package holds the function compose under the same name as its module.
+    sys.modules["composer3d.parallel.compose"].tie = lambda stage, ties: None
+
+
+def swap_the_middle_stages() -> None:
+    """Of four stages of one layer each, the second and the third run in the other order."""
+    right = stages.Stage.__init__
+
+    def wrong(self: stages.Stage, model: object, blocks: range, **more: object) -> None:
+        start = {1: 2, 2: 1}.get(blocks.start, blocks.start)
+        right(self, model, range(start, start + 1), **more)
+
+    stages.Stage.__init__ = wrong
+
+
+def recompute_with_other_positions() -> None:
+    """Checkpointing computes a block again with positions that are not those of the first time."""
+    right = ac.checkpoint
+
+    def wrong(function: object, h: torch.Tensor, seq: Seq, **more: object) -> torch.Tensor:
+        calls = []
+
+        def run(h: torch.Tensor, seq: Seq) -> torch.Tensor:
+            calls.append(h)
+            return function(h, seq if len(calls) == 1 else Seq(seq.positions_BT.flip(1)))
+
+        return right(run, h, seq, **more)
+
+    ac.checkpoint = wrong
+
+
+def reduce_only_the_last_micro_batch() -> None:
+    """zero 2 reduces, and forgets, what the micro-batches before the last one left."""
+    right = fsdp.begin_micro_batch
+
+    def wrong(stage: object, parallel: object, *, last: bool) -> None:
+        right(stage, parallel, last=last)
+        for unit in fsdp.units(stage):  # their parameters are gathered now: the shards are behind them
+            group = unit._get_fsdp_state()._fsdp_param_group
+            for each in group.fsdp_params if group is not None else ():
+                each.sharded_param.grad = None
+
+    fsdp.begin_micro_batch = wrong

@@ -57,6 +57,16 @@ FAULTS: list[tuple[Callable[[], None], str, str]] = [
     (faults.forget_a_micro_batch, "mesh.tp=2", ""),
     (faults.same_weights_on_every_shard, "mesh.dp_shard=2", ""),
     (faults.train_on_the_same_rows, "mesh.dp_shard=2", ""),
+    (faults.drop_reduce_scatter, "mesh.cp=2", ""),
+    (faults.attend_to_own_tokens, "mesh.cp=2", ""),
+    (faults.cut_the_sequence_contiguously, "mesh.cp=2", ""),
+    (faults.label_before_the_cut_is_lost, "mesh.cp=2", ""),
+    (faults.lose_what_other_ranks_owe_the_keys, "mesh.cp=4", "w[kv]|norm|embed|blocks"),
+    (faults.untie_the_head, "mesh.dp_shard=2 model.tied=true", "embed"),
+    (faults.untie_the_head, "mesh.tp=2 model.tied=true", "embed"),
+    (faults.swap_the_middle_stages, "mesh.pp=2 parallel.schedule=Interleaved1F1B model.n_layers=4", ""),
+    (faults.recompute_with_other_positions, "memory.activation_checkpoint=full", "blocks|first"),
+    (faults.reduce_only_the_last_micro_batch, "mesh.dp_shard=2 parallel.zero=2", ""),
 ]
 
 
