@@ -102,6 +102,14 @@ def _verify(args: argparse.Namespace) -> int:
     )
 
 
+def _prepare(args: argparse.Namespace) -> int:
+    from composer3d.data.prepare import main_prepare
+
+    return main_prepare(
+        source=args.source, out=args.out, tokenizer=args.tokenizer, eod=args.eod, field=args.field, as_json=args.json
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer3d", description="Compose parallelisms for Llama-style models, and prove each composition exact."
@@ -125,6 +133,19 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--steps", metavar="N", type=_count, default=2, help="optimizer steps; default: %(default)s")
     verify.add_argument("--layouts", metavar="FILE", help="prove many: a line of FILE is key=value overrides")
     verify.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+
+    prepare = _command(commands, "prepare", _prepare, 'make token files, for data.source = "tokens"', recipe=False)
+    prepare.add_argument(
+        "source",
+        metavar="SRC",
+        help="a text file, or a folder of them: a document each; or a .jsonl file, or a folder of them: a document a "
+        "line; a folder of both is refused",
+    )
+    prepare.add_argument("-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist")
+    prepare.add_argument("--tokenizer", metavar="FILE|bytes", required=True, help="a tokenizer.json, or plain bytes")
+    prepare.add_argument("--eod", metavar="TOKEN", help="token after each document; default: the tokenizer's usual one")
+    prepare.add_argument("--field", metavar="KEY", help="key of the text in a line of JSONL; default: text")
+    prepare.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser
 
 
@@ -133,12 +154,15 @@ def _command(
     name: str,
     run: Callable[[argparse.Namespace], int],
     does: str,
+    *,
+    recipe: bool = True,
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=does, description=does, allow_abbrev=False)
     command.set_defaults(command=run)
-    command.add_argument(
-        "--set", metavar="TABLE.KEY=VALUE", action="append", default=[], help="override a value; may be repeated"
-    )
+    if recipe:
+        command.add_argument(
+            "--set", metavar="TABLE.KEY=VALUE", action="append", default=[], help="override a value; may be repeated"
+        )
     return command
 
 

@@ -13,18 +13,23 @@ from composer3d.recipe.schema import OptimTable
 def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
     """The learning rate of ``step``, counted from 0: a pure function, so that a resumed run needs no scheduler state.
 
-    Linear warmup that reaches ``lr`` at step warmup - 1, then ``lr`` (constant) or a cosine that reaches ``min_lr`` at
-    step ``decay`` (``total_steps`` where it is absent) and stays there.
+    Linear warmup that reaches ``lr`` at step warmup - 1, then ``lr`` for good (constant), or a decay that reaches
+    ``min_lr`` at step ``decay`` (``total_steps`` where it is absent) and stays there: cosine and linear from the warmup
+    on; wsd (warmup, stable, decay: Hu et al. 2024, "MiniCPM") holds ``lr`` and falls linearly over the last
+    ``decay_steps`` steps (where absent, a tenth of those before its end, as far as the warmup leaves room).
     """
     if step < table.warmup:
         return table.lr * (step + 1) / table.warmup
-    if table.schedule == "constant":
+    start, end = table.warmup, total_steps if table.decay is None else table.decay
+    if table.schedule == "wsd":
+        start = max(start, end - (table.decay_steps or max(1, end // 10)))
+    if table.schedule == "constant" or step < start:
         return table.lr
-    end = total_steps if table.decay is None else table.decay
     if step >= end:
         return table.min_lr
-    progress = (step - table.warmup) / (end - table.warmup)
-    return table.min_lr + 0.5 * (table.lr - table.min_lr) * (1.0 + math.cos(math.pi * progress))
+    progress = (step - start) / (end - start)
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if table.schedule == "cosine" else 1.0 - progress
+    return table.min_lr + (table.lr - table.min_lr) * left
 
 
 def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable) -> torch.optim.AdamW:

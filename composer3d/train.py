@@ -120,9 +120,7 @@ def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
     corpus = open_corpus(data.source, data.path, split="train", field=data.field)
     if not validation.every:
         return corpus, None
-    held_out = open_corpus(
-        data.source, data.path, split="validation", held_out_path=validation.path, field=data.field
-    )
+    held_out = open_corpus(data.source, data.path, split="validation", held_out_path=validation.path, field=data.field)
     return corpus, held_out
 
 
@@ -192,7 +190,7 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
     if lr != progress["lr"] and stages.mesh.rank == 0:
         log.get().warning(
             f"step {step} was taken with a learning rate of {progress['lr']:.3g}, the recipe now gives it {lr:.3g}: "
-            "its schedule has changed (the cosine ends at optim.decay, which is run.steps where it is absent)"
+            "its schedule has changed (the decay ends at optim.decay, which is run.steps where it is absent)"
         )
     log.get().info(f"resumed from {path}: {step} of {recipe.run.steps} steps are done")
     return step

@@ -1,5 +1,7 @@
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer3d.optim import build_optimizer, learning_rate, optimizer_state, set_lr
+from composer3d.recipe.load import load
 from composer3d.recipe.schema import OptimTable
 
 NAMES = ("blocks.0.attn.wq.weight", "blocks.0.attn_norm.weight")
@@ -50,14 +53,47 @@ def _take_steps(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Param
         (OptimTable(lr=1.0, warmup=10), {0: 0.1, 9: 1.0, 10: 1.0, 55: 0.5, 100: 0.0}),
         (OptimTable(lr=1.0, warmup=2, decay=10, min_lr=0.1), {1: 1.0, 2: 1.0, 6: 0.55, 10: 0.1, 50: 0.1}),
         (OptimTable(lr=1.0, warmup=5, decay=5, min_lr=0.1), {4: 1.0, 5: 0.1}),
+        (OptimTable(lr=1.0, schedule="linear"), {0: 1.0, 1: 0.99, 75: 0.25, 100: 0.0, 101: 0.0}),
+        (
+            OptimTable(lr=1.0, schedule="linear", warmup=2, decay=10, min_lr=0.2),
+            {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.9, 6: 0.6, 9: 0.3, 10: 0.2, 99: 0.2},
+        ),
+        (OptimTable(lr=1.0, schedule="linear", warmup=100), {98: 0.99, 99: 1.0, 100: 0.0}),
+        (
+            OptimTable(lr=1.0, schedule="wsd", warmup=10, decay=80, decay_steps=20, min_lr=0.5),
+            {4: 0.5, 9: 1.0, 10: 1.0, 60: 1.0, 61: 0.975, 70: 0.75, 79: 0.525, 80: 0.5, 99: 0.5},
+        ),
+        (OptimTable(lr=1.0, schedule="wsd"), {0: 1.0, 90: 1.0, 91: 0.9, 95: 0.5, 99: 0.1, 100: 0.0}),
+        (OptimTable(lr=1.0, schedule="wsd", decay=5), {0: 1.0, 4: 1.0, 5: 0.0}),  # a tenth, and at least a step
+        (OptimTable(lr=1.0, schedule="wsd", warmup=95), {94: 1.0, 95: 1.0, 96: 0.8, 99: 0.2, 100: 0.0}),
+        (OptimTable(lr=1.0, schedule="wsd", warmup=5, decay=10, decay_steps=5), {5: 1.0, 6: 0.8, 9: 0.2, 10: 0.0}),
     ],
 )
 def test_learning_rate_at_its_corners(table: OptimTable, expected: dict[int, float]) -> None:
     assert {step: learning_rate(step, table, 100) for step in expected} == pytest.approx(expected)
 
 
-def test_learning_rate_never_rises_after_the_warmup() -> None:
-    rates = [learning_rate(step, OptimTable(warmup=10, min_lr=1e-5), 60) for step in range(80)]
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["optim.schedule=wsd", "optim.warmup=5", "optim.decay_steps=15"],  # of 20 steps
+        ["optim.schedule=wsd", "optim.warmup=5", "optim.decay=9", "optim.decay_steps=4"],
+        ["optim.schedule=wsd", "optim.warmup=20"],
+        ["optim.schedule=linear", "optim.warmup=5", "optim.decay=6", "optim.min_lr=1e-3"],
+        ["optim.schedule=constant"],
+    ],
+    ids=" ".join,
+)
+def test_schedules_that_just_fit_are_accepted(root: Path, sets: list[str]) -> None:
+    table = load(root / "recipes" / "debug-1-single.toml", sets).recipe.optim
+    assert all(0 <= learning_rate(step, table, 20) <= table.lr for step in range(25))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_learning_rate_never_rises_after_the_warmup(schedule: Any) -> None:
+    table = OptimTable(schedule=schedule, warmup=10, min_lr=1e-5)
+    rates = [learning_rate(step, table, 60) for step in range(80)]
+    assert rates[60:] == [1e-5] * 20
     assert max(rates) == rates[9] == rates[10]
     assert rates[:10] == sorted(rates[:10])
     assert rates[10:] == sorted(rates[10:], reverse=True)

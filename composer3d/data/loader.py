@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from composer3d.data.sources import Corpus
+from composer3d.data.corpus import Corpus
 from composer3d.errors import DataError
 
 

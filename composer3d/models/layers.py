@@ -3,12 +3,15 @@
 Shapes are in the names: B batch, T sequence, C model width, H query heads, K key-value heads, D head width.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from composer3d.shape import ModelShape
 
 
 class Decoder(nn.Module):
@@ -24,62 +27,133 @@ class Decoder(nn.Module):
     last: nn.Module
 
 
-class Seq(NamedTuple):
-    """What every block must know of the sequence: integer tensors (B, T), cut and moved like tokens."""
+class Rope(NamedTuple):
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), its long wavelengths stretched as in Llama 3.1.
 
-    positions_BT: Tensor  # noqa: N815
+    A pair of numbers turns by theta^(-2i/D) a position. Where it turns fewer than ``low_freq`` times in the ``context``
+    that the model had before, it turns ``factor`` times slower; from ``high_freq`` turns on as before; between them by
+    a mean of both. Hugging Face calls it ``rope_type`` "llama3".
+    """
+
+    width: int  # D
+    theta: float
+    factor: float = 1.0
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    context: int = 8192
+
+    def table(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of ``dtype``, each (B, T, 1, D), as ``rotate`` takes them: the first half of sin is negated.
+
+        Angles are computed in float32 or wider: bfloat16 cannot tell positions above 256 apart.
+        """
+        half, wide = self.width // 2, torch.promote_types(dtype, torch.float32)
+        speed_D = self.theta ** (-torch.arange(half, device=positions_BT.device, dtype=wide) / half)
+        if self.factor != 1:
+            turns_D = speed_D * (self.context / (2 * math.pi))
+            kept_D = ((turns_D - self.low_freq) / (self.high_freq - self.low_freq)).clamp(0, 1)
+            speed_D = speed_D * (kept_D + (1 - kept_D) / self.factor)
+        angle_BT1D = positions_BT.to(wide)[:, :, None, None] * speed_D
+        cos, sin = angle_BT1D.cos().to(dtype), angle_BT1D.sin().to(dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+class Seq:
+    """What every block must know of the sequence, and what blocks share that follows from it alone.
+
+    ``positions_BT``: integers (B, T), cut and moved like tokens. Made anew for each micro-batch.
+    """
+
+    def __init__(self, positions_BT: Tensor) -> None:
+        self.positions_BT = positions_BT
+        self._tables: dict[tuple[Rope, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def table(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``rope.table`` of these positions, computed for the first block that asks.
+
+        No gradient flows through it, so a block that is checkpointed saves alike when it runs again and finds it here.
+        """
+        if (rope, dtype) not in self._tables:
+            self._tables[rope, dtype] = rope.table(self.positions_BT, dtype)
+        return self._tables[rope, dtype]
+
+
+def rotate(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (x[i], x[i + D/2]), the half-split form of Hugging Face, by a ``Rope.table``."""
+    cos_BT1D, sin_BT1D = table
+    return torch.addcmul(x_BTHD * cos_BT1D, x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1), sin_BT1D)
 
 
 Attend = Callable[..., Tensor]
 
 
-def attend_sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: Seq) -> Tensor:
+def attend_sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: Seq, window: int) -> Tensor:
     """Causal attention of whole sequences on one device; the default of the ``attend`` seam.
 
-    Returns (B, H, T, D). H is a multiple of K; head h reads key-value head h // (H / K).
+    Returns (B, H, T, D). H is a multiple of K; head h reads key-value head h // (H / K). A query sees the key at its
+    own place in the row and those at ``window`` - 1 places before it; 0: at all before it.
     """
-    groups = q_BHTD.shape[1] // k_BKTD.shape[1]
-    if groups > 1 and q_BHTD.is_cuda and q_BHTD.dtype not in (torch.bfloat16, torch.float16):
-        # On CUDA only flash takes grouped heads, and flash only half precision: others would build T x T scores.
-        k_BKTD, v_BKTD = (x.repeat_interleave(groups, dim=1) for x in (k_BKTD, v_BKTD))
+    length = q_BHTD.shape[2]
+    if not 0 < window < length:
+        return _sdpa(q_BHTD, k_BKTD, v_BKTD)
+    # Chunks of a window each see themselves and the one before them, so that no T x T scores are made. The first has
+    # none before it; the others are rows of one batch.
+    first = _sdpa(*(x[:, :, :window] for x in (q_BHTD, k_BKTD, v_BKTD)))
+    chunks, spare = -(-length // window), -length % window
+    q, k, v = (F.pad(x, (0, 0, 0, spare)) if spare else x for x in (q_BHTD, k_BKTD, v_BKTD))
+    q = q[:, :, window:].unflatten(2, (chunks - 1, window)).transpose(1, 2).flatten(0, 1)
+    k, v = (x.unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))
+    seen = torch.ones(window, 2 * window, dtype=torch.bool, device=q.device).triu(1).tril(window)
+    rest = _sdpa(q, k, v, seen).unflatten(0, (-1, chunks - 1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat((first, rest[:, :, : length - window]), dim=2)
+
+
+def _sdpa(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seen_TS: Tensor | None = None) -> Tensor:
+    groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+    flash = seen_TS is None and q_BHTD.dtype in (torch.bfloat16, torch.float16)
+    if groups > 1 and q_BHTD.is_cuda and not flash:
+        # On CUDA only flash takes grouped heads, and flash takes no mask and only half precision: others would build
+        # all scores.
+        k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
         groups = 1
-    return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=groups > 1)
-
-
-def rotate(x_BTHD: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) in the half-split form of Hugging Face.
-
-    Angles are computed in float32 or wider, whatever the dtype of ``x_BTHD``: bfloat16 cannot tell positions above 256
-    apart.
-    """
-    half = x_BTHD.shape[-1] // 2
-    wide = torch.promote_types(x_BTHD.dtype, torch.float32)
-    inverse_D = theta ** (-torch.arange(half, device=x_BTHD.device, dtype=wide) / half)
-    angle_BT1D = positions_BT.to(wide)[:, :, None, None] * inverse_D
-    cos, sin = angle_BT1D.cos().to(x_BTHD.dtype), angle_BT1D.sin().to(x_BTHD.dtype)
-    low, high = x_BTHD.split(half, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    return F.scaled_dot_product_attention(
+        q_BHTD, k_BKSD, v_BKSD, attn_mask=seen_TS, is_causal=seen_TS is None, enable_gqa=groups > 1
+    )
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions, no biases."""
+    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, rope_theta: float) -> None:
+    As the shape says: biases of its input projections (Qwen 2), RMSNorm of each head's query and key (Qwen 3,
+    arXiv 2505.09388), a sliding window (Mistral 7B, arXiv 2310.06825). The names of parameters are those of a Llama.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.head_dim = dim // n_heads
-        self.rope_theta = rope_theta
-        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        width, bias = shape.head_width, shape.qkv_bias
+        self.rope = Rope(
+            width,
+            shape.rope_theta,
+            shape.rope_factor,
+            shape.rope_low_freq,
+            shape.rope_high_freq,
+            shape.rope_context,
+        )
+        self.window = shape.window
+        self.wq = nn.Linear(shape.dim, shape.n_heads * width, bias=bias)
+        self.wk = nn.Linear(shape.dim, shape.n_kv_heads * width, bias=bias)
+        self.wv = nn.Linear(shape.dim, shape.n_kv_heads * width, bias=bias)
+        self.wo = nn.Linear(shape.n_heads * width, shape.dim, bias=False)
+        self.q_norm = nn.RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.attend: Attend = attend_sdpa
 
     def forward(self, x_BTC: Tensor, *, seq: Seq) -> Tensor:
         # Heads are counted from what the projections return: under tensor parallelism that is this rank's share.
-        q, k, v = (w(x_BTC).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q = rotate(q, seq.positions_BT, self.rope_theta)
-        k = rotate(k, seq.positions_BT, self.rope_theta)
-        out_BHTD = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq=seq)
+        q, k, v = (w(x_BTC).unflatten(-1, (-1, self.rope.width)) for w in (self.wq, self.wk, self.wv))
+        table = seq.table(self.rope, q.dtype)
+        q, k = rotate(self.q_norm(q), table), rotate(self.k_norm(k), table)
+        out_BHTD = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq=seq, window=self.window)
         return self.wo(out_BHTD.transpose(1, 2).flatten(2))
 
 
@@ -99,14 +173,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder block: ``block(h_BTC, seq) -> h_BTC``."""
 
-    def __init__(
-        self, *, dim: int, n_heads: int, n_kv_heads: int, ffn: int, rope_theta: float, norm_eps: float
-    ) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.attn_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attn = Attention(dim, n_heads, n_kv_heads, rope_theta)
-        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.ffn = FeedForward(dim, ffn)
+        self.attn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attn = Attention(shape)
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.ffn = FeedForward(shape.dim, shape.ffn)
 
     def forward(self, h_BTC: Tensor, seq: Seq) -> Tensor:
         h_BTC = h_BTC + self.attn(self.attn_norm(h_BTC), seq=seq)

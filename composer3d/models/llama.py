@@ -2,7 +2,7 @@
 
 The model contract, which a user's own model may follow as well: a module with ``first``, ``blocks`` and ``last``.
 Parameters keep one global name each whatever the layout: ``first.embed.weight``, ``blocks.7.attn.wq.weight``,
-``last.head.weight``.
+``last.head.weight``; of a tied pair the first counts. Qwen 2 and 3 and Mistral are the same code of another shape.
 """
 
 import torch
@@ -60,21 +60,12 @@ class Llama(Decoder):
         try:
             with torch.device(device):
                 self.first = First(shape.vocab, shape.dim)
-                self.blocks = nn.ModuleDict({str(i): self._block(shape) for i in range(shape.n_layers)})
+                self.blocks = nn.ModuleDict({str(i): Block(shape) for i in range(shape.n_layers)})
                 self.last = Last(shape.vocab, shape.dim, shape.norm_eps)
+                if shape.tied:
+                    self.last.head.weight = self.first.embed.weight
         finally:
             torch.set_default_dtype(default)
-
-    @staticmethod
-    def _block(shape: ModelShape) -> Block:
-        return Block(
-            dim=shape.dim,
-            n_heads=shape.n_heads,
-            n_kv_heads=shape.n_kv_heads,
-            ffn=shape.ffn,
-            rope_theta=shape.rope_theta,
-            norm_eps=shape.norm_eps,
-        )
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor) -> Tensor:
         seq = Seq(positions_BT)

@@ -1,7 +1,7 @@
 """Activation checkpointing: blocks keep their input and compute the rest again in backward.
 
-Chen et al. 2016 (arXiv 1604.06174); selective: Korthikanti et al. 2022 (arXiv 2205.05198). Only the non-reentrant form is
-legal with FSDP hooks and pipeline schedules.
+Chen et al. 2016 (arXiv 1604.06174); selective: Korthikanti et al. 2022 (arXiv 2205.05198). Only the non-reentrant form
+is legal with FSDP hooks and pipeline schedules.
 """
 
 from collections.abc import Callable, Iterable

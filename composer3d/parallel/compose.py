@@ -1,7 +1,6 @@
 """The one place where techniques are composed, in one order, each with the reason for its place."""
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import accumulate
 
 import torch
@@ -118,7 +117,7 @@ def attend_over(stage: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
     if plan.attend is None:
         raise PlanError("the plan names no module that attends, which context parallelism needs; use mesh.cp = 1")
     for name, module in stage.named_modules():
-        if fnmatchcase(name, plan.attend):
+        if plan.attends(name):
             module.attend = cp.ring_attend(group)
 
 

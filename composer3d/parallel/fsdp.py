@@ -5,6 +5,7 @@ by the count of valid tokens of the whole step, so a division by the number of r
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -38,8 +39,8 @@ def apply(
 ) -> None:
     """Shard ``stage`` over the last axis of ``mesh`` and replicate it over the first, where there are two. In place.
 
-    Units: ``first``, every block, ``last``; where ``first`` and ``last`` share a parameter, the stage itself is the unit
-    of both. Parameters become DTensors ``Shard(0)`` over the last axis (before their tp placement) in
+    Units: ``first``, every block, ``last``; where ``first`` and ``last`` share a parameter, the stage itself is the
+    unit of both. Parameters become DTensors ``Shard(0)`` over the last axis (before their tp placement) in
     ``precision.params``; they are gathered in ``precision.compute``, and gradients reduced in ``precision.params``.
     Collectives a unit and step: all-gather of parameters (once, and with ``zero = 3`` again for backward, each
     micro-batch), reduce-scatter of gradients (once, and with ``zero`` 2 and 3 each micro-batch), then all-reduce over
@@ -50,14 +51,16 @@ def apply(
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, precision.computes_in), reduce_dtype=getattr(torch, precision.params)
         )
-    again = parallel.zero == 3
-    wrapped: list[tuple[nn.Module | None, bool]] = [(block, again) for block in blocks]
-    if not _tied(first, last):
+    ends = [] if _tied(first, last) else [first, last]
+    order = [module for module in (*ends[:1], *blocks, *ends[1:]) if module is not None]
+    for module in (*order, stage):
         # Backward starts with `last`: dropping its parameters would only gather them again at once.
-        wrapped = [(first, again), *wrapped, (last, False)]
-    for module, drop in [*wrapped, (stage, False)]:
-        if module is not None:
-            fully_shard(module, mesh=mesh, reshard_after_forward=drop, mp_policy=policy)
+        again = parallel.zero == 3 and module is not last and module is not stage
+        fully_shard(module, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+    # By itself FSDP gathers what ran before a unit in forward: before the first one that is `last`, of the micro-batch
+    # before, for nothing. A unit that names itself gathers nothing more.
+    for earlier, module in zip((*order[:1], *order), order, strict=False):
+        cast(FSDPModule, module).set_modules_to_backward_prefetch([cast(FSDPModule, earlier)])
     for unit in units(stage):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, and a sum is what is wanted

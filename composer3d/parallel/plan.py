@@ -10,7 +10,7 @@ from torch import nn
 from composer3d.errors import PlanError
 
 # How a module is cut over tp; ``tp.py`` says what each means in placements.
-Style = Literal["embedding", "norm", "gather", "column", "row", "head"]
+Style = Literal["embedding", "norm", "head_norm", "gather", "column", "row", "head"]
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,16 @@ class Plan:
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")
         for name, module in model.named_modules():
-            if fnmatchcase(name, self.attend or "") != hasattr(module, "attend"):
+            if self.attends(name) != hasattr(module, "attend"):
                 lines.append(f"module {name!r} must match the plan's attend glob just where it has the seam `attend`")
         if lines:
             raise PlanError(lines)
 
     def style_of(self, name: str) -> Style | None:
         return next((style for glob, style in self.tensor.items() if fnmatchcase(name, glob)), None)
+
+    def attends(self, name: str) -> bool:
+        return self.attend is not None and fnmatchcase(name, self.attend)
 
     def init_of(self, name: str) -> Normal | Constant | None:
         return next((how for glob, how in self.init.items() if fnmatchcase(name, glob)), None)

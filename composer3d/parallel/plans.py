@@ -16,6 +16,7 @@ def llama_plan(shape: ModelShape) -> Plan:
             "blocks.*.attn_norm": "norm",
             "blocks.*.attn": "gather",
             "blocks.*.attn.w[qkv]": "column",
+            "blocks.*.attn.[qk]_norm": "head_norm",
             "blocks.*.attn.wo": "row",
             "blocks.*.ffn_norm": "norm",
             "blocks.*.ffn": "gather",
@@ -26,11 +27,12 @@ def llama_plan(shape: ModelShape) -> Plan:
         },
         init={
             "*norm.weight": Constant(1.0),
+            **({"*.bias": Constant(0.0)} if shape.qkv_bias else {}),
             "blocks.*.attn.wo.weight": Normal(0.02 / (2 * shape.n_layers) ** 0.5),
             "blocks.*.ffn.w2.weight": Normal(0.02 / (2 * shape.n_layers) ** 0.5),
             "*.weight": Normal(0.02),
         },
         attend="blocks.*.attn",
         # Products of matrices and attention cost; norms, rotations and the gate of the ffn are cheap to compute again.
-        save=("aten.mm.default", "aten.addmm.default", "aten._scaled_dot_product_*", "composer3d.ring_attention.default"),
+        save=("aten.mm.*", "aten.addmm.*", "aten._scaled_dot_product_*", "composer3d.ring_attention.*"),
     )

@@ -99,8 +99,8 @@ class Stages:
         """Leave in ``.grad`` the gradient of (sum of the job's token losses) / ``valid_tokens``, reduced over the job.
 
         Args:
-            tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp), this rank's rows of the step
-                and its part of them (``own_tokens``).
+            tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp), this rank's rows of the
+                step and its part of them (``own_tokens``).
             valid_tokens: labels that count, in the whole step over all ranks.
 
         Returns:

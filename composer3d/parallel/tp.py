@@ -150,6 +150,8 @@ def _style(style: Style, parallel: ParallelTable) -> ParallelStyle:
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream, use_local_output=False)
         case "norm":
             return Local(Replicate(), grad=Partial() if sequence else None)
+        case "head_norm":  # of each head alone: a rank sees its heads only, so its gradient is a part of the sum
+            return Local(Replicate(), grad=Partial())
         case "gather":  # one all-gather for all projections that read this input
             return Local(Replicate(), enter=gather_sequence if sequence else sum_gradients)
         case "column":

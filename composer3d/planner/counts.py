@@ -15,15 +15,16 @@ class Parts:
     """Parameters of one shape, by the module that holds them."""
 
     embedding: int  # first.embed: a lookup, no product
-    attention: int  # wq, wk, wv and wo of one block
+    attention: int  # weights of wq, wk, wv and wo of one block
+    biases: int  # of wq, wk and wv of one block
     ffn: int  # w1, w2 and w3 of one block
-    norms: int  # the two norms of one block
+    norms: int  # of one block: its two norms, and those of queries and keys
     last_norm: int
-    head: int
+    head: int  # last.head; 0 where it is the embedding
 
     @property
     def block(self) -> int:
-        return self.attention + self.ffn + self.norms
+        return self.attention + self.biases + self.ffn + self.norms
 
     @property
     def block_matmul(self) -> int:
@@ -33,44 +34,51 @@ class Parts:
 
 def parts(shape: ModelShape) -> Parts:
     """Parameters by part; ``embedding + n_layers * block + last_norm + head`` is the whole model."""
-    kv_dim = shape.n_kv_heads * shape.head_width
+    width = shape.head_width
+    heads = shape.n_heads + 2 * shape.n_kv_heads  # of wq, wk and wv
     return Parts(
         embedding=shape.vocab * shape.dim,
-        attention=2 * shape.dim * shape.dim + 2 * shape.dim * kv_dim,
+        attention=shape.dim * width * (heads + shape.n_heads),
+        biases=heads * width if shape.qkv_bias else 0,
         ffn=3 * shape.dim * shape.ffn,
-        norms=2 * shape.dim,
+        norms=2 * shape.dim + (2 * width if shape.qk_norm else 0),
         last_norm=shape.dim,
-        head=shape.vocab * shape.dim,
+        head=0 if shape.tied else shape.vocab * shape.dim,
     )
 
 
 def parameters(shape: ModelShape) -> int:
-    """Parameters of the whole model; embedding and head are two."""
+    """Parameters of the whole model; embedding and head are two, and one if they are tied."""
     p = parts(shape)
     return p.embedding + shape.n_layers * p.block + p.last_norm + p.head
+
+
+def keys_seen(seq_len: int, window: int = 0) -> float:
+    """Keys that a causal query sees, the mean over a sequence of ``seq_len``: (T + 1) / 2, and less with a window."""
+    width = min(window or seq_len, seq_len)
+    return width - width * (width - 1) / (2 * seq_len)  # all see ``width`` keys, but the first queries lack some
 
 
 def attention_flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = True) -> float:
     """Forward FLOPs of the scores and of the weighted values of one block, for one token of a sequence of ``seq_len``.
 
-    The query of all heads together has ``dim`` numbers. Its products with ``seq_len`` keys take 2 * seq_len * dim, and
-    the weighted sum of as many values the same again: 4 * seq_len * dim. A causal token sees half of the sequence on
-    average ((T + 1) / 2 is taken as T / 2). Fewer key-value heads save memory, no operation.
+    The query of all heads together has n_heads * head_width numbers. Its product with a key takes two operations for
+    each, and the weighted sum of the values the same again. Fewer key-value heads save memory, no operation.
     """
-    return 4.0 * seq_len * shape.dim * (0.5 if causal else 1.0)
+    keys = keys_seen(seq_len, shape.window) if causal else seq_len
+    return 4.0 * keys * shape.n_heads * shape.head_width
 
 
 def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = True) -> float:
     """FLOPs of one training token, forward and backward.
 
-    6 * (parameters that multiply a token) + 12 * n_layers * seq_len * dim, and 6 instead of 12 if causal. A parameter
-    costs 2 FLOPs forward and 4 backward, for the gradients of its input and of itself; attention's two products have
-    two gradients each. The head counts, the lookup of the embedding does not.
+    6 * (parameters that multiply a token) + 12 * n_layers * keys * n_heads * head_width. A parameter costs 2 FLOPs
+    forward and 4 backward, for the gradients of its input and of itself; attention's two products have two gradients
+    each. The head counts, tied or not; the lookup of the embedding does not.
 
     ``causal=False`` is the convention of PaLM (Chowdhery et al. 2022, appendix B: 6N + 12LHQT) and of Megatron-LM
-    (Narayanan et al. 2021, equation 3, less its recomputation), which count masked scores too. ``causal=True``, what
-    composer3d reports, counts what a causal kernel has to do, so that no mask flatters MFU.
+    (Narayanan et al. 2021, equation 3, less its recomputation), which count masked scores too: all ``seq_len`` keys.
+    ``causal=True``, what composer3d reports, counts the keys that are seen, so that no mask flatters MFU.
     """
-    p = parts(shape)
-    matmul = shape.n_layers * p.block_matmul + p.head
+    matmul = shape.n_layers * parts(shape).block_matmul + shape.vocab * shape.dim
     return 6.0 * matmul + 3.0 * shape.n_layers * attention_flops_per_token(shape, seq_len, causal=causal)

@@ -1,4 +1,4 @@
-"""What values of the model, the data and the optimizer must satisfy together: one small function and one row of ``RULES`` for each rule. Pure.
+"""What values of the model, the data and the optimizer must satisfy together. Pure: a function and a row for each rule.
 
 The first key of a row is the one at fault. A function decides by the keys of its row alone, so that none meets a value
 that ``ranges`` has refused already (a zero to divide by).
@@ -11,9 +11,9 @@ from composer3d.recipe.values import divisors, mention, use, value_of
 
 
 def _heads_fill_dim(recipe: Recipe) -> str | None:
-    """The head size is whole, and even: the rotary embedding turns its two halves."""
+    """The head size, where it is not given, is whole, and even: the rotary embedding turns its two halves."""
     dim, heads = recipe.model.dim, recipe.model.n_heads
-    if dim % (2 * heads) == 0:
+    if recipe.model.head_dim is not None or dim % (2 * heads) == 0:
         return None
     legal = divisors(dim // 2) if dim % 2 == 0 else []
     way_out = use(legal, heads) if legal else "use an even model.dim"
@@ -27,6 +27,30 @@ def _kv_heads_serve_heads(recipe: Recipe) -> str | None:
         return None
     wrong = f"{mention(recipe, 'model.n_kv_heads')} must divide {mention(recipe, 'model.n_heads')}"
     return f"{wrong}; {use(divisors(heads), kv_heads)}"
+
+
+def _rope_has_a_middle(recipe: Recipe) -> str | None:
+    if recipe.model.rope_high_freq > recipe.model.rope_low_freq:
+        return None
+    return f"{mention(recipe, 'model.rope_high_freq')} must be above {mention(recipe, 'model.rope_low_freq')}"
+
+
+def _tied_on_one_stage(recipe: Recipe) -> str | None:
+    if not recipe.model.tied or recipe.mesh.pp == 1:
+        return None
+    return (
+        f"{mention(recipe, 'model.tied')} makes the embedding and the head one parameter, but with "
+        f"{mention(recipe, 'mesh.pp')} they are on different stages; use mesh.pp = 1, or model.tied = false"
+    )
+
+
+def _ring_has_no_window(recipe: Recipe) -> str | None:
+    if recipe.mesh.cp == 1 or not 0 < recipe.model.window < recipe.data.seq_len:
+        return None
+    return (
+        f"{mention(recipe, 'model.window')} hides tokens of {mention(recipe, 'data.seq_len')}, and the ring of "
+        f"{mention(recipe, 'mesh.cp')} shows them all; use mesh.cp = 1, or model.window = 0"
+    )
 
 
 def _vocabulary_holds_bytes(recipe: Recipe) -> str | None:
@@ -120,8 +144,11 @@ def _min_lr_is_lower(recipe: Recipe) -> str | None:
 
 
 RULES: tuple[tuple[tuple[str, ...], Callable[[Recipe], str | None]], ...] = (
-    (("model.n_heads", "model.dim"), _heads_fill_dim),
+    (("model.n_heads", "model.dim", "model.head_dim"), _heads_fill_dim),
     (("model.n_kv_heads", "model.n_heads"), _kv_heads_serve_heads),
+    (("model.rope_high_freq", "model.rope_low_freq"), _rope_has_a_middle),
+    (("model.tied", "mesh.pp"), _tied_on_one_stage),
+    (("model.window", "mesh.cp", "data.seq_len"), _ring_has_no_window),
     (("model.vocab", "data.source"), _vocabulary_holds_bytes),
     (("data.source", "data.path"), _source_has_a_path),
     (("validation.every", "data.source", "validation.path"), _held_out_source_has_a_path),

@@ -33,6 +33,13 @@ def _shards(recipe: Recipe, key: str) -> str | None:
     return f"{mention(recipe, key)} must be at least 1, or -1 for what is left of the world"
 
 
+def _head_dim(recipe: Recipe, key: str) -> str | None:
+    width = recipe.model.head_dim
+    if width is None or (width >= 2 and width % 2 == 0):
+        return None
+    return f"{mention(recipe, key)} must be even and at least 2: the rotary embedding turns its two halves"
+
+
 def _betas(recipe: Recipe, key: str) -> str | None:
     if all(0 <= beta < 1 for beta in recipe.optim.betas):
         return None
@@ -58,6 +65,12 @@ RANGES: dict[str, Callable[[Recipe, str], str | None]] = {
     "model.vocab": _at_least(1),
     "model.rope_theta": _above_zero,
     "model.norm_eps": _above_zero,
+    "model.head_dim": _head_dim,
+    "model.window": _at_least(0),
+    "model.rope_factor": _at_least(1),
+    "model.rope_low_freq": _above_zero,
+    "model.rope_high_freq": _above_zero,
+    "model.rope_context": _at_least(1),
     "mesh.pp": _at_least(1),
     "mesh.dp_replicate": _at_least(1),
     "mesh.dp_shard": _shards,

@@ -1,7 +1,9 @@
 """Corpora: what is read, in which order, what is held out, and what is refused."""
 
+import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,3 +129,74 @@ def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Path, "read_bytes", denied)
     with pytest.raises(DataError, match=r"a\.txt: cannot be read: Permission denied"):
         train(tmp_path)
+
+
+def test_jsonl_is_read_line_by_line_in_order_of_relative_path(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "b.jsonl": b'\n{"text": "h\\u00e9", "id": [1]}\r\n  \n{"text": ""}\n{"id": 2, "text": "last line"}',
+            "a/z.jsonl": '\ufeff{"text": "first \U0001f600\\n"}\n'.encode(),
+            "a/notes.txt": b"not this",
+            ".c.jsonl": b'{"text": "nor this"}',
+        },
+    )
+    corpus = open_corpus("jsonl", tmp_path, split="train")
+    assert corpus.tokens.tobytes() == "first \U0001f600\n\0hé\0last line\0".encode()
+    assert corpus.n_documents == 3
+    one = open_corpus("jsonl", None, split="validation", held_out_path=tmp_path / "a" / "z.jsonl")
+    assert one.tokens.tobytes() == "first \U0001f600\n\0".encode()
+    (tmp_path / "t.txt").write_bytes(b"first")
+    write(tmp_path, {"j": b'{"body": "first"}'})  # a file may have any name
+    assert open_corpus("jsonl", tmp_path / "j", split="train", field="body").digest == train(tmp_path / "t.txt").digest
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"plain text", r'not JSON: Expecting value.*; each line must be an object such as \{"body": "\.\.\."\}'),
+        (b'{"body": "a"', "not JSON: "),
+        (b'{"body": "\xff"}', "not JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b"[" * 200_000, "not JSON: "),
+        (b"9" * 5_000, "not JSON: Exceeds the limit"),
+        (b'["body"]', r'must be an object such as \{"body": "\.\.\."\}, got \["body"\]'),
+        (
+            b'{"text": "a", "id": 1}',
+            r'the object has no "body", its keys are "text", "id"; name the key of the text with',
+        ),
+        (b"{}", 'the object has no "body", its keys are none; name'),
+        (b'{"body": null}', '"body" must be a string, got null; mend the line, or name another key with data.field'),
+        (
+            json.dumps({"body": list(range(99))}).encode(),
+            r'"body" must be a string, got \[0, 1, [0-9, ]{50,}\.\.\.; mend',
+        ),
+        (b'{"body": "ab\\ud800"}', '"body" holds half a surrogate pair at character 2, which UTF-8 cannot hold; mend'),
+        (b'{"body": "a\\u0000"}', "byte 0 at offset 1 would end a document there; remove"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_a_line_that_holds_no_text_is_refused_with_its_place(tmp_path: Path, line: bytes, problem: str) -> None:
+    write(tmp_path, {"a.jsonl": b'{"body": "fine"}\n', "b.jsonl": b'{"body": "fine"}\n\n' + line + b"\n"})
+    with pytest.raises(DataError, match=rf"b\.jsonl:3: {problem}") as caught:
+        open_corpus("jsonl", tmp_path, split="train", field="body")
+    assert caught.value.lines[0].startswith(f"{tmp_path / 'b.jsonl'}:3: ")
+    assert len(caught.value.lines) == 1
+    assert len(caught.value.lines[0]) < 500
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "tokens"])
+def test_each_source_says_what_path_it_needs(tmp_path: Path, source: Any) -> None:
+    for path, problem in ((None, r"data\.path is absent: .* needs a"), (tmp_path / "no", "does not exist; give a")):
+        with pytest.raises(DataError, match=problem) as caught:
+            open_corpus(source, path, split="train")
+        assert {"text": "text file", "jsonl": ".jsonl", "tokens": "prepare"}[source] in caught.value.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [({"j/a.txt": b"x"}, "no files found"), ({"j/a.jsonl": b'{"text": ""}\n\n'}, "all 1 files are empty")],
+)
+def test_jsonl_without_text_is_refused(tmp_path: Path, files: dict[str, bytes], problem: str) -> None:
+    write(tmp_path, files)
+    with pytest.raises(DataError, match=rf"/j: no text for corpus .*: {problem}"):
+        open_corpus("jsonl", tmp_path / "j", split="train")

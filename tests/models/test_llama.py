@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from composer3d.models import Llama, Seq
-from composer3d.models.layers import rotate
 from composer3d.models.llama import First, Last
 from composer3d.planner import counts
 from composer3d.shape import IGNORE_INDEX, PRESETS, ModelShape
@@ -51,12 +51,24 @@ def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     return torch.stack([x / math.sqrt((x * x).sum().item() / len(x) + eps) * weight_C for x in x_TC])
 
 
-def turn(x_TD: Tensor, positions_T: Tensor, theta: float) -> Tensor:
-    """The pair (x[i], x[i + D/2]) is turned by position * theta^(-2i/D)."""
+def speed(i: int, shape: ModelShape) -> float:
+    """Radians a position of pair i; branch by branch as Llama 3.1 publishes it."""
+    plain = shape.rope_theta ** (-2 * i / shape.head_width)
+    wavelength = 2 * math.pi / plain
+    if shape.rope_factor == 1 or wavelength < shape.rope_context / shape.rope_high_freq:
+        return plain
+    if wavelength > shape.rope_context / shape.rope_low_freq:
+        return plain / shape.rope_factor
+    smooth = (shape.rope_context / wavelength - shape.rope_low_freq) / (shape.rope_high_freq - shape.rope_low_freq)
+    return (1 - smooth) * plain / shape.rope_factor + smooth * plain
+
+
+def turn(x_TD: Tensor, positions_T: Tensor, shape: ModelShape) -> Tensor:
+    """The pair (x[i], x[i + D/2]) is turned by position * speed."""
     out, width = x_TD.clone(), x_TD.shape[1]
     for t, position in enumerate(positions_T.tolist()):
         for i in range(width // 2):
-            angle = position * theta ** (-2 * i / width)
+            angle = position * speed(i, shape)
             a, b = x_TD[t, i], x_TD[t, i + width // 2]
             out[t, i] = a * math.cos(angle) - b * math.sin(angle)
             out[t, i + width // 2] = a * math.sin(angle) + b * math.cos(angle)
@@ -64,34 +76,56 @@ def turn(x_TD: Tensor, positions_T: Tensor, theta: float) -> Tensor:
 
 
 def reference_logits(weights: dict[str, Tensor], shape: ModelShape, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-    width = shape.dim // shape.n_heads
+    width = shape.head_width
     h_TC = weights["first.embed.weight"][tokens_T]
     for layer in range(shape.n_layers):
         own = {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"blocks.{layer}.")}
         x_TC = rms_norm(h_TC, own["attn_norm.weight"], shape.norm_eps)
         q, k, v = (x_TC @ own[f"attn.w{name}.weight"].T for name in "qkv")
+        if shape.qkv_bias:
+            q, k, v = (x + own[f"attn.w{name}.bias"] for x, name in zip((q, k, v), "qkv", strict=True))
         heads = []
         for head in range(shape.n_heads):
             shared = head // (shape.n_heads // shape.n_kv_heads)
             mine, theirs = (slice(index * width, (index + 1) * width) for index in (head, shared))
-            q_TD = turn(q[:, mine], positions_T, shape.rope_theta)
-            k_TD = turn(k[:, theirs], positions_T, shape.rope_theta)
+            q_TD, k_TD = q[:, mine], k[:, theirs]
+            if shape.qk_norm:
+                q_TD = rms_norm(q_TD, own["attn.q_norm.weight"], shape.norm_eps)
+                k_TD = rms_norm(k_TD, own["attn.k_norm.weight"], shape.norm_eps)
+            q_TD, k_TD = turn(q_TD, positions_T, shape), turn(k_TD, positions_T, shape)
             outs = []
             for t in range(len(tokens_T)):
-                scores = torch.exp(k_TD[: t + 1] @ q_TD[t] / math.sqrt(width))
-                outs.append((scores / scores.sum()) @ v[: t + 1, theirs])
+                seen = slice(max(0, t + 1 - shape.window) if shape.window else 0, t + 1)
+                scores = torch.exp(k_TD[seen] @ q_TD[t] / math.sqrt(width))
+                outs.append((scores / scores.sum()) @ v[seen, theirs])
             heads.append(torch.stack(outs))
         h_TC = h_TC + torch.cat(heads, dim=1) @ own["attn.wo.weight"].T
         x_TC = rms_norm(h_TC, own["ffn_norm.weight"], shape.norm_eps)
         gate_TF = x_TC @ own["ffn.w1.weight"].T
         up_TF = x_TC @ own["ffn.w3.weight"].T
         h_TC = h_TC + (gate_TF / (1 + torch.exp(-gate_TF)) * up_TF) @ own["ffn.w2.weight"].T
-    return rms_norm(h_TC, weights["last.norm.weight"], shape.norm_eps) @ weights["last.head.weight"].T
+    head = weights["first.embed.weight" if shape.tied else "last.head.weight"]
+    return rms_norm(h_TC, weights["last.norm.weight"], shape.norm_eps) @ head.T
 
 
-@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
-def test_llama_is_its_formulas(n_kv_heads: int) -> None:
-    shape = replace(SHAPE, n_kv_heads=n_kv_heads)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n_kv_heads": 1},
+        {"n_kv_heads": 2},
+        {"n_kv_heads": 4},
+        {"head_dim": 10},
+        {"tied": True},
+        {"qk_norm": True},
+        {"qkv_bias": True},
+        {"window": 5},
+        {"rope_factor": 8.0, "rope_context": 40},  # of its three wavelengths one is kept, one stretched, one between
+        {"head_dim": 8, "tied": True, "qk_norm": True, "qkv_bias": True, "window": 3, "rope_factor": 2.0},
+    ],
+    ids=lambda changed: " ".join(changed),
+)
+def test_llama_is_its_formulas(changed: dict[str, Any]) -> None:
+    shape = replace(SHAPE, **changed)
     model = build(shape)
     tokens_BT, labels_BT, positions_BT = rows()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -148,35 +182,59 @@ def test_rotary_positions_are_relative() -> None:
     assert (stretched - base).abs().max().item() > 1e-3
 
 
-def test_bfloat16_keeps_a_wide_loss_and_tells_far_positions_apart() -> None:
+def test_bfloat16_keeps_a_wide_loss() -> None:
     model = Llama(SHAPE, dtype=torch.bfloat16, device="cpu")
     assert torch.get_default_dtype() == torch.float32  # what building changed for a moment
     assert isinstance(model.first, First)
     assert model.first.embed.weight.dtype == torch.bfloat16
     assert model(*rows()).dtype == torch.float32
-    x_BTHD = torch.ones(1, 5, 1, 8, dtype=torch.bfloat16)
-    positions_BT = torch.arange(5)[None] + 8191  # bfloat16 itself would round them to 8192
-    turned = rotate(x_BTHD, positions_BT, theta=1e4)
-    assert turned.dtype == torch.bfloat16
-    exact = rotate(x_BTHD.to(torch.float64), positions_BT, theta=1e4)
-    assert (turned - exact).abs().max().item() < 0.02
 
 
-@pytest.mark.parametrize(
-    ("preset", "billions", "published"),
-    [
-        ("llama3-8b", 8.0, 8_030_261_248),
-        ("llama3-70b", 70.6, 70_553_706_496),
-        ("llama3-405b", 405.9, 405_853_388_800),
-    ],
-)
-def test_presets_have_the_published_parameters_and_meta_holds_none(
-    preset: str, billions: float, published: int
-) -> None:
-    model = Llama(PRESETS[preset])
+def test_tied_embedding_and_head_are_one_parameter() -> None:
+    model = build(replace(SHAPE, tied=True))
+    assert [name for name, _ in model.named_parameters() if "embed" in name or "head" in name] == ["first.embed.weight"]
+    untied = build()
+    weights = {**model.state_dict(), "last.head.weight": model.get_parameter("first.embed.weight")}
+    untied.load_state_dict(weights)
+    for each in (model, untied):
+        each(*rows()).backward()
+    both = untied.get_parameter("first.embed.weight").grad, untied.get_parameter("last.head.weight").grad
+    assert both[0] is not None
+    assert both[1] is not None
+    torch.testing.assert_close(
+        model.get_parameter("first.embed.weight").grad, both[0] + both[1], rtol=1e-12, atol=1e-12
+    )
+
+
+PUBLISHED = {  # the sum of the numel of a published checkpoint, where a tied pair is one
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+def test_every_preset_of_a_published_model_is_counted() -> None:
+    assert set(PRESETS) - set(PUBLISHED) == {"debug-tiny", "debug-small", "debug-bench", "llama-175b"}
+    assert round(counts.parameters(PRESETS["llama-175b"]) / 1e9, 1) == 175.2
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_the_published_parameters_and_meta_holds_none(preset: str) -> None:
+    shape = PRESETS[preset]
+    model = Llama(shape)
     parameters = dict(model.named_parameters())
-    assert sum(parameter.numel() for parameter in parameters.values()) == published
-    assert counts.parameters(PRESETS[preset]) == published
-    assert round(published / 1e9, 1) == billions
+    assert sum(parameter.numel() for parameter in parameters.values()) == PUBLISHED[preset]
+    assert counts.parameters(shape) == PUBLISHED[preset]
     assert all(tensor.is_meta for tensor in (*parameters.values(), *model.buffers()))
-    assert parameters[f"blocks.{PRESETS[preset].n_layers - 1}.attn.wk.weight"].shape == (1024, PRESETS[preset].dim)
+    assert parameters[f"blocks.{shape.n_layers - 1}.attn.wk.weight"].shape == (8 * shape.head_width, shape.dim)

@@ -1,6 +1,7 @@
 """Tensor parallelism: its two collectives are transposes, and a block needs no more of them than the papers say."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from composer3d.recipe.schema import MeshTable, ParallelTable
 from composer3d.shape import ModelShape
 
 SHAPE = ModelShape(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
+HEAD_NORMS = replace(SHAPE, qk_norm=True, qkv_bias=True, head_dim=6)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -86,43 +88,44 @@ def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
     return out, {str(op).rpartition(".")[2].strip("_"): count for op, count in mode.get_comm_counts().items() if count}
 
 
-def run_block(parallel: ParallelTable) -> dict[str, dict[str, int]]:
+def run_block(parallel: ParallelTable, shape: ModelShape = SHAPE) -> dict[str, dict[str, int]]:
     """One block forward and backward on two ranks, held against one process; its collectives by phase."""
     with pool_world() as device:
-        plan, rank = llama_plan(SHAPE), dist.get_rank()
+        plan, rank = llama_plan(shape), dist.get_rank()
         step = StepShape(micro_batch=2, micro_batches=1, seq_len=8)
         mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
-        stages = compose(Llama(SHAPE, dtype=torch.float64), plan, mesh, parallel=parallel, step=step, seed=5)
-        single = Llama(SHAPE, dtype=torch.float64, device="cpu")
+        stages = compose(Llama(shape, dtype=torch.float64), plan, mesh, parallel=parallel, step=step, seed=5)
+        single = Llama(shape, dtype=torch.float64, device="cpu")
         init.initialise(single, plan, 5)
         seq = Seq(torch.arange(8).repeat(2, 1))
-        whole = random(2, 8, SHAPE.dim, seed=1).requires_grad_()
-        cotangent = random(2, 8, SHAPE.dim, seed=2)
+        whole = random(2, 8, shape.dim, seed=1).requires_grad_()
+        cotangent = random(2, 8, shape.dim, seed=2)
         expected = single.blocks["0"](whole, seq)
         expected.backward(cotangent)
 
         mine = slice(4 * rank, 4 * rank + 4) if parallel.sequence_parallel else slice(None)
         h = whole.detach()[:, mine].clone().requires_grad_()
-        out, forward = counted(lambda: stages.module.blocks["0"](h, seq))
+        out, forward = counted(lambda: stages.modules[0].blocks["0"](h, seq))
         _, backward = counted(lambda: out.backward(cotangent[:, mine]))
         _, finish = counted(stages.finish_gradients)
         assert whole.grad is not None
         close(out, expected[:, mine])
         close(h.grad, whole.grad[:, mine])
         wanted = {f"blocks.0.{name}": parameter.grad for name, parameter in single.blocks["0"].named_parameters()}
-        for name, parameter in stages.named_parameters():
-            if name in wanted:
-                assert isinstance(parameter.grad, DTensor), name
-                close(parameter.grad.full_tensor(), wanted[name])
+        found = {name: parameter.grad for name, parameter in stages.named_parameters() if name in wanted}
+        assert len(found) == len(wanted)
+        for name, grad in found.items():
+            assert isinstance(grad, DTensor), name
+            close(grad.full_tensor(), wanted[name])
         return {"forward": forward, "backward": backward, "finish": finish}
 
 
-def placements() -> dict[str, str]:
+def placements(shape: ModelShape) -> dict[str, str]:
     with pool_world() as device:
-        model = Llama(SHAPE)
+        model = Llama(shape)
         mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
         assert mesh.tp is not None
-        tp.apply(model, llama_plan(SHAPE), mesh.tp, ParallelTable())
+        tp.apply(model, llama_plan(shape), mesh.tp, ParallelTable())
         return {
             name: "".join(str(p.dim) if isinstance(p, Shard) else "R" for p in parameter.placements)
             for name, parameter in model.named_parameters()
@@ -167,12 +170,20 @@ def test_block_without_it_reduces_twice(pool: Pool) -> None:
         assert rank["finish"] == {}
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_norms_and_biases_of_heads_have_exact_gradients(pool: Pool, sequence_parallel: bool) -> None:
+    """Each rank has the gradients of its heads only for q_norm and k_norm, whether the sequence is cut or not."""
+    arguments = {"parallel": ParallelTable(sequence_parallel=sequence_parallel), "shape": HEAD_NORMS}
+    for rank in pool.run(run_block, arguments, world_size=2):
+        assert rank["finish"] == {"all_reduce": 4 if sequence_parallel else 2}
+
+
 def total(collectives: dict[str, int], word: str) -> int:
     return sum(count for name, count in collectives.items() if word in name)
 
 
 def test_parameters_are_cut_as_the_plan_says(pool: Pool) -> None:
-    for rank in pool.run(placements, {}, world_size=2):
+    for rank in pool.run(placements, {"shape": SHAPE}, world_size=2):
         assert rank == {
             "first.embed.weight": "0",
             "blocks.0.attn_norm.weight": "R",
@@ -186,6 +197,18 @@ def test_parameters_are_cut_as_the_plan_says(pool: Pool) -> None:
             "blocks.0.ffn.w3.weight": "0",
             "last.norm.weight": "R",
             "last.head.weight": "0",
+        }
+
+
+def test_norms_of_heads_are_replicated_and_biases_cut(pool: Pool) -> None:
+    plain = set(pool.run(placements, {"shape": SHAPE}, world_size=2)[0])
+    for rank in pool.run(placements, {"shape": HEAD_NORMS}, world_size=2):
+        assert {name.removeprefix("blocks.0.attn."): cut for name, cut in rank.items() if name not in plain} == {
+            "wq.bias": "0",
+            "wk.bias": "0",
+            "wv.bias": "0",
+            "q_norm.weight": "R",
+            "k_norm.weight": "R",
         }
 
 

@@ -61,7 +61,9 @@ def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> No
     for table, cls in TABLES.items():
         section = out.split(f"[{table}]\n")[1].split("\n\n")[0].splitlines()
         assert [line.split()[0] for line in section] == list(cls.__dataclass_fields__)
-    assert 'schedule = "1F1B"          "GPipe" or "1F1B"           pipeline schedule, with pp > 1' in out
+    assert (
+        "zero = 3                   0, 1, 2 or 3                0 replicates; 1 gathers once a step; 2 reduces" in out
+    )
 
 
 @pytest.mark.parametrize(

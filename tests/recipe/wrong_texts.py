@@ -31,15 +31,17 @@ TYPES = [
     Wrong(
         "not a choice",
         TINY + '[parallel]\nschedule = "1f1b"\n',
-        ['x.toml:4: \'parallel.schedule\' must be "GPipe" or "1F1B", got "1f1b"'],
+        ['x.toml:4: \'parallel.schedule\' must be "GPipe", "1F1B" or "Interleaved1F1B", got "1f1b"'],
     ),
     Wrong(
         "not a number of choice",
-        TINY + "[parallel]\nzero = 2\n",
-        ["x.toml:4: 'parallel.zero' must be 0, 1 or 3, got 2"],
+        TINY + "[parallel]\nzero = 4\n",
+        ["x.toml:4: 'parallel.zero' must be 0, 1, 2 or 3, got 4"],
     ),
     Wrong(
-        "true is not 1", TINY + "[parallel]\nzero = true\n", ["x.toml:4: 'parallel.zero' must be 0, 1 or 3, got true"]
+        "true is not 1",
+        TINY + "[parallel]\nzero = true\n",
+        ["x.toml:4: 'parallel.zero' must be 0, 1, 2 or 3, got true"],
     ),
     Wrong(
         "short array",
@@ -65,13 +67,19 @@ TYPES = [
         TINY + "mesh = { pp = 1 }\n",
         [
             "x.toml:3: unknown key 'model.mesh'; the keys of [model] are preset, "
-            "dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta, norm_eps"
+            "dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta, norm_eps, head_dim, tied, qk_norm, qkv_bias, "
+            "window, rope_factor, rope_low_freq, rope_high_freq, rope_context"
         ],
     ),
     Wrong(
         "inline table at the top",
         'mesh = { pp = 1, tp = "2" }\n' + TINY,
         ["x.toml:1: 'mesh.tp' must be int, got \"2\""],
+    ),
+    Wrong(
+        "array of any length",
+        TINY + "[parallel]\nstages = [1, 2.5]\n",
+        ["x.toml:4: 'parallel.stages' must be an array of ints, got [1, 2.5]"],
     ),
     Wrong("dotted key", 'mesh.tp = "2"\n' + TINY, ["x.toml:1: 'mesh.tp' must be int, got \"2\""]),
 ]
@@ -122,7 +130,10 @@ SETS = [
     Wrong(
         "set: choice",
         TINY,
-        ['--set parallel.schedule=gpipe: \'parallel.schedule\' must be "GPipe" or "1F1B", got "gpipe"'],
+        [
+            '--set parallel.schedule=gpipe: \'parallel.schedule\' must be "GPipe", "1F1B" or "Interleaved1F1B", '
+            'got "gpipe"'
+        ],
         ("parallel.schedule=gpipe",),
     ),
     Wrong(

@@ -1,6 +1,8 @@
 """Recipes that can be read but break a rule, alone or several at once."""
 
 from wrong import PRESETS, TINY, Wrong, shape
+from wrong_data import DATA, RUN
+from wrong_layouts import LAYOUTS
 
 MODEL = [
     Wrong(
@@ -47,6 +49,45 @@ MODEL = [
         ["x.toml:5: model.n_kv_heads = 3 must divide model.n_heads = 4 (x.toml:4); use 1, 2 or 4"],
     ),
     Wrong("no heads", shape(n_heads=0), ["x.toml:4: model.n_heads = 0 must be at least 1"]),
+    Wrong(
+        "odd head_dim",
+        shape(n_heads=12, n_kv_heads=3, head_dim=15),  # heads need not fill dim, where their width is given
+        ["x.toml:8: model.head_dim = 15 must be even and at least 2: the rotary embedding turns its two halves"],
+    ),
+    Wrong(
+        "rope and window",
+        TINY + "window = -1\nrope_factor = 0.5\nrope_low_freq = 0\nrope_high_freq = -1\nrope_context = 0\n",
+        [
+            "x.toml:3: model.window = -1 must be at least 0",
+            "x.toml:4: model.rope_factor = 0.5 must be at least 1",
+            "x.toml:5: model.rope_low_freq = 0.0 must be above 0",
+            "x.toml:6: model.rope_high_freq = -1.0 must be above 0",
+            "x.toml:7: model.rope_context = 0 must be at least 1",
+        ],
+    ),
+    Wrong(
+        "rope without a middle",
+        TINY + "rope_low_freq = 4\n",
+        [
+            "x.toml:2: model.rope_high_freq = 4.0 must be above model.rope_low_freq = 4.0 (x.toml:3)",
+        ],
+    ),
+    Wrong(
+        "tied over stages",
+        TINY + "tied = true\n[mesh]\npp = 2\n",
+        [
+            "x.toml:3: model.tied = true makes the embedding and the head one parameter, but with mesh.pp = 2 "
+            "(x.toml:5) they are on different stages; use mesh.pp = 1, or model.tied = false"
+        ],
+    ),
+    Wrong(
+        "window in a ring",
+        TINY + "window = 15\n[mesh]\ncp = 2\n[data]\nseq_len = 16\n",
+        [
+            "x.toml:3: model.window = 15 hides tokens of data.seq_len = 16 (x.toml:7), and the ring of mesh.cp = 2 "
+            "(x.toml:5) shows them all; use mesh.cp = 1, or model.window = 0"
+        ],
+    ),
     Wrong(
         "small vocab",
         shape(vocab=255),
@@ -101,11 +142,6 @@ MESH = [
             "x.toml:4: mesh.pp = 0 must be at least 1",
             "x.toml:5: mesh.dp_shard = 0 must be at least 1, or -1 for what is left of the world",
         ],
-    ),
-    Wrong(
-        "cp",
-        TINY + "[mesh]\ncp = 2\n",
-        ["x.toml:4: mesh.cp = 2 is refused: context parallelism is not in this version; use 1"],
     ),
     Wrong(
         "world",
@@ -196,146 +232,6 @@ BATCH = [
     ),
 ]
 
-RUN = [
-    Wrong("steps", TINY + "[run]\nsteps = 0\n", ["x.toml:4: run.steps = 0 must be at least 1"]),
-    Wrong("seed", TINY + "[run]\nseed = -1\n", ["x.toml:4: run.seed = -1 must be at least 0"]),
-    Wrong(
-        "name",
-        TINY,
-        [
-            '--set run.name=a/b: run.name = "a/b" names the folder of the run: it must not be empty, . or .., '
-            "nor hold / or \\"
-        ],
-        ("run.name=a/b",),
-    ),
-    Wrong(
-        "no name",
-        TINY + '[run]\nname = ""\n',
-        ['x.toml:4: run.name = "" names the folder of the run: it must not be empty, . or .., nor hold / or \\'],
-    ),
-    Wrong(
-        "lr",
-        TINY + "[optim]\nlr = 0\n",
-        [
-            "x.toml:4: optim.lr = 0.0 must be above 0",
-        ],
-    ),
-    Wrong(
-        "min_lr",
-        TINY + "[optim]\nmin_lr = 1e-3\n",
-        ["x.toml:4: optim.min_lr = 0.001 must be at most optim.lr = 0.0003 (default)"],
-    ),
-    Wrong(
-        "betas",
-        TINY + "[optim]\nbetas = [0.9, 1]\n",
-        ["x.toml:4: optim.betas = [0.9, 1.0] must both be at least 0 and below 1"],
-    ),
-    Wrong(
-        "optimizer signs",
-        TINY + "[optim]\neps = 0\nweight_decay = -0.1\nclip = -1\nwarmup = -1\nmin_lr = -1\n",
-        [
-            "x.toml:4: optim.eps = 0.0 must be above 0",
-            "x.toml:5: optim.weight_decay = -0.1 must be at least 0",
-            "x.toml:6: optim.clip = -1.0 must be at least 0",
-            "x.toml:7: optim.warmup = -1 must be at least 0",
-            "x.toml:8: optim.min_lr = -1.0 must be at least 0",
-        ],
-    ),
-    Wrong(
-        "warmup",
-        TINY + "[optim]\nwarmup = 11\n[run]\nsteps = 10\n",
-        ["x.toml:4: optim.warmup = 11 must be at most run.steps = 10 (x.toml:6)"],
-    ),
-    Wrong(
-        "decay",
-        TINY + "[optim]\nwarmup = 10\ndecay = 10\n",
-        ["x.toml:5: optim.decay = 10 must be above optim.warmup = 10 (x.toml:4): the cosine starts there"],
-    ),
-    Wrong(
-        "counts",
-        TINY + "[checkpoint]\nkeep = 0\nevery = -1\n[metrics]\nevery = 0\n[validation]\nsteps = 0\nevery = -2\n",
-        [
-            "x.toml:5: checkpoint.every = -1 must be at least 0",
-            "x.toml:4: checkpoint.keep = 0 must be at least 1",
-            "x.toml:7: metrics.every = 0 must be at least 1",
-            "x.toml:10: validation.every = -2 must be at least 0",
-            "x.toml:9: validation.steps = 0 must be at least 1",
-        ],
-    ),
-]
-
-TEXT = TINY + '[data]\nsource = "text"\npath = "t"\nseq_len = 8\n'  # the path is on line 5
-DATA = [
-    Wrong(
-        "text without path",
-        TINY + '[data]\nsource = "text"\n',
-        ['x.toml:4: data.source = "text" needs data.path: a text file, or a folder of them'],
-    ),
-    Wrong(
-        "python with path",
-        TINY + '[data]\npath = "t"\n',
-        [
-            'x.toml:4: data.path = "t" is not read with data.source = "python" (default); remove it, or use '
-            'data.source = "text"'
-        ],
-    ),
-    Wrong(
-        "validation without path",
-        {"x.toml": TEXT + "[validation]\nevery = 5\n", "t": "some words"},
-        [
-            'x.toml:8: validation.every = 5 with data.source = "text" (x.toml:4) needs validation.path: '
-            "held-out text, a file or "
-            "a folder; give it, or use validation.every = 0"
-        ],
-    ),
-    Wrong(
-        "validation path for python",
-        TINY + '[validation]\npath = "t"\n',
-        [
-            'x.toml:4: validation.path = "t" is not read with data.source = "python" (default); remove it, or use '
-            'data.source = "text"'
-        ],
-    ),
-    Wrong(
-        "no such text",
-        TEXT,
-        [
-            'x.toml:5: data.path = "t" does not exist; give a text file or a folder of them, relative to the '
-            "working directory"
-        ],
-    ),
-    Wrong(
-        "short text",
-        {"x.toml": TEXT, "t/a": "1234", "t/b/c": "5678", "t/.hidden": "90", "t/.git/x": "1"},
-        [
-            'x.toml:5: data.path = "t" holds 8 bytes, and must hold more than data.seq_len = 8; give more text '
-            "or shorter samples"
-        ],
-    ),
-    Wrong(
-        "empty texts",
-        {"x.toml": TEXT, "t/a": "", "t/.b": "some words"},
-        ['x.toml:5: data.path = "t" holds no text: no file in it that is not hidden has a byte'],
-    ),
-    Wrong(
-        "no held-out text",
-        {"x.toml": TEXT + '[validation]\npath = "v"\n', "t": "some words"},
-        [
-            'x.toml:8: validation.path = "v" does not exist; give a text file or a folder of them, relative to '
-            "the working directory"
-        ],
-    ),
-    Wrong(
-        "resume",
-        TINY + '[checkpoint]\nresume = "runs/none"\n',
-        [
-            'x.toml:4: checkpoint.resume = "runs/none" is no folder; use "auto", "none" or the folder of a '
-            "checkpoint, relative to "
-            "the working directory"
-        ],
-    ),
-]
-
 SEVERAL = [
     Wrong(
         "one of each",
@@ -371,4 +267,4 @@ SEVERAL = [
 ]
 
 
-ALL = MODEL + MESH + BATCH + RUN + DATA + SEVERAL
+ALL = MODEL + MESH + LAYOUTS + BATCH + RUN + DATA + SEVERAL

@@ -1,0 +1,24 @@
+"""What training reads: one array of tokens."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+END_OF_DOCUMENT = 0  # of tokens that are bytes; token files name their own
+VOCAB_SIZE = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """All tokens of one split.
+
+    ``tokens``: 1-D, read-only; each document is followed by one end-of-document token. uint8 in memory, or
+    little-endian uint16 or uint32 in a memory-mapped file.
+    ``digest``: hexadecimal, of the tokens; two corpora with one digest hold the same tokens.
+    ``name``: says in messages which corpus this is.
+    """
+
+    tokens: np.ndarray
+    digest: str
+    n_documents: int
+    name: str

@@ -1,0 +1,121 @@
+"""From documents to tokens: bytes as they are, or a ``tokenizer.json`` of Hugging Face's ``tokenizers``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from composer3d.data.corpus import END_OF_DOCUMENT, VOCAB_SIZE
+from composer3d.data.documents import Document, refuse_end_of_document
+from composer3d.data.tokens import digest_of
+from composer3d.errors import DataError
+from composer3d.recipe.values import either
+
+# The first that a vocabulary has ends its documents: what pretraining used comes before what chats do.
+_USUAL_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>", "[EOS]")
+
+
+class Tokenizer(Protocol):
+    """``vocab``: above every token. ``end``: the token after each document, which no text holds.
+
+    ``digest`` and ``content`` are of the ``tokenizer.json``, None for bytes.
+    """
+
+    name: str
+    vocab: int
+    end: int
+    dtype: np.dtype[Any]  # of the tokens: the smaller of little-endian uint16 and uint32 that holds vocab
+    digest: str | None
+    content: bytes | None
+
+    def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of all documents, 1-D of ``dtype``, with ``end`` after each; how many are of each, int64.
+
+        Raises DataError, naming the document, where its text is not what the tokenizer takes, or holds ``end``.
+        """
+        ...
+
+
+def open_tokenizer(name: str, end: str | None) -> Tokenizer:
+    """``bytes``, or the path of a ``tokenizer.json``. ``end`` names the end-of-document token of the latter.
+
+    Raises DataError where the file cannot be read or no token ends documents.
+    """
+    if name != "bytes":
+        return _FromFile(name, end)
+    if end is not None:
+        raise DataError(f"--eod {end} is not read with --tokenizer bytes, where byte 0 ends a document; remove it")
+    return _Bytes()
+
+
+class _Bytes:
+    name, vocab, end = "bytes", VOCAB_SIZE, END_OF_DOCUMENT
+    dtype = np.dtype("<u2")
+    digest: str | None = None
+    content: bytes | None = None
+
+    def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
+        for document in documents:
+            refuse_end_of_document(document)
+        joined = b"".join(text + b"\0" for _, text, _ in documents)
+        lengths = np.array([len(text) + 1 for _, text, _ in documents], dtype=np.int64)
+        return np.frombuffer(joined, dtype=np.uint8).astype(self.dtype), lengths
+
+
+class _FromFile:
+    def __init__(self, path: str, end: str | None) -> None:
+        import tokenizers
+
+        self.name = path
+        try:
+            content = Path(path).read_bytes()
+            coder = tokenizers.Tokenizer.from_buffer(content)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise DataError(f"--tokenizer {path}: {reason}; give bytes, or the path of a tokenizer.json") from None
+        coder.no_truncation()
+        coder.no_padding()
+        coder.encode_special_tokens = True  # "</s>" in a text is text: only prepare ends a document
+        known = coder.get_vocab(with_added_tokens=True)
+        ends = (end,) if end is not None else _USUAL_ENDS
+        self.end_name = next((each for each in ends if each in known), None)
+        if self.end_name is None:
+            raise DataError(
+                f"--tokenizer {path}: it has no {either(list(ends))} to end a document; name a token of it with --eod"
+            )
+        self.vocab = max(known.values()) + 1  # not their number: ids may have gaps
+        self.end = known[self.end_name]
+        self.dtype = np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
+        self.content: bytes | None = content
+        self.digest: str | None = digest_of(content)
+        self._coder = coder
+
+    def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
+        encodings = self._coder.encode_batch_fast(list(map(_decoded, documents)), add_special_tokens=False)
+        tokens: list[int] = []
+        lengths = np.empty(len(documents), dtype=np.int64)
+        for row, encoding in enumerate(encodings):
+            tokens += encoding.ids
+            tokens.append(self.end)
+            lengths[row] = len(encoding) + 1
+        array = np.array(tokens, dtype=self.dtype)
+        ends_at = np.flatnonzero(array == self.end)
+        if len(ends_at) > len(documents):
+            stops = np.cumsum(lengths) - 1
+            row = int(np.searchsorted(stops, np.setdiff1d(ends_at, stops)[0]))
+            raise DataError(
+                f"{documents[row].place}: the text holds {self.end_name}, which would end a document there; "
+                "name another token with --eod, or take the document away"
+            )
+        return array, lengths
+
+
+def _decoded(document: Document) -> str:
+    try:
+        return document.text.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{document.place}: byte 0x{document.text[error.start]:02x} at offset {error.start} is not UTF-8; "
+            "convert the file, move it away if it is not text, or use --tokenizer bytes"
+        ) from None

@@ -1,0 +1,86 @@
+"""Attention of a block of queries to a block of key-values, with what a ring needs of it: each row's logsumexp.
+
+A block's backward takes the output and logsumexp of the whole row, of which the block may be a part: with these two,
+the block's share of all gradients follows from the block alone (Dao et al. 2022, FlashAttention, arXiv 2205.14135).
+
+Shapes: queries, ``out`` and their gradients (B, H, T, D), key-values (B, K, S, D), ``lse`` (B, H, T); H is a multiple
+of K and head h reads key-value head h // (H / K). Causal blocks are square. ``lse`` is in ``wide(dtype)``, the rest in
+the dtype of the queries. No collectives.
+"""
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over blocks are kept in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of this block alone; the last dimension of all inputs is contiguous."""
+    if not q.is_cuda:
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if _flash_takes(q):
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    return attend_plainly(q, k, v, causal=causal)
+
+
+def attend_block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's share of the gradients of q, k and v.
+
+    Args:
+        grad: of ``out``.
+        out, lse: of the whole rows, not of this block.
+    """
+    if not q.is_cuda:
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+    if _flash_takes(q):
+        # No cumulative lengths: rows are not packed. Without dropout the state of the generator is not read.
+        lengths, generator = (None, None, q.shape[2], k.shape[2]), (lse, lse)
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *generator
+        )
+    return attend_plainly_backward(grad, q, k, v, out, lse, causal=causal)
+
+
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """``attend_block`` with all scores in memory: for CUDA where flash does not go, and to test the others against."""
+    scores = _scores(q, k, causal)
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = (scores - lse).exp() @ _grouped(v, v)
+    return out.flatten(1, 2).to(q.dtype), lse.squeeze(-1).flatten(1, 2)
+
+
+def attend_plainly_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``attend_block_backward`` with all scores in memory."""
+    g, o, queries = (_grouped(x, k) for x in (grad, out, q))
+    keys, values = _grouped(k, k), _grouped(v, v)
+    weights = (_scores(q, k, causal) - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()
+    dscores = weights * (g @ values.mT - (g * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    dq = (dscores @ keys).flatten(1, 2)
+    dk, dv = (dscores.mT @ queries).sum(2), (weights.mT @ g).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _flash_takes(q: Tensor) -> bool:
+    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _grouped(x: Tensor, kv: Tensor) -> Tensor:
+    """(B, K, heads / K, T, D) in the wide dtype: the heads of ``x`` beside the key-value head that they read."""
+    return x.to(wide(x.dtype)).unflatten(1, (kv.shape[1], -1))
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = _grouped(q, k) @ _grouped(k, k).mT * q.shape[-1] ** -0.5
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores

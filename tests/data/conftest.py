@@ -1,0 +1,28 @@
+"""A small tokenizer, and text in several alphabets for it."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of about 400 tokens as a tokenizer.json that cuts and pads, which prepare must not do."""
+    coder = Tokenizer(models.BPE())
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    coder.decoder = decoders.ByteLevel()
+    text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<pad>", END], initial_alphabet=alphabet, show_progress=False
+    )
+    coder.train_from_iterator([text], trainer)
+    coder.enable_truncation(5)
+    coder.enable_padding(length=7)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    coder.save(str(path))
+    return path

@@ -1,0 +1,285 @@
+"""Token files: what goes in comes back, in bounded memory, and what is interrupted leaves nothing behind."""
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from composer3d import cli
+from composer3d.data import open_corpus, prepare
+
+END = "<|endoftext|>"
+TEXTS = ["def f(x):\r\n\treturn x\n", "héllo 日本語 😀\x00", f"it says {END} and <pad>", " ", "parser = " * 50]
+FILES = {"a.txt": TEXTS[0], "b/c.md": TEXTS[1], "b.d": TEXTS[2], "e": TEXTS[3], "f": TEXTS[4], "empty": ""}
+IN_ORDER = [TEXTS[0], TEXTS[2], TEXTS[1], TEXTS[3], TEXTS[4]]  # of relative paths: "." sorts before "/"
+
+
+def write_texts(folder: Path) -> Path:
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text.encode())
+    return folder
+
+
+def write_lines(file: Path, texts: list[str], field: str = "text") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n\n".join(json.dumps({"id": 1, field: text}) for text in texts) + "\n")
+    return file
+
+
+def run(capsys: pytest.CaptureFixture[str], source: Path, out: Path, *more: str) -> dict[str, Any]:
+    assert cli.main(["prepare", str(source), "-o", str(out), "--json", *more]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def refused(capsys: pytest.CaptureFixture[str], source: Path, out: Path, *more: str) -> str:
+    """The one line that refuses it; nothing is left beside the source."""
+    before = sorted(out.parent.iterdir())
+    assert cli.main(["prepare", str(source), "-o", str(out), *more]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert sorted(out.parent.iterdir()) == before
+    (line,) = shown.err.splitlines()
+    return line
+
+
+def documents_of(folder: Path) -> list[np.ndarray]:
+    """Cut where documents.bin says, each without its last token, which must be the end of a document."""
+    manifest = json.loads((folder / "tokens.json").read_text())
+    tokens = np.fromfile(folder / "tokens.bin", dtype=manifest["dtype"])
+    starts = np.fromfile(folder / "documents.bin", dtype="<i8")
+    assert (starts[0], starts[-1]) == (0, len(tokens))
+    assert len(tokens) == manifest["tokens"]
+    assert set(tokens[starts[1:] - 1]) == {manifest["end_of_document"]}
+    assert np.count_nonzero(tokens == manifest["end_of_document"]) == manifest["documents"] == len(starts) - 1
+    return [tokens[start : stop - 1] for start, stop in pairwise(starts)]
+
+
+@pytest.mark.parametrize("kind", ["texts", "file", "lines", "folder of lines"])
+def test_tokens_decode_to_the_source(
+    tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_BYTES", 30)  # several batches of several documents
+    source, expected = write_texts(tmp_path / "in"), IN_ORDER
+    if kind == "file":
+        source, expected = source / "b" / "c.md", [TEXTS[1]]
+    elif kind == "lines":
+        source, expected = write_lines(tmp_path / "x.jsonl", [*TEXTS, ""]), TEXTS
+    elif kind == "folder of lines":
+        write_lines(tmp_path / "j" / "b.jsonl", TEXTS[:2])
+        write_lines(tmp_path / "j" / "a" / "z.jsonl", TEXTS[2:])
+        write_lines(tmp_path / "j" / ".hidden.jsonl", ["no"])
+        source, expected = tmp_path / "j", TEXTS[2:] + TEXTS[:2]
+    answer = run(capsys, source, tmp_path / "out", "--tokenizer", str(bpe))
+    coder = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    decoded = [coder.decode(ids.tolist(), skip_special_tokens=False) for ids in documents_of(tmp_path / "out")]
+    assert decoded == expected
+    assert answer["end_of_document"] == coder.token_to_id(END) == 1
+    assert (answer["vocab"], answer["dtype"]) == (coder.get_vocab_size(), "uint16")
+    assert (answer["documents"], answer["tokens"]) == (
+        len(expected),
+        sum(map(len, documents_of(tmp_path / "out"))) + len(expected),
+    )
+    assert sorted(path.name for path in tmp_path.iterdir() if "tmp" in path.name) == []
+
+
+def test_bytes_are_the_tokens_of_the_sources_that_are_read_as_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [text.replace("\0", "") for text in TEXTS]
+    lines = write_lines(tmp_path / "x.jsonl", texts, "body")
+    direct = open_corpus("jsonl", lines, split="train", field="body")
+    assert direct.tokens.tobytes() == b"".join(text.encode() + b"\0" for text in texts)
+    answer = run(capsys, lines, tmp_path / "out", "--tokenizer", "bytes", "--field", "body")
+    corpus = open_corpus("tokens", tmp_path / "out", split="train")
+    assert isinstance(corpus.tokens.base, np.memmap) or isinstance(corpus.tokens, np.memmap)
+    assert not corpus.tokens.flags.writeable
+    assert np.array_equal(corpus.tokens, direct.tokens)
+    assert corpus.n_documents == direct.n_documents == answer["documents"] == 5
+    assert answer["vocab"] == 256
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"</s>": 0, "<eos>": 3, "low": 65_535, "high": 65_536}
+    Tokenizer(models.WordLevel(words, unk_token="</s>")).save(str(tmp_path / "t.json"))
+    (tmp_path / "a").write_text("high")
+    answer = run(capsys, tmp_path / "a", tmp_path / "out", "--tokenizer", str(tmp_path / "t.json"))
+    assert (answer["vocab"], answer["dtype"], answer["end_of_document"]) == (65_537, "uint32", 0)
+    assert np.fromfile(tmp_path / "out" / "tokens.bin", dtype="<u4").tolist() == [65_536, 0]
+    assert open_corpus("tokens", tmp_path / "out", split="train").tokens.tolist() == [65_536, 0]
+    del words["high"]
+    Tokenizer(models.WordLevel(words, unk_token="</s>")).save(str(tmp_path / "t.json"))
+    (tmp_path / "a").write_text("low")
+    named = ["--eod", "<eos>", "--tokenizer", str(tmp_path / "t.json")]
+    answer = run(capsys, tmp_path / "a", tmp_path / "small", *named)
+    assert (answer["vocab"], answer["dtype"], answer["end_of_document"]) == (65_536, "uint16", 3)
+    assert open_corpus("tokens", tmp_path / "small", split="train").tokens.tolist() == [65_535, 3]
+
+
+def test_the_same_source_gives_the_same_digest(
+    tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = write_lines(tmp_path / "x.jsonl", TEXTS)
+    digests = []
+    for out, batch in (("a", 1), ("b", 1000)):
+        monkeypatch.setattr(prepare, "_BATCH_BYTES", batch)
+        run(capsys, lines, tmp_path / out, "--tokenizer", str(bpe))
+        digests.append(open_corpus("tokens", tmp_path / out, split="train").digest)
+    run(capsys, write_lines(tmp_path / "y.jsonl", TEXTS[1:]), tmp_path / "c", "--tokenizer", str(bpe))
+    assert digests[0] == digests[1] != open_corpus("tokens", tmp_path / "c", split="train").digest
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("crash"), OSError(28, "No space left on device")])
+def test_what_is_interrupted_leaves_nothing_and_starts_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    source, out = write_texts(tmp_path / "in"), tmp_path / "new" / "out"
+    (source / "b" / "c.md").unlink()
+    whole = prepare.text_documents
+
+    def interrupted(files: list[Path]) -> Iterator[Any]:
+        documents = whole(files)
+        yield next(documents)
+        assert [path.name.startswith("out.tmp-") for path in out.parent.iterdir()] == [True]
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_BATCH_BYTES", 1)
+        patch.setattr(prepare, "text_documents", interrupted)
+        arguments = ["prepare", str(source), "-o", str(out), "--tokenizer", "bytes"]
+        if isinstance(error, RuntimeError):
+            with pytest.raises(RuntimeError, match="crash"):
+                cli.main(arguments)
+        else:
+            assert cli.main(arguments) == (2 if isinstance(error, OSError) else 130)
+            said = capsys.readouterr().err
+            assert said == (
+                ""
+                if error is KeyboardInterrupt
+                else f"{out} cannot be written: No space left on device; free space, or give another -o\n"
+            )
+    assert list(out.parent.iterdir()) == []
+    left = out.parent / "out.tmp-killed"  # as SIGKILL leaves it
+    left.mkdir()
+    assert cli.main(arguments) == 0
+    assert f"{left} is left of a prepare that was killed" in capsys.readouterr().err
+    assert open_corpus("tokens", out, split="train").n_documents == 4
+
+
+def test_what_is_there_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_lines(tmp_path / "x.jsonl", ["a"])
+    run(capsys, source, tmp_path / "out", "--tokenizer", "bytes")
+    said = refused(capsys, source, tmp_path / "out", "--tokenizer", "bytes")
+    assert said == f"{tmp_path / 'out'} exists; remove it, or give another -o"
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert "exists" in refused(capsys, source, tmp_path / "dangling", "--tokenizer", "bytes")
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "said"),
+    [
+        ({}, [], "in does not exist; give a text file, a .jsonl file or a folder of one kind"),
+        ({"in/.a": b"x"}, [], "in: no files found; give a path that holds text"),
+        ({"in/a": b"", "in/b": b""}, [], "in: all files are empty; give a path that holds text"),
+        (
+            {"in/a.jsonl": b"{}", "in/README": b"x"},
+            [],
+            r"in holds JSONL, such as \S+a.jsonl, and other files, such as \S+README;",
+        ),
+        (
+            {"in/a": b"x"},
+            ["--field", "body"],
+            r"--field body is not read with text, and \S+/in/a is no .jsonl file; remove it",
+        ),
+        (
+            {"in/a": b"x"},
+            ["--eod", "</s>"],
+            "--eod </s> is not read with --tokenizer bytes, where byte 0 ends a document;",
+        ),
+        ({"in/a": b"x\0y"}, [], "in/a: byte 0 at offset 1 would end a document there;"),
+        ({"in/a.jsonl": b'\n{"text": "a\\u0000"}'}, [], "in/a.jsonl:2: byte 0 at offset 1 would end a document there;"),
+        (
+            {"in/a.jsonl": b'{"body": "a"}'},
+            [],
+            'in/a.jsonl:1: the object has no "text", its keys are "body"; name the key',
+        ),
+        (
+            {"in/a": b"x"},
+            ["--tokenizer", "no.json"],
+            "--tokenizer no.json: No such file or directory; give bytes, or the path",
+        ),
+        (
+            {"in/a": b"x"},
+            ["--tokenizer", __file__],
+            r"--tokenizer \S+: Cannot instantiate Tokenizer from buffer: .*; give bytes",
+        ),
+        (
+            {"in/a": b"x"},
+            ["--tokenizer", "BPE", "--eod", "</s>"],
+            r"--tokenizer \S+: it has no </s> to end a document; name a",
+        ),
+        (
+            {"in/a": b"fine", "in/b": b"ab\xff"},
+            ["--tokenizer", "BPE"],
+            "in/b: byte 0xff at offset 2 is not UTF-8; convert",
+        ),
+        (
+            {"in/a.jsonl": b'{"text": "no"}\n{"text": "x q"}\n{"text": "so"}'},
+            ["--tokenizer", "BPE", "--eod", "q"],
+            "in/a.jsonl:2: the text holds q, which would end a document there; name another token",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_prepared_is_refused(
+    tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str], files: dict[str, bytes], more: list[str], said: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    more = [str(bpe) if each == "BPE" else each for each in more]
+    more = more if "--tokenizer" in more else [*more, "--tokenizer", "bytes"]
+    assert re.search(said, refused(capsys, tmp_path / "in", tmp_path / "out", *more))
+
+
+def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Tokenizer(models.WordLevel({"a": 0, "q": 1}, unk_token="q")).save(str(tmp_path / "t.json"))
+    (tmp_path / "a").write_text("a")
+    said = refused(capsys, tmp_path / "a", tmp_path / "out", "--tokenizer", str(tmp_path / "t.json"))
+    assert "it has no <|end_of_text|>, <|endoftext|>, </s>," in said
+    assert said.endswith("to end a document; name a token of it with --eod")
+    run(capsys, tmp_path / "a", tmp_path / "out", "--tokenizer", str(tmp_path / "t.json"), "--eod", "q")
+    assert documents_of(tmp_path / "out")[0].tolist() == [0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux's /proc")
+def test_memory_does_not_grow_with_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def memory_mib(key: str) -> int:
+        return (
+            next(
+                int(line.split()[1])
+                for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith(key)
+            )
+            // 1024
+        )
+
+    line = json.dumps({"text": "x" * 2_000}).encode() + b"\n"
+    with open(tmp_path / "big.jsonl", "wb") as file:
+        for _ in range(25):
+            file.write(line * 1_000)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = memory_mib("VmRSS")
+    answer = run(capsys, tmp_path / "big.jsonl", tmp_path / "out", "--tokenizer", "bytes")
+    assert answer["tokens"] == 25_000 * 2_001
+    # tokens.bin has 95 MiB; its digest is taken over 64 at a time.
+    assert memory_mib("VmHWM") - before < 90

@@ -1,0 +1,234 @@
+"""What compose promises beyond exact numbers: what is computed again, how often what is sent, which dtypes are kept."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer3d.dist import pool_world
+from composer3d.errors import PlanError
+from composer3d.launch import Pool, WorkerError
+from composer3d.mesh import Mesh
+from composer3d.models import Llama
+from composer3d.optim import build_optimizer
+from composer3d.parallel import Plan, Stages, StepShape, compose
+from composer3d.parallel.plans import llama_plan
+from composer3d.recipe.load import load
+from composer3d.recipe.schema import MemoryTable, MeshTable, ParallelTable, PrecisionTable, Recipe
+from composer3d.shape import ModelShape
+from composer3d.train import build_stages, compute_gradients, update
+from composer3d.verify_worker import _mine, random_batch
+
+SHAPE = ModelShape(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
+RECIPE = Path(__file__).parents[1] / "verify.toml"
+MICRO_BATCHES = 4
+
+
+def composed(mesh: Mesh, *, plan: Plan | None = None, **tables: Any) -> Stages:
+    step = StepShape(micro_batch=1, micro_batches=MICRO_BATCHES, seq_len=8)
+    tables = {"parallel": ParallelTable()} | tables
+    return compose(Llama(SHAPE), plan or llama_plan(SHAPE), mesh, step=step, seed=0, **tables)
+
+
+def take_a_step(stages: Stages) -> None:
+    tokens = torch.arange(8 * MICRO_BATCHES).view(MICRO_BATCHES, 8) % SHAPE.vocab
+    stages.forward_backward(tokens, tokens, torch.arange(8).expand_as(tokens), 32.0)
+
+
+def count_sends(zero: int) -> Counter[str]:
+    """Collectives of the second step on this rank, by kind."""
+    counts: Counter[str] = Counter()
+
+    def count(name: str, kind: str) -> None:
+        if (right := getattr(dist, name, None)) is not None:
+            setattr(dist, name, lambda *a, **k: (counts.update([kind]), right(*a, **k))[1])
+
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+        count(name, "reduce-scatter")
+    for name in ("all_gather_into_tensor", "all_gather_single"):
+        count(name, "all-gather")
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(dp_shard=2), device)
+        stages = composed(mesh, parallel=ParallelTable(zero=zero))  # type: ignore[arg-type]
+        take_a_step(stages)
+        counts.clear()
+        take_a_step(stages)
+        return counts
+
+
+UNITS = SHAPE.n_layers + 2
+
+
+@pytest.mark.parametrize(
+    ("zero", "gathers", "reductions"),
+    [
+        (1, UNITS, UNITS),
+        (2, UNITS, UNITS * MICRO_BATCHES),
+        # Gathered again for backward, but for the last unit, whose backward follows its forward.
+        (3, (2 * UNITS - 1) * MICRO_BATCHES, UNITS * MICRO_BATCHES),
+    ],
+)
+def test_zero_says_how_often_parameters_are_gathered_and_gradients_reduced(
+    pool: Pool, zero: int, gathers: int, reductions: int
+) -> None:
+    for counts in pool.run(count_sends, {"zero": zero}, world_size=2):
+        assert counts == {"all-gather": gathers, "reduce-scatter": reductions}
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run, backward and recomputation included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators(mode: str) -> Counter[str]:
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(dp_shard=1), device)
+        stages = composed(mesh, memory=MemoryTable(activation_checkpoint=mode))  # type: ignore[arg-type]
+        assert [name for name, _ in stages.named_parameters()] == [name for name, _ in Llama(SHAPE).named_parameters()]
+        with Operators() as operators:
+            take_a_step(stages)
+        return operators.counts
+
+
+def test_checkpointing_computes_again_what_it_says(pool: Pool) -> None:
+    counts = {
+        mode: pool.run(count_operators, {"mode": mode}, world_size=1)[0] for mode in ("none", "selective", "full")
+    }
+    blocks = SHAPE.n_layers * MICRO_BATCHES
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert {mode: each[attention] for mode, each in counts.items()} == {
+        "none": blocks,
+        "selective": blocks,
+        "full": 2 * blocks,
+    }
+    # Seven products a block; backward has two for each of them. The last one's output is not needed again.
+    products = {mode: each["mm"] - counts["none"]["mm"] for mode, each in counts.items()}
+    assert products["selective"] == 0
+    assert 6 * blocks <= products["full"] <= 7 * blocks
+    assert [counts[mode]["silu"] for mode in ("none", "selective", "full")] == [blocks, 2 * blocks, 2 * blocks]
+
+
+def train_in(recipe: Recipe, steps: int) -> tuple[list[float], set[torch.dtype], set[torch.dtype]]:
+    """The losses of ``steps`` steps, the dtypes that blocks return, and those of parameters and gradients."""
+    with pool_world() as device:
+        mesh = Mesh.build(recipe.mesh, device)
+        stages = build_stages(recipe, mesh)
+        optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
+        seen: set[torch.dtype] = set()
+        for module in stages.modules:
+            for block in module.blocks.values():
+                block.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+        losses = []
+        for _ in range(steps):  # the same rows: they are learned by heart
+            loss, norm = compute_gradients(stages, _mine(random_batch(recipe, 0), mesh))
+            kept = {p.dtype for p in stages.parameters()} | {
+                p.grad.dtype for p in stages.parameters() if p.grad is not None
+            }
+            update(stages, optimizer, norm=norm, max_norm=1.0, lr=1e-3)
+            losses.append(loss)
+        return losses, seen, kept
+
+
+def small(*sets: str) -> Recipe:
+    few = ("data.seq_len=16", "data.global_batch=8", "model.n_layers=2", "model.dim=32")
+    return load(RECIPE, [*few, "precision.compute=bfloat16", *sets], check_files=False).recipe
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> list[float]:
+    """Losses of one process in bfloat16, which are those of float32 as far as bfloat16 can tell."""
+    recipe = small()
+    losses, seen, kept = pool.run(train_in, {"recipe": recipe, "steps": 20}, world_size=1)[0]
+    assert (seen, kept) == ({torch.bfloat16}, {torch.float32})
+    recipe = replace(recipe, precision=PrecisionTable())
+    wide, seen, _ = pool.run(train_in, {"recipe": recipe, "steps": 20}, world_size=1)[0]
+    assert seen == {torch.float32}
+    assert 1e-6 < max(abs(a - b) for a, b in zip(losses, wide, strict=True)) < 2e-2
+    assert losses[-1] < losses[0] - 0.1
+    return losses
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "mesh.dp_shard=2",
+        "mesh.dp_replicate=2",
+        "mesh.dp_replicate=2 parallel.zero=0",
+        "mesh.cp=2",
+        "mesh.tp=2",
+        "mesh.pp=2",
+        "mesh.pp=2 mesh.dp_shard=2 mesh.tp=2 memory.activation_checkpoint=selective",
+    ],
+)
+def test_bfloat16_composed_learns_as_bfloat16_on_one_process(pool: Pool, alone: list[float], layout: str) -> None:
+    recipe = small(*layout.split())
+    ranks = pool.run(train_in, {"recipe": recipe, "steps": 20}, world_size=recipe.world_size)
+    for losses, seen, kept in ranks:
+        assert (seen, kept) == ({torch.bfloat16}, {torch.float32})
+        assert max(abs(a - b) for a, b in zip(losses, alone, strict=True)) < 2e-2
+        assert all(map(math.isfinite, losses))
+
+
+def blocks_held(table: MeshTable, parallel: ParallelTable) -> list[list[str]]:
+    with pool_world() as device:
+        return [list(stage.blocks) for stage in composed(Mesh.build(table, device), parallel=parallel).modules]
+
+
+def test_stages_lie_where_the_cut_says(pool: Pool) -> None:
+    table = MeshTable(pp=2, dp_shard=1)
+    held = pool.run(blocks_held, {"table": table, "parallel": ParallelTable(stages=(1, 2))}, world_size=2)
+    assert held == [[["0"]], [["1", "2"]]]
+    table = MeshTable(pp=1, dp_shard=1)
+    assert pool.run(blocks_held, {"table": table, "parallel": ParallelTable()}, world_size=1) == [[["0", "1", "2"]]]
+    arguments = {"table": MeshTable(pp=2, dp_shard=1), "parallel": ParallelTable(stages=(2, 2))}
+    with pytest.raises(WorkerError) as caught:
+        pool.run(blocks_held, arguments, world_size=2)
+    assert isinstance(caught.value.user_error, PlanError)
+    assert "no cut of 3 blocks into 2 stages" in str(caught.value.user_error)
+
+
+def compose_tied() -> None:
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(pp=2, dp_shard=1), device)
+        shape = replace(SHAPE, tied=True)
+        step = StepShape(micro_batch=1, micro_batches=2, seq_len=8)
+        compose(Llama(shape), llama_plan(shape), mesh, parallel=ParallelTable(), step=step, seed=0)
+
+
+def compose_without_a_seam() -> None:
+    with pool_world() as device:
+        model = Llama(SHAPE)
+        for block in model.blocks.values():
+            del block.attn.attend
+        plan = replace(llama_plan(SHAPE), attend=None)
+        step = StepShape(micro_batch=1, micro_batches=2, seq_len=8)
+        compose(
+            model, plan, Mesh.build(MeshTable(dp_shard=1, cp=2), device), parallel=ParallelTable(), step=step, seed=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (compose_tied, "the first and the last stage share a parameter"),
+        (compose_without_a_seam, "no module that attends"),
+    ],
+)
+def test_what_cannot_be_composed_is_refused(pool: Pool, task: Any, words: str) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(task, {}, world_size=2)
+    assert isinstance(caught.value.user_error, PlanError)
+    assert words in str(caught.value.user_error)

@@ -1,0 +1,333 @@
+"""Context parallelism: a ring computes what one process computes, sends what its docstring says, and is run once."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from composer3d.dist import pool_world
+from composer3d.launch import Pool
+from composer3d.models import Seq
+from composer3d.parallel import cp, kernels
+
+HEADS = [(4, 4), (4, 2), (3, 1)]  # query and key-value heads: all of their own, grouped, one for all
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def group_of_all() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    """As a projection leaves it: (B, heads, T, D), in memory (B, T, heads, D)."""
+    batch, heads, tokens, width = shape
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, tokens, heads, width, generator=generator, dtype=torch.float64).transpose(1, 2)
+
+
+def inputs(heads: int, kv_heads: int, tokens: int, batch: int = 2, width: int = 8) -> list[Tensor]:
+    """Whole q, k, v and the gradient of the output."""
+    counts = (heads, kv_heads, kv_heads, heads)
+    return [random(batch, count, tokens, width, seed=seed) for seed, count in enumerate(counts)]
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    """Output and the gradients of q, k, v on one process, written down as softmax over a mask."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    repeat, tokens = q.shape[1] // k.shape[1], q.shape[2]
+    scores = q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(repeat, 1)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """The same from this rank's shards of the four, gathered again."""
+    group = group_of_all()
+    q, k, v, grad = (cp.shard_sequence(x, 2, group).to(dtype) for x in (q, k, v, grad))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = cp.ring_attention(*leaves, group=group)
+    assert out.dtype == dtype
+    parts = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    return [cp.unshard_sequence(part, 2, group) for part in parts]
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+class Recorder:
+    """What a rank does, in order: ("post", bytes) and ("wait",) a message; a block, with how many queries and keys."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def kinds(self) -> list[str]:
+        return [event[0] for event in self.events]
+
+    def sent(self) -> int:
+        return sum(event[1] for event in self.events if event[0] == "post")
+
+    def batch(self, ops: list[dist.P2POp]) -> list[Any]:
+        self.events.append(("post", sum(op.tensor.nbytes for op in ops if op.op is dist.isend)))
+        works = REAL_BATCH(ops)
+        return [works[0], Waited(works[1], self)]
+
+    def block(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            q, k = arguments[:2] if name == "forward" else arguments[1:3]
+            self.events.append((name, keywords["causal"], q.shape[2], k.shape[2]))
+            return function(*arguments, **keywords)
+
+        return run
+
+
+class Waited:
+    def __init__(self, work: Any, recorder: Recorder) -> None:
+        self.work, self.recorder = work, recorder
+
+    def wait(self) -> None:
+        self.recorder.events.append(("wait",))
+        self.work.wait()
+
+
+REAL_BATCH = dist.batch_isend_irecv
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    recorder = Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", recorder.batch)
+        patch.setattr(kernels, "attend_block", recorder.block("forward", kernels.attend_block))
+        patch.setattr(kernels, "attend_block_backward", recorder.block("backward", kernels.attend_block_backward))
+        yield recorder
+
+
+def check_values() -> None:
+    with pool_world():
+        for heads, kv_heads in HEADS:
+            whole = inputs(heads, kv_heads, 12 * dist.get_world_size())
+            for got, expected in zip(ring(*whole), reference(*whole), strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def check_order() -> list[int]:
+    with pool_world():
+        size, group = dist.get_world_size(), group_of_all()
+        positions_BT = torch.arange(4 * size).repeat(2, 1)
+        mine = cp.shard_sequence(positions_BT, 1, group)
+        for dim, whole in ((1, positions_BT), (2, random(2, 3, 4 * size, 5, seed=0)), (0, positions_BT.T)):
+            back = cp.unshard_sequence(cp.shard_sequence(whole, dim, group), dim, group)
+            assert torch.equal(back, whole)
+        assert torch.equal(mine[0], mine[1])
+        return mine[0].tolist()
+
+
+def record() -> dict[torch.dtype, tuple[Recorder, Recorder]]:
+    """Forward and backward of H = 4, K = 2, D = 8, 8 local tokens, a batch of 2."""
+    with pool_world():
+        size, group = dist.get_world_size(), group_of_all()
+        records = {}
+        for dtype in (torch.float64, torch.bfloat16):
+            q, k, v, grad = (cp.shard_sequence(x, 2, group).to(dtype) for x in inputs(4, 2, 8 * size))
+            with recording() as forward:
+                out = cp.ring_attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), group=group)
+            with recording() as backward:
+                out.backward(grad)
+            records[dtype] = forward, backward
+        return records
+
+
+def measure_errors() -> dict[torch.dtype, list[tuple[float, float]]]:
+    """Errors against float64 of a ring and of one block that holds all: of the output and the three gradients."""
+    with pool_world():
+        errors = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            q, k, v, grad = narrow = [x.to(dtype) for x in inputs(4, 2, 32 * dist.get_world_size())]
+            out, lse = kernels.attend_block(q, k, v, causal=True)
+            one = [out, *kernels.attend_block_backward(grad, q, k, v, out, lse, causal=True)]
+            results = zip(ring(*narrow, dtype=dtype), one, reference(*(x.double() for x in narrow)), strict=True)
+            errors[dtype] = [(error(of_ring, exact), error(of_one, exact)) for of_ring, of_one, exact in results]
+        return errors
+
+
+def save_ring(ctx: Any, op: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    save = op is torch.ops.composer3d.ring_attention.default
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def check_checkpointed() -> dict[str, int]:
+    """The causal block of each forward is computed so many times: without, under full, under selective checkpoint."""
+    with pool_world():
+        group = group_of_all()
+        leaves = [cp.shard_sequence(x, 2, group).requires_grad_() for x in inputs(4, 2, 8 * group.size())[:3]]
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return cp.ring_attention(q.sin(), k.sin(), v.sin(), group=group).square()
+
+        def selective(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            contexts = lambda: create_selective_checkpoint_contexts(save_ring)  # noqa: E731
+            return checkpoint(run, q, k, v, use_reentrant=False, context_fn=contexts)
+
+        ways = {"none": run, "full": lambda *x: checkpoint(run, *x, use_reentrant=False), "selective": selective}
+        counts, expected = {}, None
+        for name, way in ways.items():
+            with recording() as recorder:
+                grads = torch.autograd.grad(way(*leaves).sum(), leaves)
+            expected = expected or grads
+            for got, wanted in zip(grads, expected, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+            counts[name] = sum(event[:2] == ("forward", True) for event in recorder.events)
+            assert sum(event[:2] == ("backward", True) for event in recorder.events) == 1
+        return counts
+
+
+def check_alone() -> None:
+    """A group of one: plain attention, nothing sent; and the operators are what torch asks of operators."""
+    with pool_world():
+        group, whole = group_of_all(), inputs(4, 2, 6)
+        with recording() as recorder:
+            torch.testing.assert_close(ring(*whole), reference(*whole), rtol=1e-12, atol=1e-12)
+        assert recorder.kinds() == ["forward", "backward"]
+        q, k, v = (x.clone().requires_grad_() for x in whole[:3])
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        name = group.group_name
+        torch.library.opcheck(torch.ops.composer3d.ring_attention.default, (q, k, v, name), test_utils=checks)
+        out, lse = torch.ops.composer3d.ring_attention(q, k, v, name)
+        assert not lse.requires_grad
+        saved = tuple(x.detach() for x in (whole[3], q, k, v, out, lse))
+        torch.library.opcheck(
+            torch.ops.composer3d.ring_attention_backward.default, (*saved, name), test_utils=(checks[0], checks[2])
+        )
+
+
+def check_seam() -> None:
+    with pool_world():
+        group = group_of_all()
+        attend, seq = cp.ring_attend(group), Seq(torch.zeros(2, 8))
+        q, k, v, _ = (cp.shard_sequence(x, 2, group) for x in inputs(4, 2, 16))
+        expected = cp.ring_attention(q, k, v, group=group)
+        for window in (0, 16, 100):
+            assert torch.equal(attend(q, k, v, seq=seq, window=window), expected)
+        with pytest.raises(AssertionError, match="all 16 tokens, not a window of 15"):
+            attend(q, k, v, seq=seq, window=15)
+        hop = cp._Hop(q, group)
+        hop.arrived()
+        with pytest.raises(AssertionError, match="waited for once"):
+            hop.arrived()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_ring_is_attention_of_the_whole(pool: Pool, size: int) -> None:
+    pool.run(check_values, {}, world_size=size)
+
+
+def test_order_is_zigzag_and_comes_back(pool: Pool) -> None:
+    assert pool.run(check_order, {}, world_size=3) == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_are_those_of_the_formula(pool: Pool, size: int) -> None:
+    kv_elements = 2 * 2 * 2 * 8 * 8  # keys and values, B, K, n, D
+    for rank in pool.run(record, {}, world_size=size):
+        for dtype, (forward, backward) in rank.items():
+            kv, dkv = kv_elements * dtype.itemsize, kv_elements * max(4, dtype.itemsize)
+            assert forward.sent() == (size - 1) * kv
+            assert backward.sent() == (size - 1) * (kv + dkv)
+
+
+def test_next_block_is_in_flight_while_one_is_computed(pool: Pool) -> None:
+    """And every message is waited for once, and no rank computes more than another."""
+    for rank, records in enumerate(pool.run(record, {}, world_size=3)):
+        forward, backward = records[torch.float64]
+        assert forward.kinds() == ["post", "forward", "wait", "post", "forward", "wait", "forward"]
+        # Key-values arrive, the next set out, a block is computed, its gradients set out: the last hop home is hidden.
+        first, second = ["post", "wait", "post", "backward", "post"], ["wait", "backward", "wait", "post"]
+        assert backward.kinds() == [*first, *second, "backward", "wait"]
+        blocks = [event for event in forward.events if event[0] == "forward"]
+        earlier = [(rank - step) % 3 < rank for step in (1, 2)]
+        assert [event[1:] for event in blocks] == [
+            (True, 8, 8),
+            *((False, 8, 4) if is_earlier else (False, 4, 8) for is_earlier in earlier),
+        ]
+
+
+def test_error_does_not_grow_with_ranks(pool: Pool) -> None:
+    errors = pool.run(measure_errors, {}, world_size=8)[0]
+    for dtype, of_dtype in errors.items():
+        for of_ring, of_one in of_dtype:
+            assert torch.finfo(dtype).eps / 16 < of_ring < 1.3 * of_one, errors
+
+
+def test_saved_ring_is_not_run_again(pool: Pool) -> None:
+    for counts in pool.run(check_checkpointed, {}, world_size=2):
+        assert counts == {"none": 1, "full": 2, "selective": 1}
+
+
+def test_group_of_one(pool: Pool) -> None:
+    pool.run(check_alone, {}, world_size=1)
+
+
+def test_seam_refuses_windows_and_hops_refuse_a_second_wait(pool: Pool) -> None:
+    pool.run(check_seam, {}, world_size=2)
+
+
+def one_block(
+    device: str, dtype: torch.dtype, heads: int, kv_heads: int, causal: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(out, lse, dq, dk, dv) of the kernels and of plain scores in float64, of a block within longer rows.
+
+    Twice as many keys belong to the rows: the backward is given the whole rows' output and logsumexp, cut like a ring's
+    second half of queries.
+    """
+    tokens, width = 64, 16
+    q, k, v, grad = (x.to(device, dtype) for x in inputs(heads, kv_heads, 2 * tokens, width=width))
+    late, wide = slice(tokens, None), [x.double() for x in (q, k, v)]
+    out, lse = kernels.attend_plainly(*wide, causal=False)
+    keys = late if causal else slice(None)
+    got = kernels.attend_block(q[:, :, late], k[:, :, keys], v[:, :, keys], causal=causal)
+    expected = kernels.attend_plainly(wide[0][:, :, late], wide[1][:, :, keys], wide[2][:, :, keys], causal=causal)
+    rows = (out.to(dtype)[:, :, late], lse.to(kernels.wide(dtype))[:, :, late])
+    block = (grad[:, :, late], q[:, :, late], k[:, :, keys], v[:, :, keys], *rows)
+    grads = kernels.attend_block_backward(*block, causal=causal)
+    wanted = kernels.attend_plainly_backward(*(x.double() for x in block), causal=causal)
+    return [*got, *grads], [*expected, *wanted]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        (torch.float64, "cpu"),
+        (torch.float32, "cpu"),
+        (torch.bfloat16, "cpu"),
+        pytest.param(torch.float64, "cuda", marks=ON_GPU),
+        pytest.param(torch.float32, "cuda", marks=ON_GPU),
+        pytest.param(torch.bfloat16, "cuda", marks=ON_GPU),
+        pytest.param(torch.float16, "cuda", marks=ON_GPU),
+    ],
+)
+def test_kernels_agree_with_plain_scores(
+    dtype: torch.dtype, device: str, heads: int, kv_heads: int, causal: bool
+) -> None:
+    got, expected = one_block(device, dtype, heads, kv_heads, causal)
+    assert got[1].dtype == kernels.wide(dtype)
+    assert all(each.dtype == dtype for each in (got[0], *got[2:]))
+    for a, b in zip(got, expected, strict=True):
+        assert error(a, b) < 8 * torch.finfo(dtype).eps
+
+
+def test_plain_backward_is_the_gradient() -> None:
+    q, k, v, grad = inputs(4, 2, 10)
+    out, lse = kernels.attend_plainly(q, k, v, causal=True)
+    got = [out, *kernels.attend_plainly_backward(grad, q, k, v, out, lse, causal=True)]
+    for a, b in zip(got, reference(q, k, v, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

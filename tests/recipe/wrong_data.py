@@ -1,0 +1,274 @@
+"""Recipes whose run, optimizer or data breaks a rule."""
+
+import json
+
+from wrong import TINY, Wrong
+
+RUN = [
+    Wrong("steps", TINY + "[run]\nsteps = 0\n", ["x.toml:4: run.steps = 0 must be at least 1"]),
+    Wrong("seed", TINY + "[run]\nseed = -1\n", ["x.toml:4: run.seed = -1 must be at least 0"]),
+    Wrong(
+        "name",
+        TINY,
+        [
+            '--set run.name=a/b: run.name = "a/b" names the folder of the run: it must not be empty, . or .., '
+            "nor hold / or \\"
+        ],
+        ("run.name=a/b",),
+    ),
+    Wrong(
+        "no name",
+        TINY + '[run]\nname = ""\n',
+        ['x.toml:4: run.name = "" names the folder of the run: it must not be empty, . or .., nor hold / or \\'],
+    ),
+    Wrong(
+        "lr",
+        TINY + "[optim]\nlr = 0\n",
+        [
+            "x.toml:4: optim.lr = 0.0 must be above 0",
+        ],
+    ),
+    Wrong(
+        "min_lr",
+        TINY + "[optim]\nmin_lr = 1e-3\n",
+        ["x.toml:4: optim.min_lr = 0.001 must be at most optim.lr = 0.0003 (default)"],
+    ),
+    Wrong(
+        "betas",
+        TINY + "[optim]\nbetas = [0.9, 1]\n",
+        ["x.toml:4: optim.betas = [0.9, 1.0] must both be at least 0 and below 1"],
+    ),
+    Wrong(
+        "optimizer signs",
+        TINY + "[optim]\neps = 0\nweight_decay = -0.1\nclip = -1\nwarmup = -1\nmin_lr = -1\n",
+        [
+            "x.toml:4: optim.eps = 0.0 must be above 0",
+            "x.toml:5: optim.weight_decay = -0.1 must be at least 0",
+            "x.toml:6: optim.clip = -1.0 must be at least 0",
+            "x.toml:7: optim.warmup = -1 must be at least 0",
+            "x.toml:8: optim.min_lr = -1.0 must be at least 0",
+        ],
+    ),
+    Wrong(
+        "warmup",
+        TINY + "[optim]\nwarmup = 11\n[run]\nsteps = 10\n",
+        ["x.toml:4: optim.warmup = 11 must be at most run.steps = 10 (x.toml:6)"],
+    ),
+    Wrong(
+        "decay",
+        TINY + "[optim]\nwarmup = 10\ndecay = 10\n",
+        ["x.toml:5: optim.decay = 10 must be above optim.warmup = 10 (x.toml:4): the decay starts there"],
+    ),
+    Wrong(
+        "constant with decay",
+        TINY + '[optim]\nschedule = "constant"\ndecay = 10\nmin_lr = 1e-5\n',
+        [
+            'x.toml:5: optim.decay = 10 is not read with optim.schedule = "constant" (x.toml:4); remove it, or use a '
+            "schedule that decays",
+            'x.toml:6: optim.min_lr = 1e-05 is not read with optim.schedule = "constant" (x.toml:4); use 0, or a '
+            "schedule that decays",
+        ],
+    ),
+    Wrong(
+        "decay_steps without wsd",
+        TINY + "[optim]\ndecay_steps = 10\n",
+        [
+            'x.toml:4: optim.decay_steps = 10 is not read with optim.schedule = "cosine" (default); remove it, or use '
+            'optim.schedule = "wsd"'
+        ],
+    ),
+    Wrong(
+        "no decay_steps",
+        TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 0\n',
+        ["x.toml:5: optim.decay_steps = 0 must be at least 1"],
+    ),
+    Wrong(
+        "wsd beyond decay",
+        TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 16\nwarmup = 5\ndecay = 20\n',
+        [
+            "x.toml:5: optim.decay_steps = 16 after optim.warmup = 5 (x.toml:6) would end beyond optim.decay = 20 "
+            "(x.toml:7); use at most 15"
+        ],
+    ),
+    Wrong(
+        "wsd beyond the run",
+        TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 1\nwarmup = 20\n[run]\nsteps = 20\n',
+        [
+            "x.toml:5: optim.decay_steps = 1 after optim.warmup = 20 (x.toml:6) would end beyond run.steps = 20 "
+            "(x.toml:8); shorten the warmup"
+        ],
+    ),
+    Wrong(
+        "wsd before its warmup ends",
+        TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 5\nwarmup = 20\ndecay = 10\n',
+        ["x.toml:7: optim.decay = 10 must be above optim.warmup = 20 (x.toml:6): the decay starts there"],
+    ),
+    Wrong(
+        "counts",
+        TINY + "[checkpoint]\nkeep = 0\nevery = -1\n[metrics]\nevery = 0\n[validation]\nsteps = 0\nevery = -2\n",
+        [
+            "x.toml:5: checkpoint.every = -1 must be at least 0",
+            "x.toml:4: checkpoint.keep = 0 must be at least 1",
+            "x.toml:7: metrics.every = 0 must be at least 1",
+            "x.toml:10: validation.every = -2 must be at least 0",
+            "x.toml:9: validation.steps = 0 must be at least 1",
+        ],
+    ),
+]
+
+TEXT = TINY + '[data]\nsource = "text"\npath = "t"\nseq_len = 8\n'  # the path is on line 5
+TOKENS = TEXT.replace('"text"', '"tokens"')
+
+
+def manifest(**changed: object) -> str:
+    """A tokens.json, as far as a recipe's check reads it."""
+    whole = {"tokens": 100, "vocab": 256, "end_of_document": 0, "tokenizer": {"name": "t.json", "digest": "12"}}
+    return json.dumps(whole | changed)
+
+
+DATA = [
+    Wrong(
+        "text without path",
+        TINY + '[data]\nsource = "text"\n',
+        ['x.toml:4: data.source = "text" needs data.path: a text file or a folder of them'],
+    ),
+    Wrong(
+        "JSONL without path",
+        TINY + '[data]\nsource = "jsonl"\n',
+        ['x.toml:4: data.source = "jsonl" needs data.path: a .jsonl file or a folder of them'],
+    ),
+    Wrong(
+        "tokens without path",
+        TINY + '[data]\nsource = "tokens"\n',
+        ['x.toml:4: data.source = "tokens" needs data.path: a folder that composer3d prepare made'],
+    ),
+    Wrong(
+        "field of text",
+        {"x.toml": TEXT + 'field = "body"\n', "t": "some words"},
+        [
+            'x.toml:7: data.field = "body" is not read with data.source = "text" (x.toml:4); remove it, or use '
+            'data.source = "jsonl"'
+        ],
+    ),
+    Wrong(
+        "python with path",
+        TINY + '[data]\npath = "t"\n',
+        [
+            'x.toml:4: data.path = "t" is not read with data.source = "python" (default); remove it, or use '
+            'data.source = "text"'
+        ],
+    ),
+    Wrong(
+        "validation without path",
+        {"x.toml": TEXT + "[validation]\nevery = 5\n", "t": "some words"},
+        [
+            'x.toml:8: validation.every = 5 with data.source = "text" (x.toml:4) needs validation.path, '
+            "held-out data: a text file or a folder of them; give it, or use validation.every = 0"
+        ],
+    ),
+    Wrong(
+        "validation of tokens without path",
+        {"x.toml": TOKENS + "[validation]\nevery = 5\n", "t/tokens.json": manifest()},
+        [
+            'x.toml:8: validation.every = 5 with data.source = "tokens" (x.toml:4) needs validation.path, '
+            "held-out data: a folder that composer3d prepare made; give it, or use validation.every = 0"
+        ],
+    ),
+    Wrong(
+        "no token files",
+        {"x.toml": TOKENS, "t/tokens.bin": "12"},
+        ['x.toml:5: data.path = "t" has no tokens.json; give a folder that composer3d prepare made'],
+    ),
+    Wrong(
+        "a file for token files",
+        {"x.toml": TOKENS, "t": "12"},
+        ['x.toml:5: data.path = "t" has no tokens.json; give a folder that composer3d prepare made'],
+    ),
+    Wrong(
+        "torn tokens.json",
+        {"x.toml": TOKENS, "t/tokens.json": '{"tokens": 100}'},
+        [
+            "x.toml:5: data.path = \"t\" has a tokens.json that cannot be read (KeyError('vocab')); make the folder "
+            "again with composer3d prepare"
+        ],
+    ),
+    Wrong(
+        "few tokens",
+        {"x.toml": TOKENS, "t/tokens.json": manifest(tokens=8)},
+        [
+            'x.toml:5: data.path = "t" holds 8 tokens, and must hold more than data.seq_len = 8; give more text or '
+            "shorter samples"
+        ],
+    ),
+    Wrong(
+        "small vocabulary for tokens",
+        {"x.toml": TOKENS, "t/tokens.json": manifest(vocab=257)},
+        [
+            'x.toml:5: data.path = "t" has a vocabulary of 257 tokens, more than model.vocab = 256 (preset '
+            "debug-tiny); set model.vocab to 257 or more"
+        ],
+    ),
+    Wrong(
+        "another tokenizer",
+        {
+            "x.toml": TOKENS + '[validation]\npath = "v"\n',
+            "t/tokens.json": manifest(),
+            "v/tokens.json": manifest(tokenizer={"name": "v.json", "digest": "34"}),
+        },
+        [
+            'x.toml:8: validation.path = "v" was made with another tokenizer or end of document than data.path; make '
+            "it again with the same"
+        ],
+    ),
+    Wrong(
+        "no JSONL",
+        {"x.toml": TEXT.replace('"text"', '"jsonl"'), "t/a.txt": "some words", "t/.b.jsonl": "{}", "t/c.jsonl": ""},
+        ['x.toml:5: data.path = "t" holds no text: no .jsonl file in it that is not hidden has a byte'],
+    ),
+    Wrong(
+        "validation path for python",
+        TINY + '[validation]\npath = "t"\n',
+        [
+            'x.toml:4: validation.path = "t" is not read with data.source = "python" (default); remove it, or use '
+            'data.source = "text"'
+        ],
+    ),
+    Wrong(
+        "no such text",
+        TEXT,
+        [
+            'x.toml:5: data.path = "t" does not exist; give a text file or a folder of them, relative to the '
+            "working directory"
+        ],
+    ),
+    Wrong(
+        "short text",
+        {"x.toml": TEXT, "t/a": "1234", "t/b/c": "5678", "t/.hidden": "90", "t/.git/x": "1"},
+        [
+            'x.toml:5: data.path = "t" holds 8 bytes, and must hold more than data.seq_len = 8; give more text '
+            "or shorter samples"
+        ],
+    ),
+    Wrong(
+        "empty texts",
+        {"x.toml": TEXT, "t/a": "", "t/.b": "some words"},
+        ['x.toml:5: data.path = "t" holds no text: no file in it that is not hidden has a byte'],
+    ),
+    Wrong(
+        "no held-out text",
+        {"x.toml": TEXT + '[validation]\npath = "v"\n', "t": "some words"},
+        [
+            'x.toml:8: validation.path = "v" does not exist; give a text file or a folder of them, relative to '
+            "the working directory"
+        ],
+    ),
+    Wrong(
+        "resume",
+        TINY + '[checkpoint]\nresume = "runs/none"\n',
+        [
+            'x.toml:4: checkpoint.resume = "runs/none" is no folder; use "auto", "none" or the folder of a '
+            "checkpoint, relative to "
+            "the working directory"
+        ],
+    ),
+]
