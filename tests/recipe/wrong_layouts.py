@@ -33,8 +33,8 @@ LAYOUTS = [
         "one virtual stage interleaved",
         TINY + '[mesh]\npp = 2\n[parallel]\nvirtual_stages = 1\nschedule = "Interleaved1F1B"\n',
         [
-            'x.toml:6: parallel.virtual_stages = 1 does not fit parallel.schedule = "Interleaved1F1B" (x.toml:7), whose '
-            "ranks hold 2 or more; use 2 or more, or leave it out"
+            'x.toml:6: parallel.virtual_stages = 1 does not fit parallel.schedule = "Interleaved1F1B" (x.toml:7), '
+            "whose ranks hold 2 or more; use 2 or more, or leave it out"
         ],
     ),
     Wrong(
