@@ -22,6 +22,8 @@ def build_mesh(table: MeshTable) -> dict[str, Any]:
         groups = {axis: dist.get_process_group_ranks(mesh.device_mesh.get_group(axis)) for axis in ("pp", "fsdp", "tp")}
         return {
             **groups,
+            "cp_group": mesh.cp_group and dist.get_process_group_ranks(mesh.cp_group),
+            "replicas": mesh.replicas.mesh.tolist(),
             "pp_group": dist.get_process_group_ranks(mesh.pp_group),
             "fsdp_mesh": None if mesh.fsdp is None else mesh.fsdp.mesh.tolist(),
             "tp_mesh": None if mesh.tp is None else mesh.tp.mesh.tolist(),
@@ -108,9 +110,21 @@ def test_replicas_are_the_outer_axis_of_what_shards_parameters(pool: Pool) -> No
     assert {rank["stage_ranks"] for rank in ranks} == {8}
 
 
+def test_context_parallel_ranks_share_the_rows_of_a_batch(pool: Pool) -> None:
+    ranks = pool.run(build_mesh, {"table": MeshTable(pp=1, dp_replicate=2, dp_shard=2, cp=2)}, world_size=8)
+    assert [rank["cp_group"] for rank in ranks] == [[r - r % 2, r - r % 2 + 1] for r in range(8)]
+    assert [rank["batch"] for rank in ranks] == [(dp, 4) for dp in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert ranks[5]["fsdp_mesh"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert ranks[5]["replicas"] == [[rank] for rank in range(8)]
+    ranks = pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=1, cp=2, tp=2)}, world_size=8)
+    assert [rank["cp_group"] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    assert ranks[3]["replicas"] == [[1], [3]]
+
+
 def test_an_axis_of_one_has_no_mesh(pool: Pool) -> None:
     for rank in pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=1)}, world_size=2):
         assert rank["fsdp_mesh"] is None
+        assert rank["cp_group"] is None
         assert rank["tp_mesh"] is None
 
 
