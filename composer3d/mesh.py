@@ -118,7 +118,6 @@ class Mesh:
             return self.device_mesh["dp_replicate", "fsdp"]
         return self.device_mesh["fsdp"] if self.table.dp_shard * self.table.cp > 1 else None
 
-    @property
     def replicas(self) -> DeviceMesh:
         """The ranks of ``fsdp`` where none of them shards: (as many replicas, 1). Collective: it forms groups."""
         whole = self.device_mesh["dp_replicate", "fsdp"]

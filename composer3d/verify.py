@@ -118,18 +118,20 @@ def _meshes(mesh: MeshTable) -> list[MeshTable]:
 
 def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
     model, tp, pp = full.model, mesh.tp, mesh.pp
-    n_kv_heads = tp * (2 if model.n_kv_heads > tp else 1)
+    n_kv_heads = tp * (2 if model.n_kv_heads > full.mesh.tp else 1)
     n_heads = n_kv_heads * min(2, model.n_heads // model.n_kv_heads)
     stages = pp * full.parallel.stages_per_rank if pp > 1 else 1
     of_full = full.mesh.pp * full.parallel.stages_per_rank if full.mesh.pp > 1 else 1
     n_layers = stages * min(2, max(1, model.n_layers // of_full)) + (1 if model.n_layers % of_full else 0)
     parallel = full.parallel
     if parallel.stages is not None:
-        given = parallel.stages if len(parallel.stages) == stages else (1, *parallel.stages, 1)[:stages]
+        given = parallel.stages if len(parallel.stages) == stages else (max(parallel.stages), *sorted(parallel.stages))
+        given = given[:stages]
         parallel = replace(parallel, stages=tuple(1 + (layers > min(given)) for layers in given))
         n_layers = sum(parallel.stages or ())
     unit = mesh.cp * math.lcm(2, tp)
     seq_len = -(-max(16, 8 * mesh.cp, 2 * unit) // unit) * unit
+    full_heads = model.head_width * model.n_heads
     shape = replace(
         model,
         n_heads=n_heads,
@@ -138,11 +140,13 @@ def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
         ffn=tp * 12,
         vocab=-(-256 // tp) * tp,
         n_layers=n_layers,
-        head_dim=None if model.head_width * model.n_heads == model.dim else 12,
+        head_dim=None if full_heads == model.dim else 12 if full_heads > model.dim else 4,
         window=5 if 0 < model.window < full.data.seq_len else 0,
     )
     count = full.micro_batches
     micro_batches = count if count <= 8 else max(4, 2 * pp)
+    if pp > 1 and count < full.mesh.pp:
+        micro_batches = min(count, pp - 1)  # fewer than stages, as they are in full
     micro_batch = min(2, full.data.micro_batch)
     if pp > 1 and parallel.schedule == "1F1B":
         micro_batches = max(micro_batches, pp)
@@ -168,6 +172,8 @@ def _prove(pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: int, t
         layout += f" {small.parallel.stages_per_rank} a rank" if small.parallel.stages_per_rank > 1 else ""
     if small.memory.activation_checkpoint != "none":
         layout += f" checkpoint {small.memory.activation_checkpoint}"
+    if small.precision.compute is not None:
+        layout += " mixed"
     layout += f" zero {small.parallel.zero}, {small.micro_batches} micro-batches of {small.data.micro_batch}"
     verdict = Verdict(passed=False, world_size=small.world_size, layout=layout, dtype=dtype)
     try:

@@ -17,7 +17,7 @@ from composer3d.models import Llama
 from composer3d.optim import build_optimizer
 from composer3d.parallel import init
 from composer3d.parallel.plans import llama_plan
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.schema import PrecisionTable, Recipe
 from composer3d.shape import IGNORE_INDEX
 from composer3d.train import build_stages, compute_gradients, evaluate_batch, update
 
@@ -94,12 +94,18 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict
 
 
 def run_composed(
-    recipe: Recipe, dtype: Literal["float32", "float64"], steps: int, reference: str, fault: Any = None
+    recipe: Recipe,
+    dtype: Literal["float32", "float64"],
+    steps: int,
+    reference: str,
+    fault: Any = None,
+    compute: Literal["float32"] | None = None,
 ) -> dict[str, Any]:
     """Train composed, as one rank, and compare with the reference after each step; the last loss is a validation's.
 
     Args:
         fault: called before anything is built; a test plants a fault with it.
+        compute: narrower dtype of a mixed-precision recipe's forward and backward; absent: ``dtype``.
 
     Returns:
         ``identity``; relative errors ``loss`` and ``norm`` by step; ``tensors``: rows (step, kind, name, error, scale);
@@ -110,7 +116,9 @@ def run_composed(
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if fault is not None:
         fault()
-    recipe = replace(recipe, precision=replace(recipe.precision, params=dtype, compute=None))
+    # Mixed precision adds a layer, which is proven as well, in wide dtypes.
+    precision = PrecisionTable(params=dtype, compute=recipe.precision.compute and (compute or dtype))
+    recipe = replace(recipe, precision=precision)
     wanted = torch.load(reference, mmap=True, weights_only=True)
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)

@@ -23,7 +23,7 @@ def build_mesh(table: MeshTable) -> dict[str, Any]:
         return {
             **groups,
             "cp_group": mesh.cp_group and dist.get_process_group_ranks(mesh.cp_group),
-            "replicas": mesh.replicas.mesh.tolist(),
+            "replicas": mesh.replicas().mesh.tolist(),
             "pp_group": dist.get_process_group_ranks(mesh.pp_group),
             "fsdp_mesh": None if mesh.fsdp is None else mesh.fsdp.mesh.tolist(),
             "tp_mesh": None if mesh.tp is None else mesh.tp.mesh.tolist(),

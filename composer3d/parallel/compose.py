@@ -44,17 +44,26 @@ def compose(
             ``precision.params``. It is taken apart.
         plan: what the model says of itself.
         mesh: the axes; collective, every rank of it calls.
-        memory, precision: absent, nothing is computed twice, and everything in the model's dtype, float32.
+        memory, precision: absent, nothing is computed twice, and everything in the model's dtype.
         seed: of the initial weights, which are the same whatever the layout.
 
     Raises:
-        PlanError: the plan does not fit the model, there are fewer blocks than stages, or stages share a parameter.
+        PlanError: the plan does not fit the model, there are fewer blocks than stages, or parts share a parameter that
+            cannot be sharded so.
     """
     memory, precision = memory or MemoryTable(), precision or PrecisionTable()
     plan.check(model)  # on the whole model: no stage alone can tell a glob that matches nothing
-    stream = boundary(model, mesh, parallel, step).to(getattr(torch, precision.computes_in))
+    stream = boundary(model, mesh, parallel, step)
+    if precision.compute is not None:
+        stream = stream.to(getattr(torch, precision.compute))
     ties = tied(model)
     data = fsdp.mesh_of(mesh, parallel, precision)
+    if data is not None and any(
+        not alias.startswith("last.") or not name.startswith("first.") for alias, name in ties.items()
+    ):
+        raise PlanError(
+            "FSDP shares a parameter between `first` and `last` alone; untie the others, or use mesh.dp_shard = 1"
+        )
     # 1. Cut into stages, before anything wraps a module: every later step then touches this rank's layers only.
     modules = cut(model, mesh, parallel)
     for module in modules:

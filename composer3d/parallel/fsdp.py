@@ -19,12 +19,11 @@ from composer3d.recipe.schema import ParallelTable, PrecisionTable
 def mesh_of(mesh: Mesh, parallel: ParallelTable, precision: PrecisionTable) -> DeviceMesh | None:
     """What parameters are sharded (and, first, replicated) over; None where FSDP has nothing to do.
 
-    One rank alone needs it for mixed precision: it keeps the master parameters, and casts and reduces as it gathers.
+    One rank alone needs it for mixed precision: it keeps the master parameters, and casts as it gathers.
     """
     if parallel.zero == 0 and mesh.fsdp is not None:
-        return mesh.replicas
-    mixed = precision.computes_in != precision.params
-    return mesh.device_mesh["fsdp"] if mesh.fsdp is None and mixed else mesh.fsdp
+        return mesh.replicas()
+    return mesh.device_mesh["fsdp"] if mesh.fsdp is None and precision.compute is not None else mesh.fsdp
 
 
 def apply(
@@ -41,15 +40,16 @@ def apply(
 
     Units: ``first``, every block, ``last``; where ``first`` and ``last`` share a parameter, the stage itself is the
     unit of both. Parameters become DTensors ``Shard(0)`` over the last axis (before their tp placement) in
-    ``precision.params``; they are gathered in ``precision.compute``, and gradients reduced in ``precision.params``.
-    Collectives a unit and step: all-gather of parameters (once, and with ``zero = 3`` again for backward, each
-    micro-batch), reduce-scatter of gradients (once, and with ``zero`` 2 and 3 each micro-batch), then all-reduce over
-    the replicating axis.
+    ``precision.params``; they are gathered in ``precision.compute``, and gradients reduced over these axes in
+    ``precision.params``. Collectives a unit and step: all-gather of parameters (once, and with ``zero = 3`` again for
+    backward, each micro-batch), reduce-scatter of gradients (once, and with ``zero`` 2 and 3 each micro-batch), then
+    all-reduce over the replicating axis. Under pp torch keeps whole gradients until the last micro-batch at every
+    level, and parameters that a backward has gathered.
     """
     policy = MixedPrecisionPolicy()
-    if precision.computes_in != precision.params:
+    if precision.compute is not None:
         policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, precision.computes_in), reduce_dtype=getattr(torch, precision.params)
+            param_dtype=getattr(torch, precision.compute), reduce_dtype=getattr(torch, precision.params)
         )
     ends = [] if _tied(first, last) else [first, last]
     order = [module for module in (*ends[:1], *blocks, *ends[1:]) if module is not None]

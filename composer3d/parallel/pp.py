@@ -77,33 +77,38 @@ def forward_only(
 ) -> Tensor:
     """Run micro-batches through the pipeline without gradients; the sum of the losses on the last stage, 0 elsewhere.
 
+    Ranks move in step: in each tick a rank runs one of its stages, then sends what it made and receives what it needs
+    next in one batch. Sends apart from receives would let two ranks of NCCL wait for each other when stages interleave.
+
     Args:
         micro_batches: for each, the tokens (read by the first stage) and the keywords of this rank's stages.
     """
     pp, rank, group = mesh.table.pp, mesh.at["pp"], mesh.pp_group
+    last = pp * len(modules) - 1
+    rounds = -(-len(micro_batches) // pp)
+
+    def work(tick: int) -> tuple[int, int] | None:
+        """(stage of this rank, micro-batch): pp of them go through its first stage, then its second, and so on."""
+        turn, slot = divmod(tick - rank, pp)
+        number = turn // len(modules) * pp + slot
+        return (
+            (turn % len(modules), number) if 0 <= turn < rounds * len(modules) and number < len(micro_batches) else None
+        )
+
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    sends: list[tuple[dist.Work | None, Tensor]] = []
-    # pp micro-batches go through a rank's first stage, then through its second, and so on: all ranks stay busy.
-    for begin in range(0, len(micro_batches), pp):
-        previous, sends = sends, []
-        for module, index in zip(modules, stage_indices(mesh, len(modules)), strict=True):
-            for tokens_BT, keywords in micro_batches[begin : begin + pp]:
-                inputs = tokens_BT
-                if index > 0:
-                    inputs = torch.empty(stream.shape, dtype=stream.dtype, device=mesh.device)
-                    dist.recv(inputs, group=group, group_src=(rank - 1) % pp)
-                output = module(inputs, **keywords)
-                if index == pp * len(modules) - 1:
-                    total += output
-                else:  # the tensor must live until it has been sent
-                    output = output.contiguous()
-                    sends.append((dist.isend(output, group=group, group_dst=(rank + 1) % pp), output))
-        _wait(previous)
-    _wait(sends)
+    inputs = torch.empty_like(stream, device=mesh.device)
+    for tick in range(rounds * len(modules) * pp + pp - 1):
+        ops = []
+        if (now := work(tick)) is not None:
+            stage, (tokens_BT, keywords) = now[0] * pp + rank, micro_batches[now[1]]
+            output = modules[now[0]](inputs if stage > 0 else tokens_BT, **keywords)
+            if stage == last:
+                total += output
+            else:
+                ops.append(dist.P2POp(dist.isend, output.contiguous(), group=group, group_peer=(rank + 1) % pp))
+        if (following := work(tick + 1)) is not None and following[0] * pp + rank > 0:
+            inputs = torch.empty_like(inputs)
+            ops.append(dist.P2POp(dist.irecv, inputs, group=group, group_peer=(rank - 1) % pp))
+        for request in dist.batch_isend_irecv(ops) if ops else ():
+            request.wait()
     return total
-
-
-def _wait(sends: Sequence[tuple[dist.Work | None, Tensor]]) -> None:
-    for work, _ in sends:
-        if work is not None:
-            work.wait()

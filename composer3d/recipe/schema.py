@@ -31,7 +31,7 @@ class RunTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTable:
-    preset: str | None = key(None, "a row of composer3d/shape.py; the other keys override its fields")
+    preset: str | None = key(None, "a published model: an unknown name lists them all; the other keys override it")
     dim: int | None = key(None, "width of the residual stream")
     n_layers: int | None = key(None, "number of blocks")
     n_heads: int | None = key(None, "query heads")
@@ -77,7 +77,7 @@ AXES = tuple(axis.name for axis in fields(MeshTable))  # outermost to innermost
 @dataclass(frozen=True, kw_only=True)
 class ParallelTable:
     zero: Literal[0, 1, 2, 3] = key(
-        3, "0 replicates; 1 gathers once a step; 2 reduces each micro-batch; 3 reshards too"
+        3, "0: replicas; 1: shards, gathered and reduced once a step; 2: reduced each micro-batch; 3: gathered each too"
     )
     sequence_parallel: bool = key(True, "with tp > 1, shard the residual stream along the sequence between layers")
     loss_parallel: bool = key(True, "with tp > 1, keep logits sharded over the vocabulary in the loss")
@@ -132,7 +132,7 @@ class OptimTable:
     clip: float = key(1.0, "largest global gradient norm; 0 does not clip")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "learning rate after the warmup")
     warmup: int = key(0, "steps of linear warmup")
-    decay: int | None = key(None, "step at which the decay ends at min_lr; absent: run.steps")
+    decay: int | None = key(None, "step whose learning rate is min_lr, counted from 1; absent: run.steps")
     decay_steps: int | None = key(None, "steps of wsd's linear decay, the last ones before its end; absent: a tenth")
     min_lr: float = key(0.0, "learning rate at the end of the decay")
 

@@ -62,7 +62,7 @@ def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> No
         section = out.split(f"[{table}]\n")[1].split("\n\n")[0].splitlines()
         assert [line.split()[0] for line in section] == list(cls.__dataclass_fields__)
     assert (
-        "zero = 3                   0, 1, 2 or 3                0 replicates; 1 gathers once a step; 2 reduces" in out
+        "zero = 3                   0, 1, 2 or 3                0: replicas; 1: shards, gathered" in out
     )
 
 
