@@ -2,18 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from composer3d.dist import pool_world
 from composer3d.launch import Pool
 from composer3d.models import Seq
 from composer3d.parallel import cp, kernels
+from composer3d.parallel.ac import saving
+from composer3d.parallel.plans import llama_plan
+from composer3d.shape import PRESETS
 
 HEADS = [(4, 4), (4, 2), (3, 1)]  # query and key-value heads: all of their own, grouped, one for all
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -158,11 +162,6 @@ def measure_errors() -> dict[torch.dtype, list[tuple[float, float]]]:
         return errors
 
 
-def save_ring(ctx: Any, op: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    save = op is torch.ops.composer3d.ring_attention.default
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def check_checkpointed() -> dict[str, int]:
     """The causal block of each forward is computed so many times: without, under full, under selective checkpoint."""
     with pool_world():
@@ -173,7 +172,8 @@ def check_checkpointed() -> dict[str, int]:
             return cp.ring_attention(q.sin(), k.sin(), v.sin(), group=group).square()
 
         def selective(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            contexts = lambda: create_selective_checkpoint_contexts(save_ring)  # noqa: E731
+            policy = saving(llama_plan(PRESETS["debug-tiny"]).save)
+            contexts = partial(create_selective_checkpoint_contexts, policy)
             return checkpoint(run, q, k, v, use_reentrant=False, context_fn=contexts)
 
         ways = {"none": run, "full": lambda *x: checkpoint(run, *x, use_reentrant=False), "selective": selective}
