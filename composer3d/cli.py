@@ -12,14 +12,28 @@ from dataclasses import asdict
 from composer3d.errors import UserError
 from composer3d.recipe.schema import Recipe
 
-DONE, INTERRUPTED = 0, 130
+DONE, INTERRUPTED, NO_READER = 0, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0 done, 1 the check failed, 2 the user's input is wrong.
 
-    Under torchrun only rank 0 prints what is wrong with the input.
+    Under torchrun only rank 0 prints what is wrong with the input. 141: nobody reads the output, as after ``| head``.
     """
+    try:
+        status = _run(argv)
+        print(end="", flush=True)
+        return status
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+            return NO_READER
+        raise  # another pipe than ours
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         with contextlib.nullcontext() if _speaks() else contextlib.redirect_stderr(io.StringIO()):
             args = _parser().parse_args(argv)
@@ -29,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(args)
     except UserError as error:
+        if getattr(args, "json", False) and command is not _verify:  # which has a form of its own
+            print(json.dumps({"ok": False, "errors": error.lines}))
         if _speaks():
             print(*error.lines, sep="\n", file=sys.stderr)
         return error.status
@@ -49,12 +65,7 @@ def _check(args: argparse.Namespace) -> int:
         return DONE
     if args.recipe is None:
         raise UserError("composer3d check: give a RECIPE, or --schema for the vocabulary of recipes")
-    try:
-        resolved = load(args.recipe, args.set, world_size=args.gpus)
-    except UserError as error:
-        if args.json:
-            print(json.dumps({"ok": False, "errors": error.lines}))
-        raise
+    resolved = load(args.recipe, args.set, world_size=args.gpus)
     recipe = resolved.recipe
     if args.json:
         answer = {"ok": True, "world_size": recipe.world_size, "recipe": asdict(recipe), "origins": resolved.origins}
@@ -105,9 +116,10 @@ def _verify(args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace) -> int:
     from composer3d.data.prepare import main_prepare
 
-    return main_prepare(
-        source=args.source, out=args.out, tokenizer=args.tokenizer, eod=args.eod, field=args.field, as_json=args.json
-    )
+    given = {name: getattr(args, name) for name in ("source", "out", "tokenizer", "eod", "field")}
+    if "" in given.values():
+        raise UserError("composer3d prepare: SRC, -o, --tokenizer, --eod and --field must not be empty")
+    return main_prepare(**given, as_json=args.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -139,12 +151,13 @@ def _parser() -> argparse.ArgumentParser:
         "source",
         metavar="SRC",
         help="a text file, or a folder of them: a document each; or a .jsonl file, or a folder of them: a document a "
-        "line; a folder of both is refused",
+        "line; a folder of both is refused; hidden files and links to folders are passed over",
     )
     prepare.add_argument("-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist")
     prepare.add_argument("--tokenizer", metavar="FILE|bytes", required=True, help="a tokenizer.json, or plain bytes")
     prepare.add_argument("--eod", metavar="TOKEN", help="token after each document; default: the tokenizer's usual one")
-    prepare.add_argument("--field", metavar="KEY", help="key of the text in a line of JSONL; default: text")
+    field = "key of the text in a line of JSONL; default: text; with it, a file of any name is JSONL"
+    prepare.add_argument("--field", metavar="KEY", help=field)
     prepare.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser
 

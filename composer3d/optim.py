@@ -13,10 +13,11 @@ from composer3d.recipe.schema import OptimTable
 def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
     """The learning rate of ``step``, counted from 0: a pure function, so that a resumed run needs no scheduler state.
 
-    Linear warmup that reaches ``lr`` at step warmup - 1, then ``lr`` for good (constant), or a decay that reaches
-    ``min_lr`` at step ``decay`` (``total_steps`` where it is absent) and stays there: cosine and linear from the warmup
-    on; wsd (warmup, stable, decay: Hu et al. 2024, "MiniCPM") holds ``lr`` and falls linearly over the last
-    ``decay_steps`` steps (where absent, a tenth of those before its end, as far as the warmup leaves room).
+    Linear warmup that reaches ``lr`` in its last step, then ``lr`` for good (constant), or a decay that reaches
+    ``min_lr`` in the step that is number ``decay`` (``total_steps`` where it is absent) counted from 1, and stays
+    there: cosine and linear from the step after the warmup on; wsd (warmup, stable, decay: Hu et al. 2024, "MiniCPM")
+    holds ``lr`` and falls linearly over the last ``decay_steps`` steps (where absent, a tenth of ``decay``, as far as
+    the warmup leaves room).
     """
     if step < table.warmup:
         return table.lr * (step + 1) / table.warmup
@@ -25,9 +26,9 @@ def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
         start = max(start, end - (table.decay_steps or max(1, end // 10)))
     if table.schedule == "constant" or step < start:
         return table.lr
-    if step >= end:
+    if step + 1 >= end:
         return table.min_lr
-    progress = (step - start) / (end - start)
+    progress = (step + 1 - start) / (end - start)
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if table.schedule == "cosine" else 1.0 - progress
     return table.min_lr + (table.lr - table.min_lr) * left
 

@@ -66,6 +66,7 @@ PRESETS: dict[str, ModelShape] = {
     "llama3.2-3b": _row(3072, 28, 24, 8, 8192, 128256, head_dim=128, **_LLAMA_3_2),
     "llama-175b": _row(12288, 96, 96, 96, 32768, 51200),
     "mistral-7b": _row(4096, 32, 32, 8, 14336, 32000, 1e4, window=4096),
+    "mistral-7b-v0.3": _row(4096, 32, 32, 8, 14336, 32768, 1e6),
     "qwen3-0.6b": _row(1024, 28, 16, 8, 3072, 151936, 1e6, tied=True, **_QWEN_3),
     "qwen3-1.7b": _row(2048, 28, 16, 8, 6144, 151936, 1e6, tied=True, **_QWEN_3),
     "qwen3-4b": _row(2560, 36, 32, 8, 9728, 151936, 1e6, tied=True, **_QWEN_3),

@@ -30,6 +30,8 @@ def files_below(root: Path, enter: Callable[[str], bool] = lambda folder: True) 
 
     def walk() -> Iterator[str]:
         for folder, subfolders, files in os.walk(root, onerror=refuse_unreadable):
+            if not os.access(folder, os.X_OK):  # its files would look like none
+                raise DataError(f"{folder}: may not be entered; allow it, or move the folder away")
             subfolders[:] = [name for name in subfolders if not name.startswith(".") and enter(name)]
             for name in files:
                 full = os.path.join(folder, name)
@@ -52,7 +54,7 @@ def text_documents(files: Iterable[Path]) -> Iterator[Document]:
         try:
             text = file.read_bytes()
         except OSError as error:
-            refuse_unreadable(error)
+            refuse_unreadable(error, file)
         if text:
             yield Document(str(file), text, len(text))
 
@@ -69,7 +71,7 @@ def jsonl_documents(files: Iterable[Path], field: str) -> Iterator[Document]:
                     if not line.isspace() and (text := _text_of(line, field, f"{file}:{number}")):
                         yield Document(f"{file}:{number}", text, len(line))
         except OSError as error:
-            refuse_unreadable(error)
+            refuse_unreadable(error, file)
 
 
 def _text_of(line: bytes, field: str, place: str) -> bytes:
@@ -114,5 +116,6 @@ def refuse_end_of_document(document: Document) -> None:
         )
 
 
-def refuse_unreadable(error: OSError) -> NoReturn:
-    raise DataError(f"{error.filename}: cannot be read: {error.strerror}; make it readable or move it away") from error
+def refuse_unreadable(error: OSError, file: Path | None = None) -> NoReturn:
+    place = error.filename or file  # a read that fails halfway names none
+    raise DataError(f"{place}: cannot be read: {error.strerror}; make it readable or move it away") from error

@@ -12,6 +12,9 @@ from composer3d.data.tokens import digest_of
 from composer3d.errors import DataError
 from composer3d.recipe.values import either
 
+_DOCUMENT_BYTES = 16 << 20  # tokenizers takes a text whole, and _MEMORY bytes for each byte of it
+_MEMORY = 156
+
 # The first that a vocabulary has ends its documents: what pretraining used comes before what chats do.
 _USUAL_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>", "[EOS]")
 
@@ -32,7 +35,8 @@ class Tokenizer(Protocol):
     def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of all documents, 1-D of ``dtype``, with ``end`` after each; how many are of each, int64.
 
-        Raises DataError, naming the document, where its text is not what the tokenizer takes, or holds ``end``.
+        Raises DataError, naming the document, where its text is too long, is not what the tokenizer takes, becomes no
+        token, or holds ``end``.
         """
         ...
 
@@ -71,7 +75,7 @@ class _FromFile:
         try:
             content = Path(path).read_bytes()
             coder = tokenizers.Tokenizer.from_buffer(content)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers raises plain ones
             reason = getattr(error, "strerror", None) or str(error)
             raise DataError(f"--tokenizer {path}: {reason}; give bytes, or the path of a tokenizer.json") from None
         coder.no_truncation()
@@ -92,26 +96,39 @@ class _FromFile:
         self._coder = coder
 
     def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
-        encodings = self._coder.encode_batch_fast(list(map(_decoded, documents)), add_special_tokens=False)
-        tokens: list[int] = []
-        lengths = np.empty(len(documents), dtype=np.int64)
-        for row, encoding in enumerate(encodings):
-            tokens += encoding.ids
-            tokens.append(self.end)
-            lengths[row] = len(encoding) + 1
-        array = np.array(tokens, dtype=self.dtype)
+        texts = list(map(_decoded, documents))
+        try:
+            encodings = self._coder.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises plain ones, and does not say for which text
+            place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
+            raise DataError(f"{place}: {error}; give one that can represent all text") from None
+        # Each at once: a list of Python's numbers takes 10 times the memory of an array.
+        parts = [np.array([*encoding.ids, self.end], dtype=self.dtype) for encoding in encodings]
+        for document, text, part in zip(documents, texts, parts, strict=True):
+            if len(part) == 1 and not text.isspace():
+                raise DataError(
+                    f"{document.place}: no character of it has a token in {self.name}; "
+                    "take the document away, or give a tokenizer that can represent it"
+                )
+        array, lengths = np.concatenate(parts), np.array(list(map(len, parts)), dtype=np.int64)
         ends_at = np.flatnonzero(array == self.end)
         if len(ends_at) > len(documents):
             stops = np.cumsum(lengths) - 1
             row = int(np.searchsorted(stops, np.setdiff1d(ends_at, stops)[0]))
             raise DataError(
-                f"{documents[row].place}: the text holds {self.end_name}, which would end a document there; "
+                f"{documents[row].place}: its tokens hold {self.end_name}, which would end a document there; "
                 "name another token with --eod, or take the document away"
             )
         return array, lengths
 
 
 def _decoded(document: Document) -> str:
+    size = len(document.text)
+    if size > _DOCUMENT_BYTES:
+        raise DataError(
+            f"{document.place}: one document of {size / 1e6:,.0f} MB would take about {size * _MEMORY / 1e9:,.0f} GB "
+            "of memory to tokenize; cut it into documents, a file or a JSONL line each"
+        )
     try:
         return document.text.decode()
     except UnicodeDecodeError as error:

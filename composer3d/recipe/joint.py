@@ -5,9 +5,12 @@ that ``ranges`` has refused already (a zero to divide by).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from composer3d.recipe.schema import DataTable, Recipe
-from composer3d.recipe.values import divisors, mention, use, value_of
+from composer3d.recipe.values import divisors, either, mention, show, use, value_of
+
+Rule = tuple[tuple[str, ...], Callable[[Recipe], str | None]]
 
 
 def _heads_fill_dim(recipe: Recipe) -> str | None:
@@ -81,69 +84,49 @@ def _held_out_source_has_a_path(recipe: Recipe) -> str | None:
     )
 
 
-def _field_is_of_jsonl(recipe: Recipe) -> str | None:
-    if recipe.data.source == "jsonl" or recipe.data.field == DataTable.field:
-        return None
-    source = mention(recipe, "data.source")
-    return f'{mention(recipe, "data.field")} is not read with {source}; remove it, or use data.source = "jsonl"'
-
-
-def _python_has_no(path: str) -> tuple[tuple[str, ...], Callable[[Recipe], str | None]]:
-    def check(recipe: Recipe) -> str | None:
-        if recipe.data.source != "python" or value_of(recipe, path) is None:
-            return None
-        source = mention(recipe, "data.source")
-        return f'{mention(recipe, path)} is not read with {source}; remove it, or use data.source = "text"'
-
-    return (path, "data.source"), check
-
-
-def _warmup_ends(recipe: Recipe) -> str | None:
-    if recipe.optim.warmup <= recipe.run.steps:
-        return None
-    return f"{mention(recipe, 'optim.warmup')} must be at most {mention(recipe, 'run.steps')}"
-
-
 def _decay_follows_warmup(recipe: Recipe) -> str | None:
     if recipe.optim.decay is None or recipe.optim.decay > recipe.optim.warmup:
         return None
     return f"{mention(recipe, 'optim.decay')} must be above {mention(recipe, 'optim.warmup')}: the decay starts there"
 
 
-def _constant_has_no(key: str, remedy: str) -> tuple[tuple[str, ...], Callable[[Recipe], str | None]]:
-    def check(recipe: Recipe) -> str | None:
-        if recipe.optim.schedule != "constant" or value_of(recipe, key) in (None, 0.0):
-            return None
-        return f"{mention(recipe, key)} is not read with {mention(recipe, 'optim.schedule')}; {remedy}"
-
-    return (key, "optim.schedule"), check
-
-
-def _only_wsd_has_decay_steps(recipe: Recipe) -> str | None:
-    if recipe.optim.schedule == "wsd" or recipe.optim.decay_steps is None:
-        return None
-    wrong, schedule = mention(recipe, "optim.decay_steps"), mention(recipe, "optim.schedule")
-    return f'{wrong} is not read with {schedule}; remove it, or use optim.schedule = "wsd"'
-
-
 def _wsd_decay_fits(recipe: Recipe) -> str | None:
     optim = recipe.optim
     end, last = ("run.steps", recipe.run.steps) if optim.decay is None else ("optim.decay", optim.decay)
     room = last - optim.warmup
-    if optim.schedule != "wsd" or optim.decay_steps is None or optim.decay_steps <= room or room < 0:
+    blamed_already = room < 0 or (room == 0 and optim.decay is not None)  # the end is not after the warmup
+    if optim.schedule != "wsd" or optim.decay_steps is None or optim.decay_steps <= room or blamed_already:
         return None
     steps, warmup = mention(recipe, "optim.decay_steps"), mention(recipe, "optim.warmup")
     way_out = f"use at most {room}" if room else "shorten the warmup"
     return f"{steps} after {warmup} would end beyond {mention(recipe, end)}; {way_out}"
 
 
-def _min_lr_is_lower(recipe: Recipe) -> str | None:
-    if recipe.optim.min_lr <= recipe.optim.lr:
-        return None
-    return f"{mention(recipe, 'optim.min_lr')} must be at most {mention(recipe, 'optim.lr')}"
+def _at_most(key: str, bound: str) -> Rule:
+    def check(recipe: Recipe) -> str | None:
+        values: Any = (value_of(recipe, key), value_of(recipe, bound))
+        return None if values[0] <= values[1] else f"{mention(recipe, key)} must be at most {mention(recipe, bound)}"
+
+    return (key, bound), check
 
 
-RULES: tuple[tuple[tuple[str, ...], Callable[[Recipe], str | None]], ...] = (
+def _not_read(key: str, default: object, switch: str, off: tuple[str, ...], remedy: str) -> Rule:
+    """``key`` keeps its default where ``switch`` is one of ``off``, which does not read it."""
+
+    def check(recipe: Recipe) -> str | None:
+        if value_of(recipe, switch) not in off or value_of(recipe, key) == default:
+            return None
+        return f"{mention(recipe, key)} is not read with {mention(recipe, switch)}; {remedy}"
+
+    return (key, switch), check
+
+
+_PYTHON = ("data.source", ("python",), f"remove it, or use data.source = {either([show(source) for source in PATHS])}")
+_JSONL = ("data.source", ("python", "text", "tokens"), 'remove it, or use data.source = "jsonl"')
+_WSD = ("optim.schedule", ("cosine", "linear", "constant"), 'remove it, or use optim.schedule = "wsd"')
+_CONSTANT = ("optim.schedule", ("constant",))
+
+RULES: tuple[Rule, ...] = (
     (("model.n_heads", "model.dim", "model.head_dim"), _heads_fill_dim),
     (("model.n_kv_heads", "model.n_heads"), _kv_heads_serve_heads),
     (("model.rope_high_freq", "model.rope_low_freq"), _rope_has_a_middle),
@@ -152,14 +135,14 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Recipe], str | None]], ...] = (
     (("model.vocab", "data.source"), _vocabulary_holds_bytes),
     (("data.source", "data.path"), _source_has_a_path),
     (("validation.every", "data.source", "validation.path"), _held_out_source_has_a_path),
-    (("data.field", "data.source"), _field_is_of_jsonl),
-    _python_has_no("data.path"),
-    _python_has_no("validation.path"),
-    (("optim.warmup", "run.steps"), _warmup_ends),
+    _not_read("data.field", DataTable.field, *_JSONL),
+    _not_read("data.path", None, *_PYTHON),
+    _not_read("validation.path", None, *_PYTHON),
+    _at_most("optim.warmup", "run.steps"),
     (("optim.decay", "optim.warmup"), _decay_follows_warmup),
-    _constant_has_no("optim.decay", "remove it, or use a schedule that decays"),
-    _constant_has_no("optim.min_lr", "use 0, or a schedule that decays"),
-    (("optim.decay_steps", "optim.schedule"), _only_wsd_has_decay_steps),
+    _not_read("optim.decay", None, *_CONSTANT, "remove it, or use a schedule that decays"),
+    _not_read("optim.min_lr", 0.0, *_CONSTANT, "use 0, or a schedule that decays"),
+    _not_read("optim.decay_steps", None, *_WSD),
     (("optim.decay_steps", "optim.warmup", "optim.decay", "run.steps", "optim.schedule"), _wsd_decay_fits),
-    (("optim.min_lr", "optim.lr"), _min_lr_is_lower),
+    _at_most("optim.min_lr", "optim.lr"),
 )

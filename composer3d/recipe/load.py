@@ -107,7 +107,7 @@ def _resolve_shape(draft: Draft) -> ModelShape:
         key = f"model.{entry.name}"
         if key in draft.values:
             given[entry.name] = draft.values[key]
-        elif row is not None:
+        elif row is not None and getattr(row, entry.name) != entry.default:
             given[entry.name] = getattr(row, entry.name)
             draft.origins[key] = f"preset {preset}"
             draft.places[key] = draft.places["model.preset"]
@@ -208,6 +208,8 @@ def _check_paths(draft: Draft, recipe: Recipe) -> None:
             problem: str | None
             if not os.path.exists(path):
                 problem = f"does not exist; give {PATHS[source]}, relative to the working directory"
+            elif source != "tokens" and os.path.exists(os.path.join(path, "tokens.json")):
+                problem = 'holds tokens.json, made by composer3d prepare; use data.source = "tokens"'
             elif source == "tokens":
                 problem = _tokens_problem(path, draft, recipe, tokenizers)
             else:

@@ -1,7 +1,10 @@
-"""Token files: what goes in comes back, in bounded memory, and what is interrupted leaves nothing behind."""
+"""Token files: what goes in comes back, and what is interrupted leaves nothing behind."""
 
+import errno
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from composer3d import cli
-from composer3d.data import open_corpus, prepare
+from composer3d.data import open_corpus, prepare, tokenizer
 
 END = "<|endoftext|>"
 TEXTS = ["def f(x):\r\n\treturn x\n", "héllo 日本語 😀\x00", f"it says {END} and <pad>", " ", "parser = " * 50]
@@ -38,17 +41,18 @@ def run(capsys: pytest.CaptureFixture[str], source: Path, out: Path, *more: str)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     answer: dict[str, Any] = json.loads(lines[-1])
+    assert answer.pop("ok") is True
     return answer
 
 
 def refused(capsys: pytest.CaptureFixture[str], source: Path, out: Path, *more: str) -> str:
     """The one line that refuses it; nothing is left beside the source."""
     before = sorted(out.parent.iterdir())
-    assert cli.main(["prepare", str(source), "-o", str(out), *more]) == 2
+    assert cli.main(["prepare", str(source), "-o", str(out), "--json", *more]) == 2
     shown = capsys.readouterr()
-    assert shown.out == ""
     assert sorted(out.parent.iterdir()) == before
     (line,) = shown.err.splitlines()
+    assert json.loads(shown.out) == {"ok": False, "errors": [line]}
     return line
 
 
@@ -138,9 +142,28 @@ def test_the_same_source_gives_the_same_digest(
     assert digests[0] == digests[1] != open_corpus("tokens", tmp_path / "c", split="train").digest
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("crash"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted: nothing was written"),
+        (signal.SIGTERM, 143, "interrupted: nothing was written"),
+        (RuntimeError("crash"), None, None),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            2,
+            "cannot be written: No space left on device; free space,",
+        ),
+        (OSError(errno.EROFS, "Read-only file system"), 2, "cannot be written: Read-only file system; give another -o"),
+    ],
+    ids=repr,
+)
 def test_what_is_interrupted_leaves_nothing_and_starts_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Any
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Any,
+    status: int,
+    said: str,
 ) -> None:
     source, out = write_texts(tmp_path / "in"), tmp_path / "new" / "out"
     (source / "b" / "c.md").unlink()
@@ -150,23 +173,26 @@ def test_what_is_interrupted_leaves_nothing_and_starts_again(
         documents = whole(files)
         yield next(documents)
         assert [path.name.startswith("out.tmp-") for path in out.parent.iterdir()] == [True]
+        if isinstance(error, signal.Signals):
+            os.kill(os.getpid(), error)
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "_BATCH_BYTES", 1)
         patch.setattr(prepare, "text_documents", interrupted)
         arguments = ["prepare", str(source), "-o", str(out), "--tokenizer", "bytes"]
-        if isinstance(error, RuntimeError):
+        before = signal.getsignal(signal.SIGTERM)
+        if status is None:
             with pytest.raises(RuntimeError, match="crash"):
                 cli.main(arguments)
+        elif status == 143:
+            with pytest.raises(SystemExit, match="143"):
+                cli.main(arguments)
         else:
-            assert cli.main(arguments) == (2 if isinstance(error, OSError) else 130)
-            said = capsys.readouterr().err
-            assert said == (
-                ""
-                if error is KeyboardInterrupt
-                else f"{out} cannot be written: No space left on device; free space, or give another -o\n"
-            )
+            assert cli.main(arguments) == status
+        assert signal.getsignal(signal.SIGTERM) is before
+    shown = capsys.readouterr().err.splitlines()
+    assert [(said in line) for line in shown] == [True] * (said is not None)
     assert list(out.parent.iterdir()) == []
     left = out.parent / "out.tmp-killed"  # as SIGKILL leaves it
     left.mkdir()
@@ -182,6 +208,59 @@ def test_what_is_there_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureF
     assert said == f"{tmp_path / 'out'} exists; remove it, or give another -o"
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     assert "exists" in refused(capsys, source, tmp_path / "dangling", "--tokenizer", "bytes")
+
+
+def test_of_two_at_once_the_second_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, whole = write_lines(tmp_path / "x.jsonl", ["a"]), prepare.write_manifest
+
+    def slow(folder: Path, facts: dict[str, Any]) -> None:
+        write_lines(tmp_path / "out" / "of_the_first", ["b"])
+        whole(folder, facts)
+
+    monkeypatch.setattr(prepare, "write_manifest", slow)
+    assert cli.main(["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
+    said = f"{tmp_path / 'out'} exists now: another prepare made it; remove it, or give another -o\n"
+    assert capsys.readouterr() == ("", said)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["of_the_first", "out", "x.jsonl"]
+
+
+def test_all_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (seen.append(os.fstat(file).st_ino), fsync(file)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (seen.append("rename"), rename(old, new)))
+    out = tmp_path / "out"
+    run(capsys, write_texts(tmp_path / "in"), out, "--tokenizer", str(bpe))
+    inodes = {path.name: path.stat().st_ino for path in out.iterdir()}
+    assert set(inodes) == {"tokens.bin", "documents.bin", "tokenizer.json", "tokens.json"}
+    assert set(seen[:-3]) == set(inodes.values())
+    assert seen[-3:] == [out.stat().st_ino, "rename", tmp_path.stat().st_ino]
+
+
+def test_where_no_terminal_is_progress_is_a_line_a_minute(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "x.jsonl", ["a" * 999_980] * 3)
+    for seconds, said in ((60.0, []), (0.0, ["1 documents, 999,981 tokens, 1 of 3 MB"])):
+        monkeypatch.setattr(prepare, "_BATCH_BYTES", 1)
+        monkeypatch.setattr(prepare, "_PROGRESS_S", seconds)
+        assert cli.main(["prepare", str(source), "-o", str(tmp_path / str(seconds)), "--tokenizer", "bytes"]) == 0
+        assert capsys.readouterr().err.splitlines()[:1] == said
+
+
+def test_what_a_killed_one_left_is_told_of_a_name_with_brackets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "x.jsonl", ["a"])
+    for left in ("o[1].tmp-ours", "o1.tmp-not-ours"):
+        (tmp_path / left).mkdir()
+    assert cli.main(["prepare", str(source), "-o", str(tmp_path / "o[1]"), "--tokenizer", "bytes"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path / 'o[1].tmp-ours'} is left of")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +284,19 @@ def test_what_is_there_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureF
             ["--eod", "</s>"],
             "--eod </s> is not read with --tokenizer bytes, where byte 0 ends a document;",
         ),
+        (
+            {"in/a": b"x"},
+            ["--eod", ""],
+            "composer3d prepare: SRC, -o, --tokenizer, --eod and --field must not be empty",
+        ),
+        (
+            {"in/a": b"x", "in/b.json": b"{}"},
+            [],
+            r"in/b.json: a .json file is not read as text; rename it to .jsonl if",
+        ),
+        ({"in/a.jsonl": b"{}", "in/b.NDJSON": b"{}"}, [], "in/b.NDJSON: a .ndjson file is not read as text; rename it"),
+        ({"in/a.txt.gz": b"x"}, [], "in/a.txt.gz: a .gz file is not read as text; decompress it"),
+        ({"in/a.parquet": b"x"}, [], "in/a.parquet: a .parquet file is not read as text; convert it to JSONL"),
         ({"in/a": b"x\0y"}, [], "in/a: byte 0 at offset 1 would end a document there;"),
         ({"in/a.jsonl": b'\n{"text": "a\\u0000"}'}, [], "in/a.jsonl:2: byte 0 at offset 1 would end a document there;"),
         (
@@ -235,7 +327,7 @@ def test_what_is_there_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureF
         (
             {"in/a.jsonl": b'{"text": "no"}\n{"text": "x q"}\n{"text": "so"}'},
             ["--tokenizer", "BPE", "--eod", "q"],
-            "in/a.jsonl:2: the text holds q, which would end a document there; name another token",
+            "in/a.jsonl:2: its tokens hold q, which would end a document there; name another token",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -259,6 +351,77 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path, capsy
     assert said.endswith("to end a document; name a token of it with --eod")
     run(capsys, tmp_path / "a", tmp_path / "out", "--tokenizer", str(tmp_path / "t.json"), "--eod", "q")
     assert documents_of(tmp_path / "out")[0].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "said"),
+    [
+        (
+            models.WordLevel({"a": 0, "</s>": 1}),
+            "z",
+            r"/b or soon after: --tokenizer \S+: WordLevel error: .*; give one",
+        ),
+        (models.BPE({"a": 0, "</s>": 1}, []), "zz", r"/b: no character of it has a token in \S+; take the document"),
+        (models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"), "z", "/b: its tokens hold </s>, which would end a"),
+    ],
+    ids=["an error", "no token", "the unknown is the end"],
+)
+def test_text_that_a_tokenizer_cannot_represent_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: Any,
+    text: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_BYTES", 1)
+    Tokenizer(model).save(str(tmp_path / "t.json"))
+    (tmp_path / "in").mkdir()
+    for name, content in (("a", "a"), ("b", text)):
+        (tmp_path / "in" / name).write_text(content)
+    named = ["--tokenizer", str(tmp_path / "t.json")]
+    assert re.search(said, refused(capsys, tmp_path / "in", tmp_path / "out", *named))
+    if isinstance(model, models.BPE):
+        (tmp_path / "in" / "b").write_text(" \n")  # blank: nothing is lost
+        run(capsys, tmp_path / "in", tmp_path / "out", *named)
+        assert [document.tolist() for document in documents_of(tmp_path / "out")] == [[0], []]
+
+
+def test_a_document_that_would_take_all_memory_is_refused(
+    tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(tmp_path / "big.txt", "wb") as file:
+        file.truncate((16 << 20) + 1)
+    named = ["--tokenizer", str(bpe)]
+    assert refused(capsys, tmp_path / "big.txt", tmp_path / "out", *named) == (
+        f"{tmp_path / 'big.txt'}: one document of 17 MB would take about 3 GB of memory to tokenize; "
+        "cut it into documents, a file or a JSONL line each"
+    )
+    monkeypatch.setattr(tokenizer, "_DOCUMENT_BYTES", 5)
+    lines = write_lines(tmp_path / "x.jsonl", ["abcde", "abcdef"])
+    assert f"{lines}:3: one document of 0 MB" in refused(capsys, lines, tmp_path / "out", *named)
+    run(capsys, lines, tmp_path / "bytes", "--tokenizer", "bytes")
+    run(capsys, write_lines(lines, ["abcde"]), tmp_path / "out", *named)
+
+
+def test_a_field_makes_a_file_of_any_name_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.json", "a.ndjson", "a"):
+        source = write_lines(tmp_path / name, ["a", "b"])
+        run(capsys, source, tmp_path / f"{name} out", "--tokenizer", "bytes", "--field", "text")
+        assert len(documents_of(tmp_path / f"{name} out")) == 2
+    (tmp_path / "b.jsonl.gz").write_bytes(b"x")
+    said = refused(capsys, tmp_path / "b.jsonl.gz", tmp_path / "out", "--tokenizer", "bytes", "--field", "text")
+    assert said.endswith("b.jsonl.gz: a .gz file is not read as text; decompress it")
+
+
+def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, tmp_path / ("x" * 300), tmp_path / "out", "--tokenizer", "bytes")
+    assert said.endswith("xxx: cannot be read: File name too long; make it readable or move it away")
+    source = write_lines(tmp_path / "x.jsonl", ["a"])
+    said = refused(capsys, source, tmp_path / ("x" * 300), "--tokenizer", "bytes")
+    assert said.endswith("xxx cannot be written: File name too long; give another -o")
+    assert cli.main(["prepare", "", "-o", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
+    assert "SRC" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux's /proc")

@@ -131,6 +131,26 @@ def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         train(tmp_path)
 
 
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_read_that_fails_halfway_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
+    write(tmp_path, {"a.jsonl": b"x"})
+
+    def broken(*_: object) -> Any:
+        raise OSError(5, "Input/output error")  # of read(2): it has no name
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    monkeypatch.setattr("builtins.open", broken)
+    with pytest.raises(DataError, match=r"^\S+/a\.jsonl: cannot be read: Input/output error; make"):
+        open_corpus(source, tmp_path, split="train")
+
+
+def test_a_folder_that_may_not_be_entered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"a": b"x", "in/b": b"x"})
+    monkeypatch.setattr(sources.os, "access", lambda path, mode: not str(path).endswith("in"))  # root enters any
+    with pytest.raises(DataError, match=r"^\S+/in: may not be entered; allow it, or"):
+        train(tmp_path)
+
+
 def test_jsonl_is_read_line_by_line_in_order_of_relative_path(tmp_path: Path) -> None:
     write(
         tmp_path,

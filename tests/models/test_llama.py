@@ -206,21 +206,24 @@ def test_tied_embedding_and_head_are_one_parameter() -> None:
     )
 
 
-PUBLISHED = {  # the sum of the numel of a published checkpoint, where a tied pair is one
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "llama3.1-8b": 8_030_261_248,
-    "llama3.1-70b": 70_553_706_496,
-    "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824,
-    "mistral-7b": 7_241_732_096,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264,
+PUBLISHED: dict[str, tuple[Any, ...]] = {
+    # The numel of a published checkpoint, where a tied pair is one, and what its config.json says that no numel shows:
+    # name             parameters       theta  eps   window factor tied   qk_norm
+    "llama3-8b": (8_030_261_248, 5e5, 1e-5, 0, 1.0, False, False),
+    "llama3-70b": (70_553_706_496, 5e5, 1e-5, 0, 1.0, False, False),
+    "llama3-405b": (405_853_388_800, 5e5, 1e-5, 0, 8.0, False, False),
+    "llama3.1-8b": (8_030_261_248, 5e5, 1e-5, 0, 8.0, False, False),
+    "llama3.1-70b": (70_553_706_496, 5e5, 1e-5, 0, 8.0, False, False),
+    "llama3.2-1b": (1_235_814_400, 5e5, 1e-5, 0, 32.0, True, False),
+    "llama3.2-3b": (3_212_749_824, 5e5, 1e-5, 0, 32.0, True, False),
+    "mistral-7b": (7_241_732_096, 1e4, 1e-5, 4096, 1.0, False, False),
+    "mistral-7b-v0.3": (7_248_023_552, 1e6, 1e-5, 0, 1.0, False, False),
+    "qwen3-0.6b": (596_049_920, 1e6, 1e-6, 0, 1.0, True, True),
+    "qwen3-1.7b": (1_720_574_976, 1e6, 1e-6, 0, 1.0, True, True),
+    "qwen3-4b": (4_022_468_096, 1e6, 1e-6, 0, 1.0, True, True),
+    "qwen3-8b": (8_190_735_360, 1e6, 1e-6, 0, 1.0, False, True),
+    "qwen3-14b": (14_768_307_200, 1e6, 1e-6, 0, 1.0, False, True),
+    "qwen3-32b": (32_762_123_264, 1e6, 1e-6, 0, 1.0, False, True),
 }
 
 
@@ -230,11 +233,14 @@ def test_every_preset_of_a_published_model_is_counted() -> None:
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_presets_have_the_published_parameters_and_meta_holds_none(preset: str) -> None:
-    shape = PRESETS[preset]
+def test_presets_are_the_published_models_and_meta_holds_no_bytes(preset: str) -> None:
+    shape, (numel, *said) = PRESETS[preset], PUBLISHED[preset]
+    assert [getattr(shape, f"rope_{name}") for name in ("low_freq", "high_freq", "context")] == [1, 4, 8192]
+    names = ("rope_theta", "norm_eps", "window", "rope_factor", "tied", "qk_norm")
+    assert [getattr(shape, name) for name in names] == said
     model = Llama(shape)
     parameters = dict(model.named_parameters())
-    assert sum(parameter.numel() for parameter in parameters.values()) == PUBLISHED[preset]
-    assert counts.parameters(shape) == PUBLISHED[preset]
+    assert sum(parameter.numel() for parameter in parameters.values()) == numel
+    assert counts.parameters(shape) == numel
     assert all(tensor.is_meta for tensor in (*parameters.values(), *model.buffers()))
     assert parameters[f"blocks.{shape.n_layers - 1}.attn.wk.weight"].shape == (8 * shape.head_width, shape.dim)

@@ -1,6 +1,7 @@
 """The command line: ``check``, its exit status, and what it leaves unloaded."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,9 +62,7 @@ def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> No
     for table, cls in TABLES.items():
         section = out.split(f"[{table}]\n")[1].split("\n\n")[0].splitlines()
         assert [line.split()[0] for line in section] == list(cls.__dataclass_fields__)
-    assert (
-        "zero = 3                   0, 1, 2 or 3                0: replicas; 1: shards, gathered" in out
-    )
+    assert "zero = 3                   0, 1, 2 or 3                0: replicas; 1: shards, gathered" in out
 
 
 @pytest.mark.parametrize(
@@ -140,3 +139,23 @@ def test_the_module_runs_as_a_program() -> None:
         [sys.executable, "-m", "composer3d", "check", "nowhere/x.toml"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "nowhere/x.toml: no such file\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # it meets the broken pipe when it ends, or when it prints
+def test_a_reader_that_goes_away_ends_a_command_quietly(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "composer3d", "check", RECIPE]
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        program.stdout.close()  # before it has anything to write, as `| head` does later
+        assert program.stderr is not None
+        assert (program.stderr.read(), program.wait(60)) == (b"", 141)
+
+
+def test_a_pipe_that_is_not_the_output_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(load_module, "load", broken)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["check", RECIPE])

@@ -9,8 +9,6 @@ import wrong_values
 from wrong import Wrong
 
 from composer3d import cli
-from composer3d.errors import RecipeError
-from composer3d.recipe.load import load
 
 ALL = wrong_texts.ALL + wrong_values.ALL
 
@@ -24,12 +22,6 @@ def wrong(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.chdir(tmp_path)
     return case
-
-
-def test_load_refuses_with_exact_lines(wrong: Wrong) -> None:
-    with pytest.raises(RecipeError) as caught:
-        load("x.toml", wrong.sets, world_size=wrong.world)
-    assert list(caught.value.lines) == wrong.lines
 
 
 def test_check_prints_the_lines_and_exits_with_2(wrong: Wrong, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,8 @@ def test_a_preset_gives_what_the_recipe_does_not(write) -> None:
     resolved = load(layered(write))
     assert resolved.recipe.model == replace(PRESETS["debug-tiny"], ffn=192)
     assert resolved.origins["model.ffn"] == "sub/../low.toml:3"
-    assert resolved.origins["model.dim"] == "preset debug-tiny"
+    assert resolved.origins["model.dim"] == resolved.origins["model.rope_theta"] == "preset debug-tiny"
+    assert resolved.origins["model.norm_eps"] == resolved.origins["model.window"] == "default"
     assert resolved.place("model.dim") == "sub/../low.toml:2"
     assert "model.preset" not in resolved.origins
 

@@ -5,7 +5,8 @@ from typing import NamedTuple
 TINY = '[model]\npreset = "debug-tiny"\n'  # lines 1 and 2: dim 64, 4 layers, 4 heads, 2 kv heads, ffn 160, vocab 256
 PRESETS = (
     "debug-tiny, debug-small, debug-bench, llama3-8b, llama3-70b, llama3-405b, llama3.1-8b, llama3.1-70b, llama3.2-1b, "
-    "llama3.2-3b, llama-175b, mistral-7b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b"
+    "llama3.2-3b, llama-175b, mistral-7b, mistral-7b-v0.3, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, "
+    "qwen3-14b, qwen3-32b"
 )
 TABLES = "run, model, mesh, parallel, memory, precision, data, optim, checkpoint, metrics, validation"
 

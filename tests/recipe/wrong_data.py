@@ -104,6 +104,11 @@ RUN = [
         ["x.toml:7: optim.decay = 10 must be above optim.warmup = 20 (x.toml:6): the decay starts there"],
     ),
     Wrong(
+        "wsd whose end is its warmup's",
+        TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 5\nwarmup = 20\ndecay = 20\n',
+        ["x.toml:7: optim.decay = 20 must be above optim.warmup = 20 (x.toml:6): the decay starts there"],
+    ),
+    Wrong(
         "counts",
         TINY + "[checkpoint]\nkeep = 0\nevery = -1\n[metrics]\nevery = 0\n[validation]\nsteps = 0\nevery = -2\n",
         [
@@ -155,7 +160,7 @@ DATA = [
         TINY + '[data]\npath = "t"\n',
         [
             'x.toml:4: data.path = "t" is not read with data.source = "python" (default); remove it, or use '
-            'data.source = "text"'
+            'data.source = "text", "jsonl" or "tokens"'
         ],
     ),
     Wrong(
@@ -221,6 +226,20 @@ DATA = [
         ],
     ),
     Wrong(
+        "token files as text",
+        {"x.toml": TEXT, "t/tokens.json": manifest(), "t/tokens.bin": "some words"},
+        ['x.toml:5: data.path = "t" holds tokens.json, made by composer3d prepare; use data.source = "tokens"'],
+    ),
+    Wrong(
+        "token files as held-out JSONL",
+        {
+            "x.toml": TEXT.replace('"text"', '"jsonl"') + '[validation]\npath = "v"\n',
+            "t": '{"text": "some words"}',
+            "v/tokens.json": manifest(),
+        },
+        ['x.toml:8: validation.path = "v" holds tokens.json, made by composer3d prepare; use data.source = "tokens"'],
+    ),
+    Wrong(
         "no JSONL",
         {"x.toml": TEXT.replace('"text"', '"jsonl"'), "t/a.txt": "some words", "t/.b.jsonl": "{}", "t/c.jsonl": ""},
         ['x.toml:5: data.path = "t" holds no text: no .jsonl file in it that is not hidden has a byte'],
@@ -230,7 +249,7 @@ DATA = [
         TINY + '[validation]\npath = "t"\n',
         [
             'x.toml:4: validation.path = "t" is not read with data.source = "python" (default); remove it, or use '
-            'data.source = "text"'
+            'data.source = "text", "jsonl" or "tokens"'
         ],
     ),
     Wrong(

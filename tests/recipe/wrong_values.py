@@ -69,7 +69,7 @@ MODEL = [
         "rope without a middle",
         TINY + "rope_low_freq = 4\n",
         [
-            "x.toml:2: model.rope_high_freq = 4.0 must be above model.rope_low_freq = 4.0 (x.toml:3)",
+            "x.toml:3: model.rope_high_freq = 4.0 (default) must be above model.rope_low_freq = 4.0",
         ],
     ),
     Wrong(
