@@ -76,6 +76,12 @@ def test_a_wrong_recipe_is_told_as_composer3d_tells_it(capsys: pytest.CaptureFix
     assert "unknown key 'mesh.tq'" in capsys.readouterr().err
 
 
+def test_an_interpreter_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpu", "--python", "/no/such/python"]) == 2
+    assert "bench.py gpu:" in (said := capsys.readouterr().err)
+    assert "/no/such/python" in said
+
+
 def test_a_run_that_fails_says_why() -> None:
     with pytest.raises(JobError, match="the reason"):
         measure(lambda folder: [Job(command=["bash", "-c", "echo the reason; exit 3"], output=folder / "output")])
