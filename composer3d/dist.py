@@ -1,5 +1,6 @@
 """The process group of a job: device, backend, time-out, and the end of it."""
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,19 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
             f'start fewer processes on a node, or set run.device = "cpu"'
         )
     return torch.device("cuda", local)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what this process frees, for the next step; where it is not glibc, do nothing.
+
+    By default large tensors are mapped when they are made and unmapped when they are freed: on a CPU every step then
+    pays for the faults of all pages of its activations.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_max, never = -1, -4, 2**31 - 1  # of malloc.h
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, never)
 
 
 @contextmanager

@@ -83,6 +83,8 @@ def _train(resolved: Resolved, rank: int) -> int:
     if recipe.world_size > 1 or "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = dist.pick_device(recipe.run.device)
+    if device.type == "cpu":
+        dist.keep_freed_memory()
     who = identity(rank, recipe.mesh, device.type)
     log.setup(who, main=rank == 0)
     try:
