@@ -107,14 +107,14 @@ def cut(model: Decoder, mesh: Mesh, parallel: ParallelTable) -> list[Stage]:
     count = mesh.table.pp * a_rank
     if parallel.stages is not None and mesh.table.pp > 1:
         ends = list(accumulate(parallel.stages))
-        if len(ends) != count or ends[-1] != len(model.blocks) or min(parallel.stages) < 0:
+        if len(ends) != count or ends[-1] != len(model.blocks) or min(parallel.stages) < 1:
             raise PlanError(f"stages {parallel.stages} are no cut of {len(model.blocks)} blocks into {count} stages")
         ranges = [range(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
     else:
         costs = [_size(block) for block in model.blocks.values()]
         ranges = balanced_cut(_size(model.first) / 2, costs, _size(model.last), count)
     if count > 1 and tied(model):
-        raise PlanError("the first and the last stage share a parameter; use a model that ties none, or mesh.pp = 1")
+        raise PlanError("stages cannot share a parameter; use a model that ties none, or mesh.pp = 1")
     return [
         Stage(model, ranges[index], first=index == 0, last=index == count - 1)
         for index in pp.stage_indices(mesh, a_rank)

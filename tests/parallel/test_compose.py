@@ -265,10 +265,20 @@ def compose_without_a_seam() -> None:
         )
 
 
+def compose_tied_blocks() -> None:
+    with pool_world() as device:
+        model = Llama(SHAPE)
+        model.blocks["2"].ffn.w1.weight = model.blocks["0"].ffn.w1.weight
+        step = StepShape(micro_batch=1, micro_batches=2, seq_len=8)
+        mesh = Mesh.build(MeshTable(dp_shard=2), device)
+        compose(model, llama_plan(SHAPE), mesh, parallel=ParallelTable(), step=step, seed=0)
+
+
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (compose_tied, "the first and the last stage share a parameter"),
+        (compose_tied, "stages cannot share a parameter"),
+        (compose_tied_blocks, "between `first` and `last` alone"),
         (compose_without_a_seam, "no module that attends"),
     ],
 )
