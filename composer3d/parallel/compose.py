@@ -58,12 +58,7 @@ def compose(
         stream = stream.to(getattr(torch, precision.compute))
     ties = tied(model)
     data = fsdp.mesh_of(mesh, parallel, precision)
-    if data is not None and any(
-        not alias.startswith("last.") or not name.startswith("first.") for alias, name in ties.items()
-    ):
-        raise PlanError(
-            "FSDP shares a parameter between `first` and `last` alone; untie the others, or use mesh.dp_shard = 1"
-        )
+    check_ties(ties, mesh, sharded=data is not None)
     # 1. Cut into stages, before anything wraps a module: every later step then touches this rank's layers only.
     modules = cut(model, mesh, parallel)
     for module in modules:
@@ -113,8 +108,6 @@ def cut(model: Decoder, mesh: Mesh, parallel: ParallelTable) -> list[Stage]:
     else:
         costs = [_size(block) for block in model.blocks.values()]
         ranges = balanced_cut(_size(model.first) / 2, costs, _size(model.last), count)
-    if count > 1 and tied(model):
-        raise PlanError("stages cannot share a parameter; use a model that ties none, or mesh.pp = 1")
     return [
         Stage(model, ranges[index], first=index == 0, last=index == count - 1)
         for index in pp.stage_indices(mesh, a_rank)
@@ -135,6 +128,16 @@ def tied(model: nn.Module) -> dict[str, str]:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def check_ties(ties: dict[str, str], mesh: Mesh, *, sharded: bool) -> None:
+    """Refuse shared parameters that no one stage, or no one unit of FSDP, would own."""
+    if ties and mesh.table.pp > 1:
+        raise PlanError("stages cannot share a parameter; use a model that ties none, or mesh.pp = 1")
+    if sharded and not all(a.startswith("last.") and name.startswith("first.") for a, name in ties.items()):
+        raise PlanError(
+            "FSDP shares a parameter between `first` and `last` alone; untie the others, or use mesh.dp_shard = 1"
+        )
 
 
 def tie(stage: nn.Module, ties: dict[str, str]) -> None:

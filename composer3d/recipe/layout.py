@@ -1,13 +1,13 @@
 """What a layout must satisfy: mesh, schedule, batch and precision together with the model. Pure; see ``joint``."""
 
-from collections.abc import Callable
 from math import gcd, lcm
 
+from composer3d.recipe.joint import Rule
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import divisors, either, mention, use, value_of
 
 
-def _tp_divides(other: str) -> tuple[tuple[str, ...], Callable[[Recipe], str | None]]:
+def _tp_divides(other: str) -> Rule:
     """The row of one size that tensor parallelism cuts. The way out lists what divides all of them."""
 
     def check(recipe: Recipe) -> str | None:
@@ -134,7 +134,7 @@ def _compute_fits_params(recipe: Recipe) -> str | None:
     return f"{mention(recipe, 'precision.compute')} does not fit {mention(recipe, 'precision.params')}; use {legal}"
 
 
-RULES: tuple[tuple[tuple[str, ...], Callable[[Recipe], str | None]], ...] = (
+RULES: tuple[Rule, ...] = (
     _tp_divides("model.n_heads"),
     _tp_divides("model.n_kv_heads"),
     _tp_divides("model.ffn"),
