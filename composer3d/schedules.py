@@ -1,9 +1,191 @@
-"""Which stage of a pipeline holds which layers. Pure numbers: the planner and the drawings read it without torch."""
+"""Pipeline schedules as facts, and which stage holds which layers. Pure: the planner and the drawings read it without
+torch.
 
+What torch's runtime builds for a name is compared with these facts in the tests. A schedule of one's own is a file of
+comma-separated actions, a line for each pipeline rank: ``0F0`` is the forward of stage 0 on micro-batch 0, ``B`` a
+whole backward, ``I`` and ``W`` its two halves (the gradients of inputs, and of weights), ``(0F1;3B0)OVERLAP_F_B`` two
+in one place, and nothing between two commas is idle.
+"""
+
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 from composer3d.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is the same for every use of one schedule.
+
+    ``stages``: (least, most, default) number of stages that a rank holds. ``v``: rank r holds stages r and
+    2 pp - 1 - r, else r, r + pp, r + 2 pp and so on. ``splits``: backward comes in its two halves.
+    """
+
+    stages: tuple[int, int, int]
+    v: bool = False
+    splits: bool = False
+
+
+_MANY = 1 << 16
+SCHEDULES: dict[str, Kind] = {
+    "GPipe": Kind(stages=(1, 1, 1)),  # Huang et al. 2019, arXiv 1811.06965
+    "1F1B": Kind(stages=(1, 1, 1)),  # Narayanan et al. 2019, PipeDream-Flush, arXiv 2006.09503
+    "LoopedBFS": Kind(stages=(2, _MANY, 2)),  # Lamy-Poirier 2022, breadth-first, arXiv 2211.05953
+    "Interleaved1F1B": Kind(stages=(2, _MANY, 2)),  # Narayanan et al. 2021, arXiv 2104.04473
+    "InterleavedZeroBubble": Kind(stages=(2, _MANY, 2), splits=True),  # Qi et al. 2023, ZB1P, arXiv 2401.10241
+    "ZBVZeroBubble": Kind(stages=(2, 2, 2), v=True, splits=True),  # the same, section 6
+    "DualPipeV": Kind(stages=(2, 2, 2), v=True, splits=True),  # DeepSeek-AI 2024, arXiv 2412.19437, cut in half
+    "csv": Kind(stages=(1, _MANY, 1), splits=True),  # as its file says
+}
+
+
+def stages_of(rank: int, pp: int, each: int, *, v: bool) -> list[int]:
+    """The stages of pipeline rank ``rank`` of ``pp``, ``each`` a rank, in order."""
+    return [rank, 2 * pp - 1 - rank] if v else list(range(rank, pp * each, pp))
+
+
+def micro_batches_wrong(schedule: str, count: int, pp: int, ranks: str) -> str | None:
+    """What ``schedule`` needs of the number of micro-batches, where ``count`` is not it; ``csv``: as its file says.
+
+    ``ranks`` says pp in words.
+    """
+    rounds = max(1, count // pp)
+    if schedule == "1F1B" and count < pp:
+        return f"at least {ranks}"
+    if schedule == "DualPipeV" and count < 2 * pp:
+        return f"at least twice {ranks}"
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
+        return f"as many in each of its {rounds} rounds of {ranks} or more"
+    return None
+
+
+Action = tuple[int, str, int]  # stage, F B I or W, micro-batch
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
+def read_csv(path: str) -> list[list[str]]:
+    """The cells of a schedule's file, a list for each pipeline rank; idle ones are left out. Raises PlanError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"the schedule {path} cannot be read ({error})") from None
+    return [[cell.strip() for cell in line.split(",") if cell.strip()] for line in lines if line.strip()]
+
+
+def check_csv(rows: Sequence[Sequence[str]], path: str, *, pp: int, each: int, micro_batches: int) -> list[list[int]]:
+    """Hold a schedule against what it is to run: every stage on one rank, every action once, in an order that ends.
+
+    Returns:
+        The stages of each rank, in order.
+
+    Raises:
+        PlanError: with the line of the file.
+    """
+    if len(rows) != pp:
+        raise PlanError(f"{path} has {len(rows)} lines, one for each pipeline rank, but mesh.pp = {pp}")
+    actions = [_actions(row, f"{path}:{number}") for number, row in enumerate(rows, 1)]
+    stages = [sorted({stage for stage, _, _ in row}) for row in actions]
+    total = pp * each
+    if sorted(stage for held in stages for stage in held) != list(range(total)) or any(len(s) != each for s in stages):
+        shown = "; ".join(f"line {number}: {held}" for number, held in enumerate(stages, 1))
+        raise PlanError(
+            f"{path} must put stages 0 to {total - 1} on {pp} ranks, {each} on each "
+            f"(mesh.pp x parallel.virtual_stages), but has {shown}"
+        )
+    for number, row in enumerate(actions, 1):
+        _check_once(row, f"{path}:{number}", micro_batches)
+    _check_ends(actions, path, last=total - 1)
+    return stages
+
+
+def _actions(row: Sequence[str], place: str) -> list[Action]:
+    out: list[Action] = []
+    for cell in row:
+        pair = _OVERLAP.fullmatch(cell)
+        for part in pair[1].split(";") if pair else [cell]:
+            match = _ACTION.fullmatch(part.strip())
+            if match is None:
+                raise PlanError(f"{place}: {cell!r} is no action; write a stage, F, B, I or W, and a micro-batch: 0F0")
+            out.append((int(match[1]), match[2], int(match[3])))
+    return out
+
+
+def _check_once(row: Sequence[Action], place: str, micro_batches: int) -> None:
+    seen: set[Action] = set()
+    for stage, what, number in row:
+        name = f"{stage}{what}{number}"
+        before = {"F": "", "B": "F", "I": "F", "W": "I"}[what]
+        if number >= micro_batches:
+            raise PlanError(f"{place}: {name} is beyond the {micro_batches} micro-batches that a rank runs in a step")
+        if (stage, what, number) in seen:
+            raise PlanError(f"{place}: {name} comes twice")
+        if before and (stage, before, number) not in seen:
+            raise PlanError(f"{place}: {name} comes before {stage}{before}{number}")
+        seen.add((stage, what, number))
+    for stage in {action[0] for action in row}:
+        for number in range(micro_batches):
+            whole, halves = (stage, "B", number) in seen, [(stage, half, number) in seen for half in "IW"]
+            if whole == any(halves) or (not whole and not all(halves)):
+                missing = f"either {stage}B{number}, or both {stage}I{number} and {stage}W{number}"
+                raise PlanError(
+                    f"{place}: it must hold {missing}; a step of this recipe has {micro_batches} micro-batches"
+                )
+
+
+def _check_ends(actions: Sequence[Sequence[Action]], path: str, *, last: int) -> None:
+    """Run it: an action waits for what the stage before it, or in backward the one after it, has yet to send."""
+    done: set[Action] = set()
+    at = [0] * len(actions)
+
+    def ready(stage: int, what: str, number: int) -> bool:
+        if what == "F":
+            return stage == 0 or (stage - 1, "F", number) in done
+        return what == "W" or stage == last or any((stage + 1, back, number) in done for back in "BI")
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(actions):
+            while at[rank] < len(row) and ready(*row[at[rank]]):
+                done.add(row[at[rank]])
+                at[rank] += 1
+                moved = True
+    for number, (row, index) in enumerate(zip(actions, at, strict=True), 1):
+        if index < len(row):
+            stage, what, micro_batch = row[index]
+            raise PlanError(f"{path}:{number}: {stage}{what}{micro_batch} waits for ever: ranks wait for each other")
+
+
+def forward_order(stages: Sequence[Sequence[int]], micro_batches: int) -> list[list[tuple[int, int] | None]]:
+    """Forwards alone, in step: for each tick what each rank runs, (stage, micro-batch) or None.
+
+    A rank runs the last of its stages that has an input, which empties the pipeline first. What is made in a tick can
+    be read in the next one.
+
+    Args:
+        stages: those of each rank, in order.
+    """
+    rank_of = {stage: rank for rank, held in enumerate(stages) for stage in held}
+    last = len(rank_of) - 1
+    ready = {stage: list(range(micro_batches)) if stage == 0 else [] for stage in rank_of}
+    ticks: list[list[tuple[int, int] | None]] = []
+    left = micro_batches
+    while left:
+        tick: list[tuple[int, int] | None] = []
+        for held in stages:
+            stage = next((stage for stage in reversed(held) if ready[stage]), None)
+            tick.append(None if stage is None else (stage, ready[stage].pop(0)))
+        for work in tick:
+            if work is not None and work[0] == last:
+                left -= 1
+            elif work is not None:
+                ready[work[0] + 1].append(work[1])
+        ticks.append(tick)
+    return ticks
 
 
 def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int) -> list[range]:

@@ -137,6 +137,7 @@ def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
         parallel=recipe.parallel,
         memory=recipe.memory,
         precision=recipe.precision,
+        compiling=recipe.compile,
         step=step,
         seed=recipe.run.seed,
     )
@@ -150,6 +151,7 @@ def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loa
         seed=seed,
         batch_rank=mesh.batch_rank,
         batch_ranks=mesh.batch_ranks,
+        packing=recipe.data.packing,
     )
 
 
@@ -257,9 +259,9 @@ def _loop(run: Run, total: int, stop: "StopSignal") -> int:
 def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:
     """Leave one step's gradients in ``.grad``; return the job's loss (mean over valid tokens) and gradient norm."""
     mesh = stages.mesh
-    tokens, labels, positions, valid = take(stages, batch)
+    tokens, labels, positions, documents, valid = take(stages, batch)
     (valid_tokens,) = mesh.sum_over_world(valid)
-    share = stages.forward_backward(tokens, labels, positions, max(valid_tokens, 1.0))
+    share = stages.forward_backward(tokens, labels, positions, max(valid_tokens, 1.0), documents)
     loss, square = mesh.sum_over_world(share, clip.square_share(stages.parameters(), mesh))
     return loss, math.sqrt(square) if square >= 0 else math.nan
 
@@ -287,17 +289,21 @@ def validate(run: Run, held_out: Corpus) -> float:
 
 def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:
     """This rank's shares of the summed loss and of the valid tokens of one batch."""
-    tokens, labels, positions, valid = take(stages, batch)
-    return stages.evaluate(tokens, labels, positions), valid
+    tokens, labels, positions, documents, valid = take(stages, batch)
+    return stages.evaluate(tokens, labels, positions, documents), valid
 
 
-def take(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's part of its rows' tokens, labels and positions, on its device, and its share of the valid tokens."""
+def take(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """This rank's part of its rows' tokens, labels and positions, and their documents, which every rank needs whole.
+
+    On its device; and its share of the valid tokens.
+    """
     rows = (batch.tokens_BT, batch.labels_BT, batch.positions_BT)
     device = stages.mesh.device
     tokens, labels, positions = (stages.own_tokens(part).to(device, non_blocking=True) for part in rows)
+    documents = None if batch.documents_BT is None else batch.documents_BT.to(device, non_blocking=True)
     valid = (labels != IGNORE_INDEX).sum()
-    return tokens, labels, positions, valid if stages.counts_loss else torch.zeros_like(valid)
+    return tokens, labels, positions, documents, valid if stages.counts_loss else torch.zeros_like(valid)
 
 
 class StopSignal:

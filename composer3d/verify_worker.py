@@ -1,6 +1,5 @@
 """What the workers of ``verify`` run: the plain one-process training, and the composed one held against it."""
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer3d.data import Batch
+from composer3d.data.loader import number_documents
 from composer3d.dist import pool_world
 from composer3d.mesh import Mesh
 from composer3d.models import Llama
@@ -20,33 +20,56 @@ from composer3d.parallel.plans import llama_plan
 from composer3d.recipe.schema import PrecisionTable, Recipe
 from composer3d.shape import IGNORE_INDEX
 from composer3d.train import build_stages, compute_gradients, evaluate_batch, update
+from composer3d.verify_judge import Piece
 
 
 def random_batch(recipe: Recipe, step: int) -> Batch:
-    """The global batch of a step: random tokens, and labels of which a different number counts in every row."""
+    """The global batch of a step: random tokens, and labels of which a different number counts in every row.
+
+    None counts in a whole micro-batch, or in half the rows where there is no other micro-batch. With packing, a row
+    holds documents of its own, a few or many; one row in four is a single document.
+    """
     rows, length = recipe.data.global_batch, recipe.data.seq_len
     generator = torch.Generator().manual_seed(7919 * (step + 1))
     tokens_BT = torch.randint(recipe.model.vocab, (rows, length), generator=generator)
     labels_BT = torch.randint(recipe.model.vocab, (rows, length), generator=generator)
     ignored = torch.randint(length // 2, (rows, 1), generator=generator)
     labels_BT = labels_BT.masked_fill(torch.arange(length) < ignored, IGNORE_INDEX)
-    return Batch(tokens_BT=tokens_BT, labels_BT=labels_BT, positions_BT=torch.arange(length).repeat(rows, 1))
+    empty = min(recipe.data.micro_batch, rows // 2)
+    first = rows // 2 // max(1, empty) * empty
+    labels_BT[first : first + empty] = IGNORE_INDEX
+    if recipe.data.packing == "none":
+        return Batch(tokens_BT, labels_BT, torch.arange(length).repeat(rows, 1))
+    chances = torch.tensor([8 / length, 0.4, 2 / length, 0.0])
+    ends_BT = torch.rand(rows, length, generator=generator) < chances.repeat(rows)[:rows, None]
+    documents_BT, positions_BT = number_documents(ends_BT)
+    return Batch(tokens_BT, labels_BT.masked_fill(ends_BT, IGNORE_INDEX), positions_BT, documents_BT)
 
 
-def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> float:
+def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str, Any]:
     """Train on one process with nothing of ``parallel`` but the initial weights, and write what it computed to
     ``path``.
 
     Returns:
-        In float32 the largest relative difference, after the first gradients, to the same training with the batch cut
-        into
-        single samples: what rounding alone does. 0 in float64.
+        The fields of ``verify_judge.Known``. ``spread`` is, in float32, the largest relative difference, after the
+        first gradients, to the same training with the batch cut into single samples: what rounding alone does.
     """
     torch.set_num_threads(1)
     whole = _train_plainly(recipe, dtype, steps, rows=recipe.data.global_batch)
     torch.save(whole, path)
-    if dtype == "float64":
-        return 0.0
+    norms = {
+        kind: [
+            {name: torch.linalg.vector_norm(t.to(torch.float64)).item() for name, t in each.items()}
+            for each in whole[kind]
+        ]
+        for kind in ("gradient", "weight")
+    }
+    shapes = {name: list(tensor.shape) for name, tensor in whole["weight"][0].items()}
+    spread = 0.0 if dtype == "float64" else _spread(recipe, dtype, steps, whole)
+    return {"spread": spread, "norms": norms, "shapes": shapes}
+
+
+def _spread(recipe: Recipe, dtype: str, steps: int, whole: dict[str, Any]) -> float:
     single = _train_plainly(recipe, dtype, steps, rows=1)
     spread = [abs(a - b) / abs(b) for kind in ("loss", "norm") for a, b in zip(single[kind], whole[kind], strict=True)]
     for step in range(steps):
@@ -57,7 +80,7 @@ def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> float:
 
 
 def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict[str, Any]:
-    """Plain PyTorch: forward and backward over ``rows`` samples at a time, clip, AdamW."""
+    """Plain PyTorch: forward and backward over ``rows`` samples at a time, clip, AdamW; validation before the last."""
     model = Llama(recipe.model, dtype=getattr(torch, dtype), device="cpu")
     init.initialise(model, llama_plan(recipe.model), recipe.run.seed)
     decay = [p for p in model.parameters() if p.ndim > 1]
@@ -66,14 +89,18 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict
     groups = [{"params": decay, "weight_decay": table.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False)
     out: dict[str, Any] = {"loss": [], "norm": [], "gradient": [], "weight": []}
+    validation = math.nan
     for step in range(steps):
+        if step == steps - 1:
+            batch = random_batch(recipe, steps)
+            with torch.no_grad():
+                validation = (model(*batch) / (batch.labels_BT != IGNORE_INDEX).sum()).item()
         batch = random_batch(recipe, step)
         valid = (batch.labels_BT != IGNORE_INDEX).sum()
         optimizer.zero_grad()
         total = 0.0
-        parts = zip(*(t.split(rows) for t in (batch.tokens_BT, batch.labels_BT, batch.positions_BT)), strict=True)
-        for tokens, labels, positions in parts:
-            loss = model(tokens, labels, positions) / valid
+        for first in range(0, recipe.data.global_batch, rows):
+            loss = model(*_rows(batch, first, rows)) / valid
             loss.backward()
             total += loss.item()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -81,16 +108,20 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict
         if 0 < table.clip < norm:
             for p in model.parameters():
                 p.grad = p.grad * (table.clip / norm) if p.grad is not None else None
+        for group in optimizer.param_groups:
+            group["lr"] = rate(recipe, step)
         optimizer.step()
         out["loss"].append(total)
         out["norm"].append(norm)
         out["gradient"].append(gradients)
         out["weight"].append({name: p.detach().clone() for name, p in model.named_parameters()})
-    batch = random_batch(recipe, steps)
-    with torch.no_grad():
-        valid = (batch.labels_BT != IGNORE_INDEX).sum()
-        out["loss"].append((model(batch.tokens_BT, batch.labels_BT, batch.positions_BT) / valid).item())
+    out["loss"].append(validation)
     return out
+
+
+def rate(recipe: Recipe, step: int) -> float:
+    """A learning rate that is another one in each step, and never the one that the optimizer was built with."""
+    return recipe.optim.lr / (step + 2)
 
 
 def run_composed(
@@ -101,19 +132,18 @@ def run_composed(
     fault: Any = None,
     compute: Literal["float32"] | None = None,
 ) -> dict[str, Any]:
-    """Train composed, as one rank, and compare with the reference after each step; the last loss is a validation's.
+    """Train composed, as one rank, and compare with the reference after each step.
 
     Args:
         fault: called before anything is built; a test plants a fault with it.
         compute: narrower dtype of a mixed-precision recipe's forward and backward; absent: ``dtype``.
 
     Returns:
-        ``identity``; relative errors ``loss`` and ``norm`` by step; ``tensors``: rows (step, kind, name, error, scale);
-        ``wanted``: the names of the reference's parameters.
+        ``identity`` and ``at`` of the rank; relative errors ``loss`` and ``norm`` by step, a further loss being that of
+        a validation before the last step; ``pieces``: a ``Piece`` for each gradient and weight that it holds, after
+        each step.
     """
     torch.set_num_threads(1)
-    # Comparing whole tensors gathers them over several axes in turn, which DTensor calls slow; training never does.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if fault is not None:
         fault()
     # Mixed precision adds a layer, which is proven as well, in wide dtypes.
@@ -124,47 +154,58 @@ def run_composed(
         mesh = Mesh.build(recipe.mesh, device)
         stages = build_stages(recipe, mesh)
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
-        out: dict[str, Any] = {"identity": mesh.identity, "loss": [], "norm": [], "tensors": []}
-        out["wanted"] = list(wanted["weight"][0])
+        out: dict[str, Any] = {"identity": mesh.identity, "at": mesh.at, "loss": [], "norm": [], "pieces": []}
+        validation = math.nan
         for step in range(steps):
+            if step == steps - 1:  # between two steps, so that it is seen if validation disturbs the one that follows
+                share, valid = evaluate_batch(stages, _mine(random_batch(recipe, steps), mesh))
+                total, tokens = mesh.sum_over_world(share, valid)
+                validation = _scalar_error(total / tokens, wanted["loss"][steps])
             loss, norm = compute_gradients(stages, _mine(random_batch(recipe, step), mesh))
             out["loss"].append(_scalar_error(loss, wanted["loss"][step]))
             out["norm"].append(_scalar_error(norm, wanted["norm"][step]))
             gradients = {name: p.grad for name, p in stages.named_parameters()}
-            out["tensors"] += _compare(step, "gradient", gradients, wanted["gradient"][step])
-            update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=recipe.optim.lr)
+            out["pieces"] += _compare(step, "gradient", gradients, wanted["gradient"][step])
+            update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=rate(recipe, step))
             weights = {name: p.detach() for name, p in stages.named_parameters()}
-            out["tensors"] += _compare(step, "weight", weights, wanted["weight"][step])
-        share, valid = evaluate_batch(stages, _mine(random_batch(recipe, steps), mesh))
-        total, tokens = mesh.sum_over_world(share, valid)
-        out["loss"].append(_scalar_error(total / tokens, wanted["loss"][steps]))
+            out["pieces"] += _compare(step, "weight", weights, wanted["weight"][step])
+        out["loss"].append(validation)
         return out
 
 
 def _mine(batch: Batch, mesh: Mesh) -> Batch:
     """This rank's rows of a global batch."""
     rows = len(batch.tokens_BT) // mesh.batch_ranks
-    part = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-    return Batch(batch.tokens_BT[part], batch.labels_BT[part], batch.positions_BT[part])
+    return _rows(batch, mesh.batch_rank * rows, rows)
 
 
-def _compare(
-    step: int, kind: str, tensors: Mapping[str, Tensor | None], wanted: dict[str, Tensor]
-) -> list[tuple[int, str, str, float, float | None]]:
-    """Relative error of each whole tensor as this rank sees it, and the factor to the reference where it is one."""
-    norm = total_norm(wanted)
-    rows: list[tuple[int, str, str, float, float | None]] = []
-    for name, tensor in tensors.items():
-        if tensor is None or name not in wanted:
-            rows.append((step, kind, name, math.inf, None))
-            continue
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        b = wanted[name]
-        error = relative(whole, b, norm)
-        scale = (torch.sum(whole * b) / torch.sum(b * b)).item()
-        fits = relative(whole, b * scale, norm) < 1e-4 if math.isfinite(scale) else False
-        rows.append((step, kind, name, error, scale if fits else None))
-    return rows
+def _rows(batch: Batch, first: int, count: int) -> Batch:
+    (tokens, labels, positions, documents), part = batch, slice(first, first + count)
+    return Batch(tokens[part], labels[part], positions[part], None if documents is None else documents[part])
+
+
+def _compare(step: int, kind: str, tensors: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor]) -> list[Piece]:
+    """This rank's part of each tensor against the same box of the reference. No collective."""
+    return [_measure(step, kind, name, tensor, wanted.get(name)) for name, tensor in tensors.items()]
+
+
+def _measure(step: int, kind: str, name: str, tensor: Tensor | None, whole: Tensor | None) -> Piece:
+    def fails(problem: str) -> Piece:
+        return Piece(step, kind, name, (), (0,), math.inf, 0.0, 0.0, problem)
+
+    if tensor is None or whole is None:
+        return fails("is missing" if tensor is None else "is not in the reference")
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        return fails("is a partial sum, which nothing has reduced,")
+    local, offset = init.local_part(tensor)
+    if local.dim() != whole.dim():
+        return fails(f"has shape {list(tensor.shape)} instead of {list(whole.shape)}")
+    box = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True))]
+    if box.shape != local.shape:
+        return fails(f"holds {list(local.shape)} at {list(offset)} of {list(whole.shape)}")
+    a, b = local.to("cpu", torch.float64), box.to(torch.float64)
+    diff, square, dot = ((x * y).sum().item() for x, y in ((a - b, a - b), (b, b), (a, b)))
+    return Piece(step, kind, name, offset, tuple(local.shape), diff, square, dot)
 
 
 def relative(a: Tensor, b: Tensor, norm_of_all: float) -> float:

@@ -54,3 +54,16 @@ def test_a_resumed_run_repeats_the_losses(tmp_path: Path) -> None:
     first = losses(tmp_path / "parts", *sets, "run.steps=10")
     assert first == whole[:10]
     assert losses(tmp_path / "parts", *sets) == whole
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_parameters_on_the_host_learn_as_on_the_gpu(tmp_path: Path, zero: int) -> None:
+    sets = ("run.device=cuda", "run.steps=2", "precision.compute=bfloat16", f"parallel.zero={zero}")
+    kept = losses(tmp_path / "gpu", *sets)
+    # AdamW runs on the CPU: its rounding is another one.
+    assert worst(losses(tmp_path / "host", *sets, "memory.cpu_offload=true"), kept) < 1e-3
+
+
+def test_compiled_blocks_learn_as_eager_ones(tmp_path: Path) -> None:
+    sets = ("run.device=cuda", "precision.compute=bfloat16", "memory.activation_checkpoint=selective")
+    assert worst(losses(tmp_path / "eager", *sets), losses(tmp_path / "fast", *sets, "compile.enabled=true")) < 2e-2

@@ -1,17 +1,22 @@
 """Twin tests: every layout against one process in float64, and planted faults that must be seen."""
 
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
 
-import faults
 import pytest
+from faults.table import FAULTS, Fault
 
 from composer3d import cli
+from composer3d.errors import UserError
 from composer3d.launch import Pool
+from composer3d.mesh import coordinates
 from composer3d.recipe.load import load
 from composer3d.recipe.rules import violations
-from composer3d.verify import shrink, verify_layout
+from composer3d.recipe.schema import MeshTable, Recipe
+from composer3d.verify import describe, verify_layout
+from composer3d.verify_judge import Known, Piece, Verdict, judge
+from composer3d.verify_shrink import shrink
 
 RECIPE = str(Path(__file__).with_name("verify.toml"))
 LAYOUTS = [
@@ -42,71 +47,107 @@ def test_layout_is_exact_in_float32(pool: Pool, references: Path, layout: str) -
     assert verdict.max_grad_rel_err > 1e-9  # it did run in float32
 
 
-FAULTS: list[tuple[Callable[[], None], str, str]] = [
-    # the fault, a layout that it harms, what must be among the words about the worst parameter
-    (faults.drop_reduce_scatter, "mesh.dp_shard=2", ""),
-    (faults.drop_reduce_scatter, "mesh.pp=2 mesh.dp_shard=2 mesh.tp=2", ""),
-    (faults.drop_all_reduce_of_replicas, "mesh.dp_replicate=2 mesh.dp_shard=2", ""),
-    (faults.drop_reduction_of_norms, "mesh.tp=2", "norm"),
-    (faults.lose_a_gradient_between_stages, "mesh.pp=2", "first|blocks.[01]."),
-    (faults.double_the_divisor, "mesh.dp_shard=2", ""),
-    (faults.divide_by_own_tokens, "mesh.dp_shard=2", ""),
-    (faults.shift_positions, "mesh.pp=2", "blocks|first"),
-    (faults.clip_by_own_norm, "mesh.dp_shard=2", ""),
-    (faults.clip_by_own_norm, "mesh.pp=2", ""),
-    (faults.forget_a_micro_batch, "mesh.tp=2", ""),
-    (faults.same_weights_on_every_shard, "mesh.dp_shard=2", ""),
-    (faults.train_on_the_same_rows, "mesh.dp_shard=2", ""),
-    (faults.drop_reduce_scatter, "mesh.cp=2", ""),
-    (faults.attend_to_own_tokens, "mesh.cp=2", ""),
-    (faults.cut_the_sequence_contiguously, "mesh.cp=2", ""),
-    (faults.label_before_the_cut_is_lost, "mesh.cp=2", ""),
-    (faults.lose_what_other_ranks_owe_the_keys, "mesh.cp=4", "w[kv]|norm|embed|blocks"),
-    (faults.untie_the_head, "mesh.tp=2 model.tied=true", "embed|head"),
-    (faults.swap_the_middle_stages, "mesh.pp=2 parallel.schedule=Interleaved1F1B model.n_layers=4", ""),
-    (faults.recompute_with_other_positions, "memory.activation_checkpoint=full", "blocks|first"),
-    (faults.reduce_only_the_last_micro_batch, "mesh.dp_shard=2 parallel.zero=2", ""),
-]
-
-
-@pytest.mark.parametrize(("fault", "layout", "touched"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_planted_fault_is_seen(
-    pool: Pool, references: Path, fault: Callable[[], None], layout: str, touched: str
-) -> None:
-    verdict = verify_layout(pool, references, RECIPE, layout.split(), dtype="float64", steps=2, fault=fault)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.title)
+def test_planted_fault_is_seen(pool: Pool, references: Path, fault: Fault) -> None:
+    sets = fault.layout.split()
+    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float64", steps=2, fault=fault.plant)
     assert not verdict.passed
     assert not verdict.refused
-    assert verdict.worst_parameter is not None
-    import re
-
-    assert re.search(touched, verdict.worst_parameter), verdict
     assert verdict.error is not None
-    assert verdict.worst_parameter in verdict.error
-    assert "rank" in verdict.error
+    assert re.search(fault.says, verdict.error), verdict
 
 
-def test_factor_of_an_axis_names_the_axis(pool: Pool, references: Path) -> None:
-    verdict = verify_layout(
-        pool, references, RECIPE, ["mesh.dp_shard=2"], dtype="float64", steps=1, fault=faults.double_the_divisor
+MESH = MeshTable(dp_shard=2, tp=2)
+SMALL = load(RECIPE, ["mesh.dp_shard=2", "mesh.tp=2"]).recipe
+KNOWN = Known(
+    spread=0.0,
+    norms={kind: [{"last.a": 2.0, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")},
+    shapes={"last.a": [4], "last.b": [4, 4], "last.c": [1]},
+)
+
+
+def judged(change: dict[int, dict[str, Piece | None]] | None = None) -> Verdict:
+    """The verdict on 4 ranks, with other pieces by rank and name: ``a`` is cut over tp, ``b`` over dp_shard."""
+    ranks = []
+    for rank in range(4):
+        at = coordinates(rank, MESH)
+        pieces = [
+            Piece(0, "gradient", "last.a", (2 * at["tp"],), (2,), 0.0, 2.0, 2.0),
+            Piece(0, "gradient", "last.b", (2 * at["dp_shard"], 0), (2, 4), 0.0, 8.0, 8.0),
+            Piece(0, "gradient", "last.c", (0,), (1,), 0.0, 1.0, 1.0),
+        ]
+        changed = [(change or {}).get(rank, {}).get(piece.name, piece) for piece in pieces]
+        every = [piece for piece in changed if piece is not None]
+        every += [piece._replace(kind="weight") for piece in pieces]
+        ranks.append({"identity": f"rank {rank}", "at": at, "loss": [0.0, 0.0], "norm": [0.0], "pieces": every})
+    return judge(Verdict(passed=False, world_size=4, layout="", dtype="float64"), ranks, SMALL, KNOWN)
+
+
+def test_boxes_that_agree_are_exact() -> None:
+    verdict = judged()
+    assert verdict.passed
+    assert verdict.error is None
+    assert verdict.max_grad_rel_err == 0.0
+
+
+def test_error_of_a_tensor_is_that_of_its_boxes_together() -> None:
+    # Of ranks 0 and 2, which hold the same box, the worse counts: sqrt(0.09 + 0.16) / 2.
+    piece = Piece(0, "gradient", "last.a", (0,), (2,), 0.09, 2.0, 2.0)
+    verdict = judged(
+        {
+            0: {"last.a": piece},
+            2: {"last.a": piece._replace(diff=0.04)},
+            3: {"last.a": piece._replace(offset=(2,), diff=0.16)},
+        }
     )
+    assert verdict.max_grad_rel_err == pytest.approx(0.25)
     assert verdict.error is not None
-    assert "0.5 times the reference, suspect dp_shard" in verdict.error
+    assert verdict.error.startswith("gradient of last.a at step 1 is off by 2.5e-01 on rank 3")
+    assert verdict.error.endswith("; only on 3 of the 4 ranks: 0, 2, 3; 1 of 3 are off: last.a")
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.25])
+def test_factor_on_all_shards_names_the_axes(factor: float) -> None:
+    off = Piece(0, "gradient", "last.a", (0,), (2,), 2 * (factor - 1) ** 2, 2.0, 2 * factor)
+    verdict = judged({rank: {"last.a": off._replace(offset=(rank % 2 * 2,))} for rank in range(4)})
+    assert verdict.error is not None
+    suspects = "dp_shard or tp" if factor == 2.0 else "dp_shard x tp or micro-batches"
+    assert f"it is {factor:g} times the reference, suspect {suspects};" in verdict.error
+
+
+def test_ranks_that_are_off_are_told_by_what_they_share() -> None:
+    piece = Piece(0, "gradient", "last.a", (2,), (2,), 1.0, 2.0, 2.0)
+    verdict = judged({1: {"last.a": piece}, 3: {"last.a": piece}})
+    assert verdict.error is not None
+    assert "only on the 2 ranks with tp1: 1, 3" in verdict.error
 
 
 @pytest.mark.parametrize(
-    ("fault", "layout", "field"),
+    ("change", "words"),
     [
-        (faults.count_replicas_in_the_norm, "mesh.tp=2", "grad_norm_rel_err"),
-        (faults.evaluate_one_micro_batch_less, "mesh.pp=2", "loss_rel_err"),
+        ({1: {"last.a": None}, 3: {"last.a": None}}, "ranks hold only 2 of 4 elements of last.a"),
+        ({rank: {"last.c": None} for rank in range(4)}, "ranks hold only 0 of 1 elements of last.c"),
+        (
+            {1: {"last.a": Piece(0, "gradient", "last.a", (1,), (2,), 0.0, 2.0, 2.0)}},
+            r"ranks hold parts of last.a that overlap: \[2\] at \[0\], \[2\] at \[1\]",
+        ),
+        (
+            {2: {"last.c": Piece(0, "gradient", "last.c", (), (0,), float("inf"), 0.0, 0.0, "is missing")}},
+            "gradient of last.c at step 1 is missing on rank 2; only on rank 2 with dp_shard1 tp0",
+        ),
+        (
+            {2: {"last.c": Piece(0, "gradient", "last.c", (0,), (1,), float("nan"), 1.0, float("nan"))}},
+            "gradient of last.c at step 1 is off by inf on rank 2",
+        ),
     ],
-    ids=["norm", "validation"],
+    ids=["lost shard", "lost tensor", "overlap", "missing", "not a number"],
 )
-def test_fault_of_a_scalar_is_seen(
-    pool: Pool, references: Path, fault: Callable[[], None], layout: str, field: str
-) -> None:
-    verdict = verify_layout(pool, references, RECIPE, [layout], dtype="float64", steps=2, fault=fault)
+def test_what_ranks_do_not_hold_fails(change: dict[int, dict[str, Piece | None]], words: str) -> None:
+    verdict = judged(change)
     assert not verdict.passed
-    assert getattr(verdict, field) > 1e-3
+    assert verdict.max_grad_rel_err is None
+    assert verdict.error is not None
+    assert re.search(words, verdict.error), verdict.error
 
 
 def test_refused_layout_says_why(pool: Pool, references: Path) -> None:
@@ -143,3 +184,79 @@ def test_shrinking_keeps_what_matters(root: Path) -> None:
             assert (small.model.n_layers % small.mesh.pp > 0) == (full.model.n_layers % full.mesh.pp > 0)
             for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
                 assert (getattr(small.mesh, axis) > 1) <= (getattr(full.mesh, axis) > 1)
+
+
+def shrunk(*sets: str) -> Recipe:
+    (small,) = shrink(load(RECIPE, list(sets), check_files=False).recipe)
+    return small
+
+
+@pytest.mark.parametrize(
+    ("tp", "kv_heads", "small_tp", "small_kv_heads"),
+    [(8, 4, 8, 4), (16, 4, 4, 2), (32, 8, 4, 2), (32, 2, 4, 2), (32, 1, 2, 1), (4, 8, 2, 4), (8, 8, 2, 2)],
+)
+def test_shrinking_keeps_key_value_heads_fewer_than_ranks(
+    tp: int, kv_heads: int, small_tp: int, small_kv_heads: int
+) -> None:
+    model = (f"mesh.tp={tp}", "model.n_heads=32", f"model.n_kv_heads={kv_heads}", "model.dim=256", "model.ffn=512")
+    wide = () if tp == 8 > kv_heads else ("mesh.dp_shard=8",)
+    small = shrunk(*model, *wide)
+    assert (small.mesh.tp, small.model.n_kv_heads) == (small_tp, small_kv_heads)
+
+
+def test_shrinking_keeps_the_switches() -> None:
+    sets = [
+        "mesh.tp=2",
+        "model.vocab=50257",
+        "memory.loss_chunks=16",
+        "data.packing=documents",
+        "memory.cpu_offload=true",
+    ]
+    small = shrunk(*sets)
+    assert small.model.vocab % 2 == 1
+    assert small.model.vocab >= 256
+    assert small.memory.loss_chunks == 3
+    for word in ("loss in 3 chunks", "offload", "packing documents", "tp 2"):
+        assert word in describe(small)
+    assert shrunk("mesh.tp=2", "model.vocab=50258").model.vocab == 256
+    assert "compile" in describe(shrunk("compile.enabled=true"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "micro_batches", "expected"),
+    [
+        ("1F1B", 4, 64, 8),
+        ("Interleaved1F1B", 8, 40, 16),
+        ("InterleavedZeroBubble", 4, 6, 6),
+        ("DualPipeV", 8, 16, 16),
+        ("ZBVZeroBubble", 4, 3, 3),
+        ("LoopedBFS", 4, 2, 2),
+    ],
+)
+def test_shrinking_keeps_enough_micro_batches(schedule: str, pp: int, micro_batches: int, expected: int) -> None:
+    sets = [f"mesh.pp={pp}", f"parallel.schedule={schedule}", "data.micro_batch=1", "model.n_layers=16"]
+    small = shrunk(*sets, f"data.global_batch={micro_batches}")
+    assert small.mesh.pp == pp
+    assert small.micro_batches == expected
+
+
+def csv_of(folder: Path, pp: int) -> str:
+    """A schedule of one stage a rank and 12 micro-batches: all forwards, then all backwards."""
+    lines = [",".join(f"{rank}{what}{number}" for what in "FB" for number in range(12)) for rank in range(pp)]
+    path = folder / "schedule.csv"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_shrinking_keeps_the_pipeline_of_a_file(tmp_path: Path) -> None:
+    def smalls(pp: int, *sets: str) -> list[Recipe]:
+        given = ["parallel.schedule=csv", f"parallel.schedule_csv={csv_of(tmp_path, pp)}", "parallel.virtual_stages=1"]
+        size = ["data.micro_batch=1", f"mesh.pp={pp}", "model.n_layers=20"]
+        return shrink(load(RECIPE, [*given, *size, *sets], check_files=False).recipe)
+
+    for small in smalls(8, "mesh.dp_shard=4", "mesh.tp=2", "data.global_batch=48"):
+        assert (small.mesh.pp, small.micro_batches, small.world_size) == (8, 12, 16)
+    (small,) = smalls(3, "mesh.dp_shard=4", "mesh.tp=2", "data.global_batch=48")
+    assert (small.mesh.pp, small.mesh.dp_shard, small.mesh.tp, small.micro_batches) == (3, 2, 2, 12)
+    with pytest.raises(UserError, match="is for 18 pipeline ranks"):
+        smalls(18, "data.global_batch=12")

@@ -14,11 +14,13 @@ class Corpus:
 
     ``tokens``: 1-D, read-only; each document is followed by one end-of-document token. uint8 in memory, or
     little-endian uint16 or uint32 in a memory-mapped file.
+    ``end_of_document``: that token, which stands nowhere else.
     ``digest``: hexadecimal, of the tokens; two corpora with one digest hold the same tokens.
     ``name``: says in messages which corpus this is.
     """
 
     tokens: np.ndarray
+    end_of_document: int
     digest: str
     n_documents: int
     name: str

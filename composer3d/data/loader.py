@@ -6,9 +6,8 @@ rank r of n takes the r-th of n contiguous slices. What a step trains on never d
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,19 +16,21 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from composer3d.data.corpus import Corpus
 from composer3d.errors import DataError
+from composer3d.shape import IGNORE_INDEX
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """What one batch rank trains on in one step. All int64 on the CPU, of shape (rows, seq_len).
 
-    ``labels_BT[b, t]`` is the token that follows ``tokens_BT[b, t]``, or shape.IGNORE_INDEX; ``positions_BT`` count
-    from the start of the row.
+    ``labels_BT[b, t]`` is the token that follows ``tokens_BT[b, t]``, or shape.IGNORE_INDEX where that is of another
+    document; ``positions_BT`` count from the start of the document within the row; ``documents_BT`` number the row's
+    documents from 0. Where rows are not split into documents it is None, and each row is one sequence.
     """
 
     tokens_BT: torch.Tensor  # noqa: N815
     labels_BT: torch.Tensor  # noqa: N815
     positions_BT: torch.Tensor  # noqa: N815
+    documents_BT: torch.Tensor | None = None  # noqa: N815
 
 
 @lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
@@ -53,6 +54,14 @@ def sample_order(n_samples: int, seed: int, first: int, count: int) -> np.ndarra
         out[done : done + len(part)] = part
         done += len(part)
     return out
+
+
+def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(documents, positions), int64 like a ``Batch``'s, of rows whose documents end where ``ends_BT`` is true."""
+    starts_BT = ends_BT.roll(1, dims=1)
+    starts_BT[:, 0] = False  # the row's own start: position 0 of document 0, whether or not a document starts there
+    places_T = torch.arange(ends_BT.shape[1])
+    return starts_BT.cumsum(1), places_T - torch.where(starts_BT, places_T, 0).cummax(1).values
 
 
 def count_samples(corpus: Corpus, seq_len: int) -> int:
@@ -90,7 +99,15 @@ class _StepBatches(Dataset[Batch]):
     """Item s is this rank's batch of step s; only its own rows are ever gathered."""
 
     def __init__(
-        self, corpus: Corpus, *, seq_len: int, global_batch: int, seed: int, batch_rank: int, rows: int
+        self,
+        corpus: Corpus,
+        *,
+        seq_len: int,
+        global_batch: int,
+        seed: int,
+        batch_rank: int,
+        rows: int,
+        packing: Literal["none", "documents"],
     ) -> None:
         self.n_samples = count_samples(corpus, seq_len)
         # A view: sample i is row i, tokens[i * seq_len : i * seq_len + seq_len + 1].
@@ -100,21 +117,24 @@ class _StepBatches(Dataset[Batch]):
         self.batch_rank = batch_rank
         self.rows = rows
         self.positions_BT = torch.arange(seq_len).repeat(rows, 1)
+        self.end = corpus.end_of_document if packing == "documents" else None
 
     def __getitem__(self, step: int) -> Batch:
         first = step * self.global_batch + self.batch_rank * self.rows
         numbers = sample_order(self.n_samples, self.seed, first, self.rows)
         window_BT = torch.from_numpy(self.samples[numbers].astype(np.int64))
-        return Batch(
-            tokens_BT=window_BT[:, :-1].contiguous(),
-            labels_BT=window_BT[:, 1:].contiguous(),
-            positions_BT=self.positions_BT.clone(),
-        )
+        tokens_BT, labels_BT = window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
+        if self.end is None:
+            return Batch(tokens_BT, labels_BT, self.positions_BT.clone())
+        ends_BT = tokens_BT == self.end
+        documents_BT, positions_BT = number_documents(ends_BT)
+        return Batch(tokens_BT, labels_BT.masked_fill_(ends_BT, IGNORE_INDEX), positions_BT, documents_BT)
 
 
 class Loader:
     """An iterator without end: one ``Batch`` of global_batch / batch_ranks rows a step, from ``first_step`` on.
 
+    With ``packing`` "documents" rows are split where a token ends a document; the samples are the same.
     The state counts steps of the global batch, so that it continues exactly under any number of batch ranks.
 
     Raises DataError where the corpus is too small for one sample or the ranks cannot share the batch evenly.
@@ -129,6 +149,7 @@ class Loader:
         seed: int,
         batch_rank: int,
         batch_ranks: int,
+        packing: Literal["none", "documents"] = "none",
         first_step: int = 0,
     ) -> None:
         if global_batch % batch_ranks:
@@ -139,7 +160,8 @@ class Loader:
         if not 0 <= batch_rank < batch_ranks:
             raise ValueError(f"batch_rank = {batch_rank} is outside 0 ... {batch_ranks - 1}")
         self._corpus = corpus
-        # What the order of samples depends on: a checkpoint that was made with another one cannot be continued.
+        # What the order of samples depends on: a checkpoint that was made with another one cannot be continued. With
+        # another packing it can: the samples go on as they were, and a later stage of a training may well change it.
         self._order = {"seq_len": seq_len, "global_batch": global_batch, "seed": seed}
         self._steps = _Steps(first_step)
         batches = _StepBatches(
@@ -149,6 +171,7 @@ class Loader:
             seed=seed,
             batch_rank=batch_rank,
             rows=global_batch // batch_ranks,
+            packing=packing,
         )
         # A DataLoader draws a seed for workers when it starts: a generator of its own leaves torch's global one alone.
         with warnings.catch_warnings():

@@ -95,4 +95,4 @@ def _gather(documents: Iterable[Document], name: str, root: Path, n_files: int) 
     tokens = np.frombuffer(buffer, dtype=np.uint8)
     tokens.flags.writeable = False
     digest = hashlib.blake2b(buffer, digest_size=16).hexdigest()
-    return Corpus(tokens=tokens, digest=digest, n_documents=n_documents, name=name)
+    return Corpus(tokens=tokens, end_of_document=END_OF_DOCUMENT, digest=digest, n_documents=n_documents, name=name)

@@ -85,7 +85,13 @@ def open_tokens(folder: Path, *, name: str) -> Corpus:
             raise DataError(f"{file} is damaged {place}: their digest is not that of {MANIFEST}; {_AGAIN}")
     tokens = np.memmap(folder / "tokens.bin", dtype=np.dtype(manifest["dtype"]).newbyteorder("<"), mode="r")
     digest = digest_of("".join(files["tokens.bin"]["digests"]).encode())
-    return Corpus(tokens=tokens, digest=digest, n_documents=manifest["documents"], name=name)
+    return Corpus(
+        tokens=tokens,
+        end_of_document=manifest["end_of_document"],
+        digest=digest,
+        n_documents=manifest["documents"],
+        name=name,
+    )
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

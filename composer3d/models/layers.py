@@ -5,6 +5,7 @@ Shapes are in the names: B batch, T sequence, C model width, H query heads, K ke
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -61,12 +62,16 @@ class Rope(NamedTuple):
 class Seq:
     """What every block must know of the sequence, and what blocks share that follows from it alone.
 
-    ``positions_BT``: integers (B, T), cut and moved like tokens. Made anew for each micro-batch.
+    ``positions_BT``: integers (B, T), cut and moved like tokens. ``documents_BT``: to which document of its row each
+    token belongs, integers of whole rows; tokens of other documents are hidden. None: each row is one document. Made
+    anew for each micro-batch.
     """
 
-    def __init__(self, positions_BT: Tensor) -> None:
+    def __init__(self, positions_BT: Tensor, documents_BT: Tensor | None = None) -> None:
         self.positions_BT = positions_BT
+        self.documents_BT = documents_BT
         self._tables: dict[tuple[Rope, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._biases: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def table(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``rope.table`` of these positions, computed for the first block that asks.
@@ -76,6 +81,24 @@ class Seq:
         if (rope, dtype) not in self._tables:
             self._tables[rope, dtype] = rope.table(self.positions_BT, dtype)
         return self._tables[rope, dtype]
+
+    def bias(self, window: int, dtype: torch.dtype) -> Tensor:
+        """``bias_of`` the keys that a query sees of its document: (B, 1, T, T), as many numbers as one head has scores.
+
+        Of ``dtype``, and not booleans: SDPA would make this of those in each block anew, and keep it for backward.
+        """
+        if (window, dtype) not in self._biases:
+            assert self.documents_BT is not None
+            seen_B1TT = (self.documents_BT[:, None, :, None] == self.documents_BT[:, None, None, :]).tril()
+            if window:
+                seen_B1TT = seen_B1TT.triu(1 - window)
+            self._biases[window, dtype] = bias_of(seen_B1TT, dtype)
+        return self._biases[window, dtype]
+
+
+def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What hides from scores of ``dtype``, added to them, the keys that are not ``seen``: 0 or minus infinity."""
+    return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), -torch.inf)
 
 
 def rotate(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
@@ -91,9 +114,12 @@ def attend_sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: Seq, win
     """Causal attention of whole sequences on one device; the default of the ``attend`` seam.
 
     Returns (B, H, T, D). H is a multiple of K; head h reads key-value head h // (H / K). A query sees the key at its
-    own place in the row and those at ``window`` - 1 places before it; 0: at all before it.
+    own place in the row and those at ``window`` - 1 places before it, 0: at all before it, where they are of its own
+    document.
     """
     length = q_BHTD.shape[2]
+    if seq.documents_BT is not None:
+        return _sdpa(q_BHTD, k_BKTD, v_BKTD, seq.bias(window, q_BHTD.dtype))
     if not 0 < window < length:
         return _sdpa(q_BHTD, k_BKTD, v_BKTD)
     # Chunks of a window each see themselves and the one before them, so that no T x T scores are made. The first has
@@ -108,17 +134,24 @@ def attend_sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: Seq, win
     return torch.cat((first, rest[:, :, : length - window]), dim=2)
 
 
-def _sdpa(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seen_TS: Tensor | None = None) -> Tensor:
+def _sdpa(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None = None) -> Tensor:
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
-    flash = seen_TS is None and q_BHTD.dtype in (torch.bfloat16, torch.float16)
+    flash = mask is None and q_BHTD.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and q_BHTD.is_cuda and not flash:
         # On CUDA only flash takes grouped heads, and flash takes no mask and only half precision: others would build
         # all scores.
         k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
         groups = 1
     return F.scaled_dot_product_attention(
-        q_BHTD, k_BKSD, v_BKSD, attn_mask=seen_TS, is_causal=seen_TS is None, enable_gqa=groups > 1
+        q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1
     )
+
+
+@cache
+def _rope(shape: ModelShape) -> Rope:
+    """One object for all blocks: a compiled block tells the keys of what they share by identity."""
+    stretch = (shape.rope_factor, shape.rope_low_freq, shape.rope_high_freq, shape.rope_context)
+    return Rope(shape.head_width, shape.rope_theta, *stretch)
 
 
 class Attention(nn.Module):
@@ -131,14 +164,7 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         width, bias = shape.head_width, shape.qkv_bias
-        self.rope = Rope(
-            width,
-            shape.rope_theta,
-            shape.rope_factor,
-            shape.rope_low_freq,
-            shape.rope_high_freq,
-            shape.rope_context,
-        )
+        self.rope = _rope(shape)
         self.window = shape.window
         self.wq = nn.Linear(shape.dim, shape.n_heads * width, bias=bias)
         self.wk = nn.Linear(shape.dim, shape.n_kv_heads * width, bias=bias)
@@ -147,6 +173,12 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.attend: Attend = attend_sdpa
+
+    def prepare(self, seq: Seq, dtype: torch.dtype) -> None:
+        """Have ``seq`` hold what ``forward`` will ask of it, for a compiled block: it reads what blocks share alone."""
+        seq.table(self.rope, dtype)
+        if seq.documents_BT is not None and self.attend is attend_sdpa:
+            seq.bias(self.window, dtype)
 
     def forward(self, x_BTC: Tensor, *, seq: Seq) -> Tensor:
         # Heads are counted from what the projections return: under tensor parallelism that is this rank's share.

@@ -5,9 +5,12 @@ Parameters keep one global name each whatever the layout: ``first.embed.weight``
 ``last.head.weight``; of a tied pair the first counts. Qwen 2 and 3 and Mistral are the same code of another shape.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from composer3d.models.layers import Block, Decoder, Seq
 from composer3d.shape import IGNORE_INDEX, ModelShape
@@ -24,32 +27,72 @@ class First(nn.Module):
         return self.embed(tokens_BT)
 
 
+def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """The cross-entropy summed over labels that count, a scalar of float32 or wider; default of a head's seam.
+
+    Sums of thousands of tokens do not fit bfloat16.
+    """
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return F.cross_entropy(wide_NV, labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+class Head(nn.Module):
+    """``head(h_BTC, labels_BT) -> summed loss``: logits over the vocabulary, and their cross-entropy.
+
+    Attributes:
+        chunks: parts that the tokens go through in, one after another. Of several, each makes its logits once more in
+            backward, so that there are never those of all tokens.
+        cross_entropy: the seam of tensor parallelism: logits and labels to the summed loss.
+    """
+
+    def __init__(self, vocab: int, dim: int) -> None:
+        super().__init__()
+        self.weight: Tensor = nn.Parameter(torch.empty(vocab, dim))
+        self.chunks = 1
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+
+    def logits(self, h: Tensor) -> Tensor:
+        return F.linear(h, self.weight)
+
+    def forward(self, h_BTC: Tensor, labels_BT: Tensor) -> Tensor:
+        h_NC, labels_N = h_BTC.flatten(0, 1), labels_BT.flatten()
+        if self.chunks == 1:
+            return self._loss(h_NC, labels_N)
+        losses = [
+            # preserve_rng_state: no random numbers are drawn here.
+            checkpoint(self._loss, h, labels, use_reentrant=False, preserve_rng_state=False)
+            for h, labels in zip(h_NC.chunk(self.chunks), labels_N.chunk(self.chunks), strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+    def _loss(self, h_NC: Tensor, labels_N: Tensor) -> Tensor:
+        return self.cross_entropy(self.logits(h_NC), labels_N)
+
+
 class Last(nn.Module):
     """``last(h_BTC, seq, labels_BT) -> loss``: final norm, head, and the cross-entropy summed over valid labels.
 
-    The loss is a scalar of float32 or wider: sums of thousands of tokens do not fit bfloat16. It is a sum, not a mean,
-    since only the whole job knows the count of valid tokens that it must be divided by.
+    It is a sum, not a mean, since only the whole job knows the count of valid tokens that it must be divided by.
     """
 
     def __init__(self, vocab: int, dim: int, norm_eps: float) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.head = nn.Linear(dim, vocab, bias=False)
+        self.head = Head(vocab, dim)
 
     def logits(self, h_BTC: Tensor) -> Tensor:
-        return self.head(self.norm(h_BTC))
+        """(B, T, vocabulary), on one process."""
+        return self.head.logits(self.norm(h_BTC))
 
     def forward(self, h_BTC: Tensor, seq: Seq, labels_BT: Tensor) -> Tensor:
-        logits = self.logits(h_BTC).flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, labels_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+        return self.head(self.norm(h_BTC), labels_BT)
 
 
 class Llama(Decoder):
     """A Llama of one ``ModelShape``, built where ``device`` says ("meta" allocates nothing) and left uninitialised
     there.
 
-    Called whole, it is one process's model: ``model(tokens_BT, labels_BT, positions_BT) -> summed loss``.
+    Called whole, it is one process's model: ``model(tokens_BT, labels_BT, positions_BT, documents_BT) -> summed loss``.
     """
 
     def __init__(self, shape: ModelShape, *, dtype: torch.dtype = torch.float32, device: str = "meta") -> None:
@@ -67,8 +110,10 @@ class Llama(Decoder):
         finally:
             torch.set_default_dtype(default)
 
-    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        seq = Seq(positions_BT)
+    def forward(
+        self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:
+        seq = Seq(positions_BT, documents_BT)
         h_BTC = self.first(tokens_BT, seq)
         for block in self.blocks.values():
             h_BTC = block(h_BTC, seq)

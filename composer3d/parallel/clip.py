@@ -17,9 +17,10 @@ def square_share(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     alike.
 
     Returns:
-        A float64 scalar on the device. No collective: ``Mesh.sum_over_world`` sums it together with the loss.
+        A float64 scalar on the mesh's device, wherever the gradients are. No collective: ``Mesh.sum_over_world`` sums
+        it together with the loss.
     """
-    shares = [torch.zeros((), dtype=torch.float64, device=mesh.device)]
+    shares = []
     for parameter in parameters:
         grad = parameter.grad
         if grad is None:
@@ -32,7 +33,8 @@ def square_share(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
             grad = grad.to_local()
         norm = torch.linalg.vector_norm(grad).to(torch.float64)
         shares.append(norm * norm * (shards / mesh.stage_ranks))
-    return torch.stack(shares).sum()
+    total = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
+    return total.to(mesh.device)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:

@@ -1,7 +1,8 @@
 """The one place where techniques are composed, in one order, each with the reason for its place."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,20 +11,12 @@ from torch import Tensor, nn
 from composer3d.errors import PlanError
 from composer3d.mesh import Mesh
 from composer3d.models import Decoder, Seq
-from composer3d.parallel import ac, cp, fsdp, init, pp, tp
+from composer3d.parallel import ac, compile, cp, deferred, fsdp, init, pp, tp, vocab
 from composer3d.parallel.plan import Plan
-from composer3d.parallel.stages import Stage, Stages
-from composer3d.recipe.schema import MemoryTable, ParallelTable, PrecisionTable
-from composer3d.schedules import balanced_cut
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """What one rank runs in a step: ``micro_batches`` of ``micro_batch`` samples of ``seq_len`` tokens."""
-
-    micro_batch: int
-    micro_batches: int
-    seq_len: int
+from composer3d.parallel.stages import Stage, Stages, StepShape
+from composer3d.parallel.ties import Ties, check_ties, part, tie, tied
+from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable, PrecisionTable
+from composer3d.schedules import SCHEDULES, balanced_cut
 
 
 def compose(
@@ -34,6 +27,7 @@ def compose(
     parallel: ParallelTable,
     memory: MemoryTable | None = None,
     precision: PrecisionTable | None = None,
+    compiling: CompileTable | None = None,
     step: StepShape,
     seed: int,
 ) -> Stages:
@@ -44,24 +38,31 @@ def compose(
             ``precision.params``. It is taken apart.
         plan: what the model says of itself.
         mesh: the axes; collective, every rank of it calls.
-        memory, precision: absent, nothing is computed twice, and everything in the model's dtype.
+        memory, precision, compiling: absent, nothing is computed twice, everything in the model's dtype and eagerly.
         seed: of the initial weights, which are the same whatever the layout.
 
     Raises:
         PlanError: the plan does not fit the model, there are fewer blocks than stages, or parts share a parameter that
             cannot be sharded so.
+        DeviceError: this machine cannot compile.
     """
-    memory, precision = memory or MemoryTable(), precision or PrecisionTable()
+    memory, precision, compiling = memory or MemoryTable(), precision or PrecisionTable(), compiling or CompileTable()
     plan.check(model)  # on the whole model: no stage alone can tell a glob that matches nothing
     stream = boundary(model, mesh, parallel, step)
     if precision.compute is not None:
         stream = stream.to(getattr(torch, precision.compute))
+    vocab.loss_in_parts(model, plan, memory.loss_chunks)
     ties = tied(model)
-    data = fsdp.mesh_of(mesh, parallel, precision)
+    data = fsdp.mesh_of(mesh, parallel, precision, memory)
     check_ties(ties, mesh, sharded=data is not None)
+    stages = pp.placement(mesh.table.pp, parallel, step.micro_batches)
     # 1. Cut into stages, before anything wraps a module: every later step then touches this rank's layers only.
-    modules = cut(model, mesh, parallel)
+    modules = cut(model, stages, mesh.at["pp"], parallel)
     for module in modules:
+        module.followers = part(module, ties)
+        # 1b. Weight gradients are put off where the schedule wants it, by what linear layers are from here on.
+        if mesh.table.pp > 1 and SCHEDULES[parallel.schedule].splits:
+            module.dw_builder = deferred.put_off(module, module.blocks)
         # 2. Tensor parallelism: it decides the shapes of parameters, which FSDP then shards further.
         if mesh.tp is not None:
             tp.apply(module, plan, mesh.tp, parallel)
@@ -71,36 +72,29 @@ def compose(
             attend_over(module, plan, mesh.cp_group)
         # 4. Checkpointing wraps what a block computes by now, so that backward repeats just that.
         ac.apply(module.blocks.values(), plan, memory)
-        # 5. FSDP goes around whatever a block has become, and owns its parameters from here on.
+        # 5. Compilation makes one graph of all this, which FSDP's hooks, coming after, cannot break.
+        compile.apply(module.blocks.values(), compiling, mesh.device)
+        # 6. FSDP goes around whatever a block has become, and owns its parameters from here on.
         if data is not None:
-            fsdp.apply(
-                module,
-                first=module.first,
-                blocks=list(module.blocks.values()),
-                last=module.last,
-                mesh=data,
-                parallel=parallel,
-                precision=precision,
-            )
-        # 6. Memory is taken last: only this rank's shards ever exist.
-        module.to_empty(device=mesh.device)
+            ends: dict[str, Any] = {"first": module.first, "blocks": list(module.blocks.values()), "last": module.last}
+            fsdp.apply(module, **ends, mesh=data, parallel=parallel, precision=precision, memory=memory)
+        # 7. Memory is taken last: only this rank's shards ever exist.
+        module.to_empty(device="cpu" if memory.cpu_offload else mesh.device)
         tie(module, ties)
-        # 7. Initial weights by global name and index, so that they are the same on every layout.
-        init.initialise(module, plan, seed)
-    return Stages(
-        modules, mesh, parallel, micro_batch=step.micro_batch, micro_batches=step.micro_batches, stream=stream
-    )
+        # 8. Initial weights by global name and index, so that they are the same on every layout.
+        init.initialise(module, plan, seed, names=module.followers)
+    shared = Ties(ties, modules, mesh, stages) if mesh.table.pp > 1 else None
+    return Stages(modules, mesh, parallel, step=step, stream=stream, placement=stages, ties=shared)
 
 
-def cut(model: Decoder, mesh: Mesh, parallel: ParallelTable) -> list[Stage]:
-    """This rank's stages: blocks as the recipe says, or in proportion to their parameters.
+def cut(model: Decoder, stages: Sequence[Sequence[int]], rank: int, parallel: ParallelTable) -> list[Stage]:
+    """The stages of pipeline rank ``rank``: blocks as the recipe says, or in proportion to their parameters.
 
     Room is then left for the embedding and the head. The head multiplies all its parameters, as a block does; the
     embedding only looks them up but updates them all: half.
     """
-    a_rank = parallel.stages_per_rank if mesh.table.pp > 1 else 1
-    count = mesh.table.pp * a_rank
-    if parallel.stages is not None and mesh.table.pp > 1:
+    count = sum(len(held) for held in stages)
+    if parallel.stages is not None and count > 1:
         ends = list(accumulate(parallel.stages))
         if len(ends) != count or ends[-1] != len(model.blocks) or min(parallel.stages) < 1:
             raise PlanError(f"stages {parallel.stages} are no cut of {len(model.blocks)} blocks into {count} stages")
@@ -108,10 +102,7 @@ def cut(model: Decoder, mesh: Mesh, parallel: ParallelTable) -> list[Stage]:
     else:
         costs = [_size(block) for block in model.blocks.values()]
         ranges = balanced_cut(_size(model.first) / 2, costs, _size(model.last), count)
-    return [
-        Stage(model, ranges[index], first=index == 0, last=index == count - 1)
-        for index in pp.stage_indices(mesh, a_rank)
-    ]
+    return [Stage(model, ranges[index], first=index == 0, last=index == count - 1) for index in stages[rank]]
 
 
 def attend_over(stage: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
@@ -121,30 +112,6 @@ def attend_over(stage: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
     for name, module in stage.named_modules():
         if plan.attends(name):
             module.attend = cp.ring_attend(group)
-
-
-def tied(model: nn.Module) -> dict[str, str]:
-    """The further names of shared parameters, each to the name that ``named_parameters`` gives it."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
-
-
-def check_ties(ties: dict[str, str], mesh: Mesh, *, sharded: bool) -> None:
-    """Refuse shared parameters that no one stage, or no one unit of FSDP, would own."""
-    if ties and mesh.table.pp > 1:
-        raise PlanError("stages cannot share a parameter; use a model that ties none, or mesh.pp = 1")
-    if sharded and not all(a.startswith("last.") and name.startswith("first.") for a, name in ties.items()):
-        raise PlanError(
-            "FSDP shares a parameter between `first` and `last` alone; untie the others, or use mesh.dp_shard = 1"
-        )
-
-
-def tie(stage: nn.Module, ties: dict[str, str]) -> None:
-    """Make the names of ``ties`` one parameter again, after something has made two of it."""
-    for alias, name in ties.items():
-        holder, _, attribute = alias.rpartition(".")
-        stage.get_submodule(holder).register_parameter(attribute, stage.get_parameter(name))
 
 
 def boundary(model: Decoder, mesh: Mesh, parallel: ParallelTable, step: StepShape) -> Tensor:

@@ -24,10 +24,13 @@ from composer3d.parallel import kernels
 
 def shard_sequence(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of ``x``, which all ranks hold whole: chunks r and 2 cp - 1 - r of ``dim``. No collective."""
-    rank, chunks = group.rank(), 2 * group.size()
-    assert x.shape[dim] % chunks == 0, f"{x.shape[dim]} tokens do not divide into {chunks} chunks"
-    parts = x.chunk(chunks, dim)
-    return torch.cat((parts[rank], parts[chunks - 1 - rank]), dim)
+    return _part(x, dim, group.rank(), group.size())
+
+
+def _part(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    assert x.shape[dim] % (2 * size) == 0, f"{x.shape[dim]} tokens do not divide into {2 * size} chunks"
+    parts = x.chunk(2 * size, dim)
+    return torch.cat((parts[rank], parts[2 * size - 1 - rank]), dim)
 
 
 def unshard_sequence(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -42,24 +45,34 @@ def unshard_sequence(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def ring_attend(group: dist.ProcessGroup) -> Attend:
-    """The ``attend`` seam of a block over ``group``: ``ring_attention`` of sequences without documents or window."""
+    """The ``attend`` seam of a block over ``group``: ``ring_attention`` of sequences without a window."""
 
     def attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: Seq, window: int) -> Tensor:
         tokens = q_BHTD.shape[2] * group.size()
         assert window == 0 or window >= tokens, f"a ring sees all {tokens} tokens, not a window of {window}"
-        return ring_attention(q_BHTD, k_BKTD, v_BKTD, group=group)
+        return ring_attention(q_BHTD, k_BKTD, v_BKTD, group=group, documents_BT=seq.documents_BT)
 
     return attend
 
 
-def ring_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+def ring_attention(
+    q_BHTD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    documents_BT: Tensor | None = None,
+) -> Tensor:
     """Causal attention of the whole sequence that lies over ``group`` in zigzag order; this rank's part (B, H, n, D).
+
+    With ``documents_BT``, integers (B, T), the same on all ranks, a query sees the keys of its own document alone: each
+    block is masked, with n x n booleans; all are computed and sent, seen or not, so that ranks stay in step.
 
     The three are of one dtype with a contiguous last dimension; n is even. Bytes sent to the next rank while blocks are
     computed: forward (cp-1) KV; backward (cp-1) KV and (cp-1) dKV. It is the operator ``composer3d::ring_attention``,
     which selective checkpointing can save; kept for backward are q, k, v, the output and its logsumexp (B, H, n).
     """
-    return _ring_forward(q_BHTD, k_BKTD, v_BKTD, group.group_name)[0]
+    return _ring_forward(q_BHTD, k_BKTD, v_BKTD, documents_BT, group.group_name)[0]
 
 
 class _Hop:
@@ -91,6 +104,16 @@ def _pair(rank: int, source: int, half: int) -> tuple[slice, slice]:
     return (slice(None), slice(half)) if source < rank else (slice(half, None), slice(None))
 
 
+def _seen(documents: Tensor | None, rank: int, source: int, size: int) -> Tensor | None:
+    """(B, 1, queries, keys): which keys of ``source`` those queries of ``rank`` see, of the block that is ``_pair``."""
+    if documents is None:
+        return None
+    queries, keys = _pair(rank, source, documents.shape[1] // size // 2)
+    of_query, of_key = _part(documents, 1, rank, size)[:, queries], _part(documents, 1, source, size)[:, keys]
+    same = of_query[:, None, :, None] == of_key[:, None, None, :]
+    return same.tril() if source == rank else same
+
+
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Take one more block of keys into ``out`` and ``lse``, in place; no exponential here can overflow."""
     weight = torch.sigmoid(block_lse - lse)[..., None]
@@ -104,15 +127,17 @@ def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op("composer3d::ring_attention", mutates_args=())
-def _ring_forward(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+def _ring_forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_name: str) -> tuple[Tensor, Tensor]:
     group = _resolve_process_group(GroupName(group_name))
     rank, size, half = group.rank(), group.size(), q.shape[2] // 2
     kv = torch.stack((k, v))
     for step in range(size):
         hop = _Hop(kv, group) if step < size - 1 else None
-        queries, keys = _pair(rank, (rank - step) % size, half)
-        block = kernels.attend_block(q[:, :, queries], *kv[:, :, :, keys], causal=step == 0)
-        if step == 0:
+        source = (rank - step) % size
+        queries, keys = _pair(rank, source, half)
+        seen = _seen(documents, rank, source, size)
+        block = kernels.attend_block(q[:, :, queries], *kv[:, :, :, keys], causal=step == 0, seen=seen)
+        if step == 0:  # a query sees itself here: its logsumexp is finite, and with it all that follow
             out, lse = block[0].to(kernels.wide(q.dtype)), block[1]
         else:
             _merge(out[:, :, queries], lse[:, :, queries], *block)
@@ -123,7 +148,14 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Ten
 
 @torch.library.custom_op("composer3d::ring_attention_backward", mutates_args=())
 def _ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group_name: str
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Key-values travel again, and behind them the sum of their gradients, which the last hop brings home."""
     group = _resolve_process_group(GroupName(group_name))
@@ -137,10 +169,14 @@ def _ring_backward(
     for step in (*range(1, size), 0):
         kv = own if coming is None else coming.arrived()
         coming = _Hop(kv, group) if 0 < step < size - 1 else None
-        queries, keys = _pair(rank, (rank - step) % size, half)
+        source = (rank - step) % size
+        queries, keys = _pair(rank, source, half)
         rows = (x[:, :, queries] for x in (grad, q))
         whole = (x[:, :, queries] for x in (out, lse))
-        dq_part, *dkv_part = kernels.attend_block_backward(*rows, *kv[:, :, :, keys], *whole, causal=step == 0)
+        seen = _seen(documents, rank, source, size)
+        dq_part, *dkv_part = kernels.attend_block_backward(
+            *rows, *kv[:, :, :, keys], *whole, causal=step == 0, seen=seen
+        )
         dq[:, :, queries] += dq_part
         dkv = torch.zeros_like(kv, dtype=wide) if homing is None else homing.arrived()
         for total, part in zip(dkv, dkv_part, strict=True):
@@ -150,26 +186,24 @@ def _ring_backward(
 
 
 @_ring_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_name: str) -> tuple[Tensor, Tensor]:
     return _copy(q, q.dtype), q.new_empty(q.shape[:3], dtype=kernels.wide(q.dtype))
 
 
 @_ring_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group_name: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _copy(q, q.dtype), _copy(k, k.dtype), _copy(v, v.dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.group_name = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    *tensors, ctx.group_name = inputs
+    ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return *_ring_backward(grad, *ctx.saved_tensors, ctx.group_name), None
+    return *_ring_backward(grad, *ctx.saved_tensors, ctx.group_name), None, None
 
 
 _ring_forward.register_autograd(_differentiate, setup_context=_save)

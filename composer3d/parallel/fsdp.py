@@ -8,22 +8,25 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from composer3d.mesh import Mesh
-from composer3d.recipe.schema import ParallelTable, PrecisionTable
+from composer3d.recipe.schema import MemoryTable, ParallelTable, PrecisionTable
 
 
-def mesh_of(mesh: Mesh, parallel: ParallelTable, precision: PrecisionTable) -> DeviceMesh | None:
+def mesh_of(mesh: Mesh, parallel: ParallelTable, precision: PrecisionTable, memory: MemoryTable) -> DeviceMesh | None:
     """What parameters are sharded (and, first, replicated) over; None where FSDP has nothing to do.
 
-    One rank alone needs it for mixed precision: it keeps the master parameters, and casts as it gathers.
+    One rank alone needs it for mixed precision and for what is kept on the host: it holds the master parameters, and
+    casts and copies as it gathers.
     """
     if parallel.zero == 0 and mesh.fsdp is not None:
         return mesh.replicas()
-    return mesh.device_mesh["fsdp"] if mesh.fsdp is None and precision.compute is not None else mesh.fsdp
+    alone = precision.compute is not None or memory.cpu_offload
+    return mesh.device_mesh["fsdp"] if mesh.fsdp is None and alone else mesh.fsdp
 
 
 def apply(
@@ -35,28 +38,42 @@ def apply(
     mesh: DeviceMesh,
     parallel: ParallelTable,
     precision: PrecisionTable,
+    memory: MemoryTable,
 ) -> None:
     """Shard ``stage`` over the last axis of ``mesh`` and replicate it over the first, where there are two. In place.
 
     Units: ``first``, every block, ``last``; where ``first`` and ``last`` share a parameter, the stage itself is the
-    unit of both. Parameters become DTensors ``Shard(0)`` over the last axis (before their tp placement) in
-    ``precision.params``; they are gathered in ``precision.compute``, and gradients reduced over these axes in
-    ``precision.params``. Collectives a unit and step: all-gather of parameters (once, and with ``zero = 3`` again for
-    backward, each micro-batch), reduce-scatter of gradients (once, and with ``zero`` 2 and 3 each micro-batch), then
-    all-reduce over the replicating axis. Under pp torch keeps whole gradients until the last micro-batch at every
-    level, and parameters that a backward has gathered.
+    unit of both. Parameters become DTensors ``Shard(0)`` over the last axis (before their tp placement; ``Shard(1)``
+    where tp cuts rows unevenly) in ``precision.params``; they are gathered in ``precision.compute``, and gradients
+    reduced over these axes in ``precision.params``. Collectives a unit and step: all-gather of parameters (once, and
+    with ``zero = 3`` again for backward, each micro-batch), reduce-scatter of gradients (once, and with ``zero`` 2 and
+    3 each micro-batch), then all-reduce over the replicating axis. Under pp torch keeps whole gradients until the last
+    micro-batch at every level, and parameters that a backward has gathered.
+
+    With ``cpu_offload`` shards stay in the host's memory, pinned where the device is a GPU: they are copied to the
+    device before each all-gather, and gradients from it after each reduce-scatter.
     """
     policy = MixedPrecisionPolicy()
     if precision.compute is not None:
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, precision.compute), reduce_dtype=getattr(torch, precision.params)
         )
+    offload: OffloadPolicy = OffloadPolicy()
+    if memory.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     ends = [] if _tied(first, last) else [first, last]
     order = [module for module in (*ends[:1], *blocks, *ends[1:]) if module is not None]
     for module in (*order, stage):
         # Backward starts with `last`: dropping its parameters would only gather them again at once.
         again = parallel.zero == 3 and module is not last and module is not stage
-        fully_shard(module, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=again,
+            mp_policy=policy,
+            offload_policy=offload,
+            shard_placement_fn=_uneven,
+        )
     # By itself FSDP gathers what ran before a unit in forward: before the first one that is `last`, of the micro-batch
     # before, for nothing. A unit that names itself gathers nothing more.
     for earlier, module in zip((*order[:1], *order), order, strict=False):
@@ -64,6 +81,18 @@ def apply(
     for unit in units(stage):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, and a sum is what is wanted
+
+
+def _uneven(parameter: nn.Parameter) -> Shard | None:
+    """Columns of a matrix whose rows tp cuts unevenly, as it does a vocabulary that it does not divide.
+
+    Two cuts of one dimension are a ``_StridedShard``, which has each rank at the wrong rows then: of 259 rows over tp 2
+    and fsdp 3, the last rank holds 216 to 258, and torch 2.13 says that it holds 217 to 258.
+    """
+    whole: Tensor = parameter
+    if not isinstance(whole, DTensor) or not whole.placements[0].is_shard(0):
+        return None
+    return Shard(1) if whole.shape[0] % whole.device_mesh.size() else None
 
 
 def _tied(first: nn.Module | None, last: nn.Module | None) -> bool:
@@ -85,6 +114,22 @@ def begin_micro_batch(stage: nn.Module, parallel: ParallelTable, *, last: bool) 
         stage.set_requires_gradient_sync(last or parallel.zero >= 2)
         stage.set_reshard_after_backward(last or parallel.zero == 3)
         stage.set_is_last_backward(last)
+
+
+def widen(stage: nn.Module) -> None:
+    """Move gradients that were added outside of a backward to where FSDP keeps them until it reduces them.
+
+    In mixed precision that is in ``precision.params``, and a sum of micro-batches belongs there; else nothing moves.
+    """
+    for unit in units(stage):
+        group = unit._get_fsdp_state()._fsdp_param_group
+        for each in group.fsdp_params if group is not None else ():
+            grad = each._unsharded_param.grad
+            if each.unsharded_accumulated_grad is None:
+                each.to_accumulated_grad_if_needed()
+            elif grad is not None:
+                each.unsharded_accumulated_grad += grad
+                each._unsharded_param.grad = None
 
 
 def reshard(stage: nn.Module) -> None:

@@ -6,6 +6,7 @@ number. A rank computes its own shard and nothing else, so that no rank ever hol
 """
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,14 @@ from composer3d.parallel.plan import Constant, Plan
 _CHUNK = 1 << 20  # elements computed at once: a few float64 temporaries of 8 MiB
 
 
-def initialise(stage: nn.Module, plan: Plan, seed: int) -> None:
-    """Fill every parameter of ``stage`` in place, by its global name. A rank fills its own shards; nothing is sent."""
-    for name, parameter in stage.named_parameters():
+def initialise(stage: nn.Module, plan: Plan, seed: int, names: Mapping[str, str] | None = None) -> None:
+    """Fill every parameter of ``stage`` in place, by its global name. A rank fills its own shards; nothing is sent.
+
+    Args:
+        names: where the global name is another than the one in ``stage``.
+    """
+    for own, parameter in stage.named_parameters():
+        name = (names or {}).get(own, own)
         how = plan.init_of(name)
         assert how is not None, name  # Plan.check has seen the whole model
         local, offset = local_part(parameter)

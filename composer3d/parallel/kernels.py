@@ -5,11 +5,14 @@ the block's share of all gradients follows from the block alone (Dao et al. 2022
 
 Shapes: queries, ``out`` and their gradients (B, H, T, D), key-values (B, K, S, D), ``lse`` (B, H, T); H is a multiple
 of K and head h reads key-value head h // (H / K). Causal blocks are square. ``lse`` is in ``wide(dtype)``, the rest in
-the dtype of the queries. No collectives.
+the dtype of the queries. ``seen`` (B, 1, T, S), booleans: the keys that a query sees; where it is given, what is causal
+is in it. No collectives.
 """
 
 import torch
 from torch import Tensor
+
+from composer3d.models.layers import bias_of
 
 _aten = torch.ops.aten
 
@@ -19,17 +22,24 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of this block alone; the last dimension of all inputs is contiguous."""
+def attend_block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of this block alone, 0 and minus infinity where a query sees no key.
+
+    The last dimension of all inputs is contiguous.
+    """
     if not q.is_cuda:
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if _flash_takes(q):
+        if seen is None:
+            return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias_of(seen, q.dtype))
+        # The kernel returns 0 for such a query, which would enter the merge as a key with a score of 0.
+        return out, lse.masked_fill(~seen.any(-1), -torch.inf)
+    if seen is None and _flash_takes(q):
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    return attend_plainly(q, k, v, causal=causal)
+    return attend_plainly(q, k, v, causal=causal, seen=seen)
 
 
 def attend_block_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's share of the gradients of q, k and v.
 
@@ -38,31 +48,36 @@ def attend_block_backward(
         out, lse: of the whole rows, not of this block.
     """
     if not q.is_cuda:
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
-    if _flash_takes(q):
+        mask = {} if seen is None else {"attn_mask": bias_of(seen, q.dtype)}
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal and seen is None, **mask
+        )
+    if seen is None and _flash_takes(q):
         # No cumulative lengths: rows are not packed. Without dropout the state of the generator is not read.
         lengths, generator = (None, None, q.shape[2], k.shape[2]), (lse, lse)
         return _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *generator
         )
-    return attend_plainly_backward(grad, q, k, v, out, lse, causal=causal)
+    return attend_plainly_backward(grad, q, k, v, out, lse, causal=causal, seen=seen)
 
 
-def attend_plainly(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """``attend_block`` with all scores in memory: for CUDA where flash does not go, and to test the others against."""
-    scores = _scores(q, k, causal)
+    scores = _scores(q, k, causal, seen)
     lse = scores.logsumexp(-1, keepdim=True)
-    out = (scores - lse).exp() @ _grouped(v, v)
+    out = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp() @ _grouped(v, v)  # not -inf less -inf
     return out.flatten(1, 2).to(q.dtype), lse.squeeze(-1).flatten(1, 2)
 
 
 def attend_plainly_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``attend_block_backward`` with all scores in memory."""
     g, o, queries = (_grouped(x, k) for x in (grad, out, q))
     keys, values = _grouped(k, k), _grouped(v, v)
-    weights = (_scores(q, k, causal) - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()
+    weights = (_scores(q, k, causal, seen) - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()
     dscores = weights * (g @ values.mT - (g * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     dq = (dscores @ keys).flatten(1, 2)
     dk, dv = (dscores.mT @ queries).sum(2), (weights.mT @ g).sum(2)
@@ -78,8 +93,10 @@ def _grouped(x: Tensor, kv: Tensor) -> Tensor:
     return x.to(wide(x.dtype)).unflatten(1, (kv.shape[1], -1))
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
     scores = _grouped(q, k) @ _grouped(k, k).mT * q.shape[-1] ** -0.5
+    if seen is not None:
+        return scores.masked_fill(~seen[:, :, None], -torch.inf)
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)

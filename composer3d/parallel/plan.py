@@ -10,7 +10,7 @@ from torch import nn
 from composer3d.errors import PlanError
 
 # How a module is cut over tp; ``tp.py`` says what each means in placements.
-Style = Literal["embedding", "norm", "head_norm", "gather", "column", "row", "head"]
+Style = Literal["embedding", "norm", "head_norm", "gather", "column", "kv_column", "row", "head"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Plan:
     Attributes:
         tensor: glob over module names -> how tensor parallelism cuts it. Every parameter must lie in a named module.
         init: glob over parameter names -> initial values.
+        kv_heads: how many key-value heads the modules of style "kv_column" project to.
         attend: glob over the modules whose ``attend`` context parallelism replaces: all that attend across tokens.
         save: globs over operators whose outputs selective checkpointing keeps, as in "aten.mm.default".
 
@@ -42,6 +43,7 @@ class Plan:
 
     tensor: Mapping[str, Style]
     init: Mapping[str, Normal | Constant]
+    kv_heads: int | None = None
     attend: str | None = None
     save: tuple[str, ...] = ()
 
@@ -68,6 +70,8 @@ class Plan:
                 lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")
+        if "kv_column" in self.tensor.values() and self.kv_heads is None:
+            lines.append('the plan gives modules the style "kv_column" and no kv_heads')
         for name, module in model.named_modules():
             if self.attends(name) != hasattr(module, "attend"):
                 lines.append(f"module {name!r} must match the plan's attend glob just where it has the seam `attend`")

@@ -15,7 +15,8 @@ def llama_plan(shape: ModelShape) -> Plan:
             "first.embed": "embedding",
             "blocks.*.attn_norm": "norm",
             "blocks.*.attn": "gather",
-            "blocks.*.attn.w[qkv]": "column",
+            "blocks.*.attn.wq": "column",
+            "blocks.*.attn.w[kv]": "kv_column",
             "blocks.*.attn.[qk]_norm": "head_norm",
             "blocks.*.attn.wo": "row",
             "blocks.*.ffn_norm": "norm",
@@ -32,6 +33,7 @@ def llama_plan(shape: ModelShape) -> Plan:
             "blocks.*.ffn.w2.weight": Normal(0.02 / (2 * shape.n_layers) ** 0.5),
             "*.weight": Normal(0.02),
         },
+        kv_heads=shape.n_kv_heads,
         attend="blocks.*.attn",
         # Products of matrices and attention cost; norms, rotations and the gate of the ffn are cheap to compute again.
         save=("aten.mm.*", "aten.addmm.*", "aten._scaled_dot_product_*", "composer3d.ring_attention.*"),

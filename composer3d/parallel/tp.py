@@ -2,27 +2,24 @@
 
 Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198). Per block and micro-batch, forward:
 two all-gathers and two reduce-scatters of the residual stream over tp (two all-reduces without sequence parallelism),
-and the transposes of them in backward.
+and the transposes of them in backward. The embedding takes one of the second kind, the head one of the first, and the
+loss what ``vocab.cross_entropy`` says.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from composer3d.errors import PlanError
+from composer3d.parallel import vocab
 from composer3d.parallel.plan import Plan, Style
 from composer3d.recipe.schema import ParallelTable
 
@@ -51,6 +48,25 @@ def sum_gradients(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
 def sum_outputs(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' ``x_BTC``; backward hands the gradient on, since all ranks go on alike."""
     return _Exchange.apply(x_BTC, group, _all_reduce, _same)
+
+
+def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
+    """All ``columns`` from the ranks' chunks of them, on ranks that go on alike; backward keeps this rank's chunk.
+
+    Bytes sent a rank: (n-1) chunks, the last ones padded to the size of the others; none in backward.
+    """
+    first, size = vocab.own_rows(columns, group)
+
+    def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = F.pad(x, (0, -(-columns // group.size()) - size))
+        out = x.new_empty((group.size(), *x.shape))
+        dist.all_gather_single(out.flatten(0, 1), x.contiguous(), group=group)
+        return out.movedim(0, 1).flatten(1, 2)[:, :columns].contiguous()
+
+    def keep(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return grad[:, first : first + size]
+
+    return _Exchange.apply(x_NV, group, gather, keep)
 
 
 class _Exchange(torch.autograd.Function):
@@ -99,6 +115,7 @@ class Local(ParallelStyle):
         placement: of every parameter over tp.
         grad: placement of their gradients as backward leaves them; ``Partial()`` where ranks saw other tokens.
         enter, leave: what is done with the input, and with the output.
+        part: what of its parameters the module computes with; absent, all that the rank holds.
     """
 
     def __init__(
@@ -108,10 +125,11 @@ class Local(ParallelStyle):
         grad: Placement | None = None,
         enter: _Collective | None = None,
         leave: _Collective | None = None,
+        part: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.placement, self.grad = placement, grad or placement
-        self.enter, self.leave = enter, leave
+        self.enter, self.leave, self.part = enter, leave, part
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -121,67 +139,137 @@ class Local(ParallelStyle):
 
         def forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
             x = self.enter(x, group) if self.enter is not None else x
-            out = run(self._on_local_parameters(module), x, *arguments, **keywords)
+            own = module.__dict__.get("prepared") or self._local_parameters(module)
+            out = run(_twin(module, own) if own else module, x, *arguments, **keywords)
             return self.leave(out, group) if self.leave is not None else out
+
+        def prepare(*_: Any) -> None:
+            """Before a compiled block runs: torch 2.13 cannot keep a DTensor's mesh for its backward."""
+            module.__dict__["prepared"] = self._local_parameters(module)
+
+        module.forward = forward
+        if module._parameters:
+            module.__dict__["prepare"] = prepare
+        return module
+
+    def _local_parameters(self, module: nn.Module) -> dict[str, Tensor | None]:
+        """The own parameters of ``module`` as plain tensors. Read at each call: FSDP swaps them."""
+        return {name: self._local(p) for name, p in module._parameters.items()}
+
+    def _local(self, parameter: Tensor | None) -> Tensor | None:
+        local = parameter.to_local(grad_placements=[self.grad]) if isinstance(parameter, DTensor) else parameter
+        return self.part(local) if self.part is not None and local is not None else local
+
+
+def _twin(module: nn.Module, parameters: dict[str, Tensor | None]) -> nn.Module:
+    """A shallow twin of ``module`` with other parameters of its own."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = {**module.__dict__, "_parameters": parameters}
+    return twin
+
+
+class _Embedding(Local):
+    """``Local`` for a table that tokens are looked up in: those whose row another rank holds give 0 before the sum."""
+
+    def __init__(self, add: _Collective) -> None:
+        super().__init__(Shard(0))
+        self.add = add
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+        first, size = vocab.own_rows(module.get_parameter("weight").shape[0], group)
+        lookup = super()._apply(module, device_mesh).forward
+
+        def forward(tokens_BT: Tensor) -> Tensor:
+            row_BT = tokens_BT - first
+            elsewhere_BT = (row_BT < 0) | (row_BT >= size)
+            out_BTC = lookup(row_BT.masked_fill(elsewhere_BT, 0))
+            return self.add(out_BTC.masked_fill(elsewhere_BT[..., None], 0), group)
 
         module.forward = forward
         return module
 
-    def _on_local_parameters(self, module: nn.Module) -> nn.Module:
-        """A shallow twin of ``module`` with its own parameters as plain tensors. Read at each call: FSDP swaps them."""
-        if not module._parameters:
-            return module
-        twin = object.__new__(type(module))
-        local = {
-            name: p.to_local(grad_placements=[self.grad]) if isinstance(p, DTensor) else p
-            for name, p in module._parameters.items()
-        }
-        twin.__dict__ = {**module.__dict__, "_parameters": local}
-        return twin
+
+class _Head(Local):
+    """``Local`` for a module that makes logits and hands them to its seam ``cross_entropy``, put in here."""
+
+    def __init__(self, enter: _Collective, *, whole: bool) -> None:
+        super().__init__(Shard(0), enter=enter)
+        self.whole = whole
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not hasattr(module, "cross_entropy"):
+            raise PlanError(
+                f"a head needs the seam `cross_entropy` to be cut over tp; {type(module).__name__} has none"
+            )
+        group, columns = device_mesh.get_group(), module.get_parameter("weight").shape[0]
+        seam: Any = (
+            partial(_on_whole_logits, module.cross_entropy, columns, group)
+            if self.whole
+            else partial(vocab.cross_entropy, first=vocab.own_rows(columns, group)[0], group=group)
+        )
+        module.cross_entropy = seam
+        return super()._apply(module, device_mesh)
 
 
-def _style(style: Style, parallel: ParallelTable) -> ParallelStyle:
+def _on_whole_logits(loss: Any, columns: int, group: dist.ProcessGroup, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    return loss(gather_columns(logits_NV, columns, group), labels_N)
+
+
+def _kv_column(kv_heads: int, mesh: DeviceMesh) -> Local:
+    """Columns of key-value heads: a share of them, or where ranks are more, the one that this rank's queries read.
+
+    Ranks that read the same head each have a part of its gradient, so the parameters stay whole on all of them.
+    """
+    size, rank = mesh.size(), mesh.get_local_rank()
+    if kv_heads % size == 0:
+        return Local(Shard(0))
+    if size % kv_heads:
+        raise PlanError(f"{kv_heads} key-value heads go into {size} tp ranks neither way; use mesh.tp = {kv_heads}")
+    # Query heads are dealt out in order, and head h reads h // (heads / kv_heads).
+    return Local(Replicate(), grad=Partial(), part=lambda p: p.chunk(kv_heads)[rank * kv_heads // size])
+
+
+def _style(style: Style, plan: Plan, mesh: DeviceMesh, parallel: ParallelTable) -> ParallelStyle:
     """The placements behind one word of a plan. The residual stream is a local tensor between modules."""
     sequence = parallel.sequence_parallel
-    stream: Placement = Shard(SEQUENCE_DIM) if sequence else Replicate()
+    enter, leave = (gather_sequence, scatter_sum) if sequence else (sum_gradients, sum_outputs)
     match style:
-        case "embedding":  # the vocabulary is sharded: a rank looks up its rows, the sum is scattered
-            # A DTensor comes out, which the stage makes local: FSDP warns of modules that return a view.
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream, use_local_output=False)
+        case "embedding":
+            return _Embedding(leave)
         case "norm":
             return Local(Replicate(), grad=Partial() if sequence else None)
         case "head_norm":  # of each head alone: a rank sees its heads only, so its gradient is a part of the sum
             return Local(Replicate(), grad=Partial())
         case "gather":  # one all-gather for all projections that read this input
-            return Local(Replicate(), enter=gather_sequence if sequence else sum_gradients)
+            return Local(Replicate(), enter=enter)
         case "column":
             return Local(Shard(0))
+        case "kv_column":
+            assert plan.kv_heads is not None  # Plan.check
+            return _kv_column(plan.kv_heads, mesh)
         case "row":
-            return Local(Shard(1), leave=scatter_sum if sequence else sum_outputs)
+            return Local(Shard(1), leave=leave)
         case "head":
-            if parallel.loss_parallel:
-                return ColwiseParallel(input_layouts=stream, use_local_output=False)
-            return ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+            return _Head(enter, whole=not parallel.loss_parallel)
 
 
 def apply(stage: nn.Module, plan: Plan, mesh: DeviceMesh, parallel: ParallelTable) -> None:
     """Cut the modules of ``stage`` (on the meta device, or all ranks alike) over the 1-D tp ``mesh``, in place.
 
     Afterwards every parameter is a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)`` for
-    rows, ``Replicate()`` for norms. No collective is run here.
+    rows, ``Replicate()`` for norms, and for key-value heads that are fewer than ranks. No collective is run here.
 
     Raises:
-        PlanError: a parameter stayed a plain tensor, which the plan's styles do not cut.
+        PlanError: a parameter stayed a plain tensor, which the plan's styles do not cut; a head has no seam; tp and
+            key-value heads do not go into each other.
     """
     table = {
-        name: _style(style, parallel) for name, _ in stage.named_modules() if (style := plan.style_of(name)) is not None
+        name: _style(style, plan, mesh, parallel)
+        for name, _ in stage.named_modules()
+        if (style := plan.style_of(name)) is not None
     }
     parallelize_module(stage, mesh, table, src_data_rank=None)
     plain = [name for name, parameter in stage.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise PlanError([f"the plan's tensor table leaves parameter {name!r} uncut" for name in plain])
-
-
-def loss_context(mesh: DeviceMesh | None, parallel: ParallelTable) -> AbstractContextManager[None]:
-    """Around forward and backward: cross-entropy of logits that stay sharded over the vocabulary."""
-    return loss_parallel() if mesh is not None and parallel.loss_parallel else nullcontext()

@@ -38,15 +38,6 @@ def _rope_has_a_middle(recipe: Recipe) -> str | None:
     return f"{mention(recipe, 'model.rope_high_freq')} must be above {mention(recipe, 'model.rope_low_freq')}"
 
 
-def _tied_on_one_stage(recipe: Recipe) -> str | None:
-    if not recipe.model.tied or recipe.mesh.pp == 1:
-        return None
-    return (
-        f"{mention(recipe, 'model.tied')} makes the embedding and the head one parameter, but with "
-        f"{mention(recipe, 'mesh.pp')} they are on different stages; use mesh.pp = 1, or model.tied = false"
-    )
-
-
 def _ring_has_no_window(recipe: Recipe) -> str | None:
     if recipe.mesh.cp == 1 or not 0 < recipe.model.window < recipe.data.seq_len:
         return None
@@ -130,7 +121,6 @@ RULES: tuple[Rule, ...] = (
     (("model.n_heads", "model.dim", "model.head_dim"), _heads_fill_dim),
     (("model.n_kv_heads", "model.n_heads"), _kv_heads_serve_heads),
     (("model.rope_high_freq", "model.rope_low_freq"), _rope_has_a_middle),
-    (("model.tied", "mesh.pp"), _tied_on_one_stage),
     (("model.window", "mesh.cp", "data.seq_len"), _ring_has_no_window),
     (("model.vocab", "data.source"), _vocabulary_holds_bytes),
     (("data.source", "data.path"), _source_has_a_path),

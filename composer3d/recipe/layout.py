@@ -5,20 +5,60 @@ from math import gcd, lcm
 from composer3d.recipe.joint import Rule
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import divisors, either, mention, use, value_of
+from composer3d.schedules import SCHEDULES, micro_batches_wrong
+from composer3d.shape import ModelShape
 
 
 def _tp_divides(other: str) -> Rule:
-    """The row of one size that tensor parallelism cuts. The way out lists what divides all of them."""
+    """The row of one size that tensor parallelism cuts evenly. The way out lists what fits all of them."""
 
     def check(recipe: Recipe) -> str | None:
         size, tp = value_of(recipe, other), recipe.mesh.tp
         if not isinstance(size, int) or size % tp == 0:
             return None
-        shape = recipe.model
-        legal = divisors(gcd(size, shape.n_heads, shape.n_kv_heads, shape.ffn, shape.vocab))
-        return f"{mention(recipe, 'mesh.tp')} must divide {mention(recipe, other)}; {use(legal, tp)}"
+        return f"{mention(recipe, 'mesh.tp')} must divide {mention(recipe, other)}; {use(_legal_tp(recipe.model), tp)}"
 
     return ("mesh.tp", other), check
+
+
+def _legal_tp(shape: ModelShape) -> list[int]:
+    return [tp for tp in divisors(gcd(shape.n_heads, shape.ffn)) if _kv_heads_fit(shape.n_kv_heads, tp)]
+
+
+def _kv_heads_fit(kv_heads: int, tp: int) -> bool:
+    """Whether every rank has as many key-value heads, or every head as many ranks that hold a copy of it."""
+    return kv_heads % tp == 0 or tp % kv_heads == 0
+
+
+def _tp_fits_kv_heads(recipe: Recipe) -> str | None:
+    shape, tp = recipe.model, recipe.mesh.tp
+    if _kv_heads_fit(shape.n_kv_heads, tp):
+        return None
+    wrong = f"{mention(recipe, 'mesh.tp')} must divide {mention(recipe, 'model.n_kv_heads')} or be a multiple of it"
+    return f"{wrong}; {use(_legal_tp(shape), tp)}"
+
+
+def _every_rank_has_vocabulary(recipe: Recipe) -> str | None:
+    vocab, tp = recipe.model.vocab, recipe.mesh.tp
+    chunk = -(-vocab // tp)
+    if chunk * (tp - 1) < vocab:
+        return None
+    return (
+        f"{mention(recipe, 'mesh.tp')} cuts {mention(recipe, 'model.vocab')} into {-(-vocab // chunk)} chunks of "
+        f"{chunk}, which leaves ranks without; use a smaller mesh.tp, or model.vocab = {chunk * tp}"
+    )
+
+
+def _uneven_vocabulary_has_even_columns(recipe: Recipe) -> str | None:
+    """FSDP cuts the columns of what tp cuts into uneven rows, and takes even columns only."""
+    dim, vocab, tp, mesh = recipe.model.dim, recipe.model.vocab, recipe.mesh.tp, recipe.mesh
+    if vocab % tp == 0 or dim % (mesh.dp_shard * mesh.cp) == 0 or recipe.parallel.zero == 0:
+        return None
+    return (
+        f"{mention(recipe, 'mesh.tp')} does not divide {mention(recipe, 'model.vocab')}, so "
+        f"{mention(recipe, 'model.dim')} must be a multiple of {mention(recipe, 'mesh.dp_shard')} x "
+        f"{mention(recipe, 'mesh.cp')}, which shard it; change them, or use model.vocab = {-(-vocab // tp) * tp}"
+    )
 
 
 def _sequence_divides(recipe: Recipe) -> str | None:
@@ -48,10 +88,10 @@ def _stages_have_layers(recipe: Recipe) -> str | None:
 
 
 def _schedule_takes_virtual_stages(recipe: Recipe) -> str | None:
-    several, wanted = recipe.parallel.schedule == "Interleaved1F1B", recipe.parallel.virtual_stages
-    if wanted is None or (wanted > 1) == several:
+    (least, most, _), wanted = SCHEDULES[recipe.parallel.schedule].stages, recipe.parallel.virtual_stages
+    if wanted is None or least <= wanted <= most:
         return None
-    need = "2 or more" if several else "1"
+    need = f"{least}" if least == most else f"{least} or more"
     return (
         f"{mention(recipe, 'parallel.virtual_stages')} does not fit {mention(recipe, 'parallel.schedule')}, whose "
         f"ranks hold {need}; use {need}, or leave it out"
@@ -91,19 +131,29 @@ def _enough_micro_batches(recipe: Recipe) -> str | None:
     count, rest = divmod(recipe.data.global_batch, unit)
     if rest or pp == 1:
         return None
-    rounds = max(1, count // pp)  # of interleaving, each of as many micro-batches
-    if recipe.parallel.schedule == "1F1B" and count < pp:
-        need, way_out = f"at least {mention(recipe, 'mesh.pp')}", f"{unit * pp}"
-        way_out += ', or parallel.schedule = "GPipe", which takes fewer'
-    elif recipe.parallel.schedule == "Interleaved1F1B" and count % rounds:
-        need = f"as many in each of its {rounds} rounds of {mention(recipe, 'mesh.pp')} or more"
-        way_out = either([str(unit * rounds * each) for each in (count // rounds, count // rounds + 1)])
-    else:
+    schedule, pipeline = recipe.parallel.schedule, mention(recipe, "mesh.pp")
+    if (need := micro_batches_wrong(schedule, count, pp, pipeline)) is None:
         return None
+    good = [each for each in range(1, count + 2 * pp + 1) if micro_batches_wrong(schedule, each, pp, "") is None]
+    below, above = [each for each in good if each < count][-1:], [each for each in good if each > count][:1]
+    way_out = either([str(unit * each) for each in (*below, *above)])
+    way_out += ', or parallel.schedule = "GPipe", which takes fewer' if not below else ""
     product = " x ".join(mention(recipe, key) for key in _BATCH)
     return (
         f"{mention(recipe, 'data.global_batch')} over {product} gives a rank {count} micro-batch{'es' * (count > 1)}, "
         f"but {mention(recipe, 'parallel.schedule')} needs {need}; use data.global_batch = {way_out}"
+    )
+
+
+def _csv_has_a_file(recipe: Recipe) -> str | None:
+    schedule, file = recipe.parallel.schedule, recipe.parallel.schedule_csv
+    if (schedule == "csv") == (file is not None):
+        return None
+    if file is None:
+        return f"{mention(recipe, 'parallel.schedule')} needs parallel.schedule_csv: the file of the schedule"
+    return (
+        f"{mention(recipe, 'parallel.schedule_csv')} is not read with {mention(recipe, 'parallel.schedule')}; "
+        'remove it, or use parallel.schedule = "csv"'
     )
 
 
@@ -134,18 +184,35 @@ def _compute_fits_params(recipe: Recipe) -> str | None:
     return f"{mention(recipe, 'precision.compute')} does not fit {mention(recipe, 'precision.params')}; use {legal}"
 
 
+def _split_backward_is_eager(recipe: Recipe) -> str | None:
+    if not recipe.compile.enabled or recipe.mesh.pp == 1 or not SCHEDULES[recipe.parallel.schedule].splits:
+        return None
+    whole = either([f'"{name}"' for name, kind in SCHEDULES.items() if not kind.splits])
+    return (
+        f"{mention(recipe, 'compile.enabled')} makes one graph of a block's backward, which "
+        f"{mention(recipe, 'parallel.schedule')} runs in two halves; use compile.enabled = false, or parallel.schedule "
+        f"= {whole}"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     _tp_divides("model.n_heads"),
-    _tp_divides("model.n_kv_heads"),
+    (("mesh.tp", "model.n_kv_heads", "model.n_heads", "model.ffn"), _tp_fits_kv_heads),
     _tp_divides("model.ffn"),
-    _tp_divides("model.vocab"),
+    (("mesh.tp", "model.vocab"), _every_rank_has_vocabulary),
+    (
+        ("mesh.tp", "model.vocab", "model.dim", "mesh.dp_shard", "mesh.cp", "parallel.zero"),
+        _uneven_vocabulary_has_even_columns,
+    ),
     (("data.seq_len", "mesh.tp", "mesh.cp", "parallel.sequence_parallel"), _sequence_divides),
     (("mesh.pp", "parallel.virtual_stages", "parallel.schedule", "model.n_layers"), _stages_have_layers),
     (("parallel.virtual_stages", "parallel.schedule"), _schedule_takes_virtual_stages),
     (("parallel.stages", "mesh.pp", "parallel.virtual_stages", "parallel.schedule", "model.n_layers"), _cut_fits),
+    (("parallel.schedule_csv", "parallel.schedule"), _csv_has_a_file),
     (("data.global_batch", *_BATCH), _batch_divides),
     (("data.global_batch", *_BATCH, "parallel.schedule", "mesh.pp"), _enough_micro_batches),
     (("parallel.zero", "mesh.dp_shard", "mesh.dp_replicate"), _replicas_are_no_shards),
     (("parallel.zero", "mesh.pp"), _pipeline_reduces_once),
     (("precision.compute", "precision.params"), _compute_fits_params),
+    (("compile.enabled", "parallel.schedule", "mesh.pp"), _split_backward_is_eager),
 )

@@ -13,12 +13,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from math import prod
 from typing import Any
 
-from composer3d.errors import RecipeError
+from composer3d.errors import PlanError, RecipeError
 from composer3d.recipe.joint import PATHS
 from composer3d.recipe.read import Draft
 from composer3d.recipe.rules import Violation, violations
 from composer3d.recipe.schema import AXES, TABLES, Recipe
 from composer3d.recipe.values import FIELDS, either, mention, show, value_of
+from composer3d.schedules import check_csv, read_csv
 from composer3d.shape import PRESETS, ModelShape
 
 
@@ -216,12 +217,28 @@ def _check_paths(draft: Draft, recipe: Recipe) -> None:
                 problem = _text_problem(path, recipe.data.seq_len, ".jsonl" if source == "jsonl" else "")
             if problem:
                 draft.problems.append(f"{draft.place(key)}: {mention(recipe, key)} {problem}")
+    if recipe.parallel.schedule == "csv" and draft.spoiled.isdisjoint(_OF_CSV):
+        draft.problems += _csv_problems(draft, recipe)
     resume = recipe.checkpoint.resume
     if resume not in ("auto", "none") and not os.path.isdir(resume):
         draft.problems.append(
             f"{draft.place('checkpoint.resume')}: checkpoint.resume = {show(resume)} is no folder; "
             'use "auto", "none" or the folder of a checkpoint, relative to the working directory'
         )
+
+
+_OF_CSV = ("parallel.schedule", "parallel.schedule_csv", "parallel.virtual_stages", "mesh.pp", "data.global_batch")
+
+
+def _csv_problems(draft: Draft, recipe: Recipe) -> list[str]:
+    path, pp = recipe.parallel.schedule_csv, recipe.mesh.pp
+    if path is None or pp == 1 or violations(recipe):
+        return []
+    try:
+        check_csv(read_csv(path), path, pp=pp, each=recipe.parallel.stages_per_rank, micro_batches=recipe.micro_batches)
+    except PlanError as error:
+        return [f"{draft.place('parallel.schedule_csv')}: {line}" for line in error.lines]
+    return []
 
 
 def _tokens_problem(path: str, draft: Draft, recipe: Recipe, tokenizers: list[object]) -> str | None:

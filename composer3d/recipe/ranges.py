@@ -77,6 +77,7 @@ RANGES: dict[str, Callable[[Recipe, str], str | None]] = {
     "mesh.cp": _at_least(1),
     "mesh.tp": _at_least(1),
     "parallel.virtual_stages": _one_or_more_if_given,
+    "memory.loss_chunks": _at_least(1),
     "data.seq_len": _at_least(1),
     "data.global_batch": _at_least(1),
     "data.micro_batch": _at_least(1),

@@ -8,6 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 from math import prod
 from typing import Any, Literal
 
+from composer3d.schedules import SCHEDULES
 from composer3d.shape import ModelShape
 
 
@@ -81,14 +82,17 @@ class ParallelTable:
     )
     sequence_parallel: bool = key(True, "with tp > 1, shard the residual stream along the sequence between layers")
     loss_parallel: bool = key(True, "with tp > 1, keep logits sharded over the vocabulary in the loss")
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B"] = key("1F1B", "pipeline schedule, with pp > 1")
+    schedule: Literal[
+        "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "csv"
+    ] = key("1F1B", "pipeline schedule, with pp > 1; csv: the one in parallel.schedule_csv")
+    schedule_csv: str | None = key(None, "file of a schedule: a line of actions, such as 0F0 or 1B3, for each pp rank")
     virtual_stages: int | None = key(None, "stages of each pipeline rank; absent: what the schedule needs, 1 or 2")
     stages: tuple[int, ...] | None = key(None, "layers of each stage in order; absent: an even cut by parameters")
 
     @property
     def stages_per_rank(self) -> int:
         """Stages that each pipeline rank holds, with pp > 1."""
-        return self.virtual_stages or (2 if self.schedule == "Interleaved1F1B" else 1)
+        return self.virtual_stages or SCHEDULES[self.schedule].stages[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,13 @@ class MemoryTable:
     activation_checkpoint: Literal["none", "selective", "full"] = key(
         "none", "what backward computes again: nothing, all but what the model's plan saves, or every block"
     )
+    loss_chunks: int = key(1, "parts of a micro-batch whose logits are made one after another, and again in backward")
+    cpu_offload: bool = key(False, "keep parameters, gradients and optimizer in the host's memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileTable:
+    enabled: bool = key(False, "compile each block with torch.compile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +131,9 @@ class DataTable:
     seq_len: int = key(256, "tokens in a sample")
     global_batch: int = key(8, "samples in an optimizer step, over all ranks")
     micro_batch: int = key(1, "samples that a rank runs at once")
+    packing: Literal["none", "documents"] = key(
+        "none", "documents: attention and positions stop at the end of a document; none: a sample is one sequence"
+    )
     seed: int = key(0, "seed of the order of samples")
 
 
@@ -164,6 +178,7 @@ TABLES: dict[str, type] = {
     "parallel": ParallelTable,
     "memory": MemoryTable,
     "precision": PrecisionTable,
+    "compile": CompileTable,
     "data": DataTable,
     "optim": OptimTable,
     "checkpoint": CheckpointTable,
@@ -185,6 +200,7 @@ class Recipe:
     parallel: ParallelTable
     memory: MemoryTable
     precision: PrecisionTable
+    compile: CompileTable
     data: DataTable
     optim: OptimTable
     checkpoint: CheckpointTable

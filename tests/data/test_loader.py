@@ -17,7 +17,9 @@ SEQ_LEN = 4
 
 def corpus_of(tokens: bytes) -> Corpus:
     array = np.frombuffer(tokens, dtype=np.uint8)
-    return Corpus(tokens=array, digest=hashlib.blake2b(tokens).hexdigest(), n_documents=1, name="test")
+    return Corpus(
+        tokens=array, digest=hashlib.blake2b(tokens).hexdigest(), end_of_document=0, n_documents=1, name="test"
+    )
 
 
 CORPUS = corpus_of(bytes(range(1, 78)))  # 19 samples of 4; every sample starts with a token of its own

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from composer3d.data.loader import number_documents
 from composer3d.dist import pool_world
 from composer3d.launch import Pool
 from composer3d.models import Seq
@@ -41,22 +42,37 @@ def inputs(heads: int, kv_heads: int, tokens: int, batch: int = 2, width: int = 
     return [random(batch, count, tokens, width, seed=seed) for seed, count in enumerate(counts)]
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+def documents_of(tokens: int, often: float) -> Tensor:
+    """For two rows, to which document each token belongs; about one token in 1 / ``often`` ends one."""
+    ends_BT = torch.rand(2, tokens, generator=torch.Generator().manual_seed(5)) < often
+    return number_documents(ends_BT)[0]
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, documents: Tensor | None = None) -> list[Tensor]:
     """Output and the gradients of q, k, v on one process, written down as softmax over a mask."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     repeat, tokens = q.shape[1] // k.shape[1], q.shape[2]
     scores = q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5
     hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    if documents is not None:
+        hidden = hidden | (documents[:, None, :, None] != documents[:, None, None])
     out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(repeat, 1)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    documents: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
     """The same from this rank's shards of the four, gathered again."""
     group = group_of_all()
     q, k, v, grad = (cp.shard_sequence(x, 2, group).to(dtype) for x in (q, k, v, grad))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = cp.ring_attention(*leaves, group=group)
+    out = cp.ring_attention(*leaves, group=group, documents_BT=documents)
     assert out.dtype == dtype
     parts = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     return [cp.unshard_sequence(part, 2, group) for part in parts]
@@ -117,9 +133,11 @@ def recording() -> Iterator[Recorder]:
 def check_values() -> None:
     with pool_world():
         for heads, kv_heads in HEADS:
-            whole = inputs(heads, kv_heads, 12 * dist.get_world_size())
-            for got, expected in zip(ring(*whole), reference(*whole), strict=True):
-                torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+            tokens = 12 * dist.get_world_size()
+            whole = inputs(heads, kv_heads, tokens)
+            for documents in (None, *(documents_of(tokens, often) for often in (0.03, 0.2, 1.0))):
+                for got, expected in zip(ring(*whole, documents), reference(*whole, documents), strict=True):
+                    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def check_order() -> list[int]:
@@ -199,13 +217,15 @@ def check_alone() -> None:
         q, k, v = (x.clone().requires_grad_() for x in whole[:3])
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         name = group.group_name
-        torch.library.opcheck(torch.ops.composer3d.ring_attention.default, (q, k, v, name), test_utils=checks)
-        out, lse = torch.ops.composer3d.ring_attention(q, k, v, name)
-        assert not lse.requires_grad
-        saved = tuple(x.detach() for x in (whole[3], q, k, v, out, lse))
-        torch.library.opcheck(
-            torch.ops.composer3d.ring_attention_backward.default, (*saved, name), test_utils=(checks[0], checks[2])
-        )
+        for documents in (None, documents_of(6, 0.3)):
+            operator = torch.ops.composer3d.ring_attention.default
+            backward = torch.ops.composer3d.ring_attention_backward.default
+            torch.library.opcheck(operator, (q, k, v, documents, name), test_utils=checks)
+            out, lse = operator(q, k, v, documents, name)
+            assert not lse.requires_grad
+            grad, *parts = (x.detach() for x in (whole[3], q, k, v, out, lse))
+            saved = (grad, *parts[:3], documents, *parts[3:], name)
+            torch.library.opcheck(backward, saved, test_utils=(checks[0], checks[2]))
 
 
 def check_seam() -> None:
@@ -323,6 +343,36 @@ def test_kernels_agree_with_plain_scores(
     assert all(each.dtype == dtype for each in (got[0], *got[2:]))
     for a, b in zip(got, expected, strict=True):
         assert error(a, b) < 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_masked_kernels_agree_with_plain_scores(device: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    """Of a block with queries that see none of its keys: they return nothing, with a logsumexp that weighs nothing."""
+    q, k, v, grad = (x.to(device, dtype) for x in inputs(heads, kv_heads, 48, width=16))
+    seen = (torch.rand(2, 1, 48, 48, generator=torch.Generator().manual_seed(2)) < 0.2).to(device)
+    seen[:, :, 5], seen[1, :, 40:] = False, False
+    # The whole rows hold other keys as well.
+    out, lse = (x.to(q) for x in kernels.attend_plainly(q.double(), k.double(), v.double(), causal=False))
+    block = (grad, q, k, v, out, lse.to(kernels.wide(dtype)))
+    wide = [x.double() for x in block]
+    got, expected = kernels.attend_block(q, k, v, causal=True, seen=seen), plain_scores(*wide[1:4], seen)
+    for mine, plain in zip(kernels.attend_plainly(*wide[1:4], causal=True, seen=seen), expected, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
+    assert torch.equal(got[1].isneginf().cpu(), ~seen.any(-1).expand(2, heads, 48).cpu())
+    assert not got[0][got[1].isneginf()].any()
+    grads = kernels.attend_block_backward(*block, causal=True, seen=seen)
+    wanted = kernels.attend_plainly_backward(*wide, causal=True, seen=seen)
+    for a, b in zip((got[0], got[1].exp(), *grads), (expected[0], expected[1].exp(), *wanted), strict=True):
+        assert error(a, b) < 8 * torch.finfo(dtype).eps
+
+
+def plain_scores(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    repeat = q.shape[1] // k.shape[1]
+    weights = (q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5).exp() * seen
+    total = weights.sum(-1)
+    return weights @ v.repeat_interleave(repeat, 1) / total.clamp(min=1e-30)[..., None], total.log()
 
 
 def test_plain_backward_is_the_gradient() -> None:

@@ -1,5 +1,7 @@
 """A plan against its model: everything that does not fit is told at once."""
 
+from dataclasses import replace
+
 import pytest
 from torch import nn
 
@@ -49,7 +51,16 @@ def test_a_plan_that_fits_is_accepted() -> None:
 def test_llama_has_a_plan(preset: str) -> None:
     plan = llama_plan(PRESETS[preset])
     plan.check(Llama(PRESETS[preset]))
-    assert plan.style_of("blocks.1.attn.wk") == "column"
+    assert plan.style_of("blocks.1.attn.wq") == "column"
+    assert plan.style_of("blocks.1.attn.wk") == "kv_column"
+    assert plan.kv_heads == PRESETS[preset].n_kv_heads
+
+
+def test_key_value_columns_need_the_count_of_heads() -> None:
+    plan = Plan(tensor={"up": "column", "down": "kv_column", "norm": "norm"}, init={"*": Normal(1.0)})
+    with pytest.raises(PlanError, match='gives modules the style "kv_column" and no kv_heads'):
+        plan.check(Tiny())
+    replace(plan, kv_heads=2).check(Tiny())
 
 
 def test_the_first_glob_that_matches_counts() -> None:

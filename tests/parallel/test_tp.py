@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -93,7 +93,8 @@ def run_block(parallel: ParallelTable, shape: ModelShape = SHAPE) -> dict[str, d
     with pool_world() as device:
         plan, rank = llama_plan(shape), dist.get_rank()
         step = StepShape(micro_batch=2, micro_batches=1, seq_len=8)
-        mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
+        size = dist.get_world_size()
+        mesh = Mesh.build(MeshTable(dp_shard=1, tp=size), device)
         stages = compose(Llama(shape, dtype=torch.float64), plan, mesh, parallel=parallel, step=step, seed=5)
         single = Llama(shape, dtype=torch.float64, device="cpu")
         init.initialise(single, plan, 5)
@@ -103,7 +104,7 @@ def run_block(parallel: ParallelTable, shape: ModelShape = SHAPE) -> dict[str, d
         expected = single.blocks["0"](whole, seq)
         expected.backward(cotangent)
 
-        mine = slice(4 * rank, 4 * rank + 4) if parallel.sequence_parallel else slice(None)
+        mine = slice(8 // size * rank, 8 // size * (rank + 1)) if parallel.sequence_parallel else slice(None)
         h = whole.detach()[:, mine].clone().requires_grad_()
         out, forward = counted(lambda: stages.modules[0].blocks["0"](h, seq))
         _, backward = counted(lambda: out.backward(cotangent[:, mine]))
@@ -123,7 +124,7 @@ def run_block(parallel: ParallelTable, shape: ModelShape = SHAPE) -> dict[str, d
 def placements(shape: ModelShape) -> dict[str, str]:
     with pool_world() as device:
         model = Llama(shape)
-        mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
+        mesh = Mesh.build(MeshTable(dp_shard=1, tp=dist.get_world_size()), device)
         assert mesh.tp is not None
         tp.apply(model, llama_plan(shape), mesh.tp, ParallelTable())
         return {
@@ -139,7 +140,7 @@ def leave_norms_uncut() -> None:
         tensor = {glob: style for glob, style in plan.tensor.items() if style != "norm"}
         mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
         assert mesh.tp is not None
-        tp.apply(Llama(SHAPE), Plan(tensor=tensor, init=plan.init), mesh.tp, ParallelTable())
+        tp.apply(Llama(SHAPE), replace(plan, tensor=tensor), mesh.tp, ParallelTable())
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -176,6 +177,37 @@ def test_norms_and_biases_of_heads_have_exact_gradients(pool: Pool, sequence_par
     arguments = {"parallel": ParallelTable(sequence_parallel=sequence_parallel), "shape": HEAD_NORMS}
     for rank in pool.run(run_block, arguments, world_size=2):
         assert rank["finish"] == {"all_reduce": 4 if sequence_parallel else 2}
+
+
+@pytest.mark.parametrize(("world_size", "kv_heads"), [(2, 1), (4, 2), (4, 1)])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_ranks_share_key_value_heads(pool: Pool, world_size: int, kv_heads: int, sequence_parallel: bool) -> None:
+    """Weights and biases of keys and values are whole on every rank, and their gradients are summed once a step."""
+    shape = replace(HEAD_NORMS, n_heads=2 * world_size, n_kv_heads=kv_heads)
+    arguments = {"parallel": ParallelTable(sequence_parallel=sequence_parallel), "shape": shape}
+    for rank in pool.run(run_block, arguments, world_size=world_size):
+        assert rank["finish"] == {"all_reduce": 4 + (4 if sequence_parallel else 2)}
+    cut = pool.run(placements, {"shape": shape}, world_size=world_size)[0]
+    whole = {name for name, placement in cut.items() if placement == "R" and "norm" not in name}
+    assert whole == {f"blocks.0.attn.w{each}.{kind}" for each in "kv" for kind in ("weight", "bias")}
+
+
+def test_key_value_heads_that_fit_no_way_are_refused(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match=r"2 key-value heads go into 3 tp ranks neither way; use mesh\.tp = 2"):
+        pool.run(placements, {"shape": SHAPE}, world_size=3)
+
+
+def test_head_without_the_seam_of_its_loss_is_refused(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match="needs the seam `cross_entropy` to be cut over tp; Linear has none"):
+        pool.run(cut_a_plain_head, {}, world_size=2)
+
+
+def cut_a_plain_head() -> None:
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
+        assert mesh.tp is not None
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        tp.apply(model, Plan(tensor={"0": "head"}, init={}), mesh.tp, ParallelTable())
 
 
 def total(collectives: dict[str, int], word: str) -> int:

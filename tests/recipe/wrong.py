@@ -8,7 +8,10 @@ PRESETS = (
     "llama3.2-3b, llama-175b, mistral-7b, mistral-7b-v0.3, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, "
     "qwen3-14b, qwen3-32b"
 )
-TABLES = "run, model, mesh, parallel, memory, precision, data, optim, checkpoint, metrics, validation"
+TABLES = "run, model, mesh, parallel, memory, precision, compile, data, optim, checkpoint, metrics, validation"
+SCHEDULES = (
+    '"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV" or "csv"'
+)
 
 
 class Wrong(NamedTuple):

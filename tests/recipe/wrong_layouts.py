@@ -82,6 +82,44 @@ LAYOUTS = [
         ],
     ),
     Wrong(
+        "virtual stages of a V",
+        TINY + '[mesh]\npp = 2\n[parallel]\nvirtual_stages = 1\nschedule = "ZBVZeroBubble"\n',
+        [
+            'x.toml:6: parallel.virtual_stages = 1 does not fit parallel.schedule = "ZBVZeroBubble" (x.toml:7), '
+            "whose ranks hold 2; use 2, or leave it out"
+        ],
+    ),
+    Wrong(
+        "too few micro-batches for DualPipeV",
+        TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "DualPipeV"\n[data]\nglobal_batch = 3\n',
+        [
+            "x.toml:8: data.global_batch = 3 over data.micro_batch = 1 (default) x mesh.dp_replicate = 1 (default) x "
+            'mesh.dp_shard = 1 (default) gives a rank 3 micro-batches, but parallel.schedule = "DualPipeV" '
+            "(x.toml:6) needs at least twice mesh.pp = 2 (x.toml:4); use data.global_batch = 4, or "
+            'parallel.schedule = "GPipe", which takes fewer'
+        ],
+    ),
+    Wrong(
+        "csv without a file",
+        TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\n',
+        ['x.toml:6: parallel.schedule = "csv" needs parallel.schedule_csv: the file of the schedule'],
+    ),
+    Wrong(
+        "a file without csv",
+        TINY + '[parallel]\nschedule_csv = "own.csv"\n',
+        [
+            'x.toml:4: parallel.schedule_csv = "own.csv" is not read with parallel.schedule = "1F1B" (default); '
+            'remove it, or use parallel.schedule = "csv"'
+        ],
+    ),
+    Wrong(
+        "csv file that is not there",
+        TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\nschedule_csv = "own.csv"\n',
+        [
+            "x.toml:7: the schedule own.csv cannot be read ([Errno 2] No such file or directory: 'own.csv')",
+        ],
+    ),
+    Wrong(
         "zero 2 with a pipeline",
         TINY + "[mesh]\npp = 2\n[parallel]\nzero = 2\n",
         [
@@ -114,5 +152,14 @@ LAYOUTS = [
         "checkpointing of another name",
         TINY + '[memory]\nactivation_checkpoint = "op"\n',
         ['x.toml:4: \'memory.activation_checkpoint\' must be "none", "selective" or "full", got "op"'],
+    ),
+    Wrong(
+        "compiled backward in two halves",
+        TINY + "[mesh]\npp = 2\n[parallel]\nschedule = \"ZBVZeroBubble\"\n[compile]\nenabled = true\n",
+        [
+            'x.toml:8: compile.enabled = true makes one graph of a block\'s backward, which parallel.schedule = '
+            '"ZBVZeroBubble" (x.toml:6) runs in two halves; use compile.enabled = false, or parallel.schedule = '
+            '"GPipe", "1F1B", "LoopedBFS" or "Interleaved1F1B"'
+        ],
     ),
 ]

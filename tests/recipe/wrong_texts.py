@@ -1,6 +1,6 @@
 """Recipes that cannot be read: wrong types, unknown names, overrides that are none, files that are no recipes."""
 
-from wrong import TABLES, TINY, Wrong
+from wrong import SCHEDULES, TABLES, TINY, Wrong
 
 TYPES = [
     Wrong("str for int", TINY + '[mesh]\ntp = "four"\n', ["x.toml:4: 'mesh.tp' must be int, got \"four\""]),
@@ -31,7 +31,7 @@ TYPES = [
     Wrong(
         "not a choice",
         TINY + '[parallel]\nschedule = "1f1b"\n',
-        ['x.toml:4: \'parallel.schedule\' must be "GPipe", "1F1B" or "Interleaved1F1B", got "1f1b"'],
+        [f"x.toml:4: 'parallel.schedule' must be {SCHEDULES}, got \"1f1b\""],
     ),
     Wrong(
         "not a number of choice",
@@ -130,10 +130,7 @@ SETS = [
     Wrong(
         "set: choice",
         TINY,
-        [
-            '--set parallel.schedule=gpipe: \'parallel.schedule\' must be "GPipe", "1F1B" or "Interleaved1F1B", '
-            'got "gpipe"'
-        ],
+        [f"--set parallel.schedule=gpipe: 'parallel.schedule' must be {SCHEDULES}, got \"gpipe\""],
         ("parallel.schedule=gpipe",),
     ),
     Wrong(

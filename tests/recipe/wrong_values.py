@@ -73,14 +73,6 @@ MODEL = [
         ],
     ),
     Wrong(
-        "tied over stages",
-        TINY + "tied = true\n[mesh]\npp = 2\n",
-        [
-            "x.toml:3: model.tied = true makes the embedding and the head one parameter, but with mesh.pp = 2 "
-            "(x.toml:5) they are on different stages; use mesh.pp = 1, or model.tied = false"
-        ],
-    ),
-    Wrong(
         "window in a ring",
         TINY + "window = 15\n[mesh]\ncp = 2\n[data]\nseq_len = 16\n",
         [
@@ -112,19 +104,37 @@ MESH = [
         },
         [
             "x.toml:4: mesh.tp = 3 must divide model.n_heads = 32 (sub/base.toml:4); use 1, 2, 4, 8, 16 or 32",
-            "x.toml:4: mesh.tp = 3 must divide model.n_kv_heads = 32 (sub/base.toml:5); use 1, 2, 4, 8, 16 or 32",
+            "x.toml:4: mesh.tp = 3 must divide model.n_kv_heads = 32 (sub/base.toml:5) or be a multiple of it; "
+            "use 1, 2, 4, 8, 16 or 32",
         ],
     ),
     Wrong(
         "tp, all sizes",
         TINY + "[parallel]\nsequence_parallel = false\n",
         [
-            "--set mesh.tp=3: mesh.tp = 3 must divide model.n_heads = 4 (preset debug-tiny); use 1 or 2",
-            "--set mesh.tp=3: mesh.tp = 3 must divide model.n_kv_heads = 2 (preset debug-tiny); use 1 or 2",
-            "--set mesh.tp=3: mesh.tp = 3 must divide model.ffn = 160 (preset debug-tiny); use 1 or 2",
-            "--set mesh.tp=3: mesh.tp = 3 must divide model.vocab = 256 (preset debug-tiny); use 1 or 2",
+            "--set mesh.tp=3: mesh.tp = 3 must divide model.n_heads = 4 (preset debug-tiny); use 1, 2 or 4",
+            "--set mesh.tp=3: mesh.tp = 3 must divide model.n_kv_heads = 2 (preset debug-tiny) or be a multiple of it; "
+            "use 1, 2 or 4",
+            "--set mesh.tp=3: mesh.tp = 3 must divide model.ffn = 160 (preset debug-tiny); use 1, 2 or 4",
         ],
         ("mesh.tp=3",),
+    ),
+    Wrong(
+        "tp, a vocabulary too small",
+        shape(dim=128, n_heads=64, n_kv_heads=64, ffn=192, vocab=260) + "[mesh]\ntp = 64\n",
+        [
+            "x.toml:9: mesh.tp = 64 cuts model.vocab = 260 (x.toml:7) into 52 chunks of 5, which leaves ranks without; "
+            "use a smaller mesh.tp, or model.vocab = 320"
+        ],
+    ),
+    Wrong(
+        "tp, uneven vocabulary over uneven columns",
+        TINY + "vocab = 257\n[mesh]\ntp = 2\ncp = 3\n[data]\nseq_len = 240\n",
+        [
+            "x.toml:5: mesh.tp = 2 does not divide model.vocab = 257 (x.toml:3), so model.dim = 64 (preset debug-tiny) "
+            "must be a multiple of mesh.dp_shard = 1 (default) x mesh.cp = 3 (x.toml:6), which shard it; change them, "
+            "or use model.vocab = 258"
+        ],
     ),
     Wrong(
         "tp, sequence",
@@ -245,17 +255,18 @@ SEVERAL = [
             "y.toml:9: 'run.steps' must be int, got \"9\"",
             "--set mesh.pp=two: 'mesh.pp' must be int, got \"two\"",
             "x.toml:3: mesh.tp = 3 must divide model.n_heads = 32 (y.toml:4); use 1, 2, 4, 8, 16 or 32",
-            "x.toml:3: mesh.tp = 3 must divide model.n_kv_heads = 32 (y.toml:5); use 1, 2, 4, 8, 16 or 32",
+            "x.toml:3: mesh.tp = 3 must divide model.n_kv_heads = 32 (y.toml:5) or be a multiple of it; "
+            "use 1, 2, 4, 8, 16 or 32",
         ],
         ("mesh.pp=two",),
         world=8,
     ),
     Wrong(
         "a wrong value is blamed once",
-        shape(n_heads='"four"', dim=60) + "[mesh]\ntp = 4\n",
+        shape(n_heads='"four"', dim=60, ffn=162) + "[mesh]\ntp = 4\n",
         [
             "x.toml:4: 'model.n_heads' must be int, got \"four\"",
-            "x.toml:9: mesh.tp = 4 must divide model.n_kv_heads = 2 (x.toml:5); use 1 or 2",
+            "x.toml:9: mesh.tp = 4 must divide model.ffn = 162 (x.toml:6); use 1 or 2",
         ],
     ),
     Wrong(

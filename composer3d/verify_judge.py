@@ -1,0 +1,230 @@
+"""The verdict on a layout: what every rank measured of its shards, put together and held against the bounds.
+
+A tensor is known by its boxes: where a rank's part begins in the whole, and its shape. Ranks that hold the same box
+must agree, so that of these the worst counts.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from composer3d.recipe.schema import AXES, Recipe
+
+_EXACT = {"float64": 1e-9, "float32": 1e-5}
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """What ``verify --json`` prints of one layout. Errors are relative; None where a value was not finite or not
+    computed.
+    """
+
+    passed: bool
+    world_size: int
+    layout: str
+    dtype: str
+    loss_rel_err: float | None = None
+    grad_norm_rel_err: float | None = None
+    max_grad_rel_err: float | None = None
+    max_weight_rel_err: float | None = None
+    worst_parameter: str | None = None
+    refused: bool = False
+    error: str | None = None
+
+
+class Piece(NamedTuple):
+    """One rank's part ``a`` of a tensor after ``step``, held against the same box ``b`` of the reference."""
+
+    step: int
+    kind: str  # "gradient" or "weight"
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    diff: float  # ||a - b||^2
+    square: float  # ||b||^2
+    dot: float  # a . b
+    problem: str | None = None  # what is wrong where there is nothing to measure
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the judge knows of the one-process run: float32's own ``spread``; by kind and step each tensor's norm."""
+
+    spread: float
+    norms: dict[str, list[dict[str, float]]]
+    shapes: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A whole tensor as the ranks hold it; ``pieces`` are (rank, piece)."""
+
+    step: int
+    kind: str
+    name: str
+    error: float
+    pieces: list[tuple[int, Piece]]
+    problem: str | None
+
+    @property
+    def worst(self) -> tuple[int, Piece]:
+        return max(self.pieces, key=lambda held: _as_number(held[1].diff))
+
+
+def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: Known) -> Verdict:
+    """Fill in ``verdict`` from what ``verify_worker.run_composed`` returned on each rank."""
+    tight = _EXACT[verdict.dtype]
+    late = tight if verdict.dtype == "float64" else max(tight, 4 * known.spread)
+    tensors = _put_together(ranks, known)
+    for field, kind in {"max_grad_rel_err": "gradient", "max_weight_rel_err": "weight"}.items():
+        setattr(verdict, field, _worst(tensor.error for tensor in tensors if tensor.kind == kind))
+    # The first step's gradients have the tight bound: nothing has been stepped yet.
+    beyond = [t for t in tensors if not t.error <= (tight if t.step == 0 and t.kind == "gradient" else late)]
+    blamed = min(beyond or tensors, key=lambda t: (bool(beyond) and (t.step, t.kind), -t.error))
+    verdict.worst_parameter = blamed.name
+    scalars = []  # (step, what, error) beyond its bound
+    for field, name in {"loss_rel_err": "loss", "grad_norm_rel_err": "norm"}.items():
+        errors = [(step, error) for rank in ranks for step, error in enumerate(rank[name])]
+        setattr(verdict, field, _worst(error for _, error in errors))
+        scalars += [(step, name, error) for step, error in errors if not error <= (tight if step == 0 else late)]
+    verdict.passed = not beyond and not scalars
+    step, name, error = min(scalars, default=(math.inf, "", 0.0))
+    if beyond and (blamed.kind == "gradient" or step > blamed.step):
+        headline = _headline(blamed, ranks)
+    elif scalars:  # a norm comes before the weights that it spoils
+        what = {"loss": "loss", "norm": "gradient norm"}[name] + f" at step {step + 1}"
+        what = "validation loss" if step == len(known.norms["weight"]) else what
+        headline = f"{what} is off by {error:.1e}, while every gradient {'so far' if beyond else 'and weight'} is right"
+    if beyond:
+        alike = [t for t in beyond if (t.step, t.kind) == (blamed.step, blamed.kind)]
+        names = {t.name for t in tensors if t.kind == blamed.kind}
+        hints = [_factor(blamed, small), _where(alike, ranks), _which([t.name for t in alike], names)]
+        headline = "; ".join([headline, *(hint for hint in hints if hint)])
+    verdict.error = None if verdict.passed else headline
+    return verdict
+
+
+def _put_together(ranks: list[dict[str, Any]], known: Known) -> list[Tensor]:
+    held: dict[tuple[int, str, str], list[tuple[int, Piece]]] = defaultdict(list)
+    for rank, measured in enumerate(ranks):
+        for piece in measured["pieces"]:
+            held[piece.step, piece.kind, piece.name].append((rank, piece))
+    tensors = []
+    for kind, steps in known.norms.items():
+        for step, norms in enumerate(steps):
+            total = math.sqrt(sum(norm * norm for norm in norms.values()))
+            for name in norms | dict.fromkeys(name for s, k, name in held if (s, k) == (step, kind)):
+                pieces, shape = held[step, kind, name], known.shapes.get(name)
+                worst: dict[Any, float] = defaultdict(float)  # by box
+                for _, piece in pieces:
+                    box = piece.offset, piece.shape
+                    worst[box] = max(worst[box], _as_number(piece.diff))
+                problem = next((piece.problem for _, piece in pieces if piece.problem), None)
+                if problem is None and shape is not None:
+                    problem = _uncovered(name, shape, list(worst))
+                denominator = max(norms.get(name, 0.0), 1e-12 * total, 1e-300)
+                error = math.inf if problem else _as_number(math.sqrt(sum(worst.values())) / denominator)
+                tensors.append(Tensor(step, kind, name, error, pieces, problem))
+    return tensors
+
+
+def _uncovered(name: str, shape: Sequence[int], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
+    """What is wrong where boxes, each given once, do not hold every element of a tensor once."""
+    boxes = [box for box in boxes if math.prod(box[1])]
+    for (a, a_size), (b, b_size) in combinations(boxes, 2):
+        if all(max(x, y) < min(x + m, y + n) for x, m, y, n in zip(a, a_size, b, b_size, strict=True)):
+            return f"ranks hold parts of {name} that overlap: {list(a_size)} at {list(a)}, {list(b_size)} at {list(b)}"
+    count, whole = sum(math.prod(size) for _, size in boxes), math.prod(shape)
+    return None if count == whole else f"ranks hold only {count} of {whole} elements of {name}"
+
+
+def _headline(tensor: Tensor, ranks: list[dict[str, Any]]) -> str:
+    what = f"{tensor.kind} of {tensor.name} at step {tensor.step + 1}"
+    if not tensor.pieces or (tensor.problem and not tensor.worst[1].problem):
+        return f"{what}: {tensor.problem}"
+    rank, piece = tensor.worst
+    amount = f" {piece.problem}" if piece.problem else f" is off by {tensor.error:.1e}"
+    return f"{what}{amount} on {ranks[rank]['identity']}"
+
+
+def _factor(tensor: Tensor, small: Recipe) -> str | None:
+    """Name what has the size of the factor between a tensor and its reference, where the whole fits one factor."""
+    by_box = {(p.offset, p.shape): p for _, p in sorted(tensor.pieces, key=lambda held: _as_number(held[1].diff))}
+    diff, square, dot = (sum(getattr(piece, field) for piece in by_box.values()) for field in ("diff", "square", "dot"))
+    if tensor.problem or not math.isfinite(diff) or square == 0:
+        return None
+    scale = dot / square
+    rest = diff + 2 * dot - square - scale * dot  # ||a - scale b||^2, as ||a||^2 = diff + 2 dot - ||b||^2
+    if abs(scale - 1) < 1e-3 or scale < 1e-6 or rest > 1e-8 * square * scale * scale:
+        return None
+    sizes = {axis: size for axis in AXES if (size := getattr(small.mesh, axis)) > 1}
+    products = [
+        [" x ".join(axes) for axes in combinations(sizes, n) if _fits(scale, math.prod(sizes[a] for a in axes))]
+        for n in range(1, len(sizes) + 1)
+    ]
+    suspects = next(filter(None, products), [])
+    if small.micro_batches > 1 and _fits(scale, small.micro_batches):
+        suspects.append("micro-batches")
+    return f"it is {scale:.4g} times the reference" + (f", suspect {' or '.join(suspects)}" if suspects else "")
+
+
+def _fits(scale: float, size: int) -> bool:
+    return min(abs(scale / size - 1), abs(scale * size - 1)) < 1e-3
+
+
+def _where(tensors: list[Tensor], ranks: list[dict[str, Any]]) -> str | None:
+    """Which ranks are off, where not all are, and what their coordinates have in common."""
+    off = set()
+    for tensor in tensors:
+        if tensor.pieces:
+            most = _as_number(tensor.worst[1].diff)
+            off |= {rank for rank, piece in tensor.pieces if 0 < _as_number(piece.diff) >= 1e-6 * most}
+    if not off or len(off) == len(ranks):
+        return None
+    places = [ranks[rank]["at"] for rank in sorted(off)]
+    common = {axis: places[0][axis] for axis in AXES if len({at[axis] for at in places}) == 1}
+    common = {axis: at for axis, at in common.items() if len({rank["at"][axis] for rank in ranks}) > 1}
+    alike = [rank for rank in ranks if all(rank["at"][axis] == at for axis, at in common.items())]
+    count = f"the {len(off)}" if len(alike) == len(off) else f"{len(off)} of the {len(alike)}"
+    with_ = " with " + " ".join(f"{axis}{at}" for axis, at in common.items()) if common else ""
+    if len(off) == 1:
+        return f"only on rank {off.pop()}{with_}"
+    return f"only on {count} ranks{with_}: {', '.join(map(str, sorted(off)))}"
+
+
+def _which(off: list[str], names: Iterable[str]) -> str | None:
+    """How many parameters are off and, where that can be said shortly, which."""
+    rest = [name for name in names if name not in off]
+    if not rest:
+        return f"all {len(off)} are off" if len(off) > 1 else None
+    texts = [", ".join(sorted(off))] if len(off) <= 2 else []
+    for group, others, prefix in ((off, rest, ""), (rest, off, "all but ")) if not texts else ():
+        for family in (str, _in_any_block, _part):
+            families = {family(name) for name in group}
+            if families.isdisjoint(family(name) for name in others):
+                texts.append(prefix + ", ".join(sorted(families)))
+    text = min(texts, key=len)
+    return f"{len(off)} of {len(off) + len(rest)} are off" + (f": {text}" if len(text) <= 200 else "")
+
+
+def _in_any_block(name: str) -> str:
+    return re.sub(r"^blocks\.[^.]+\.", "blocks.*.", name)
+
+
+def _part(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
+
+
+def _as_number(value: float) -> float:
+    """Infinity for what is not finite, so that it is the largest."""
+    return value if math.isfinite(value) else math.inf
+
+
+def _worst(errors: Iterable[float]) -> float | None:
+    worst = max(map(_as_number, errors), default=0.0)
+    return worst if math.isfinite(worst) else None

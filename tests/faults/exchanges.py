@@ -1,0 +1,328 @@
+"""Faults of what ranks send each other: over tp, over the axes of FSDP, and around the ring of cp."""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from composer3d.mesh import Mesh
+from composer3d.parallel import cp, fsdp, kernels, stages, tp, vocab
+
+
+def repeat_own_shard_of_the_sequence() -> None:
+    """tp: the all-gather of the sequence brings this rank's shard as often as there are ranks."""
+    tp._all_gather = lambda x, group: torch.cat([x] * group.size(), tp.SEQUENCE_DIM)
+
+
+def gather_the_sequence_backwards() -> None:
+    """tp: shards of the sequence are put together in the wrong order."""
+    right = tp._all_gather
+    tp._all_gather = lambda x, group: torch.cat(
+        right(x, group).chunk(group.size(), tp.SEQUENCE_DIM)[::-1], tp.SEQUENCE_DIM
+    )
+
+
+def keep_own_part_of_the_sum() -> None:
+    """tp: the reduce-scatter does not sum."""
+    tp._reduce_scatter = lambda x, group: x.chunk(group.size(), tp.SEQUENCE_DIM)[group.rank()].contiguous()
+
+
+def reduce_scatter_twice() -> None:
+    """tp: what was summed already is summed once more."""
+    right = tp._reduce_scatter
+    tp._reduce_scatter = lambda x, group: right(x, group) * group.size()
+
+
+def drop_sum_of_gradients() -> None:
+    """tp without sequence parallelism: backward does not sum what each rank made of the same input."""
+    tp.sum_gradients = lambda x, group: x
+
+
+def sum_gradients_twice() -> None:
+    """tp without sequence parallelism: that sum is taken of sums."""
+    right = tp._all_reduce
+    tp.sum_gradients = lambda x, group: tp._Exchange.apply(
+        x, group, tp._same, lambda grad, group: right(right(grad, group), group)
+    )
+
+
+def drop_sum_of_outputs() -> None:
+    """tp without sequence parallelism: each rank goes on with its own part of the product."""
+    tp.sum_outputs = lambda x, group: x
+
+
+def reduce_over_the_wrong_group() -> None:
+    """tp without sequence parallelism sums over the ranks of FSDP, which hold other samples."""
+    groups, build, right = [], Mesh.build.__func__, tp._all_reduce
+
+    def noted(cls: type[Mesh], *arguments: Any) -> Mesh:
+        mesh = build(cls, *arguments)
+        groups.append(mesh.device_mesh.get_group("fsdp"))
+        return mesh
+
+    Mesh.build = classmethod(noted)
+    tp._all_reduce = lambda x, group: right(x, groups[0])
+
+
+def drop_reduction_of_norms() -> None:
+    """tp: gradients that are parts of a sum (of norms, and of shared key-value heads) are taken for whole."""
+
+    def pretend(self: stages.Stages) -> None:
+        for parameter in self.parameters():
+            grad = parameter.grad
+            if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+                parameter.grad = DTensor.from_local(grad.to_local(), grad.device_mesh, [Replicate()], run_check=False)
+
+    stages.Stages.finish_gradients = pretend
+
+
+def leave_gradients_partial() -> None:
+    """tp: nothing reduces the gradients of norms."""
+    stages.Stages.finish_gradients = lambda self: None
+
+
+def read_the_wrong_kv_head() -> None:
+    """tp above the number of key-value heads: heads are dealt out in turn, where queries are in order."""
+
+    def wrong(kv_heads: int, mesh: Any) -> tp.Local:
+        rank = mesh.get_local_rank()
+        return tp.Local(Replicate(), grad=Partial(), part=lambda p: p.chunk(kv_heads)[rank % kv_heads])
+
+    tp._kv_column = wrong
+
+
+def keep_own_share_of_kv_gradients() -> None:
+    """tp above the number of key-value heads: what other ranks' queries owe a shared head is not added."""
+    right = tp._kv_column
+
+    def wrong(kv_heads: int, mesh: Any) -> tp.Local:
+        style = right(kv_heads, mesh)
+        style.grad = style.placement
+        return style
+
+    tp._kv_column = wrong
+
+
+def count_kv_gradients_on_every_rank() -> None:
+    """tp above the number of key-value heads: the gradient of a shared head is summed twice."""
+    right = stages.Stages.finish_gradients
+
+    def wrong(self: stages.Stages) -> None:
+        right(self)
+        for name, parameter in self.named_parameters():
+            if ".wk." in name or ".wv." in name:
+                parameter.grad = parameter.grad * self.mesh.table.tp
+
+    stages.Stages.finish_gradients = wrong
+
+
+def mask_the_vocabulary_one_off() -> None:
+    """The loss of a cut vocabulary takes a rank's first label for another rank's."""
+    vocab._within = lambda labels, first, logits: (labels > first) & (labels < first + logits.shape[1])
+
+
+def begin_rows_one_late() -> None:
+    """Every rank but the first believes that its rows of the vocabulary begin one later."""
+    right = vocab.own_rows
+
+    def wrong(size: int, group: dist.ProcessGroup) -> tuple[int, int]:
+        first, count = right(size, group)
+        return first + (group.rank() > 0), count
+
+    vocab.own_rows = wrong
+
+
+def keep_own_maximum_of_logits() -> None:
+    """The loss of a cut vocabulary: each rank subtracts the largest of its own logits."""
+    right = dist.all_reduce
+    dist.all_reduce = lambda tensor, op=dist.ReduceOp.SUM, group=None, **more: (
+        None if op == dist.ReduceOp.MAX else right(tensor, op, group, **more)
+    )
+
+
+def keep_own_sum_of_exponentials() -> None:
+    """The loss of a cut vocabulary: a softmax over this rank's logits alone."""
+    right = dist.all_reduce
+    dist.all_reduce = lambda tensor, op=dist.ReduceOp.SUM, group=None, **more: (
+        None if tensor.dim() == 2 and group is not None else right(tensor, op, group, **more)
+    )
+
+
+def drop_reduce_scatter() -> None:
+    """Gradients are not summed over dp_shard: each rank keeps its own part."""
+
+    def keep(output: Tensor, input: Tensor, op: object = None, group: Any = None, **_: object) -> None:
+        output.copy_(input.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+    dist.reduce_scatter_tensor = dist.reduce_scatter_single = keep
+
+
+def reduce_shards_twice() -> None:
+    """Gradients are summed over dp_shard (and cp), and multiplied by the number of ranks as well."""
+    right = dist.reduce_scatter_single
+
+    def double(output: Tensor, input: Tensor, *arguments: Any, group: Any, **more: Any) -> None:
+        right(output, input * dist.get_world_size(group), *arguments, group=group, **more)
+
+    dist.reduce_scatter_tensor = dist.reduce_scatter_single = double
+
+
+def gather_the_first_parameters_for_ever() -> None:
+    """FSDP's all-gather sends the shards that it sent in the first step."""
+    right, first = FSDPParam.all_gather_inputs.fget, {}
+
+    def stale(self: FSDPParam) -> list[Tensor]:
+        return first.setdefault(id(self), [each.clone() for each in right(self)])
+
+    FSDPParam.all_gather_inputs = property(stale)
+
+
+def keep_parameters_after_validation() -> None:
+    """What a validation has gathered stays, and the step after it is not seen."""
+    fsdp.reshard = lambda stage: None
+
+
+def drop_all_reduce_of_replicas() -> None:
+    """Gradients are not summed over dp_replicate."""
+    whole = dist.all_reduce
+
+    def skip(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **more: Any) -> object:
+        return whole(tensor, op, group, **more) if group is None else None
+
+    dist.all_reduce = skip
+
+
+def all_reduce_replicas_twice() -> None:
+    """Gradients are summed over dp_replicate, and then the sums."""
+    once = dist.all_reduce
+
+    def twice(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **more: Any) -> object:
+        if group is not None:
+            once(tensor, op, group)
+        return once(tensor, op, group, **more)
+
+    dist.all_reduce = twice
+
+
+def reduce_only_the_last_micro_batch() -> None:
+    """zero 2 reduces, and forgets, what the micro-batches before the last one left."""
+    right = fsdp.begin_micro_batch
+
+    def wrong(stage: Any, parallel: object, *, last: bool) -> None:
+        right(stage, parallel, last=last)
+        for each in _sharded(stage):  # their parameters are gathered now: the shards are behind them
+            each.sharded_param.grad = None
+
+    fsdp.begin_micro_batch = wrong
+
+
+def reduce_what_was_reduced() -> None:
+    """zero 1 reduces each micro-batch and adds, but keeps it, and reduces it again with the last."""
+    right = fsdp.begin_micro_batch
+
+    def wrong(stage: Any, parallel: object, *, last: bool) -> None:
+        right(stage, parallel, last=last)
+        for each in _sharded(stage) if last else ():
+            each._unsharded_param.grad *= 2
+
+    fsdp.begin_micro_batch = wrong
+
+
+def _sharded(stage: Any) -> list[Any]:
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in fsdp.units(stage)]
+    return [each for group in groups if group is not None for each in group.fsdp_params]
+
+
+def untie_the_head() -> None:
+    """Embedding and head part when memory is taken: each is trained with its own gradient."""
+    # The package holds the function compose under the same name as its module.
+    sys.modules["composer3d.parallel.compose"].tie = lambda stage, ties: None
+
+
+def attend_to_own_tokens() -> None:
+    """Context parallelism without the ring: a rank sees the keys of its own tokens only."""
+    cp.ring_attend = lambda group: lambda q, k, v, *, seq, window: kernels.attend_block(q, k, v, causal=True)[0]
+
+
+def cut_the_sequence_contiguously() -> None:
+    """Tokens are cut in order, while the ring believes that they lie in zigzag."""
+    cp.shard_sequence = lambda x, dim, group: x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+def lose_what_other_ranks_owe_the_keys() -> None:
+    """The gradient of a rank's keys and values holds what its own queries add, and nothing of the others'."""
+    right = kernels.attend_block_backward
+
+    def wrong(*tensors: Tensor, causal: bool, **more: Any) -> tuple[Tensor, ...]:
+        dq, dk, dv = right(*tensors, causal=causal, **more)
+        return (dq, dk, dv) if causal else (dq, dk * 0, dv * 0)
+
+    kernels.attend_block_backward = wrong
+
+
+def _spoil_hops(caller: str, variable: str) -> None:
+    """The hop of what ``caller`` calls ``variable`` brings back what was sent."""
+
+    class Hop(cp._Hop):
+        def __init__(self, message: Tensor, group: dist.ProcessGroup) -> None:
+            super().__init__(message, group)
+            frame = sys._getframe(1)
+            spoilt = frame.f_code.co_name == caller and message is frame.f_locals.get(variable)
+            self.sent = message.clone() if spoilt else None
+
+        def arrived(self) -> Tensor:
+            return super().arrived() if self.sent is None else (super().arrived(), self.sent)[1]
+
+    cp._Hop = Hop
+
+
+def lose_the_hop_of_keys() -> None:
+    """Ring, forward: a rank keeps its own keys and values instead of those that came."""
+    _spoil_hops("_ring_forward", "kv")
+
+
+def lose_the_hop_of_keys_in_backward() -> None:
+    """Ring, backward: a rank differentiates with its own keys and values instead of those that came."""
+    _spoil_hops("_ring_backward", "kv")
+
+
+def lose_the_hop_of_key_gradients() -> None:
+    """Ring, backward: gradients of keys and values do not come home."""
+    _spoil_hops("_ring_backward", "dkv")
+
+
+def use_one_buffer_for_the_ring() -> None:
+    """Ring: keys and values that are still being read are overwritten by the next ones."""
+    buffers: dict[Any, Tensor] = {}
+
+    class Hop(cp._Hop):
+        def __init__(self, message: Tensor, group: dist.ProcessGroup) -> None:
+            super().__init__(message, group)
+            incoming = super().arrived()
+            self.buffer = buffers.setdefault((sys._getframe(1).f_code.co_name, incoming.shape), incoming)
+            self.buffer.copy_(incoming)
+
+        def arrived(self) -> Tensor:
+            return self.buffer
+
+    cp._Hop = Hop
+
+
+def hide_half_of_the_later_keys() -> None:
+    """Ring: queries of the second chunk do not see the second chunk of a later rank's keys."""
+    right = cp._pair
+
+    def wrong(rank: int, source: int, half: int) -> tuple[slice, slice]:
+        queries, keys = right(rank, source, half)
+        return (queries, slice(half)) if source > rank else (queries, keys)
+
+    cp._pair = wrong
+
+
+def forget_documents_in_the_ring() -> None:
+    """Ring: keys of other documents are seen."""
+    cp._seen = lambda documents, rank, source, size: None

@@ -1,0 +1,132 @@
+"""Which layouts each fault harms, and what the verdict must say of it: read by the tests and by ``tools/mutate``."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from faults import exchanges as x
+from faults import pipeline as p
+from faults import values as v
+
+
+class Fault(NamedTuple):
+    """``says`` is searched, as a regular expression, in the verdict's words."""
+
+    plant: Callable[[], None]
+    layout: str
+    says: str = "rank"
+
+    @property
+    def title(self) -> str:
+        return f"{self.plant.__name__} ({self.layout})"
+
+
+_WHOLE = "mesh.tp=2 parallel.sequence_parallel=false"  # tp with a residual stream that all ranks hold
+_SHARED = "mesh.tp=2 model.n_kv_heads=1"
+_V = "mesh.pp=2 parallel.schedule=ZBVZeroBubble"
+_TIED = "mesh.pp=2 model.tied=true"
+_PACKED = "data.packing=documents"
+
+FAULTS = [
+    # tp
+    Fault(x.repeat_own_shard_of_the_sequence, "mesh.tp=2"),
+    Fault(x.gather_the_sequence_backwards, "mesh.tp=2"),
+    Fault(x.keep_own_part_of_the_sum, "mesh.tp=2"),
+    Fault(x.reduce_scatter_twice, "mesh.tp=2"),
+    Fault(x.drop_sum_of_gradients, _WHOLE),
+    Fault(x.sum_gradients_twice, _WHOLE),
+    Fault(x.drop_sum_of_outputs, _WHOLE),
+    Fault(x.reduce_over_the_wrong_group, f"{_WHOLE} mesh.dp_shard=2"),
+    Fault(x.drop_reduction_of_norms, "mesh.tp=2", r"gradient of .*norm.* are off: .*norm\.weight$"),
+    Fault(x.drop_reduction_of_norms, f"{_WHOLE} model.qk_norm=true", r"are off: blocks\.\*\.attn\.k_norm"),
+    Fault(x.leave_gradients_partial, "mesh.tp=2", "finish_gradients has reduced every gradient"),
+    Fault(x.read_the_wrong_kv_head, "mesh.tp=4 model.n_kv_heads=2"),
+    Fault(x.keep_own_share_of_kv_gradients, _SHARED, r"attn\.wk\.weight, blocks\.\*\.attn\.wv\.weight"),
+    Fault(x.count_kv_gradients_on_every_rank, _SHARED, r"2 times the reference, suspect tp; .*attn\.wk\.weight"),
+    Fault(x.mask_the_vocabulary_one_off, "mesh.tp=2"),
+    Fault(x.begin_rows_one_late, "mesh.tp=2", "rank"),
+    Fault(x.keep_own_maximum_of_logits, "mesh.tp=2"),
+    Fault(x.keep_own_sum_of_exponentials, "mesh.tp=2"),
+    # dp_shard, dp_replicate
+    Fault(x.drop_reduce_scatter, "mesh.dp_shard=2"),
+    Fault(x.drop_reduce_scatter, "mesh.cp=2"),
+    Fault(x.drop_reduce_scatter, "mesh.pp=2 mesh.dp_shard=2 mesh.tp=2"),
+    Fault(x.reduce_shards_twice, "mesh.dp_shard=2", "it is 2 times the reference, suspect dp_shard; all"),
+    Fault(
+        x.reduce_shards_twice, "mesh.dp_shard=2 mesh.cp=2", "it is 4 times the reference, suspect dp_shard x cp or mi"
+    ),
+    Fault(x.gather_the_first_parameters_for_ever, "mesh.dp_shard=2", "at step 2"),
+    Fault(x.keep_parameters_after_validation, "mesh.dp_shard=2 parallel.zero=1"),
+    Fault(x.drop_all_reduce_of_replicas, "mesh.dp_replicate=2 mesh.dp_shard=2"),
+    Fault(x.drop_all_reduce_of_replicas, "mesh.dp_replicate=2 parallel.zero=0"),
+    Fault(x.all_reduce_replicas_twice, "mesh.dp_replicate=2", "2 times the reference, suspect dp_replicate; all"),
+    Fault(x.reduce_only_the_last_micro_batch, "mesh.dp_shard=2 parallel.zero=2"),
+    Fault(x.reduce_what_was_reduced, "mesh.dp_shard=2 parallel.zero=1"),
+    Fault(x.untie_the_head, "mesh.tp=2 model.tied=true", "embed|head"),
+    # cp
+    Fault(x.attend_to_own_tokens, "mesh.cp=2"),
+    Fault(x.cut_the_sequence_contiguously, "mesh.cp=2"),
+    Fault(x.lose_what_other_ranks_owe_the_keys, "mesh.cp=4"),
+    Fault(x.lose_the_hop_of_keys, "mesh.cp=2"),
+    Fault(x.lose_the_hop_of_keys_in_backward, "mesh.cp=2"),
+    Fault(x.lose_the_hop_of_key_gradients, "mesh.cp=2"),
+    Fault(x.use_one_buffer_for_the_ring, "mesh.cp=3 data.seq_len=252"),
+    Fault(x.hide_half_of_the_later_keys, "mesh.cp=2"),
+    Fault(x.forget_documents_in_the_ring, f"mesh.cp=2 {_PACKED}"),
+    Fault(v.count_positions_from_the_start_of_the_part, "mesh.cp=2"),
+    Fault(v.label_before_the_cut_is_lost, "mesh.cp=2"),
+    # pp
+    Fault(p.lose_a_gradient_between_stages, "mesh.pp=2", "only on rank 0 with pp0"),
+    Fault(
+        p.double_the_gradients_between_stages, "mesh.pp=2", "2 times the reference, suspect pp; only on rank 0 with pp0"
+    ),
+    Fault(p.receive_the_activations_of_another_micro_batch, "mesh.pp=2"),
+    Fault(p.take_the_labels_of_the_next_micro_batch, "mesh.pp=2"),
+    Fault(p.swap_the_middle_stages, "mesh.pp=2 parallel.schedule=Interleaved1F1B model.n_layers=4"),
+    Fault(p.evaluate_one_micro_batch_less, "mesh.pp=2", "^validation loss is off"),
+    Fault(p.lose_a_put_off_gradient, _V, r"all but blocks\.\*\.attn_norm"),
+    Fault(p.run_a_put_off_gradient_twice, _V, r"all but blocks\.\*\.attn_norm"),
+    Fault(p.put_off_with_the_input_of_another_micro_batch, _V, r"all but blocks\.\*\.attn_norm"),
+    Fault(p.lose_the_gradient_of_the_follower, _TIED, r"1 of \d+ are off: first\.embed\.weight"),
+    Fault(p.leave_the_follower_behind, _TIED, "at step 2"),
+    Fault(p.train_the_follower, _TIED, r"last\.head\.weight at step 1 is missing on rank 1"),
+    # batch and loss
+    Fault(v.double_the_divisor, "mesh.dp_shard=2", "0.5 times the reference, suspect dp_shard; all"),
+    Fault(v.double_the_divisor, "mesh.dp_replicate=2 mesh.dp_shard=2", "suspect dp_replicate x dp_shard"),
+    Fault(v.divide_by_micro_batches, "mesh.dp_shard=2", "0.25 times the reference, suspect micro-batches; all"),
+    Fault(v.divide_by_own_tokens, "mesh.dp_shard=2"),
+    Fault(v.count_ignored_labels, "mesh.dp_shard=2", "times the reference"),
+    Fault(v.count_tokens_on_every_tp_rank, "mesh.tp=2", "0.5 times the reference, suspect tp; all"),
+    Fault(v.learn_ignored_labels, "mesh.dp_shard=2"),
+    Fault(v.take_the_labels_of_the_next_row, "mesh.dp_shard=2"),
+    Fault(v.restart_positions_one_late, f"mesh.tp=2 {_PACKED}"),
+    Fault(v.take_the_documents_of_the_next_row, f"mesh.pp=2 {_PACKED}"),
+    Fault(v.shift_positions, "mesh.pp=2", "blocks|first"),
+    Fault(v.train_on_the_same_rows, "mesh.dp_shard=2"),
+    Fault(v.forget_a_micro_batch, "mesh.tp=2"),
+    Fault(v.keep_the_gradients_of_the_last_step, "mesh.dp_shard=2", "at step 2"),
+    Fault(v.leave_out_a_chunk_of_the_loss, "memory.loss_chunks=2"),
+    # attention, checkpointing
+    Fault(v.forget_documents, f"mesh.tp=2 {_PACKED}"),
+    Fault(v.hide_the_token_itself, "mesh.tp=2"),
+    Fault(v.look_behind_the_window, "mesh.dp_shard=2 model.window=100"),
+    Fault(v.deal_out_kv_heads_in_turn, "mesh.dp_shard=2"),
+    Fault(v.recompute_with_other_positions, "memory.activation_checkpoint=full", "blocks|first"),
+    Fault(v.recompute_with_another_input, "memory.activation_checkpoint=full", "blocks|first"),
+    # norm, optimizer, first weights
+    Fault(v.count_replicas_in_the_norm, "mesh.tp=2", "^gradient norm at step 1 is off"),
+    Fault(v.norm_of_the_first_rank, "mesh.dp_shard=2", "^gradient norm|^weight"),
+    Fault(v.clip_by_own_norm, "mesh.dp_shard=2", "^weight"),
+    Fault(v.clip_by_own_norm, "mesh.pp=2", "^weight"),
+    Fault(v.clip_twice, "mesh.dp_shard=2", "^weight"),
+    Fault(v.do_not_clip, "mesh.dp_shard=2", "^weight"),
+    Fault(v.decay_norms, "mesh.dp_shard=2", "^weight of .*norm"),
+    Fault(v.step_all_but_one_parameter, "mesh.tp=2", r"1 of \d+ are off: last\.head\.weight"),
+    Fault(v.step_on_one_rank_only, "mesh.dp_shard=2", "^weight.*only on rank 1 with dp_shard1"),
+    Fault(v.forget_the_first_moment, "mesh.dp_shard=2", "^weight .*step 2"),
+    Fault(v.swap_the_first_moments, "mesh.dp_shard=2", "^weight .*step 2"),
+    Fault(v.keep_the_first_learning_rate, "mesh.dp_shard=2", "^weight"),
+    Fault(v.set_the_learning_rate_of_one_group, "mesh.dp_shard=2", "^weight of .*norm"),
+    Fault(v.same_weights_on_every_shard, "mesh.dp_shard=2"),
+    Fault(v.start_from_other_weights_on_every_rank, "mesh.tp=2"),
+    Fault(v.round_gradients, "mesh.dp_shard=2", "^gradient"),
+]

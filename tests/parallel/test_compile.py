@@ -1,0 +1,121 @@
+"""Compiled blocks: the numbers of eager ones, two graphs for a rank whatever the layout, and no traceback without g++.
+
+Only one layout goes through Inductor, whose C++ takes a core half a minute; the others take the graphs that it would
+get, and run them with AOTAutograd's own.
+"""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from composer3d.dist import pool_world
+from composer3d.errors import DeviceError
+from composer3d.launch import Pool
+from composer3d.mesh import Mesh
+from composer3d.models import Llama
+from composer3d.parallel import StepShape, compile, compose
+from composer3d.parallel.plans import llama_plan
+from composer3d.recipe.schema import CompileTable, MemoryTable, MeshTable, ParallelTable
+from composer3d.shape import ModelShape
+from composer3d.verify import verify_layout
+
+CPU = torch.device("cpu")
+RECIPE = str(Path(__file__).parents[1] / "verify.toml")
+SHAPE = ModelShape(dim=16, n_layers=12, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
+
+
+def strictly(backend: str, cache: str) -> None:
+    """A break of the graph is an error here, and so is a third graph: one trains, one validates."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    torch.compile = partial(torch.compile, backend=backend, fullgraph=True)
+    torch._dynamo.config.recompile_limit = 2
+    torch._inductor.config.compile_threads = 1  # no pool of processes that import torch again
+    torch._inductor.config.cpp.vec_isa_ok = True  # no trial of the processor's own instructions
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "mesh.tp=2 memory.activation_checkpoint=full parallel.sequence_parallel=false data.packing=documents",
+        "mesh.cp=2 mesh.tp=2 memory.activation_checkpoint=selective model.n_kv_heads=1",
+        "mesh.pp=2 mesh.dp_shard=2 mesh.tp=2 parallel.schedule=Interleaved1F1B precision.compute=float32",
+    ],
+)
+def test_compiled_layout_is_exact(pool: Pool, references: Path, tmp_path: Path, layout: str) -> None:
+    sets, fault = ["compile.enabled=true", *layout.split()], partial(strictly, "aot_eager", str(tmp_path))
+    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float64", steps=2, fault=fault)
+    assert verdict.passed, verdict
+
+
+@pytest.fixture
+def _compiler() -> None:
+    try:
+        compile.check_toolchain(CPU)
+    except DeviceError as error:
+        pytest.skip(error.lines[0])
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_machine_code_is_exact(pool: Pool, references: Path, tmp_path: Path) -> None:
+    sets, fault = ["compile.enabled=true", "memory.cpu_offload=true"], partial(strictly, "inductor", str(tmp_path))
+    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float32", steps=2, fault=fault)
+    assert verdict.passed, verdict
+    assert verdict.max_grad_rel_err is not None
+    assert verdict.max_grad_rel_err > 0.0
+
+
+def count_graphs(checkpointing: Any, tensor_parallel: int) -> list[int]:
+    """Graphs made by the end of each of: two steps, a validation, three steps, a validation; of twelve blocks."""
+    torch.compile = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    with pool_world() as device:
+        stages = compose(
+            Llama(SHAPE),
+            llama_plan(SHAPE),
+            Mesh.build(MeshTable(dp_shard=1, tp=tensor_parallel), device),
+            parallel=ParallelTable(),
+            memory=MemoryTable(activation_checkpoint=checkpointing),
+            compiling=CompileTable(enabled=True),
+            step=StepShape(micro_batch=1, micro_batches=2, seq_len=16),
+            seed=0,
+        )
+        rows = torch.randint(32, (2, 16)), torch.randint(32, (2, 16)), torch.arange(16).repeat(2, 1)
+        seen = []
+        for steps in (2, 3):
+            for _ in range(steps):
+                stages.forward_backward(*rows, 32.0)
+            seen.append(counters["stats"]["unique_graphs"])
+            stages.evaluate(*rows)
+            seen.append(counters["stats"]["unique_graphs"])
+        return seen
+
+
+@pytest.mark.parametrize(("checkpointing", "tensor_parallel"), [("none", 1), ("full", 2)])
+def test_blocks_share_a_graph(pool: Pool, checkpointing: str, tensor_parallel: int) -> None:
+    arguments = {"checkpointing": checkpointing, "tensor_parallel": tensor_parallel}
+    assert pool.run(count_graphs, arguments, world_size=tensor_parallel) == [[1, 2, 2, 2]] * tensor_parallel
+
+
+def without_compiler() -> None:
+    os.environ["CXX"] = "no-such-compiler"
+
+
+def test_no_compiler_is_said_before_training(pool: Pool, references: Path) -> None:
+    sets = ["compile.enabled=true", "data.global_batch=2"]
+    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float64", steps=1, fault=without_compiler)
+    assert verdict.refused
+    assert verdict.error == (
+        "compile.enabled = true needs a C++ compiler on a CPU, and there is no 'no-such-compiler' on this machine; "
+        "install one, name another in the environment variable CXX, or use compile.enabled = false"
+    )
+
+
+def test_no_triton_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "find_spec", lambda name: None)
+    with pytest.raises(DeviceError, match="needs Triton on a GPU, and this Python has none; install it, or use"):
+        compile.check_toolchain(torch.device("cuda"))
