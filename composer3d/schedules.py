@@ -69,7 +69,7 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 def read_csv(path: str) -> list[list[str]]:
     """The cells of a schedule's file, a list for each pipeline rank; idle ones are left out. Raises PlanError."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"the schedule {path} cannot be read ({error})") from None
@@ -87,7 +87,8 @@ def check_csv(rows: Sequence[Sequence[str]], path: str, *, pp: int, each: int, m
     """
     if len(rows) != pp:
         raise PlanError(f"{path} has {len(rows)} lines, one for each pipeline rank, but mesh.pp = {pp}")
-    actions = [_actions(row, f"{path}:{number}") for number, row in enumerate(rows, 1)]
+    cells = [[_actions(cell, f"{path}:{number}") for cell in row] for number, row in enumerate(rows, 1)]
+    actions = [[action for cell in row for action in cell] for row in cells]
     stages = [sorted({stage for stage, _, _ in row}) for row in actions]
     total = pp * each
     if sorted(stage for held in stages for stage in held) != list(range(total)) or any(len(s) != each for s in stages):
@@ -98,19 +99,19 @@ def check_csv(rows: Sequence[Sequence[str]], path: str, *, pp: int, each: int, m
         )
     for number, row in enumerate(actions, 1):
         _check_once(row, f"{path}:{number}", micro_batches)
-    _check_ends(actions, path, last=total - 1)
+    _check_ends(cells, path, last=total - 1)
     return stages
 
 
-def _actions(row: Sequence[str], place: str) -> list[Action]:
+def _actions(cell: str, place: str) -> list[Action]:
+    """What a cell holds: one action, or those that overlap."""
+    overlap = _OVERLAP.fullmatch(cell)
     out: list[Action] = []
-    for cell in row:
-        pair = _OVERLAP.fullmatch(cell)
-        for part in pair[1].split(";") if pair else [cell]:
-            match = _ACTION.fullmatch(part.strip())
-            if match is None:
-                raise PlanError(f"{place}: {cell!r} is no action; write a stage, F, B, I or W, and a micro-batch: 0F0")
-            out.append((int(match[1]), match[2], int(match[3])))
+    for part in overlap[1].split(";") if overlap else [cell]:
+        match = _ACTION.fullmatch(part.strip())
+        if match is None:
+            raise PlanError(f"{place}: {cell!r} is no action; write a stage, F, B, I or W, and a micro-batch: 0F0")
+        out.append((int(match[1]), match[2], int(match[3])))
     return out
 
 
@@ -136,10 +137,13 @@ def _check_once(row: Sequence[Action], place: str, micro_batches: int) -> None:
                 )
 
 
-def _check_ends(actions: Sequence[Sequence[Action]], path: str, *, last: int) -> None:
-    """Run it: an action waits for what the stage before it, or in backward the one after it, has yet to send."""
+def _check_ends(cells: Sequence[Sequence[Sequence[Action]]], path: str, *, last: int) -> None:
+    """Run it: an action waits for what the stage before it, or in backward the one after it, has yet to send.
+
+    What overlaps starts together: torch receives for all of a cell before it runs any of it.
+    """
     done: set[Action] = set()
-    at = [0] * len(actions)
+    at = [0] * len(cells)
 
     def ready(stage: int, what: str, number: int) -> bool:
         if what == "F":
@@ -149,14 +153,14 @@ def _check_ends(actions: Sequence[Sequence[Action]], path: str, *, last: int) ->
     moved = True
     while moved:
         moved = False
-        for rank, row in enumerate(actions):
-            while at[rank] < len(row) and ready(*row[at[rank]]):
-                done.add(row[at[rank]])
+        for rank, row in enumerate(cells):
+            while at[rank] < len(row) and all(ready(*action) for action in row[at[rank]]):
+                done.update(row[at[rank]])
                 at[rank] += 1
                 moved = True
-    for number, (row, index) in enumerate(zip(actions, at, strict=True), 1):
+    for number, (row, index) in enumerate(zip(cells, at, strict=True), 1):
         if index < len(row):
-            stage, what, micro_batch = row[index]
+            stage, what, micro_batch = next(action for action in row[index] if not ready(*action))
             raise PlanError(f"{path}:{number}: {stage}{what}{micro_batch} waits for ever: ranks wait for each other")
 
 

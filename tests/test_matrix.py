@@ -10,11 +10,11 @@ from composer3d.launch import Pool
 from composer3d.recipe.load import load
 from composer3d.verify import verify_layout
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
 import matrix
 
+ROOT = Path(__file__).parent.parent
 COVER = matrix.read()
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composer3d.dist import check_same
 from composer3d.errors import PlanError
 from composer3d.mesh import Mesh
 from composer3d.models import Decoder, Seq
@@ -16,7 +17,7 @@ from composer3d.parallel.plan import Plan
 from composer3d.parallel.stages import Stage, Stages, StepShape
 from composer3d.parallel.ties import Ties, check_ties, part, tie, tied
 from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable, PrecisionTable
-from composer3d.schedules import SCHEDULES, balanced_cut
+from composer3d.schedules import SCHEDULES, balanced_cut, read_csv
 
 
 def compose(
@@ -55,7 +56,10 @@ def compose(
     ties = tied(model)
     data = fsdp.mesh_of(mesh, parallel, precision, memory)
     check_ties(ties, mesh, sharded=data is not None)
-    stages = pp.placement(mesh.table.pp, parallel, step.micro_batches)
+    rows = read_csv(parallel.schedule_csv) if parallel.schedule_csv and mesh.table.pp > 1 else []
+    if rows:
+        check_same("the schedule in parallel.schedule_csv", rows)
+    stages = pp.placement(mesh.table.pp, parallel, step.micro_batches, rows)
     # 1. Cut into stages, before anything wraps a module: every later step then touches this rank's layers only.
     modules = cut(model, stages, mesh.at["pp"], parallel)
     for module in modules:
@@ -82,9 +86,9 @@ def compose(
         module.to_empty(device="cpu" if memory.cpu_offload else mesh.device)
         tie(module, ties)
         # 8. Initial weights by global name and index, so that they are the same on every layout.
-        init.initialise(module, plan, seed, names=module.followers)
+        init.initialise(module, plan, seed, skip=module.followers)
     shared = Ties(ties, modules, mesh, stages) if mesh.table.pp > 1 else None
-    return Stages(modules, mesh, parallel, step=step, stream=stream, placement=stages, ties=shared)
+    return Stages(modules, mesh, parallel, step=step, stream=stream, placement=stages, rows=rows, ties=shared)
 
 
 def cut(model: Decoder, stages: Sequence[Sequence[int]], rank: int, parallel: ParallelTable) -> list[Stage]:

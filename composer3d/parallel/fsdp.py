@@ -124,12 +124,9 @@ def widen(stage: nn.Module) -> None:
     for unit in units(stage):
         group = unit._get_fsdp_state()._fsdp_param_group
         for each in group.fsdp_params if group is not None else ():
-            grad = each._unsharded_param.grad
-            if each.unsharded_accumulated_grad is None:
+            if hasattr(each, "to_accumulated_grad_if_needed"):  # from torch 2.15 on, leaves add up in the wide dtype
+                each.accumulate_unsharded_grad_if_needed()
                 each.to_accumulated_grad_if_needed()
-            elif grad is not None:
-                each.unsharded_accumulated_grad += grad
-                each._unsharded_param.grad = None
 
 
 def reshard(stage: nn.Module) -> None:

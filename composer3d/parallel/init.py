@@ -6,7 +6,7 @@ number. A rank computes its own shard and nothing else, so that no rank ever hol
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,14 @@ from composer3d.parallel.plan import Constant, Plan
 _CHUNK = 1 << 20  # elements computed at once: a few float64 temporaries of 8 MiB
 
 
-def initialise(stage: nn.Module, plan: Plan, seed: int, names: Mapping[str, str] | None = None) -> None:
-    """Fill every parameter of ``stage`` in place, by its global name. A rank fills its own shards; nothing is sent.
+def initialise(stage: nn.Module, plan: Plan, seed: int, skip: Collection[str] = ()) -> None:
+    """Fill the parameters of ``stage`` in place, by their global names, but for those of ``skip``.
 
-    Args:
-        names: where the global name is another than the one in ``stage``.
+    A rank fills its own shards; nothing is sent.
     """
-    for own, parameter in stage.named_parameters():
-        name = (names or {}).get(own, own)
+    for name, parameter in stage.named_parameters():
+        if name in skip:
+            continue
         how = plan.init_of(name)
         assert how is not None, name  # Plan.check has seen the whole model
         local, offset = local_part(parameter)

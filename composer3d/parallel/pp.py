@@ -39,8 +39,11 @@ _MULTI: dict[str, type[PipelineScheduleMulti]] = {
 }
 
 
-def placement(pp: int, parallel: ParallelTable, micro_batches: int) -> list[list[int]]:
+def placement(pp: int, parallel: ParallelTable, micro_batches: int, rows: Sequence[Sequence[str]]) -> list[list[int]]:
     """The stages of each pipeline rank, in order; of one rank, all there is.
+
+    Args:
+        rows: of the schedule's file, where it has one.
 
     Raises:
         PlanError: the schedule takes no such number of micro-batches, or its file does not fit.
@@ -49,8 +52,7 @@ def placement(pp: int, parallel: ParallelTable, micro_batches: int) -> list[list
     if pp == 1:
         return [[0]]
     if name == "csv":
-        path = parallel.schedule_csv or ""
-        return schedules.check_csv(schedules.read_csv(path), path, pp=pp, each=each, micro_batches=micro_batches)
+        return schedules.check_csv(rows, parallel.schedule_csv or "", pp=pp, each=each, micro_batches=micro_batches)
     if (need := schedules.micro_batches_wrong(name, micro_batches, pp, f"{pp} ranks")) is not None:
         raise PlanError(f"{name} has {micro_batches} micro-batches, but needs {need}")
     return [schedules.stages_of(rank, pp, each, v=schedules.SCHEDULES[name].v) for rank in range(pp)]
@@ -62,6 +64,7 @@ def build_schedule(
     mesh: Mesh,
     *,
     parallel: ParallelTable,
+    rows: Sequence[Sequence[str]],
     stages: Sequence[Sequence[int]],
     micro_batches: int,
     stream: Tensor,
@@ -73,6 +76,7 @@ def build_schedule(
         modules: the stages of this rank, first to last; called with tokens (first stage of all) or the residual stream,
             and keywords.
         builders: of each stage, what hands over the weight gradients that were put off (``deferred.put_off``).
+        rows: of the schedule's file, where it has one.
         stages: of each pipeline rank (``placement``).
         stream: a meta tensor with the shape and dtype of what passes between stages: one micro-batch, this rank's
             shard.
@@ -106,7 +110,6 @@ def build_schedule(
     if parallel.schedule in _MULTI:
         return _MULTI[parallel.schedule](own, **more)
     runtime = _PipelineScheduleRuntime(own, **more)
-    rows = schedules.read_csv(parallel.schedule_csv or "")
     order = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
     runtime._prepare_schedule_with_comms(order)
     return runtime

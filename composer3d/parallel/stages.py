@@ -75,6 +75,7 @@ class Stages:
         step: StepShape,
         stream: Tensor,
         placement: Sequence[Sequence[int]],
+        rows: Sequence[Sequence[str]],
         ties: Ties | None,
     ) -> None:
         self.modules = tuple(modules)
@@ -91,6 +92,7 @@ class Stages:
                 [module.dw_builder for module in modules],
                 mesh,
                 parallel=parallel,
+                rows=rows,
                 stages=placement,
                 micro_batches=step.micro_batches,
                 stream=stream,

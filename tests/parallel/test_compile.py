@@ -44,7 +44,7 @@ def strictly(backend: str, cache: str) -> None:
     [
         "mesh.tp=2 memory.activation_checkpoint=full parallel.sequence_parallel=false data.packing=documents",
         "mesh.cp=2 mesh.tp=2 memory.activation_checkpoint=selective model.n_kv_heads=1",
-        "mesh.pp=2 mesh.dp_shard=2 mesh.tp=2 parallel.schedule=Interleaved1F1B precision.compute=float32",
+        "mesh.pp=2 mesh.dp_shard=2 parallel.schedule=Interleaved1F1B precision.compute=float32",
     ],
 )
 def test_compiled_layout_is_exact(pool: Pool, references: Path, tmp_path: Path, layout: str) -> None:

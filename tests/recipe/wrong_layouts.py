@@ -155,9 +155,9 @@ LAYOUTS = [
     ),
     Wrong(
         "compiled backward in two halves",
-        TINY + "[mesh]\npp = 2\n[parallel]\nschedule = \"ZBVZeroBubble\"\n[compile]\nenabled = true\n",
+        TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "ZBVZeroBubble"\n[compile]\nenabled = true\n',
         [
-            'x.toml:8: compile.enabled = true makes one graph of a block\'s backward, which parallel.schedule = '
+            "x.toml:8: compile.enabled = true makes one graph of a block's backward, which parallel.schedule = "
             '"ZBVZeroBubble" (x.toml:6) runs in two halves; use compile.enabled = false, or parallel.schedule = '
             '"GPipe", "1F1B", "LoopedBFS" or "Interleaved1F1B"'
         ],
