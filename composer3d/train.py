@@ -284,7 +284,7 @@ def validate(run: Run, held_out: Corpus) -> float:
         share, valid = evaluate_batch(run.stages, next(loader))
         sums = [sums[0] + share, sums[1] + valid]
     loss, tokens = run.mesh.sum_over_world(*sums)
-    return loss / tokens
+    return loss / max(tokens, 1.0)
 
 
 def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -138,6 +138,9 @@ def _print_verdict(verdict: Verdict, line: str) -> None:
             ("weight", verdict.max_weight_rel_err),
         )
     )
-    print(f"{word} {verdict.layout}" + ("" if verdict.refused else f"  ({verdict.dtype})  {numbers}"), file=sys.stderr)
+    print(
+        f"{word} {line or verdict.layout}" + ("" if verdict.refused else f"  ({verdict.dtype})  {numbers}"),
+        file=sys.stderr,
+    )
     if verdict.error:
         print(f"        {verdict.error}", file=sys.stderr)

@@ -159,7 +159,7 @@ def _factor(tensor: Tensor, small: Recipe) -> str | None:
         return None
     scale = dot / square
     rest = diff + 2 * dot - square - scale * dot  # ||a - scale b||^2, as ||a||^2 = diff + 2 dot - ||b||^2
-    if abs(scale - 1) < 1e-3 or scale < 1e-6 or rest > 1e-8 * square * scale * scale:
+    if abs(scale - 1) < 1e-3 or abs(scale) < 1e-6 or rest > 1e-8 * square * scale * scale:
         return None
     sizes = {axis: size for axis in AXES if (size := getattr(small.mesh, axis)) > 1}
     products = [

@@ -282,11 +282,11 @@ def _seen(row: Row) -> set[tuple[str, tuple[str, str]]]:
 def to_text(matrix: Cover) -> str:
     """One line a layout: the values that are not the first of their columns. Refused ones end with what is at fault."""
     lines = ["# Made by tools/matrix.py --find; what each layout proves is in matrix.md."]
-    lines += [_line(row) for row in matrix.rows]
-    return "\n".join([*lines, *(f"{_line(row)} ! {_line(dict(target))}" for target, row in matrix.refused)]) + "\n"
+    lines += [line_of(row) for row in matrix.rows]
+    return "\n".join([*lines, *(f"{line_of(row)} ! {line_of(dict(target))}" for target, row in matrix.refused)]) + "\n"
 
 
-def _line(cells: Row) -> str:
+def line_of(cells: Row) -> str:
     return "; ".join(f"{c}: {v}" for c, v in cells.items() if v != COLUMNS[c][0] or len(cells) < len(COLUMNS)) or "-"
 
 

@@ -19,7 +19,9 @@ BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 def write(root: Path, matrix: "Cover", verdicts: list[Verdict], seconds: float) -> None:
     head = summary(verdicts, seconds)
     table = crosstab(matrix)
-    text = f"# What the covering matrix proves\n\n{head}\n\n{table}\n\n{refusals(matrix)}\n\n{layouts(verdicts)}\n"
+    text = (
+        f"# What the covering matrix proves\n\n{head}\n\n{table}\n\n{refusals(matrix)}\n\n{layouts(matrix, verdicts)}\n"
+    )
     (root / "tests" / "matrix.md").write_text(text)
     readme = root / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)
@@ -69,7 +71,10 @@ def message_of(row: "Row") -> str:
     return violations(recipe_of(row))[0].message
 
 
-def layouts(verdicts: list[Verdict]) -> str:
+def layouts(matrix: "Cover", verdicts: list[Verdict]) -> str:
+    from matrix import line_of
+
     lines = ["## Proven, with the worst gradient", ""]
-    lines += [f"- {verdict.max_grad_rel_err:.0e}  {verdict.layout}" for verdict in verdicts]
+    pairs = zip(verdicts, matrix.rows, strict=True)
+    lines += [f"- {verdict.max_grad_rel_err:.0e}: {line_of(row)}" for verdict, row in pairs]
     return "\n".join(lines)

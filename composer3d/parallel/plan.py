@@ -9,7 +9,9 @@ from torch import nn
 
 from composer3d.errors import PlanError
 
-# How a module is cut over tp; ``tp.py`` says what each means in placements.
+# How a module is cut over tp; ``tp.py`` says what each means in placements. Columns read what a module above them, of
+# style "gather", has gathered. A "head" is called with (h, labels) and returns the summed loss: it has ``weight``, the
+# seam ``cross_entropy(logits_NV, labels_N)`` and, to be run in parts, ``chunks``, as ``composer3d.models.Head`` has.
 Style = Literal["embedding", "norm", "head_norm", "gather", "column", "kv_column", "row", "head"]
 
 
@@ -70,6 +72,11 @@ class Plan:
                 lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")
+        for name in modules:
+            parts = name.split(".")
+            above = {self.style_of(".".join(parts[:count])) for count in range(len(parts))}
+            if self.style_of(name) in ("column", "kv_column") and "gather" not in above:
+                lines.append(f'the plan cuts {name!r} into columns: nothing above it is of style "gather"')
         if "kv_column" in self.tensor.values() and self.kv_heads is None:
             lines.append('the plan gives modules the style "kv_column" and no kv_heads')
         for name, module in model.named_modules():

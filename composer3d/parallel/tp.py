@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from composer3d.errors import PlanError
+from composer3d.models.llama import cross_entropy
 from composer3d.parallel import vocab
 from composer3d.parallel.plan import Plan, Style
 from composer3d.recipe.schema import ParallelTable
@@ -57,11 +58,8 @@ def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tens
     """
     first, size = vocab.own_rows(columns, group)
 
-    def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = F.pad(x, (0, -(-columns // group.size()) - size))
-        out = x.new_empty((group.size(), *x.shape))
-        dist.all_gather_single(out.flatten(0, 1), x.contiguous(), group=group)
-        return out.movedim(0, 1).flatten(1, 2)[:, :columns].contiguous()
+    def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:  # of dim 1, like a sequence
+        return _all_gather(F.pad(x, (0, -(-columns // group.size()) - size)), group)[:, :columns].contiguous()
 
     def keep(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
         return grad[:, first : first + size]
@@ -198,13 +196,20 @@ class _Head(Local):
         self.whole = whole
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not hasattr(module, "cross_entropy"):
+        own = getattr(module, "cross_entropy", None)
+        if own is None:
             raise PlanError(
-                f"a head needs the seam `cross_entropy` to be cut over tp; {type(module).__name__} has none"
+                f"a head needs the seam `cross_entropy` to be cut over tp; {type(module).__name__} has none: compute "
+                "the loss in the head as composer3d.models.Head does, or use mesh.tp = 1"
+            )
+        if own is not cross_entropy and not self.whole:
+            raise PlanError(
+                f"the loss of {type(module).__name__} is its own and needs whole logits; use "
+                "parallel.loss_parallel = false"
             )
         group, columns = device_mesh.get_group(), module.get_parameter("weight").shape[0]
         seam: Any = (
-            partial(_on_whole_logits, module.cross_entropy, columns, group)
+            partial(_on_whole_logits, own, columns, group)
             if self.whole
             else partial(vocab.cross_entropy, first=vocab.own_rows(columns, group)[0], group=group)
         )

@@ -18,7 +18,11 @@ from composer3d.shape import IGNORE_INDEX
 def own_rows(vocab: int, group: dist.ProcessGroup) -> tuple[int, int]:
     """The first of this rank's rows, and how many they are."""
     chunk = -(-vocab // group.size())
-    first = min(group.rank() * chunk, vocab)
+    if chunk * (group.size() - 1) >= vocab:
+        raise PlanError(
+            f"{vocab} rows of a vocabulary leave the last of {group.size()} tp ranks none; use a lower mesh.tp"
+        )
+    first = group.rank() * chunk
     return first, min(chunk, vocab - first)
 
 
@@ -80,6 +84,6 @@ def loss_in_parts(model: nn.Module, plan: Plan, chunks: int) -> None:
         return
     heads = [module for name, module in model.named_modules() if plan.style_of(name) == "head"]
     if not heads or not all(hasattr(head, "chunks") for head in heads):
-        raise PlanError(f"{type(model).__name__} has no head with `chunks`, which memory.loss_chunks = {chunks} sets")
+        raise PlanError(f"{type(model).__name__} has no head with `chunks`; use memory.loss_chunks = 1, not {chunks}")
     for head in heads:
         head.chunks = chunks

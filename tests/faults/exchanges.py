@@ -326,3 +326,23 @@ def hide_half_of_the_later_keys() -> None:
 def forget_documents_in_the_ring() -> None:
     """Ring: keys of other documents are seen."""
     cp._seen = lambda documents, rank, source, size: None
+
+
+def mask_blocks_as_if_cut_in_order() -> None:
+    """The ring takes documents for cut contiguously, while its tokens lie in zigzag."""
+    part, seen = cp._part, cp._seen
+
+    def wrong(*arguments: torch.Tensor) -> torch.Tensor | None:
+        cp._part = lambda x, dim, rank, size: x.chunk(size, dim)[rank]
+        try:
+            return seen(*arguments)  # type: ignore[arg-type]
+        finally:
+            cp._part = part
+
+    cp._seen = wrong  # type: ignore[assignment]
+
+
+def forget_that_a_query_sees_nothing() -> None:
+    """What the CPU's kernel returns for a query without a key is merged as if it were a key with a score of 0."""
+    right = cp._merge
+    cp._merge = lambda out, lse, block, block_lse: right(out, lse, block, block_lse.nan_to_num(neginf=0.0))

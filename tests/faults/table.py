@@ -13,7 +13,7 @@ class Fault(NamedTuple):
 
     plant: Callable[[], None]
     layout: str
-    says: str = "rank"
+    says: str = r" is off by .* on rank"
 
     @property
     def title(self) -> str:
@@ -43,7 +43,7 @@ FAULTS = [
     Fault(x.keep_own_share_of_kv_gradients, _SHARED, r"attn\.wk\.weight, blocks\.\*\.attn\.wv\.weight"),
     Fault(x.count_kv_gradients_on_every_rank, _SHARED, r"2 times the reference, suspect tp; .*attn\.wk\.weight"),
     Fault(x.mask_the_vocabulary_one_off, "mesh.tp=2"),
-    Fault(x.begin_rows_one_late, "mesh.tp=2", "rank"),
+    Fault(x.begin_rows_one_late, "mesh.tp=2", "only 126 of|is off by"),
     Fault(x.keep_own_maximum_of_logits, "mesh.tp=2"),
     Fault(x.keep_own_sum_of_exponentials, "mesh.tp=2"),
     # dp_shard, dp_replicate
@@ -72,6 +72,8 @@ FAULTS = [
     Fault(x.use_one_buffer_for_the_ring, "mesh.cp=3 data.seq_len=252"),
     Fault(x.hide_half_of_the_later_keys, "mesh.cp=2"),
     Fault(x.forget_documents_in_the_ring, f"mesh.cp=2 {_PACKED}"),
+    Fault(x.mask_blocks_as_if_cut_in_order, f"mesh.cp=2 {_PACKED}"),
+    Fault(x.forget_that_a_query_sees_nothing, f"mesh.cp=2 {_PACKED}"),
     Fault(v.count_positions_from_the_start_of_the_part, "mesh.cp=2"),
     Fault(v.label_before_the_cut_is_lost, "mesh.cp=2"),
     # pp

@@ -25,7 +25,7 @@ class Tiny(nn.Module):
 
 def test_everything_that_does_not_fit_is_told_at_once() -> None:
     plan = Plan(
-        tensor={"u?": "column", "blocks.*": "row", "norm": "gather"},
+        tensor={"": "gather", "u?": "column", "blocks.*": "row", "norm": "gather"},
         init={"up.weight": Normal(1.0), "*.bias": Constant(0.0), "down.*": Normal(1.0), "norm": Constant(1.0)},
     )
     with pytest.raises(PlanError) as caught:
@@ -41,7 +41,7 @@ def test_everything_that_does_not_fit_is_told_at_once() -> None:
 
 
 def test_a_plan_that_fits_is_accepted() -> None:
-    tensor = {"up": "column", "down": "row", "norm": "norm"}
+    tensor = {"": "gather", "up": "column", "down": "row", "norm": "norm"}
     plan = Plan(tensor=tensor, init={"*": Normal(1.0)})  # type: ignore[arg-type]
     plan.check(Tiny())
     assert [plan.style_of(name) for name in ("up", "down", "norm")] == ["column", "row", "norm"]
@@ -57,10 +57,16 @@ def test_llama_has_a_plan(preset: str) -> None:
 
 
 def test_key_value_columns_need_the_count_of_heads() -> None:
-    plan = Plan(tensor={"up": "column", "down": "kv_column", "norm": "norm"}, init={"*": Normal(1.0)})
+    plan = Plan(tensor={"": "gather", "up": "column", "down": "kv_column", "norm": "norm"}, init={"*": Normal(1.0)})
     with pytest.raises(PlanError, match='gives modules the style "kv_column" and no kv_heads'):
         plan.check(Tiny())
     replace(plan, kv_heads=2).check(Tiny())
+
+
+def test_columns_need_what_gathers_their_input() -> None:
+    plan = Plan(tensor={"up": "column", "down": "row", "norm": "norm"}, init={"*": Normal(1.0)})
+    with pytest.raises(PlanError, match="the plan cuts 'up' into columns: nothing above it is of style \"gather\""):
+        plan.check(Tiny())
 
 
 def test_the_first_glob_that_matches_counts() -> None:

@@ -15,7 +15,7 @@ from composer3d.dist import pool_world
 from composer3d.errors import PlanError
 from composer3d.launch import Pool, WorkerError
 from composer3d.mesh import Mesh
-from composer3d.models import Llama, Seq
+from composer3d.models import Head, Llama, Seq
 from composer3d.parallel import Plan, StepShape, compose, init, tp
 from composer3d.parallel.plans import llama_plan
 from composer3d.recipe.schema import MeshTable, ParallelTable
@@ -197,17 +197,30 @@ def test_key_value_heads_that_fit_no_way_are_refused(pool: Pool) -> None:
         pool.run(placements, {"shape": SHAPE}, world_size=3)
 
 
-def test_head_without_the_seam_of_its_loss_is_refused(pool: Pool) -> None:
-    with pytest.raises(WorkerError, match="needs the seam `cross_entropy` to be cut over tp; Linear has none"):
-        pool.run(cut_a_plain_head, {}, world_size=2)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("plain", "needs the seam `cross_entropy` to be cut over tp; Linear has none"),
+        ("own loss", r"the loss of Head is its own and needs whole logits; use parallel.loss_parallel = false"),
+        ("short", r"4 rows of a vocabulary leave the last of 3 tp ranks none; use a lower mesh\.tp"),
+    ],
+)
+def test_heads_that_cannot_be_cut_are_refused(pool: Pool, kind: str, words: str) -> None:
+    with pytest.raises(WorkerError, match=words):
+        pool.run(cut_a_head, {"kind": kind}, world_size=3 if kind == "short" else 2)
 
 
-def cut_a_plain_head() -> None:
+def cut_a_head(kind: str) -> None:
     with pool_world() as device:
-        mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
+        mesh = Mesh.build(MeshTable(dp_shard=1, tp=3 if kind == "short" else 2), device)
         assert mesh.tp is not None
-        model = nn.Sequential(nn.Linear(4, 4, bias=False))
-        tp.apply(model, Plan(tensor={"0": "head"}, init={}), mesh.tp, ParallelTable())
+        head: nn.Module = nn.Linear(4, 4, bias=False) if kind == "plain" else Head(4, 4)
+        if kind == "own loss":
+            head.cross_entropy = lambda logits, labels: logits.sum()
+            # Whole logits go through it.
+            plan = Plan(tensor={"0": "head"}, init={})
+            tp.apply(nn.Sequential(Head(4, 4)), plan, mesh.tp, ParallelTable(loss_parallel=False))
+        tp.apply(nn.Sequential(head), Plan(tensor={"0": "head"}, init={}), mesh.tp, ParallelTable())
 
 
 def total(collectives: dict[str, int], word: str) -> int:
