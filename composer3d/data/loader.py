@@ -128,7 +128,8 @@ class _StepBatches(Dataset[Batch]):
             return Batch(tokens_BT, labels_BT, self.positions_BT.clone())
         ends_BT = tokens_BT == self.end
         documents_BT, positions_BT = number_documents(ends_BT)
-        return Batch(tokens_BT, labels_BT.masked_fill_(ends_BT, IGNORE_INDEX), positions_BT, documents_BT)
+        # Not in place: of one row, tokens and labels are two views of one memory.
+        return Batch(tokens_BT, labels_BT.masked_fill(ends_BT, IGNORE_INDEX), positions_BT, documents_BT)
 
 
 class Loader:

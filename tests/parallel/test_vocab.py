@@ -274,5 +274,5 @@ def test_loss_in_parts_needs_a_head_that_takes_them() -> None:
     assert model.last.head.chunks == 5
     model.last.head = nn.Linear(3, 3)  # type: ignore[assignment]
     vocab.loss_in_parts(model, llama_plan(SHAPE), 1)
-    with pytest.raises(PlanError, match=r"Llama has no head with `chunks`, which memory\.loss_chunks = 2 sets"):
+    with pytest.raises(PlanError, match=r"Llama has no head with `chunks`; use memory\.loss_chunks = 1, not 2"):
         vocab.loss_in_parts(model, llama_plan(SHAPE), 2)
