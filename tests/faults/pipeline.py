@@ -115,7 +115,13 @@ def lose_the_gradient_of_the_follower() -> None:
 
 def leave_the_follower_behind() -> None:
     """Tied over stages: the head keeps the weights that it began with."""
-    ties.Ties.refresh = lambda self: None
+    right, begun = ties.Ties.refresh, []
+
+    def wrong(self: ties.Ties) -> None:
+        if not begun:
+            begun.append(right(self))
+
+    ties.Ties.refresh = wrong
 
 
 def train_the_follower() -> None:

@@ -89,7 +89,7 @@ FAULTS = [
     Fault(p.run_a_put_off_gradient_twice, _V, r"all but blocks\.\*\.attn_norm"),
     Fault(p.put_off_with_the_input_of_another_micro_batch, _V, r"all but blocks\.\*\.attn_norm"),
     Fault(p.lose_the_gradient_of_the_follower, _TIED, r"1 of \d+ are off: first\.embed\.weight"),
-    Fault(p.leave_the_follower_behind, _TIED),
+    Fault(p.leave_the_follower_behind, _TIED, "at step 2"),
     Fault(p.train_the_follower, _TIED, r"last\.head\.weight at step 1 is missing on rank 1"),
     # batch and loss
     Fault(v.double_the_divisor, "mesh.dp_shard=2", "0.5 times the reference, suspect dp_shard; all"),
