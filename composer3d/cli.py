@@ -103,14 +103,8 @@ def _train(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from composer3d.verify import main_verify
 
-    return main_verify(
-        recipe=args.recipe,
-        sets=args.set,
-        dtype=args.dtype,
-        steps=args.steps,
-        layouts=args.layouts,
-        as_json=args.json,
-    )
+    given = {name: getattr(args, name) for name in ("recipe", "dtype", "steps", "layouts")}
+    return main_verify(**given, sets=args.set, as_json=args.json)
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -120,6 +114,19 @@ def _prepare(args: argparse.Namespace) -> int:
     if "" in given.values():
         raise UserError("composer3d prepare: SRC, -o, --tokenizer, --eod and --field must not be empty")
     return main_prepare(**given, as_json=args.json)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from composer3d.convert.convert import main_convert
+
+    given = {name: getattr(args, name) for name in ("src", "dst", "to", "dtype", "weights_only", "logits")}
+    return main_convert(**given, as_json=args.json)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from composer3d.convert.inspect import main_inspect
+
+    return main_inspect(args.path, tensors=args.tensors, as_json=args.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -159,6 +166,25 @@ def _parser() -> argparse.ArgumentParser:
     field = "key of the text in a line of JSONL; default: text; with it, a file of any name is JSONL"
     prepare.add_argument("--field", metavar="KEY", help=field)
     prepare.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+
+    convert = _command(
+        commands, "convert", _convert, "write a checkpoint in another form, and prove it the same", recipe=False
+    )
+    convert.add_argument("src", metavar="SRC", help="a folder of Hugging Face's, Meta's or a run's, or a torch file")
+    convert.add_argument("dst", metavar="DST", help="what to make; it must not exist")
+    convert.add_argument("--to", choices=("hf", "meta", "torch", "dcp"), required=True, help="torch is one file")
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    convert.add_argument("--dtype", choices=dtypes, help="dtype of the weights; default: as they are")
+    convert.add_argument("--weights-only", action="store_true", help="leave the optimizer's state behind")
+    convert.add_argument("--logits", action="store_true", help="run the model of both sides as well, and compare")
+    convert.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+
+    inspect = _command(
+        commands, "inspect", _inspect, "say what a checkpoint holds and whether it is whole", recipe=False
+    )
+    inspect.add_argument("path", metavar="PATH", help="as convert's SRC")
+    inspect.add_argument("--tensors", action="store_true", help="list each tensor")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 

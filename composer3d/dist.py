@@ -82,28 +82,33 @@ def world(device: torch.device, *, timeout_s: float, store: dist.Store | None = 
     dist.destroy_process_group()
 
 
-def on_all(what: str, function: Callable[[], T]) -> T:
-    """Run ``function`` on every rank, and fail on all of them where it fails on one. Collective.
+def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``function`` on every rank, and fail on all of them where it fails on one. Collective over ``group``.
 
     Raises:
-        UserError: on every rank, each different problem once, with the ranks that met it where those are not all.
+        UserError: on every rank, of the lowest one's class: each different problem once, with the ranks that met it
+            where those are not all.
     """
     value, problem = None, None
     try:
         value = function()
     except UserError as error:
-        problem = error.lines
+        problem = error
     except OSError as error:
-        problem = (f"{what}: {error}",)
-    met: list[tuple[str, ...] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(met, problem)
+        problem = UserError(f"{what}: {error}")
+    met: list[UserError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(met, problem, group)
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, each in enumerate(met):
+        if each is not None:
+            ranks.setdefault(each.lines, []).append(rank)
     lines = []
-    for each in dict.fromkeys(lines for lines in met if lines):
-        ranks = [rank for rank, mine in enumerate(met) if mine == each]
-        prefix = "" if len(ranks) == len(met) else f"rank {', '.join(map(str, ranks))}: "
-        lines += [prefix + line for line in each]
-    if lines:
-        raise UserError(lines)
+    for mine, who in ranks.items():
+        prefix = "" if len(who) == len(met) else f"rank {', '.join(map(str, who))}: "
+        lines += [prefix + line for line in mine]
+    first = next(filter(None, met), None)
+    if first is not None:
+        raise type(first)(lines)
     return cast(T, value)
 
 

@@ -8,14 +8,14 @@ import importlib
 import logging
 import multiprocessing as mp
 import os
+import re
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from composer3d.errors import UserError
@@ -99,7 +99,7 @@ class WorkerError(Exception):
         return first if isinstance(first, UserError) else None
 
 
-class Pool:
+class Pool(ExitStack):
     """Runs tasks one after another, each as the ranks of a fresh world of freshly forked processes.
 
     A task is a function at the top of a module, called as ``function(**arguments)`` on ranks 0 to world_size - 1, with
@@ -108,17 +108,10 @@ class Pool:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         warm_up()
-        self._folder = tempfile.TemporaryDirectory(prefix="composer3d-pool-")
+        self._folder = self.enter_context(tempfile.TemporaryDirectory(prefix="composer3d-pool-"))
         self._tasks = 0
-
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._folder.cleanup()
 
     def run(
         self,
@@ -130,15 +123,13 @@ class Pool:
     ) -> list[Any]:
         """Run a task and return what each rank returned, by rank.
 
-        Args:
-            function: the task, or its name ``module:function``, so that this process need not import what the task
-            needs.
+        ``function`` may be a name, ``module:function``, so that what the task imports is not imported here.
 
         Raises:
             WorkerError: a rank raised, died, or had not answered after ``limit_s``. All of them have ended by then.
         """
         self._tasks += 1
-        store = str(Path(self._folder.name) / f"store-{self._tasks}")
+        store = f"{self._folder}/store-{self._tasks}"
         context = mp.get_context("forkserver")
         processes, pipes = [], []
         for rank in range(world_size):
@@ -167,23 +158,21 @@ class Pool:
 
 def _collect(pipes: list[Connection], limit_s: float) -> tuple[dict[int, Any], dict[int, UserError | str]]:
     """Wait for every rank's answer or failure."""
+    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     answers: dict[int, Any] = {}
     failures: dict[int, UserError | str] = {}
     until = time.monotonic() + limit_s
-    while len(answers) + len(failures) < len(pipes):
-        waiting: dict[Any, int] = {
-            p: rank for rank, p in enumerate(pipes) if rank not in answers and rank not in failures
-        }
+    while waiting:
         ready: list[Any] = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
         if not ready:
-            failures |= dict.fromkeys(waiting.values(), f"no answer after {limit_s:.0f} s")
+            return answers, failures | dict.fromkeys(waiting.values(), f"no answer after {limit_s:.0f} s")
         for pipe in ready:
-            rank = waiting[pipe]
+            rank = waiting.pop(pipe)
             try:
-                answer: tuple[bool, Any] = pipe.recv()
+                done, answer = pipe.recv()
             except EOFError:
-                answer = False, "the process died"
-            (answers if answer[0] else failures)[rank] = answer[1]
+                done, answer = False, "the process died"
+            (answers if done else failures)[rank] = answer
         if failures:
             # The other ranks may wait in a collective for the one that failed: give them a moment to notice.
             until = min(until, time.monotonic() + 5.0)
@@ -192,16 +181,8 @@ def _collect(pipes: list[Connection], limit_s: float) -> tuple[dict[int, Any], d
 
 def _causes(failures: dict[int, UserError | str]) -> dict[int, UserError | str]:
     """Leave out ranks that only lost their peers, where some rank says what really happened."""
-    noise = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "no answer after",
-        "Timed out waiting",
-        "Read timeout",
-    )
-    real = {
-        rank: why for rank, why in failures.items() if isinstance(why, UserError) or not any(n in why for n in noise)
-    }
+    noise = re.compile("Connection (closed|reset) by peer|no answer after|Timed out waiting|Read timeout")
+    real = {rank: why for rank, why in failures.items() if isinstance(why, UserError) or not noise.search(why)}
     return real or failures
 
 

@@ -153,9 +153,9 @@ class Mesh:
             dist.all_reduce(packed)
         return packed.tolist()
 
-    def max_over_world(self, value: float) -> float:
-        """The largest of a scalar over all ranks: how ranks agree on what one of them has seen. One all-reduce."""
-        packed = torch.tensor([value], dtype=torch.float64, device=self.device)
+    def max_over_world(self, *values: float) -> list[float]:
+        """The largest of each scalar over all ranks: how ranks agree on what one of them has seen. One all-reduce."""
+        packed = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(packed, dist.ReduceOp.MAX)
-        return packed.item()
+        return packed.tolist()

@@ -10,6 +10,7 @@ in one place, and nothing between two commas is idle.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import inf
 
 from composer3d.errors import PlanError
@@ -17,15 +18,11 @@ from composer3d.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What is the same for every use of one schedule.
+    """What is the same for every use of one schedule."""
 
-    ``stages``: (least, most, default) number of stages that a rank holds. ``v``: rank r holds stages r and
-    2 pp - 1 - r, else r, r + pp, r + 2 pp and so on. ``splits``: backward comes in its two halves.
-    """
-
-    stages: tuple[int, int, int]
-    v: bool = False
-    splits: bool = False
+    stages: tuple[int, int, int]  # least, most and default number that a rank holds
+    v: bool = False  # rank r holds stages r and 2 pp - 1 - r, else r, r + pp, r + 2 pp and so on
+    splits: bool = False  # backward comes in its two halves
 
 
 _MANY = 1 << 16
@@ -106,13 +103,10 @@ def check_csv(rows: Sequence[Sequence[str]], path: str, *, pp: int, each: int, m
 def _actions(cell: str, place: str) -> list[Action]:
     """What a cell holds: one action, or those that overlap."""
     overlap = _OVERLAP.fullmatch(cell)
-    out: list[Action] = []
-    for part in overlap[1].split(";") if overlap else [cell]:
-        match = _ACTION.fullmatch(part.strip())
-        if match is None:
-            raise PlanError(f"{place}: {cell!r} is no action; write a stage, F, B, I or W, and a micro-batch: 0F0")
-        out.append((int(match[1]), match[2], int(match[3])))
-    return out
+    parts = [_ACTION.fullmatch(part.strip()) for part in (overlap[1].split(";") if overlap else [cell])]
+    if not all(parts):
+        raise PlanError(f"{place}: {cell!r} is no action; write a stage, F, B, I or W, and a micro-batch: 0F0")
+    return [(int(part[1]), part[2], int(part[3])) for part in parts if part]
 
 
 def _check_once(row: Sequence[Action], place: str, micro_batches: int) -> None:
@@ -143,24 +137,19 @@ def _check_ends(cells: Sequence[Sequence[Sequence[Action]]], path: str, *, last:
     What overlaps starts together: torch receives for all of a cell before it runs any of it.
     """
     done: set[Action] = set()
-    at = [0] * len(cells)
+    left = [list(row) for row in cells]
 
     def ready(stage: int, what: str, number: int) -> bool:
         if what == "F":
             return stage == 0 or (stage - 1, "F", number) in done
         return what == "W" or stage == last or any((stage + 1, back, number) in done for back in "BI")
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(cells):
-            while at[rank] < len(row) and all(ready(*action) for action in row[at[rank]]):
-                done.update(row[at[rank]])
-                at[rank] += 1
-                moved = True
-    for number, (row, index) in enumerate(zip(cells, at, strict=True), 1):
-        if index < len(row):
-            stage, what, micro_batch = next(action for action in row[index] if not ready(*action))
+    while able := [row for row in left if row and all(ready(*action) for action in row[0])]:
+        for row in able:
+            done.update(row.pop(0))
+    for number, row in enumerate(left, 1):
+        if row:
+            stage, what, micro_batch = next(action for action in row[0] if not ready(*action))
             raise PlanError(f"{path}:{number}: {stage}{what}{micro_batch} waits for ever: ranks wait for each other")
 
 
@@ -173,21 +162,16 @@ def forward_order(stages: Sequence[Sequence[int]], micro_batches: int) -> list[l
     Args:
         stages: those of each rank, in order.
     """
-    rank_of = {stage: rank for rank, held in enumerate(stages) for stage in held}
-    last = len(rank_of) - 1
-    ready = {stage: list(range(micro_batches)) if stage == 0 else [] for stage in rank_of}
+    count = sum(len(held) for held in stages)
+    ready: list[list[int]] = [list(range(micro_batches)), *([] for _ in range(count))]  # the last holds what is done
     ticks: list[list[tuple[int, int] | None]] = []
-    left = micro_batches
-    while left:
+    while len(ready[count]) < micro_batches:
         tick: list[tuple[int, int] | None] = []
         for held in stages:
             stage = next((stage for stage in reversed(held) if ready[stage]), None)
             tick.append(None if stage is None else (stage, ready[stage].pop(0)))
-        for work in tick:
-            if work is not None and work[0] == last:
-                left -= 1
-            elif work is not None:
-                ready[work[0] + 1].append(work[1])
+        for stage, number in filter(None, tick):
+            ready[stage + 1].append(number)
         ticks.append(tick)
     return ticks
 
@@ -197,8 +181,7 @@ def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int
 
     Args:
         first, blocks, last: the cost of what precedes the blocks (the embedding), of each block, and of what follows
-            them
-            (norm and head), in one unit. ``first`` is paid by the first stage and ``last`` by the last one.
+            them (norm and head), in one unit. ``first`` is paid by the first stage and ``last`` by the last one.
         stages: number of stages, each of which gets at least one block.
 
     Among the cuts with the smallest maximum it takes the one with the smallest sum of squares, so that the others are
@@ -210,13 +193,10 @@ def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int
     count = len(blocks)
     if count < stages:
         raise PlanError(f"{count} layers cannot be cut into {stages} pipeline stages; use mesh.pp of at most {count}")
-    prefix = [0.0]
-    for cost in blocks:
-        prefix.append(prefix[-1] + cost)
-
-    def cost_of(stage: int, begin: int, end: int) -> float:
-        cost = prefix[end] - prefix[begin]
-        return cost + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+    costs = [*blocks]
+    costs[0] += first
+    costs[-1] += last
+    before = [0.0, *accumulate(costs)]
 
     def search(most: float) -> tuple[float, float, tuple[int, ...]]:
         """(largest stage, sum of squares, cuts) of the best cut, by squares where ``most`` bounds the stages."""
@@ -227,12 +207,11 @@ def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int
                 options = [
                     (max(worst, cost), squares + cost * cost, (*cuts, end))
                     for begin, (worst, squares, cuts) in best.items()
-                    if begin < end and (cost := cost_of(stage, begin, end)) <= most
+                    if begin < end and (cost := before[end] - before[begin]) <= most
                 ]
                 if options:
                     following[end] = min(options, key=lambda o: o[0] if most == inf else o[1])
             best = following
         return best[count]
 
-    ends = search(search(inf)[0])[2]
-    return [range(begin, end) for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
+    return [range(begin, end) for begin, end in pairwise((0, *search(search(inf)[0])[2]))]

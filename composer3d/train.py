@@ -1,12 +1,15 @@
 """Training: ``build`` makes a ``Run`` of a recipe, ``run`` is the loop, top to bottom."""
 
+import fcntl
 import math
+import os
+import platform
 import signal
 import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +18,10 @@ from torch import Tensor
 from composer3d import dist as distributed
 from composer3d import hardware, log
 from composer3d.checkpoint import Store
-from composer3d.checkpoint.store import read_progress
+from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.convert.start import load_hf
 from composer3d.data import Batch, Corpus, Loader, open_corpus
-from composer3d.errors import CheckpointError, TrainingError
+from composer3d.errors import CheckpointError, TrainingError, UserError
 from composer3d.mesh import Mesh
 from composer3d.metrics import Metrics
 from composer3d.models import Llama
@@ -31,9 +35,17 @@ from composer3d.shape import IGNORE_INDEX
 
 @dataclass(kw_only=True)
 class Run:
-    """One rank's whole run. ``step`` is the number of optimizer steps that are done."""
+    """One rank's whole run.
+
+    Attributes:
+        step: optimizer steps that are done.
+        resolved_toml: the recipe with the origin of each value.
+        claim: the lock on the run's folder, on rank 0; it ends with ``run``, or with the process.
+    """
 
     recipe: Recipe
+    resolved_toml: str
+    claim: IO[str] | None
     mesh: Mesh
     stages: Stages
     optimizer: torch.optim.AdamW
@@ -48,22 +60,25 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     """Build the run on this rank, and resume it where the recipe says so. Collective over the default group.
 
     Args:
-        resolved_toml: the recipe with the origin of each value, kept in the run's folder.
+        resolved_toml: the recipe with the origin of each value, kept in the run's folder and in its checkpoints.
 
     Raises:
-        UserError: data or checkpoint do not fit the recipe.
+        UserError: data or checkpoint do not fit the recipe, or another job has the run's folder.
     """
     mesh = Mesh.build(recipe.mesh, device)
     data = recipe.data
     folder = Path(recipe.run.out_dir) / recipe.run.name
-    claim_folder(folder)
+    claim = claim_folder(folder)
     corpus, held_out = distributed.on_all("data", lambda: open_data(recipe))
     distributed.check_same("the data", {"train": corpus.digest, "validation": held_out and held_out.digest})
     stages = build_stages(recipe, mesh)
     optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
     loader = make_loader(recipe, mesh, corpus, seed=data.seed)
-    store = Store(folder / "checkpoints", keep=recipe.checkpoint.keep)
-    step = resume(recipe, store, stages, optimizer, loader)
+    checkpoint = recipe.checkpoint
+    store = Store(folder / "checkpoints", keep=checkpoint.keep, background=checkpoint.async_save)
+    resumed = resume(recipe, store, stages, optimizer, loader)
+    if resumed is None and recipe.model.hf is not None:
+        load_hf(recipe.model.hf, stages)
     if mesh.rank == 0:  # not before: a recipe that cannot resume must not replace the one that made the run
         (folder / "recipe.toml").write_text(resolved_toml)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -78,10 +93,12 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         peak_flops=hardware.peak_flops(row, recipe.precision.computes_in) if row else None,
         device_type=device.type,
         main=mesh.rank == 0,
-        start_step=step,
+        start_step=resumed or 0,
     )
     return Run(
         recipe=recipe,
+        resolved_toml=resolved_toml,
+        claim=claim,
         mesh=mesh,
         stages=stages,
         optimizer=optimizer,
@@ -89,29 +106,44 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         held_out=held_out,
         store=store,
         metrics=metrics,
-        step=step,
+        step=resumed or 0,
     )
 
 
-def claim_folder(folder: Path) -> None:
-    """Make the run's folder and hold that every rank can read there what rank 0 writes. Collective.
+def claim_folder(folder: Path) -> IO[str] | None:
+    """Make the run's folder, lock it, and hold that every rank can read there what rank 0 writes. Collective.
+
+    Returns:
+        On rank 0 the file that holds the lock for as long as it is open.
 
     Raises:
-        UserError: on every rank, where it cannot be written or the nodes do not share it.
+        UserError: on every rank, where it cannot be written, another job has it, or the nodes do not share it.
     """
+    note = folder / "lock"
 
-    def write() -> None:
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "job").write_text(uuid.uuid4().hex)
+    def lock() -> IO[str] | None:
+        if dist.get_rank() != 0:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(note, "a+")  # noqa: SIM115  # open for as long as the job lasts
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = note.read_text() or "another job"
+            raise UserError(
+                f"{folder} is in use by {holder}; wait for its end, or give this run another run.name"
+            ) from None
+        except OSError as error:
+            log.get().warning(f"{note} cannot be locked ({error}): see to it that no second job uses {folder}")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()} (job {uuid.uuid4().hex})")
+        file.flush()
+        return file
 
-    distributed.on_all("run.out_dir", write)
-    note = folder / "job"
-    distributed.check_same(
-        f"the folder {folder} (run.out_dir)", note.read_text() if note.exists() else "no such folder"
-    )
-    if dist.get_rank() == 0:  # all have read it: check_same waits for every rank
-        note.unlink()
+    claim = distributed.on_all("run.out_dir", lock)
+    seen = note.read_text() if note.exists() else "no such folder"
+    distributed.check_same(f"the folder {folder} (run.out_dir)", seen)
+    return claim
 
 
 def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
@@ -155,14 +187,14 @@ def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loa
     )
 
 
-def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.AdamW, loader: Loader) -> int:
-    """Load the run's newest checkpoint, or what ``checkpoint.resume`` seeds a new run with.
+def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.AdamW, loader: Loader) -> int | None:
+    """Load the run's newest whole checkpoint, or what ``checkpoint.resume`` seeds a new run with. Collective.
 
     Returns:
-        The number of steps done; 0 where there is nothing to load.
+        The number of steps done, 0 after a checkpoint of weights alone; None where there is nothing to load.
 
     Raises:
-        CheckpointError: it is of another model, or the run is to start anew over checkpoints that it has.
+        CheckpointError: it is damaged or of another model, or the run is to start anew over checkpoints that it has.
         DataError: it was made with other data.
     """
     wanted = recipe.checkpoint.resume
@@ -172,37 +204,36 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
             f'checkpoint.resume = "none" starts anew, but {store.folder} holds {newest.name}; '
             "give the run another run.name, or remove the folder"
         )
+    found = store.find()
     # A path seeds a new run: started again, the run goes on from what it has done since.
-    path = newest if newest is not None or wanted in ("auto", "none") else Path(wanted)
-    distributed.check_same("the newest checkpoint", str(path))
-    if path is None:
-        return 0
-    progress = read_progress(path, ("step", "world_size", "data", "lr", "model"))
+    if found is None and wanted not in ("auto", "none"):
+        found = Path(wanted), store.check(Path(wanted))
+    if found is None:
+        return None
+    path, manifest = found
     lines = [
-        f"{path} was made with {key} = {progress['model'].get(key)}, but the recipe says {value}"
-        for key, value in model_of(recipe).items()
-        if progress["model"].get(key) != value
+        f"{path} was made with {key} = {manifest.model.get(key)}, but the recipe says {value}"
+        for key, value in model_of(recipe.model, recipe.precision.params).items()
+        if manifest.model.get(key) != value
     ]
     if lines:
         raise CheckpointError([*lines, "a checkpoint goes on with the model it was made of; set it back"])
     store.load(path, stages, optimizer)
-    loader.load_state_dict(progress["data"])
-    step: int = progress["step"]
-    lr = learning_rate(step - 1, recipe.optim, recipe.run.steps)
-    if lr != progress["lr"] and stages.mesh.rank == 0:
+    if manifest.data is None:
+        log.get().info(f"starting from the weights of {path}")
+        return 0
+    try:
+        loader.load_state_dict(manifest.data)
+    except KeyError as key:
+        raise CheckpointError(f"{path}: the state of its loader has no {key}; it cannot be continued") from None
+    lr = learning_rate(manifest.step - 1, recipe.optim, recipe.run.steps)
+    if manifest.lr is not None and lr != manifest.lr and stages.mesh.rank == 0:
         log.get().warning(
-            f"step {step} was taken with a learning rate of {progress['lr']:.3g}, the recipe now gives it {lr:.3g}: "
-            "its schedule has changed (the decay ends at optim.decay, which is run.steps where it is absent)"
+            f"step {manifest.step} was taken with a learning rate of {manifest.lr:.3g}, the recipe now gives it "
+            f"{lr:.3g}: its schedule has changed (the decay ends at optim.decay, which is run.steps where it is absent)"
         )
-    log.get().info(f"resumed from {path}: {step} of {recipe.run.steps} steps are done")
-    return step
-
-
-def model_of(recipe: Recipe) -> dict[str, Any]:
-    """What makes two models different functions of the same tensors."""
-    return {f"model.{key}": value for key, value in asdict(recipe.model).items()} | {
-        "precision.params": recipe.precision.params
-    }
+    log.get().info(f"resumed from {path}: {manifest.step} of {recipe.run.steps} steps are done")
+    return manifest.step
 
 
 def run(run: Run) -> int:
@@ -216,14 +247,21 @@ def run(run: Run) -> int:
         log.get().info(f"nothing to do: {run.step} of {total} steps are done; raise run.steps to train on")
     try:
         with StopSignal() as stop:
-            return _loop(run, total, stop)
+            stopped = _loop(run, total, stop)
+            with run.metrics.timer("checkpoint"):
+                run.store.wait()
     finally:
         run.metrics.close()
+    if run.claim is not None:
+        run.claim.close()
+    return stopped
 
 
 def _loop(run: Run, total: int, stop: "StopSignal") -> int:
     recipe, mesh, metrics = run.recipe, run.mesh, run.metrics
     while run.step < total:
+        # Whatever draws random numbers draws those of the step, on any layout and after any resume.
+        torch.manual_seed((recipe.run.seed << 32) + run.step & 2**63 - 1)
         with metrics.timer("data"):
             batch = next(run.loader)
         lr = learning_rate(run.step, recipe.optim, total)
@@ -238,14 +276,14 @@ def _loop(run: Run, total: int, stop: "StopSignal") -> int:
         update(run.stages, run.optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
         run.step += 1
         metrics.step(run.step, loss=loss, grad_norm=norm, lr=lr)
-        stopping = int(mesh.max_over_world(stop.number))
+        stopping, failed = map(int, mesh.max_over_world(stop.number, run.store.failed))
+        if failed:
+            run.store.wait()
         last = run.step == total
         # Saved before validation: a validation that fails, or that a signal leaves no time for, must lose nothing.
         if last or stopping or (recipe.checkpoint.every and run.step % recipe.checkpoint.every == 0):
             with metrics.timer("checkpoint"):
-                progress = {"data": run.loader.state_dict(), "lr": lr, "model": model_of(recipe)}
-                path = run.store.save(run.step, run.stages, run.optimizer, progress)
-            log.get().info(f"saved {path}")
+                run.store.save(_manifest(run, lr), run.stages, run.optimizer)
         if stopping and not last:
             log.get().info(f"stopped by signal {stopping} after step {run.step}; the same command goes on from there")
             return stopping
@@ -254,6 +292,19 @@ def _loop(run: Run, total: int, stop: "StopSignal") -> int:
                 validation_loss = validate(run, run.held_out)
             metrics.validation(run.step, validation_loss)
     return 0
+
+
+def _manifest(run: Run, lr: float) -> Manifest:
+    recipe = run.recipe
+    return Manifest(
+        step=run.step,
+        world_size=run.mesh.world_size,
+        layout=asdict(recipe.mesh),
+        model=model_of(recipe.model, recipe.precision.params),
+        recipe=run.resolved_toml,
+        data=run.loader.state_dict(),
+        lr=lr,
+    )
 
 
 def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:

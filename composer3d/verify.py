@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from composer3d.errors import UserError
 from composer3d.launch import Pool, WorkerError
@@ -24,15 +24,7 @@ from composer3d.verify_judge import Known, Verdict, judge
 from composer3d.verify_shrink import shrink
 
 
-def main_verify(
-    *,
-    recipe: str,
-    sets: Sequence[str],
-    dtype: Literal["float32", "float64"],
-    steps: int,
-    layouts: str | None,
-    as_json: bool,
-) -> int:
+def main_verify(*, recipe: str, sets: Sequence[str], dtype: str, steps: int, layouts: str | None, as_json: bool) -> int:
     """The command. Returns 0 where every layout passed, 1 where one did not, 2 where the only one was refused."""
     begin = time.monotonic()
     lines = [""] if layouts is None else _layout_lines(layouts)
@@ -57,15 +49,13 @@ def verify_layout(
 ) -> Verdict:
     """Prove one layout, or say why it is refused. References are kept in ``folder`` for the layouts that follow.
 
-    Args:
-        task: what is passed on to ``verify_worker.run_composed``; tests plant faults with it.
+    ``task`` is passed on to ``verify_worker.run_composed``; tests plant faults with it.
     """
     try:
         smalls = shrink(load(recipe, list(sets), check_files=False).recipe)
     except UserError as error:
-        return Verdict(
-            passed=False, world_size=0, layout=" ".join(sets), dtype=dtype, refused=True, error=" | ".join(error.lines)
-        )
+        why = " | ".join(error.lines)
+        return Verdict(passed=False, world_size=0, layout=" ".join(sets), dtype=dtype, refused=True, error=why)
     verdicts = [_prove(pool, folder, small, dtype=dtype, steps=steps, task=task) for small in smalls]
     return max(verdicts, key=lambda v: (not v.passed, v.max_grad_rel_err or 0.0))
 
@@ -108,12 +98,12 @@ def _reference(pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: in
     """The file with the one-process run, made once for all layouts that share it, and what is known of it."""
     key = repr((small.model, small.data, small.optim, small.run.seed, dtype, steps))
     path = folder / f"reference-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.pt"
-    arguments = {"recipe": small, "dtype": dtype, "steps": steps, "path": str(path)}
-    known_path = path.with_suffix(".json")
-    if not known_path.exists():  # written last
+    facts = path.with_suffix(".json")
+    if not facts.exists():  # written last
+        arguments = {"recipe": small, "dtype": dtype, "steps": steps, "path": str(path)}
         known = pool.run("composer3d.verify_worker:run_reference", arguments, world_size=1, limit_s=240.0)[0]
-        known_path.write_text(json.dumps(known))
-    return str(path), Known(**json.loads(known_path.read_text()))
+        facts.write_text(json.dumps(known))
+    return str(path), Known(**json.loads(facts.read_text()))
 
 
 def _layout_lines(path: str) -> list[str]:
@@ -129,18 +119,9 @@ def _layout_lines(path: str) -> list[str]:
 
 def _print_verdict(verdict: Verdict, line: str) -> None:
     word = "exact  " if verdict.passed else "refused" if verdict.refused else "WRONG  "
-    numbers = "  ".join(
-        f"{label} {value:.0e}" if value is not None else f"{label} -"
-        for label, value in (
-            ("loss", verdict.loss_rel_err),
-            ("norm", verdict.grad_norm_rel_err),
-            ("grad", verdict.max_grad_rel_err),
-            ("weight", verdict.max_weight_rel_err),
-        )
-    )
-    print(
-        f"{word} {line or verdict.layout}" + ("" if verdict.refused else f"  ({verdict.dtype})  {numbers}"),
-        file=sys.stderr,
-    )
+    errors = (verdict.loss_rel_err, verdict.grad_norm_rel_err, verdict.max_grad_rel_err, verdict.max_weight_rel_err)
+    shown = ["-" if error is None else f"{error:.0e}" for error in errors]
+    numbers = "  ({})  loss {}  norm {}  grad {}  weight {}".format(verdict.dtype, *shown)
+    print(f"{word} {line or verdict.layout}{'' if verdict.refused else numbers}", file=sys.stderr)
     if verdict.error:
         print(f"        {verdict.error}", file=sys.stderr)

@@ -7,7 +7,7 @@ must agree, so that of these the worst counts.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 from composer3d.recipe.schema import AXES, Recipe
 
 _EXACT = {"float64": 1e-9, "float32": 1e-5}
+_SCALARS = {"loss": "loss", "norm": "gradient norm"}
 
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What ``verify --json`` prints of one layout. Errors are relative; None where a value was not finite or not
-    computed.
-    """
+    """What ``verify --json`` prints of one layout. Errors are relative; None where one is not finite or not known."""
 
     passed: bool
     world_size: int
@@ -61,18 +60,15 @@ class Known:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A whole tensor as the ranks hold it; ``pieces`` are (rank, piece)."""
+    """A whole tensor as the ranks hold it."""
 
     step: int
     kind: str
     name: str
     error: float
-    pieces: list[tuple[int, Piece]]
+    pieces: list[tuple[int, Piece]]  # with their ranks, the worst first
+    boxes: list[Piece]  # the worst piece of each box
     problem: str | None
-
-    @property
-    def worst(self) -> tuple[int, Piece]:
-        return max(self.pieces, key=lambda held: _as_number(held[1].diff))
 
 
 def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: Known) -> Verdict:
@@ -80,31 +76,32 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     tight = _EXACT[verdict.dtype]
     late = tight if verdict.dtype == "float64" else max(tight, 4 * known.spread)
     tensors = _put_together(ranks, known)
-    for field, kind in {"max_grad_rel_err": "gradient", "max_weight_rel_err": "weight"}.items():
-        setattr(verdict, field, _worst(tensor.error for tensor in tensors if tensor.kind == kind))
+    scalars = [(step, name, error) for rank in ranks for name in _SCALARS for step, error in enumerate(rank[name])]
+    verdict.loss_rel_err = _worst([error for _, name, error in scalars if name == "loss"])
+    verdict.grad_norm_rel_err = _worst([error for _, name, error in scalars if name == "norm"])
+    verdict.max_grad_rel_err = _worst([t.error for t in tensors if t.kind == "gradient"])
+    verdict.max_weight_rel_err = _worst([t.error for t in tensors if t.kind == "weight"])
     # The first step's gradients have the tight bound: nothing has been stepped yet.
     beyond = [t for t in tensors if not t.error <= (tight if t.step == 0 and t.kind == "gradient" else late)]
     blamed = min(beyond or tensors, key=lambda t: (bool(beyond) and (t.step, t.kind), -t.error))
     verdict.worst_parameter = blamed.name
-    scalars = []  # (step, what, error) beyond its bound
-    for field, name in {"loss_rel_err": "loss", "grad_norm_rel_err": "norm"}.items():
-        errors = [(step, error) for rank in ranks for step, error in enumerate(rank[name])]
-        setattr(verdict, field, _worst(error for _, error in errors))
-        scalars += [(step, name, error) for step, error in errors if not error <= (tight if step == 0 else late)]
+    scalars = [found for found in scalars if not found[2] <= (tight if found[0] == 0 else late)]
     verdict.passed = not beyond and not scalars
+    if verdict.passed:
+        return verdict
     step, name, error = min(scalars, default=(math.inf, "", 0.0))
     if beyond and (blamed.kind == "gradient" or step > blamed.step):
-        headline = _headline(blamed, ranks)
-    elif scalars:  # a norm comes before the weights that it spoils
-        what = {"loss": "loss", "norm": "gradient norm"}[name] + f" at step {step + 1}"
+        findings: list[str | None] = [_headline(blamed, ranks)]
+    else:  # a norm comes before the weights that it spoils
+        what = f"{_SCALARS[name]} at step {step + 1}"
         what = "validation loss" if step == len(known.norms["weight"]) else what
-        headline = f"{what} is off by {error:.1e}, while every gradient {'so far' if beyond else 'and weight'} is right"
+        right = "every gradient so far" if beyond else "every gradient and weight"
+        findings = [f"{what} is off by {error:.1e}, while {right} is right"]
     if beyond:
         alike = [t for t in beyond if (t.step, t.kind) == (blamed.step, blamed.kind)]
         names = {t.name for t in tensors if t.kind == blamed.kind}
-        hints = [_factor(blamed, small), _where(alike, ranks), _which([t.name for t in alike], names)]
-        headline = "; ".join([headline, *(hint for hint in hints if hint)])
-    verdict.error = None if verdict.passed else headline
+        findings += [_factor(blamed, small), _where(alike, ranks), _which([t.name for t in alike], names)]
+    verdict.error = "; ".join(filter(None, findings))
     return verdict
 
 
@@ -112,23 +109,23 @@ def _put_together(ranks: list[dict[str, Any]], known: Known) -> list[Tensor]:
     held: dict[tuple[int, str, str], list[tuple[int, Piece]]] = defaultdict(list)
     for rank, measured in enumerate(ranks):
         for piece in measured["pieces"]:
-            held[piece.step, piece.kind, piece.name].append((rank, piece))
+            number = piece.diff if math.isfinite(piece.diff) else math.inf
+            held[piece.step, piece.kind, piece.name].append((rank, piece._replace(diff=number)))
     tensors = []
     for kind, steps in known.norms.items():
         for step, norms in enumerate(steps):
-            total = math.sqrt(sum(norm * norm for norm in norms.values()))
+            least = max(1e-12 * math.hypot(*norms.values()), 1e-300)
             for name in norms | dict.fromkeys(name for s, k, name in held if (s, k) == (step, kind)):
-                pieces, shape = held[step, kind, name], known.shapes.get(name)
-                worst: dict[Any, float] = defaultdict(float)  # by box
+                pieces = sorted(held[step, kind, name], key=lambda held: -held[1].diff)
+                boxes: dict[Any, Piece] = {}
                 for _, piece in pieces:
-                    box = piece.offset, piece.shape
-                    worst[box] = max(worst[box], _as_number(piece.diff))
+                    boxes.setdefault((piece.offset, piece.shape), piece)
                 problem = next((piece.problem for _, piece in pieces if piece.problem), None)
-                if problem is None and shape is not None:
-                    problem = _uncovered(name, shape, list(worst))
-                denominator = max(norms.get(name, 0.0), 1e-12 * total, 1e-300)
-                error = math.inf if problem else _as_number(math.sqrt(sum(worst.values())) / denominator)
-                tensors.append(Tensor(step, kind, name, error, pieces, problem))
+                if problem is None and name in known.shapes:
+                    problem = _uncovered(name, known.shapes[name], sorted(boxes))
+                error = math.sqrt(sum(box.diff for box in boxes.values())) / max(norms.get(name, 0.0), least)
+                error = math.inf if problem else error
+                tensors.append(Tensor(step, kind, name, error, pieces, list(boxes.values()), problem))
     return tensors
 
 
@@ -144,17 +141,16 @@ def _uncovered(name: str, shape: Sequence[int], boxes: list[tuple[tuple[int, ...
 
 def _headline(tensor: Tensor, ranks: list[dict[str, Any]]) -> str:
     what = f"{tensor.kind} of {tensor.name} at step {tensor.step + 1}"
-    if not tensor.pieces or (tensor.problem and not tensor.worst[1].problem):
+    if not tensor.pieces or (tensor.problem and not tensor.pieces[0][1].problem):
         return f"{what}: {tensor.problem}"
-    rank, piece = tensor.worst
+    rank, piece = tensor.pieces[0]
     amount = f" {piece.problem}" if piece.problem else f" is off by {tensor.error:.1e}"
     return f"{what}{amount} on {ranks[rank]['identity']}"
 
 
 def _factor(tensor: Tensor, small: Recipe) -> str | None:
     """Name what has the size of the factor between a tensor and its reference, where the whole fits one factor."""
-    by_box = {(p.offset, p.shape): p for _, p in sorted(tensor.pieces, key=lambda held: _as_number(held[1].diff))}
-    diff, square, dot = (sum(getattr(piece, field) for piece in by_box.values()) for field in ("diff", "square", "dot"))
+    diff, square, dot = (sum(getattr(piece, field) for piece in tensor.boxes) for field in ("diff", "square", "dot"))
     if tensor.problem or not math.isfinite(diff) or square == 0:
         return None
     scale = dot / square
@@ -178,22 +174,25 @@ def _fits(scale: float, size: int) -> bool:
 
 def _where(tensors: list[Tensor], ranks: list[dict[str, Any]]) -> str | None:
     """Which ranks are off, where not all are, and what their coordinates have in common."""
-    off = set()
-    for tensor in tensors:
-        if tensor.pieces:
-            most = _as_number(tensor.worst[1].diff)
-            off |= {rank for rank, piece in tensor.pieces if 0 < _as_number(piece.diff) >= 1e-6 * most}
+    off = {rank for t in tensors for rank, piece in t.pieces if 0 < piece.diff >= 1e-6 * t.pieces[0][1].diff}
     if not off or len(off) == len(ranks):
         return None
     places = [ranks[rank]["at"] for rank in sorted(off)]
-    common = {axis: places[0][axis] for axis in AXES if len({at[axis] for at in places}) == 1}
-    common = {axis: at for axis, at in common.items() if len({rank["at"][axis] for rank in ranks}) > 1}
+    varying = [axis for axis in AXES if len({rank["at"][axis] for rank in ranks}) > 1]
+    common = {axis: places[0][axis] for axis in varying if len({at[axis] for at in places}) == 1}
     alike = [rank for rank in ranks if all(rank["at"][axis] == at for axis, at in common.items())]
     count = f"the {len(off)}" if len(alike) == len(off) else f"{len(off)} of the {len(alike)}"
     with_ = " with " + " ".join(f"{axis}{at}" for axis, at in common.items()) if common else ""
     if len(off) == 1:
         return f"only on rank {off.pop()}{with_}"
     return f"only on {count} ranks{with_}: {', '.join(map(str, sorted(off)))}"
+
+
+_FAMILIES: tuple[Callable[[str], str], ...] = (
+    str,
+    lambda name: re.sub(r"^blocks\.[^.]+\.", "blocks.*.", name),  # in any block
+    lambda name: re.sub(r"^(blocks\.[^.]+|[^.]+).*", r"\1", name),  # a block, or another part of the model
+)
 
 
 def _which(off: list[str], names: Iterable[str]) -> str | None:
@@ -203,7 +202,7 @@ def _which(off: list[str], names: Iterable[str]) -> str | None:
         return f"all {len(off)} are off" if len(off) > 1 else None
     texts = [", ".join(sorted(off))] if len(off) <= 2 else []
     for group, others, prefix in ((off, rest, ""), (rest, off, "all but ")) if not texts else ():
-        for family in (str, _in_any_block, _part):
+        for family in _FAMILIES:
             families = {family(name) for name in group}
             if families.isdisjoint(family(name) for name in others):
                 texts.append(prefix + ", ".join(sorted(families)))
@@ -211,20 +210,5 @@ def _which(off: list[str], names: Iterable[str]) -> str | None:
     return f"{len(off)} of {len(off) + len(rest)} are off" + (f": {text}" if len(text) <= 200 else "")
 
 
-def _in_any_block(name: str) -> str:
-    return re.sub(r"^blocks\.[^.]+\.", "blocks.*.", name)
-
-
-def _part(name: str) -> str:
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
-
-
-def _as_number(value: float) -> float:
-    """Infinity for what is not finite, so that it is the largest."""
-    return value if math.isfinite(value) else math.inf
-
-
-def _worst(errors: Iterable[float]) -> float | None:
-    worst = max(map(_as_number, errors), default=0.0)
-    return worst if math.isfinite(worst) else None
+def _worst(errors: list[float]) -> float | None:
+    return max(errors, default=0.0) if all(map(math.isfinite, errors)) else None

@@ -1,15 +1,13 @@
 """Small recipes that stand for a large one: what a laptop runs, with every predicate that matters kept."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 
 from composer3d.errors import UserError
 from composer3d.recipe.rules import violations
-from composer3d.recipe.schema import AXES, MeshTable, ParallelTable, Recipe
+from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.schedules import micro_batches_wrong
-from composer3d.shape import ModelShape
 
 LIMIT = 16  # processes on one machine
 
@@ -47,52 +45,42 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     if math.prod(cut.values()) <= LIMIT:
         return [MeshTable(**cut)]
     wide = [axis for axis in AXES if cut[axis] > 1 and not (fixed and axis == "pp")]
-
-    def only(kept: Iterable[str]) -> MeshTable:
-        return MeshTable(**{axis: size if axis in kept or axis not in wide else 1 for axis, size in cut.items()})
-
-    tables = [[only(kept) for kept in combinations(wide, number)] for number in (3, 2, 1, 0)]
-    return next(each for each in tables if each and all(table.world_size <= LIMIT for table in each))
+    for number in (3, 2, 1):
+        tables = [MeshTable(**cut | dict.fromkeys(set(wide) - set(kept), 1)) for kept in combinations(wide, number)]
+        if tables and all(table.world_size <= LIMIT for table in tables):
+            return tables
+    return [MeshTable(**cut | dict.fromkeys(wide, 1))]
 
 
 def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
-    stages = mesh.pp * full.parallel.stages_per_rank if mesh.pp > 1 else 1
-    of_full = full.mesh.pp * full.parallel.stages_per_rank if full.mesh.pp > 1 else 1
-    n_layers = stages * min(2, max(1, full.model.n_layers // of_full)) + (1 if full.model.n_layers % of_full else 0)
-    parallel = _cut(full.parallel, stages) if mesh.pp > 1 else full.parallel
-    if parallel.stages is not None:
-        n_layers = sum(parallel.stages)
+    each, layers = full.parallel.stages_per_rank, full.model.n_layers
+    stages, of_full = (pp * each if pp > 1 else 1 for pp in (mesh.pp, full.mesh.pp))
+    n_layers = stages * min(2, max(1, layers // of_full)) + (1 if layers % of_full else 0)
+    cut = full.parallel.stages if mesh.pp > 1 else None
+    if cut is not None:  # one or two layers a stage, uneven where it was
+        cut = (cut if len(cut) == stages else (max(cut), *sorted(cut)))[:stages]
+        cut = tuple(1 + (size > min(cut)) for size in cut)
     unit = mesh.cp * math.lcm(2, mesh.tp)
-    micro_batches, micro_batch = _micro_batches(full, mesh.pp), min(2, full.data.micro_batch)
-    data = replace(
-        full.data,
-        seq_len=-(-max(16, 8 * mesh.cp, 2 * unit) // unit) * unit,
-        micro_batch=micro_batch,
-        global_batch=micro_batch * micro_batches * mesh.batch_ranks,
-    )
+    micro_batch = min(2, full.data.micro_batch)
     small = replace(
         full,
-        model=_shape(full, mesh.tp, n_layers, shards=mesh.dp_shard * mesh.cp),
+        model=_shape(full, mesh.tp, n_layers if cut is None else sum(cut), shards=mesh.dp_shard * mesh.cp),
         mesh=mesh,
-        parallel=parallel,
+        parallel=replace(full.parallel, stages=cut),
         memory=replace(full.memory, loss_chunks=min(3, full.memory.loss_chunks)),
-        data=data,
+        data=replace(
+            full.data,
+            seq_len=-(-max(16, 8 * mesh.cp, 2 * unit) // unit) * unit,
+            micro_batch=micro_batch,
+            global_batch=micro_batch * _micro_batches(full, mesh.pp) * mesh.batch_ranks,
+        ),
         optim=replace(full.optim, clip=0.1 if full.optim.clip > 0 else 0.0),
     )
     assert not violations(small), violations(small)
     return small
 
 
-def _cut(parallel: ParallelTable, stages: int) -> ParallelTable:
-    """An explicit cut of one or two layers a stage, uneven where it was."""
-    if parallel.stages is None:
-        return parallel
-    given = parallel.stages if len(parallel.stages) == stages else (max(parallel.stages), *sorted(parallel.stages))
-    given = given[:stages]
-    return replace(parallel, stages=tuple(1 + (layers > min(given)) for layers in given))
-
-
-def _shape(full: Recipe, tp: int, n_layers: int, shards: int) -> ModelShape:
+def _shape(full: Recipe, tp: int, n_layers: int, shards: int) -> Model:
     model = full.model
     if model.n_kv_heads < full.mesh.tp and tp > 1:  # ranks share a key-value head
         n_kv_heads = max(min(2, model.n_kv_heads, tp // 2), tp * model.n_kv_heads // full.mesh.tp)

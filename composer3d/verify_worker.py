@@ -1,7 +1,6 @@
 """What the workers of ``verify`` run: the plain one-process training, and the composed one held against it."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -47,46 +46,45 @@ def random_batch(recipe: Recipe, step: int) -> Batch:
 
 
 def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str, Any]:
-    """Train on one process with nothing of ``parallel`` but the initial weights, and write what it computed to
-    ``path``.
+    """Train on one process with nothing of ``parallel`` but the initial weights; write what it computed to ``path``.
 
     Returns:
-        The fields of ``verify_judge.Known``. ``spread`` is, in float32, the largest relative difference, after the
-        first gradients, to the same training with the batch cut into single samples: what rounding alone does.
+        The fields of ``verify_judge.Known``. ``spread`` is, in float32, the largest relative difference to the same
+        training with the batch cut into single samples: what rounding alone does.
     """
     torch.set_num_threads(1)
     whole = _train_plainly(recipe, dtype, steps, rows=recipe.data.global_batch)
     torch.save(whole, path)
-    norms = {
-        kind: [
-            {name: torch.linalg.vector_norm(t.to(torch.float64)).item() for name, t in each.items()}
-            for each in whole[kind]
-        ]
-        for kind in ("gradient", "weight")
-    }
+    kinds = ("gradient", "weight")
+    norms = {kind: [{name: _norm(t) for name, t in step.items()} for step in whole[kind]] for kind in kinds}
     shapes = {name: list(tensor.shape) for name, tensor in whole["weight"][0].items()}
-    spread = 0.0 if dtype == "float64" else _spread(recipe, dtype, steps, whole)
-    return {"spread": spread, "norms": norms, "shapes": shapes}
+    spread = [0.0]
+    if dtype != "float64":
+        single = _train_plainly(recipe, dtype, steps, rows=1)
+        for kind in ("loss", "norm"):
+            spread += map(_relative, single[kind], whole[kind])
+        for kind in kinds:
+            for mine, tensors, sizes in zip(single[kind], whole[kind], norms[kind], strict=True):
+                least = 1e-12 * math.hypot(*sizes.values())
+                spread += [_norm(mine[name].double() - b) / max(sizes[name], least) for name, b in tensors.items()]
+    return {"spread": max(spread), "norms": norms, "shapes": shapes}
 
 
-def _spread(recipe: Recipe, dtype: str, steps: int, whole: dict[str, Any]) -> float:
-    single = _train_plainly(recipe, dtype, steps, rows=1)
-    spread = [abs(a - b) / abs(b) for kind in ("loss", "norm") for a, b in zip(single[kind], whole[kind], strict=True)]
-    for step in range(steps):
-        for kind in ("gradient", "weight"):
-            norm = total_norm(whole[kind][step])
-            spread += [relative(single[kind][step][name], b, norm) for name, b in whole[kind][step].items()]
-    return max(spread)
+def _norm(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
+
+
+def _relative(a: float, b: float) -> float:
+    return abs(a - b) / abs(b)
 
 
 def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict[str, Any]:
     """Plain PyTorch: forward and backward over ``rows`` samples at a time, clip, AdamW; validation before the last."""
     model = Llama(recipe.model, dtype=getattr(torch, dtype), device="cpu")
     init.initialise(model, llama_plan(recipe.model), recipe.run.seed)
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim < 2]
-    table = recipe.optim
-    groups = [{"params": decay, "weight_decay": table.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    table, groups = recipe.optim, []
+    for is_matrix, decay in ((True, table.weight_decay), (False, 0.0)):
+        groups.append({"params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix], "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False)
     out: dict[str, Any] = {"loss": [], "norm": [], "gradient": [], "weight": []}
     validation = math.nan
@@ -94,20 +92,19 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict
         if step == steps - 1:
             batch = random_batch(recipe, steps)
             with torch.no_grad():
-                validation = (model(*batch) / (batch.labels_BT != IGNORE_INDEX).sum()).item()
+                validation = _loss(model, batch, batch).item()
         batch = random_batch(recipe, step)
-        valid = (batch.labels_BT != IGNORE_INDEX).sum()
         optimizer.zero_grad()
         total = 0.0
         for first in range(0, recipe.data.global_batch, rows):
-            loss = model(*_rows(batch, first, rows)) / valid
+            loss = _loss(model, _rows(batch, first, rows), batch)
             loss.backward()
             total += loss.item()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norm = total_norm(gradients)
-        if 0 < table.clip < norm:
-            for p in model.parameters():
-                p.grad = p.grad * (table.clip / norm) if p.grad is not None else None
+        norm = math.hypot(*map(_norm, gradients.values()))
+        for p in model.parameters():
+            if p.grad is not None and 0 < table.clip < norm:
+                p.grad *= table.clip / norm
         for group in optimizer.param_groups:
             group["lr"] = rate(recipe, step)
         optimizer.step()
@@ -119,29 +116,30 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict
     return out
 
 
+def _loss(model: Llama, part: Batch, whole: Batch) -> Tensor:
+    """Of a part of a batch, by the labels that count in the whole."""
+    return model(*part) / (whole.labels_BT != IGNORE_INDEX).sum()
+
+
 def rate(recipe: Recipe, step: int) -> float:
     """A learning rate that is another one in each step, and never the one that the optimizer was built with."""
     return recipe.optim.lr / (step + 2)
 
 
+Wide = Literal["float32", "float64"]
+
+
 def run_composed(
-    recipe: Recipe,
-    dtype: Literal["float32", "float64"],
-    steps: int,
-    reference: str,
-    fault: Any = None,
-    compute: Literal["float32"] | None = None,
+    recipe: Recipe, dtype: Wide, steps: int, reference: str, fault: Any = None, compute: Wide | None = None
 ) -> dict[str, Any]:
     """Train composed, as one rank, and compare with the reference after each step.
 
-    Args:
-        fault: called before anything is built; a test plants a fault with it.
-        compute: narrower dtype of a mixed-precision recipe's forward and backward; absent: ``dtype``.
+    ``fault``, with which a test plants one, is called before anything is built. ``compute`` is a narrower dtype of a
+    mixed-precision recipe's forward and backward; absent: ``dtype``.
 
     Returns:
         ``identity`` and ``at`` of the rank; relative errors ``loss`` and ``norm`` by step, a further loss being that of
-        a validation before the last step; ``pieces``: a ``Piece`` for each gradient and weight that it holds, after
-        each step.
+        a validation before the last step; ``pieces``: of each gradient and weight that it holds, after each step.
     """
     torch.set_num_threads(1)
     if fault is not None:
@@ -156,19 +154,22 @@ def run_composed(
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
         out: dict[str, Any] = {"identity": mesh.identity, "at": mesh.at, "loss": [], "norm": [], "pieces": []}
         validation = math.nan
+
+        def compare(step: int, kind: str, tensors: dict[str, Tensor | None]) -> None:
+            whole = wanted[kind][step]
+            out["pieces"] += [_measure(step, kind, name, t, whole.get(name)) for name, t in tensors.items()]
+
         for step in range(steps):
             if step == steps - 1:  # between two steps, so that it is seen if validation disturbs the one that follows
                 share, valid = evaluate_batch(stages, _mine(random_batch(recipe, steps), mesh))
                 total, tokens = mesh.sum_over_world(share, valid)
-                validation = _scalar_error(total / tokens, wanted["loss"][steps])
+                validation = _relative(total / tokens, wanted["loss"][steps])
             loss, norm = compute_gradients(stages, _mine(random_batch(recipe, step), mesh))
-            out["loss"].append(_scalar_error(loss, wanted["loss"][step]))
-            out["norm"].append(_scalar_error(norm, wanted["norm"][step]))
-            gradients = {name: p.grad for name, p in stages.named_parameters()}
-            out["pieces"] += _compare(step, "gradient", gradients, wanted["gradient"][step])
+            out["loss"].append(_relative(loss, wanted["loss"][step]))
+            out["norm"].append(_relative(norm, wanted["norm"][step]))
+            compare(step, "gradient", {name: p.grad for name, p in stages.named_parameters()})
             update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=rate(recipe, step))
-            weights = {name: p.detach() for name, p in stages.named_parameters()}
-            out["pieces"] += _compare(step, "weight", weights, wanted["weight"][step])
+            compare(step, "weight", {name: p.detach() for name, p in stages.named_parameters()})
         out["loss"].append(validation)
         return out
 
@@ -184,12 +185,9 @@ def _rows(batch: Batch, first: int, count: int) -> Batch:
     return Batch(tokens[part], labels[part], positions[part], None if documents is None else documents[part])
 
 
-def _compare(step: int, kind: str, tensors: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor]) -> list[Piece]:
-    """This rank's part of each tensor against the same box of the reference. No collective."""
-    return [_measure(step, kind, name, tensor, wanted.get(name)) for name, tensor in tensors.items()]
-
-
 def _measure(step: int, kind: str, name: str, tensor: Tensor | None, whole: Tensor | None) -> Piece:
+    """This rank's part of a tensor against the same box of the reference. No collective."""
+
     def fails(problem: str) -> Piece:
         return Piece(step, kind, name, (), (0,), math.inf, 0.0, 0.0, problem)
 
@@ -206,17 +204,3 @@ def _measure(step: int, kind: str, name: str, tensor: Tensor | None, whole: Tens
     a, b = local.to("cpu", torch.float64), box.to(torch.float64)
     diff, square, dot = ((x * y).sum().item() for x, y in ((a - b, a - b), (b, b), (a, b)))
     return Piece(step, kind, name, offset, tuple(local.shape), diff, square, dot)
-
-
-def relative(a: Tensor, b: Tensor, norm_of_all: float) -> float:
-    """||a - b|| / max(||b||, 1e-12 of the norm of all tensors)."""
-    a, b = a.to(torch.float64), b.to(torch.float64)
-    return (torch.linalg.vector_norm(a - b) / max(torch.linalg.vector_norm(b).item(), 1e-12 * norm_of_all)).item()
-
-
-def total_norm(tensors: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(torch.linalg.vector_norm(t.to(torch.float64)).item() ** 2 for t in tensors.values()))
-
-
-def _scalar_error(a: float, b: float) -> float:
-    return abs(a - b) / abs(b)

@@ -180,7 +180,7 @@ def test_loss_that_is_not_finite_stops_the_run(folder: Path) -> None:
         (["data.path=other.txt"], "the data has changed since"),
         (["data.global_batch=16"], "data.global_batch = 16, but the checkpoint was made with 8"),
         (["checkpoint.resume=none"], 'checkpoint.resume = "none" starts anew, but'),
-        (["run.name=other", "checkpoint.resume=."], "is not a checkpoint: it has no progress.json"),
+        (["run.name=other", "checkpoint.resume=."], "is not a checkpoint: it has no manifest.json"),
     ],
     ids=["layers", "theta", "dtype", "data", "batch", "anew", "folder"],
 )
@@ -217,7 +217,7 @@ def test_damaged_checkpoint_is_named(trained: Path) -> None:
     next(saved.glob("*.distcp")).write_bytes(b"torn")
     result = train(trained)
     assert result.returncode == 2
-    assert "runs/small/checkpoints/step-00000005 cannot be read" in result.stderr
+    assert "runs/small/checkpoints/__0_0.distcp has 4 bytes, the manifest says" in result.stderr
     assert "Traceback" not in result.stderr
 
 

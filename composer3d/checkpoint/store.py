@@ -1,124 +1,263 @@
-"""Where checkpoints are kept: one folder a step, written by ``torch.distributed.checkpoint``, published by a rename."""
+"""Where checkpoints are kept: one folder a step, written beside its place, synced, and published by a rename."""
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
+from composer3d import dist as distributed
 from composer3d import log
-from composer3d.checkpoint.state import compare, gather_state
-from composer3d.errors import CheckpointError
+from composer3d.checkpoint import manifest as manifests
+from composer3d.checkpoint.manifest import Manifest
+from composer3d.checkpoint.pickles import METADATA, SafeReader, explain, read_metadata, tensors_of
+from composer3d.checkpoint.state import PartsPlanner, compare, gather_state, local_parts
+from composer3d.errors import CheckpointError, UserError
 from composer3d.parallel import Stages
 
 T = TypeVar("T")
-_PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
+_TIMEOUT = timedelta(hours=1)  # how much longer than another rank's the writes of one may take
 
 
 class Store:
-    """The checkpoints of one run: ``FOLDER/step-00000100``. Every method but ``newest`` is collective over the job."""
+    """The checkpoints of one run: ``FOLDER/step-00000100``. Every method but ``newest`` is collective over the job.
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    A folder of that name is whole: its files are on the disk, and ``manifest.json`` says what they are. What is being
+    written, and what is being removed, is called ``*.tmp``.
+
+    Collectives run on a gloo group of the store's own: a save in the background must not meet those of training.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, background: bool = False) -> None:
         self.folder = folder
-        self._keep = keep
+        self._keep, self._background = keep, background
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # where a new thread is not
+        self._thread = ThreadPoolExecutor(1, initializer=lambda: None if gpu is None else torch.cuda.set_device(gpu))
+        self._flight: Future[None] | None = None
+        self._host: dict[str, Tensor] = {}
+        self._damaged: set[Path] = set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in the background has failed, as far as this rank knows: ``wait`` raises its error."""
+        return self._flight is not None and self._flight.done() and self._flight.exception() is not None
 
     def newest(self) -> Path | None:
-        """The checkpoint with the highest step, or None."""
-        whole = [path for path in self._steps() if (path / _PROGRESS).exists()]
-        return whole[-1] if whole else None
+        """The checkpoint with the highest step that is not known to be damaged, or None. Waits for a save to end."""
+        if self._flight is not None:
+            self._flight.exception()
+        return max(self._whole(), default=None)
 
     def _steps(self) -> list[Path]:
         """Folders of checkpoints by step: what a user has put beside them under another name is not ours."""
         return sorted(path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name))
 
-    def save(self, step: int, stages: Stages, optimizer: torch.optim.AdamW, progress: dict[str, Any]) -> Path:
-        """Write the state after ``step`` steps and ``progress`` (plain JSON), then drop the oldest beyond ``keep``."""
-        final = self.folder / f"step-{step:08d}"
-        staging = final.with_suffix(".tmp")
-        if dist.get_rank() == 0:
-            for crashed in self.folder.glob("step-*.tmp"):
-                shutil.rmtree(crashed, ignore_errors=True)
-            staging.mkdir(parents=True)
-        dist.barrier()
-        dcp.save(gather_state(stages, optimizer), storage_writer=dcp.FileSystemWriter(staging))
-        if dist.get_rank() == 0:
-            with open(staging / _PROGRESS, "w") as file:
-                json.dump({"step": step, "world_size": dist.get_world_size(), **progress}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            replaced = final.with_suffix(".old.tmp")
-            if final.exists():
-                final.rename(replaced)
-            staging.rename(final)
-            shutil.rmtree(replaced, ignore_errors=True)
-            for old in [path for path in self._steps() if path != final][: 1 - self._keep or None]:
-                shutil.rmtree(old, onerror=_warn)
-        dist.barrier()
-        return final
+    def _whole(self) -> list[Path]:
+        return [path for path in self._steps() if path not in self._damaged and (path / manifests.FILE).exists()]
 
-    def load(self, path: Path, stages: Stages, optimizer: torch.optim.AdamW) -> None:
-        """Read ``path`` into the live model, optimizer and generator.
+    def save(self, manifest: Manifest, stages: Stages, optimizer: torch.optim.AdamW) -> None:
+        """Write the state after ``manifest.step`` steps, then drop the oldest checkpoints beyond ``keep``.
+
+        In the background this returns as soon as the state is copied to the host, and waits for the save before.
+
+        Args:
+            manifest: all but the files and tensors.
 
         Raises:
-            CheckpointError: it is not a checkpoint, or its names and shapes are not this job's.
+            CheckpointError: on every rank, where one cannot write; in the background ``wait`` raises it.
         """
-        progress = read_progress(path)
+        began = time.perf_counter()
+        self.wait()
         state = gather_state(stages, optimizer)
-        metadata = _readable(path, lambda: dcp.FileSystemReader(path).read_metadata()).state_dict_metadata
-        rng = f"rng.{dist.get_rank()}"
-        generator: Tensor = state.pop(rng)
-        saved = {
-            name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else ()
-            for name, entry in metadata.items()
-            if not name.startswith("rng.")
-        }
+        if not self._background:
+            self._write(manifest, state, local_parts(state))
+            return
+        self._flight = self._thread.submit(self._write, manifest, state, self._copy(local_parts(state)))
+        seconds = time.perf_counter() - began
+        log.get().info(f"saving step {manifest.step} in the background: training stood still for {seconds:.3f} s")
+
+    def _copy(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``parts`` in memory of the host (pinned for a GPU's), which the next save uses again."""
+        for name, part in parts.items():
+            if name not in self._host:
+                self._host[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+            self._host[name].copy_(part, non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return self._host
+
+    def wait(self) -> None:
+        """Wait for the save in the background. Raises its error, a CheckpointError that is the same on every rank."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.result()
+
+    def _write(self, manifest: Manifest, state: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
+        began = time.perf_counter()
+        final = self.folder / f"step-{manifest.step:08d}"
+        staging = final.with_suffix(".tmp")
+        try:
+            self._on_first(lambda: self._prepare(staging))
+            # Synced below: torch 2.13 calls fsync before it has flushed. No copy ahead: it would need a GPU's stream.
+            writer = _Writer(staging, sync_files=False, per_thread_copy_ahead=0)
+            saved = dcp.save(state, storage_writer=writer, planner=PartsPlanner(parts), process_group=self._group)
+            own = distributed.on_all("writing", lambda: _seal(staging), self._group)
+            files = {name: entry for part in self._gather(own) for name, entry in part.items()}
+            full = replace(manifest, files=files, tensors=tensors_of(saved, str(staging)))
+            self._on_first(lambda: self._publish(staging, final, full))
+        except (UserError, CheckpointException) as error:
+            if dist.get_rank() == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+            lines = [f"step {manifest.step} could not be saved in {staging}: {cause}" for cause in _causes(error)]
+            kept = max(self._whole(), default="none")
+            raise CheckpointError(
+                [*lines, f"the newest checkpoint is {kept}: the same command goes on from it"]
+            ) from error
+        log.get().info(f"saved {final} in {time.perf_counter() - began:.2f} s")
+
+    def _on_first(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on rank 0; where it fails, all ranks do."""
+        distributed.on_all("writing", function if dist.get_rank() == 0 else lambda: None, self._group)
+
+    def _gather(self, mine: T) -> list[T]:
+        every = [mine] * dist.get_world_size()
+        dist.all_gather_object(every, mine, self._group)
+        return every
+
+    def _prepare(self, staging: Path) -> None:
+        for crashed in self.folder.glob("step-*.tmp"):
+            shutil.rmtree(crashed, ignore_errors=True)
+        staging.mkdir(parents=True)
+        _sync(self.folder.parent)
+
+    def _publish(self, staging: Path, final: Path, manifest: Manifest) -> None:
+        manifests.write(staging, manifest)
+        _sync(staging)
+        replaced = final.with_suffix(".old.tmp")
+        if final.exists():  # it is damaged: a run does not come twice to a step that it has saved
+            final.rename(replaced)
+        staging.rename(final)
+        _sync(self.folder)
+        self._damaged.discard(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        others = [path for path in self._whole() if path != final]
+        kept = [final, *others[::-1][: self._keep - 1]]
+        for path in self._steps():
+            if path not in kept and (path in others or path < min(kept)):
+                _remove(path)
+
+    def check(self, path: Path) -> Manifest:
+        """Hold a checkpoint to its manifest. Each rank reads a share of the files, and all come to one verdict.
+
+        Raises:
+            CheckpointError: on every rank, with all that is wrong.
+        """
+        manifest = distributed.on_all("checkpoint", lambda: manifests.read(path), self._group)
+        share = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+        problems = self._gather(manifests.damage(path, manifest, share))
+        lines = list(dict.fromkeys(line for part in problems for line in part))
+        if lines:
+            raise CheckpointError(lines)
+        return manifest
+
+    def find(self) -> tuple[Path, Manifest] | None:
+        """The newest checkpoint that is whole, or None where there is no checkpoint. Warns of what it passes over.
+
+        Raises:
+            CheckpointError: on every rank, where all are damaged.
+        """
+        steps = self._steps()
+        distributed.check_same(f"the list of checkpoints in {self.folder}", [path.name for path in steps])
+        for path in reversed(steps):
+            try:
+                return path, self.check(path)
+            except CheckpointError as error:
+                self._damaged.add(path)
+                if dist.get_rank() == 0:
+                    log.get().warning("\n".join([*error.lines, f"{path} is damaged: it is passed over"]))
+        if steps:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole (damaged: {', '.join(path.name for path in steps)}); "
+                "restore one, or remove them to start anew"
+            )
+        return None
+
+    def load(self, path: Path, stages: Stages, optimizer: torch.optim.AdamW) -> None:
+        """Read ``path``, which ``check`` has found whole, into the live model and optimizer, on whatever layout.
+
+        A checkpoint without moments leaves the optimizer as it is.
+
+        Raises:
+            CheckpointError: on every rank: its names, shapes and dtypes are not this job's, or it names a class that
+                does not belong in a checkpoint; nothing of it is run.
+        """
+        metadata = distributed.on_all("checkpoint", lambda: read_metadata(path), self._group)
+        saved = tensors_of(metadata, str(path))
+        state = gather_state(stages, optimizer)
+        if not any(name.startswith("optim.") for name in saved):
+            state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
         compare(state, saved, str(path))
-        if progress["world_size"] == dist.get_world_size():
-            state[rng] = generator
-        _readable(path, lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(path)))
-        torch.set_rng_state(generator)
+        try:
+            dcp.load(state, storage_reader=SafeReader(path, metadata), process_group=self._group)
+        except CheckpointException as error:
+            raise CheckpointError([f"{path} cannot be read: {cause}" for cause in _causes(error)]) from None
 
 
-def _readable(path: Path, read: Callable[[], T]) -> T:
+class _Writer(dcp.FileSystemWriter):
+    """Fails with what the system said: torch's zip writer fails once more at its end, and hides that."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__context__ is not None:
+                cause = cause.__context__
+            raise cause from None
+
+
+def _seal(staging: Path) -> dict[str, tuple[int, str]]:
+    """Have this rank's files on the disk; their sizes and digests."""
+    rank = dist.get_rank()
+    own = [*staging.glob(f"__{rank}_*"), *([staging / METADATA] if rank == 0 else [])]
+    for path in own:
+        _sync(path)
+    return {path.name: (path.stat().st_size, manifests.digest_file(path)) for path in own}
+
+
+def _sync(path: Path) -> None:
+    """Have what was written to a file, or the names in a folder, on the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
-        return read()
-    except (Exception, CheckpointException) as error:  # whatever DCP makes of a damaged file
-        cause = str(error).strip().splitlines() or [""]
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {cause[-1]}); it is damaged: remove the folder to go on "
-            "from the checkpoint before it"
-        ) from error
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
-def _warn(function: object, path: str, problem: object) -> None:
-    """Space that cannot be freed must not end a healthy run."""
-    log.get().warning(f"cannot remove {path} of an old checkpoint")
-
-
-def read_progress(path: Path, keys: Sequence[str] = ("step", "world_size")) -> dict[str, Any]:
-    """What a checkpoint says of itself: ``step``, ``world_size`` and what the run gave to ``Store.save``.
-
-    Args:
-        keys: what must be there.
-
-    Raises:
-        CheckpointError: the folder is no checkpoint of composer3d.
-    """
+def _remove(path: Path) -> None:
+    """Space that cannot be freed must not end a healthy run. The new name comes first: half of it is no checkpoint."""
     try:
-        progress = json.loads((path / _PROGRESS).read_text())
-        if not isinstance(progress, dict) or any(key not in progress for key in keys):
-            raise ValueError(f"it must hold {', '.join(keys)}")
-        return progress
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} is not a checkpoint: it has no {_PROGRESS}; name a step-* folder") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}/{_PROGRESS} cannot be read ({error}); the checkpoint is damaged") from None
+        shutil.rmtree(path.rename(path.with_suffix(".tmp")))
+    except OSError as error:
+        log.get().warning(f"cannot remove {path}, an old checkpoint: {error}")
+
+
+def _causes(error: UserError | CheckpointException) -> list[str]:
+    """What went wrong on which rank, one line each."""
+    if isinstance(error, UserError):
+        return list(error.lines)
+    return [f"rank {rank}: {explain(cause)}" for rank, (cause, _) in sorted(error.failures.items())]

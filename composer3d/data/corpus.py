@@ -10,17 +10,10 @@ VOCAB_SIZE = 256
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """All tokens of one split.
+    """All tokens of one split; each document is followed by one end-of-document token, which stands nowhere else."""
 
-    ``tokens``: 1-D, read-only; each document is followed by one end-of-document token. uint8 in memory, or
-    little-endian uint16 or uint32 in a memory-mapped file.
-    ``end_of_document``: that token, which stands nowhere else.
-    ``digest``: hexadecimal, of the tokens; two corpora with one digest hold the same tokens.
-    ``name``: says in messages which corpus this is.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # 1-D, read-only: uint8 in memory, or little-endian uint16 or uint32 in a memory-mapped file
     end_of_document: int
-    digest: str
+    digest: str  # hexadecimal, of the tokens; two corpora with one digest hold the same tokens
     n_documents: int
-    name: str
+    name: str  # says in messages which corpus this is

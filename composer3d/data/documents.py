@@ -75,25 +75,21 @@ def jsonl_documents(files: Iterable[Path], field: str) -> Iterator[Document]:
 
 
 def _text_of(line: bytes, field: str, place: str) -> bytes:
+    form, way = f'an object such as {{"{field}": "..."}}', "data.field of a recipe, or --field of prepare"
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:  # not UTF-8, numbers of thousands of digits, endless brackets
-        raise DataError(
-            f'{place}: not JSON: {error}; each line must be an object such as {{"{field}": "..."}}'
-        ) from None
+        raise DataError(f"{place}: not JSON: {error}; each line must be {form}") from None
     if not isinstance(entry, dict):
-        raise DataError(f'{place}: must be an object such as {{"{field}": "..."}}, got {_cut(json.dumps(entry))}')
+        raise DataError(f"{place}: must be {form}, got {_cut(json.dumps(entry))}")
     if field not in entry:
-        keys = _cut(", ".join(map(json.dumps, entry)), 200)
+        keys = _cut(", ".join(map(json.dumps, entry)), 200) or "none"
         raise DataError(
-            f'{place}: the object has no "{field}", its keys are {keys or "none"}; name the key of the text with '
-            "data.field of a recipe, or --field of prepare"
+            f'{place}: the object has no "{field}", its keys are {keys}; name the key of the text with {way}'
         )
     if not isinstance(entry[field], str):
-        raise DataError(
-            f'{place}: "{field}" must be a string, got {_cut(json.dumps(entry[field]))}; mend the line, or '
-            "name another key with data.field of a recipe, or --field of prepare"
-        )
+        got = f'"{field}" must be a string, got {_cut(json.dumps(entry[field]))}'
+        raise DataError(f"{place}: {got}; mend the line, or name another key with {way}")
     try:
         return str(entry[field]).encode()
     except UnicodeEncodeError as error:

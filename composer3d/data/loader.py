@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from composer3d.data.corpus import Corpus
@@ -46,13 +46,10 @@ def sample_order(n_samples: int, seed: int, first: int, count: int) -> np.ndarra
 
     Global sample g belongs to epoch g // n_samples, each epoch a permutation of its own. ``seed`` is at least 0.
     """
+    epochs, places = np.divmod(np.arange(first, first + count), n_samples)
     out = np.empty(count, dtype=np.int64)
-    done = 0
-    while done < count:
-        epoch, start = divmod(first + done, n_samples)
-        part = _permutation(n_samples, seed, epoch)[start : start + count - done]
-        out[done : done + len(part)] = part
-        done += len(part)
+    for epoch in np.unique(epochs):
+        out[epochs == epoch] = _permutation(n_samples, seed, int(epoch))[places[epochs == epoch]]
     return out
 
 
@@ -75,67 +72,11 @@ def count_samples(corpus: Corpus, seq_len: int) -> int:
     return n_samples
 
 
-class _Steps(Sampler[int]):
-    """Step numbers without end. Its state is the next one."""
-
-    def __init__(self, next_step: int) -> None:
-        self.next_step = next_step
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        self.next_step += 1
-        return self.next_step - 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next_step": self.next_step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_step = state["next_step"]
-
-
-class _StepBatches(Dataset[Batch]):
-    """Item s is this rank's batch of step s; only its own rows are ever gathered."""
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        seq_len: int,
-        global_batch: int,
-        seed: int,
-        batch_rank: int,
-        rows: int,
-        packing: Literal["none", "documents"],
-    ) -> None:
-        self.n_samples = count_samples(corpus, seq_len)
-        # A view: sample i is row i, tokens[i * seq_len : i * seq_len + seq_len + 1].
-        self.samples = np.lib.stride_tricks.sliding_window_view(corpus.tokens, seq_len + 1)[::seq_len]
-        self.global_batch = global_batch
-        self.seed = seed
-        self.batch_rank = batch_rank
-        self.rows = rows
-        self.positions_BT = torch.arange(seq_len).repeat(rows, 1)
-        self.end = corpus.end_of_document if packing == "documents" else None
-
-    def __getitem__(self, step: int) -> Batch:
-        first = step * self.global_batch + self.batch_rank * self.rows
-        numbers = sample_order(self.n_samples, self.seed, first, self.rows)
-        window_BT = torch.from_numpy(self.samples[numbers].astype(np.int64))
-        tokens_BT, labels_BT = window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
-        if self.end is None:
-            return Batch(tokens_BT, labels_BT, self.positions_BT.clone())
-        ends_BT = tokens_BT == self.end
-        documents_BT, positions_BT = number_documents(ends_BT)
-        # Not in place: of one row, tokens and labels are two views of one memory.
-        return Batch(tokens_BT, labels_BT.masked_fill(ends_BT, IGNORE_INDEX), positions_BT, documents_BT)
-
-
-class Loader:
+class Loader(Dataset[Batch]):
     """An iterator without end: one ``Batch`` of global_batch / batch_ranks rows a step, from ``first_step`` on.
 
-    With ``packing`` "documents" rows are split where a token ends a document; the samples are the same.
+    ``loader[step]`` is the batch of any step; only this rank's own rows are ever gathered. With ``packing`` "documents"
+    rows are split where a token ends a document; the samples are the same.
     The state counts steps of the global batch, so that it continues exactly under any number of batch ranks.
 
     Raises DataError where the corpus is too small for one sample or the ranks cannot share the batch evenly.
@@ -160,28 +101,41 @@ class Loader:
             )
         if not 0 <= batch_rank < batch_ranks:
             raise ValueError(f"batch_rank = {batch_rank} is outside 0 ... {batch_ranks - 1}")
-        self._corpus = corpus
+        self._corpus, self._n_samples = corpus, count_samples(corpus, seq_len)
+        # A view: sample i is row i, tokens[i * seq_len : i * seq_len + seq_len + 1].
+        self._samples = np.lib.stride_tricks.sliding_window_view(corpus.tokens, seq_len + 1)[::seq_len]
         # What the order of samples depends on: a checkpoint that was made with another one cannot be continued. With
         # another packing it can: the samples go on as they were, and a later stage of a training may well change it.
         self._order = {"seq_len": seq_len, "global_batch": global_batch, "seed": seed}
-        self._steps = _Steps(first_step)
-        batches = _StepBatches(
-            corpus,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            seed=seed,
-            batch_rank=batch_rank,
-            rows=global_batch // batch_ranks,
-            packing=packing,
-        )
+        self._rows = global_batch // batch_ranks
+        self._first_row = batch_rank * self._rows
+        self._end = corpus.end_of_document if packing == "documents" else None
+        self._next_step = first_step
         # A DataLoader draws a seed for workers when it starts: a generator of its own leaves torch's global one alone.
         with warnings.catch_warnings():
             # torchdata 0.11 calls it in every constructor; torch 2.13 warns and does nothing.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
             loader: StatefulDataLoader[Batch] = StatefulDataLoader(
-                batches, batch_size=None, sampler=self._steps, generator=torch.Generator()
+                self, batch_size=None, sampler=self._steps(), generator=torch.Generator()
             )
         self._batches: Iterator[Batch] = iter(loader)
+
+    def _steps(self) -> Iterator[int]:
+        while True:
+            self._next_step += 1
+            yield self._next_step - 1
+
+    def __getitem__(self, step: int) -> Batch:
+        first = step * self._order["global_batch"] + self._first_row
+        numbers = sample_order(self._n_samples, self._order["seed"], first, self._rows)
+        window_BT = torch.from_numpy(self._samples[numbers].astype(np.int64))
+        tokens_BT, labels_BT = window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
+        if self._end is None:
+            return Batch(tokens_BT, labels_BT, torch.arange(tokens_BT.shape[1]).repeat(self._rows, 1))
+        ends_BT = tokens_BT == self._end
+        documents_BT, positions_BT = number_documents(ends_BT)
+        # Not in place: of one row, tokens and labels are two views of one memory.
+        return Batch(tokens_BT, labels_BT.masked_fill(ends_BT, IGNORE_INDEX), positions_BT, documents_BT)
 
     def __iter__(self) -> "Loader":
         return self
@@ -191,7 +145,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """``next_step``, the step of the next batch, ``digest`` of the corpus, and the keys that decide the order."""
-        return {**self._steps.state_dict(), "digest": self._corpus.digest, **self._order}
+        return {"next_step": self._next_step, "digest": self._corpus.digest, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where ``state`` was taken. Raises DataError where that was over other tokens or another order."""
@@ -200,14 +154,13 @@ class Loader:
                 f"corpus {self._corpus.name} has digest {self._corpus.digest}, the checkpoint's was {state['digest']}: "
                 "the data has changed since; restore it, or start anew under another run.name"
             )
-        changed = {key: value for key, value in self._order.items() if state[key] != value}
+        changed = [
+            f"data.{key} = {value}, but the checkpoint was made with {state[key]}: samples would be skipped "
+            "or seen twice; set it back, or start anew under another run.name"
+            for key, value in self._order.items()
+            if state[key] != value
+        ]
         if changed:
-            raise DataError(
-                [
-                    f"data.{key} = {value}, but the checkpoint was made with {state[key]}: samples would be skipped "
-                    "or seen twice; set it back, or start anew under another run.name"
-                    for key, value in changed.items()
-                ]
-            )
+            raise DataError(changed)
         # Without workers the sampler is exactly as far as the batches that were handed out: its state is the loader's.
-        self._steps.load_state_dict(state)
+        self._next_step = state["next_step"]

@@ -23,7 +23,7 @@ from composer3d.data.documents import (
 )
 from composer3d.data.tokens import open_tokens
 from composer3d.errors import DataError
-from composer3d.recipe.joint import PATHS
+from composer3d.recipe.rules import PATHS
 
 # Of the standard library's folders: what is installed beside it, and tests, whose fixtures are no ordinary source.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -62,11 +62,9 @@ def open_corpus(
         raise DataError(f'{key} = "{root}" does not exist; give {PATHS[source]}')
     if source == "tokens":
         return open_tokens(root, name=name)
-    if source == "text":
-        files = files_of(root)
-        return _gather(text_documents(files), name, root, len(files))
-    files = files_of(root, ".jsonl")
-    return _gather(jsonl_documents(files, field), name, root, len(files))
+    files = files_of(root, ".jsonl" if source == "jsonl" else "")
+    documents = jsonl_documents(files, field) if source == "jsonl" else text_documents(files)
+    return _gather(documents, name, root, len(files))
 
 
 def _python_files(root: Path, split: str) -> list[str]:

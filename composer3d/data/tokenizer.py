@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,18 +19,18 @@ _MEMORY = 156
 _USUAL_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>", "[EOS]")
 
 
-class Tokenizer(Protocol):
-    """``vocab``: above every token. ``end``: the token after each document, which no text holds.
+class Tokenizer:
+    """Bytes as they are, and the form of all others.
 
-    ``digest`` and ``content`` are of the ``tokenizer.json``, None for bytes.
+    ``vocab``: above every token. ``end``: the token after each document, which no text holds. ``dtype`` of the tokens:
+    the smaller of little-endian uint16 and uint32 that holds ``vocab``. ``digest`` and ``content`` are of the
+    ``tokenizer.json``, None for bytes.
     """
 
-    name: str
-    vocab: int
-    end: int
-    dtype: np.dtype[Any]  # of the tokens: the smaller of little-endian uint16 and uint32 that holds vocab
-    digest: str | None
-    content: bytes | None
+    name, vocab, end = "bytes", VOCAB_SIZE, END_OF_DOCUMENT
+    dtype: np.dtype[Any] = np.dtype("<u2")
+    digest: str | None = None
+    content: bytes | None = None
 
     def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of all documents, 1-D of ``dtype``, with ``end`` after each; how many are of each, int64.
@@ -38,7 +38,11 @@ class Tokenizer(Protocol):
         Raises DataError, naming the document, where its text is too long, is not what the tokenizer takes, becomes no
         token, or holds ``end``.
         """
-        ...
+        for document in documents:
+            refuse_end_of_document(document)
+        joined = b"".join(text + b"\0" for _, text, _ in documents)
+        lengths = np.array([len(text) + 1 for _, text, _ in documents], dtype=np.int64)
+        return np.frombuffer(joined, dtype=np.uint8).astype(self.dtype), lengths
 
 
 def open_tokenizer(name: str, end: str | None) -> Tokenizer:
@@ -50,24 +54,10 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
         return _FromFile(name, end)
     if end is not None:
         raise DataError(f"--eod {end} is not read with --tokenizer bytes, where byte 0 ends a document; remove it")
-    return _Bytes()
+    return Tokenizer()
 
 
-class _Bytes:
-    name, vocab, end = "bytes", VOCAB_SIZE, END_OF_DOCUMENT
-    dtype = np.dtype("<u2")
-    digest: str | None = None
-    content: bytes | None = None
-
-    def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
-        for document in documents:
-            refuse_end_of_document(document)
-        joined = b"".join(text + b"\0" for _, text, _ in documents)
-        lengths = np.array([len(text) + 1 for _, text, _ in documents], dtype=np.int64)
-        return np.frombuffer(joined, dtype=np.uint8).astype(self.dtype), lengths
-
-
-class _FromFile:
+class _FromFile(Tokenizer):
     def __init__(self, path: str, end: str | None) -> None:
         import tokenizers
 
@@ -91,9 +81,7 @@ class _FromFile:
         self.vocab = max(known.values()) + 1  # not their number: ids may have gaps
         self.end = known[self.end_name]
         self.dtype = np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
-        self.content: bytes | None = content
-        self.digest: str | None = digest_of(content)
-        self._coder = coder
+        self.content, self.digest, self._coder = content, digest_of(content), coder
 
     def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
         texts = list(map(_decoded, documents))

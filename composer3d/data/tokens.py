@@ -85,13 +85,8 @@ def open_tokens(folder: Path, *, name: str) -> Corpus:
             raise DataError(f"{file} is damaged {place}: their digest is not that of {MANIFEST}; {_AGAIN}")
     tokens = np.memmap(folder / "tokens.bin", dtype=np.dtype(manifest["dtype"]).newbyteorder("<"), mode="r")
     digest = digest_of("".join(files["tokens.bin"]["digests"]).encode())
-    return Corpus(
-        tokens=tokens,
-        end_of_document=manifest["end_of_document"],
-        digest=digest,
-        n_documents=manifest["documents"],
-        name=name,
-    )
+    end, count = manifest["end_of_document"], manifest["documents"]
+    return Corpus(tokens=tokens, end_of_document=end, digest=digest, n_documents=count, name=name)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -37,18 +37,15 @@ def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 class Head(nn.Module):
-    """``head(h_BTC, labels_BT) -> summed loss``: logits over the vocabulary, and their cross-entropy.
-
-    Attributes:
-        chunks: parts that the tokens go through in, one after another. Of several, each makes its logits once more in
-            backward, so that there are never those of all tokens.
-        cross_entropy: the seam of tensor parallelism: logits and labels to the summed loss.
-    """
+    """``head(h_BTC, labels_BT) -> summed loss``: logits over the vocabulary, and their cross-entropy."""
 
     def __init__(self, vocab: int, dim: int) -> None:
         super().__init__()
         self.weight: Tensor = nn.Parameter(torch.empty(vocab, dim))
+        # Parts that the tokens go through in, one after another. Of several, each makes its logits once more in
+        # backward, so that there are never those of all tokens.
         self.chunks = 1
+        # The seam of tensor parallelism.
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
 
     def logits(self, h: Tensor) -> Tensor:
@@ -89,8 +86,7 @@ class Last(nn.Module):
 
 
 class Llama(Decoder):
-    """A Llama of one ``ModelShape``, built where ``device`` says ("meta" allocates nothing) and left uninitialised
-    there.
+    """A Llama of one ``ModelShape``, built and left uninitialised where ``device`` says; "meta" allocates nothing.
 
     Called whole, it is one process's model: ``model(tokens_BT, labels_BT, positions_BT, documents_BT) -> summed loss``.
     """
@@ -98,17 +94,13 @@ class Llama(Decoder):
     def __init__(self, shape: ModelShape, *, dtype: torch.dtype = torch.float32, device: str = "meta") -> None:
         super().__init__()
         self.shape = shape
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(device):
-                self.first = First(shape.vocab, shape.dim)
-                self.blocks = nn.ModuleDict({str(i): Block(shape) for i in range(shape.n_layers)})
-                self.last = Last(shape.vocab, shape.dim, shape.norm_eps)
-                if shape.tied:
-                    self.last.head.weight = self.first.embed.weight
-        finally:
-            torch.set_default_dtype(default)
+        with torch.device(device):
+            self.first = First(shape.vocab, shape.dim)
+            self.blocks = nn.ModuleDict({str(i): Block(shape) for i in range(shape.n_layers)})
+            self.last = Last(shape.vocab, shape.dim, shape.norm_eps)
+        if shape.tied:
+            self.last.head.weight = self.first.embed.weight
+        self.to(dtype)
 
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None

@@ -46,5 +46,4 @@ def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm
         return
     for parameter in parameters:
         if parameter.grad is not None:
-            grad = parameter.grad
-            (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(max_norm / norm)
+            parameter.grad.mul_(max_norm / norm)

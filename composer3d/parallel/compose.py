@@ -1,14 +1,11 @@
 """The one place where techniques are composed, in one order, each with the reason for its place."""
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer3d.dist import check_same
 from composer3d.errors import PlanError
 from composer3d.mesh import Mesh
 from composer3d.models import Decoder, Seq
@@ -17,7 +14,7 @@ from composer3d.parallel.plan import Plan
 from composer3d.parallel.stages import Stage, Stages, StepShape
 from composer3d.parallel.ties import Ties, check_ties, part, tie, tied
 from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable, PrecisionTable
-from composer3d.schedules import SCHEDULES, balanced_cut, read_csv
+from composer3d.schedules import SCHEDULES, balanced_cut
 
 
 def compose(
@@ -56,39 +53,38 @@ def compose(
     ties = tied(model)
     data = fsdp.mesh_of(mesh, parallel, precision, memory)
     check_ties(ties, mesh, sharded=data is not None)
-    rows = read_csv(parallel.schedule_csv) if parallel.schedule_csv and mesh.table.pp > 1 else []
-    if rows:
-        check_same("the schedule in parallel.schedule_csv", rows)
-    stages = pp.placement(mesh.table.pp, parallel, step.micro_batches, rows)
+    placement = pp.place(mesh.table.pp, parallel, step.micro_batches)
+    splits = mesh.table.pp > 1 and SCHEDULES[parallel.schedule].splits
+    builders = []
     # 1. Cut into stages, before anything wraps a module: every later step then touches this rank's layers only.
-    modules = cut(model, stages, mesh.at["pp"], parallel)
+    modules = cut(model, placement.stages, mesh.at["pp"], parallel)
     for module in modules:
         module.followers = part(module, ties)
         # 1b. Weight gradients are put off where the schedule wants it, by what linear layers are from here on.
-        if mesh.table.pp > 1 and SCHEDULES[parallel.schedule].splits:
-            module.dw_builder = deferred.put_off(module, module.blocks)
+        builders.append(deferred.put_off(module, module.blocks) if splits else None)
         # 2. Tensor parallelism: it decides the shapes of parameters, which FSDP then shards further.
         if mesh.tp is not None:
             tp.apply(module, plan, mesh.tp, parallel)
             tie(module, ties)
         # 3. Context parallelism replaces what a block calls to attend, and nothing else.
         if mesh.cp_group is not None:
-            attend_over(module, plan, mesh.cp_group)
+            cp.apply(module, plan, mesh.cp_group)
         # 4. Checkpointing wraps what a block computes by now, so that backward repeats just that.
         ac.apply(module.blocks.values(), plan, memory)
         # 5. Compilation makes one graph of all this, which FSDP's hooks, coming after, cannot break.
         compile.apply(module.blocks.values(), compiling, mesh.device)
         # 6. FSDP goes around whatever a block has become, and owns its parameters from here on.
         if data is not None:
-            ends: dict[str, Any] = {"first": module.first, "blocks": list(module.blocks.values()), "last": module.last}
-            fsdp.apply(module, **ends, mesh=data, parallel=parallel, precision=precision, memory=memory)
+            fsdp.apply(module, data, parallel, precision, memory)
         # 7. Memory is taken last: only this rank's shards ever exist.
         module.to_empty(device="cpu" if memory.cpu_offload else mesh.device)
         tie(module, ties)
         # 8. Initial weights by global name and index, so that they are the same on every layout.
         init.initialise(module, plan, seed, skip=module.followers)
-    shared = Ties(ties, modules, mesh, stages) if mesh.table.pp > 1 else None
-    return Stages(modules, mesh, parallel, step=step, stream=stream, placement=stages, rows=rows, ties=shared)
+    pipeline = None
+    if mesh.table.pp > 1:
+        pipeline = pp.Pipeline(modules, builders, mesh, parallel, placement, step.micro_batches, stream)
+    return Stages(modules, mesh, parallel, step, pipeline, Ties(ties, modules, mesh, placement.stages))
 
 
 def cut(model: Decoder, stages: Sequence[Sequence[int]], rank: int, parallel: ParallelTable) -> list[Stage]:
@@ -102,20 +98,11 @@ def cut(model: Decoder, stages: Sequence[Sequence[int]], rank: int, parallel: Pa
         ends = list(accumulate(parallel.stages))
         if len(ends) != count or ends[-1] != len(model.blocks) or min(parallel.stages) < 1:
             raise PlanError(f"stages {parallel.stages} are no cut of {len(model.blocks)} blocks into {count} stages")
-        ranges = [range(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
+        ranges = [range(begin, end) for begin, end in pairwise((0, *ends))]
     else:
         costs = [_size(block) for block in model.blocks.values()]
         ranges = balanced_cut(_size(model.first) / 2, costs, _size(model.last), count)
     return [Stage(model, ranges[index], first=index == 0, last=index == count - 1) for index in stages[rank]]
-
-
-def attend_over(stage: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
-    """Put ring attention into the seam of every module of ``stage`` that the plan says attends across tokens."""
-    if plan.attend is None:
-        raise PlanError("the plan names no module that attends, which context parallelism needs; use mesh.cp = 1")
-    for name, module in stage.named_modules():
-        if plan.attends(name):
-            module.attend = cp.ring_attend(group)
 
 
 def boundary(model: Decoder, mesh: Mesh, parallel: ParallelTable, step: StepShape) -> Tensor:

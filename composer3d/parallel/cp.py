@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from composer3d.errors import PlanError
 from composer3d.models.layers import Attend, Seq
 from composer3d.parallel import kernels
+from composer3d.parallel.plan import Plan
 
 
 def shard_sequence(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -44,6 +46,15 @@ def unshard_sequence(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return torch.cat((*first, *reversed(second)), dim)
 
 
+def apply(stage: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
+    """Put ring attention into the seam of every module of ``stage`` that the plan says attends across tokens."""
+    if plan.attend is None:
+        raise PlanError("the plan names no module that attends, which context parallelism needs; use mesh.cp = 1")
+    for name, module in stage.named_modules():
+        if plan.attends(name):
+            module.attend = ring_attend(group)
+
+
 def ring_attend(group: dist.ProcessGroup) -> Attend:
     """The ``attend`` seam of a block over ``group``: ``ring_attention`` of sequences without a window."""
 
@@ -56,12 +67,7 @@ def ring_attend(group: dist.ProcessGroup) -> Attend:
 
 
 def ring_attention(
-    q_BHTD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    *,
-    group: dist.ProcessGroup,
-    documents_BT: Tensor | None = None,
+    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, group: dist.ProcessGroup, documents_BT: Tensor | None = None
 ) -> Tensor:
     """Causal attention of the whole sequence that lies over ``group`` in zigzag order; this rank's part (B, H, n, D).
 
@@ -148,14 +154,7 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, gro
 
 @torch.library.custom_op("composer3d::ring_attention_backward", mutates_args=())
 def _ring_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    group_name: str,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Key-values travel again, and behind them the sum of their gradients, which the last hop brings home."""
     group = _resolve_process_group(GroupName(group_name))
@@ -171,11 +170,10 @@ def _ring_backward(
         coming = _Hop(kv, group) if 0 < step < size - 1 else None
         source = (rank - step) % size
         queries, keys = _pair(rank, source, half)
-        rows = (x[:, :, queries] for x in (grad, q))
-        whole = (x[:, :, queries] for x in (out, lse))
+        block_grad, block_q, *whole = (x[:, :, queries] for x in (grad, q, out, lse))
         seen = _seen(documents, rank, source, size)
         dq_part, *dkv_part = kernels.attend_block_backward(
-            *rows, *kv[:, :, :, keys], *whole, causal=step == 0, seen=seen
+            block_grad, block_q, *kv[:, :, :, keys], *whole, causal=step == 0, seen=seen
         )
         dq[:, :, queries] += dq_part
         dkv = torch.zeros_like(kv, dtype=wide) if homing is None else homing.arrived()

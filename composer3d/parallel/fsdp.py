@@ -4,7 +4,6 @@ Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), Zhao et al. 2023 (FSDP, arXiv 
 by the count of valid tokens of the whole step, so a division by the number of ranks would be a second one.
 """
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from composer3d.mesh import Mesh
+from composer3d.parallel.ties import tied
 from composer3d.recipe.schema import MemoryTable, ParallelTable, PrecisionTable
 
 
@@ -31,10 +31,6 @@ def mesh_of(mesh: Mesh, parallel: ParallelTable, precision: PrecisionTable, memo
 
 def apply(
     stage: nn.Module,
-    *,
-    first: nn.Module | None,
-    blocks: Sequence[nn.Module],
-    last: nn.Module | None,
     mesh: DeviceMesh,
     parallel: ParallelTable,
     precision: PrecisionTable,
@@ -42,34 +38,29 @@ def apply(
 ) -> None:
     """Shard ``stage`` over the last axis of ``mesh`` and replicate it over the first, where there are two. In place.
 
-    Units: ``first``, every block, ``last``; where ``first`` and ``last`` share a parameter, the stage itself is the
-    unit of both. Parameters become DTensors ``Shard(0)`` over the last axis (before their tp placement; ``Shard(1)``
-    where tp cuts rows unevenly) in ``precision.params``; they are gathered in ``precision.compute``, and gradients
-    reduced over these axes in ``precision.params``. Collectives a unit and step: all-gather of parameters (once, and
-    with ``zero = 3`` again for backward, each micro-batch), reduce-scatter of gradients (once, and with ``zero`` 2 and
-    3 each micro-batch), then all-reduce over the replicating axis. Under pp torch keeps whole gradients until the last
-    micro-batch at every level, and parameters that a backward has gathered.
+    Units: ``first``, every block, ``last``, of which a stage may lack the ends; where these two share a parameter, the
+    stage itself is the unit of both. Parameters become DTensors ``Shard(0)`` over the last axis (before their tp
+    placement; ``Shard(1)`` where tp cuts rows unevenly) in ``precision.params``; they are gathered in
+    ``precision.compute``, and gradients reduced over these axes in ``precision.params``. Collectives a unit and step:
+    all-gather of parameters (once, and with ``zero = 3`` again for backward, each micro-batch), reduce-scatter of
+    gradients (once, and with ``zero`` 2 and 3 each micro-batch), then all-reduce over the replicating axis. Under pp
+    torch keeps whole gradients until the last micro-batch at every level, and parameters that a backward has gathered.
 
     With ``cpu_offload`` shards stay in the host's memory, pinned where the device is a GPU: they are copied to the
     device before each all-gather, and gradients from it after each reduce-scatter.
     """
-    policy = MixedPrecisionPolicy()
-    if precision.compute is not None:
-        policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, precision.compute), reduce_dtype=getattr(torch, precision.params)
-        )
-    offload: OffloadPolicy = OffloadPolicy()
-    if memory.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    ends = [] if _tied(first, last) else [first, last]
-    order = [module for module in (*ends[:1], *blocks, *ends[1:]) if module is not None]
+    compute = precision.compute and getattr(torch, precision.compute)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute and getattr(torch, precision.params))
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if memory.cpu_offload else OffloadPolicy()
+    parts = dict(stage.named_children())
+    first, last = (None, None) if tied(stage) else (parts.get("first"), parts.get("last"))
+    order = [module for module in (first, *parts["blocks"].children(), last) if module is not None]
     for module in (*order, stage):
-        # Backward starts with `last`: dropping its parameters would only gather them again at once.
-        again = parallel.zero == 3 and module is not last and module is not stage
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=again,
+            # Backward starts with `last`: dropping its parameters would only gather them again at once.
+            reshard_after_forward=parallel.zero == 3 and module is not last and module is not stage,
             mp_policy=policy,
             offload_policy=offload,
             shard_placement_fn=_uneven,
@@ -93,12 +84,6 @@ def _uneven(parameter: nn.Parameter) -> Shard | None:
     if not isinstance(whole, DTensor) or not whole.placements[0].is_shard(0):
         return None
     return Shard(1) if whole.shape[0] % whole.device_mesh.size() else None
-
-
-def _tied(first: nn.Module | None, last: nn.Module | None) -> bool:
-    if first is None or last is None:
-        return False
-    return not {id(p) for p in first.parameters()}.isdisjoint(id(p) for p in last.parameters())
 
 
 def units(stage: nn.Module) -> list[FSDPModule]:

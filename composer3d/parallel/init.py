@@ -15,6 +15,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from composer3d.parallel.plan import Constant, Plan
 
+# Of splitmix64, as int64 holds them.
+_STEP, _MIX_1, _MIX_2 = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _CHUNK = 1 << 20  # elements computed at once: a few float64 temporaries of 8 MiB
 
 
@@ -71,14 +73,10 @@ def normal_of(index: Tensor, key: int) -> Tensor:
 
 def _splitmix64(index: Tensor, key: int) -> Tensor:
     # int64 arithmetic wraps around as the unsigned one does; a right shift must be made logical by a mask.
-    x = (index + 1) * _signed(0x9E3779B97F4A7C15) + key
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
+    x = (index + 1) * _STEP + key
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_1
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_2
     return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _key(seed: int, name: str) -> int:

@@ -1,6 +1,6 @@
 """A ``Plan`` is what a model tells every parallelism, once, as data: tables from globs over its global names."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -31,23 +31,13 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a model says of itself.
+    """What a model says of itself. Of several globs that match a name, the first counts."""
 
-    Attributes:
-        tensor: glob over module names -> how tensor parallelism cuts it. Every parameter must lie in a named module.
-        init: glob over parameter names -> initial values.
-        kv_heads: how many key-value heads the modules of style "kv_column" project to.
-        attend: glob over the modules whose ``attend`` context parallelism replaces: all that attend across tokens.
-        save: globs over operators whose outputs selective checkpointing keeps, as in "aten.mm.default".
-
-    Of several globs that match a name, the first counts.
-    """
-
-    tensor: Mapping[str, Style]
-    init: Mapping[str, Normal | Constant]
-    kv_heads: int | None = None
-    attend: str | None = None
-    save: tuple[str, ...] = ()
+    tensor: Mapping[str, Style]  # glob over module names -> how tp cuts it; every parameter must lie in a named module
+    init: Mapping[str, Normal | Constant]  # glob over parameter names -> initial values
+    kv_heads: int | None = None  # how many key-value heads the modules of style "kv_column" project to
+    attend: str | None = None  # glob over the modules whose ``attend`` cp replaces: all that attend across tokens
+    save: tuple[str, ...] = ()  # globs over operators whose outputs selective checkpointing keeps: "aten.mm.default"
 
     def check(self, model: nn.Module) -> None:
         """Hold the tables against the whole model, before it is cut.
@@ -65,7 +55,7 @@ class Plan:
                 ("attend", (self.attend,) if self.attend else (), modules, "module"),
             )
             for glob in globs
-            if not _any_match(glob, names)
+            if not any(fnmatchcase(name, glob) for name in names)
         ]
         for name in parameters:
             if self.style_of(name.rpartition(".")[0]) in (None, "gather"):
@@ -93,7 +83,3 @@ class Plan:
 
     def init_of(self, name: str) -> Normal | Constant | None:
         return next((how for glob, how in self.init.items() if fnmatchcase(name, glob)), None)
-
-
-def _any_match(glob: str, names: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, glob) for name in names)

@@ -1,8 +1,7 @@
 """What ``compose`` returns: this rank's part of the model, and the forward and backward of a step through it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,24 +28,16 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict({names[i]: model.blocks[names[i]] for i in blocks})
         self.last: nn.Module | None = model.last if last else None
         self.followers: dict[str, str] = {}  # names of copies of parameters that another stage owns (``ties.part``)
-        self.dw_builder: Callable[[], Callable[[], None]] | None = None  # of weight gradients put off (``deferred``)
 
     def forward(
-        self,
-        h: Tensor,
-        *,
-        positions_BT: Tensor,
-        documents_BT: Tensor | None = None,
-        labels_BT: Tensor | None = None,
+        self, h: Tensor, *, positions_BT: Tensor, documents_BT: Tensor | None = None, labels_BT: Tensor | None = None
     ) -> Tensor:
         seq = Seq(positions_BT, documents_BT)
         if self.first is not None:
             h = self.first(h, seq)
         for block in self.blocks.values():
             h = block(h, seq)
-        if self.last is None:
-            return h
-        return self.last(h, seq, labels_BT)
+        return h if self.last is None else self.last(h, seq, labels_BT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,45 +50,20 @@ class StepShape:
 
 
 class Stages:
-    """This rank's stages of a composed model and how a step runs through them.
-
-    Attributes:
-        modules: the stages, first to last; their parameters keep their global names.
-        mesh: where they are.
-    """
+    """This rank's stages of a composed model and how a step runs through them."""
 
     def __init__(
         self,
         modules: Sequence[Stage],
         mesh: Mesh,
         parallel: ParallelTable,
-        *,
         step: StepShape,
-        stream: Tensor,
-        placement: Sequence[Sequence[int]],
-        rows: Sequence[Sequence[str]],
-        ties: Ties | None,
+        pipeline: pp.Pipeline | None,
+        ties: Ties,
     ) -> None:
-        self.modules = tuple(modules)
+        self.modules = tuple(modules)  # first to last; their parameters keep their global names
         self.mesh = mesh
-        self._parallel = parallel
-        self._step = step
-        self._stream = stream
-        self._valid_tokens = 1.0
-        self._placement, self._ties = placement, ties
-        self._schedule = None
-        if mesh.table.pp > 1:
-            self._schedule = pp.build_schedule(
-                modules,
-                [module.dw_builder for module in modules],
-                mesh,
-                parallel=parallel,
-                rows=rows,
-                stages=placement,
-                micro_batches=step.micro_batches,
-                stream=stream,
-                loss_fn=lambda loss, _: loss / self._valid_tokens,
-            )
+        self._parallel, self._step, self._pipeline, self._ties = parallel, step, pipeline, ties
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What this rank's optimizer steps, by global name: a follower is stepped, counted and saved as its owner."""
@@ -141,39 +107,19 @@ class Stages:
         self._begin(training=True)
         for parameter in self._every_parameter():
             parameter.grad = None
-        self._valid_tokens = valid_tokens
-        if self._schedule is None:
-            total = self._accumulate(self._split(tokens_BT, labels_BT, positions_BT, documents_BT))
+        keywords = self._keywords(labels_BT, positions_BT, documents_BT)
+        if self._pipeline is not None:
+            total = self._pipeline.step(tokens_BT, keywords, valid_tokens)
         else:
-            total = self._pipeline(tokens_BT, labels_BT, positions_BT, documents_BT)
+            total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+            for index, (tokens, part) in enumerate(self._split(tokens_BT, keywords)):
+                last = index == self._step.micro_batches - 1
+                fsdp.begin_micro_batch(self.modules[0], self._parallel, last=last)
+                loss = self.modules[0](tokens, **part) / valid_tokens
+                loss.backward()
+                total += loss.detach()
         self.finish_gradients()
         return total if self.counts_loss else torch.zeros_like(total)
-
-    def _accumulate(self, micro_batches: Iterator[tuple[Tensor, dict[str, Tensor]]]) -> Tensor:
-        (module,) = self.modules
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for index, (tokens, keywords) in enumerate(micro_batches):
-            fsdp.begin_micro_batch(module, self._parallel, last=index == self._step.micro_batches - 1)
-            loss = module(tokens, **keywords) / self._valid_tokens
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    def _pipeline(
-        self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None
-    ) -> Tensor:
-        assert self._schedule is not None
-        losses: list[Tensor] = []
-        arguments: dict[str, Any] = {"positions_BT": positions_BT}
-        if documents_BT is not None:
-            arguments["documents_BT"] = documents_BT
-        if self.modules[-1].last is not None:
-            # The loss is made inside the stage; the runtime wants a target of its own before it asks loss_fn.
-            arguments |= {"labels_BT": labels_BT, "target": labels_BT, "losses": losses}
-        inputs = () if self.modules[0].first is None else (tokens_BT,)
-        self._schedule.step(*inputs, **arguments, return_outputs=False)
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        return total + sum(loss.detach().to(torch.float64) for loss in losses)
 
     def finish_gradients(self) -> None:
         """Reduce what no technique has: without FSDP, gradients of replicated tp parameters are still partial sums.
@@ -185,8 +131,7 @@ class Stages:
             if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
                 whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
                 parameter.grad = grad.redistribute(placements=whole)
-        if self._ties is not None:
-            self._ties.add_gradients()
+        self._ties.add_gradients()
 
     @torch.no_grad()
     def evaluate(
@@ -194,13 +139,13 @@ class Stages:
     ) -> Tensor:
         """This rank's share of the summed loss of these rows: as ``forward_backward``, undivided, no gradients."""
         self._begin(training=False)
-        micro_batches = list(self._split(tokens_BT, labels_BT, positions_BT, documents_BT))
-        if self._schedule is not None:
-            total = pp.forward_only(self.modules, self.mesh, self._placement, self._stream, micro_batches)
+        micro_batches = list(self._split(tokens_BT, self._keywords(labels_BT, positions_BT, documents_BT)))
+        if self._pipeline is not None:
+            total = self._pipeline.forward_only(micro_batches)
         else:
             total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-            for tokens, keywords in micro_batches:
-                total += self.modules[0](tokens, **keywords)
+            for tokens, part in micro_batches:
+                total += self.modules[0](tokens, **part)
         for module in self.modules:
             fsdp.reshard(module)
         return total if self.counts_loss else torch.zeros_like(total)
@@ -209,20 +154,19 @@ class Stages:
         """Followers take what their owners have become since (by a step, by a checkpoint), before they are used."""
         for module in self.modules:
             module.train(training)
-        if self._ties is not None:
-            self._ties.refresh()
+        self._ties.refresh()
 
     def _every_parameter(self) -> Iterator[nn.Parameter]:
         return (parameter for module in self.modules for parameter in module.parameters())
 
-    def _split(
-        self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        rows = {"tokens": tokens_BT, "positions_BT": positions_BT}
+    def _keywords(self, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None) -> dict[str, Tensor]:
+        """What this rank's stages are called with, beside their input."""
+        given = {"positions_BT": positions_BT, "documents_BT": documents_BT}
         if self.modules[-1].last is not None:
-            rows["labels_BT"] = labels_BT
-        if documents_BT is not None:
-            rows["documents_BT"] = documents_BT
-        for parts in zip(*(whole.split(self._step.micro_batch) for whole in rows.values()), strict=True):
-            keywords = dict(zip(rows, parts, strict=True))
-            yield keywords.pop("tokens"), keywords
+            given["labels_BT"] = labels_BT
+        return {name: rows for name, rows in given.items() if rows is not None}
+
+    def _split(self, tokens_BT: Tensor, keywords: dict[str, Tensor]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        every = (rows.split(self._step.micro_batch) for rows in (tokens_BT, *keywords.values()))
+        for tokens, *parts in zip(*every, strict=True):
+            yield tokens, dict(zip(keywords, parts, strict=True))

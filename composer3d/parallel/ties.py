@@ -36,33 +36,32 @@ def check_ties(ties: Mapping[str, str], mesh: Mesh, *, sharded: bool) -> None:
 
 def tie(stage: nn.Module, ties: Mapping[str, str]) -> None:
     """Make the names of ``ties`` one parameter again, after something has made two of it; followers are left alone."""
+    held = dict(stage.named_parameters(remove_duplicate=False))
     for alias, name in ties.items():
-        if _holds(stage, alias) and _holds(stage, name):
-            holder, _, attribute = alias.rpartition(".")
-            stage.get_submodule(holder).register_parameter(attribute, stage.get_parameter(name))
+        if alias in held and name in held:
+            _put(stage, alias, held[name])
 
 
 def part(stage: nn.Module, ties: Mapping[str, str]) -> dict[str, str]:
     """The names in ``stage`` of parameters that another stage owns, each to its owner's; they become its own copies."""
-    followers = {alias: name for alias, name in ties.items() if _holds(stage, alias) and not _holds(stage, name)}
+    held = dict(stage.named_parameters(remove_duplicate=False))
+    followers = {alias: name for alias, name in ties.items() if alias in held and name not in held}
     for alias in followers:
-        holder, _, attribute = alias.rpartition(".")
-        shared = stage.get_parameter(alias)
-        copy = nn.Parameter(torch.empty_like(shared), requires_grad=shared.requires_grad)
-        stage.get_submodule(holder).register_parameter(attribute, copy)
+        _put(stage, alias, nn.Parameter(torch.empty_like(held[alias]), requires_grad=held[alias].requires_grad))
     return followers
+
+
+def _put(stage: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    holder, _, attribute = name.rpartition(".")
+    stage.get_submodule(holder).register_parameter(attribute, parameter)
 
 
 class Ties:
     """What passes between the first stage's owners and the last stage's followers.
 
-    Args:
-        ties: each follower's name and its owner's, alike on all ranks.
-        modules: this rank's stages.
-        stages: of each pipeline rank; the first and the last of all may be on one.
-
-    A rank's shard of a follower is that of the owner on the first stage's rank with the same other coordinates. Each
-    method sends the bytes of the local shards once, over pp.
+    ``ties``: each follower's name and its owner's, alike on all ranks; ``stages`` of each pipeline rank, of which one
+    may hold both ends. A rank's shard of a follower is that of the owner on the first stage's rank with the same other
+    coordinates. Each method sends the bytes of the local shards once, over pp.
     """
 
     def __init__(
@@ -70,59 +69,47 @@ class Ties:
     ) -> None:
         self._mesh = mesh
         last = max(max(held) for held in stages)
-        self._ends = tuple(next(rank for rank, held in enumerate(stages) if end in held) for end in (0, last))
+        ends = [next(rank for rank, held in enumerate(stages) if end in held) for end in (0, last)]
+        self._peer = ends[1] if mesh.at["pp"] == ends[0] else ends[0]
         held = {name: p for module in modules for name, p in module.named_parameters()}
-        self._pairs = [(held.get(name), held.get(alias)) for alias, name in ties.items()]
+        pairs = [(held.get(name), held.get(alias)) for alias, name in ties.items()] if last else []
+        self._pairs = [pair for pair in pairs if any(each is not None for each in pair)]
 
     def refresh(self) -> None:
         """Give the owners' values to the followers."""
         for owner, follower in self._pairs:
-            values = self._pass(None if owner is None else _local(owner), follower, *self._ends)
+            values = self._pass(owner, follower)
             if follower is not None:
-                assert values is not None
                 _local(follower).copy_(values)
 
     def add_gradients(self) -> None:
         """Add the followers' gradients to the owners', and drop them there."""
         for owner, follower in self._pairs:
-            grad = None if follower is None or follower.grad is None else _local(follower.grad)
-            values = self._pass(grad, owner, *reversed(self._ends))
+            values = self._pass(None if follower is None else follower.grad, owner)
             if owner is not None:
-                assert values is not None
                 assert owner.grad is not None
                 total = _local(owner.grad)
                 total.add_(values.to(total.device))  # it may be kept on the host
             if follower is not None:
                 follower.grad = None
 
-    def _pass(self, here: Tensor | None, there: Tensor | None, source: int, target: int) -> Tensor | None:
-        """``here`` of pipeline rank ``source``, on rank ``target`` where ``there`` is its like; None on the others."""
-        if source == target:
-            return here
-        group, device = self._mesh.pp_group, self._mesh.device
-        if self._mesh.at["pp"] == source:
-            assert here is not None
-            message = here.to(device).contiguous()
-            ops = [dist.P2POp(dist.isend, message, group=group, group_peer=target)]
-        elif self._mesh.at["pp"] == target:
-            assert there is not None
-            message = torch.empty_like(_local(there), device=device, memory_format=torch.contiguous_format)
-            ops = [dist.P2POp(dist.irecv, message, group=group, group_peer=source)]
+    def _pass(self, source: Tensor | None, target: Tensor | None) -> Tensor:
+        """The shard of ``source``, where its like ``target`` is; a rank that has one alone sends it, or receives it."""
+        tensor = _local(target if source is None else source)
+        if source is not None and target is not None:
+            return tensor
+        if source is not None:
+            message = tensor.to(self._mesh.device).contiguous()
         else:
-            return None
-        for request in dist.batch_isend_irecv(ops):
+            message = torch.empty_like(tensor, device=self._mesh.device, memory_format=torch.contiguous_format)
+        kind = dist.irecv if source is None else dist.isend
+        op = dist.P2POp(kind, message, group=self._mesh.pp_group, group_peer=self._peer)
+        for request in dist.batch_isend_irecv([op]):
             request.wait()
         return message
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _holds(stage: nn.Module, name: str) -> bool:
-    try:
-        stage.get_parameter(name)
-    except AttributeError:
-        return False
-    return True

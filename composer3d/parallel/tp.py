@@ -7,6 +7,7 @@ loss what ``vocab.cross_entropy`` says.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -103,60 +104,53 @@ def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
 
 
+@dataclass
 class Local(ParallelStyle):
     """Runs a module's own forward on this rank's shards, as plain tensors, with a collective before or after it.
 
     The parameters are DTensors, so that FSDP, the norm of all gradients, the optimizer and a checkpoint know their
     place in the whole; the arithmetic between collectives never pays for DTensor's dispatch.
-
-    Args:
-        placement: of every parameter over tp.
-        grad: placement of their gradients as backward leaves them; ``Partial()`` where ranks saw other tokens.
-        enter, leave: what is done with the input, and with the output.
-        part: what of its parameters the module computes with; absent, all that the rank holds.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        *,
-        grad: Placement | None = None,
-        enter: _Collective | None = None,
-        leave: _Collective | None = None,
-        part: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__()
-        self.placement, self.grad = placement, grad or placement
-        self.enter, self.leave, self.part = enter, leave, part
+    placement: Placement  # of every parameter over tp
+    grad: Placement | None = None  # of their gradients, if another: ``Partial()`` where ranks saw other tokens
+    enter: _Collective = lambda x, group: x  # what is done with the input
+    leave: _Collective = lambda x, group: x  # and with the output
+    part: Callable[[Tensor], Tensor] = lambda parameter: parameter  # what of its parameters the module computes with
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+        run = self._forward(module, group)
         for name, parameter in list(module.named_parameters(recurse=False)):
             value = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
-        group, run = device_mesh.get_group(), type(module).forward
+
+        def shards() -> dict[str, Tensor | None]:
+            """Its own parameters as plain tensors. Read at each call: FSDP swaps them."""
+            return {name: self._shard(p) for name, p in module._parameters.items()}
 
         def forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-            x = self.enter(x, group) if self.enter is not None else x
-            own = module.__dict__.get("prepared") or self._local_parameters(module)
-            out = run(_twin(module, own) if own else module, x, *arguments, **keywords)
-            return self.leave(out, group) if self.leave is not None else out
+            own = module.__dict__.get("prepared") or shards()
+            out = run(_twin(module, own) if own else module, self.enter(x, group), *arguments, **keywords)
+            return self.leave(out, group)
 
         def prepare(*_: Any) -> None:
             """Before a compiled block runs: torch 2.13 cannot keep a DTensor's mesh for its backward."""
-            module.__dict__["prepared"] = self._local_parameters(module)
+            module.__dict__["prepared"] = shards()
 
         module.forward = forward
         if module._parameters:
             module.__dict__["prepare"] = prepare
         return module
 
-    def _local_parameters(self, module: nn.Module) -> dict[str, Tensor | None]:
-        """The own parameters of ``module`` as plain tensors. Read at each call: FSDP swaps them."""
-        return {name: self._local(p) for name, p in module._parameters.items()}
+    def _forward(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
+        """What ``module``, which is whole yet, shall compute: called with its twin and the input that came in."""
+        return type(module).forward
 
-    def _local(self, parameter: Tensor | None) -> Tensor | None:
-        local = parameter.to_local(grad_placements=[self.grad]) if isinstance(parameter, DTensor) else parameter
-        return self.part(local) if self.part is not None and local is not None else local
+    def _shard(self, parameter: Tensor | None) -> Tensor | None:
+        if isinstance(parameter, DTensor):
+            parameter = parameter.to_local(grad_placements=[self.grad or self.placement])
+        return None if parameter is None else self.part(parameter)
 
 
 def _twin(module: nn.Module, parameters: dict[str, Tensor | None]) -> nn.Module:
@@ -169,56 +163,43 @@ def _twin(module: nn.Module, parameters: dict[str, Tensor | None]) -> nn.Module:
 class _Embedding(Local):
     """``Local`` for a table that tokens are looked up in: those whose row another rank holds give 0 before the sum."""
 
-    def __init__(self, add: _Collective) -> None:
-        super().__init__(Shard(0))
-        self.add = add
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        group = device_mesh.get_group()
+    def _forward(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
         first, size = vocab.own_rows(module.get_parameter("weight").shape[0], group)
-        lookup = super()._apply(module, device_mesh).forward
+        lookup = type(module).forward
 
-        def forward(tokens_BT: Tensor) -> Tensor:
+        def forward(twin: nn.Module, tokens_BT: Tensor) -> Tensor:
             row_BT = tokens_BT - first
             elsewhere_BT = (row_BT < 0) | (row_BT >= size)
-            out_BTC = lookup(row_BT.masked_fill(elsewhere_BT, 0))
-            return self.add(out_BTC.masked_fill(elsewhere_BT[..., None], 0), group)
+            return lookup(twin, row_BT.masked_fill(elsewhere_BT, 0)).masked_fill(elsewhere_BT[..., None], 0)
 
-        module.forward = forward
-        return module
+        return forward
 
 
+@dataclass
 class _Head(Local):
     """``Local`` for a module that makes logits and hands them to its seam ``cross_entropy``, put in here."""
 
-    def __init__(self, enter: _Collective, *, whole: bool) -> None:
-        super().__init__(Shard(0), enter=enter)
-        self.whole = whole
+    whole: bool = False
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own = getattr(module, "cross_entropy", None)
+    def _forward(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
+        own: Any = getattr(module, "cross_entropy", None)
+        kind = type(module).__name__
         if own is None:
             raise PlanError(
-                f"a head needs the seam `cross_entropy` to be cut over tp; {type(module).__name__} has none: compute "
+                f"a head needs the seam `cross_entropy` to be cut over tp; {kind} has none: compute "
                 "the loss in the head as composer3d.models.Head does, or use mesh.tp = 1"
             )
         if own is not cross_entropy and not self.whole:
-            raise PlanError(
-                f"the loss of {type(module).__name__} is its own and needs whole logits; use "
-                "parallel.loss_parallel = false"
-            )
-        group, columns = device_mesh.get_group(), module.get_parameter("weight").shape[0]
-        seam: Any = (
-            partial(_on_whole_logits, own, columns, group)
-            if self.whole
-            else partial(vocab.cross_entropy, first=vocab.own_rows(columns, group)[0], group=group)
-        )
+            raise PlanError(f"the loss of {kind} is its own and needs whole logits; use parallel.loss_parallel = false")
+        columns = module.get_parameter("weight").shape[0]
+        cut = partial(vocab.cross_entropy, first=vocab.own_rows(columns, group)[0], group=group)
+
+        def on_whole_logits(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+            return own(gather_columns(logits_NV, columns, group), labels_N)
+
+        seam: Any = on_whole_logits if self.whole else cut
         module.cross_entropy = seam
-        return super()._apply(module, device_mesh)
-
-
-def _on_whole_logits(loss: Any, columns: int, group: dist.ProcessGroup, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    return loss(gather_columns(logits_NV, columns, group), labels_N)
+        return type(module).forward
 
 
 def _kv_column(kv_heads: int, mesh: DeviceMesh) -> Local:
@@ -241,7 +222,7 @@ def _style(style: Style, plan: Plan, mesh: DeviceMesh, parallel: ParallelTable) 
     enter, leave = (gather_sequence, scatter_sum) if sequence else (sum_gradients, sum_outputs)
     match style:
         case "embedding":
-            return _Embedding(leave)
+            return _Embedding(Shard(0), leave=leave)
         case "norm":
             return Local(Replicate(), grad=Partial() if sequence else None)
         case "head_norm":  # of each head alone: a rank sees its heads only, so its gradient is a part of the sum
@@ -256,7 +237,7 @@ def _style(style: Style, plan: Plan, mesh: DeviceMesh, parallel: ParallelTable) 
         case "row":
             return Local(Shard(1), leave=leave)
         case "head":
-            return _Head(enter, whole=not parallel.loss_parallel)
+            return _Head(Shard(0), enter=enter, whole=not parallel.loss_parallel)
 
 
 def apply(stage: nn.Module, plan: Plan, mesh: DeviceMesh, parallel: ParallelTable) -> None:
@@ -269,11 +250,8 @@ def apply(stage: nn.Module, plan: Plan, mesh: DeviceMesh, parallel: ParallelTabl
         PlanError: a parameter stayed a plain tensor, which the plan's styles do not cut; a head has no seam; tp and
             key-value heads do not go into each other.
     """
-    table = {
-        name: _style(style, plan, mesh, parallel)
-        for name, _ in stage.named_modules()
-        if (style := plan.style_of(name)) is not None
-    }
+    styles = {name: style for name, _ in stage.named_modules() if (style := plan.style_of(name)) is not None}
+    table = {name: _style(style, plan, mesh, parallel) for name, style in styles.items()}
     parallelize_module(stage, mesh, table, src_data_rank=None)
     plain = [name for name, parameter in stage.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:

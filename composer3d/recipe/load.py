@@ -8,17 +8,17 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import prod
-from typing import Any
+from pathlib import Path
 
-from composer3d.errors import PlanError, RecipeError
-from composer3d.recipe.joint import PATHS
+from composer3d import hf
+from composer3d.errors import CheckpointError, PlanError, RecipeError
 from composer3d.recipe.read import Draft
-from composer3d.recipe.rules import Violation, violations
-from composer3d.recipe.schema import AXES, TABLES, Recipe
-from composer3d.recipe.values import FIELDS, either, mention, show, value_of
+from composer3d.recipe.rules import PATHS, Violation, violations
+from composer3d.recipe.schema import AXES, TABLES, MeshTable, Model, Recipe
+from composer3d.recipe.values import mention, multiples_near, show, value_of
 from composer3d.schedules import check_csv, read_csv
 from composer3d.shape import PRESETS, ModelShape
 
@@ -29,35 +29,27 @@ class Resolved:
 
     ``origins``: for each key of the recipe (of ``model``, the fields of the shape) where its value came from:
     ``recipes/x.toml:4``, ``--set mesh.tp=4``, ``preset llama3-8b`` or ``default``.
+    ``place``: the prefix of an error about a key; where no file gives the key, that of its table or of the file.
     """
 
     recipe: Recipe
     origins: dict[str, str]
     takes_what_is_left: bool  # the recipe says mesh.dp_shard = -1, or nothing
-    _places: dict[str, str] = field(repr=False)
-
-    def place(self, key: str) -> str:
-        """The prefix of an error about ``key``; where no file gives the key, that of its table or of the file."""
-        return self._places[key]
+    place: Callable[[str], str] = field(repr=False)
 
     def to_toml(self) -> str:
         """The whole recipe as TOML, each value followed by its origin; loading it gives an equal recipe."""
         lines: list[str] = []
-        for table in TABLES:
+        for table, values in asdict(self.recipe).items():
             lines += ["", f"[{table}]"]
-            for entry in fields(getattr(self.recipe, table)):
-                value = getattr(getattr(self.recipe, table), entry.name)
-                written = f"# {entry.name} is absent" if value is None else f"{entry.name} = {show(value)}"
-                lines.append(f"{written:<30} # {self.origins[f'{table}.{entry.name}']}")
+            for name, value in values.items():
+                written = f"# {name} is absent" if value is None else f"{name} = {show(value)}"
+                lines.append(f"{written:<30} # {self.origins[f'{table}.{name}']}")
         return "\n".join(lines[1:]) + "\n"
 
 
 def load(
-    path: str | os.PathLike[str],
-    sets: Sequence[str] = (),
-    *,
-    world_size: int | None = None,
-    check_files: bool = True,
+    path: str | os.PathLike[str], sets: Sequence[str] = (), *, world_size: int | None = None, check_files: bool = True
 ) -> Resolved:
     """Reads, checks and resolves a recipe.
 
@@ -72,215 +64,154 @@ def load(
         RecipeError: one line for each problem.
     """
     draft = Draft(os.fspath(path))
-    draft.read_files()
-    draft.read_sets(sets)
-    if not draft.whole:  # rules on half a recipe would only blame what is missing
-        raise RecipeError(draft.problems)
-    shape = _resolve_shape(draft)
-    left = draft.values.get("mesh.dp_shard", -1) == -1
-    _resolve_shards(draft, world_size)
-    tables: dict[str, Any] = {table: {} for table in TABLES if table != "model"}
-    for key in FIELDS:
-        table, name = key.split(".")
-        if table != "model":
-            draft.origins.setdefault(key, "default")
-            if key in draft.values:
-                tables[table][name] = draft.values[key]
-    recipe = Recipe(model=shape, **{table: TABLES[table](**values) for table, values in tables.items()})
-    _apply_rules(draft, recipe)
-    _check_world(draft, recipe, world_size)
+    draft.read(sets)
+    tables = {table: cls(**draft.given(table)) for table, cls in TABLES.items() if table != "model"}
+    is_open = tables["mesh"].dp_shard == -1
+    model = _resolve_shape(draft)
+    recipe = Recipe(**tables | {"model": model, "mesh": _fill_world(draft, tables["mesh"], world_size)})
+    broken = violations(recipe)
+    for violation in broken:
+        if draft.spoiled.isdisjoint((violation.key, *violation.others)):
+            _explain(violation, recipe, draft)
     if check_files:
-        _check_paths(draft, recipe)
+        _check_files(draft, recipe, fits=not broken and not draft.spoiled)
     if draft.problems:
         raise RecipeError(draft.problems)
-    origins = {
-        f"{t}.{entry.name}": draft.origins[f"{t}.{entry.name}"] for t in TABLES for entry in fields(getattr(recipe, t))
-    }
-    return Resolved(recipe, origins, left, {key: draft.place(key) for key in origins})
+    keys = [f"{table}.{name}" for table, values in asdict(recipe).items() for name in values]
+    return Resolved(recipe, {key: draft.origin(key) for key in keys}, is_open, draft.place)
 
 
-def _resolve_shape(draft: Draft) -> ModelShape:
-    """The preset's row with the fields that the recipe gives. What is missing is a problem, and borrowed meanwhile."""
-    preset, given = draft.values.get("model.preset"), {}
-    row = PRESETS.get(preset or "")
+def _resolve_shape(draft: Draft) -> Model:
+    """The preset's row, or config.json's shape, with the fields that the recipe gives.
+
+    What is missing is a problem, and borrowed meanwhile.
+    """
+    given = draft.given("model")
+    preset, folder = given.pop("preset", None), given.get("hf")
+    row, source, named = PRESETS.get(preset or ""), f"preset {preset}", "model.preset"
+    if folder is not None:
+        source, named = f"config.json of {folder}", "model.hf"
+        try:
+            row = hf.read_shape(folder)
+        except CheckpointError as error:
+            draft.blame(named, *(f"model.hf: {line}" for line in error.lines))
+            draft.spoiled.add("model.preset")
+        if preset is not None:
+            draft.blame(named, "model.hf and model.preset both give a shape; remove one")
     missing: list[str] = []
     for entry in fields(ModelShape):
         key = f"model.{entry.name}"
-        if key in draft.values:
-            given[entry.name] = draft.values[key]
-        elif row is not None and getattr(row, entry.name) != entry.default:
+        if entry.name in given:
+            continue
+        if row is not None and getattr(row, entry.name) != entry.default:
             given[entry.name] = getattr(row, entry.name)
-            draft.origins[key] = f"preset {preset}"
-            draft.places[key] = draft.places["model.preset"]
-        elif entry.default is not MISSING:
-            given[entry.name] = entry.default
-            draft.origins[key] = "default"
-        else:
+            draft.origins[key], draft.places[key] = source, draft.places[named]
+        elif row is None and entry.default is MISSING:
             given[entry.name] = getattr(PRESETS["debug-small"], entry.name)
-            if key not in draft.spoiled:
-                missing.append(entry.name)
+            missing += [entry.name] if key not in draft.spoiled else []
             draft.spoiled.add(key)
-    draft.origins.pop("model.preset", None)
     presets = ", ".join(PRESETS)
     if preset is not None and row is None:
         close = difflib.get_close_matches(preset, PRESETS, n=1)
         hint = f"did you mean {show(close[0])}? " if close else ""
-        draft.problems.append(
-            f"{draft.place('model.preset')}: unknown model.preset = {show(preset)}; {hint}The presets are {presets}"
-        )
+        draft.blame("model.preset", f"unknown model.preset = {show(preset)}; {hint}The presets are {presets}")
     elif missing and "model.preset" not in draft.spoiled:
-        draft.problems.append(
-            f"{draft.place('model')}: model lacks {', '.join(missing)}; give them, or a preset: {presets}"
-        )
-    return ModelShape(**given)
+        draft.blame("model", f"model lacks {', '.join(missing)}; give them, or a preset: {presets}")
+    return Model(**given)
 
 
-def _resolve_shards(draft: Draft, world_size: int | None) -> None:
-    """Gives ``mesh.dp_shard = -1`` its value: what the other axes leave of the world."""
-    if draft.values.get("mesh.dp_shard", -1) != -1:
-        return
-    sizes = {axis: draft.values.get(f"mesh.{axis}", 1) for axis in AXES if axis != "dp_shard"}
-    rest, shards = prod(sizes.values()), 1
-    origin = draft.origins.get("mesh.dp_shard", "default")
-    if world_size is not None:
-        origin = f"{origin}, what is left of {world_size} processes"
-        if min(sizes.values()) >= 1 and not _mesh_is_spoiled(draft):
-            shards = world_size // rest
-            if world_size % rest:
-                shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-                near = either([str(each) for each in (shards * rest, shards * rest + rest) if each])
-                draft.problems.append(
-                    f"{_mesh_place(draft, sizes)}: mesh.dp_shard = -1 takes what is left of the world, but "
-                    f"{world_size} processes are no multiple of {shown} = {rest}; "
-                    f"start {near} processes, or change an axis of [mesh]"
-                )
-                draft.spoiled.add("mesh.dp_shard")
-    draft.values["mesh.dp_shard"], draft.origins["mesh.dp_shard"] = max(shards, 1), origin
+def _fill_world(draft: Draft, mesh: MeshTable, world_size: int | None) -> MeshTable:
+    """Gives ``mesh.dp_shard = -1`` its value, what the other axes leave, and has the mesh fill the world."""
+    sizes: dict[str, int] = asdict(mesh)
+    if is_open := mesh.dp_shard == -1:
+        del sizes["dp_shard"]
+        mesh = replace(mesh, dp_shard=1)
+        if world_size is not None:
+            draft.origins["mesh.dp_shard"] = f"{draft.origin('mesh.dp_shard')}, what is left of {world_size} processes"
+    if world_size is None or min(sizes.values()) < 1 or not draft.spoiled.isdisjoint(f"mesh.{axis}" for axis in AXES):
+        return mesh
+    shown, product = " x ".join(f"{axis} {size}" for axis, size in sizes.items()), prod(sizes.values())
+    shards, rest = divmod(world_size, product // sizes.get("dp_shard", 1))
+    if rest == 0 and (is_open or shards == mesh.dp_shard):
+        return replace(mesh, dp_shard=shards)
+    if is_open:
+        draft.spoiled.add("mesh.dp_shard")
+        fault = f"mesh.dp_shard = -1 takes what is left of the world, but {world_size} processes are no multiple of"
+        way_out = f"start {multiples_near(world_size, product)} processes, or change an axis of [mesh]"
+        problem = f"{fault} {shown} = {product}; {way_out}"
+    else:
+        way_out = "change an axis of [mesh]" if rest else f"set mesh.dp_shard = {shards}"
+        fault = f"mesh {shown} = {product} processes, but the world has {world_size}"
+        problem = f"{fault}; start {product} processes, or {way_out}"
+    # An override is to blame if there is one, else the first axis that is written and not 1.
+    written = [key for axis, size in sizes.items() if (key := f"mesh.{axis}") in draft.places and size != 1]
+    overrides = [key for key in written if draft.places[key].startswith("--set ")]
+    draft.blame((overrides or written or ["mesh"])[0], problem)
+    return mesh
 
 
-def _mesh_is_spoiled(draft: Draft) -> bool:
-    return any(f"mesh.{axis}" in draft.spoiled for axis in AXES)
-
-
-def _mesh_place(draft: Draft, sizes: dict[str, int]) -> str:
-    """Where to blame a product of axes: an override if there is one, else the first axis that is written and not 1."""
-    written = [
-        draft.places[key] for axis, size in sizes.items() if (key := f"mesh.{axis}") in draft.places and size != 1
-    ]
-    return next((place for place in written if place.startswith("--set ")), next(iter(written), draft.place("mesh")))
-
-
-def _apply_rules(draft: Draft, recipe: Recipe) -> None:
-    for violation in violations(recipe):
-        if draft.spoiled.isdisjoint((violation.key, *violation.others)):
-            draft.problems.append(_explain(violation, recipe, draft))
-
-
-def _explain(violation: Violation, recipe: Recipe, draft: Draft) -> str:
-    """The line of a violation: the place of its key, or of another one that is written; the others get their origin."""
-    blamed = next((key for key in (violation.key, *violation.others) if key in draft.places), violation.key)
-    message = violation.message
-    for key in (violation.key, *violation.others):
+def _explain(violation: Violation, recipe: Recipe, draft: Draft) -> None:
+    """Blames the key of a violation, or another one of it that is written; the others get their origin."""
+    keys, message = (violation.key, *violation.others), violation.message
+    blamed = next((key for key in keys if key in draft.places), violation.key)
+    for key in keys:
         found = re.search(rf"{re.escape(mention(recipe, key))}(?![\w.])", message)
         if found and key != blamed:
-            message = f"{message[: found.end()]} ({draft.origins[key]}){message[found.end() :]}"
-    return f"{draft.place(blamed)}: {message}"
+            message = f"{message[: found.end()]} ({draft.origin(key)}){message[found.end() :]}"
+    draft.blame(blamed, message)
 
 
-def _check_world(draft: Draft, recipe: Recipe, world_size: int | None) -> None:
-    sizes: dict[str, int] = {axis: getattr(recipe.mesh, axis) for axis in AXES}
-    if world_size in (None, recipe.world_size) or min(sizes.values()) < 1 or _mesh_is_spoiled(draft):
-        return
-    rest = recipe.world_size // recipe.mesh.dp_shard
-    shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    way_out = f"set mesh.dp_shard = {world_size // rest}" if world_size % rest == 0 else "change an axis of [mesh]"
-    draft.problems.append(
-        f"{_mesh_place(draft, sizes)}: mesh {shown} = {recipe.world_size} processes, but the world has {world_size}; "
-        f"start {recipe.world_size} processes, or {way_out}"
-    )
-
-
-def _check_paths(draft: Draft, recipe: Recipe) -> None:
-    """What a recipe names on disk must be there. It is checked here, since rules touch no disk."""
+def _check_files(draft: Draft, recipe: Recipe, *, fits: bool) -> None:
+    """What a recipe names on disk must be there; rules touch no disk. ``fits``: a schedule can be held against it."""
     tokenizers: list[object] = []
     for key in ("data.path", "validation.path"):
-        path, source = value_of(recipe, key), recipe.data.source
-        if source in PATHS and isinstance(path, str) and draft.spoiled.isdisjoint((key, "data.source")):
-            problem: str | None
-            if not os.path.exists(path):
-                problem = f"does not exist; give {PATHS[source]}, relative to the working directory"
-            elif source != "tokens" and os.path.exists(os.path.join(path, "tokens.json")):
-                problem = 'holds tokens.json, made by composer3d prepare; use data.source = "tokens"'
-            elif source == "tokens":
-                problem = _tokens_problem(path, draft, recipe, tokenizers)
-            else:
-                problem = _text_problem(path, recipe.data.seq_len, ".jsonl" if source == "jsonl" else "")
-            if problem:
-                draft.problems.append(f"{draft.place(key)}: {mention(recipe, key)} {problem}")
-    if recipe.parallel.schedule == "csv" and draft.spoiled.isdisjoint(_OF_CSV):
-        draft.problems += _csv_problems(draft, recipe)
+        path = value_of(recipe, key)
+        if path is None or recipe.data.source not in PATHS or not draft.spoiled.isdisjoint((key, "data.source")):
+            continue
+        if problem := _data_problem(path, draft, recipe, tokenizers):
+            draft.blame(key, f"{mention(recipe, key)} {problem}")
+    csv, pp, each = recipe.parallel.schedule_csv, recipe.mesh.pp, recipe.parallel.stages_per_rank
+    if csv is not None and pp > 1 and fits:
+        try:
+            check_csv(read_csv(csv), csv, pp=pp, each=each, micro_batches=recipe.micro_batches)
+        except PlanError as error:
+            draft.blame("parallel.schedule_csv", *error.lines)
     resume = recipe.checkpoint.resume
     if resume not in ("auto", "none") and not os.path.isdir(resume):
-        draft.problems.append(
-            f"{draft.place('checkpoint.resume')}: checkpoint.resume = {show(resume)} is no folder; "
-            'use "auto", "none" or the folder of a checkpoint, relative to the working directory'
-        )
+        way_out = 'use "auto", "none" or the folder of a checkpoint, relative to the working directory'
+        draft.blame("checkpoint.resume", f"{mention(recipe, 'checkpoint.resume')} is no folder; {way_out}")
 
 
-_OF_CSV = ("parallel.schedule", "parallel.schedule_csv", "parallel.virtual_stages", "mesh.pp", "data.global_batch")
-
-
-def _csv_problems(draft: Draft, recipe: Recipe) -> list[str]:
-    path, pp = recipe.parallel.schedule_csv, recipe.mesh.pp
-    if path is None or pp == 1 or violations(recipe):
-        return []
-    try:
-        check_csv(read_csv(path), path, pp=pp, each=recipe.parallel.stages_per_rank, micro_batches=recipe.micro_batches)
-    except PlanError as error:
-        return [f"{draft.place('parallel.schedule_csv')}: {line}" for line in error.lines]
-    return []
-
-
-def _tokens_problem(path: str, draft: Draft, recipe: Recipe, tokenizers: list[object]) -> str | None:
-    """What is wrong with token files by what their tokens.json says. ``tokenizers``: of those read so far."""
-    try:
-        with open(os.path.join(path, "tokens.json"), "rb") as file:
-            found = json.load(file)
-        tokens, vocab = int(found["tokens"]), int(found["vocab"])
-        tokenizers.append((found["tokenizer"]["digest"], found["end_of_document"]))
-    except (FileNotFoundError, NotADirectoryError):
-        return "has no tokens.json; give " + PATHS["tokens"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"has a tokens.json that cannot be read ({error!r}); make the folder again with composer3d prepare"
-    if tokens <= recipe.data.seq_len:
-        return (
-            f"holds {tokens} tokens, and must hold more than data.seq_len = {recipe.data.seq_len}; "
-            "give more text or shorter samples"
-        )
+def _data_problem(path: str, draft: Draft, recipe: Recipe, tokenizers: list[object]) -> str | None:
+    """What is wrong with a text or with token files. ``tokenizers``: of those read so far."""
+    source, seq_len, vocab = recipe.data.source, recipe.data.seq_len, 0
+    manifest = os.path.join(path, "tokens.json")
+    if not os.path.exists(path):
+        return f"does not exist; give {PATHS[source]}, relative to the working directory"
+    if source == "tokens":
+        try:
+            found = json.loads(Path(manifest).read_bytes())
+            size, unit, vocab = int(found["tokens"]), "tokens", int(found["vocab"])
+            tokenizers.append((found["tokenizer"]["digest"], found["end_of_document"]))
+        except (FileNotFoundError, NotADirectoryError):
+            return f"has no tokens.json; give {PATHS[source]}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"has a tokens.json that cannot be read ({error!r}); make the folder again with composer3d prepare"
+    elif os.path.exists(manifest):
+        return 'holds tokens.json, made by composer3d prepare; use data.source = "tokens"'
+    else:
+        suffix = ".jsonl" if source == "jsonl" else ""
+        files = Path(path).rglob(f"*{suffix}") if os.path.isdir(path) else [Path(path)]
+        seen = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        size, unit = sum(file.stat().st_size for file in seen if file.is_file()), "bytes"
+        if size == 0:
+            return f"holds no text: no {f'{suffix} file'.lstrip()} in it that is not hidden has a byte"
+    if size <= seq_len:
+        more = "give more text or shorter samples"
+        return f"holds {size} {unit}, and must hold more than data.seq_len = {seq_len}; {more}"
     if vocab > recipe.model.vocab and "model.vocab" not in draft.spoiled:
-        mine = f"{mention(recipe, 'model.vocab')} ({draft.origins['model.vocab']})"
+        mine = f"{mention(recipe, 'model.vocab')} ({draft.origin('model.vocab')})"
         return f"has a vocabulary of {vocab} tokens, more than {mine}; set model.vocab to {vocab} or more"
-    if tokenizers[-1] != tokenizers[0]:
+    if tokenizers[-1:] != tokenizers[:1]:
         return "was made with another tokenizer or end of document than data.path; make it again with the same"
     return None
-
-
-def _text_problem(path: str, seq_len: int, suffix: str) -> str | None:
-    size = sum(os.path.getsize(file) for file in _text_files(path, suffix))
-    if size == 0:
-        return f"holds no text: no {suffix + ' ' * bool(suffix)}file in it that is not hidden has a byte"
-    if size <= seq_len:
-        return (
-            f"holds {size} bytes, and must hold more than data.seq_len = {seq_len}; give more text or shorter samples"
-        )
-    return None
-
-
-def _text_files(path: str, suffix: str) -> Iterable[str]:
-    if not os.path.isdir(path):
-        return [path]
-    found: list[str] = []
-    for folder, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(folder, name) for name in names if name[0] != "." and name.endswith(suffix)]
-    return [file for file in found if os.path.isfile(file)]

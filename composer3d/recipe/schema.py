@@ -4,28 +4,41 @@ A field is a key, its annotation is the type that is checked, its default is wha
 what ``composer3d check --schema`` prints. A key enters here with the feature that it drives.
 """
 
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, Literal
 
 from composer3d.schedules import SCHEDULES
 from composer3d.shape import ModelShape
 
+# What a value must satisfy alone, where it is not None, and what to say of one that does not.
+Range = tuple[Callable[[Any], bool], str]
+ABOVE_0: Range = (lambda value: value > 0, "must be above 0")
+FROM_0: Range = (lambda value: value >= 0, "must be at least 0")
+FROM_1: Range = (lambda value: value >= 1, "must be at least 1")
+SHARDS: Range = (lambda value: value >= 1 or value == -1, f"{FROM_1[1]}, or -1 for what is left of the world")
+BETAS: Range = (lambda value: all(0 <= beta < 1 for beta in value), "must both be at least 0 and below 1")
+EVEN: Range = (
+    lambda value: value >= 2 and value % 2 == 0,
+    "must be even and at least 2: the rotary embedding turns its two halves",
+)
+FOLDER_NAME: Range = (
+    lambda value: value.strip() and value not in (".", "..") and not set(value) & set("/\\\0"),
+    "names the folder of the run: it must not be empty, . or .., nor hold / or \\",
+)
 
-def key(default: Any, doc: str) -> Any:
-    """A key of a table with its default and one line of documentation."""
-    return field(default=default, metadata={"doc": doc})
 
-
-def doc_of(entry: Field[Any]) -> str:
-    return str(entry.metadata.get("doc", ""))
+def key(default: Any, doc: str, allowed: Range | None = None) -> Any:
+    """A key of a table with its default, one line of documentation and the range of its values."""
+    return field(default=default, metadata={"doc": doc, "range": allowed})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTable:
-    name: str = key("run", "name of the run; its folder is out_dir/name")
-    steps: int = key(100, "optimizer steps of the whole run")
-    seed: int = key(0, "seed of the initial weights")
+    name: str = key("run", "name of the run; its folder is out_dir/name", FOLDER_NAME)
+    steps: int = key(100, "optimizer steps of the whole run", FROM_1)
+    seed: int = key(0, "seed of the initial weights", FROM_0)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes cuda where there is one")
     out_dir: str = key("runs", "folder that holds the folders of runs, relative to the working directory")
 
@@ -33,34 +46,42 @@ class RunTable:
 @dataclass(frozen=True, kw_only=True)
 class ModelTable:
     preset: str | None = key(None, "a published model: an unknown name lists them all; the other keys override it")
-    dim: int | None = key(None, "width of the residual stream")
-    n_layers: int | None = key(None, "number of blocks")
-    n_heads: int | None = key(None, "query heads")
-    n_kv_heads: int | None = key(None, "key-value heads")
-    ffn: int | None = key(None, "width of the gated feed-forward")
-    vocab: int | None = key(None, "size of the vocabulary")
-    rope_theta: float | None = key(None, "base of the rotary embedding")
-    norm_eps: float | None = key(None, "epsilon of RMSNorm")
-    head_dim: int | None = key(None, "width of a head; absent: dim / n_heads")
+    hf: str | None = key(None, "a folder in Hugging Face's form: config.json is the shape, its weights the first ones")
+    dim: int | None = key(None, "width of the residual stream", FROM_1)
+    n_layers: int | None = key(None, "number of blocks", FROM_1)
+    n_heads: int | None = key(None, "query heads", FROM_1)
+    n_kv_heads: int | None = key(None, "key-value heads", FROM_1)
+    ffn: int | None = key(None, "width of the gated feed-forward", FROM_1)
+    vocab: int | None = key(None, "size of the vocabulary", FROM_1)
+    rope_theta: float | None = key(None, "base of the rotary embedding", ABOVE_0)
+    norm_eps: float | None = key(None, "epsilon of RMSNorm", ABOVE_0)
+    head_dim: int | None = key(None, "width of a head; absent: dim / n_heads", EVEN)
     tied: bool | None = key(None, "embedding and head are one parameter")
     qk_norm: bool | None = key(None, "RMSNorm of queries and keys by head, as in Qwen 3")
     qkv_bias: bool | None = key(None, "biases of the query, key and value projections, as in Qwen 2")
-    window: int | None = key(None, "sliding window: a token sees itself and window - 1 before it; 0: all")
-    rope_factor: float | None = key(None, "stretch of long rotary wavelengths, as in Llama 3.1; 1 does nothing")
-    rope_low_freq: float | None = key(None, "wavelengths above rope_context / this are stretched in full")
-    rope_high_freq: float | None = key(None, "wavelengths below rope_context / this are not stretched")
-    rope_context: int | None = key(None, "context length that the model had before the stretch")
+    window: int | None = key(None, "sliding window: a token sees itself and window - 1 before it; 0: all", FROM_0)
+    rope_factor: float | None = key(None, "stretch of long rotary wavelengths, as in Llama 3.1; 1 does nothing", FROM_1)
+    rope_low_freq: float | None = key(None, "wavelengths above rope_context / this are stretched in full", ABOVE_0)
+    rope_high_freq: float | None = key(None, "wavelengths below rope_context / this are not stretched", ABOVE_0)
+    rope_context: int | None = key(None, "context length that the model had before the stretch", FROM_1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(ModelShape):
+    """A resolved [model]: the shape, and the folder that the first weights come from."""
+
+    hf: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTable:
     """Sizes of the mesh axes, outermost first. Their product is the world size."""
 
-    pp: int = key(1, "pipeline stages")
-    dp_replicate: int = key(1, "replicas that all-reduce gradients (HSDP)")
-    dp_shard: int = key(-1, "ranks that shard parameters (FSDP); -1 takes what is left of the world")
-    cp: int = key(1, "context parallel ranks: each holds a part of every sequence")
-    tp: int = key(1, "tensor parallel ranks")
+    pp: int = key(1, "pipeline stages", FROM_1)
+    dp_replicate: int = key(1, "replicas that all-reduce gradients (HSDP)", FROM_1)
+    dp_shard: int = key(-1, "ranks that shard parameters (FSDP); -1 takes what is left of the world", SHARDS)
+    cp: int = key(1, "context parallel ranks: each holds a part of every sequence", FROM_1)
+    tp: int = key(1, "tensor parallel ranks", FROM_1)
 
     @property
     def world_size(self) -> int:
@@ -86,7 +107,7 @@ class ParallelTable:
         "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "csv"
     ] = key("1F1B", "pipeline schedule, with pp > 1; csv: the one in parallel.schedule_csv")
     schedule_csv: str | None = key(None, "file of a schedule: a line of actions, such as 0F0 or 1B3, for each pp rank")
-    virtual_stages: int | None = key(None, "stages of each pipeline rank; absent: what the schedule needs, 1 or 2")
+    virtual_stages: int | None = key(None, "stages of each pp rank; absent: what the schedule needs, 1 or 2", FROM_1)
     stages: tuple[int, ...] | None = key(None, "layers of each stage in order; absent: an even cut by parameters")
 
     @property
@@ -100,7 +121,7 @@ class MemoryTable:
     activation_checkpoint: Literal["none", "selective", "full"] = key(
         "none", "what backward computes again: nothing, all but what the model's plan saves, or every block"
     )
-    loss_chunks: int = key(1, "parts of a micro-batch whose logits are made one after another, and again in backward")
+    loss_chunks: int = key(1, "parts of a micro-batch whose logits are made one by one, and again in backward", FROM_1)
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer in the host's memory")
 
 
@@ -128,74 +149,59 @@ class DataTable:
     )
     path: str | None = key(None, "text or JSONL: a file, or a folder read in sorted order; tokens: prepare's folder")
     field: str = key("text", "key of the text in each line of a JSONL file")
-    seq_len: int = key(256, "tokens in a sample")
-    global_batch: int = key(8, "samples in an optimizer step, over all ranks")
-    micro_batch: int = key(1, "samples that a rank runs at once")
+    seq_len: int = key(256, "tokens in a sample", FROM_1)
+    global_batch: int = key(8, "samples in an optimizer step, over all ranks", FROM_1)
+    micro_batch: int = key(1, "samples that a rank runs at once", FROM_1)
     packing: Literal["none", "documents"] = key(
         "none", "documents: attention and positions stop at the end of a document; none: a sample is one sequence"
     )
-    seed: int = key(0, "seed of the order of samples")
+    seed: int = key(0, "seed of the order of samples", FROM_0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimTable:
-    lr: float = key(3e-4, "peak learning rate of AdamW")
-    betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas")
-    eps: float = key(1e-8, "AdamW epsilon")
-    weight_decay: float = key(0.1, "decay of matrices; vectors (norms) have none")
-    clip: float = key(1.0, "largest global gradient norm; 0 does not clip")
+    lr: float = key(3e-4, "peak learning rate of AdamW", ABOVE_0)
+    betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas", BETAS)
+    eps: float = key(1e-8, "AdamW epsilon", ABOVE_0)
+    weight_decay: float = key(0.1, "decay of matrices; vectors (norms) have none", FROM_0)
+    clip: float = key(1.0, "largest global gradient norm; 0 does not clip", FROM_0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "learning rate after the warmup")
-    warmup: int = key(0, "steps of linear warmup")
+    warmup: int = key(0, "steps of linear warmup", FROM_0)
     decay: int | None = key(None, "step whose learning rate is min_lr, counted from 1; absent: run.steps")
-    decay_steps: int | None = key(None, "steps of wsd's linear decay, the last ones before its end; absent: a tenth")
-    min_lr: float = key(0.0, "learning rate at the end of the decay")
+    decay_steps: int | None = key(None, "steps of wsd's linear decay, the last before its end; absent: a tenth", FROM_1)
+    min_lr: float = key(0.0, "learning rate at the end of the decay", FROM_0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointTable:
-    every: int = key(0, "steps between checkpoints; 0 saves only at the end of the run")
-    keep: int = key(2, "newest checkpoints that are kept")
+    every: int = key(0, "steps between checkpoints; 0 saves only at the end of the run", FROM_0)
+    keep: int = key(2, "newest checkpoints that are kept", FROM_1)
+    async_save: bool = key(False, "write in the background: a save stops training only while its tensors are copied")
     resume: str = key("auto", "auto: the newest checkpoint of this run; none: start anew; or a checkpoint's folder")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsTable:
-    every: int = key(10, "steps between console lines and TensorBoard points")
+    every: int = key(10, "steps between console lines and TensorBoard points", FROM_1)
     tensorboard: bool = key(True, "write TensorBoard files into the run's folder")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationTable:
-    every: int = key(0, "steps between validations, and one at the end; 0 never validates")
-    steps: int = key(4, "global batches in a validation")
+    every: int = key(0, "steps between validations, and one at the end; 0 never validates", FROM_0)
+    steps: int = key(4, "global batches in a validation", FROM_1)
     path: str | None = key(None, "held-out data of the same source; python holds out its own")
-
-
-TABLES: dict[str, type] = {
-    "run": RunTable,
-    "model": ModelTable,
-    "mesh": MeshTable,
-    "parallel": ParallelTable,
-    "memory": MemoryTable,
-    "precision": PrecisionTable,
-    "compile": CompileTable,
-    "data": DataTable,
-    "optim": OptimTable,
-    "checkpoint": CheckpointTable,
-    "metrics": MetricsTable,
-    "validation": ValidationTable,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole recipe, resolved: every table complete, ``model`` a shape, ``mesh.dp_shard`` a number.
+    """A whole recipe, resolved: every table complete, ``model`` with its shape, ``mesh.dp_shard`` a number.
 
     Only ``train.build``, ``verify`` and the commands see it whole; everybody else is passed the table it needs.
     """
 
     run: RunTable
-    model: ModelShape
+    model: Model
     mesh: MeshTable
     parallel: ParallelTable
     memory: MemoryTable
@@ -219,3 +225,7 @@ class Recipe:
     def micro_batches(self) -> int:
         """Micro-batches that one rank runs in an optimizer step."""
         return self.data.global_batch // (self.data.micro_batch * self.batch_ranks)
+
+
+# As a text gives them: [model] has the preset too.
+TABLES: dict[str, Any] = {table.name: table.type for table in fields(Recipe)} | {"model": ModelTable}

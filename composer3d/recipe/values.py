@@ -1,101 +1,89 @@
 """Values of a recipe: which ones a key takes, and how one is written as TOML."""
 
 import json
-import math
-from dataclasses import Field, fields
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import fields
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from composer3d.recipe.schema import TABLES, Recipe, doc_of
+from composer3d.recipe.schema import TABLES, Recipe
 
-FIELDS: dict[str, Field[Any]] = {
-    f"{table}.{entry.name}": entry for table, cls in TABLES.items() for entry in fields(cls)
-}
+FIELDS = {f"{table}.{entry.name}": entry for table, cls in TABLES.items() for entry in fields(cls)}
 
 
-class Misfit(Exception):
-    """A value that its key does not take; the text says what the key must be."""
+def fit(value: Any, kind: Any) -> Any:
+    """``value``, as TOML gives it, as the type that the schema declares: of an int a float, where one is meant.
 
-
-def fit(value: object, kind: Any) -> Any:
-    """``value``, as TOML gives it, as the type that the schema declares; an int becomes a float where one is meant.
-
-    Raises Misfit, with the description of ``kind``.
+    Raises ValueError, which says what the value must be.
     """
-    kind = without_none(kind)
-    if get_origin(kind) is tuple:
+    if get_origin(kind) is tuple and isinstance(value, list):
         kinds = get_args(kind)
-        if isinstance(value, list) and kinds[-1] is Ellipsis:
-            kinds = (kinds[0],) * len(value)
-        if isinstance(value, list) and len(value) == len(kinds):
-            try:
-                return tuple(fit(element, each) for element, each in zip(value, kinds, strict=True))
-            except Misfit:
-                pass
+        kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
+        if len(value) == len(kinds):
+            with suppress(ValueError):
+                return tuple(map(fit, value, kinds))
     elif get_origin(kind) is Literal:
         if any(type(value) is type(choice) and value == choice for choice in get_args(kind)):
             return value
     elif kind is float and type(value) in (int, float):
-        try:
-            number = float(value)  # type: ignore[arg-type]
-        except OverflowError:
-            raise Misfit("a finite float") from None
-        if math.isfinite(number):
-            return number
-        raise Misfit("a finite float")
+        if abs(value) <= sys.float_info.max:  # not so of nan
+            return float(value)
+        raise ValueError("a finite float")
     elif type(value) is kind:  # not isinstance: a bool is no int
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise Misfit("an int of 64 bits")
+        if kind is int and not -(2**63) <= value < 2**63:
+            raise ValueError("an int of 64 bits")
         return value
-    raise Misfit(describe(kind))
+    raise ValueError(describe(kind))
 
 
-def without_none(kind: Any) -> Any:
-    """``X`` of ``X | None``; other types as they are."""
-    if get_origin(kind) in (UnionType, Union):
-        return next(each for each in get_args(kind) if each is not type(None))
-    return kind
+def kind_of(key: str) -> Any:
+    """The type of a key's value: ``X`` of ``X | None``."""
+    kind = FIELDS[key].type
+    return get_args(kind)[0] if get_origin(kind) in (UnionType, Union) else kind
 
 
 def takes_raw_text(kind: Any) -> bool:
     """Whether ``--set`` passes the text of a value as it stands, not as TOML."""
-    kind = without_none(kind)
     return kind is str or (get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind)))
 
 
 def describe(kind: Any) -> str:
     """A type in words: ``int``, ``"GPipe" or "1F1B"``, ``an array of 2 floats``."""
-    kind = without_none(kind)
+    kinds = get_args(kind)
     if get_origin(kind) is Literal:
-        return either([show(choice) for choice in get_args(kind)])
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
+        return either(map(show, kinds))
+    if kinds:
         return f"an array of {'' if kinds[-1] is Ellipsis else f'{len(kinds)} '}{kinds[0].__name__}s"
     return str(kind.__name__)
 
 
-def either(options: list[str]) -> str:
+def either(options: Iterable[object]) -> str:
     """``1, 2 or 4``"""
-    return " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
+    *most, last = map(str, options)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
-def divisors(number: int, *, at_most: int = 65536) -> list[int]:
-    return [each for each in range(1, min(number, at_most) + 1) if number % each == 0]
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, min(number, 65536) + 1) if number % each == 0]
 
 
-def use(legal: list[int], near: int, shown: int = 8) -> str:
+def use(legal: list[int], near: int) -> str:
     """The way out: all legal values, or the nearest ones where they are many."""
-    nearest = sorted(sorted(legal, key=lambda each: abs(each - near))[:shown])
-    return ("use " if len(legal) <= shown else "use for example ") + either([str(each) for each in nearest])
+    nearest = sorted(sorted(legal, key=lambda each: abs(each - near))[:8])
+    return ("use " if len(legal) <= 8 else "use for example ") + either(nearest)
+
+
+def multiples_near(number: int, unit: int) -> str:
+    """The multiples of ``unit`` around ``number``, as a way out."""
+    below = number // unit * unit
+    return either(each for each in (below, below + unit) if each)
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can hold it."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half a surrogate pair: bytes of the command line that are not UTF-8
-        return False
-    return True
+    """Whether UTF-8 can hold it; half a surrogate pair is a byte of the command line that is not UTF-8."""
+    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def show(value: object) -> str:
@@ -111,7 +99,7 @@ def show(value: object) -> str:
     return str(value)
 
 
-def value_of(recipe: Recipe, key: str) -> object:
+def value_of(recipe: Recipe, key: str) -> Any:
     table, name = key.split(".")
     return getattr(getattr(recipe, table), name)
 
@@ -133,5 +121,6 @@ def schema_text() -> str:
         lines += ["", f"[{table}]"]
         for entry in fields(cls):
             default = "" if entry.default is None else f" = {show(entry.default)}"
-            lines.append(f"{entry.name + default:<26} {describe(entry.type):<27} {doc_of(entry)}")
+            kind = describe(kind_of(f"{table}.{entry.name}"))
+            lines.append(f"{entry.name + default:<26} {kind:<27} {entry.metadata['doc']}")
     return "\n".join(lines) + "\n"

@@ -1,76 +1,66 @@
-"""Where checkpoints are kept: which are, which one is the newest, and what is said of one that cannot be read."""
+"""Where checkpoints are kept: which are, which one is used, and what is said where one cannot be written or read."""
 
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+import torch.distributed.checkpoint as dcp
+from store_jobs import SHAPE, about, job, names, whole
 
-from composer3d.checkpoint import Store
-from composer3d.checkpoint.store import read_progress
+from composer3d.checkpoint import Store, manifest, store
+from composer3d.checkpoint.manifest import digest_file, read
+from composer3d.checkpoint.state import gather_state
 from composer3d.dist import pool_world
 from composer3d.errors import CheckpointError
 from composer3d.launch import Pool, WorkerError
-from composer3d.optim import build_optimizer
-from composer3d.parallel import Stages
-from composer3d.recipe.schema import OptimTable
+
+State = dict[str, list[float]]
 
 
-def job(seed: int, shape: tuple[int, int] = (5, 3)) -> tuple[Stages, torch.optim.AdamW]:
-    """A model of one matrix, sharded by rows where there are ranks, and an optimizer that has made a step.
-
-    A store asks nothing of ``Stages`` but its named parameters.
-    """
-    torch.manual_seed(seed)
-    module = nn.Module()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weight, grad = (distribute_tensor(torch.randn(shape), mesh, [Shard(0)]) for _ in range(2))
-    module.weight = nn.Parameter(weight)
-    optimizer = build_optimizer(module.named_parameters(), OptimTable())
-    module.weight.grad = grad
-    optimizer.step()
-    return cast(Stages, module), optimizer
-
-
-def whole(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, list[float]]:
-    """The state as numbers, the same on every rank."""
-    ((_, parameter),) = stages.named_parameters()
-    tensors = {"weight": parameter.detach(), **optimizer.state[parameter]}
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).flatten().tolist() for name, t in tensors.items()}
-
-
-def save(folder: Path, steps: list[int], keep: int) -> tuple[list[str], dict[str, list[float]], list[float]]:
-    """Names of what ``save`` returned, the state that was saved, and the next random numbers."""
+def save(folder: Path, steps: list[int], keep: int, shape: tuple[int, int] = SHAPE) -> State:
+    """The state that was saved."""
     with pool_world():
-        stages, optimizer = job(seed=0)
+        stages, optimizer = job(seed=0, shape=shape)
         store = Store(folder, keep=keep)
-        paths = [store.save(step, stages, optimizer, {"data": {"at": step}}) for step in steps]
-        return [path.name for path in paths], whole(stages, optimizer), torch.rand(3).tolist()
+        for step in steps:
+            store.save(about(step), stages, optimizer)
+        return whole(stages, optimizer)
 
 
-def load(path: Path, shape: tuple[int, int] = (5, 3)) -> tuple[dict[str, list[float]], list[float]]:
-    """The state and the next random numbers after loading into a job of other values."""
+def load(path: Path, shape: tuple[int, int] = SHAPE) -> State:
+    """The state after loading into a job of other values."""
     with pool_world():
         stages, optimizer = job(seed=1, shape=shape)
         before = whole(stages, optimizer)
-        Store(path.parent, keep=1).load(path, stages, optimizer)
+        store = Store(path.parent, keep=1)
+        store.check(path)
+        store.load(path, stages, optimizer)
         assert before["weight"] != whole(stages, optimizer)["weight"]
-        return whole(stages, optimizer), torch.rand(3).tolist()
+        return whole(stages, optimizer)
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def refused(pool: Pool, function: Callable[..., Any], world_size: int, **arguments: Any) -> list[tuple[str, ...]]:
+    """What each rank says of a task that a CheckpointError must end on all of them."""
+    with pytest.raises(WorkerError) as caught:
+        pool.run(function, arguments, world_size=world_size)
+    assert set(caught.value.failures) == set(range(world_size)), caught.value
+    assert all(isinstance(error, CheckpointError) for error in caught.value.failures.values()), caught.value
+    return [error.lines for error in caught.value.failures.values() if isinstance(error, CheckpointError)]
 
 
 def test_the_newest_are_kept(pool: Pool, tmp_path: Path) -> None:
-    ((saved, _, _),) = pool.run(save, {"folder": tmp_path, "steps": [2, 9, 10, 100], "keep": 2}, world_size=1)
-    assert saved == ["step-00000002", "step-00000009", "step-00000010", "step-00000100"]
+    pool.run(save, {"folder": tmp_path, "steps": [2, 9, 10, 100], "keep": 2}, world_size=1)
     assert names(tmp_path) == ["step-00000010", "step-00000100"]
-    assert Store(tmp_path, keep=2).newest() == tmp_path / "step-00000100"
+    pool.run(save, {"folder": tmp_path, "steps": [101, 102], "keep": 6}, world_size=1)
+    assert names(tmp_path) == ["step-00000010", "step-00000100", "step-00000101", "step-00000102"]
 
 
 def test_what_was_just_saved_is_never_dropped(pool: Pool, tmp_path: Path) -> None:
@@ -81,82 +71,303 @@ def test_what_was_just_saved_is_never_dropped(pool: Pool, tmp_path: Path) -> Non
     assert names(tmp_path) == ["step-00000001-mine", "step-00000010", "step-00000020"]
 
 
+def go_on(folder: Path, step: int, keep: int) -> tuple[str, list[str]]:
+    """Which checkpoint is found, and what is there after the next save."""
+    with pool_world():
+        store = Store(folder, keep=keep)
+        found = store.find()
+        store.save(about(step), *job(seed=0))
+        return found[0].name if found else "none", names(folder)
+
+
+def test_what_is_damaged_counts_for_nothing_and_is_replaced(pool: Pool, tmp_path: Path) -> None:
+    pool.run(save, {"folder": tmp_path, "steps": [5, 10, 20], "keep": 3}, world_size=1)
+    for damaged in ("step-00000010", "step-00000020"):
+        (tmp_path / damaged / "__0_0.distcp").write_bytes(b"torn")
+    # Kept are the one just saved and the newest whole one; the damaged ones that are newer are left to the user.
+    found, left = pool.run(go_on, {"folder": tmp_path, "step": 7, "keep": 2}, world_size=1)[0]
+    assert found == "step-00000005"
+    assert left == ["step-00000005", "step-00000007", "step-00000010", "step-00000020"]
+    found, left = pool.run(go_on, {"folder": tmp_path, "step": 20, "keep": 1}, world_size=1)[0]
+    assert (found, left) == ("step-00000007", ["step-00000020"])
+    assert pool.run(load, {"path": tmp_path / "step-00000020"}, world_size=1)
+
+
 @pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 1), (1, 2)])
 def test_what_was_saved_is_loaded_bit_for_bit(pool: Pool, tmp_path: Path, saving: int, loading: int) -> None:
     saved = pool.run(save, {"folder": tmp_path, "steps": [7], "keep": 1}, world_size=saving)
-    loaded = pool.run(load, {"path": tmp_path / "step-00000007"}, world_size=loading)
-    assert read_progress(tmp_path / "step-00000007") == {"step": 7, "world_size": saving, "data": {"at": 7}}
-    assert [state for state, _ in loaded] == [saved[0][1]] * loading
-    if saving == loading:  # random numbers go on where they were
-        assert [rest for _, rest in loaded] == [rest for _, _, rest in saved]
-
-
-def test_newest_is_the_highest_step_that_is_whole(tmp_path: Path) -> None:
-    store = Store(tmp_path / "absent", keep=2)
-    assert store.newest() is None
-    store = Store(tmp_path, keep=2)
-    assert store.newest() is None
-    for name, is_whole in {"step-00000009": True, "step-00000010": True, "step-00000020": False}.items():
-        (tmp_path / name).mkdir()
-        if is_whole:
-            (tmp_path / name / "progress.json").write_text("{}")
-    staging = tmp_path / "step-00000030.tmp"
-    staging.mkdir()
-    assert store.newest() == tmp_path / "step-00000010"
-    (staging / "progress.json").write_text("{}")  # as a crash just before the rename leaves it
-    assert store.newest() == tmp_path / "step-00000010"
+    path = tmp_path / "step-00000007"
+    assert pool.run(load, {"path": path}, world_size=loading) == [saved[0]] * loading
+    written = read(path)
+    files = [".metadata", *(f"__{rank}_0.distcp" for rank in range(saving))]
+    assert names(path) == [*files, "manifest.json"]
+    assert written.files == {name: ((path / name).stat().st_size, digest_file(path / name)) for name in files}
+    entries = {"model.weight": (SHAPE, "float32"), "optim.weight.step": ((), "float32")}
+    entries |= {f"optim.weight.{moment}": (SHAPE, "float32") for moment in ("exp_avg", "exp_avg_sq")}
+    assert written.tensors == entries
+    assert (written.step, written.world_size, written.data, written.lr) == (7, saving, {"at": 7}, 0.1)
 
 
 def test_staging_folder_of_a_crash_is_written_anew(pool: Pool, tmp_path: Path) -> None:
-    for leftover in (tmp_path / "step-00000004.tmp", tmp_path / "step-00000004"):
+    for leftover in (tmp_path / "step-00000004.tmp", tmp_path / "step-00000004", tmp_path / "step-00000003.old.tmp"):
         leftover.mkdir()
         (leftover / "junk").write_text("from before")
-    (tmp_path / "step-00000004.tmp" / "progress.json").write_text('{"step": 3')
     pool.run(save, {"folder": tmp_path, "steps": [4, 5], "keep": 2}, world_size=2)
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
     assert "junk" not in names(tmp_path / "step-00000004")
-    assert read_progress(tmp_path / "step-00000004")["step"] == 4
 
 
-@pytest.mark.parametrize("content", [b"", b'{"step": 3, "wor', b"\xff\xfe"], ids=["empty", "torn", "binary"])
-def test_torn_progress_is_named(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "step-00000004"
-    path.mkdir()
-    (path / "progress.json").write_bytes(content)
-    with pytest.raises(CheckpointError) as caught:
-        read_progress(path)
-    (line,) = caught.value.lines
-    assert line.startswith(f"{path}/progress.json cannot be read (")
-    assert line.endswith("the checkpoint is damaged")
+def newest(folder: Path) -> list[str | None]:
+    with pool_world():
+        store = Store(folder, keep=1)
+        found, path = store.find(), store.newest()
+        return [found and found[0].name, path and path.name]
 
 
-@pytest.mark.parametrize("damaged", ["__0_0.distcp", ".metadata"])
-def test_damaged_file_is_no_traceback(pool: Pool, tmp_path: Path, damaged: str) -> None:
+def test_what_is_being_written_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(newest, {"folder": tmp_path / "absent"}, world_size=1) == [[None, None]]
+    pool.run(save, {"folder": tmp_path, "steps": [5], "keep": 2}, world_size=1)
+    shutil.copytree(tmp_path / "step-00000005", tmp_path / "step-00000030.tmp")  # a crash just before the rename
+    assert pool.run(newest, {"folder": tmp_path}, world_size=1) == [["step-00000005", "step-00000005"]]
+
+
+FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json")
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    **{
+        f"{name} flipped at {bit}": lambda at, n=name, b=bit: flip(at / n, b) for name in FILES for bit in (5, 4099, -1)
+    },
+    **{f"{name} truncated": lambda at, n=name: os.truncate(at / n, (at / n).stat().st_size - 1) for name in FILES},
+    **{f"{name} missing": lambda at, n=name: (at / n).unlink() for name in FILES},
+    "a file too many": lambda at: (at / "__2_0.distcp").touch(),
+}
+
+
+def find_damage(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """For each kind of damage to step 2: the checkpoint that is found, and what is said of that of step 2."""
+    answers = {}
+    with pool_world():
+        stages, optimizer = job(seed=0)
+        written = Store(folder, keep=2)
+        for step in (1, 2):
+            written.save(about(step), stages, optimizer)
+        hurt, spare = folder / "step-00000002", folder / "spare"
+        if dist.get_rank() == 0:
+            shutil.copytree(hurt, spare)
+        for kind, spoil in DAMAGE.items():
+            if dist.get_rank() == 0:
+                shutil.rmtree(hurt)
+                shutil.copytree(spare, hurt)
+                spoil(hurt)
+            dist.barrier()
+            found = Store(folder, keep=2).find()
+            try:
+                written.check(hurt)
+                lines: tuple[str, ...] = ("nothing",)
+            except CheckpointError as error:
+                lines = error.lines
+            answers[kind] = found[0].name if found else "none", lines
+    return answers
+
+
+def test_damage_to_any_file_is_named_and_the_older_one_used(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(find_damage, {"folder": tmp_path}, world_size=2)
+    assert first == second  # one verdict, although each rank has read other files
+    place = tmp_path / "step-00000002"
+    for kind, (found, lines) in first.items():
+        name, _, how = kind.partition(" ")
+        assert found == "step-00000001", kind
+        if name == "manifest.json":
+            assert lines[0].startswith((f"{place / name} ", f"{place} is not a checkpoint")), kind
+        elif how == "file too many":
+            assert lines == (f"{place}/__2_0.distcp is not in the manifest",)
+        else:
+            said = {"truncated": " has ", "missing": " cannot be read (No such file"}.get(how, " has another digest ")
+            assert len(lines) == 1, kind
+            assert lines[0].startswith(f"{place / name}{said}"), kind
+    assert len(first) == 21
+
+
+def find(folder: Path) -> None:
+    with pool_world():
+        Store(folder, keep=1).find()
+
+
+def test_where_all_are_damaged_nothing_starts_anew(pool: Pool, tmp_path: Path) -> None:
+    pool.run(save, {"folder": tmp_path, "steps": [1, 2], "keep": 2}, world_size=1)
+    for path in tmp_path.iterdir():
+        (path / ".metadata").unlink()
+    assert refused(pool, find, 2, folder=tmp_path) == 2 * [
+        (
+            f"no checkpoint in {tmp_path} is whole (damaged: step-00000001, step-00000002); restore one, or remove "
+            "them to start anew",
+        )
+    ]
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("where", [".metadata", "__0_0.distcp"])
+def test_code_in_a_checkpoint_whose_digests_hold_is_refused(pool: Pool, tmp_path: Path, where: str) -> None:
     pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 1}, world_size=1)
+    path, marker = tmp_path / "step-00000001", tmp_path / "marker"
+    if where == ".metadata":
+        (path / where).write_bytes(pickle.dumps(Touch(marker)))
+    else:
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        torch.save(Touch(marker), path / where)
+        for entry in metadata.storage_data.values():
+            entry.offset, entry.length = 0, (path / where).stat().st_size
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    files = {name: ((path / name).stat().st_size, digest_file(path / name)) for name in read(path).files}
+    manifest.write(path, replace(read(path), files=files))
+    for lines in refused(pool, load, 2, path=path):
+        assert all("posix.system" in line and "refused" in line for line in lines)
+    assert not marker.exists()
+
+
+def save_object(folder: Path) -> None:
+    with pool_world():
+        dcp.save({"model.weight": torch.ones(SHAPE), "extra": [1]}, storage_writer=dcp.FileSystemWriter(folder))
+        files = {name: ((folder / name).stat().st_size, digest_file(folder / name)) for name in names(folder)}
+        manifest.write(folder, replace(about(1), files=files))
+
+
+def test_objects_are_not_loaded(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "step-00000001"
-    (path / damaged).write_bytes((path / damaged).read_bytes()[:100])
-    with pytest.raises(WorkerError) as caught:
-        pool.run(load, {"path": path}, world_size=1)
-    assert isinstance(caught.value.user_error, CheckpointError)
-    assert caught.value.user_error.lines[0].startswith(f"{path} cannot be read (")
-
-
-def test_folder_without_progress_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        read_progress(tmp_path)
-    assert caught.value.lines == (f"{tmp_path} is not a checkpoint: it has no progress.json; name a step-* folder",)
+    pool.run(save_object, {"folder": path}, world_size=1)
+    assert refused(pool, load, 1, path=path) == [
+        (f"{path} holds objects that are no tensors, which are not loaded: extra",)
+    ]
 
 
 def test_checkpoint_of_another_model_is_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 1}, world_size=1)
     path = tmp_path / "step-00000001"
-    with pytest.raises(WorkerError) as caught:
-        pool.run(load, {"path": path, "shape": (6, 3)}, world_size=2)
-    assert set(caught.value.failures) == {0, 1}
-    assert isinstance(caught.value.user_error, CheckpointError)
-    assert caught.value.user_error.lines == (
-        f"{path} holds 'model.weight' as (5, 3), but the model needs (6, 3)",
-        f"{path} holds 'optim.weight.exp_avg' as (5, 3), but the model needs (6, 3)",
-        f"{path} holds 'optim.weight.exp_avg_sq' as (5, 3), but the model needs (6, 3)",
-        f"{path} belongs to another model or optimizer; point checkpoint.resume elsewhere",
-    )
+    lines = refused(pool, load, 2, path=path, shape=(6, 3))
+    assert lines == 2 * [
+        (
+            f"{path} holds 'model.weight' as ((5, 3), 'float32'), but the model needs ((6, 3), 'float32')",
+            f"{path} holds 'optim.weight.exp_avg' as ((5, 3), 'float32'), but the model needs ((6, 3), 'float32')",
+            f"{path} holds 'optim.weight.exp_avg_sq' as ((5, 3), 'float32'), but the model needs ((6, 3), 'float32')",
+            f"{path} belongs to another model or optimizer; point checkpoint.resume elsewhere",
+        )
+    ]
+
+
+def seed_weights(folder: Path) -> tuple[State, State, State]:
+    """A checkpoint of weights alone, loaded into an optimizer that has not stepped: (weights, before, after)."""
+    with pool_world():
+        stages, optimizer = job(seed=0)
+        weights = {n: t for n, t in gather_state(stages, optimizer).items() if n.startswith("model.")}
+        path = folder / "step-00000000"
+        dcp.save(weights, storage_writer=dcp.FileSystemWriter(path))
+        files = {name: ((path / name).stat().st_size, digest_file(path / name)) for name in names(path)}
+        dist.barrier()
+        manifest.write(path, replace(about(0), files=files, data=None, lr=None))
+        other, fresh = job(seed=1)
+        before = whole(other, fresh)
+        store = Store(folder, keep=1)
+        store.check(path)
+        store.load(path, other, fresh)
+        return whole(stages, optimizer), before, whole(other, fresh)
+
+
+def test_weights_alone_leave_the_optimizer_as_it_is(pool: Pool, tmp_path: Path) -> None:
+    ((weights, before, after),) = pool.run(seed_weights, {"folder": tmp_path}, world_size=1)
+    assert after == {**before, "weight": weights["weight"]}
+    assert before["weight"] != weights["weight"]
+
+
+# Saves that fail. What is said is said by every rank, and the checkpoint before is as it was.
+
+
+def save_and_fail(folder: Path, step: int, shape: tuple[int, int] = SHAPE, spoil: str = "") -> None:
+    """Save, where ``spoil`` fails on the last rank."""
+    with pool_world():
+        if spoil and dist.get_rank() == dist.get_world_size() - 1:
+
+            def fail(path: Path, *more: Any) -> Any:
+                if spoil == "rename" and not path.is_dir():  # torch's own, of .metadata
+                    return path.replace(*more)
+                raise OSError(5, "Input/output error", spoil)
+
+            place = {"rename": Path, "write": manifest, "_seal": store, "_sync": store}[spoil]
+            setattr(place, spoil, fail)
+        Store(folder, keep=2).save(about(step), *job(seed=0, shape=shape))
+
+
+@pytest.mark.parametrize(("spoil", "ranks"), [("_seal", 2), ("_sync", 2), ("write", 1), ("rename", 1)])
+def test_save_that_fails_on_one_rank_fails_on_all(pool: Pool, tmp_path: Path, spoil: str, ranks: int) -> None:
+    pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 2}, world_size=2)
+    said = refused(pool, save_and_fail, ranks, folder=tmp_path, step=2, spoil=spoil)
+    prefix = "rank 1: " if ranks == 2 else ""
+    assert said == ranks * [
+        (
+            f"step 2 could not be saved in {tmp_path}/step-00000002.tmp: {prefix}writing: [Errno 5] "
+            f"Input/output error: '{spoil}'",
+            f"the newest checkpoint is {tmp_path}/step-00000001: the same command goes on from it",
+        )
+    ]
+    assert names(tmp_path) == ["step-00000001"]
+    assert pool.run(newest, {"folder": tmp_path}, world_size=1) == [["step-00000001"] * 2]
+
+
+def test_file_where_a_folder_should_be(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for lines in refused(pool, save_and_fail, 2, folder=tmp_path / "file", step=2):
+        assert "rank 0: writing: [Errno 20] Not a directory: " in lines[0]
+        assert "the newest checkpoint is none" in lines[1]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own, of 1 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a file system can only be mounted by root")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_full_disk_keeps_the_checkpoint_before(pool: Pool, disk: Path) -> None:
+    folder = disk / "run" / "checkpoints"
+    shape = (160, 300)  # 576 kB with its moments
+    pool.run(save, {"folder": folder, "steps": [1], "keep": 2, "shape": shape}, world_size=2)
+    for lines in refused(pool, save_and_fail, 2, folder=folder, step=2, shape=shape):
+        assert lines[0].startswith(f"step 2 could not be saved in {folder}/step-00000002.tmp: rank ")
+        assert "No space left on device" in lines[0]
+        assert lines[-1] == f"the newest checkpoint is {folder}/step-00000001: the same command goes on from it"
+    assert names(folder) == ["step-00000001"]
+    assert pool.run(newest, {"folder": folder}, world_size=1) == [["step-00000001"] * 2]
+    # There is room again: the next save is whole.
+    (folder / "step-00000001" / "manifest.json").unlink()
+    pool.run(save, {"folder": folder, "steps": [3], "keep": 1, "shape": (10, 10)}, world_size=2)
+    assert names(folder) == ["step-00000003"]
+
+
+def test_read_only_folder_keeps_the_checkpoint_before(pool: Pool, disk: Path) -> None:
+    pool.run(save, {"folder": disk / "run", "steps": [1], "keep": 2}, world_size=1)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    for lines in refused(pool, save_and_fail, 2, folder=disk / "run", step=2):
+        assert "rank 0: writing: [Errno 30] Read-only file system" in lines[0]
+        assert "the newest checkpoint is" in lines[1]
+        assert "step-00000001" in lines[1]
+    assert pool.run(newest, {"folder": disk / "run"}, world_size=1) == [["step-00000001"] * 2]

@@ -45,12 +45,14 @@ def receive_the_activations_of_another_micro_batch() -> None:
 
 def take_the_labels_of_the_next_micro_batch() -> None:
     """The last stage scores each micro-batch against the labels of the next one."""
-    right = stages.Stages._pipeline
+    right = pp.Pipeline.step
 
-    def wrong(self: stages.Stages, tokens: Tensor, labels: Tensor, *rest: Any) -> Tensor:
-        return right(self, tokens, labels.roll(-self._step.micro_batch, 0), *rest)
+    def wrong(self: pp.Pipeline, tokens: Tensor, keywords: dict[str, Tensor], valid_tokens: float) -> Tensor:
+        if "labels_BT" in keywords:
+            keywords["labels_BT"] = keywords["labels_BT"].roll(-self._stream.shape[0], 0)
+        return right(self, tokens, keywords, valid_tokens)
 
-    stages.Stages._pipeline = wrong
+    pp.Pipeline.step = wrong
 
 
 def swap_the_middle_stages() -> None:
@@ -66,8 +68,8 @@ def swap_the_middle_stages() -> None:
 
 def evaluate_one_micro_batch_less() -> None:
     """Validation under pp forgets its last micro-batch."""
-    right = pp.forward_only
-    pp.forward_only = lambda *arguments: right(*arguments[:-1], arguments[-1][:-1])
+    right = pp.Pipeline.forward_only
+    pp.Pipeline.forward_only = lambda self, micro_batches: right(self, micro_batches[:-1])
 
 
 def _change_put_off_work(change: Callable[[int, deferred.Work], deferred.Work]) -> None:

@@ -117,7 +117,7 @@ def forget_a_micro_batch() -> None:
     """Accumulation starts anew with the second micro-batch."""
     right = stages.Stages._split
 
-    def wrong(self: stages.Stages, *rows: Tensor) -> Any:
+    def wrong(self: stages.Stages, *rows: Any) -> Any:
         for index, (tokens, keywords) in enumerate(right(self, *rows)):
             if index == 1:
                 for parameter in self.parameters():

@@ -1,7 +1,8 @@
 """What a recipe becomes: inheritance, overrides, defaults, presets, and where each value came from."""
 
+import json
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import tomli
 from composer3d.errors import RecipeError
 from composer3d.recipe.load import Resolved, load
 from composer3d.recipe.rules import violations
-from composer3d.recipe.schema import TABLES
+from composer3d.recipe.schema import TABLES, Model
 from composer3d.recipe.values import FIELDS
-from composer3d.shape import PRESETS, ModelShape
+from composer3d.shape import PRESETS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -56,7 +57,7 @@ def test_the_nearest_file_wins_and_an_override_beats_it(write) -> None:
 
 def test_a_preset_gives_what_the_recipe_does_not(write) -> None:
     resolved = load(layered(write))
-    assert resolved.recipe.model == replace(PRESETS["debug-tiny"], ffn=192)
+    assert resolved.recipe.model == Model(**asdict(replace(PRESETS["debug-tiny"], ffn=192)))
     assert resolved.origins["model.ffn"] == "sub/../low.toml:3"
     assert resolved.origins["model.dim"] == resolved.origins["model.rope_theta"] == "preset debug-tiny"
     assert resolved.origins["model.norm_eps"] == resolved.origins["model.window"] == "default"
@@ -67,9 +68,25 @@ def test_a_preset_gives_what_the_recipe_does_not(write) -> None:
 def test_a_shape_without_preset_takes_the_defaults_of_the_rest(write) -> None:
     path = write("x.toml", "[model]\ndim = 64\nn_layers = 2\nn_heads = 2\nn_kv_heads = 1\nffn = 96\nvocab = 300\n")
     resolved = load(path)
-    shape = ModelShape(dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn=96, vocab=300)
+    shape = Model(dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn=96, vocab=300)
     assert resolved.recipe.model == shape
     assert resolved.origins["model.rope_theta"] == "default"
+
+
+def test_a_folder_of_hugging_face_gives_what_the_recipe_does_not(write, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    config = {"model_type": "mistral", "vocab_size": 300, "num_key_value_heads": 2, "rope_theta": 1e6} | sizes
+    write("m/config.json", json.dumps(config))
+    path = write("x.toml", '[run]\nsteps = 5\n[model]\nhf = "m"\nwindow = 16\nnorm_eps = 1e-5\n')
+    resolved = load(path, ["model.n_layers=1"])
+    sizes = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn": 96, "vocab": 300}
+    assert resolved.recipe.model == Model(**sizes, rope_theta=1e6, norm_eps=1e-5, window=16, hf="m")
+    origins = {key.removeprefix("model."): origin for key, origin in resolved.origins.items()}
+    assert origins["dim"] == origins["rope_theta"] == "config.json of m"
+    assert (origins["window"], origins["norm_eps"], origins["hf"]) == ("x.toml:5", "x.toml:6", "x.toml:4")
+    assert (origins["n_layers"], origins["tied"]) == ("--set model.n_layers=1", "default")
+    assert resolved.place("model.dim") == "x.toml:4"
+    assert round_trip(resolved, tmp_path / "again.toml").recipe == resolved.recipe
 
 
 def test_place_of_what_is_not_written_is_its_table_or_the_file(write) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from composer3d.recipe.load import load
-from composer3d.recipe.ranges import RANGES
-from composer3d.recipe.rules import RULES, violations
+from composer3d.recipe.rules import RANGES, RULES, violations
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import FIELDS, mention
 

@@ -67,8 +67,8 @@ TYPES = [
         TINY + "mesh = { pp = 1 }\n",
         [
             "x.toml:3: unknown key 'model.mesh'; the keys of [model] are preset, "
-            "dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta, norm_eps, head_dim, tied, qk_norm, qkv_bias, "
-            "window, rope_factor, rope_low_freq, rope_high_freq, rope_context"
+            "hf, dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta, norm_eps, head_dim, tied, qk_norm, "
+            "qkv_bias, window, rope_factor, rope_low_freq, rope_high_freq, rope_context"
         ],
     ),
     Wrong(
@@ -170,7 +170,7 @@ FILES = [
     Wrong(
         "inline key twice",
         TINY + "[optim]\nx = { a = 1, a = 2 }\n",
-        ["x.toml:4: 'optim.x.a' is given twice, first on line 4"],
+        ["x.toml:4: not TOML: Duplicate inline table key 'a' (column 19)"],
     ),
     Wrong("redefined", "[mesh]\ntp = 1\n[mesh.tp]\n", ["x.toml:3: 'mesh.tp' is given twice, first on line 2"]),
     Wrong(

@@ -1,8 +1,14 @@
 """Recipes that can be read but break a rule, alone or several at once."""
 
+import json
+
 from wrong import PRESETS, TINY, Wrong, shape
 from wrong_data import DATA, RUN
 from wrong_layouts import LAYOUTS
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+HF = json.dumps(SIZES | {"model_type": "llama", "vocab_size": 300})
+HF_BIASED = json.dumps(SIZES | {"model_type": "llama", "vocab_size": 300, "attention_bias": True, "mlp_bias": True})
 
 MODEL = [
     Wrong(
@@ -91,6 +97,49 @@ MODEL = [
         [
             "x.toml:4: mesh.pp = 5 is more than model.n_layers = 4 (preset debug-tiny): a stage needs a layer; "
             "use at most 4"
+        ],
+    ),
+    Wrong(
+        "no hf folder",
+        '[run]\nsteps = 1\n[model]\nhf = "none"\n',
+        [
+            "x.toml:4: model.hf: none/config.json cannot be read ([Errno 2] No such file or directory: "
+            "'none/config.json'); give a folder in Hugging Face's form"
+        ],
+    ),
+    Wrong(
+        "hf is no JSON",
+        {"x.toml": '[model]\nhf = "m"\n', "m/config.json": "hidden_size: 64"},
+        [
+            "x.toml:2: model.hf: m/config.json cannot be read (Expecting value: line 1 column 1 (char 0)); give a "
+            "folder in Hugging Face's form"
+        ],
+    ),
+    Wrong(
+        "hf of another kind",
+        {"x.toml": '[model]\nhf = "m"\n', "m/config.json": '{"model_type": "gpt2"}'},
+        [
+            'x.toml:2: model.hf: m/config.json: model_type = "gpt2" is not supported; it must be llama, mistral, '
+            "qwen2 or qwen3"
+        ],
+    ),
+    Wrong(
+        "hf that does what we do not",
+        {"x.toml": TINY, "m/config.json": HF_BIASED},
+        [
+            f"--set model.hf=m: model.hf: m/config.json: {key} = true is not supported; it must be false, null or "
+            "absent"
+            for key in ("mlp_bias", "attention_bias")
+        ]
+        + ["--set model.hf=m: model.hf and model.preset both give a shape; remove one"],
+        ("model.hf=m",),
+    ),
+    Wrong(
+        "hf and a rule",
+        {"x.toml": '[model]\nhf = "m"\n[mesh]\npp = 3\n', "m/config.json": HF},
+        [
+            "x.toml:4: mesh.pp = 3 is more than model.n_layers = 2 (config.json of m): a stage needs a layer; "
+            "use at most 2"
         ],
     ),
 ]

@@ -1,0 +1,190 @@
+"""``composer3d convert``: one checkpoint in another form, a tensor at a time, and the proof that it is the same one."""
+
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.convert.formats import Kind, Source, digest_of, name_of, nbytes, open_source
+from composer3d.convert.targets import make_target
+from composer3d.errors import CheckpointError
+from composer3d.models import Llama
+from composer3d.models.layers import Seq
+from composer3d.models.llama import Last
+
+SHARD = 5 * 10**9  # bytes of one file of safetensors, Hugging Face's own limit
+_TOKENS = 32
+
+
+def convert(
+    src: Path,
+    dst: Path,
+    to: str,
+    *,
+    dtype: str | None = None,
+    weights_only: bool = False,
+    logits: bool = False,
+    shard: int = SHARD,
+) -> dict[str, Any]:
+    """Write the checkpoint ``src`` anew at ``dst``, as ``to``: hf, meta, torch or dcp.
+
+    No more than a few times the largest tensor is in memory. What is written is opened again, and names, shapes, dtypes
+    and digests of all tensors are held against what was read; only then ``dst`` is there. It needs no process group.
+
+    Args:
+        dtype: of the parameters; the optimizer's state keeps its own.
+        weights_only: leave the optimizer's state behind, which torch and dcp can hold.
+        logits: run the model of both sides in float32 as well, which takes memory for the model.
+        shard: largest size of a file of safetensors, in bytes.
+
+    Returns:
+        What was done, as plain values.
+
+    Raises:
+        CheckpointError: one of the two cannot be used, or they are not alike.
+    """
+    began = time.perf_counter()
+    _check(src, dst)
+    source = open_source(src)
+    kinds, notes = source.kinds(), source.notes
+    if any(name.startswith("optim.") for name in kinds) and (weights_only or to in ("hf", "meta")):
+        why = "--weights-only" if weights_only else f"{to} has no place for it"
+        notes.append(f"left behind: the optimizer's state, the step and the position in the data ({why})")
+        kinds = {name: kind for name, kind in kinds.items() if name.startswith("model.")}
+        source.manifest = Manifest(step=0, model={})
+    if dtype:
+        cast = getattr(torch, dtype)
+        kinds |= {name: (shape, cast) for name, (shape, _) in kinds.items() if name.startswith("model.")}
+    params = name_of(kinds["model.first.embed.weight"][1])
+    source.manifest = replace(source.manifest, model=model_of(source.shape, params))
+    staging = _claim(dst, folder=to != "torch")
+    try:
+        digests = _copy(source, staging, to, kinds, shard)
+        with ThreadPoolExecutor(1) as disk:  # which is slow, while what is in memory is read back
+            synced = disk.submit(_sync, *staging.rglob("*"), staging)
+            written = _prove(source, staging, kinds, digests)
+            synced.result()
+        checked = {"logits": _compare_logits(source, written, exact=dtype is None)} if logits else {}
+        staging.rename(dst)
+        _sync(dst.parent)
+    except BaseException as error:
+        shutil.rmtree(staging) if staging.is_dir() else staging.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{dst} cannot be written ({error}); nothing is left of it") from None
+        raise
+    sizes = {"tensors": len(kinds), "bytes": sum(map(nbytes, kinds.values()))}
+    report = {"source": str(src), "from": source.kind, "target": str(dst), "to": to, **sizes, **checked}
+    return report | {"notes": notes, "carried": [*source.carried], "seconds": time.perf_counter() - began}
+
+
+def _check(src: Path, dst: Path) -> None:
+    rules = {
+        f"{dst} exists; give a DST that does not, or remove it": os.path.lexists(dst),
+        f"{dst.parent}, where {dst.name} is to be, is no folder; make it first": not dst.parent.is_dir(),
+        f"{dst} lies in {src}; give a DST elsewhere": src.is_dir() and dst.resolve().is_relative_to(src.resolve()),
+    }
+    if lines := [line for line, broken in rules.items() if broken]:
+        raise CheckpointError(lines[:1])
+
+
+def _claim(dst: Path, *, folder: bool) -> Path:
+    staging = dst.with_name(dst.name + ".tmp")
+    try:
+        staging.mkdir() if folder else staging.touch(exist_ok=False)
+    except FileExistsError:
+        way = "another conversion writes it, or one was cut off; then remove it"
+        raise CheckpointError(f"{staging} exists: {way}") from None
+    except OSError as error:
+        raise CheckpointError(f"{dst} cannot be written ({error})") from None
+    return staging
+
+
+def _copy(source: Source, path: Path, to: str, kinds: dict[str, Kind], shard: int) -> dict[str, str]:
+    """Read each tensor once and write it once; the digests of what was written, by our names."""
+    target = make_target(to, path, source, kinds, shard)
+    digests = {}
+    for name, (_, dtype) in kinds.items():
+        tensor = _cast(f"{source.path}: {name}", source.read(name), dtype)
+        digests[name] = digest_of(tensor)
+        target.put(name, tensor)
+    left = target.close()
+    if left or source.reads != Counter(source.names[name] for name in kinds):
+        raise CheckpointError(f"{path} is not complete: {left} not written, read {source.reads}; a fault of composer3d")
+    return digests
+
+
+def _cast(place: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == tensor.dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if torch.stack(cast.aminmax()).isinf().any() and not torch.stack(tensor.aminmax()).isinf().any():
+        raise CheckpointError(f"{place} holds numbers that {name_of(dtype)} does not; convert to bfloat16 or float32")
+    return cast
+
+
+def _sync(*paths: Path) -> None:
+    for path in paths:
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def _prove(source: Source, path: Path, kinds: dict[str, Kind], digests: dict[str, str]) -> Source:
+    """Open what was written anew, and hold it against what was read."""
+    written = open_source(path)
+    found = written.kinds()
+    wrong = [name for name in sorted(kinds.keys() | found.keys()) if kinds.get(name) != found.get(name)]
+    wrong += [name for name, digest in digests.items() if name in found and digest_of(written.read(name)) != digest]
+    before, after = (replace(side.shape, head_dim=side.shape.head_width) for side in (source, written))
+    if before != after:
+        wrong.append(f"the model's shape, {after} instead of {before}")
+    if wrong:
+        raise CheckpointError(f"what was written is not what was read: {', '.join(wrong[:8])}; is the disk sound?")
+    return written
+
+
+def _compare_logits(source: Source, written: Source, *, exact: bool) -> dict[str, Any]:
+    before, after = (_logits(side) for side in (source, written))
+    same, error = torch.equal(before, after), ((after - before).norm() / before.norm()).item()
+    if (exact and not same) or not after.isfinite().all():
+        raise CheckpointError(f"the copy's logits are not the source's: relative error {error:.3g}")
+    return {"bitwise": same, "relative_error": error}
+
+
+@torch.no_grad()
+def _logits(side: Source) -> Tensor:
+    """Of random tokens, in float32."""
+    model = Llama(side.shape, device="cpu")
+    for name, parameter in model.named_parameters():
+        parameter.copy_(side.read(f"model.{name}"))
+    tokens_BT = torch.randint(side.shape.vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    seq = Seq(torch.arange(_TOKENS)[None])
+    h_BTC = model.first(tokens_BT, seq)
+    for block in model.blocks.values():
+        h_BTC = block(h_BTC, seq)
+    return cast(Last, model.last).logits(h_BTC)
+
+
+def main_convert(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
+    """The command: convert and say what was done."""
+    report = convert(Path(src), Path(dst), **options)
+    if as_json:
+        print(json.dumps({"ok": True, **report}))
+        return 0
+    print(f"{report['target']}: {report['tensors']} tensors, {report['bytes']:,} bytes, in {report['seconds']:.1f} s")
+    print("proven: each was read once and written once, and what was written was read back alike")
+    if logits := report.get("logits"):
+        print("logits: " + ("bitwise equal" if logits["bitwise"] else f"relative error {logits['relative_error']:.3g}"))
+    print(*(f"{line}\n" for line in report["notes"]), sep="", end="")
+    return 0

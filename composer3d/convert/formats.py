@@ -1,0 +1,350 @@
+"""Checkpoints of four forms, each opened as one ``Source``: our names, shapes, and a reader of one tensor at a time.
+
+hf: a folder of Hugging Face's (config.json; safetensors or pytorch_model*.bin). meta: Meta's (params.json and
+consolidated.*.pth). torch: one file that ``convert`` made. dcp: a checkpoint of a training run. Files are mapped where
+that can be, so that an open one takes no memory; nothing is unpickled but by ``checkpoint.pickles``.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import tomli
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
+
+from composer3d.checkpoint import manifest as manifests
+from composer3d.checkpoint.manifest import Manifest
+from composer3d.checkpoint.pickles import METADATA, SafeReader, explain, load_torch, read_metadata, tensors_of
+from composer3d.convert import names
+from composer3d.errors import CheckpointError
+from composer3d.hf import read_shape
+from composer3d.shape import ModelShape
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+CODES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
+CODES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+FACTS = ("step", "world_size", "layout", "model", "recipe", "data", "lr")  # of a manifest, beside files and tensors
+HF_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_OWN = ("params.json", *HF_FILES)
+_BESIDE = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")  # what belongs to a model and is no weights
+T = TypeVar("T")
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
+Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+class Entry(NamedTuple):
+    """A tensor that can be read: on the CPU, and where its form allows a view of the file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+@dataclass(kw_only=True)
+class Source:
+    """An open checkpoint.
+
+    Attributes:
+        raw: its tensors by the names that its files give them.
+        names: ours (``model.NAME``, ``optim.NAME.exp_avg``) to those; empty where there are problems.
+        shape, manifest: of its model and of its run; not there where a problem has kept them from being read.
+        carried: other files that belong to the model, such as its tokenizer.
+        problems: why it cannot be used, one line each.
+        reads: how often each of ``raw`` was read.
+    """
+
+    kind: str
+    path: Path
+    raw: dict[str, Entry] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    shape: ModelShape = field(init=False)
+    manifest: Manifest = field(init=False)
+    carried: dict[str, bytes] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reads: Counter[str] = field(default_factory=Counter)
+
+    def kinds(self) -> dict[str, Kind]:
+        """Shape and dtype of each tensor, by our names."""
+        return {ours: self.raw[own][:2] for ours, own in self.names.items()}
+
+    def read(self, ours: str) -> Tensor:
+        """A tensor by our name, as we have it. Whoever holds what it returns holds its memory."""
+        own = self.names[ours]
+        self.reads[own] += 1
+        try:
+            tensor = self.raw[own].read()
+        except Exception as error:  # a damaged file can raise anything
+            raise CheckpointError(f"{self.path}: {own!r} cannot be read: {explain(error)}") from None
+        return names.from_meta(ours, tensor, self.shape) if self.kind == "meta" else tensor
+
+    def attempt(self, step: Callable[..., T], *given: Any) -> T | None:
+        """What ``step`` returns; None where it fails, which becomes a problem."""
+        try:
+            return step(*given)
+        except (CheckpointError, OSError) as error:
+            self.problems += getattr(error, "lines", [f"{self.path} cannot be read ({error})"])
+            return None
+
+    def match(self, own_names: dict[str, str]) -> None:
+        """Hold the tensors against those that the shape asks for, both ways; parameters are there by ``own_names``."""
+        wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+        optimizer = any(own.startswith("optim.") for own in self.raw)
+        for ours, shape in names.shapes(self.shape).items():
+            wanted[f"model.{ours}"] = own_names[ours], shape
+            for key in ("exp_avg", "exp_avg_sq", "step") if optimizer else ():
+                wanted[f"optim.{ours}.{key}"] = f"optim.{ours}.{key}", () if key == "step" else shape
+        for own, shape in wanted.values():
+            entry = self.raw.get(own)
+            if entry is None:
+                self.problems.append(f"{self.path} has no {own!r} {shape}, which its model needs; copy it again")
+            elif entry.shape != shape:
+                self.problems.append(f"{self.path} holds {own!r} as {entry.shape}, but its model needs {shape}")
+            elif name_of(entry.dtype) not in DTYPES:
+                kind = f"{name_of(entry.dtype)}; it must not be quantized, but {', '.join(DTYPES)}"
+                self.problems.append(f"{self.path} holds {own!r} in {kind}")
+        for own in sorted(self.raw.keys() - {own for own, _ in wanted.values()}):
+            if not names.is_derived(own):
+                self.problems.append(f"{self.path} holds {own!r}, which its model does not have; remove or rename it")
+        if not self.problems:
+            self.names = {ours: own for ours, (own, _) in wanted.items()}
+
+    def drop_copy(self, copy: str, original: str) -> bool:
+        """Whether ``copy`` is the other bit by bit; it then is no tensor of its own. Reads both."""
+        one, other = self.raw[copy], self.raw.get(original)
+        same = other is not None and one[:2] == other[:2] and digest_of(one.read()) == digest_of(other.read())
+        if same:
+            del self.raw[copy]
+        return same
+
+
+def open_source(path: Path) -> Source:
+    """Open a checkpoint; a CheckpointError where it is not whole, or of no model that composer3d has."""
+    source = survey(path)
+    if source.problems:
+        more = [f"{path}: {len(source.problems) - 8} more problems"] if len(source.problems) > 8 else []
+        raise CheckpointError([*source.problems[:8], *more])
+    return source
+
+
+def survey(path: Path) -> Source:
+    """Open whatever there is of a checkpoint, its problems listed; a CheckpointError where it is none at all."""
+    source = Source(kind=_kind(path), path=path)
+    openers = {"hf": _open_hf, "meta": _open_meta, "torch": _open_torch, "dcp": _open_dcp}
+    source.attempt(openers[source.kind], source)
+    return source
+
+
+def _kind(path: Path) -> str:
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            raise CheckpointError(f"{path} is one file of a checkpoint; give its folder, {path.parent}")
+        return "torch"
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist")
+    marks = {"dcp": (METADATA, manifests.FILE), "hf": HF_FILES, "meta": ("consolidated.*.pth",)}
+    for kind, files in marks.items():
+        if any(any(path.glob(file)) for file in files):
+            return kind
+    steps = sorted(path.glob("step-*")) or sorted(path.glob("checkpoints/step-*"))
+    hint = f"; give one of its checkpoints, such as {steps[-1]}" if steps else ""
+    raise CheckpointError(f"{path} is not a checkpoint: it has none of {', '.join(sum(marks.values(), ()))}{hint}")
+
+
+def _open_hf(source: Source) -> None:
+    folder = source.path
+    source.carried = carried_by(folder)
+    for file, listed in _hf_files(source).items():
+        held = source.attempt(_tensors_of_file, folder / file) or {}
+        for name in sorted(listed - held.keys()) if held else ():
+            source.problems.append(f"{folder / file} has no {name!r}, which the index says is there; download it again")
+        for name in sorted(source.raw.keys() & held.keys()):
+            source.problems.append(f"{folder} holds {name!r} twice, once in {file}; remove one")
+        source.raw |= held
+    source.shape = read_shape(folder)
+    own, head = names.hf_names(source.shape), "lm_head.weight"
+    if source.shape.tied and head in source.raw and not source.drop_copy(head, own["first.embed.weight"]):
+        way = "its config.json ties them: set tie_word_embeddings to false, or remove it"
+        source.problems.append(f"{folder} holds an {head!r} that is not the embedding, but {way}")
+    if not source.problems:
+        source.match(own)
+    source.manifest = Manifest(step=0, model={})  # of a model that no run of ours has trained
+
+
+def _hf_files(source: Source) -> dict[str, set[str]]:
+    """Files of weights, with the tensors that the index says are there."""
+    index = source.path / next(name for name in HF_FILES if (source.path / name).exists())
+    if index.suffix != ".json":
+        return {index.name: set()}
+    files: dict[str, set[str]] = {}
+    try:
+        for name, file in json.loads(index.read_text())["weight_map"].items():
+            files.setdefault(file, set()).add(name)
+    except _DAMAGED as error:
+        raise CheckpointError(f"{index} cannot be read ({type(error).__name__}: {error}); download it again") from None
+    outside = [file for file in sorted(files) if file != Path(file).name]
+    absent = [file for file in sorted(files.keys() - outside) if not (source.path / file).exists()]
+    source.problems += [f"{index} names {file!r}, outside of the folder: it is not opened" for file in outside]
+    source.problems += [f"{index} names {file!r}, which is not there; download it as well" for file in absent]
+    return {file: held for file, held in files.items() if file not in (*outside, *absent)}
+
+
+def _tensors_of_file(path: Path) -> dict[str, Entry]:
+    if path.suffix != ".safetensors":
+        return _entries(load_torch(path))
+    try:
+        file = safe_open(path, framework="pt")
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        reads = {name: partial(file.get_tensor, name) for name in parts}
+        return {n: Entry(tuple(part.get_shape()), CODES[part.get_dtype()], reads[n]) for n, part in parts.items()}
+    except _DAMAGED as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): cut off, or no safetensors; copy it again") from None
+
+
+def _entries(tree: Any) -> dict[str, Entry]:
+    return {name: Entry(tuple(t.shape), t.dtype, t.detach) for name, t in flat(tree)}
+
+
+def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested dicts, by their keys joined with dots."""
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+        else:
+            yield from flat(value, f"{prefix}{key}.")
+
+
+def _open_meta(source: Source) -> None:
+    folder = source.path
+    source.carried = carried_by(folder)
+    files = sorted(folder.glob("consolidated.*.pth"))
+    for number, file in enumerate(files):
+        if file.name != f"consolidated.{number:02d}.pth":
+            raise CheckpointError(f"{folder} has {file.name}, but no consolidated.{number:02d}.pth; copy all of them")
+    parts = [_entries(load_torch(file)) for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if part.keys() != parts[0].keys():
+            raise CheckpointError(f"{file} does not hold the names that {files[0].name} holds; copy it again")
+    source.raw = parts[0]
+    try:
+        params = json.loads((folder / "params.json").read_text())
+        # All of Meta's models cut the rows of these two. Llama 3 cuts the embedding's rows too, Llama 2 its columns.
+        rows = [parts[0][name].shape[0] for name in ("output.weight", "layers.0.feed_forward.w1.weight")]
+        sizes = {"vocab": rows[0] * len(files), "ffn": rows[1] * len(files)}
+        shape = names.shape_of_meta(params, **sizes, tied=False)
+        own, whole = names.meta_names(shape), names.shapes(shape)
+        source.raw |= {own[n]: _joined([part[own[n]] for part in parts], whole[n]) for n in own if own[n] in parts[0]}
+        tied = source.drop_copy("output.weight", "tok_embeddings.weight")
+        source.shape = names.shape_of_meta(params, **sizes, tied=tied)
+    except _DAMAGED as error:
+        raise CheckpointError(f"{folder} is not of Meta's form ({type(error).__name__}: {error})") from None
+    source.manifest = Manifest(step=0, model={})
+    source.match(own)
+
+
+def _joined(parts: list[Entry], whole: tuple[int, ...]) -> Entry:
+    """One tensor of its model-parallel parts; one that is not cut is the same in all files."""
+    cut = names.meta_cut(whole, parts[0].shape) if len(parts) > 1 else None
+
+    def read() -> Tensor:
+        tensors = [part.read() for part in parts]
+        if cut is not None:
+            return torch.cat(tensors, cut)
+        if len(parts) > 1 and len({digest_of(tensor) for tensor in tensors}) > 1:
+            raise CheckpointError("the files of model-parallel ranks disagree on it")
+        return tensors[0]
+
+    sizes = [sum(p.shape[i] for p in parts) if i == cut else size for i, size in enumerate(parts[0].shape)]
+    return Entry(tuple(sizes), parts[0].dtype, read)
+
+
+def _open_torch(source: Source) -> None:
+    content = load_torch(source.path)
+    source.raw = _entries(content)
+    try:
+        facts = json.loads(
+            json.dumps({name: content["composer3d"][name] for name in FACTS})
+        )  # plain values, or refused
+        source.carried = {Path(name).name: text.encode("latin-1") for name, text in content["files"].items()}
+    except _DAMAGED:
+        way = "beside its config.json, Meta's as consolidated.00.pth beside its params.json"
+        form = f"put a file of Hugging Face's into a folder, as pytorch_model.bin {way}"
+        raise CheckpointError(f"{source.path} is no file of 'composer3d convert --to torch'; {form}") from None
+    _open_ours(source, Manifest(**facts))
+
+
+def _open_dcp(source: Source) -> None:
+    folder = source.path
+    saved = source.attempt(manifests.read, folder)
+    source.problems += manifests.damage(folder, saved) if saved else []
+    metadata = read_metadata(folder)
+    for name, (shape, dtype) in tensors_of(metadata, str(folder)).items():
+        source.raw[name] = Entry(shape, getattr(torch, dtype), partial(_read_dcp, folder, metadata, name))
+    if saved is None:
+        return
+    begun, assets = tomli.loads(saved.recipe).get("model", {}).get("hf"), folder / "assets"
+    origin = Path(begun) if begun and not assets.is_dir() else assets
+    if origin.is_dir():
+        source.carried = carried_by(origin)
+    elif begun:
+        source.notes.append(f"{origin} (model.hf of its recipe) is gone: no tokenizer is carried along")
+    _open_ours(source, saved)
+
+
+def _read_dcp(folder: Path, metadata: Metadata, name: str) -> Tensor:
+    """One tensor, put together of the parts that ranks have saved."""
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
+        raise CheckpointError(f"its parts do not make {tuple(entry.size)}")
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    alone = replace(metadata, state_dict_metadata={name: entry})
+    planner, reader = DefaultLoadPlanner(), SafeReader(folder, alone)
+    planner.set_up_planner({name: whole}, alone, True)
+    reader.set_up_storage_reader(alone, True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return whole
+
+
+def _open_ours(source: Source, saved: Manifest) -> None:
+    """A form with our names: what the manifest says the model is against what there is."""
+    source.manifest = saved
+    try:
+        source.shape = ModelShape(**{f.name: saved.model[f"model.{f.name}"] for f in fields(ModelShape)})
+        source.match({name: f"model.{name}" for name in names.shapes(source.shape)})
+    except _DAMAGED as error:
+        raise CheckpointError(
+            f"{source.path} does not say what its model is ({type(error).__name__}: {error})"
+        ) from None
+
+
+def carried_by(folder: Path) -> dict[str, bytes]:
+    """Files of a folder that belong to its model and are no weights: tokenizer, generation_config.json, config.json."""
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in _BESIDE or path.name.startswith("LICENSE")]
+    return {path.name: path.read_bytes() for path in files if path.is_file() and path.name not in _OWN}
+
+
+def digest_of(tensor: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements in their order, without a copy where they lie so."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def nbytes(kind: Kind) -> int:
+    return prod(kind[0]) * kind[1].itemsize
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

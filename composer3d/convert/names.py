@@ -1,0 +1,128 @@
+"""What each parameter is called, and how it lies, in Hugging Face's files and in Meta's: one table.
+
+Names are ours without the checkpoint's ``model.``: ``blocks.7.attn.wq.weight``. Values are the same in all three, but
+that Meta's rotary pairs are neighbours, (x[2i], x[2i + 1]), where ours and Hugging Face's are (x[i], x[i + D/2]).
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from composer3d.errors import CheckpointError
+from composer3d.models import Llama
+from composer3d.shape import ModelShape
+
+# Modules; # is the number of a block.
+_TABLE = {
+    # ours: (Hugging Face's, Meta's)
+    "first.embed": ("model.embed_tokens", "tok_embeddings"),
+    "blocks.#.attn_norm": ("model.layers.#.input_layernorm", "layers.#.attention_norm"),
+    "blocks.#.attn.wq": ("model.layers.#.self_attn.q_proj", "layers.#.attention.wq"),
+    "blocks.#.attn.wk": ("model.layers.#.self_attn.k_proj", "layers.#.attention.wk"),
+    "blocks.#.attn.wv": ("model.layers.#.self_attn.v_proj", "layers.#.attention.wv"),
+    "blocks.#.attn.wo": ("model.layers.#.self_attn.o_proj", "layers.#.attention.wo"),
+    "blocks.#.attn.q_norm": ("model.layers.#.self_attn.q_norm", ""),
+    "blocks.#.attn.k_norm": ("model.layers.#.self_attn.k_norm", ""),
+    "blocks.#.ffn_norm": ("model.layers.#.post_attention_layernorm", "layers.#.ffn_norm"),
+    "blocks.#.ffn.w1": ("model.layers.#.mlp.gate_proj", "layers.#.feed_forward.w1"),
+    "blocks.#.ffn.w2": ("model.layers.#.mlp.down_proj", "layers.#.feed_forward.w2"),
+    "blocks.#.ffn.w3": ("model.layers.#.mlp.up_proj", "layers.#.feed_forward.w3"),
+    "last.norm": ("model.norm", "norm"),
+    "last.head": ("lm_head", "output"),
+}
+
+_PARAMS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")  # one name in Meta's words and ours
+_STRETCHED = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))  # Llama 3.1 and 3.2
+
+
+def shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """All parameters by our names, in the model's order; a tied head is none of its own."""
+    return {name: tuple(parameter.shape) for name, parameter in Llama(shape).named_parameters()}
+
+
+def hf_names(shape: ModelShape) -> dict[str, str]:
+    """Hugging Face's name of each of ``shapes``."""
+    return {name: _translate(name, 0) for name in shapes(shape)}
+
+
+def meta_names(shape: ModelShape) -> dict[str, str]:
+    """Meta's name of each of ``shapes``. Files of a tied model hold the embedding once more, as ``output.weight``.
+
+    Raises:
+        CheckpointError: as ``meta_params_of``.
+    """
+    meta_params_of(shape)
+    return {name: _translate(name, 1) for name in shapes(shape)}
+
+
+def _translate(name: str, column: int) -> str:
+    number = name.split(".")[1]
+    module, _, kind = name.replace(f"blocks.{number}.", "blocks.#.").rpartition(".")
+    return f"{_TABLE[module][column].replace('#', number)}.{kind}"
+
+
+def is_derived(name: str) -> bool:
+    """Whether a file's tensor of this name is no parameter: rotary frequencies, which follow from the shape."""
+    return name == "rope.freqs" or name.endswith(".rotary_emb.inv_freq")
+
+
+def to_meta(name: str, whole: Tensor, shape: ModelShape) -> Tensor:
+    """A parameter of ours, or whole heads of it, as Meta has it; ``name`` is ours."""
+    return _turned(name, whole, (-1, 2, shape.head_width // 2))
+
+
+def from_meta(name: str, whole: Tensor, shape: ModelShape) -> Tensor:
+    """The inverse of ``to_meta``."""
+    return _turned(name, whole, (-1, shape.head_width // 2, 2))
+
+
+def _turned(name: str, whole: Tensor, heads: tuple[int, int, int]) -> Tensor:
+    rotated = name.endswith(("attn.wq.weight", "attn.wk.weight"))
+    return whole.unflatten(0, heads).transpose(1, 2).flatten(0, 2) if rotated else whole
+
+
+def meta_cut(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:
+    """The dimension that Meta's model-parallel files cut a tensor along; None: each has all of it.
+
+    It is no column of the table: Llama 2 cuts the columns of the embedding, Llama 3 its rows.
+    """
+    return next((dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]), None)
+
+
+def meta_params_of(shape: ModelShape) -> dict[str, Any]:
+    """Meta's params.json of ``shape``.
+
+    Raises:
+        CheckpointError: Meta's form cannot hold such a model, or Meta's code would compute something else.
+    """
+    stretch = (shape.rope_factor, shape.rope_low_freq, shape.rope_high_freq, shape.rope_context)
+    refused = {
+        "qkv_bias": shape.qkv_bias,
+        "qk_norm": shape.qk_norm,
+        "window": shape.window,
+        "head_dim": shape.head_width if shape.head_width * shape.n_heads != shape.dim else None,
+        "rope_*": None if shape.rope_factor == 1 or stretch in _STRETCHED else stretch,
+    }
+    lines = [f"Meta's form of Llama has no {name} = {value}; convert to hf" for name, value in refused.items() if value]
+    if lines:
+        raise CheckpointError(lines)
+    params = {name: getattr(shape, name) for name in _PARAMS} | {"vocab_size": shape.vocab}
+    # The width of its feed-forward is int(multiplier * int(8/3 dim)), rounded up to a multiple.
+    params |= {"multiple_of": shape.ffn, "ffn_dim_multiplier": shape.ffn / int(8 * shape.dim / 3)}
+    scaled = {"use_scaled_rope": True, "rope_scaling_factor": shape.rope_factor}
+    return params | scaled if shape.rope_factor != 1 else params
+
+
+def shape_of_meta(params: dict[str, Any], *, vocab: int, ffn: int, tied: bool) -> ModelShape:
+    """The shape of a params.json; its tensors say ``vocab`` and ``ffn`` (rows of output and w1) and ``tied``.
+
+    Raises:
+        CheckpointError: params.json lacks a size.
+    """
+    # Llama 2 leaves these out. use_scaled_rope alone is a factor of 8, and of 32 in Llama 3.2, whose heads are tied.
+    params = {"n_kv_heads": params.get("n_heads"), "norm_eps": 1e-5, "rope_theta": 1e4, **params}
+    if missing := [name for name in _PARAMS if not params.get(name)]:
+        raise CheckpointError(f"params.json lacks {', '.join(missing)}; take the one that came with the files")
+    factor = params.get("rope_scaling_factor", 32.0 if tied else 8.0) if params.get("use_scaled_rope") else 1.0
+    sizes = {name: params[name] for name in _PARAMS}
+    return ModelShape(**sizes, vocab=vocab, ffn=ffn, tied=tied, rope_factor=factor)

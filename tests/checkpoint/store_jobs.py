@@ -1,0 +1,53 @@
+"""A job as small as a store allows, on whatever ranks run it."""
+
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from composer3d.checkpoint.manifest import Manifest
+from composer3d.optim import build_optimizer
+from composer3d.parallel import Stages
+from composer3d.recipe.schema import OptimTable
+
+SHAPE = (5, 3)
+
+
+def job(seed: int, shape: tuple[int, int] = SHAPE) -> tuple[Stages, torch.optim.AdamW]:
+    """A model of one matrix, sharded by rows where there are ranks, and an optimizer that has made a step.
+
+    A store asks nothing of ``Stages`` but its named parameters.
+    """
+    torch.manual_seed(seed)
+    module = nn.Module()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight, grad = (distribute_tensor(torch.randn(shape), mesh, [Shard(0)]) for _ in range(2))
+    module.weight = nn.Parameter(weight)
+    optimizer = build_optimizer(module.named_parameters(), OptimTable())
+    module.weight.grad = grad
+    optimizer.step()
+    return cast(Stages, module), optimizer
+
+
+def whole(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, list[float]]:
+    """The state as numbers, the same on every rank."""
+    ((_, parameter),) = stages.named_parameters()
+    tensors = {"weight": parameter.detach(), **optimizer.state[parameter]}
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).flatten().tolist() for name, t in tensors.items()}
+
+
+def about(step: int) -> Manifest:
+    return Manifest(step=step, world_size=dist.get_world_size(), model={"model.dim": 3}, data={"at": step}, lr=0.1)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The data of a checkpoint: what does not hold an identity of the save."""
+    return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}

@@ -1,0 +1,249 @@
+"""A save in the background is the save that would have been made at once, whatever training does meanwhile."""
+
+import json
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from store_jobs import about, contents, job, names
+
+from composer3d import train
+from composer3d.checkpoint import Store, store
+from composer3d.checkpoint.manifest import read, write
+from composer3d.dist import pool_world
+from composer3d.errors import CheckpointError, UserError
+from composer3d.launch import Pool
+from composer3d.mesh import Mesh
+from composer3d.recipe.load import load
+from composer3d.recipe.schema import MeshTable
+
+RECIPE = """\
+run = { name = "small", seed = 3, device = "cpu" }
+model = { preset = "debug-tiny", n_layers = 2 }
+data = { source = "text", path = "corpus.txt", seq_len = 16, global_batch = 4, micro_batch = 1 }
+optim = { lr = 1e-2, decay = 20 }
+checkpoint = { every = 2, keep = 3, async_save = true }
+metrics = { every = 1, tensorboard = false }
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "corpus.txt").write_bytes(bytes((i * i + i // 7) % 251 + 1 for i in range(5_000)))
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return tmp_path
+
+
+def save_twice(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes], bool, bool]:
+    """One state saved at once, and in the background, where nothing is written before the state has changed.
+
+    Returns:
+        Both checkpoints, whether the second save was still under way then, and whether a third waited for its end.
+    """
+    with pool_world():
+        stages, optimizer = job(seed=0, shape=(50, 40))
+        Store(folder / "at-once", keep=1).save(about(1), stages, optimizer)
+        behind = Store(folder / "behind", keep=3, background=True)
+        changed, begin = threading.Event(), behind._prepare
+        behind._prepare = lambda staging: changed.wait(60) and begin(staging)  # type: ignore[method-assign]
+        behind.save(about(1), stages, optimizer)
+        optimizer.step()
+        under_way = not (folder / "behind" / "step-00000001").exists()
+        dist.barrier()
+        changed.set()
+        behind.wait()
+        # The next one waits for one in flight, and writes from the same memory.
+        changed.clear()
+        behind.save(about(2), stages, optimizer)
+        threading.Timer(0.3, changed.set).start()
+        behind.save(about(3), stages, optimizer)
+        waited = (folder / "behind" / "step-00000002").exists()
+        behind.wait()
+        dist.barrier()
+        assert contents(folder / "behind/step-00000002") == contents(folder / "behind/step-00000003")
+        assert contents(folder / "behind/step-00000002") != contents(folder / "at-once/step-00000001")
+        return contents(folder / "at-once/step-00000001"), contents(folder / "behind/step-00000001"), under_way, waited
+
+
+def test_what_is_written_is_the_state_of_the_save(pool: Pool, tmp_path: Path) -> None:
+    for at_once, behind, under_way, waited in pool.run(save_twice, {"folder": tmp_path}, world_size=2):
+        assert under_way
+        assert sorted(at_once) == ["__0_0.distcp", "__1_0.distcp"]
+        assert at_once == behind
+        assert waited
+
+
+def fail_behind(folder: Path) -> tuple[bool, int, tuple[str, ...], list[str]]:
+    """Rank 1 fails in the background: at which round each rank learns of it, and what it says."""
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(dp_shard=2), device)
+        stages, optimizer = job(seed=0)
+        behind = Store(folder, keep=2, background=True)
+        behind.save(about(1), stages, optimizer)
+        behind.wait()
+        if dist.get_rank() == 1:
+            fail_in(store)
+        behind.save(about(2), stages, optimizer)
+        first = behind.failed
+        rounds = 0
+        while not mesh.max_over_world(behind.failed)[0]:
+            time.sleep(0.02 * dist.get_rank())
+            rounds += 1
+        try:
+            behind.wait()
+        except CheckpointError as error:
+            dist.barrier()  # rank 0 removes what was half written
+            return first, rounds, error.lines, names(folder)
+        raise AssertionError("nothing was raised")
+
+
+def fail_in(module: Any) -> None:
+    def fail(staging: Path) -> None:
+        time.sleep(0.2)
+        raise OSError(5, "Input/output error", str(staging))
+
+    module._seal = fail
+
+
+def test_error_is_raised_at_the_same_step_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    one, two = pool.run(fail_behind, {"folder": tmp_path}, world_size=2)
+    assert one == two
+    at_once, _, lines, left = one
+    assert not at_once
+    assert lines == (
+        f"step 2 could not be saved in {tmp_path}/step-00000002.tmp: rank 1: writing: [Errno 5] Input/output error: "
+        f"'{tmp_path}/step-00000002.tmp'",
+        f"the newest checkpoint is {tmp_path}/step-00000001: the same command goes on from it",
+    )
+    assert left == ["step-00000001"]
+
+
+def train_in(folder: Path, sets: list[str], *, fails: bool = False) -> tuple[int, tuple[str, ...], list[float]]:
+    """Train the recipe of ``folder``: the steps done, what ended the run, and a random number of each step."""
+    os.chdir(folder)
+    drawn: list[float] = []
+    with pool_world() as device:
+        resolved = load("recipe.toml", sets, world_size=dist.get_world_size())
+        run = train.build(resolved.recipe, device, resolved.to_toml())
+        begun, update = run.step, train.update
+
+        def step(*args: Any, **keywords: Any) -> None:
+            time.sleep(0.05)
+            drawn.append(torch.rand(()).item())
+            update(*args, **keywords)
+
+        train.update = step
+        if fails and dist.get_rank() == 1:
+            fail_in(store)
+        try:
+            train.run(run)
+        except UserError as error:
+            return run.step, error.lines, drawn
+        return begun, (), drawn
+
+
+def lines_of(folder: Path, out_dir: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / out_dir / "small/metrics.jsonl").read_text().splitlines()]
+
+
+def test_run_that_cannot_save_ends_soon_on_every_rank(pool: Pool, folder: Path) -> None:
+    arguments = {"folder": folder, "sets": ["run.steps=100"], "fails": True}
+    one, two = pool.run(train_in, arguments, world_size=2)
+    assert one[:2] == two[:2]
+    assert 3 <= one[0] <= 20
+    assert "step 2 could not be saved in runs/small/checkpoints/step-00000002.tmp: rank 1: writing" in one[1][0]
+    assert one[1][1].startswith("the newest checkpoint is none")
+
+
+def test_run_is_the_same_and_says_what_it_waited(pool: Pool, folder: Path) -> None:
+    """In the background or at once, whole or resumed on more ranks: losses, random numbers, checkpoints."""
+    at_once = ["run.steps=6", "run.out_dir=a", "checkpoint.async_save=false"]
+    ((_, _, drawn),) = pool.run(train_in, {"folder": folder, "sets": at_once}, world_size=1)
+    parts = []
+    for steps, ranks in ((3, 1), (6, 2)):
+        sets = [f"run.steps={steps}", "run.out_dir=b"]
+        parts += pool.run(train_in, {"folder": folder, "sets": sets}, world_size=ranks)[0][2]
+    assert parts == drawn
+    assert len(set(drawn)) == 6
+    losses = [[row["loss"] for row in lines_of(folder, name) if "loss" in row] for name in "ab"]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[1][:3] == losses[0][:3]
+    assert sum(row.get("checkpoint_s", 0) for row in lines_of(folder, "b")) > 0
+    assert names(folder / "b/small/checkpoints") == ["step-00000003", "step-00000004", "step-00000006"]
+    written = read(folder / "b/small/checkpoints/step-00000006")
+    assert (written.step, written.world_size, written.layout["dp_shard"]) == (6, 2, 2)
+    assert written.data is not None
+    assert written.data["next_step"] == 6
+    assert 'name = "small"' in written.recipe
+
+
+def test_damaged_newest_is_passed_over_and_written_anew(pool: Pool, folder: Path) -> None:
+    arguments = {"folder": folder, "sets": ["run.steps=4"]}
+    pool.run(train_in, arguments, world_size=1)
+    path = folder / "runs/small/checkpoints/step-00000004"
+    before, about_it = contents(path), lines_of(folder, "runs")
+    (path / "__0_0.distcp").write_bytes(b"torn")
+    ((begun, _, _),) = pool.run(train_in, arguments, world_size=1)
+    assert begun == 2
+    assert contents(path) == before
+    assert [row["loss"] for row in lines_of(folder, "runs") if "loss" in row] == [
+        row["loss"] for row in about_it if "loss" in row
+    ]
+
+
+def claim(folder: Path) -> tuple[str, int]:
+    """Two jobs of this process: what the second is told while the first has the folder."""
+    with pool_world():
+        first = train.claim_folder(folder)
+        try:
+            train.claim_folder(folder)
+            said = "nothing"
+        except UserError as error:
+            (said,) = error.lines
+        if first is not None:
+            first.close()
+        dist.barrier()
+        train.claim_folder(folder)
+        return said, os.getpid()
+
+
+def test_second_job_is_refused_and_told_of_the_first(pool: Pool, tmp_path: Path) -> None:
+    answers = pool.run(claim, {"folder": tmp_path}, world_size=2)
+    for said, _ in answers:
+        assert said.startswith(
+            f"rank 0: {tmp_path} is in use by process {answers[0][1]} on {os.uname().nodename} (job "
+        )
+        assert said.endswith("; wait for its end, or give this run another run.name")
+
+
+def start_from(folder: Path, sets: list[str], hf: str) -> tuple[int, list[str]]:
+    """Build a run whose model comes from a folder: the steps done, and from where weights were read."""
+    os.chdir(folder)
+    asked: list[str] = []
+    train.load_hf = lambda place, stages: asked.append(str(place))
+    with pool_world() as device:
+        recipe = load("recipe.toml", sets, world_size=1).recipe
+        recipe = replace(recipe, model=replace(recipe.model, hf=hf))
+        run = train.build(recipe, device, "")
+        train.run(run)
+        return run.step, asked
+
+
+def test_folder_of_weights_is_read_where_there_is_no_checkpoint(pool: Pool, folder: Path) -> None:
+    arguments = {"folder": folder, "sets": ["run.steps=2"], "hf": "weights"}
+    assert pool.run(start_from, arguments, world_size=1) == [(2, ["weights"])]
+    # Its own checkpoint comes first, and does not depend on where the folder is.
+    assert pool.run(start_from, {**arguments, "hf": "moved"}, world_size=1) == [(2, [])]
+    path = folder / "runs/small/checkpoints/step-00000002"
+    write(path, replace(read(path), step=0, data=None, lr=None))
+    sets = ["run.steps=2", "run.name=other", f"checkpoint.resume={path}"]
+    assert pool.run(start_from, {**arguments, "sets": sets}, world_size=1) == [(2, [])]
+    assert [row["step"] for row in lines_of(folder, "runs") if "loss" in row] == [1, 2]
+    other = (folder / "runs/other/metrics.jsonl").read_text().splitlines()
+    assert [row["step"] for row in map(json.loads, other) if "loss" in row] == [1, 2]

@@ -1,0 +1,303 @@
+"""Every form into every other: the same tensors bit for bit, and all that belongs to them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from made import CARRIED, SHAPE, make_dcp, make_hf, same, tensors, weights
+from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from composer3d.checkpoint import manifest as manifests
+from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.cli import main
+from composer3d.convert.convert import convert
+from composer3d.convert.formats import open_source
+from composer3d.convert.names import hf_names, meta_names, to_meta
+from composer3d.dist import pool_world
+from composer3d.errors import CheckpointError
+from composer3d.launch import Pool
+from composer3d.shape import ModelShape
+
+FORMS = ("hf", "meta", "torch", "dcp")
+TIED = replace(SHAPE, tied=True, rope_factor=32.0, head_dim=8)
+QWEN3 = replace(SHAPE, qk_norm=True, head_dim=16, tied=True)
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda number: None)
+
+
+@pytest.mark.parametrize("last", FORMS)
+@pytest.mark.parametrize("first", FORMS)
+def test_every_direction_keeps_every_bit(tmp_path: Path, first: str, last: str) -> None:
+    """hf to ``first`` to ``last``: so each form is read and written, and then read by an independent reader."""
+    convert(make_hf(tmp_path / "hf"), tmp_path / "a", first)
+    report = convert(tmp_path / "a", tmp_path / "b", last, logits=True)
+    assert report["logits"]["bitwise"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "hf"]
+    expected = {f"model.{name}": tensor for name, tensor in weights().items()}
+    assert same(tensors(tmp_path / "b"), expected)
+    if last == "hf":
+        own = hf_names(SHAPE)
+        assert same(load_file(tmp_path / "b/model.safetensors"), {own[n]: t for n, t in weights().items()})
+        assert json.loads((tmp_path / "b/config.json").read_text()) == json.loads(
+            (tmp_path / "hf/config.json").read_text()
+        )
+    elif last == "meta":
+        own = meta_names(SHAPE)
+        held = torch.load(tmp_path / "b/consolidated.00.pth", weights_only=True)
+        assert same(held, {own[n]: to_meta(n, t, SHAPE) for n, t in weights().items()})
+        assert not same(held, {own[n]: t for n, t in weights().items()})
+    elif last == "torch":
+        assert same(torch.load(tmp_path / "b", weights_only=True)["model"], weights())
+    else:
+        live = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.load(live, checkpoint_id=tmp_path / "b")
+        assert same(live, expected)
+
+
+@pytest.mark.parametrize("shape", [TIED, QWEN3, replace(SHAPE, window=9)], ids=["tied", "qwen3", "window"])
+def test_other_shapes_come_back(tmp_path: Path, shape: ModelShape) -> None:
+    make_hf(tmp_path / "hf", shape)
+    forms = ("dcp", "meta", "torch", "hf") if shape is TIED else ("dcp", "torch", "hf")
+    for before, form in zip(("hf", *forms), forms, strict=False):
+        convert(tmp_path / before, tmp_path / (form if form != "hf" else "end"), form)
+    assert same(load_file(tmp_path / "end/model.safetensors"), load_file(tmp_path / "hf/model.safetensors"))
+    if shape is TIED:
+        held = torch.load(tmp_path / "meta/consolidated.00.pth", weights_only=True)
+        assert torch.equal(held["output.weight"], held["tok_embeddings.weight"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_belongs_to_a_model_is_carried_along(tmp_path: Path, form: str) -> None:
+    convert(make_hf(tmp_path / "hf"), tmp_path / "a", form)
+    if form == "dcp":
+        assert manifests.damage(tmp_path / "a", manifests.read(tmp_path / "a")) == []
+        assert "assets/tokenizer.model" in manifests.read(tmp_path / "a").files
+        (tmp_path / "a/assets/more.txt").write_text("")
+        assert manifests.damage(tmp_path / "a", manifests.read(tmp_path / "a"))
+        (tmp_path / "a/assets/more.txt").unlink()
+    convert(tmp_path / "a", tmp_path / "b", "hf")
+    assert {name: (tmp_path / "b" / name).read_bytes() for name in CARRIED} == CARRIED
+    config = json.loads((tmp_path / "b/config.json").read_text())
+    assert (config["eos_token_id"], config["max_position_embeddings"]) == (7, 99)
+
+
+def test_a_run_that_began_from_a_folder_takes_its_tokenizer_from_there(tmp_path: Path) -> None:
+    make_hf(tmp_path / "origin")
+    make_dcp(tmp_path / "a", recipe=f'[model]\nhf = "{tmp_path}/origin"\n')
+    assert convert(tmp_path / "a", tmp_path / "b", "hf")["carried"] == ["config.json", *CARRIED]
+    assert (tmp_path / "b/tokenizer.model").read_bytes() == CARRIED["tokenizer.model"]
+    (tmp_path / "origin").rename(tmp_path / "moved")
+    notes = convert(tmp_path / "a", tmp_path / "c", "hf")["notes"]
+    assert f"{tmp_path}/origin (model.hf of its recipe) is gone: no tokenizer is carried along" in notes
+
+
+def test_optimizer_state_goes_along_and_comes_back(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "a")
+    assert convert(tmp_path / "a", tmp_path / "b.pt", "torch")["notes"] == []
+    convert(tmp_path / "b.pt", tmp_path / "c", "dcp")
+    before, after = (manifests.read(tmp_path / name) for name in "ac")
+    assert replace(before, files={}) == replace(after, files={})
+    assert (after.step, after.lr, after.data) == (5, 0.125, {"at": 40, "digest": "abc"})
+    assert same(tensors(tmp_path / "c"), tensors(tmp_path / "a"))
+    assert "optim.last.norm.weight.step" in tensors(tmp_path / "c")
+
+
+@pytest.mark.parametrize(("to", "only"), [("hf", False), ("meta", False), ("torch", True), ("dcp", True)])
+def test_optimizer_state_is_left_behind_by_name(tmp_path: Path, to: str, only: bool) -> None:
+    make_dcp(tmp_path / "a")
+    (note,) = convert(tmp_path / "a", tmp_path / "b", to, weights_only=only)["notes"]
+    assert note.startswith("left behind: the optimizer's state, the step and the position in the data (")
+    source = open_source(tmp_path / "b")
+    assert all(name.startswith("model.") for name in source.names)
+    assert (source.manifest.step, source.manifest.data, source.manifest.lr) == (0, None, None)
+
+
+@pytest.mark.parametrize("to", FORMS)
+def test_dtype(tmp_path: Path, to: str) -> None:
+    report = convert(make_hf(tmp_path / "hf"), tmp_path / "b", to, dtype="bfloat16", logits=True)
+    assert not report["logits"]["bitwise"]
+    assert 0 < report["logits"]["relative_error"] < 0.2
+    expected = {f"model.{name}": tensor.bfloat16() for name, tensor in weights().items()}
+    assert same(tensors(tmp_path / "b"), expected)
+    if to == "hf":
+        assert json.loads((tmp_path / "b/config.json").read_text())["torch_dtype"] == "bfloat16"
+    if to == "dcp":
+        assert manifests.read(tmp_path / "b").model == model_of(SHAPE, "bfloat16")
+
+
+def test_dtype_leaves_the_optimizer_as_it_is(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b", "torch", dtype="float64")
+    found = tensors(tmp_path / "b")
+    assert found["model.last.norm.weight"].dtype == torch.float64
+    assert found["optim.last.norm.weight.exp_avg"].dtype == torch.float32
+
+
+def test_large_models_are_cut_into_files(tmp_path: Path) -> None:
+    make_hf(tmp_path / "hf", dtype=torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "b", "hf", shard=8000)
+    files = sorted((tmp_path / "b").glob("*.safetensors"))
+    index = json.loads((tmp_path / "b/model.safetensors.index.json").read_text())
+    assert [file.name for file in files] == [
+        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+    ]
+    assert len(files) > 3
+    assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
+    held = [load_file(file) for file in files]
+    assert all(sum(t.nbytes for t in part.values()) <= 8000 for part in held)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for part in held for t in part.values())
+    convert(tmp_path / "b", tmp_path / "c", "hf")
+    assert same(load_file(tmp_path / "c/model.safetensors"), load_file(tmp_path / "hf/model.safetensors"))
+
+
+def test_pytorch_bin_is_read(tmp_path: Path) -> None:
+    make_hf(tmp_path / "hf")
+    held = load_file(tmp_path / "hf/model.safetensors")
+    (tmp_path / "hf/model.safetensors").unlink()
+    names = sorted(held)
+    parts = {"pytorch_model-1.bin": names[:9], "pytorch_model-2.bin": names[9:]}
+    for file, part in parts.items():
+        torch.save({name: held[name] for name in part}, tmp_path / "hf" / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (tmp_path / "hf/pytorch_model.bin.index.json").write_text(json.dumps(index))
+    convert(tmp_path / "hf", tmp_path / "b", "hf")
+    assert same(load_file(tmp_path / "b/model.safetensors"), held)
+
+
+@pytest.mark.parametrize("embedding", [0, 1], ids=["llama 3", "llama 2"])
+def test_meta_files_of_model_parallel_ranks_are_joined(tmp_path: Path, embedding: int) -> None:
+    """As Meta cuts them: wo and w2 by columns, norms not at all, the embedding by rows (3) or columns (2)."""
+    shape = replace(SHAPE, vocab=68)
+    convert(make_hf(tmp_path / "hf", shape), tmp_path / "meta", "meta")
+    file = tmp_path / "meta/consolidated.00.pth"
+    held = torch.load(file, weights_only=True) | {"rope.freqs": torch.ones(4)}
+    dims = {"attention.wo.weight": 1, "feed_forward.w2.weight": 1, "norm.weight": None, "rope.freqs": None}
+    dims["tok_embeddings.weight"] = embedding
+    for rank in range(2):
+        part = {}
+        for name, tensor in held.items():
+            dim = next((dim for end, dim in dims.items() if name.endswith(end)), 0)
+            part[name] = tensor if dim is None else tensor.chunk(2, dim)[rank].clone()
+        torch.save(part, tmp_path / f"meta/consolidated.{rank:02d}.pth")
+    convert(tmp_path / "meta", tmp_path / "b", "hf")
+    assert same(load_file(tmp_path / "b/model.safetensors"), load_file(tmp_path / "hf/model.safetensors"))
+    part["norm.weight"] = part["norm.weight"] + 1
+    torch.save(part, tmp_path / "meta/consolidated.01.pth")
+    with pytest.raises(CheckpointError, match="ranks disagree on it"):
+        convert(tmp_path / "meta", tmp_path / "c", "hf")
+
+
+def save_sharded(folder: Path) -> None:
+    """As two ranks of a job write it: rows on one, columns on the other axis."""
+    with pool_world():
+        mesh = init_device_mesh("cpu", (2,))
+        state = {
+            f"model.{name}": distribute_tensor(tensor, mesh, [Shard(i % tensor.dim())])
+            for i, (name, tensor) in enumerate(weights().items())
+        }
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+
+
+def test_parts_that_ranks_have_saved_are_put_together(pool: Pool, tmp_path: Path) -> None:
+    pool.run(save_sharded, {"folder": tmp_path / "a"}, world_size=2)
+    files = {f.name: (f.stat().st_size, manifests.digest_file(f)) for f in (tmp_path / "a").iterdir()}
+    manifests.write(tmp_path / "a", Manifest(step=3, model=model_of(SHAPE, "float32"), files=files))
+    assert len(files) == 3
+    convert(tmp_path / "a", tmp_path / "b", "torch")
+    assert same(torch.load(tmp_path / "b", weights_only=True)["model"], weights())
+
+
+def test_a_tied_head_that_is_the_embedding_is_dropped(tmp_path: Path) -> None:
+    make_hf(tmp_path / "hf", TIED)
+    held = load_file(tmp_path / "hf/model.safetensors")
+    again = held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}
+    save_file(again, tmp_path / "hf/model.safetensors")
+    convert(tmp_path / "hf", tmp_path / "b", "hf")
+    assert same(load_file(tmp_path / "b/model.safetensors"), held)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    make_dcp(tmp_path / "a")
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "hf", "--logits"]) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'b'}: 21 tensors, " in out
+    assert "logits: bitwise equal" in out
+    assert "left behind: the optimizer's state" in out
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "hf", "--json"]) == 2
+    said = json.loads(capsys.readouterr().out)
+    assert said == {"ok": False, "errors": [f"{tmp_path / 'b'} exists; give a DST that does not, or remove it"]}
+    script = [
+        sys.executable,
+        root / "tools/convert_checkpoint.py",
+        tmp_path / "b",
+        tmp_path / "c",
+        "--to",
+        "torch",
+        "--json",
+    ]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout.splitlines()[-1])["tensors"] == 21
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_dcp(tmp_path / "a")
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["format"] == "dcp"
+    assert lines["step"] == "5"
+    assert lines["layout"] == "pp=2 tp=4"
+    assert lines["model"].startswith("dim=32 n_layers=2 ")
+    assert lines["tensors"] == f"84 (84 float32), {3 * 19808 * 4 + 21 * 4:,} bytes"
+    assert (lines["parameters"], lines["whole"]) == ("19,808", "yes")
+    assert main(["inspect", str(tmp_path / "a"), "--json", "--tensors"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tensors"]["optim.last.norm.weight.step"] == [[], "float32"]
+    assert found["optimizer"] is True
+    file = tmp_path / "a/__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+    assert main(["inspect", str(tmp_path / "a")]) == 1
+    out = capsys.readouterr().out
+    assert "step       5\n" in out
+    assert f"whole      no\n{file} has another digest than the manifest says\n" in out
+
+
+_MEASURE = """
+import re, sys
+from pathlib import Path
+import torch
+from composer3d.convert.convert import convert
+import composer3d.convert.convert as module
+anon = lambda: int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+base, peak, inner = anon(), 0, module.digest_of
+def measured(tensor):
+    global peak
+    peak = max(peak, anon() - base)
+    return inner(tensor)
+module.digest_of = measured
+convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], dtype=sys.argv[4] or None)
+print(peak)
+"""
+
+
+@pytest.mark.parametrize(("to", "dtype"), [("dcp", ""), ("meta", "float32")])
+def test_memory_is_a_few_of_the_largest_tensors(tmp_path: Path, to: str, dtype: str) -> None:
+    shape = replace(SHAPE, dim=1024, n_layers=8, ffn=2048)  # the largest tensor has 4 MB
+    make_hf(tmp_path / "hf", shape, torch.bfloat16)
+    size = (tmp_path / "hf/model.safetensors").stat().st_size
+    command = [sys.executable, "-c", _MEASURE, tmp_path / "hf", tmp_path / "b", to, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert size > 120e6
+    assert int(done.stdout) < 40e6, f"{done.stdout} of {size}"

@@ -1,0 +1,391 @@
+"""What is no checkpoint, not all of one, or a stranger's program: a line says so and what to do; there is no DST."""
+
+import errno
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made import SHAPE, make_dcp, make_hf, weights
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from composer3d.checkpoint import manifest as manifests
+from composer3d.cli import main
+from composer3d.convert import convert as module
+from composer3d.convert import formats, targets
+from composer3d.convert.convert import convert
+from composer3d.convert.inspect import inspect
+from composer3d.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda number: None)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def tensors(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    held = load_file(path)
+    change(held)
+    save_file(held, path)
+
+
+def parts(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    held = torch.load(path, weights_only=True)
+    change(held)
+    torch.save(held, path)
+
+
+def index_of(folder: Path) -> Path:
+    return folder / "model.safetensors.index.json"
+
+
+def entry_of(folder: Path, name: str, file: str) -> None:
+    rewrite(index_of(folder), lambda index: index["weight_map"].update({name: file}))
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def swap(folder: Path) -> None:
+    """Another checkpoint's metadata, and a manifest that says that all is well."""
+    other = make_dcp(folder.with_name("other"), replace(SHAPE, vocab=68))
+    shutil.copy(other / ".metadata", folder)
+    saved = manifests.read(folder)
+    files = saved.files | {".metadata": manifests.read(other).files[".metadata"]}
+    manifests.write(folder, replace(saved, files=files))
+
+
+def into_a_run(folder: Path) -> None:
+    moved = folder.rename(folder.with_name("moved"))
+    (folder / "checkpoints").mkdir(parents=True)
+    moved.rename(folder / "checkpoints/step-00000005")
+
+
+NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
+SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no weights": ("hf", lambda f: (f / "model.safetensors").unlink(), "a is not a checkpoint: it has none of "),
+    "no config": ("hf", lambda f: (f / "config.json").unlink(), "config.json cannot be read ("),
+    "unknown model": (
+        "hf",
+        lambda f: rewrite(f / "config.json", lambda c: c.update(model_type="bert")),
+        "is not supported",
+    ),
+    "cut off": ("hf", lambda f: cut_off(f / "model.safetensors"), "a/model.safetensors cannot be read ("),
+    "empty file": ("hf", lambda f: (f / "model.safetensors").write_bytes(b""), "a/model.safetensors cannot be read ("),
+    "missing tensor": (
+        "hf",
+        lambda f: tensors(f / "model.safetensors", lambda t: t.pop(NORM)),
+        "a has no 'model.norm.weight' (32,), which its model needs; copy it again",
+    ),
+    "extra tensor": (
+        "hf",
+        lambda f: tensors(f / "model.safetensors", lambda t: t.update(score=torch.ones(2))),
+        "a holds 'score', which its model does not have; remove or rename it",
+    ),
+    "wrong shape": (
+        "hf",
+        lambda f: tensors(f / "model.safetensors", lambda t: t.update({NORM: torch.ones(31)})),
+        "a holds 'model.norm.weight' as (31,), but its model needs (32,)",
+    ),
+    "quantized": (
+        "hf",
+        lambda f: tensors(f / "model.safetensors", lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})),
+        "a holds 'model.norm.weight' in int8; it must not be quantized, but float32, bfloat16, float16, float64",
+    ),
+    "another head": (
+        "tied",
+        lambda f: tensors(f / "model.safetensors", lambda t: t.update({"lm_head.weight": t[EMBED] + 1})),
+        "a holds an 'lm_head.weight' that is not the embedding, but its config.json ties them: set ",
+    ),
+    "missing shard": (
+        "sharded",
+        lambda f: (f / "model-00002-of-00003.safetensors").unlink(),
+        "index.json names 'model-00002-of-00003.safetensors', which is not there; download it as well",
+    ),
+    "outside": (
+        "sharded",
+        lambda f: entry_of(f, "x", "../b.safetensors"),
+        "names '../b.safetensors', outside of the folder: it is not opened",
+    ),
+    "not in its shard": (
+        "sharded",
+        lambda f: entry_of(f, NORM, "model-00001-of-00003.safetensors"),
+        "model-00001-of-00003.safetensors has no 'model.norm.weight', which the index says is there; download it again",
+    ),
+    "twice": (
+        "sharded",
+        lambda f: tensors(f / "model-00001-of-00003.safetensors", lambda t: t.update({NORM: torch.ones(32)})),
+        "a holds 'model.norm.weight' twice, once in model-00003-of-00003.safetensors; remove one",
+    ),
+    "broken index": ("sharded", lambda f: index_of(f).write_text("[]"), "index.json cannot be read ("),
+    "no params": ("meta", lambda f: (f / "params.json").unlink(), "a is not of Meta's form (FileNotFoundError: "),
+    "params lack": ("meta", lambda f: rewrite(f / "params.json", lambda p: p.pop("dim")), "params.json lacks dim"),
+    "missing rank": (
+        "meta",
+        lambda f: (f / "consolidated.00.pth").rename(f / "consolidated.01.pth"),
+        "a has consolidated.01.pth, but no consolidated.00.pth; copy all of them",
+    ),
+    "ranks differ": (
+        "meta",
+        lambda f: torch.save({}, f / "consolidated.01.pth"),
+        "consolidated.01.pth does not hold the names that consolidated.00.pth holds; copy it again",
+    ),
+    "meta lacks": (
+        "meta",
+        lambda f: parts(f / "consolidated.00.pth", lambda t: t.pop("norm.weight")),
+        "a has no 'norm.weight' (32,), which its model needs",
+    ),
+    "not a torch file": ("torch", lambda f: f.write_bytes(b"abc"), "a cannot be read: "),
+    "torch cut off": ("torch", cut_off, "a cannot be read: "),
+    "another torch file": (
+        "torch",
+        lambda f: torch.save({"model": weights()}, f),
+        "a is no file of 'composer3d convert --to torch'; put a file of Hugging Face's into a folder, as ",
+    ),
+    "torch of no model": (
+        "torch",
+        lambda f: parts(f, lambda t: t["composer3d"].update(model={})),
+        "a does not say what its model is (KeyError: 'model.dim')",
+    ),
+    "no manifest": (
+        "dcp",
+        lambda f: (f / "manifest.json").unlink(),
+        "a is not a checkpoint: it has no manifest.json; name a step-* folder",
+    ),
+    "flipped bit": (
+        "dcp",
+        lambda f: (f / "__0_0.distcp").write_bytes((f / "__0_0.distcp").read_bytes()[:-1] + b"x"),
+        "__0_0.distcp has another digest than the manifest says",
+    ),
+    "missing file": ("dcp", lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read (No such file"),
+    "file too many": ("dcp", lambda f: (f / "junk").touch(), "a/junk is not in the manifest"),
+    "another's metadata": ("dcp", swap, "a holds 'model.first.embed.weight' as (68, 32), but its model needs (67, 32)"),
+    "runs": (
+        "dcp",
+        into_a_run,
+        "/a/checkpoints/step-00000005",
+    ),
+    "one file": (
+        "dcp",
+        lambda f: (shutil.rmtree(f), f.mkdir(), (f / "x").touch()),
+        "a is not a checkpoint: it has none of ",
+    ),
+    "nothing": ("dcp", shutil.rmtree, "a does not exist"),
+}
+
+
+def make(tmp_path: Path, form: str) -> Path:
+    made = tmp_path / "a"
+    if form == "dcp":
+        return make_dcp(made)
+    make_hf(tmp_path / "hf", replace(SHAPE, tied=form == "tied"))
+    if form == "sharded":
+        convert(tmp_path / "hf", made, "hf", shard=30_000)
+    elif form in ("meta", "torch"):
+        convert(tmp_path / "hf", made, form)
+    else:
+        (tmp_path / "hf").rename(made)
+    return made
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_a_source_that_is_not_what_it_claims(tmp_path: Path, case: str) -> None:
+    form, harm, message = SOURCES[case]
+    path = make(tmp_path, form)
+    convert(path, tmp_path / "whole", "torch")
+    harm(path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError) as caught:
+        convert(path, tmp_path / "b", "torch")
+    assert message in "\n".join(caught.value.lines), caught.value.lines
+    assert sorted(tmp_path.iterdir()) == before
+    if path.exists() and " is not a checkpoint: it has none of " not in caught.value.lines[0]:
+        found = inspect(path)
+        assert not found["whole"]
+        assert any(message in line for line in found["problems"])
+
+
+def test_one_file_of_safetensors_is_no_checkpoint(tmp_path: Path) -> None:
+    file = make_hf(tmp_path / "hf") / "model.safetensors"
+    with pytest.raises(CheckpointError) as caught:
+        convert(file, tmp_path / "b", "dcp")
+    assert caught.value.lines == (f"{file} is one file of a checkpoint; give its folder, {tmp_path / 'hf'}",)
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_hf(tmp_path / "a")
+    reason = PermissionError(errno.EACCES, "Permission denied", "x")
+    monkeypatch.setattr(formats, "carried_by", lambda folder: (_ for _ in ()).throw(reason))
+    with pytest.raises(CheckpointError, match=r"a cannot be read \(.*Permission denied: 'x'\)"):
+        convert(tmp_path / "a", tmp_path / "b", "dcp")
+
+
+def test_many_problems_are_counted(tmp_path: Path) -> None:
+    make_hf(tmp_path / "a")
+    save_file({"x": torch.ones(1)}, tmp_path / "a/model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "a", tmp_path / "b", "dcp")
+    assert len(caught.value.lines) == 9
+    assert caught.value.lines[-1] == f"{tmp_path / 'a'}: 14 more problems"
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., int], tuple[str]]:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("form", ["bin", "meta", "torch", "dcp", "chunk"])
+def test_a_strangers_program_is_not_run(tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    marker = tmp_path / "marker"
+    evil = Evil(marker)
+    if form == "bin":
+        path = make_hf(tmp_path / "a")
+        (path / "model.safetensors").unlink()
+        torch.save({"x": torch.ones(1), "y": evil}, path / "pytorch_model.bin")
+    elif form in ("meta", "torch"):
+        path = make(tmp_path, form)
+        file = path if form == "torch" else path / "consolidated.00.pth"
+        held = torch.load(file, weights_only=True)
+        torch.save(held | {"more": evil}, file)
+    else:
+        path = make_dcp(tmp_path / "a")
+        saved = manifests.read(path)
+        if form == "dcp":
+            (path / ".metadata").write_bytes(pickle.dumps(evil))
+        else:  # the metadata is sound; the tensor it points to is a program
+            metadata = pickle.loads((path / ".metadata").read_bytes())
+            with open(path / "__0_0.distcp", "r+b") as stream:
+                torch.save(evil, stream)
+                place = metadata.storage_data[MetadataIndex("model.first.embed.weight", [0, 0])]
+                place.offset, place.length = 0, stream.tell()
+            (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        files = {name: ((path / name).stat().st_size, manifests.digest_file(path / name)) for name in saved.files}
+        manifests.write(path, replace(saved, files=files))
+    assert main(["convert", str(path), str(tmp_path / "b"), "--to", "hf"]) == 2
+    said = capsys.readouterr().err
+    assert "posix.system" in said
+    assert main(["inspect", str(path)]) == (0 if form == "chunk" else 1)
+    if form != "chunk":
+        assert "posix.system" in capsys.readouterr().out
+    assert not marker.exists()
+    assert not (tmp_path / "b").exists()
+    assert not (tmp_path / "b.tmp").exists()
+    os.system(f"touch {marker}")
+    assert marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda t: (t / "b").mkdir(), "b exists; give a DST that does not, or remove it"),
+        (lambda t: (t / "b").symlink_to("nowhere"), "b exists; give a DST that does not, or remove it"),
+        (lambda t: (t / "b.tmp").mkdir(), "b.tmp exists: another conversion writes it, or one was cut off; then remove it"),  # noqa: E501
+    ],
+    ids=["dst", "link", "staging"],
+)  # fmt: skip
+def test_nothing_is_written_over(tmp_path: Path, prepare: Callable[[Path], object], message: str) -> None:
+    make_hf(tmp_path / "a")
+    prepare(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "a", tmp_path / "b", "torch")
+    assert caught.value.lines == (f"{tmp_path}/{message}",)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_dst_has_its_place(tmp_path: Path) -> None:
+    make_hf(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="no folder; make it first"):
+        convert(tmp_path / "a", tmp_path / "none/b", "dcp")
+    with pytest.raises(CheckpointError, match="; give a DST elsewhere"):
+        convert(tmp_path / "a", tmp_path / "a/b", "dcp")
+
+
+def test_meta_cannot_hold_every_model(tmp_path: Path) -> None:
+    make_hf(tmp_path / "a", replace(SHAPE, qk_norm=True))
+    with pytest.raises(CheckpointError, match="convert to hf"):
+        convert(tmp_path / "a", tmp_path / "b", "meta")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_numbers_that_a_dtype_does_not_hold(tmp_path: Path) -> None:
+    make_hf(tmp_path / "a")
+    tensors(tmp_path / "a/model.safetensors", lambda t: t.update({NORM: torch.full((32,), 1e5)}))
+    with pytest.raises(
+        CheckpointError, match=r"last\.norm\.weight holds numbers that float16 does not; convert to bfloat16"
+    ):
+        convert(tmp_path / "a", tmp_path / "b", "hf", dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    tensors(tmp_path / "a/model.safetensors", lambda t: t.update({NORM: torch.full((32,), torch.inf)}))
+    convert(tmp_path / "a", tmp_path / "b", "hf", dtype="float16")
+
+
+@pytest.mark.parametrize("to", ["hf", "meta", "torch", "dcp"])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_hf(tmp_path / "a")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(targets._Dcp if to == "dcp" else targets._Slots, "put", full)
+    with pytest.raises(
+        CheckpointError, match=r"b cannot be written \(.*No space left on device\); nothing is left of it"
+    ):
+        convert(tmp_path / "a", tmp_path / "b", to)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_proof_finds_what_was_written_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_hf(tmp_path / "a")
+    write = targets.bytes_of
+    monkeypatch.setattr(targets, "bytes_of", lambda tensor: write(tensor * 2 if len(tensor) == 67 else tensor))
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "a", tmp_path / "b", "torch")
+    wrong = "model.first.embed.weight, model.last.head.weight"
+    assert caught.value.lines == (f"what was written is not what was read: {wrong}; is the disk sound?",)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_proof_counts_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_hf(tmp_path / "a")
+    monkeypatch.setattr(module, "_cast", lambda place, tensor, dtype: tensor)
+    read = module.Source.read
+    monkeypatch.setattr(module.Source, "read", lambda self, name: (read(self, name), read(self, name))[0])
+    with pytest.raises(CheckpointError, match="is not complete"):
+        convert(tmp_path / "a", tmp_path / "b", "torch")
+    monkeypatch.setattr(module.Source, "read", read)
+    put = targets._Slots.put
+    skip = "model.last.norm.weight"
+    monkeypatch.setattr(targets._Slots, "put", lambda self, name, t: put(self, name, t) if name != skip else None)
+    with pytest.raises(CheckpointError, match=r"is not complete: \['model.last.norm.weight'\] not written"):
+        convert(tmp_path / "a", tmp_path / "b", "torch")
+    monkeypatch.setattr(targets._Slots, "put", lambda self, name, t: (put(self, name, t), put(self, name, t)))
+    with pytest.raises(KeyError):
+        convert(tmp_path / "a", tmp_path / "b", "torch")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_logits_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_hf(tmp_path / "a")
+    logits = iter([torch.ones(3), torch.tensor([1, 1, 1.001])])
+    monkeypatch.setattr(module, "_logits", lambda side: next(logits))
+    with pytest.raises(CheckpointError, match=r"the copy's logits are not the source's: relative error 0\.000577"):
+        convert(tmp_path / "a", tmp_path / "b", "torch", logits=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -1,0 +1,119 @@
+"""What one layout saves another resumes: a part of ``tools/resume_matrix``, and that each of its checks can fail."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer3d.launch import Pool
+from composer3d.recipe.load import load
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+
+import resume_matrix
+
+PART = ("one process", "zero 3 x 2", "zero 2 x 3", "pp 2 1F1B, tp 2")
+
+
+@pytest.fixture(scope="module")
+def matrix(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> resume_matrix.Matrix:
+    out = resume_matrix.Matrix(pool, tmp_path_factory.mktemp("resume"))
+    for name in PART:
+        assert out.save(name) == []
+    return out
+
+
+def test_the_layouts_are_many_and_legal(tmp_path: Path) -> None:
+    assert len(resume_matrix.LAYOUTS) >= 12
+    assert {processes for processes, _ in resume_matrix.LAYOUTS.values()} == {1, 2, 3, 4, 6, 8}
+    (tmp_path / "recipe.toml").write_text(resume_matrix.RECIPE.format(corpus="none"))
+    for processes, sets in resume_matrix.LAYOUTS.values():
+        recipe = load(tmp_path / "recipe.toml", [*sets], world_size=processes, check_files=False).recipe
+        assert recipe.world_size == processes
+
+
+@pytest.mark.parametrize("name", PART)
+def test_a_layout_resumes_what_others_saved(matrix: resume_matrix.Matrix, name: str) -> None:
+    cells = matrix.resume(name)
+    assert [cell.source for cell in cells] == list(PART)
+    assert [cell for cell in cells if not cell.good] == []
+    assert next(cell for cell in cells if cell.source == name).deviation == 0.0
+
+
+def swap_two_moments() -> None:
+    from composer3d.checkpoint import store
+
+    def wrong(stages: Any, optimizer: Any) -> dict[str, Any]:
+        state = right(stages, optimizer)
+        a, b = (f"optim.blocks.1.attn.{name}.weight.exp_avg" for name in ("wk", "wv"))
+        state[a], state[b] = state[b], state[a]
+        return state
+
+    store.gather_state, right = wrong, store.gather_state
+
+
+def forget_the_second_moments() -> None:
+    from composer3d.checkpoint import Store
+
+    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+        right(self, path, stages, optimizer)
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].zero_()
+
+    Store.load, right = wrong, Store.load
+
+
+def go_on_a_step_later() -> None:
+    _change_position(lambda state: {**state, "next_step": state["next_step"] + 1})
+
+
+def go_on_a_step_earlier() -> None:
+    _change_position(lambda state: {**state, "next_step": state["next_step"] - 1})
+
+
+def _change_position(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    from composer3d.data import Loader
+
+    Loader.load_state_dict, right = lambda self, state: right(self, change(state)), Loader.load_state_dict
+
+
+def skip_a_sample() -> None:
+    from composer3d.data import loader
+
+    loader.sample_order, right = lambda n, seed, first, count: right(n, seed, first + 1, count), loader.sample_order
+
+
+def train_ranks_on_each_others_samples() -> None:
+    """The samples of a step are right, but the two halves of the batch have changed places."""
+    from composer3d.data import loader
+
+    def wrong(n: int, seed: int, first: int, count: int) -> Any:
+        step, at = divmod(first, resume_matrix.BATCH)
+        return right(n, seed, step * resume_matrix.BATCH + (at + count) % resume_matrix.BATCH, count)
+
+    loader.sample_order, right = wrong, loader.sample_order
+
+
+@pytest.mark.parametrize(
+    ("fault", "tensors", "losses", "samples"),
+    [
+        (swap_two_moments, r"blocks\.1\.attn\.w[kv]\.weight exp_avg", True, False),
+        (forget_the_second_moments, r".* exp_avg_sq", True, False),
+        (go_on_a_step_later, None, True, True),
+        (go_on_a_step_earlier, None, True, True),
+        (skip_a_sample, None, True, True),
+        (train_ranks_on_each_others_samples, None, False, True),
+    ],
+)
+def test_what_is_wrong_is_seen(
+    matrix: resume_matrix.Matrix, fault: Callable[[], None], tensors: str | None, losses: bool, samples: bool
+) -> None:
+    (cell,) = matrix.resume("zero 3 x 2", fault, ["one process"])
+    assert not cell.good
+    assert all(re.fullmatch(tensors or "none", name) for name in cell.wrong)
+    assert bool(cell.wrong) == (tensors is not None)
+    assert (cell.deviation > resume_matrix.BOUND) == losses
+    assert (not cell.same_samples) == samples
