@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Literal, TypeVar, cast
 
@@ -21,11 +21,7 @@ def count_gpus() -> int:
 
 
 def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The device of this rank: its LOCAL_RANK's GPU, or the CPU.
-
-    Raises:
-        DeviceError: cuda was asked for and this node has no GPU for this rank.
-    """
+    """This rank's device: its LOCAL_RANK's GPU, or the CPU. Raises DeviceError where it needs a GPU and has none."""
     found = count_gpus()
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if name == "auto" and found == 0 and size > int(os.environ.get("LOCAL_WORLD_SIZE", size)):
@@ -58,11 +54,11 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def world(device: torch.device, *, timeout_s: float, store: dist.Store | None = None) -> Iterator[None]:
+def world(device: torch.device, *, timeout_s: float = 600.0, store: dist.Store | None = None) -> Iterator[torch.device]:
     """The default process group, formed from RANK and WORLD_SIZE and destroyed at the end, unless an error ends it.
 
-    gloo on CPU, NCCL (with gloo for CPU tensors) on GPUs. A collective that waits longer than ``timeout_s`` fails.
-    One process forms a group as well, so that a single rank runs the lines that many run.
+    gloo on CPU, NCCL (with gloo for CPU tensors) on GPUs. A collective that waits longer than ``timeout_s`` has
+    lost its peers, and fails. One process forms a group as well, so that a single rank runs the lines that many run.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -77,17 +73,23 @@ def world(device: torch.device, *, timeout_s: float, store: dist.Store | None = 
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    yield
+    yield device
     # Not after an error: NCCL would wait for peers that are stuck in a collective, and hide the error for as long.
     dist.destroy_process_group()
+
+
+def gather(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank gives, by rank. Collective over ``group``, or the job: all get all, pickled."""
+    every = [mine] * dist.get_world_size()
+    dist.all_gather_object(every, mine, group)
+    return every
 
 
 def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run ``function`` on every rank, and fail on all of them where it fails on one. Collective over ``group``.
 
-    Raises:
-        UserError: on every rank, of the lowest one's class: each different problem once, with the ranks that met it
-            where those are not all.
+    Raises UserError on every rank, of the lowest one's class: each different problem once, with the ranks that met it
+    where those are not all.
     """
     value, problem = None, None
     try:
@@ -96,40 +98,32 @@ def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None
         problem = error
     except OSError as error:
         problem = UserError(f"{what}: {error}")
-    met: list[UserError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(met, problem, group)
-    ranks: dict[tuple[str, ...], list[int]] = {}
-    for rank, each in enumerate(met):
-        if each is not None:
-            ranks.setdefault(each.lines, []).append(rank)
-    lines = []
-    for mine, who in ranks.items():
-        prefix = "" if len(who) == len(met) else f"rank {', '.join(map(str, who))}: "
-        lines += [prefix + line for line in mine]
+    met = gather(problem, group)
     first = next(filter(None, met), None)
-    if first is not None:
-        raise type(first)(lines)
-    return cast(T, value)
+    if first is None:
+        return cast(T, value)
+    shown = [each.lines if each else () for each in met]
+    lines = []
+    for mine in dict.fromkeys(filter(None, shown)):
+        who = [str(rank) for rank, other in enumerate(shown) if other == mine]
+        prefix = "" if len(who) == len(met) else f"rank {', '.join(who)}: "
+        lines += [prefix + line for line in mine]
+    raise type(first)(lines)
 
 
 def check_same(what: str, value: object) -> None:
     """Refuse to go on where ranks see different things, as two nodes with different files would. Collective.
 
-    Raises:
-        MeshError: on every rank, with what each group of ranks sees.
+    Raises MeshError on every rank, with what each group of ranks sees.
     """
-    seen: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, value)
+    seen = gather(value)
     if any(other != seen[0] for other in seen):
         groups = {repr(other): [rank for rank, mine in enumerate(seen) if mine == other] for other in seen}
         lines = [f"ranks {', '.join(map(str, ranks))} see {shown}" for shown, ranks in groups.items()]
         raise MeshError([f"{what} must be the same on every rank; give all nodes the same files", *lines])
 
 
-@contextmanager
-def pool_world(*, timeout_s: float = 60.0) -> Iterator[torch.device]:
+def pool_world(*, timeout_s: float = 60.0) -> AbstractContextManager[torch.device]:
     """The world of a task in ``launch.Pool``: gloo on CPU, met through the task's rendezvous file."""
-    device = torch.device("cpu")
     store = dist.FileStore(os.environ["COMPOSER3D_STORE"], int(os.environ["WORLD_SIZE"]))
-    with world(device, timeout_s=timeout_s, store=store):
-        yield device
+    return world(torch.device("cpu"), timeout_s=timeout_s, store=store)

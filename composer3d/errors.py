@@ -16,9 +16,6 @@ class UserError(Exception):
         self.lines: tuple[str, ...] = (lines,) if isinstance(lines, str) else tuple(lines)
         super().__init__("\n".join(self.lines))
 
-    def __reduce__(self) -> tuple[type["UserError"], tuple[tuple[str, ...]]]:
-        return type(self), (self.lines,)
-
 
 class RecipeError(UserError):
     """A recipe, or an override of one, cannot be used."""

@@ -6,52 +6,39 @@ AMD Instinct MI300X. Peaks that a datasheet quotes with sparsity are halved. Mem
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """An accelerator. ``aliases`` are parts of ``torch.cuda.get_device_name``; ``peaks`` are FLOP/s by short dtype."""
+class Hardware(NamedTuple):
+    """An accelerator. ``aliases`` are parts of ``torch.cuda.get_device_name``; ``peaks`` are FLOP/s by dtype."""
 
     name: str
     aliases: tuple[str, ...]
-    peaks: Mapping[str, float]
     memory_gib: float
+    peaks: dict[str, float]
 
 
-def _row(
-    name: str, aliases: str, memory_gib: float, *, half: float, tf32: float, fp32: float, fp8: float | None
-) -> Hardware:
-    """A row with peaks in TFLOP/s; ``half`` is that of bf16 and of fp16, aliases are separated by commas."""
-    peaks = {"bf16": half, "fp16": half, "tf32": tf32, "fp32": fp32} | ({"fp8": fp8} if fp8 else {})
-    return Hardware(
-        name=name,
-        aliases=tuple(alias.strip() for alias in aliases.split(",")),
-        peaks=MappingProxyType({dtype: tflops * 1e12 for dtype, tflops in peaks.items()}),
-        memory_gib=memory_gib,
-    )
+def _peaks(*, half: float, tf32: float, fp32: float, fp8: float = 0.0) -> dict[str, float]:
+    """In FLOP/s, of TFLOP/s; ``half`` is that of bf16 and of fp16, and 0 says that there is none."""
+    peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": fp32, "fp8": fp8}
+    return {dtype: tflops * 1e12 for dtype, tflops in peaks.items() if tflops}
 
 
-_A100: dict[str, Any] = {"half": 312.0, "tf32": 156.0, "fp32": 19.5, "fp8": None}
-_H100: dict[str, Any] = {"half": 989.0, "tf32": 494.5, "fp32": 67.0, "fp8": 1979.0}
+_A100 = _peaks(half=312.0, tf32=156.0, fp32=19.5)
+_H100 = _peaks(half=989.0, tf32=494.5, fp32=67.0, fp8=1979.0)
 
 DEVICES: tuple[Hardware, ...] = (
-    _row("A100-40GB", "A100-SXM4-40GB, A100-SXM-40GB, A100-PCIE-40GB", 39.4, **_A100),
-    _row("A100-80GB", "A100-SXM4-80GB, A100-SXM-80GB, A100 80GB PCIe", 79.1, **_A100),
-    _row("H100-80GB SXM", "H100 80GB HBM3, H100-SXM5-80GB", 79.1, **_H100),
-    _row("H100-80GB PCIe", "H100 PCIe", 79.1, half=756.0, tf32=378.0, fp32=51.0, fp8=1513.0),
-    _row("H200-141GB SXM", "H200", 139.8, **_H100),
-    _row("H200-141GB NVL", "H200 NVL", 139.8, half=835.5, tf32=417.5, fp32=60.0, fp8=1671.0),
-    _row("B200-180GB SXM", "B200", 178.3, half=2250.0, tf32=1125.0, fp32=75.0, fp8=4500.0),
-    _row("GB200-186GB", "GB200", 184.0, half=2500.0, tf32=1250.0, fp32=80.0, fp8=5000.0),
-    _row("L40S-48GB", "L40S", 44.4, half=362.0, tf32=183.0, fp32=91.6, fp8=733.0),
-    _row("MI300X-192GB", "MI300X", 191.7, half=1307.4, tf32=653.7, fp32=163.4, fp8=2614.9),
+    Hardware("A100-40GB", ("A100-SXM4-40GB", "A100-SXM-40GB", "A100-PCIE-40GB"), 39.4, _A100),
+    Hardware("A100-80GB", ("A100-SXM4-80GB", "A100-SXM-80GB", "A100 80GB PCIe"), 79.1, _A100),
+    Hardware("H100-80GB SXM", ("H100 80GB HBM3", "H100-SXM5-80GB"), 79.1, _H100),
+    Hardware("H100-80GB PCIe", ("H100 PCIe",), 79.1, _peaks(half=756.0, tf32=378.0, fp32=51.0, fp8=1513.0)),
+    Hardware("H200-141GB SXM", ("H200",), 139.8, _H100),
+    Hardware("H200-141GB NVL", ("H200 NVL",), 139.8, _peaks(half=835.5, tf32=417.5, fp32=60.0, fp8=1671.0)),
+    Hardware("B200-180GB SXM", ("B200",), 178.3, _peaks(half=2250.0, tf32=1125.0, fp32=75.0, fp8=4500.0)),
+    Hardware("GB200-186GB", ("GB200",), 184.0, _peaks(half=2500.0, tf32=1250.0, fp32=80.0, fp8=5000.0)),
+    Hardware("L40S-48GB", ("L40S",), 44.4, _peaks(half=362.0, tf32=183.0, fp32=91.6, fp8=733.0)),
+    Hardware("MI300X-192GB", ("MI300X",), 191.7, _peaks(half=1307.4, tf32=653.7, fp32=163.4, fp8=2614.9)),
 )
-
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tfloat32": "tf32", "float8": "fp8"}
 
 
 def find(device_name: str) -> Hardware | None:
@@ -62,18 +49,18 @@ def find(device_name: str) -> Hardware | None:
     """
     if re.search(r"\bmig\b", device_name.lower()):
         return None
-    best: tuple[int, Hardware] | None = None
-    for row in DEVICES:
-        for alias in (row.name, *row.aliases):
-            found = re.search(rf"(?<![a-z0-9]){re.escape(alias.lower())}(?![a-z0-9])", device_name.lower())
-            if found and (best is None or len(alias) > best[0]):
-                best = (len(alias), row)
-    return best[1] if best else None
+    found = {
+        len(alias): row
+        for row in DEVICES
+        for alias in (row.name, *row.aliases)
+        if re.search(rf"(?<![a-z0-9]){re.escape(alias.lower())}(?![a-z0-9])", device_name.lower())
+    }
+    return found[max(found)] if found else None
 
 
 def peak_flops(hw: Hardware, dtype_name: str) -> float | None:
-    """Dense peak of ``hw`` in FLOP/s for "bf16" or "bfloat16", "fp32" or "float32", ...; None if it is not known.
+    """Dense peak of ``hw`` in FLOP/s for "bfloat16", "float16", "float32", "tf32" or "fp8"; None if it is not known.
 
     float32 without TF32 runs on the vector units: ask for "tf32" where matrix products use it.
     """
-    return hw.peaks.get(_SHORT.get(dtype_name, dtype_name))
+    return hw.peaks.get(dtype_name)

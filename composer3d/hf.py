@@ -6,6 +6,7 @@ read: ``rope_theta`` with ``rope_scaling``, and ``rope_parameters``.
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 }
-_SIZES = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "ffn": "intermediate_size",
-    "vocab": "vocab_size",
-}
-_LLAMA3 = {  # the keys of rope_type "llama3"
-    "rope_factor": "factor",
-    "rope_low_freq": "low_freq_factor",
-    "rope_high_freq": "high_freq_factor",
-    "rope_context": "original_max_position_embeddings",
-}
+_SIZES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
+_SIZES |= {"n_kv_heads": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size"}
+# The keys of rope_type "llama3".
+_LLAMA3 = {"rope_factor": "factor", "rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor"}
+_LLAMA3 |= {"rope_context": "original_max_position_embeddings"}
+_KINDS = ("full_attention", "sliding_attention")
 _Want = Callable[[bool, str, Any, str], None]
 
 
 def read_shape(folder: str | Path) -> ModelShape:
-    """The shape that the config.json of ``folder`` describes.
-
-    Raises:
-        CheckpointError: there is none, or it asks for what composer3d does not compute.
-    """
+    """The shape that the config.json of ``folder`` describes; a CheckpointError as of ``shape_of``, or without one."""
     file = Path(folder) / "config.json"
     try:
         return shape_of(json.loads(file.read_text()))
@@ -53,8 +42,7 @@ def read_shape(folder: str | Path) -> ModelShape:
 def shape_of(config: Any) -> ModelShape:
     """The shape that a config.json describes; ``head_dim`` is None where it is dim / n_heads.
 
-    Raises:
-        CheckpointError: a line for each key that asks for what composer3d does not compute.
+    Raises CheckpointError, with a line for each key that asks for what composer3d does not compute.
     """
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in _DEFAULTS:
@@ -71,6 +59,8 @@ def shape_of(config: Any) -> ModelShape:
     found["n_kv_heads"] = found["n_kv_heads"] or found["n_heads"]
     for ours, key in _SIZES.items():
         want(type(found[ours]) is int and found[ours] > 0, key, found[ours], "a positive integer")
+    width = config.get("head_dim")
+    want(width is None or (type(width) is int and width > 0), "head_dim", width, "a positive integer, null or absent")
     want(config.get("hidden_act", "silu") == "silu", "hidden_act", config.get("hidden_act"), '"silu"')
     # Qwen 2 has biases of q, k and v whatever it says; by this key the others have one of o as well.
     absent = {"llama": ("attention_bias", "sliding_window"), "qwen2": ()}.get(kind, ("attention_bias",))
@@ -80,7 +70,7 @@ def shape_of(config: Any) -> ModelShape:
     found["window"] = 0 if problems else _window(config, want)
     if problems:
         raise CheckpointError(problems)
-    width, eps = config.get("head_dim"), float(config.get("rms_norm_eps", 1e-6))
+    eps = float(config.get("rms_norm_eps", 1e-6))
     found["head_dim"] = None if width == found["dim"] // found["n_heads"] else width
     tied = bool(config.get("tie_word_embeddings", False))
     return ModelShape(**found, norm_eps=eps, tied=tied, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2")
@@ -111,14 +101,10 @@ def _window(config: Mapping[str, Any], want: _Want) -> int:
     qwen, layers = config["model_type"].startswith("qwen"), config["num_hidden_layers"]
     window = config.get("sliding_window") if not qwen or config.get("use_sliding_window") else None
     full = layers if window is None else config["max_window_layers"] if qwen else 0  # the first of the layers
-    kinds = set(
-        config.get("layer_types") or ("full_attention" if i < full else "sliding_attention" for i in range(layers))
-    )
-    if kinds == {"full_attention"}:
+    kinds = sorted({*(config.get("layer_types") or [_KINDS[i >= full] for i in range(layers)])})
+    if kinds == ["full_attention"]:
         return 0
-    want(
-        kinds == {"sliding_attention"}, "layer_types", sorted(kinds), "the same for all layers (max_window_layers = 0)"
-    )
+    want(kinds == ["sliding_attention"], "layer_types", kinds, "the same for all layers (max_window_layers = 0)")
     want(type(window) is int and window > 0, "sliding_window", window, "a positive integer")
     return window or 0
 
@@ -126,28 +112,20 @@ def _window(config: Mapping[str, Any], want: _Want) -> int:
 def config_of(shape: ModelShape, dtype: str, carried: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The config.json of ``shape`` with weights of ``dtype``, in the older form, which transformers 4 and 5 both read.
 
-    Args:
-        carried: a config.json that came with the model. Where it describes this shape, it says all the rest; else only
-            the ids of tokens and the longest sequence.
-
-    Raises:
-        CheckpointError: no architecture of transformers computes this shape.
+    ``carried`` is a config.json that came with the model. Where it describes this shape, it says all the rest; else
+    only the ids of tokens and the longest sequence. Raises CheckpointError where no architecture of transformers
+    computes this shape.
     """
     if shape.qk_norm and shape.qkv_bias:
         raise CheckpointError("no architecture of transformers has both qk_norm and qkv_bias; convert to torch or dcp")
-    config: dict[str, Any] = {"max_position_embeddings": int(shape.rope_context * shape.rope_factor)} | dict(
-        carried or {}
-    )
-    for key in ("dtype", "rope_parameters", "rope_scaling"):
-        config.pop(key, None)
-    rest = {"torch_dtype": dtype, "rope_theta": shape.rope_theta}
+    config = {"max_position_embeddings": int(shape.rope_context * shape.rope_factor), **(carried or {})}
+    config = {key: config[key] for key in config if key not in ("dtype", "rope_parameters", "rope_scaling")}
+    rest: dict[str, Any] = {"torch_dtype": dtype, "rope_theta": shape.rope_theta}
     if shape.rope_factor != 1:
         rest["rope_scaling"] = {"rope_type": "llama3"} | {key: getattr(shape, ours) for ours, key in _LLAMA3.items()}
-    try:
+    with suppress(CheckpointError):
         if shape_of(config | rest) == shape:
             return config | rest
-    except CheckpointError:
-        pass
     kind = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
     if kind == "llama" and (shape.window or shape.dim % shape.n_heads):
         kind = "mistral"  # it computes what Llama does, within a window; and transformers refuses a Llama of such sizes

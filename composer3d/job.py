@@ -11,14 +11,11 @@ from composer3d import launch
 from composer3d.errors import DeviceError, UserError
 from composer3d.recipe.load import Resolved, load
 
-TIMEOUT_S = 600.0  # of a collective: a rank that waits longer has lost its peers
-
 
 def main_train(path: str, sets: Sequence[str]) -> int:
     """Train a recipe, on as many processes of this machine as its mesh has, or as one rank of torchrun's.
 
-    Returns:
-        The exit status: 0 done, 1 a rank failed, 2 the user's input is wrong, 128 + N stopped by signal N.
+    Returns the exit status: 0 done, 1 a rank failed, 2 the user's input is wrong, 128 + N stopped by signal N.
     """
     if "RANK" in os.environ:
         return train_rank(path, sets)
@@ -45,8 +42,7 @@ def main_train(path: str, sets: Sequence[str]) -> int:
 
 def _rank(path: str, sets: Sequence[str]) -> None:
     """A rank under the elastic agent, which knows only success, an exception and an exit status."""
-    status = train_rank(path, sets)
-    if status:
+    if status := train_rank(path, sets):
         raise SystemExit(status)
 
 
@@ -54,22 +50,16 @@ def train_rank(path: str, sets: Sequence[str]) -> int:
     """Train as the rank that RANK, LOCAL_RANK and WORLD_SIZE say, and return its exit status."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        resolved = load(path, sets, world_size=size)
-        return _train(resolved, rank)
+        return _train(load(path, sets, world_size=size), rank)
     except UserError as error:
-        _say(error, rank)
+        torch = sys.modules.get("torch")
+        # Once there is a group, all ranks raise it (``dist.on_all``): one prints. Before, a node or rank can be alone.
+        formed = torch is not None and torch.distributed.is_initialized()
+        alone = isinstance(error, DeviceError) or os.environ.get("LOCAL_RANK", "0") == "0"
+        if rank == 0 or (alone and not formed):
+            prefix = f"rank {rank}: " if rank else ""
+            print(*(prefix + line for line in error.lines), sep="\n", file=sys.stderr, flush=True)
         return error.status
-
-
-def _say(error: UserError, rank: int) -> None:
-    """Print what is wrong once for all ranks, but also what one node, or one rank, meets alone."""
-    torch = sys.modules.get("torch")
-    # Once there is a group, every error of a user is raised on all ranks (``dist.on_all``). Before, nodes can differ.
-    formed = torch is not None and torch.distributed.is_initialized()
-    alone = isinstance(error, DeviceError) or os.environ.get("LOCAL_RANK", "0") == "0"
-    if rank == 0 or (alone and not formed):
-        prefix = f"rank {rank}: " if rank else ""
-        print(*(prefix + line for line in error.lines), sep="\n", file=sys.stderr, flush=True)
 
 
 def _train(resolved: Resolved, rank: int) -> int:
@@ -88,10 +78,8 @@ def _train(resolved: Resolved, rank: int) -> int:
     who = identity(rank, recipe.mesh, device.type)
     log.setup(who, main=rank == 0)
     try:
-        with dist.world(device, timeout_s=TIMEOUT_S):
+        with dist.world(device):
             stopped = run(build(recipe, device, resolved.to_toml()))
-    except UserError:
-        raise
     except Exception as error:
         error.add_note(f"[{who}]")
         raise

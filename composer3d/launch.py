@@ -4,10 +4,10 @@ Both fork from one ``forkserver`` that has torch imported already, so that a nod
 imports torch only inside functions: the forkserver imports it at the same time as whoever waits for it.
 """
 
-import importlib
 import logging
 import multiprocessing as mp
 import os
+import pkgutil
 import re
 import sys
 import tempfile
@@ -15,33 +15,29 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from composer3d.errors import UserError
 
 SHUTDOWN_S = 120
-_PRELOAD = ["composer3d.preload"]
+Task = Callable[..., Any] | str  # or its name, ``module:function``, so that what it imports is not imported here
 
 
 def warm_up() -> None:
     """Start the forkserver, which begins to import torch in the background."""
-    from multiprocessing.forkserver import ensure_running
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, by whatever the forkserver forks
-    mp.get_context("forkserver").set_forkserver_preload(_PRELOAD)
-    ensure_running()
+    forkserver.set_forkserver_preload(["composer3d.train"])  # all slow imports of a rank
+    forkserver.ensure_running()
 
 
 def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, processes: int) -> int:
     """Run ``function(*arguments)`` as every rank of a job on this machine, under torch's elastic agent.
 
     The workers see what torchrun would set: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and so on. SIGINT and SIGTERM are
-    passed on to them, and they have ``SHUTDOWN_S`` to end their step and save.
-
-    Returns:
-        0; the status of the rank that exited first with one; 1 where a rank raised, which is printed; 128 + N after
-        signal N.
+    passed on to them, and they have ``SHUTDOWN_S`` to end their step and save. Returns 0; the status of the rank that
+    exited first with one; 1 where a rank raised, which is printed; 128 + N after signal N.
     """
     warm_up()
     os.environ.setdefault("TORCH_MP_PARALLEL_START", "1")
@@ -50,11 +46,8 @@ def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, pr
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in (
-        "distributed.elastic.agent.server.api",
-        "distributed.elastic.multiprocessing.api",
-        "multiprocessing.spawn",
-    ):
+    elastic = "distributed.elastic"
+    for name in (f"{elastic}.agent.server.api", f"{elastic}.multiprocessing.api", "multiprocessing.spawn"):
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="composer3d-ranks-") as folder:
         config = LaunchConfig(
@@ -66,7 +59,6 @@ def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, pr
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            monitor_interval=0.1,
             start_method="forkserver",
             shutdown_timeout=SHUTDOWN_S,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
@@ -111,53 +103,34 @@ class Pool(ExitStack):
         super().__init__()
         warm_up()
         self._folder = self.enter_context(tempfile.TemporaryDirectory(prefix="composer3d-pool-"))
-        self._tasks = 0
 
-    def run(
-        self,
-        function: Callable[..., Any] | str,
-        arguments: Mapping[str, Any],
-        *,
-        world_size: int,
-        limit_s: float = 120.0,
-    ) -> list[Any]:
+    def run(self, task: Task, arguments: Mapping[str, Any], *, world_size: int, limit_s: float = 120.0) -> list[Any]:
         """Run a task and return what each rank returned, by rank.
 
-        ``function`` may be a name, ``module:function``, so that what the task imports is not imported here.
-
-        Raises:
-            WorkerError: a rank raised, died, or had not answered after ``limit_s``. All of them have ended by then.
+        Raises WorkerError where a rank raised, died, or had not answered after ``limit_s``. All have ended by then.
         """
-        self._tasks += 1
-        store = f"{self._folder}/store-{self._tasks}"
+        environment = {"WORLD_SIZE": str(world_size), "COMPOSER3D_STORE": f"{tempfile.mkdtemp(dir=self._folder)}/store"}
         context = mp.get_context("forkserver")
-        processes, pipes = [], []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            task = (theirs, function, dict(arguments), rank, world_size, store)
-            process = context.Process(target=_serve, args=task, daemon=True, name=f"composer3d worker {rank}")
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
+        workers = []
         try:
-            answers, failures = _collect(pipes, limit_s)
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                told = (theirs, task, dict(arguments), environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                process = context.Process(target=_serve, args=told, daemon=True, name=f"composer3d worker {rank}")
+                process.start()
+                theirs.close()
+                workers.append((process, ours))
+            return _collect([pipe for _, pipe in workers], limit_s)
         finally:
-            for process, pipe in zip(processes, pipes, strict=True):
+            for process, pipe in workers:
                 pipe.close()
-                process.terminate()  # those that answered have nothing left to do
-            for process in processes:
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-        if failures:
-            raise WorkerError(_causes(failures))
-        return [answers[rank] for rank in range(world_size)]
+                process.kill()  # those that answered have nothing left to do
+            for process, _ in workers:
+                process.join()
 
 
-def _collect(pipes: list[Connection], limit_s: float) -> tuple[dict[int, Any], dict[int, UserError | str]]:
-    """Wait for every rank's answer or failure."""
+def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
+    """Every rank's answer. Raises WorkerError, without ranks that only lost their peers where another says why."""
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     answers: dict[int, Any] = {}
     failures: dict[int, UserError | str] = {}
@@ -165,36 +138,29 @@ def _collect(pipes: list[Connection], limit_s: float) -> tuple[dict[int, Any], d
     while waiting:
         ready: list[Any] = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
         if not ready:
-            return answers, failures | dict.fromkeys(waiting.values(), f"no answer after {limit_s:.0f} s")
+            failures |= dict.fromkeys(waiting.values(), f"no answer after {limit_s:.0f} s")
+            break
         for pipe in ready:
             rank = waiting.pop(pipe)
             try:
                 done, answer = pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):  # before it answered, or halfway
                 done, answer = False, "the process died"
             (answers if done else failures)[rank] = answer
         if failures:
             # The other ranks may wait in a collective for the one that failed: give them a moment to notice.
             until = min(until, time.monotonic() + 5.0)
-    return answers, failures
+    if failures:
+        noise = re.compile("Connection (closed|reset) by peer|no answer after|Timed out waiting|Read timeout")
+        real = {rank: why for rank, why in failures.items() if isinstance(why, UserError) or not noise.search(why)}
+        raise WorkerError(real or failures)
+    return [answers[rank] for rank in sorted(answers)]
 
 
-def _causes(failures: dict[int, UserError | str]) -> dict[int, UserError | str]:
-    """Leave out ranks that only lost their peers, where some rank says what really happened."""
-    noise = re.compile("Connection (closed|reset) by peer|no answer after|Timed out waiting|Read timeout")
-    real = {rank: why for rank, why in failures.items() if isinstance(why, UserError) or not noise.search(why)}
-    return real or failures
-
-
-def _serve(
-    pipe: Connection, function: Callable[..., Any] | str, arguments: dict[str, Any], rank: int, size: int, store: str
-) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "COMPOSER3D_STORE": store}
+def _serve(pipe: Connection, task: Task, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+    os.environ |= environment
     try:
-        if isinstance(function, str):
-            module, _, name = function.partition(":")
-            function = getattr(importlib.import_module(module), name)
-        assert callable(function)
+        function = pkgutil.resolve_name(task) if isinstance(task, str) else task
         pipe.send((True, function(**arguments)))
     except UserError as error:
         pipe.send((False, error))

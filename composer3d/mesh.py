@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,42 +20,16 @@ from composer3d.recipe.schema import AXES, MeshTable
 
 def coordinates(rank: int, table: MeshTable) -> dict[str, int]:
     """The place of ``rank`` on each axis of ``table``, whose sizes must all be known."""
-    place = {}
-    for axis in reversed(AXES):
-        size = getattr(table, axis)
-        place[axis] = rank % size
-        rank //= size
-    return {axis: place[axis] for axis in AXES}
+    places = np.unravel_index(rank, [getattr(table, axis) for axis in AXES])
+    return dict(zip(AXES, map(int, places), strict=True))
 
 
 def identity(rank: int, table: MeshTable, device_type: str = "cpu") -> str:
     """Who a rank is, for its logs and errors: ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``."""
     at = coordinates(rank, table)
-    parts = [
-        f"pp{at['pp']}",
-        f"dp{at['dp_replicate'] * table.dp_shard + at['dp_shard']}",
-        f"cp{at['cp']}",
-        f"tp{at['tp']}",
-    ]
-    where = f"node {os.environ.get('GROUP_RANK', '0')}"
-    if device_type != "cpu":
-        where += f" gpu {os.environ.get('LOCAL_RANK', '0')}"
-    return f"rank {rank} ({' '.join(parts)}, {where})"
-
-
-def check_world(table: MeshTable, world_size: int) -> None:
-    """Refuse a world that the mesh does not fill exactly.
-
-    Raises:
-        MeshError: with the arithmetic, before any process group forms.
-    """
-    sizes = {axis: getattr(table, axis) for axis in AXES}
-    if table.world_size != world_size:
-        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        raise MeshError(
-            f"mesh {shown} = {table.world_size} processes, but the world has {world_size}; "
-            f"start {table.world_size} processes, or change an axis of [mesh]"
-        )
+    place = f"pp{at['pp']} dp{at['dp_replicate'] * table.dp_shard + at['dp_shard']} cp{at['cp']} tp{at['tp']}"
+    gpu = "" if device_type == "cpu" else f" gpu {os.environ.get('LOCAL_RANK', '0')}"
+    return f"rank {rank} ({place}, node {os.environ.get('GROUP_RANK', '0')}{gpu})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +50,14 @@ class Mesh:
     def build(cls, table: MeshTable, device: torch.device) -> "Mesh":
         """Form the process groups of every axis. Collective: every rank of the default group calls it.
 
-        Raises:
-            MeshError: the default group's size is not the mesh's.
+        Raises MeshError where the default group's size is not the mesh's.
         """
-        check_world(table, dist.get_world_size())
+        if table.world_size != dist.get_world_size():
+            shown = " x ".join(f"{axis} {getattr(table, axis)}" for axis in AXES)
+            raise MeshError(
+                f"mesh {shown} = {table.world_size} processes, but the world has {dist.get_world_size()}; "
+                f"start {table.world_size} processes, or change an axis of [mesh]"
+            )
         device_mesh = init_device_mesh(
             device.type,
             (table.pp, table.dp_replicate, table.dp_shard * table.cp, table.tp),
@@ -123,17 +102,13 @@ class Mesh:
         whole = self.device_mesh["dp_replicate", "fsdp"]
         return whole._flatten("replicas")._unflatten(0, (whole.size(), 1), ("replica", "whole"))
 
-    @property
+    @cached_property
     def cp_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the parts of the same sequences. Collective at its first call: it forms groups."""
         if self.table.cp == 1:
             return None
-        return self._sequence["cp"].get_group()
-
-    @cached_property
-    def _sequence(self) -> DeviceMesh:
         sizes = (self.table.dp_shard, self.table.cp)
-        return self.device_mesh["fsdp"]._unflatten(0, sizes, ("dp_shard", "cp"))
+        return self.device_mesh["fsdp"]._unflatten(0, sizes, ("dp_shard", "cp"))["cp"].get_group()
 
     @property
     def tp(self) -> DeviceMesh | None:
@@ -149,13 +124,11 @@ class Mesh:
         A value that several ranks hold alike must be weighted by the caller, so that it counts once.
         """
         packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device).detach() for v in values])
-        if self.world_size > 1:
-            dist.all_reduce(packed)
+        dist.all_reduce(packed)
         return packed.tolist()
 
     def max_over_world(self, *values: float) -> list[float]:
         """The largest of each scalar over all ranks: how ranks agree on what one of them has seen. One all-reduce."""
         packed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(packed, dist.ReduceOp.MAX)
+        dist.all_reduce(packed, dist.ReduceOp.MAX)
         return packed.tolist()

@@ -10,12 +10,12 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 
@@ -23,15 +23,11 @@ from composer3d import log
 from composer3d.recipe.schema import MetricsTable
 
 FILE = "metrics.jsonl"
-Phase = Literal["data", "validation", "checkpoint"]
 
-_GROUPS = {
-    "optim": ("grad_norm", "lr"),
-    "speed": ("tokens_per_s", "tokens_per_s_per_rank", "tflops_per_rank", "mfu"),
-    "time": ("step_s", "data_s", "validation_s", "checkpoint_s"),
-}
+_GROUPS = {"optim": "grad_norm lr", "time": "step_s data_s validation_s checkpoint_s"}
+_GROUPS["speed"] = "tokens_per_s tokens_per_s_per_rank tflops_per_rank mfu cp_balance"
 _TAGS = {"loss": "loss/train", "validation_loss": "loss/validation", "memory_gib": "memory/peak_gib"}
-_TAGS |= {key: f"{group}/{key}" for group, keys in _GROUPS.items() for key in keys}
+_TAGS |= {key: f"{group}/{key}" for group, keys in _GROUPS.items() for key in keys.split()}
 
 
 @dataclass
@@ -46,7 +42,7 @@ class Metrics:
     The clock starts when it is made, so it is made right before the first step.
     """
 
-    run_dir: Path  # made if it is not there
+    run_dir: Path
     table: MetricsTable
     _: KW_ONLY
     total_steps: int
@@ -59,14 +55,12 @@ class Metrics:
     start_step: int = 0  # steps that were done before this process; 0 drops whatever the folder holds
 
     def __post_init__(self) -> None:
-        self._seconds: dict[str, float] = dict.fromkeys(get_args(Phase), 0.0)
+        self._seconds: dict[str, float] = defaultdict(float)
         self._logged_step = self.start_step
-        self._logged_at = time.perf_counter()
-        self._first_step_at: float | None = None
+        self._logged_at = self._first_step_at = time.perf_counter()
         self._tensorboard = None
         if not self.main:
             return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         self._path = self.run_dir / FILE
         _drop_lines_after(self._path, self.start_step)
         if self.table.tensorboard:
@@ -77,26 +71,25 @@ class Metrics:
             self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step, flush_secs=10)
 
     @contextmanager
-    def timer(self, phase: Phase) -> Iterator[None]:
-        """Adds the wall time of its body to a phase; validation and checkpoint are taken out of the throughput."""
+    def timer(self, phase: str) -> Iterator[None]:
+        """Adds the seconds of its body to "data", "validation" or "checkpoint"; throughput leaves out the last two."""
         begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[phase] += time.perf_counter() - begin
+        yield
+        self._seconds[phase] += time.perf_counter() - begin
 
-    def step(self, step: int, *, loss: float, grad_norm: float, lr: float) -> None:
+    def step(self, step: int, *, loss: float, grad_norm: float, lr: float, **more: float) -> None:
         """Ends an optimizer step; called for every one, writes where the step is to be logged.
 
         Writes ``step``, ``loss`` (nats per valid token, of the whole batch), ``grad_norm`` (before clipping), ``lr``,
         ``tokens_per_s`` (all ranks), ``tokens_per_s_per_rank``, ``tflops_per_rank``, ``mfu`` (fraction of the peak, or
         null), ``step_s`` and ``data_s`` (seconds a step), ``validation_s`` and ``checkpoint_s`` (seconds since the last
-        line), ``memory_gib`` (peak of this rank since its start). What is not finite becomes null.
+        line), ``memory_gib`` (peak of this rank since its start); and ``more``: with documents over cp, ``cp_balance``,
+        the busiest rank's scores over their mean (of the step's rows on this rank). What is not finite becomes null.
         """
         if not self.main:
             return
         now = time.perf_counter()
-        if self._first_step_at is None:
+        if step == self.start_step + 1:
             self._first_step_at = now
         elif step % self.table.every and step != self.total_steps:
             return
@@ -117,10 +110,11 @@ class Metrics:
             "validation_s": self._seconds["validation"],
             "checkpoint_s": self._seconds["checkpoint"],
             "memory_gib": _peak_memory_gib(self.device_type),
+            **more,
         }
         self._write(step, line)
         log.get().info(self._console(step, line, now))
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._seconds.clear()
         self._logged_step, self._logged_at = step, now
 
     def validation(self, step: int, loss: float) -> None:
@@ -133,24 +127,25 @@ class Metrics:
         """Writes the time of what came after the last logged step, such as the last checkpoint, and ends the files."""
         if not self.main:
             return
-        tail: dict[str, float | None] = {
-            f"{phase}_s": self._seconds[phase] for phase in ("validation", "checkpoint") if self._seconds[phase]
-        }
-        if tail:
+        if tail := {f"{phase}_s": seconds for phase, seconds in self._seconds.items() if phase != "data"}:
             self._write(self._logged_step, tail)
-            self._seconds = dict.fromkeys(self._seconds, 0.0)
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        try:
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        except OSError as error:
+            log.get().warning(f"TensorBoard's file in {self.run_dir} lacks its end: {error}")
 
-    def _write(self, step: int, values: dict[str, float | None]) -> None:
+    def _write(self, step: int, values: Mapping[str, float | None]) -> None:
         finite = {key: value if value is not None and math.isfinite(value) else None for key, value in values.items()}
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **finite}) + "\n")
-        if self._tensorboard is not None:
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"step": step, **finite}) + "\n")
             for key, value in values.items():
-                if value is not None:
+                if value is not None and self._tensorboard is not None:
                     self._tensorboard.add_scalar(_TAGS[key], value, step)
+        except OSError as error:  # a full disk must not end a healthy run, nor hide why a checkpoint could not be saved
+            log.get().warning(f"the metrics of step {step} are not written: {error}")
+            self._tensorboard = None
 
     def _progress(self, step: int) -> str:
         total = str(self.total_steps)
@@ -158,33 +153,25 @@ class Metrics:
 
     def _console(self, step: int, line: dict[str, float | None], now: float) -> str:
         mfu = line["mfu"]
+        done = step - self.start_step - 1  # without the first step, which warms up
+        pace_s = (now - self._first_step_at) / done if done else now - self._logged_at
         return (
             f"{self._progress(step)}  loss {line['loss']:.4f}  norm {line['grad_norm']:.2f}  lr {line['lr']:.1e}  "
             f"{line['tokens_per_s']:,.0f} tok/s  {line['tflops_per_rank']:.3g} TFLOP/s  "
             f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}  mem {line['memory_gib']:.1f} GiB  "
-            f"left {timedelta(seconds=round(self._left_s(step, now)))}"
+            f"left {timedelta(seconds=round(pace_s * (self.total_steps - step)))}"
         )
-
-    def _left_s(self, step: int, now: float) -> float:
-        """Wall time that the rest of the run takes at the pace so far, without the first step, which warms up."""
-        since, done = self._first_step_at, step - self.start_step - 1
-        pace_s = (now - since) / done if done and since is not None else now - self._logged_at
-        return pace_s * (self.total_steps - step)
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
     """Keeps the lines of steps up to ``step``; a last line that a killed process tore is dropped too."""
-    if not path.exists():
-        return
     kept = []
-    for text in path.read_text().splitlines():
-        try:
+    for text in path.read_text().splitlines() if step and path.exists() else []:
+        with suppress(json.JSONDecodeError):
             if json.loads(text)["step"] <= step:
                 kept.append(text + "\n")
-        except json.JSONDecodeError:
-            continue
     new = path.with_suffix(".new")
-    new.write_text("".join(kept if step else []))
+    new.write_text("".join(kept))
     new.replace(path)
 
 

@@ -26,36 +26,25 @@ def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
         start = max(start, end - (table.decay_steps or max(1, end // 10)))
     if table.schedule == "constant" or step < start:
         return table.lr
-    if step + 1 >= end:
-        return table.min_lr
-    progress = (step + 1 - start) / (end - start)
+    progress = min(1.0, (step + 1 - start) / max(1, end - start))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if table.schedule == "cosine" else 1.0 - progress
     return table.min_lr + (table.lr - table.min_lr) * left
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable) -> torch.optim.AdamW:
+def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], table: OptimTable) -> torch.optim.AdamW:
     """AdamW over the parameters of this rank: matrices are decayed, vectors (norms) are not.
 
     A DTensor counts its global dimensions. There is one group with decay and one without, and as many again for each
     further mesh that holds parameters: the fused kernel takes no mixture of tensors and DTensors.
 
-    Raises:
-        ValueError: there is no parameter.
+    Raises ValueError where there is no parameter.
     """
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for _, parameter in named_parameters:
+    groups: dict[tuple[float, object], list[nn.Parameter]] = {}
+    for _, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": table.weight_decay if decays else 0.0}
-            for (decays, _), parameters in groups.items()
-        ],
-        lr=table.lr,
-        betas=table.betas,
-        eps=table.eps,
-        fused=True,
-    )
+        groups.setdefault((table.weight_decay if parameter.ndim >= 2 else 0.0, mesh), []).append(parameter)
+    rows = [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
+    return torch.optim.AdamW(rows, lr=table.lr, betas=table.betas, eps=table.eps, fused=True)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -64,24 +53,18 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_state(
-    optimizer: torch.optim.AdamW, named_parameters: Iterable[tuple[str, nn.Parameter]]
-) -> dict[str, Tensor]:
+def optimizer_state(optimizer: torch.optim.AdamW, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """The state of AdamW as a flat dict of live tensors, to be saved, or to be loaded into in place.
 
     ``optim.NAME.exp_avg`` and ``optim.NAME.exp_avg_sq`` are shaped and sharded like the parameter NAME,
     ``optim.NAME.step`` is a float32 scalar. A parameter that has not been stepped yet gets the zero state of its first.
-
-    Args:
-        named_parameters: global names, the same parameters that the optimizer was built with.
+    ``named``: global names, and the parameters that the optimizer was built with.
     """
     flat: dict[str, Tensor] = {}
-    for name, parameter in named_parameters:
+    for name, parameter in named:
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            flat[f"optim.{name}.{key}"] = state[key]
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        flat |= {f"optim.{name}.{key}": state[key] for key in ("exp_avg", "exp_avg_sq", "step")}
     return flat

@@ -9,15 +9,16 @@ in one place, and nothing between two commas is idle.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
 
 from composer3d.errors import PlanError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
+class Kind(NamedTuple):
     """What is the same for every use of one schedule."""
 
     stages: tuple[int, int, int]  # least, most and default number that a rank holds
@@ -44,10 +45,7 @@ def stages_of(rank: int, pp: int, each: int, *, v: bool) -> list[int]:
 
 
 def micro_batches_wrong(schedule: str, count: int, pp: int, ranks: str) -> str | None:
-    """What ``schedule`` needs of the number of micro-batches, where ``count`` is not it; ``csv``: as its file says.
-
-    ``ranks`` says pp in words.
-    """
+    """What ``schedule`` needs of the number of micro-batches, where ``count`` is not it; ``ranks`` says pp in words."""
     rounds = max(1, count // pp)
     if schedule == "1F1B" and count < pp:
         return f"at least {ranks}"
@@ -66,8 +64,7 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 def read_csv(path: str) -> list[list[str]]:
     """The cells of a schedule's file, a list for each pipeline rank; idle ones are left out. Raises PlanError."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            lines = file.read().splitlines()
+        lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"the schedule {path} cannot be read ({error})") from None
     return [[cell.strip() for cell in line.split(",") if cell.strip()] for line in lines if line.strip()]
@@ -76,11 +73,7 @@ def read_csv(path: str) -> list[list[str]]:
 def check_csv(rows: Sequence[Sequence[str]], path: str, *, pp: int, each: int, micro_batches: int) -> list[list[int]]:
     """Hold a schedule against what it is to run: every stage on one rank, every action once, in an order that ends.
 
-    Returns:
-        The stages of each rank, in order.
-
-    Raises:
-        PlanError: with the line of the file.
+    Returns the stages of each rank, in order; raises PlanError with the line of the file.
     """
     if len(rows) != pp:
         raise PlanError(f"{path} has {len(rows)} lines, one for each pipeline rank, but mesh.pp = {pp}")
@@ -123,11 +116,10 @@ def _check_once(row: Sequence[Action], place: str, micro_batches: int) -> None:
         seen.add((stage, what, number))
     for stage in {action[0] for action in row}:
         for number in range(micro_batches):
-            whole, halves = (stage, "B", number) in seen, [(stage, half, number) in seen for half in "IW"]
-            if whole == any(halves) or (not whole and not all(halves)):
-                missing = f"either {stage}B{number}, or both {stage}I{number} and {stage}W{number}"
+            if "".join(back for back in "BIW" if (stage, back, number) in seen) not in ("B", "IW"):
                 raise PlanError(
-                    f"{place}: it must hold {missing}; a step of this recipe has {micro_batches} micro-batches"
+                    f"{place}: it must hold either {stage}B{number}, or both {stage}I{number} and {stage}W{number}; "
+                    f"a step of this recipe has {micro_batches} micro-batches"
                 )
 
 
@@ -156,11 +148,8 @@ def _check_ends(cells: Sequence[Sequence[Sequence[Action]]], path: str, *, last:
 def forward_order(stages: Sequence[Sequence[int]], micro_batches: int) -> list[list[tuple[int, int] | None]]:
     """Forwards alone, in step: for each tick what each rank runs, (stage, micro-batch) or None.
 
-    A rank runs the last of its stages that has an input, which empties the pipeline first. What is made in a tick can
-    be read in the next one.
-
-    Args:
-        stages: those of each rank, in order.
+    A rank runs the last of its ``stages`` (in order) that has an input, which empties the pipeline first. What is made
+    in a tick can be read in the next one.
     """
     count = sum(len(held) for held in stages)
     ready: list[list[int]] = [list(range(micro_batches)), *([] for _ in range(count))]  # the last holds what is done
@@ -185,10 +174,7 @@ def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int
         stages: number of stages, each of which gets at least one block.
 
     Among the cuts with the smallest maximum it takes the one with the smallest sum of squares, so that the others are
-    even.
-
-    Raises:
-        PlanError: there are fewer blocks than stages.
+    even. Raises PlanError where there are fewer blocks than stages.
     """
     count = len(blocks)
     if count < stages:
@@ -197,12 +183,11 @@ def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int
     costs[0] += first
     costs[-1] += last
     before = [0.0, *accumulate(costs)]
-
-    def search(most: float) -> tuple[float, float, tuple[int, ...]]:
-        """(largest stage, sum of squares, cuts) of the best cut, by squares where ``most`` bounds the stages."""
-        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    most = inf  # that a stage may cost
+    for aim in (0, 1):  # the smallest maximum, and then, where no stage is above that, the smallest sum of squares
+        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}  # by end: both of them, and cuts
         for stage in range(stages):
-            following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+            following = {}
             for end in range(stage + 1, count - (stages - stage - 1) + 1):
                 options = [
                     (max(worst, cost), squares + cost * cost, (*cuts, end))
@@ -210,8 +195,7 @@ def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int
                     if begin < end and (cost := before[end] - before[begin]) <= most
                 ]
                 if options:
-                    following[end] = min(options, key=lambda o: o[0] if most == inf else o[1])
+                    following[end] = min(options, key=itemgetter(aim))
             best = following
-        return best[count]
-
-    return [range(begin, end) for begin, end in pairwise((0, *search(search(inf)[0])[2]))]
+        most, _, cuts = best[count]
+    return [range(begin, end) for begin, end in pairwise((0, *cuts))]

@@ -7,7 +7,10 @@ import platform
 import signal
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,46 +24,41 @@ from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.convert.start import load_hf
 from composer3d.data import Batch, Corpus, Loader, open_corpus
+from composer3d.data.loader import number_documents
 from composer3d.errors import CheckpointError, TrainingError, UserError
 from composer3d.mesh import Mesh
 from composer3d.metrics import Metrics
 from composer3d.models import Llama
 from composer3d.optim import build_optimizer, learning_rate, set_lr
-from composer3d.parallel import Stages, StepShape, clip, compose
+from composer3d.parallel import Stages, StepShape, clip, compose, kernels
+from composer3d.parallel.cp import cut
 from composer3d.parallel.plans import llama_plan
+from composer3d.parallel.tiles import spans
 from composer3d.planner import counts
 from composer3d.recipe.schema import Recipe
 from composer3d.shape import IGNORE_INDEX
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Run:
-    """One rank's whole run.
-
-    Attributes:
-        step: optimizer steps that are done.
-        resolved_toml: the recipe with the origin of each value.
-        claim: the lock on the run's folder, on rank 0; it ends with ``run``, or with the process.
-    """
+    """One rank's whole run."""
 
     recipe: Recipe
-    resolved_toml: str
-    claim: IO[str] | None
-    mesh: Mesh
+    resolved_toml: str  # the recipe with the origin of each value
+    claim: IO[str] | None  # the lock on the run's folder, on rank 0; it ends with ``run``, or with the process
     stages: Stages
     optimizer: torch.optim.AdamW
     loader: Loader
     held_out: Corpus | None
     store: Store
     metrics: Metrics
-    step: int
+    step: int  # optimizer steps that are done
 
 
 def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     """Build the run on this rank, and resume it where the recipe says so. Collective over the default group.
 
-    Args:
-        resolved_toml: the recipe with the origin of each value, kept in the run's folder and in its checkpoints.
+    ``resolved_toml`` is kept in the run's folder and in its checkpoints.
 
     Raises:
         UserError: data or checkpoint do not fit the recipe, or another job has the run's folder.
@@ -79,10 +77,16 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     resumed = resume(recipe, store, stages, optimizer, loader)
     if resumed is None and recipe.model.hf is not None:
         load_hf(recipe.model.hf, stages)
-    if mesh.rank == 0:  # not before: a recipe that cannot resume must not replace the one that made the run
-        (folder / "recipe.toml").write_text(resolved_toml)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    row = hardware.find(name)
+    store.warm_up(stages, optimizer)
+    # Not before: a recipe that cannot resume must not replace the one that made the run.
+    distributed.on_all("recipe.toml", lambda: mesh.rank or (folder / "recipe.toml").write_text(resolved_toml))
+    if mesh.table.cp > 1 or data.packing != "none":
+        queries = torch.empty(
+            0, recipe.model.head_width, dtype=getattr(torch, recipe.precision.computes_in), device=device
+        )
+        how = f"{recipe.parallel.cp_method} over cp {mesh.table.cp}, {recipe.parallel.cp_balance}"
+        log.get().info(f"attention: {how}; its kernel: {kernels.kernel_of(queries)}")
+    row = hardware.find(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
     metrics = Metrics(
         folder,
         recipe.metrics,
@@ -95,52 +99,37 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         main=mesh.rank == 0,
         start_step=resumed or 0,
     )
-    return Run(
-        recipe=recipe,
-        resolved_toml=resolved_toml,
-        claim=claim,
-        mesh=mesh,
-        stages=stages,
-        optimizer=optimizer,
-        loader=loader,
-        held_out=held_out,
-        store=store,
-        metrics=metrics,
-        step=resumed or 0,
-    )
+    return Run(recipe, resolved_toml, claim, stages, optimizer, loader, held_out, store, metrics, step=resumed or 0)
 
 
 def claim_folder(folder: Path) -> IO[str] | None:
     """Make the run's folder, lock it, and hold that every rank can read there what rank 0 writes. Collective.
 
-    Returns:
-        On rank 0 the file that holds the lock for as long as it is open.
+    Rank 0 gets the file that holds the lock for as long as it is open.
 
     Raises:
         UserError: on every rank, where it cannot be written, another job has it, or the nodes do not share it.
     """
     note = folder / "lock"
 
-    def lock() -> IO[str] | None:
-        if dist.get_rank() != 0:
-            return None
+    def lock() -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(note, "a+")  # noqa: SIM115  # open for as long as the job lasts
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = note.read_text() or "another job"
-            raise UserError(
-                f"{folder} is in use by {holder}; wait for its end, or give this run another run.name"
-            ) from None
+            way_out = "wait for its end, or give this run another run.name"
+            raise UserError(f"{folder} is in use by {holder}; {way_out}") from None
         except OSError as error:
             log.get().warning(f"{note} cannot be locked ({error}): see to it that no second job uses {folder}")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()} (job {uuid.uuid4().hex})")
         file.flush()
+        os.fsync(file.fileno())  # for the ranks of other nodes
         return file
 
-    claim = distributed.on_all("run.out_dir", lock)
+    claim = distributed.on_all("run.out_dir", lock if dist.get_rank() == 0 else lambda: None)
     seen = note.read_text() if note.exists() else "no such folder"
     distributed.check_same(f"the folder {folder} (run.out_dir)", seen)
     return claim
@@ -149,33 +138,30 @@ def claim_folder(folder: Path) -> IO[str] | None:
 def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
     """The training text, and the held-out one where the recipe validates."""
     data, validation = recipe.data, recipe.validation
-    corpus = open_corpus(data.source, data.path, split="train", field=data.field)
-    if not validation.every:
-        return corpus, None
-    held_out = open_corpus(data.source, data.path, split="validation", held_out_path=validation.path, field=data.field)
-    return corpus, held_out
+    part = partial(open_corpus, data.source, data.path, field=data.field)
+    return part(split="train"), part(split="validation", held_out_path=validation.path) if validation.every else None
 
 
 def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     """This rank's part of the recipe's model."""
-    model = Llama(recipe.model, dtype=getattr(torch, recipe.precision.params))
-    step = StepShape(
-        micro_batch=recipe.data.micro_batch, micro_batches=recipe.micro_batches, seq_len=recipe.data.seq_len
-    )
+    data = recipe.data
     return compose(
-        model,
+        Llama(recipe.model, dtype=getattr(torch, recipe.precision.params)),
         llama_plan(recipe.model),
         mesh,
         parallel=recipe.parallel,
         memory=recipe.memory,
         precision=recipe.precision,
         compiling=recipe.compile,
-        step=step,
+        step=StepShape(micro_batch=data.micro_batch, micro_batches=recipe.micro_batches, seq_len=data.seq_len),
         seed=recipe.run.seed,
     )
 
 
 def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loader:
+    """Of this rank's rows, the tokens that it holds."""
+    cp, zigzag = recipe.mesh.cp, recipe.parallel.cp_balance == "zigzag"
+    held = spans(mesh.at["cp"], cp, recipe.data.seq_len // cp, zigzag)
     return Loader(
         corpus,
         seq_len=recipe.data.seq_len,
@@ -184,6 +170,7 @@ def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loa
         batch_rank=mesh.batch_rank,
         batch_ranks=mesh.batch_ranks,
         packing=recipe.data.packing,
+        held=[(first, count) for _, first, count in held],
     )
 
 
@@ -197,18 +184,19 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
         CheckpointError: it is damaged or of another model, or the run is to start anew over checkpoints that it has.
         DataError: it was made with other data.
     """
-    wanted = recipe.checkpoint.resume
-    newest = store.newest()
-    if wanted == "none" and newest is not None:
-        raise CheckpointError(
-            f'checkpoint.resume = "none" starts anew, but {store.folder} holds {newest.name}; '
-            "give the run another run.name, or remove the folder"
-        )
-    found = store.find()
+    wanted, found = recipe.checkpoint.resume, store.find()
     # A path seeds a new run: started again, the run goes on from what it has done since.
-    if found is None and wanted not in ("auto", "none"):
-        found = Path(wanted), store.check(Path(wanted))
+    seed = None if wanted in ("auto", "none") else Path(wanted)
+    back = seed is not None and seed.resolve().parent == store.folder.resolve()
+    if found is not None and (wanted == "none" or (back and Path(wanted).name != found[0].name)):
+        raise CheckpointError(
+            f'checkpoint.resume = "{wanted}", but {store.folder} goes on from {found[0].name}; '
+            "give the run another run.name, or remove what is newer"
+        )
+    if found is None and seed is not None:
+        found = seed, store.check(seed)
     if found is None:
+        log.get().info(f"no checkpoint in {store.folder}: starting anew")
         return None
     path, manifest = found
     lines = [
@@ -246,8 +234,8 @@ def run(run: Run) -> int:
     if run.step >= total:
         log.get().info(f"nothing to do: {run.step} of {total} steps are done; raise run.steps to train on")
     try:
-        with StopSignal() as stop:
-            stopped = _loop(run, total, stop)
+        with stop_signals() as stops:
+            stopped = _loop(run, total, stops)
             with run.metrics.timer("checkpoint"):
                 run.store.wait()
     finally:
@@ -257,8 +245,8 @@ def run(run: Run) -> int:
     return stopped
 
 
-def _loop(run: Run, total: int, stop: "StopSignal") -> int:
-    recipe, mesh, metrics = run.recipe, run.mesh, run.metrics
+def _loop(run: Run, total: int, stops: list[int]) -> int:
+    recipe, mesh, metrics = run.recipe, run.stages.mesh, run.metrics
     while run.step < total:
         # Whatever draws random numbers draws those of the step, on any layout and after any resume.
         torch.manual_seed((recipe.run.seed << 32) + run.step & 2**63 - 1)
@@ -275,8 +263,8 @@ def _loop(run: Run, total: int, stop: "StopSignal") -> int:
             )
         update(run.stages, run.optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
         run.step += 1
-        metrics.step(run.step, loss=loss, grad_norm=norm, lr=lr)
-        stopping, failed = map(int, mesh.max_over_world(stop.number, run.store.failed))
+        metrics.step(run.step, loss=loss, grad_norm=norm, lr=lr, **_balance(recipe, batch))
+        stopping, failed = map(int, mesh.max_over_world(stops[0] if stops else 0, run.store.failed))
         if failed:
             run.store.wait()
         last = run.step == total
@@ -294,11 +282,21 @@ def _loop(run: Run, total: int, stop: "StopSignal") -> int:
     return 0
 
 
+def _balance(recipe: Recipe, batch: Batch) -> dict[str, float]:
+    """Scores of the busiest rank of cp over their mean, with documents; 1 without them, and where heads are cut."""
+    cp, how, documents_BT = recipe.mesh.cp, recipe.parallel, batch.documents_BT
+    if cp == 1 or documents_BT is None or how.cp_method == "ulysses":
+        return {}
+    _, before_BT = number_documents(documents_BT != documents_BT.roll(-1, 1))
+    scores = cut(before_BT + 1, 1, cp, how.cp_balance == "zigzag").sum((1, 2))
+    return {"cp_balance": (scores.max() * cp / scores.sum()).item()}
+
+
 def _manifest(run: Run, lr: float) -> Manifest:
     recipe = run.recipe
     return Manifest(
         step=run.step,
-        world_size=run.mesh.world_size,
+        world_size=recipe.world_size,
         layout=asdict(recipe.mesh),
         model=model_of(recipe.model, recipe.precision.params),
         recipe=run.resolved_toml,
@@ -329,12 +327,9 @@ def validate(run: Run, held_out: Corpus) -> float:
 
     They are drawn from all of it, and are the same at every validation of every run.
     """
-    loader = make_loader(run.recipe, run.mesh, held_out, seed=0)
-    sums: list[Tensor] = [torch.zeros((), dtype=torch.float64, device=run.mesh.device)] * 2
-    for _ in range(run.recipe.validation.steps):
-        share, valid = evaluate_batch(run.stages, next(loader))
-        sums = [sums[0] + share, sums[1] + valid]
-    loss, tokens = run.mesh.sum_over_world(*sums)
+    loader = make_loader(run.recipe, run.stages.mesh, held_out, seed=0)
+    parts = [evaluate_batch(run.stages, next(loader)) for _ in range(run.recipe.validation.steps)]
+    loss, tokens = run.stages.mesh.sum_over_world(*map(sum, zip(*parts, strict=True)))
     return loss / max(tokens, 1.0)
 
 
@@ -345,42 +340,34 @@ def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def take(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """This rank's part of its rows' tokens, labels and positions, and their documents, which every rank needs whole.
-
-    On its device; and its share of the valid tokens.
-    """
-    rows = (batch.tokens_BT, batch.labels_BT, batch.positions_BT)
-    device = stages.mesh.device
-    tokens, labels, positions = (stages.own_tokens(part).to(device, non_blocking=True) for part in rows)
-    documents = None if batch.documents_BT is None else batch.documents_BT.to(device, non_blocking=True)
+    """A batch on this rank's device, but for its documents, and this rank's share of the valid tokens."""
+    tokens, labels, positions = (part.to(stages.mesh.device, non_blocking=True) for part in batch[:3])
     valid = (labels != IGNORE_INDEX).sum()
-    return tokens, labels, positions, documents, valid if stages.counts_loss else torch.zeros_like(valid)
+    return tokens, labels, positions, batch.documents_BT, valid if stages.counts_loss else torch.zeros_like(valid)
 
 
-class StopSignal:
-    """Remembers SIGTERM and SIGINT, so that the loop can end between two steps; one that insists ends the process.
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The SIGTERM and SIGINT that came, for the loop to end between two steps; one that insists ends the process.
 
     A terminal's Ctrl-C reaches a rank twice, by itself and through the launcher: only a later one insists.
     """
+    came: list[int] = []
+    first_s = 0.0
 
-    def __init__(self) -> None:
-        self.number = 0
-        self._since = 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: Any) -> None:
-        now = time.monotonic()
-        if self.number and now - self._since > 5.0:
+    def receive(number: int, frame: Any) -> None:
+        nonlocal first_s
+        came.append(number)
+        if len(came) == 1:
+            first_s = time.monotonic()
+            log.get().info(f"signal {number}: ending this step; again in 5 s or later to end at once")
+        elif time.monotonic() - first_s > 5.0:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        elif not self.number:
-            self.number, self._since = number, now
-            log.get().info(f"signal {number}: ending this step; again in 5 s or later to end at once")
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

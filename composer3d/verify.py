@@ -6,7 +6,6 @@ every weight are compared after each step, shard by shard, on the rank that hold
 workers do (``verify_worker``).
 """
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -81,6 +80,7 @@ def describe(small: Recipe) -> str:
     if mesh.pp > 1:
         words += [small.parallel.schedule, *([f"{each} a rank"] if each > 1 else [])]
     more = {
+        f"{small.parallel.cp_method} {small.parallel.cp_balance}": mesh.cp > 1,
         f"checkpoint {memory.activation_checkpoint}": memory.activation_checkpoint != "none",
         f"loss in {memory.loss_chunks} chunks": memory.loss_chunks > 1,
         "offload": memory.cpu_offload,
@@ -96,8 +96,8 @@ def describe(small: Recipe) -> str:
 
 def _reference(pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: int) -> tuple[str, Known]:
     """The file with the one-process run, made once for all layouts that share it, and what is known of it."""
-    key = repr((small.model, small.data, small.optim, small.run.seed, dtype, steps))
-    path = folder / f"reference-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.pt"
+    key = hash((small.model, small.data, small.optim, small.run.seed, dtype, steps))
+    path = folder / f"reference-{key:x}.pt"
     facts = path.with_suffix(".json")
     if not facts.exists():  # written last
         arguments = {"recipe": small, "dtype": dtype, "steps": steps, "path": str(path)}

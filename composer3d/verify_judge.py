@@ -16,6 +16,8 @@ from composer3d.recipe.schema import AXES, Recipe
 
 _EXACT = {"float64": 1e-9, "float32": 1e-5}
 _SCALARS = {"loss": "loss", "norm": "gradient norm"}
+# Verdict's name of each kind. Of one step the first kind that is off is blamed: a wrong norm spoils weights.
+_BLAMED = {"gradient": "max_grad", "loss": "loss", "norm": "grad_norm", "weight": "max_weight"}
 
 
 @dataclass(kw_only=True)
@@ -49,8 +51,7 @@ class Piece(NamedTuple):
     problem: str | None = None  # what is wrong where there is nothing to measure
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """What the judge knows of the one-process run: float32's own ``spread``; by kind and step each tensor's norm."""
 
     spread: float
@@ -58,8 +59,7 @@ class Known:
     shapes: dict[str, list[int]]
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A whole tensor as the ranks hold it."""
 
     step: int
@@ -76,31 +76,29 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     tight = _EXACT[verdict.dtype]
     late = tight if verdict.dtype == "float64" else max(tight, 4 * known.spread)
     tensors = _put_together(ranks, known)
-    scalars = [(step, name, error) for rank in ranks for name in _SCALARS for step, error in enumerate(rank[name])]
-    verdict.loss_rel_err = _worst([error for _, name, error in scalars if name == "loss"])
-    verdict.grad_norm_rel_err = _worst([error for _, name, error in scalars if name == "norm"])
-    verdict.max_grad_rel_err = _worst([t.error for t in tensors if t.kind == "gradient"])
-    verdict.max_weight_rel_err = _worst([t.error for t in tensors if t.kind == "weight"])
+    errors = [(t.step, t.kind, t.error) for t in tensors]
+    errors += [(step, kind, error) for rank in ranks for kind in _SCALARS for step, error in enumerate(rank[kind])]
+    for kind, name in _BLAMED.items():
+        every = [error for _, each, error in errors if each == kind]
+        setattr(verdict, f"{name}_rel_err", max(every, default=0.0) if all(map(math.isfinite, every)) else None)
+    verdict.worst_parameter = max(tensors, key=lambda t: t.error).name
     # The first step's gradients have the tight bound: nothing has been stepped yet.
-    beyond = [t for t in tensors if not t.error <= (tight if t.step == 0 and t.kind == "gradient" else late)]
-    blamed = min(beyond or tensors, key=lambda t: (bool(beyond) and (t.step, t.kind), -t.error))
-    verdict.worst_parameter = blamed.name
-    scalars = [found for found in scalars if not found[2] <= (tight if found[0] == 0 else late)]
-    verdict.passed = not beyond and not scalars
+    off = [found for found in errors if not found[2] <= (tight if found[0] == 0 and found[1] != "weight" else late)]
+    verdict.passed = not off
     if verdict.passed:
         return verdict
-    step, name, error = min(scalars, default=(math.inf, "", 0.0))
-    if beyond and (blamed.kind == "gradient" or step > blamed.step):
-        findings: list[str | None] = [_headline(blamed, ranks)]
-    else:  # a norm comes before the weights that it spoils
-        what = f"{_SCALARS[name]} at step {step + 1}"
-        what = "validation loss" if step == len(known.norms["weight"]) else what
-        right = "every gradient so far" if beyond else "every gradient and weight"
-        findings = [f"{what} is off by {error:.1e}, while {right} is right"]
-    if beyond:
-        alike = [t for t in beyond if (t.step, t.kind) == (blamed.step, blamed.kind)]
-        names = {t.name for t in tensors if t.kind == blamed.kind}
-        findings += [_factor(blamed, small), _where(alike, ranks), _which([t.name for t in alike], names)]
+    step, kind, error = min(off, key=lambda found: (found[0], [*_BLAMED].index(found[1]), -found[2]))
+    if kind in _SCALARS:
+        what = "validation loss" if step == len(known.norms["weight"]) else f"{_SCALARS[kind]} at step {step + 1}"
+        right = "every gradient and weight" if {found[1] for found in off} <= {*_SCALARS} else "every gradient so far"
+        verdict.error = f"{what} is off by {error:.1e}, while {right} is right"
+        return verdict
+    alike = [t for t in tensors if (t.step, t.kind) == (step, kind)]
+    beyond = [t for t in alike if (step, kind, t.error) in off]
+    blamed = max(beyond, key=lambda t: t.error)
+    verdict.worst_parameter = blamed.name
+    which = _which([t.name for t in beyond], {t.name for t in alike})
+    findings = (_headline(blamed, ranks), _factor(blamed, small), _where(beyond, ranks), which)
     verdict.error = "; ".join(filter(None, findings))
     return verdict
 
@@ -180,12 +178,8 @@ def _where(tensors: list[Tensor], ranks: list[dict[str, Any]]) -> str | None:
     places = [ranks[rank]["at"] for rank in sorted(off)]
     varying = [axis for axis in AXES if len({rank["at"][axis] for rank in ranks}) > 1]
     common = {axis: places[0][axis] for axis in varying if len({at[axis] for at in places}) == 1}
-    alike = [rank for rank in ranks if all(rank["at"][axis] == at for axis, at in common.items())]
-    count = f"the {len(off)}" if len(alike) == len(off) else f"{len(off)} of the {len(alike)}"
     with_ = " with " + " ".join(f"{axis}{at}" for axis, at in common.items()) if common else ""
-    if len(off) == 1:
-        return f"only on rank {off.pop()}{with_}"
-    return f"only on {count} ranks{with_}: {', '.join(map(str, sorted(off)))}"
+    return f"only on rank{'s' * (len(off) > 1)} {', '.join(map(str, sorted(off)))}{with_}"
 
 
 _FAMILIES: tuple[Callable[[str], str], ...] = (
@@ -208,7 +202,3 @@ def _which(off: list[str], names: Iterable[str]) -> str | None:
                 texts.append(prefix + ", ".join(sorted(families)))
     text = min(texts, key=len)
     return f"{len(off)} of {len(off) + len(rest)} are off" + (f": {text}" if len(text) <= 200 else "")
-
-
-def _worst(errors: list[float]) -> float | None:
-    return max(errors, default=0.0) if all(map(math.isfinite, errors)) else None

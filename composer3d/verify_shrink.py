@@ -21,8 +21,7 @@ def shrink(full: Recipe) -> list[Recipe]:
     offloaded, layers that stages divide or not, an uneven explicit cut, as many micro-batches as the schedule takes,
     more than one of them, clipping (made active). A schedule from a file keeps its stages and micro-batches.
 
-    Raises:
-        UserError: the file of a schedule is for more pipeline ranks than a laptop runs.
+    Raises UserError where the file of a schedule is for more pipeline ranks than a laptop runs.
     """
     return [_shrink_to(full, mesh) for mesh in _meshes(full)]
 
@@ -42,14 +41,12 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     cut = {axis: min(most.get(axis, 2), getattr(mesh, axis)) for axis in AXES}
     if math.prod(cut.values()) > LIMIT and not fixed:
         cut["pp"] = min(2, cut["pp"])
-    if math.prod(cut.values()) <= LIMIT:
-        return [MeshTable(**cut)]
     wide = [axis for axis in AXES if cut[axis] > 1 and not (fixed and axis == "pp")]
-    for number in (3, 2, 1):
-        tables = [MeshTable(**cut | dict.fromkeys(set(wide) - set(kept), 1)) for kept in combinations(wide, number)]
-        if tables and all(table.world_size <= LIMIT for table in tables):
-            return tables
-    return [MeshTable(**cut | dict.fromkeys(wide, 1))]
+    options = (
+        [MeshTable(**cut | dict.fromkeys(set(wide) - set(kept), 1)) for kept in combinations(wide, number)]
+        for number in (len(wide), 3, 2, 1, 0)
+    )
+    return next(tables for tables in options if tables and all(table.world_size <= LIMIT for table in tables))
 
 
 def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
@@ -64,7 +61,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
     micro_batch = min(2, full.data.micro_batch)
     small = replace(
         full,
-        model=_shape(full, mesh.tp, n_layers if cut is None else sum(cut), shards=mesh.dp_shard * mesh.cp),
+        model=_shape(full, mesh, n_layers if cut is None else sum(cut)),
         mesh=mesh,
         parallel=replace(full.parallel, stages=cut),
         memory=replace(full.memory, loss_chunks=min(3, full.memory.loss_chunks)),
@@ -80,13 +77,14 @@ def _shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
     return small
 
 
-def _shape(full: Recipe, tp: int, n_layers: int, shards: int) -> Model:
-    model = full.model
+def _shape(full: Recipe, mesh: MeshTable, n_layers: int) -> Model:
+    model, tp, shards = full.model, mesh.tp, mesh.dp_shard * mesh.cp
     if model.n_kv_heads < full.mesh.tp and tp > 1:  # ranks share a key-value head
         n_kv_heads = max(min(2, model.n_kv_heads, tp // 2), tp * model.n_kv_heads // full.mesh.tp)
         n_heads = tp * min(2, model.n_heads // full.mesh.tp)
     else:
-        n_kv_heads = tp * (2 if model.n_kv_heads > full.mesh.tp else 1)
+        each = mesh.cp if full.parallel.cp_method == "ulysses" and mesh.cp > 1 else 2
+        n_kv_heads = tp * (each if model.n_kv_heads > full.mesh.tp else 1)
         n_heads = n_kv_heads * min(2, model.n_heads // model.n_kv_heads)
     full_heads = model.head_width * model.n_heads
     return replace(

@@ -14,7 +14,7 @@ from composer3d.dist import pool_world
 from composer3d.mesh import Mesh
 from composer3d.models import Llama
 from composer3d.optim import build_optimizer
-from composer3d.parallel import init
+from composer3d.parallel import Stages, init
 from composer3d.parallel.plans import llama_plan
 from composer3d.recipe.schema import PrecisionTable, Recipe
 from composer3d.shape import IGNORE_INDEX
@@ -48,9 +48,8 @@ def random_batch(recipe: Recipe, step: int) -> Batch:
 def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str, Any]:
     """Train on one process with nothing of ``parallel`` but the initial weights; write what it computed to ``path``.
 
-    Returns:
-        The fields of ``verify_judge.Known``. ``spread`` is, in float32, the largest relative difference to the same
-        training with the batch cut into single samples: what rounding alone does.
+    Returns the fields of ``verify_judge.Known``. ``spread`` is, in float32, the largest relative difference to the same
+    training with the batch cut into single samples: what rounding alone does.
     """
     torch.set_num_threads(1)
     whole = _train_plainly(recipe, dtype, steps, rows=recipe.data.global_batch)
@@ -86,20 +85,18 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict
     for is_matrix, decay in ((True, table.weight_decay), (False, 0.0)):
         groups.append({"params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix], "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False)
-    out: dict[str, Any] = {"loss": [], "norm": [], "gradient": [], "weight": []}
-    validation = math.nan
+    out: dict[str, Any] = {"loss": [0.0] * (steps + 1), "norm": [], "gradient": [], "weight": []}
     for step in range(steps):
         if step == steps - 1:
             batch = random_batch(recipe, steps)
             with torch.no_grad():
-                validation = _loss(model, batch, batch).item()
+                out["loss"][steps] = _loss(model, batch, batch).item()
         batch = random_batch(recipe, step)
         optimizer.zero_grad()
-        total = 0.0
         for first in range(0, recipe.data.global_batch, rows):
             loss = _loss(model, _rows(batch, first, rows), batch)
             loss.backward()
-            total += loss.item()
+            out["loss"][step] += loss.item()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         norm = math.hypot(*map(_norm, gradients.values()))
         for p in model.parameters():
@@ -108,11 +105,9 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict
         for group in optimizer.param_groups:
             group["lr"] = rate(recipe, step)
         optimizer.step()
-        out["loss"].append(total)
         out["norm"].append(norm)
         out["gradient"].append(gradients)
         out["weight"].append({name: p.detach().clone() for name, p in model.named_parameters()})
-    out["loss"].append(validation)
     return out
 
 
@@ -137,9 +132,8 @@ def run_composed(
     ``fault``, with which a test plants one, is called before anything is built. ``compute`` is a narrower dtype of a
     mixed-precision recipe's forward and backward; absent: ``dtype``.
 
-    Returns:
-        ``identity`` and ``at`` of the rank; relative errors ``loss`` and ``norm`` by step, a further loss being that of
-        a validation before the last step; ``pieces``: of each gradient and weight that it holds, after each step.
+    Returns ``identity`` and ``at`` of the rank; relative errors ``loss`` and ``norm`` by step, a further loss being
+    that of a validation before the last step; ``pieces``: of each gradient and weight that it holds, after each step.
     """
     torch.set_num_threads(1)
     if fault is not None:
@@ -152,8 +146,8 @@ def run_composed(
         mesh = Mesh.build(recipe.mesh, device)
         stages = build_stages(recipe, mesh)
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
-        out: dict[str, Any] = {"identity": mesh.identity, "at": mesh.at, "loss": [], "norm": [], "pieces": []}
-        validation = math.nan
+        losses = [math.nan] * (steps + 1)
+        out: dict[str, Any] = {"identity": mesh.identity, "at": mesh.at, "loss": losses, "norm": [], "pieces": []}
 
         def compare(step: int, kind: str, tensors: dict[str, Tensor | None]) -> None:
             whole = wanted[kind][step]
@@ -161,28 +155,27 @@ def run_composed(
 
         for step in range(steps):
             if step == steps - 1:  # between two steps, so that it is seen if validation disturbs the one that follows
-                share, valid = evaluate_batch(stages, _mine(random_batch(recipe, steps), mesh))
+                share, valid = evaluate_batch(stages, _mine(random_batch(recipe, steps), stages))
                 total, tokens = mesh.sum_over_world(share, valid)
-                validation = _relative(total / tokens, wanted["loss"][steps])
-            loss, norm = compute_gradients(stages, _mine(random_batch(recipe, step), mesh))
-            out["loss"].append(_relative(loss, wanted["loss"][step]))
+                losses[steps] = _relative(total / tokens, wanted["loss"][steps])
+            loss, norm = compute_gradients(stages, _mine(random_batch(recipe, step), stages))
+            losses[step] = _relative(loss, wanted["loss"][step])
             out["norm"].append(_relative(norm, wanted["norm"][step]))
             compare(step, "gradient", {name: p.grad for name, p in stages.named_parameters()})
             update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=rate(recipe, step))
             compare(step, "weight", {name: p.detach() for name, p in stages.named_parameters()})
-        out["loss"].append(validation)
         return out
 
 
-def _mine(batch: Batch, mesh: Mesh) -> Batch:
-    """This rank's rows of a global batch."""
-    rows = len(batch.tokens_BT) // mesh.batch_ranks
-    return _rows(batch, mesh.batch_rank * rows, rows)
+def _mine(batch: Batch, stages: Stages) -> Batch:
+    """This rank's rows of a global batch, and of them its tokens."""
+    rows = len(batch.tokens_BT) // stages.mesh.batch_ranks
+    mine = _rows(batch, stages.mesh.batch_rank * rows, rows)
+    return Batch._make([*map(stages.own_tokens, mine[:3]), mine.documents_BT])
 
 
 def _rows(batch: Batch, first: int, count: int) -> Batch:
-    (tokens, labels, positions, documents), part = batch, slice(first, first + count)
-    return Batch(tokens[part], labels[part], positions[part], None if documents is None else documents[part])
+    return Batch._make(None if part is None else part[first : first + count] for part in batch)
 
 
 def _measure(step: int, kind: str, name: str, tensor: Tensor | None, whole: Tensor | None) -> Piece:
@@ -196,8 +189,6 @@ def _measure(step: int, kind: str, name: str, tensor: Tensor | None, whole: Tens
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         return fails("is a partial sum, which nothing has reduced,")
     local, offset = init.local_part(tensor)
-    if local.dim() != whole.dim():
-        return fails(f"has shape {list(tensor.shape)} instead of {list(whole.shape)}")
     box = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True))]
     if box.shape != local.shape:
         return fails(f"holds {list(local.shape)} at {list(offset)} of {list(whole.shape)}")

@@ -37,7 +37,7 @@ def of_each_kind(events: list[Event]) -> list[Event]:
 
 
 def test_the_points_are_all_of_a_save(points: kill.Points) -> None:
-    assert len(points.chosen()) == len(points.events) >= 60
+    assert len(points.events) >= 60
     assert {event.what for event in points.events} >= {"create", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"}
     assert sum(scenario.before != "empty" for scenario in kill.SCENARIOS) >= 5
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,13 @@ def die_while_others_wait() -> None:
         if os.environ["RANK"] == "2":
             os._exit(3)
         dist.all_reduce(torch.ones(1))
+
+
+def die_halfway_through_the_answer() -> None:
+    if os.environ["RANK"] == "1":
+        frame: Any = sys._getframe(1)  # of the worker, which holds the pipe
+        os.write(frame.f_locals["pipe"].fileno(), (1000).to_bytes(4, "big") + b"the beginning")
+        os._exit(3)
 
 
 def sleep(folder: Path) -> None:
@@ -112,6 +120,11 @@ def test_a_rank_that_dies_is_named(pool: Pool) -> None:
     assert error.failures == {2: "the process died"}
     assert error.user_error is None
     assert seconds < 20
+
+
+def test_a_rank_that_dies_halfway_through_its_answer_is_named(pool: Pool) -> None:
+    error, _ = failing(pool, die_halfway_through_the_answer, {}, world_size=2)
+    assert error.failures == {1: "the process died"}
 
 
 def test_a_task_ends_at_its_limit_and_leaves_no_process(pool: Pool, tmp_path: Path) -> None:

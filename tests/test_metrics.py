@@ -190,3 +190,17 @@ def test_log_names_the_rank(main: bool, expected: list[str], capsys: pytest.Capt
     log.get().warning("two\nlines")
     assert capsys.readouterr().err.splitlines() == expected
     assert log.get() is logging.getLogger("composer3d")
+
+
+def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = _metrics(tmp_path, MetricsTable(every=1, tensorboard=True))
+    warnings: list[str] = []
+    monkeypatch.setattr(log.get(), "warning", warnings.append)
+    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    (tmp_path / FILE).rename(tmp_path / "kept")
+    (tmp_path / FILE).symlink_to("/dev/full")
+    for step in (2, 3):
+        metrics.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+    metrics.close()
+    assert [text.partition(" are not")[0] for text in warnings] == ["the metrics of step 2", "the metrics of step 3"]
+    assert "No space left on device" in warnings[0]

@@ -179,7 +179,10 @@ def test_loss_that_is_not_finite_stops_the_run(folder: Path) -> None:
         (["precision.params=float64"], "was made with precision.params = float32, but the recipe says float64"),
         (["data.path=other.txt"], "the data has changed since"),
         (["data.global_batch=16"], "data.global_batch = 16, but the checkpoint was made with 8"),
-        (["checkpoint.resume=none"], 'checkpoint.resume = "none" starts anew, but'),
+        (
+            ["checkpoint.resume=none"],
+            'checkpoint.resume = "none", but runs/small/checkpoints goes on from step-00000005;',
+        ),
         (["run.name=other", "checkpoint.resume=."], "is not a checkpoint: it has no manifest.json"),
     ],
     ids=["layers", "theta", "dtype", "data", "batch", "anew", "folder"],
@@ -202,8 +205,13 @@ def test_path_seeds_a_new_run_and_no_more(trained: Path) -> None:
     seeded = ["run.name=second", "checkpoint.resume=runs/small/checkpoints/step-00000005"]
     first = train(trained, *seeded, "run.steps=8")
     assert "resumed from runs/small/checkpoints/step-00000005: 5 of 8 steps are done" in first.stderr
+    assert "no checkpoint in runs/second" not in first.stderr
+    shutil.rmtree(trained / "runs/small/checkpoints/step-00000005")  # as its own run does in time
     again = train(trained, *seeded, "run.steps=10")
     assert "resumed from runs/second/checkpoints/step-00000008: 8 of 10 steps are done" in again.stderr
+    back = train(trained, "run.name=second", "checkpoint.resume=runs/second/checkpoints/step-00000008")
+    assert back.returncode == 2
+    assert "goes on from step-00000010; give the run another run.name, or remove what is newer" in back.stderr
 
 
 def test_schedule_that_changes_the_past_is_said(trained: Path) -> None:
@@ -217,7 +225,7 @@ def test_damaged_checkpoint_is_named(trained: Path) -> None:
     next(saved.glob("*.distcp")).write_bytes(b"torn")
     result = train(trained)
     assert result.returncode == 2
-    assert "runs/small/checkpoints/__0_0.distcp has 4 bytes, the manifest says" in result.stderr
+    assert "runs/small/checkpoints/step-00000005/__0_0.distcp has 4 bytes, the manifest says" in result.stderr
     assert "Traceback" not in result.stderr
 
 

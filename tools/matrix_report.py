@@ -68,7 +68,8 @@ def refusals(matrix: "Cover") -> str:
 def message_of(row: "Row") -> str:
     from matrix import recipe_of
 
-    return violations(recipe_of(row))[0].message
+    recipe = recipe_of(row)
+    return violations(recipe)[0].message(recipe)
 
 
 def layouts(matrix: "Cover", verdicts: list[Verdict]) -> str:

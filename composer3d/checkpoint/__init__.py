@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved (``state``) and where and how (``store``)."""
+"""Checkpoints: what one is (``manifest``), how it is saved and loaded (``store``), and unpickled (``pickles``)."""
 
 from composer3d.checkpoint.store import Store
 

@@ -7,27 +7,20 @@ against forgery) of every other file of the folder, and a digest of itself, so t
 import hashlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from composer3d.errors import CheckpointError
+from composer3d.errors import CheckpointError, UserError
 from composer3d.shape import ModelShape
 
 FILE = "manifest.json"
 FORMAT = 1
-_KINDS: dict[str, Any] = {
-    "step": int,
-    "world_size": int,
-    "layout": dict,
-    "model": dict,
-    "recipe": str,
-    "data": dict | None,
-}
-_KINDS |= {"lr": float | None, "files": dict, "tensors": dict}
+_KINDS: dict[str, Any] = {"step": int, "world_size": int, "layout": dict, "model": dict, "recipe": str}
+_KINDS |= {"data": dict | None, "lr": float | None, "files": dict, "tensors": dict}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +46,17 @@ def model_of(shape: ModelShape, params: str) -> dict[str, Any]:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest`` into ``folder``, and have it on the disk."""
-    with open(folder / FILE, "wb") as file:
-        file.write(_encode({"format": FORMAT, **asdict(manifest)}))
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / FILE).write_bytes(_encode({"format": FORMAT, **asdict(manifest)}))
+    sync(folder / FILE)
+
+
+def sync(path: Path) -> None:
+    """Have what was written to a file, or the names in a folder, on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _encode(content: dict[str, Any]) -> bytes:
@@ -75,7 +75,8 @@ def read(folder: Path) -> Manifest:
         if _encode(content) != written:  # byte for byte: a flipped bit can also spell the same content in another way
             raise ValueError("it is not what its digest says")
         if content.pop("format") != FORMAT:
-            raise CheckpointError(f"{place} is not of format {FORMAT}, all that this composer3d reads; use a newer one")
+            # No damage, which a resume would pass over.
+            raise UserError(f"{place} is not of format {FORMAT}, all that this composer3d reads; use a newer one")
         del content["digest"]
         wrong = [name for name, kind in _KINDS.items() if not isinstance(content[name], kind)]
         if wrong:
@@ -108,6 +109,20 @@ def damage(folder: Path, manifest: Manifest, names: Collection[str] | None = Non
             lines.append(f"{path} cannot be read ({error.strerror})")
     extra = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()} - manifest.files.keys() - {FILE}
     return lines + [f"{folder / name} is not in the manifest" for name in sorted(extra)]
+
+
+def compare(job: Mapping[str, object], saved: Mapping[str, object], place: object, way_out: str) -> None:
+    """Hold what ``place`` has, by name, against what this job needs, both ways.
+
+    Raises CheckpointError with the differences, of which eight are shown, and ``way_out``.
+    """
+    lines = [
+        f"{place} holds {name!r} as {saved.get(name, 'nothing')}, but the model needs {job.get(name, 'nothing')}"
+        for name in sorted(saved.keys() | job.keys())
+        if saved.get(name) != job.get(name)
+    ]
+    if lines:
+        raise CheckpointError([*lines[:8], f"{place}: {len(lines)} differences; {way_out}"])
 
 
 def digest_file(path: Path) -> str:

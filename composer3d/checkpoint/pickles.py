@@ -2,22 +2,15 @@
 
 import pickle
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, Metadata, metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from composer3d.errors import CheckpointError
 
@@ -29,14 +22,15 @@ class _Properties(TensorProperties):
         super().__setstate__(state[:5])  # torch 2.15 adds the strides, and 2.13 cannot read six values
 
 
-_CLASSES = (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageMeta)
+_CLASSES: tuple[type, ...] = (Metadata, TensorStorageMetadata, metadata.BytesStorageMetadata, _StorageInfo, torch.Size)
+_CLASSES += (metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING)
 # All that torch 2.13 and 2.15 write into .metadata.
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **{(c.__module__, c.__name__): c for c in (*_CLASSES, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size)},
+    **{(c.__module__, c.__name__): c for c in _CLASSES},
     (TensorProperties.__module__, "TensorProperties"): _Properties,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("pathlib", "PosixPath"): Path,
-    ("pathlib._local", "PosixPath"): Path,  # Python 3.13
+    ("pathlib", "PosixPath"): lambda *parts: Path(*parts),  # not the class itself, whose methods a pickle could replace
+    ("pathlib._local", "PosixPath"): lambda *parts: Path(*parts),  # Python 3.13
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
 
@@ -48,36 +42,42 @@ class _Unpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
+@contextmanager
+def reading(place: object, way_out: str = "") -> Iterator[None]:
+    """Whatever fails within becomes a CheckpointError that names ``place``: a damaged file can raise anything."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{place} cannot be read: {explain(error)}{way_out}") from None
+
+
 def read_metadata(folder: Path) -> Metadata:
     """What ``torch.distributed.checkpoint`` says of a checkpoint, read without running anything.
 
-    Raises:
-        CheckpointError: the file cannot be read, or it names a class that does not belong there, or files elsewhere.
+    Raises CheckpointError where it cannot be read, or names a class that does not belong there, or files elsewhere.
     """
-    place = folder / METADATA
-    try:
-        with open(place, "rb") as file:
-            read = _Unpickler(file).load()
+    with reading(folder / METADATA), open(folder / METADATA, "rb") as file:
+        read = _Unpickler(file).load()
         outside = [i.relative_path for i in read.storage_data.values() if i.relative_path != Path(i.relative_path).name]
         if not isinstance(read, Metadata) or outside:
             raise ValueError(f"it names the files {outside[:3]}" if outside else "it is no Metadata")
-        return read
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{place} cannot be read ({type(error).__name__}: {error})") from None
+    return read
 
 
 def tensors_of(read: Metadata, place: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """Global name to (shape, dtype). Raises CheckpointError where an entry is no tensor: torch would unpickle it."""
-    others = sorted(name for name, e in read.state_dict_metadata.items() if not isinstance(e, TensorStorageMetadata))
+    found, others = {}, []
+    for name, entry in read.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            found[name] = tuple(entry.size), str(entry.properties.dtype).removeprefix("torch.")
+        else:
+            others.append(name)
     if others:
-        raise CheckpointError(
-            f"{place} holds objects that are no tensors, which are not loaded: {', '.join(others[:8])}"
-        )
-    return {
-        name: (tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
-        for name, entry in read.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+        shown = ", ".join(sorted(others)[:8])
+        raise CheckpointError(f"{place} holds objects that are no tensors, which are not loaded: {shown}")
+    return found
 
 
 class SafeReader(FileSystemReader):
@@ -96,10 +96,8 @@ def load_torch(path: Path) -> Any:
 
     Raises CheckpointError where it is no such file, or names another class, which is never made.
     """
-    try:
+    with reading(path):
         return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {explain(error)}") from None
 
 
 def explain(error: BaseException) -> str:

@@ -1,21 +1,25 @@
-"""Where checkpoints are kept: one folder a step, written beside its place, synced, and published by a rename."""
+"""Where checkpoints are kept: one folder a step, written beside its place, synced, and published by a rename.
 
-import os
+What they hold has flat names that do not depend on the layout: ``model.NAME`` and ``optim.NAME.exp_avg`` use the
+parameter's global name, and a DTensor knows its place in the whole tensor, so that a checkpoint can be read on another
+layout. No generator is kept: each step seeds its own.
+"""
+
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -24,11 +28,11 @@ from composer3d import log
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.checkpoint.pickles import METADATA, SafeReader, explain, read_metadata, tensors_of
-from composer3d.checkpoint.state import PartsPlanner, compare, gather_state, local_parts
 from composer3d.errors import CheckpointError, UserError
+from composer3d.optim import optimizer_state
 from composer3d.parallel import Stages
+from composer3d.parallel.ties import local
 
-T = TypeVar("T")
 _TIMEOUT = timedelta(hours=1)  # how much longer than another rank's the writes of one may take
 
 
@@ -84,21 +88,26 @@ class Store:
         self.wait()
         state = gather_state(stages, optimizer)
         if not self._background:
-            self._write(manifest, state, local_parts(state))
+            self._write(manifest, state, {name: local(tensor) for name, tensor in state.items()})
             return
-        self._flight = self._thread.submit(self._write, manifest, state, self._copy(local_parts(state)))
+        self._flight = self._thread.submit(self._write, manifest, state, self._copy(state))
         seconds = time.perf_counter() - began
         log.get().info(f"saving step {manifest.step} in the background: training stood still for {seconds:.3f} s")
 
-    def _copy(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``parts`` in memory of the host (pinned for a GPU's), which the next save uses again."""
-        for name, part in parts.items():
+    def _copy(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The local parts of ``state`` in memory of the host (pinned for a GPU's), which the next save uses again."""
+        for name, part in ((name, local(tensor)) for name, tensor in state.items()):
             if name not in self._host:
                 self._host[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
             self._host[name].copy_(part, non_blocking=True)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return self._host
+
+    def warm_up(self, stages: Stages, optimizer: torch.optim.AdamW) -> None:
+        """Take the memory of copies in the background before training: the first save then stalls no longer."""
+        if self._background:
+            self._copy(gather_state(stages, optimizer))
 
     def wait(self) -> None:
         """Wait for the save in the background. Raises its error, a CheckpointError that is the same on every rank."""
@@ -114,9 +123,9 @@ class Store:
             self._on_first(lambda: self._prepare(staging))
             # Synced below: torch 2.13 calls fsync before it has flushed. No copy ahead: it would need a GPU's stream.
             writer = _Writer(staging, sync_files=False, per_thread_copy_ahead=0)
-            saved = dcp.save(state, storage_writer=writer, planner=PartsPlanner(parts), process_group=self._group)
+            saved = dcp.save(state, storage_writer=writer, planner=_Planner(parts), process_group=self._group)
             own = distributed.on_all("writing", lambda: _seal(staging), self._group)
-            files = {name: entry for part in self._gather(own) for name, entry in part.items()}
+            files = {name: entry for part in distributed.gather(own, self._group) for name, entry in part.items()}
             full = replace(manifest, files=files, tensors=tensors_of(saved, str(staging)))
             self._on_first(lambda: self._publish(staging, final, full))
         except (UserError, CheckpointException) as error:
@@ -133,25 +142,21 @@ class Store:
         """Run ``function`` on rank 0; where it fails, all ranks do."""
         distributed.on_all("writing", function if dist.get_rank() == 0 else lambda: None, self._group)
 
-    def _gather(self, mine: T) -> list[T]:
-        every = [mine] * dist.get_world_size()
-        dist.all_gather_object(every, mine, self._group)
-        return every
-
     def _prepare(self, staging: Path) -> None:
         for crashed in self.folder.glob("step-*.tmp"):
-            shutil.rmtree(crashed, ignore_errors=True)
+            if re.fullmatch(r"step-\d{8}(\.old)?\.tmp", crashed.name):  # an export beside them may be at work
+                shutil.rmtree(crashed, ignore_errors=True)
         staging.mkdir(parents=True)
-        _sync(self.folder.parent)
+        manifests.sync(self.folder.parent)
 
     def _publish(self, staging: Path, final: Path, manifest: Manifest) -> None:
         manifests.write(staging, manifest)
-        _sync(staging)
+        manifests.sync(staging)
         replaced = final.with_suffix(".old.tmp")
         if final.exists():  # it is damaged: a run does not come twice to a step that it has saved
             final.rename(replaced)
         staging.rename(final)
-        _sync(self.folder)
+        manifests.sync(self.folder)
         self._damaged.discard(final)
         shutil.rmtree(replaced, ignore_errors=True)
         others = [path for path in self._whole() if path != final]
@@ -168,7 +173,7 @@ class Store:
         """
         manifest = distributed.on_all("checkpoint", lambda: manifests.read(path), self._group)
         share = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-        problems = self._gather(manifests.damage(path, manifest, share))
+        problems = distributed.gather(manifests.damage(path, manifest, share), self._group)
         lines = list(dict.fromkeys(line for part in problems for line in part))
         if lines:
             raise CheckpointError(lines)
@@ -180,8 +185,7 @@ class Store:
         Raises:
             CheckpointError: on every rank, where all are damaged.
         """
-        steps = self._steps()
-        distributed.check_same(f"the list of checkpoints in {self.folder}", [path.name for path in steps])
+        steps = distributed.gather(self._steps(), self._group)[0]  # rank 0's: what another node remembers may be old
         for path in reversed(steps):
             try:
                 return path, self.check(path)
@@ -210,11 +214,34 @@ class Store:
         state = gather_state(stages, optimizer)
         if not any(name.startswith("optim.") for name in saved):
             state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
-        compare(state, saved, str(path))
+        manifests.compare(forms(state), saved, path, "it is of another model: point checkpoint.resume elsewhere")
         try:
             dcp.load(state, storage_reader=SafeReader(path, metadata), process_group=self._group)
         except CheckpointException as error:
             raise CheckpointError([f"{path} cannot be read: {cause}" for cause in _causes(error)]) from None
+
+
+def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """This rank's live tensors under their global names: what is saved, and what a load writes into."""
+    state = {f"model.{name}": parameter.detach() for name, parameter in stages.named_parameters()}
+    return state | optimizer_state(optimizer, stages.named_parameters())
+
+
+def forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of all whole tensors that ranks of the job hold. Collective: they hold different names."""
+    mine = {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
+    return {name: form for part in distributed.gather(mine) for name, form in part.items()}
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Plans a save by the tensors given to it, and writes ``parts``, which may be copies of their local parts."""
+
+    def __init__(self, parts: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._parts[index.fqn]
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -235,17 +262,8 @@ def _seal(staging: Path) -> dict[str, tuple[int, str]]:
     rank = dist.get_rank()
     own = [*staging.glob(f"__{rank}_*"), *([staging / METADATA] if rank == 0 else [])]
     for path in own:
-        _sync(path)
+        manifests.sync(path)
     return {path.name: (path.stat().st_size, manifests.digest_file(path)) for path in own}
-
-
-def _sync(path: Path) -> None:
-    """Have what was written to a file, or the names in a folder, on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _remove(path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.checkpoint.manifest import Manifest, model_of, sync
 from composer3d.convert.formats import Kind, Source, digest_of, name_of, nbytes, open_source
-from composer3d.convert.targets import make_target
+from composer3d.convert.targets import write
 from composer3d.errors import CheckpointError
 from composer3d.models import Llama
 from composer3d.models.layers import Seq
@@ -39,43 +40,42 @@ def convert(
 
     No more than a few times the largest tensor is in memory. What is written is opened again, and names, shapes, dtypes
     and digests of all tensors are held against what was read; only then ``dst`` is there. It needs no process group.
+    Returns what was done, as plain values. Raises CheckpointError where one of the two cannot be used.
 
     Args:
         dtype: of the parameters; the optimizer's state keeps its own.
         weights_only: leave the optimizer's state behind, which torch and dcp can hold.
         logits: run the model of both sides in float32 as well, which takes memory for the model.
         shard: largest size of a file of safetensors, in bytes.
-
-    Returns:
-        What was done, as plain values.
-
-    Raises:
-        CheckpointError: one of the two cannot be used, or they are not alike.
     """
     began = time.perf_counter()
-    _check(src, dst)
-    source = open_source(src)
-    kinds, notes = source.kinds(), source.notes
-    if any(name.startswith("optim.") for name in kinds) and (weights_only or to in ("hf", "meta")):
-        why = "--weights-only" if weights_only else f"{to} has no place for it"
-        notes.append(f"left behind: the optimizer's state, the step and the position in the data ({why})")
-        kinds = {name: kind for name, kind in kinds.items() if name.startswith("model.")}
-        source.manifest = Manifest(step=0, model={})
-    if dtype:
-        cast = getattr(torch, dtype)
-        kinds |= {name: (shape, cast) for name, (shape, _) in kinds.items() if name.startswith("model.")}
-    params = name_of(kinds["model.first.embed.weight"][1])
-    source.manifest = replace(source.manifest, model=model_of(source.shape, params))
-    staging = _claim(dst, folder=to != "torch")
+    staging = _claim(src, dst, folder=to != "torch")
     try:
-        digests = _copy(source, staging, to, kinds, shard)
+        source = open_source(src)
+        kinds, notes = source.kinds(), source.notes
+        if any(name.startswith("optim.") for name in kinds) and (weights_only or to in ("hf", "meta")):
+            why = "--weights-only" if weights_only else f"{to} has no place for it"
+            notes.append(f"left behind: the optimizer's state, the step and the position in the data ({why})")
+            kinds = {name: kind for name, kind in kinds.items() if name.startswith("model.")}
+            source.manifest = Manifest(step=0, model={})
+        if dtype:
+            wanted = getattr(torch, dtype)
+            kinds |= {name: (shape, wanted) for name, (shape, _) in kinds.items() if name.startswith("model.")}
+        params = name_of(kinds["model.first.embed.weight"][1])
+        source.manifest = replace(source.manifest, model=model_of(source.shape, params))
+        digests: dict[str, str] = {}
+        left = write(to, staging, source, kinds, _read(source, kinds, digests), shard)
+        if left or source.reads != Counter(source.names[name] for name in kinds):
+            raise CheckpointError(
+                f"{dst} is not complete: {left} not written, read {source.reads}; a fault of composer3d"
+            )
         with ThreadPoolExecutor(1) as disk:  # which is slow, while what is in memory is read back
-            synced = disk.submit(_sync, *staging.rglob("*"), staging)
+            synced = disk.map(sync, (*staging.rglob("*"), staging))
             written = _prove(source, staging, kinds, digests)
-            synced.result()
+            list(synced)  # raises what went wrong there
         checked = {"logits": _compare_logits(source, written, exact=dtype is None)} if logits else {}
         staging.rename(dst)
-        _sync(dst.parent)
+        sync(dst.parent)
     except BaseException as error:
         shutil.rmtree(staging) if staging.is_dir() else staging.unlink(missing_ok=True)
         if isinstance(error, OSError):
@@ -86,17 +86,12 @@ def convert(
     return report | {"notes": notes, "carried": [*source.carried], "seconds": time.perf_counter() - began}
 
 
-def _check(src: Path, dst: Path) -> None:
-    rules = {
-        f"{dst} exists; give a DST that does not, or remove it": os.path.lexists(dst),
-        f"{dst.parent}, where {dst.name} is to be, is no folder; make it first": not dst.parent.is_dir(),
-        f"{dst} lies in {src}; give a DST elsewhere": src.is_dir() and dst.resolve().is_relative_to(src.resolve()),
-    }
-    if lines := [line for line, broken in rules.items() if broken]:
-        raise CheckpointError(lines[:1])
-
-
-def _claim(dst: Path, *, folder: bool) -> Path:
+def _claim(src: Path, dst: Path, *, folder: bool) -> Path:
+    """Make what to write into: beside ``dst``, whose name it gets in the end."""
+    if os.path.lexists(dst):
+        raise CheckpointError(f"{dst} exists; give a DST that does not, or remove it")
+    if src.is_dir() and dst.resolve().is_relative_to(src.resolve()):
+        raise CheckpointError(f"{dst} lies in {src}; give a DST elsewhere")
     staging = dst.with_name(dst.name + ".tmp")
     try:
         staging.mkdir() if folder else staging.touch(exist_ok=False)
@@ -104,40 +99,22 @@ def _claim(dst: Path, *, folder: bool) -> Path:
         way = "another conversion writes it, or one was cut off; then remove it"
         raise CheckpointError(f"{staging} exists: {way}") from None
     except OSError as error:
-        raise CheckpointError(f"{dst} cannot be written ({error})") from None
+        why = error if dst.parent.is_dir() else f"{dst.parent} is no folder; make it first"
+        raise CheckpointError(f"{dst} cannot be written ({why})") from None
     return staging
 
 
-def _copy(source: Source, path: Path, to: str, kinds: dict[str, Kind], shard: int) -> dict[str, str]:
-    """Read each tensor once and write it once; the digests of what was written, by our names."""
-    target = make_target(to, path, source, kinds, shard)
-    digests = {}
+def _read(source: Source, kinds: dict[str, Kind], digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor once, in the dtype that is asked for; what was read is kept as ``digests``, by our names."""
     for name, (_, dtype) in kinds.items():
-        tensor = _cast(f"{source.path}: {name}", source.read(name), dtype)
-        digests[name] = digest_of(tensor)
-        target.put(name, tensor)
-    left = target.close()
-    if left or source.reads != Counter(source.names[name] for name in kinds):
-        raise CheckpointError(f"{path} is not complete: {left} not written, read {source.reads}; a fault of composer3d")
-    return digests
-
-
-def _cast(place: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == tensor.dtype:
-        return tensor
-    cast = tensor.to(dtype)
-    if torch.stack(cast.aminmax()).isinf().any() and not torch.stack(tensor.aminmax()).isinf().any():
-        raise CheckpointError(f"{place} holds numbers that {name_of(dtype)} does not; convert to bfloat16 or float32")
-    return cast
-
-
-def _sync(*paths: Path) -> None:
-    for path in paths:
-        number = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+        tensor = source.read(name)
+        made = tensor.to(dtype)
+        narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+        if narrower and made.isinf().sum() > tensor.isinf().sum():  # and not by its extremes: these can be nan
+            way = "convert to bfloat16 or float32"
+            raise CheckpointError(f"{source.path}: {name} holds numbers that {name_of(dtype)} does not; {way}")
+        digests[name] = digest_of(made)
+        yield name, made
 
 
 def _prove(source: Source, path: Path, kinds: dict[str, Kind], digests: dict[str, str]) -> Source:

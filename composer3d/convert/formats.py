@@ -8,7 +8,7 @@ that can be, so that an open one takes no memory; nothing is unpickled but by ``
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -17,27 +17,28 @@ from typing import Any, NamedTuple, TypeVar
 import tomli
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest
-from composer3d.checkpoint.pickles import METADATA, SafeReader, explain, load_torch, read_metadata, tensors_of
+from composer3d.checkpoint.pickles import METADATA, load_torch, read_metadata, reading, tensors_of
 from composer3d.convert import names
 from composer3d.errors import CheckpointError
 from composer3d.hf import read_shape
 from composer3d.shape import ModelShape
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-CODES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
-CODES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
-FACTS = ("step", "world_size", "layout", "model", "recipe", "data", "lr")  # of a manifest, beside files and tensors
-HF_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_OWN = ("params.json", *HF_FILES)
+CODES = {code: dtype for code, dtype in _TYPES.items() if dtype}  # of safetensors, as far as this torch has them
+_HF = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# The first that a folder has says what it is; a manifest alone is a checkpoint of ours that has lost its metadata.
+_MARKS = {METADATA: "dcp", **dict.fromkeys(_HF, "hf"), "consolidated.*.pth": "meta", manifests.FILE: "dcp"}
 _BESIDE = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")  # what belongs to a model and is no weights
 T = TypeVar("T")
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 Kind = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -81,18 +82,17 @@ class Source:
         """A tensor by our name, as we have it. Whoever holds what it returns holds its memory."""
         own = self.names[ours]
         self.reads[own] += 1
-        try:
+        with reading(f"{self.path}: {own!r}"):
             tensor = self.raw[own].read()
-        except Exception as error:  # a damaged file can raise anything
-            raise CheckpointError(f"{self.path}: {own!r} cannot be read: {explain(error)}") from None
-        return names.from_meta(ours, tensor, self.shape) if self.kind == "meta" else tensor
+            return names.to_meta(ours, tensor, self.shape, back=True) if self.kind == "meta" else tensor
 
     def attempt(self, step: Callable[..., T], *given: Any) -> T | None:
         """What ``step`` returns; None where it fails, which becomes a problem."""
         try:
-            return step(*given)
-        except (CheckpointError, OSError) as error:
-            self.problems += getattr(error, "lines", [f"{self.path} cannot be read ({error})"])
+            with reading(f"{self.path} as {self.kind}"):
+                return step(*given)
+        except CheckpointError as error:
+            self.problems += error.lines
             return None
 
     def match(self, own_names: dict[str, str]) -> None:
@@ -113,7 +113,7 @@ class Source:
                 kind = f"{name_of(entry.dtype)}; it must not be quantized, but {', '.join(DTYPES)}"
                 self.problems.append(f"{self.path} holds {own!r} in {kind}")
         for own in sorted(self.raw.keys() - {own for own, _ in wanted.values()}):
-            if not names.is_derived(own):
+            if own != "rope.freqs" and not own.endswith(".rotary_emb.inv_freq"):  # which follow from the shape
                 self.problems.append(f"{self.path} holds {own!r}, which its model does not have; remove or rename it")
         if not self.problems:
             self.names = {ours: own for ours, (own, _) in wanted.items()}
@@ -151,13 +151,12 @@ def _kind(path: Path) -> str:
         return "torch"
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
-    marks = {"dcp": (METADATA, manifests.FILE), "hf": HF_FILES, "meta": ("consolidated.*.pth",)}
-    for kind, files in marks.items():
-        if any(any(path.glob(file)) for file in files):
+    for mark, kind in _MARKS.items():
+        if any(path.glob(mark)):
             return kind
     steps = sorted(path.glob("step-*")) or sorted(path.glob("checkpoints/step-*"))
     hint = f"; give one of its checkpoints, such as {steps[-1]}" if steps else ""
-    raise CheckpointError(f"{path} is not a checkpoint: it has none of {', '.join(sum(marks.values(), ()))}{hint}")
+    raise CheckpointError(f"{path} is not a checkpoint: it has none of {', '.join(_MARKS)}{hint}")
 
 
 def _open_hf(source: Source) -> None:
@@ -182,15 +181,13 @@ def _open_hf(source: Source) -> None:
 
 def _hf_files(source: Source) -> dict[str, set[str]]:
     """Files of weights, with the tensors that the index says are there."""
-    index = source.path / next(name for name in HF_FILES if (source.path / name).exists())
+    index = source.path / next(name for name in _HF if (source.path / name).exists())
     if index.suffix != ".json":
         return {index.name: set()}
     files: dict[str, set[str]] = {}
-    try:
+    with reading(index, "; download it again"):
         for name, file in json.loads(index.read_text())["weight_map"].items():
             files.setdefault(file, set()).add(name)
-    except _DAMAGED as error:
-        raise CheckpointError(f"{index} cannot be read ({type(error).__name__}: {error}); download it again") from None
     outside = [file for file in sorted(files) if file != Path(file).name]
     absent = [file for file in sorted(files.keys() - outside) if not (source.path / file).exists()]
     source.problems += [f"{index} names {file!r}, outside of the folder: it is not opened" for file in outside]
@@ -201,17 +198,15 @@ def _hf_files(source: Source) -> dict[str, set[str]]:
 def _tensors_of_file(path: Path) -> dict[str, Entry]:
     if path.suffix != ".safetensors":
         return _entries(load_torch(path))
-    try:
+    with reading(path, "; cut off, or no safetensors: copy it again"):
         file = safe_open(path, framework="pt")
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         reads = {name: partial(file.get_tensor, name) for name in parts}
         return {n: Entry(tuple(part.get_shape()), CODES[part.get_dtype()], reads[n]) for n, part in parts.items()}
-    except _DAMAGED as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): cut off, or no safetensors; copy it again") from None
 
 
 def _entries(tree: Any) -> dict[str, Entry]:
-    return {name: Entry(tuple(t.shape), t.dtype, t.detach) for name, t in flat(tree)}
+    return {name: Entry(tuple(t.shape), t.dtype, t.detach) for name, t in flat(tree) if t.layout == torch.strided}
 
 
 def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -235,33 +230,30 @@ def _open_meta(source: Source) -> None:
         if part.keys() != parts[0].keys():
             raise CheckpointError(f"{file} does not hold the names that {files[0].name} holds; copy it again")
     source.raw = parts[0]
-    try:
-        params = json.loads((folder / "params.json").read_text())
-        # All of Meta's models cut the rows of these two. Llama 3 cuts the embedding's rows too, Llama 2 its columns.
-        rows = [parts[0][name].shape[0] for name in ("output.weight", "layers.0.feed_forward.w1.weight")]
-        sizes = {"vocab": rows[0] * len(files), "ffn": rows[1] * len(files)}
-        shape = names.shape_of_meta(params, **sizes, tied=False)
-        own, whole = names.meta_names(shape), names.shapes(shape)
+    params = json.loads((folder / "params.json").read_text())
+    # All of Meta's models cut the rows of these two. Llama 3 cuts the embedding's rows too, Llama 2 its columns.
+    rows = [parts[0][name].shape[0] for name in ("output.weight", "layers.0.feed_forward.w1.weight")]
+    sizes = {"vocab": rows[0] * len(files), "ffn": rows[1] * len(files)}
+    shape = names.shape_of_meta(params, **sizes, tied=False)
+    own, whole = names.meta_names(shape), names.shapes(shape)
+    if len(files) > 1:
         source.raw |= {own[n]: _joined([part[own[n]] for part in parts], whole[n]) for n in own if own[n] in parts[0]}
-        tied = source.drop_copy("output.weight", "tok_embeddings.weight")
-        source.shape = names.shape_of_meta(params, **sizes, tied=tied)
-    except _DAMAGED as error:
-        raise CheckpointError(f"{folder} is not of Meta's form ({type(error).__name__}: {error})") from None
+    tied = source.drop_copy("output.weight", "tok_embeddings.weight")
+    source.shape = names.shape_of_meta(params, **sizes, tied=tied)
     source.manifest = Manifest(step=0, model={})
     source.match(own)
 
 
 def _joined(parts: list[Entry], whole: tuple[int, ...]) -> Entry:
     """One tensor of its model-parallel parts; one that is not cut is the same in all files."""
-    cut = names.meta_cut(whole, parts[0].shape) if len(parts) > 1 else None
+    # By their sizes, not by name: Llama 2 cuts the columns of the embedding, Llama 3 its rows.
+    cut = next((dim for dim, size in enumerate(parts[0].shape) if size != whole[dim]), None)
 
     def read() -> Tensor:
         tensors = [part.read() for part in parts]
-        if cut is not None:
-            return torch.cat(tensors, cut)
-        if len(parts) > 1 and len({digest_of(tensor) for tensor in tensors}) > 1:
-            raise CheckpointError("the files of model-parallel ranks disagree on it")
-        return tensors[0]
+        if cut is None and len({digest_of(tensor) for tensor in tensors}) > 1:
+            raise ValueError("the files of model-parallel ranks disagree on it")
+        return tensors[0] if cut is None else torch.cat(tensors, cut)
 
     sizes = [sum(p.shape[i] for p in parts) if i == cut else size for i, size in enumerate(parts[0].shape)]
     return Entry(tuple(sizes), parts[0].dtype, read)
@@ -270,16 +262,12 @@ def _joined(parts: list[Entry], whole: tuple[int, ...]) -> Entry:
 def _open_torch(source: Source) -> None:
     content = load_torch(source.path)
     source.raw = _entries(content)
-    try:
-        facts = json.loads(
-            json.dumps({name: content["composer3d"][name] for name in FACTS})
-        )  # plain values, or refused
-        source.carried = {Path(name).name: text.encode("latin-1") for name, text in content["files"].items()}
-    except _DAMAGED:
-        way = "beside its config.json, Meta's as consolidated.00.pth beside its params.json"
-        form = f"put a file of Hugging Face's into a folder, as pytorch_model.bin {way}"
-        raise CheckpointError(f"{source.path} is no file of 'composer3d convert --to torch'; {form}") from None
-    _open_ours(source, Manifest(**facts))
+    way = "; put a file of Hugging Face's into a folder, as pytorch_model.bin beside its config.json, Meta's as "
+    with reading(f"what convert --to torch says in {source.path}", f"{way}consolidated.00.pth beside its params.json"):
+        saved = Manifest(**json.loads(json.dumps(content["composer3d"])))  # plain values, or refused
+        files = {name: text.encode("latin-1") for name, text in content["files"].items()}
+    source.carried = {name: text for name, text in files.items() if _belongs(Path(name)) and name == Path(name).name}
+    _open_ours(source, saved)
 
 
 def _open_dcp(source: Source) -> None:
@@ -293,8 +281,8 @@ def _open_dcp(source: Source) -> None:
         return
     begun, assets = tomli.loads(saved.recipe).get("model", {}).get("hf"), folder / "assets"
     origin = Path(begun) if begun and not assets.is_dir() else assets
-    if origin.is_dir():
-        source.carried = carried_by(origin)
+    if origin == assets or (origin / "config.json").is_file():  # not any folder that a stranger's recipe may name
+        source.carried = carried_by(origin) if origin.is_dir() else {}
     elif begun:
         source.notes.append(f"{origin} (model.hf of its recipe) is gone: no tokenizer is carried along")
     _open_ours(source, saved)
@@ -304,33 +292,37 @@ def _read_dcp(folder: Path, metadata: Metadata, name: str) -> Tensor:
     """One tensor, put together of the parts that ranks have saved."""
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
-    if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
-        raise CheckpointError(f"its parts do not make {tuple(entry.size)}")
     whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-    alone = replace(metadata, state_dict_metadata={name: entry})
-    planner, reader = DefaultLoadPlanner(), SafeReader(folder, alone)
-    planner.set_up_planner({name: whole}, alone, True)
-    reader.set_up_storage_reader(alone, True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    if sum(prod(chunk.sizes) for chunk in entry.chunks) != whole.numel():
+        raise ValueError(f"its parts do not make {tuple(entry.size)}")
+    for chunk in entry.chunks:
+        where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        with open(folder / where.relative_path, "rb") as file:
+            view: Any = _create_file_view(file, where.offset, where.length)
+            part = torch.load(view, map_location="cpu", weights_only=True).view(chunk.sizes)
+        if part.shape == whole.shape:
+            return part
+        whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = part
     return whole
 
 
 def _open_ours(source: Source, saved: Manifest) -> None:
     """A form with our names: what the manifest says the model is against what there is."""
     source.manifest = saved
-    try:
-        source.shape = ModelShape(**{f.name: saved.model[f"model.{f.name}"] for f in fields(ModelShape)})
-        source.match({name: f"model.{name}" for name in names.shapes(source.shape)})
-    except _DAMAGED as error:
-        raise CheckpointError(
-            f"{source.path} does not say what its model is ({type(error).__name__}: {error})"
-        ) from None
+    with reading(f"{source.path}: what its model is"):
+        shape = ModelShape(**{f.name: saved.model[f"model.{f.name}"] for f in fields(ModelShape)})
+        own = {name: f"model.{name}" for name in names.shapes(shape)}
+    source.shape = shape
+    source.match(own)
 
 
 def carried_by(folder: Path) -> dict[str, bytes]:
     """Files of a folder that belong to its model and are no weights: tokenizer, generation_config.json, config.json."""
-    files = [path for path in sorted(folder.iterdir()) if path.suffix in _BESIDE or path.name.startswith("LICENSE")]
-    return {path.name: path.read_bytes() for path in files if path.is_file() and path.name not in _OWN}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file() and _belongs(path)}
+
+
+def _belongs(path: Path) -> bool:
+    return (path.suffix in _BESIDE or path.name.startswith("LICENSE")) and path.name not in ("params.json", *_HF)
 
 
 def digest_of(tensor: Tensor) -> str:

@@ -11,11 +11,7 @@ from composer3d.planner.counts import parameters
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """What is known of a checkpoint, as plain values. A dcp's files are held against their digests.
-
-    Raises:
-        CheckpointError: ``path`` is no checkpoint.
-    """
+    """What is known of a checkpoint, as plain values, or a CheckpointError. A dcp's files are held to their digests."""
     found = survey(path)
     kinds = {name: entry[:2] for name, entry in found.raw.items()}
     shape, manifest = getattr(found, "shape", None), getattr(found, "manifest", None)
@@ -35,9 +31,8 @@ def main_inspect(path: str, *, tensors: bool, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found | ({"tensors": listed} if tensors else {})))
         return 0 if found["whole"] else 1
-    lines = {name: found[name] for name in ("format", "step")}
-    for name in ("layout", "model"):
-        lines[name] = " ".join(f"{key}={value}" for key, value in (found[name] or {}).items())
+    pairs = {n: " ".join(f"{k}={v}" for k, v in (found[n] or {}).items()) for n in ("layout", "model")}
+    lines = {"format": found["format"], "step": found["step"], **pairs}
     lines["parameters"] = found["parameters"] and f"{found['parameters']:,}"
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found["dtypes"].items())
     lines["tensors"] = f"{found['count']} ({dtypes}), {found['bytes']:,} bytes"

@@ -4,6 +4,7 @@ Names are ours without the checkpoint's ``model.``: ``blocks.7.attn.wq.weight``.
 that Meta's rotary pairs are neighbours, (x[2i], x[2i + 1]), where ours and Hugging Face's are (x[i], x[i + D/2]).
 """
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -35,8 +36,9 @@ _PARAMS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
 _STRETCHED = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))  # Llama 3.1 and 3.2
 
 
+@cache
 def shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """All parameters by our names, in the model's order; a tied head is none of its own."""
+    """All parameters by our names, in the model's order; a tied head is none of its own. Not to be changed."""
     return {name: tuple(parameter.shape) for name, parameter in Llama(shape).named_parameters()}
 
 
@@ -46,10 +48,9 @@ def hf_names(shape: ModelShape) -> dict[str, str]:
 
 
 def meta_names(shape: ModelShape) -> dict[str, str]:
-    """Meta's name of each of ``shapes``. Files of a tied model hold the embedding once more, as ``output.weight``.
+    """Meta's name of each of ``shapes``, or a CheckpointError as of ``meta_params_of``.
 
-    Raises:
-        CheckpointError: as ``meta_params_of``.
+    Files of a tied model hold the embedding once more, as ``output.weight``.
     """
     meta_params_of(shape)
     return {name: _translate(name, 1) for name in shapes(shape)}
@@ -61,40 +62,16 @@ def _translate(name: str, column: int) -> str:
     return f"{_TABLE[module][column].replace('#', number)}.{kind}"
 
 
-def is_derived(name: str) -> bool:
-    """Whether a file's tensor of this name is no parameter: rotary frequencies, which follow from the shape."""
-    return name == "rope.freqs" or name.endswith(".rotary_emb.inv_freq")
-
-
-def to_meta(name: str, whole: Tensor, shape: ModelShape) -> Tensor:
-    """A parameter of ours, or whole heads of it, as Meta has it; ``name`` is ours."""
-    return _turned(name, whole, (-1, 2, shape.head_width // 2))
-
-
-def from_meta(name: str, whole: Tensor, shape: ModelShape) -> Tensor:
-    """The inverse of ``to_meta``."""
-    return _turned(name, whole, (-1, shape.head_width // 2, 2))
-
-
-def _turned(name: str, whole: Tensor, heads: tuple[int, int, int]) -> Tensor:
-    rotated = name.endswith(("attn.wq.weight", "attn.wk.weight"))
-    return whole.unflatten(0, heads).transpose(1, 2).flatten(0, 2) if rotated else whole
-
-
-def meta_cut(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:
-    """The dimension that Meta's model-parallel files cut a tensor along; None: each has all of it.
-
-    It is no column of the table: Llama 2 cuts the columns of the embedding, Llama 3 its rows.
-    """
-    return next((dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]), None)
+def to_meta(name: str, whole: Tensor, shape: ModelShape, *, back: bool = False) -> Tensor:
+    """A parameter of ours, or whole heads of it, as Meta has it; ``back``: the inverse. ``name`` is ours."""
+    if not name.endswith(("attn.wq.weight", "attn.wk.weight")):
+        return whole
+    half = shape.head_width // 2
+    return whole.unflatten(0, (-1, half, 2) if back else (-1, 2, half)).transpose(1, 2).flatten(0, 2)
 
 
 def meta_params_of(shape: ModelShape) -> dict[str, Any]:
-    """Meta's params.json of ``shape``.
-
-    Raises:
-        CheckpointError: Meta's form cannot hold such a model, or Meta's code would compute something else.
-    """
+    """Meta's params.json of ``shape``; a CheckpointError where Meta's code would compute something else."""
     stretch = (shape.rope_factor, shape.rope_low_freq, shape.rope_high_freq, shape.rope_context)
     refused = {
         "qkv_bias": shape.qkv_bias,
@@ -116,8 +93,7 @@ def meta_params_of(shape: ModelShape) -> dict[str, Any]:
 def shape_of_meta(params: dict[str, Any], *, vocab: int, ffn: int, tied: bool) -> ModelShape:
     """The shape of a params.json; its tensors say ``vocab`` and ``ffn`` (rows of output and w1) and ``tied``.
 
-    Raises:
-        CheckpointError: params.json lacks a size.
+    Raises CheckpointError where params.json lacks a size.
     """
     # Llama 2 leaves these out. use_scaled_rope alone is a factor of 8, and of 32 in Llama 3.2, whose heads are tied.
     params = {"n_kv_heads": params.get("n_heads"), "norm_eps": 1e-5, "rope_theta": 1e4, **params}

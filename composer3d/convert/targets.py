@@ -1,15 +1,15 @@
-"""What ``convert`` writes: each form takes one tensor after another, by our names, and is then closed.
+"""What ``convert`` writes, of any form, from a stream of tensors by our names, of which none is kept.
 
-The place of each tensor is known before the first is there, so that no tensor is kept: safetensors begin with a header,
-files of ``torch.save`` are made with their tensors' bytes left out, and filled in.
+The place of each tensor is known before the first is there: safetensors begin with a header, and files of
+``torch.save`` are made with their tensors' bytes left out, and filled in.
 """
 
 import json
 import pickle
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -19,72 +19,61 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.utils.serialization import config as serialization
 
 from composer3d.checkpoint import manifest as manifests
-from composer3d.checkpoint.pickles import METADATA, tensors_of
+from composer3d.checkpoint.pickles import METADATA, reading, tensors_of
 from composer3d.convert import names
-from composer3d.convert.formats import CODES, FACTS, Kind, Source, bytes_of, flat, name_of, nbytes
-from composer3d.errors import CheckpointError
+from composer3d.convert.formats import CODES, Kind, Source, bytes_of, flat, name_of, nbytes
 from composer3d.hf import config_of
 from composer3d.shape import ModelShape
 
 Kinds = dict[str, Kind]
-_EMBED = "model.first.embed.weight"
+Stream = Iterator[tuple[str, Tensor]]
+Slots = dict[str, list[tuple[Path, int]]]  # files and offsets where a tensor belongs
+_EMBED, _DCP = "model.first.embed.weight", "__0_0.distcp"
 
 
-def make_target(to: str, path: Path, source: Source, kinds: Kinds, shard: int) -> "_Slots | _Dcp":
-    """Begin a checkpoint at ``path``, where nothing is, of what ``source`` says and carries.
+def write(to: str, path: Path, source: Source, kinds: Kinds, stream: Stream, shard: int) -> list[str]:
+    """Write the tensors of ``stream`` at ``path``, where nothing but an empty folder is, or an empty file for torch.
 
-    Its ``put(name, tensor)`` writes a tensor by our name; a KeyError is one that was put before. Its ``close()`` writes
-    what comes last, and returns those that never were.
-
-    Args:
-        to: hf, meta, torch or dcp.
-        shard: largest size of one file of safetensors, in bytes.
-
-    Raises:
-        CheckpointError: the form cannot hold such a model.
+    ``source`` says what the model is, and carries files; ``kinds`` are what is to come, by our names; ``shard`` is the
+    largest size of one file of safetensors, in bytes. Returns the names of tensors that did not come. Raises
+    CheckpointError where the form cannot hold such a model, KeyError where a tensor has come twice.
     """
     if to == "torch":
+        facts = asdict(replace(source.manifest, files={}, tensors={}))
         texts = {name: content.decode("latin-1") for name, content in source.carried.items()}
-        tree: dict[str, Any] = {"composer3d": {name: getattr(source.manifest, name) for name in FACTS}, "files": texts}
+        tree: dict[str, Any] = {"composer3d": facts, "files": texts}
         for name, tensor in _hollow(kinds).items():
             part, _, rest = name.partition(".")
             tree.setdefault(part, {})[rest] = tensor
-        return _Slots({name: [(path, offset)] for name, offset in _save_hollow(path, tree).items()})
+        return _fill({name: [(path, offset)] for name, offset in _save_hollow(path, tree).items()}, stream)
     others = path / "assets" if to == "dcp" and source.carried else path
     others.mkdir(exist_ok=True)
     for name, content in source.carried.items():
         (others / name).write_bytes(content)
     if to == "dcp":
-        return _Dcp(path, source.manifest, kinds)
+        return _dcp(path, source.manifest, kinds, stream)
     if to == "meta":
         _write_json(path / "params.json", names.meta_params_of(source.shape))
-        return _meta(path, source.shape, kinds)
-    try:
+        return _fill(_meta(path, source.shape, kinds), stream, lambda n, t: names.to_meta(n, t, source.shape))
+    with reading(f"the config.json that {source.path} carries", "; remove or mend it"):
         carried = json.loads(source.carried.get("config.json", "{}"))
-    except ValueError:
-        raise CheckpointError(f"the config.json that {source.path} carries is no JSON; remove or mend it") from None
-    _write_json(path / "config.json", config_of(source.shape, name_of(kinds[_EMBED][1]), carried))
-    return _safetensors(path, kinds, names.hf_names(source.shape), shard)
+        config = config_of(source.shape, name_of(kinds[_EMBED][1]), carried)
+    _write_json(path / "config.json", config)
+    return _fill(_safetensors(path, kinds, names.hf_names(source.shape), shard), stream)
 
 
-class _Slots:
-    """Files of their full size, into which tensors are written where they belong."""
-
-    def __init__(self, slots: dict[str, list[tuple[Path, int]]], form: Callable[[str, Tensor], Tensor] | None = None):
-        self._slots, self._form = slots, form
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        tensor = self._form(name, tensor) if self._form else tensor
-        for path, offset in self._slots.pop(name):
+def _fill(slots: Slots, stream: Stream, form: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor) -> list[str]:
+    """Write into files that have their full size already."""
+    for name, tensor in stream:
+        content = bytes_of(form(name, tensor))
+        for path, offset in slots.pop(name):
             with open(path, "r+b") as file:
                 file.seek(offset)
-                file.write(bytes_of(tensor))
-
-    def close(self) -> list[str]:
-        return sorted(self._slots)
+                file.write(content)
+    return sorted(slots)
 
 
-def _safetensors(folder: Path, kinds: Kinds, own: dict[str, str], limit: int) -> _Slots:
+def _safetensors(folder: Path, kinds: Kinds, own: dict[str, str], limit: int) -> Slots:
     shards: list[list[str]] = []
     room = 0
     for name, kind in kinds.items():
@@ -93,7 +82,7 @@ def _safetensors(folder: Path, kinds: Kinds, own: dict[str, str], limit: int) ->
             room = max(limit, nbytes(kind))
         shards[-1].append(name)
         room -= nbytes(kind)
-    slots: dict[str, list[tuple[Path, int]]] = {}
+    slots: Slots = {}
     index, codes = {}, {dtype: code for code, dtype in CODES.items()}
     for number, shard in enumerate(shards, 1):
         path = folder / (f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else "model.safetensors")
@@ -113,16 +102,16 @@ def _safetensors(folder: Path, kinds: Kinds, own: dict[str, str], limit: int) ->
     if shards[1:]:
         total = {"total_size": sum(map(nbytes, kinds.values()))}
         _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index})
-    return _Slots(slots)
+    return slots
 
 
-def _meta(folder: Path, shape: ModelShape, kinds: Kinds) -> _Slots:
+def _meta(folder: Path, shape: ModelShape, kinds: Kinds) -> Slots:
     path, own = folder / "consolidated.00.pth", {f"model.{k}": v for k, v in names.meta_names(shape).items()}
     copy = {"output.weight": kinds[_EMBED]} if shape.tied else {}  # Meta's files hold a tied head as well
     offsets = _save_hollow(path, _hollow({own[name]: kind for name, kind in kinds.items()} | copy))
     slots = {name: [(path, offsets[own[name]])] for name in kinds}
     slots[_EMBED] += [(path, offsets[name]) for name in copy]
-    return _Slots(slots, lambda name, tensor: names.to_meta(name, tensor, shape))
+    return slots
 
 
 def _hollow(kinds: Kinds) -> dict[str, Tensor]:
@@ -133,43 +122,36 @@ def _hollow(kinds: Kinds) -> dict[str, Tensor]:
 def _save_hollow(path: Path, tree: dict[str, Any]) -> dict[str, int]:
     """Write ``tree`` as ``torch.save`` does, without the bytes of its tensors; where these go, by names of ``flat``."""
     with torch.serialization.skip_data():
-        torch.save(tree, path)
+        _save(tree, path)
     laid_out = torch.load(path, map_location="meta", weights_only=True)
     return {name: cast(int, tensor.untyped_storage()._checkpoint_offset) for name, tensor in flat(laid_out)}
 
 
-class _Dcp:
+def _save(content: Any, file: Path | IO[bytes]) -> None:
+    """``torch.save``; where that cannot write, it hides what the system said in an error of its own."""
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        raise OSError(f"{error.__context__ or error}; is the disk full?") from None
+
+
+def _dcp(folder: Path, manifest: manifests.Manifest, kinds: Kinds, stream: Stream) -> list[str]:
     """One file with a ``torch.save`` of each tensor, as DCP's own writer makes it, which would keep them all."""
-
-    def __init__(self, folder: Path, manifest: manifests.Manifest, kinds: Kinds) -> None:
-        self._folder, self._manifest, self._left = folder, manifest, dict(kinds)
-        self._metadata = Metadata({}, {name: (name,) for name in kinds}, {}, StorageMeta(), CURRENT_DCP_VERSION)
-        self._file = "__0_0.distcp"
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        shape, dtype = self._left.pop(name)
-        with open(self._folder / self._file, "ab") as file:
-            begin = file.tell()
-            alone = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-            with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # the digests say more
-                torch.save(alone, file)
-            where = _StorageInfo(self._file, begin, file.tell() - begin)
-        origin = torch.Size([0] * len(shape))
-        self._metadata.storage_data[MetadataIndex(name, origin)] = where
-        self._metadata.state_dict_metadata[name] = TensorStorageMetadata(
-            TensorProperties(dtype), torch.Size(shape), [ChunkStorageMetadata(origin, torch.Size(shape))]
-        )
-
-    def close(self) -> list[str]:
-        (self._folder / METADATA).write_bytes(pickle.dumps(self._metadata))
-        files = {
-            str(path.relative_to(self._folder)): (path.stat().st_size, manifests.digest_file(path))
-            for path in sorted(self._folder.rglob("*"))
-            if path.is_file()
-        }
-        tensors = tensors_of(self._metadata, str(self._folder))
-        manifests.write(self._folder, replace(self._manifest, files=files, tensors=tensors))
-        return sorted(self._left)
+    left, stored, entries = dict(kinds), {}, Metadata({}).state_dict_metadata
+    with open(folder / _DCP, "wb") as file, serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # the digests say more
+        for name, tensor in stream:
+            del left[name]
+            begin, origin = file.tell(), torch.Size([0] * tensor.dim())
+            _save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
+            stored[MetadataIndex(name, origin)] = _StorageInfo(_DCP, begin, file.tell() - begin)
+            chunks = [ChunkStorageMetadata(origin, tensor.shape)]
+            entries[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks)
+    metadata = Metadata(entries, {name: (name,) for name in kinds}, stored, StorageMeta(), CURRENT_DCP_VERSION)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(folder)): (path.stat().st_size, manifests.digest_file(path)) for path in paths}
+    manifests.write(folder, replace(manifest, files=files, tensors=tensors_of(metadata, str(folder))))
+    return sorted(left)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ rank r of n takes the r-th of n contiguous slices. What a step trains on never d
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -14,13 +15,17 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from composer3d.data.corpus import Corpus
+from composer3d.data.tokens import Corpus
 from composer3d.errors import DataError
 from composer3d.shape import IGNORE_INDEX
 
+# What the order of samples depends on: a checkpoint that was made with another one cannot be continued. With another
+# packing it can: the samples go on as they were, and a later stage of a training may well change it.
+_ORDER = ("seq_len", "global_batch", "seed")
+
 
 class Batch(NamedTuple):
-    """What one batch rank trains on in one step. All int64 on the CPU, of shape (rows, seq_len).
+    """What one rank trains on in one step. All int64 on the CPU; (rows, T / cp), but documents (rows, T).
 
     ``labels_BT[b, t]`` is the token that follows ``tokens_BT[b, t]``, or shape.IGNORE_INDEX where that is of another
     document; ``positions_BT`` count from the start of the document within the row; ``documents_BT`` number the row's
@@ -36,9 +41,7 @@ class Batch(NamedTuple):
 @lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
 def _permutation(n_samples: int, seed: int, epoch: int) -> np.ndarray:
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    order = generator.permutation(n_samples)
-    order.flags.writeable = False
-    return order
+    return generator.permutation(n_samples)
 
 
 def sample_order(n_samples: int, seed: int, first: int, count: int) -> np.ndarray:
@@ -61,56 +64,40 @@ def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return starts_BT.cumsum(1), places_T - torch.where(starts_BT, places_T, 0).cummax(1).values
 
 
-def count_samples(corpus: Corpus, seq_len: int) -> int:
-    """Samples of ``seq_len`` tokens, each with the one token that follows it. Raises DataError where there is none."""
-    n_samples = (len(corpus.tokens) - 1) // seq_len
-    if n_samples < 1:
-        raise DataError(
-            f"corpus {corpus.name} has {len(corpus.tokens)} tokens: too few for data.seq_len = {seq_len}, "
-            f"which needs {seq_len + 1}; shorten data.seq_len or give more text"
-        )
-    return n_samples
-
-
+@dataclass(eq=False)
 class Loader(Dataset[Batch]):
-    """An iterator without end: one ``Batch`` of global_batch / batch_ranks rows a step, from ``first_step`` on.
+    """An iterator without end: one ``Batch`` of global_batch / batch_ranks rows a step.
 
-    ``loader[step]`` is the batch of any step; only this rank's own rows are ever gathered. With ``packing`` "documents"
-    rows are split where a token ends a document; the samples are the same.
+    ``loader[step]`` is the batch of any step; only this rank's rows, and of them only the tokens that it holds, are
+    ever gathered. With ``packing`` "documents" rows are split where a token ends a document; the samples are the same.
     The state counts steps of the global batch, so that it continues exactly under any number of batch ranks.
 
-    Raises DataError where the corpus is too small for one sample or the ranks cannot share the batch evenly.
+    ``batch_ranks`` divides ``global_batch``. Raises DataError where the corpus is too small for one sample.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        seq_len: int,
-        global_batch: int,
-        seed: int,
-        batch_rank: int,
-        batch_ranks: int,
-        packing: Literal["none", "documents"] = "none",
-        first_step: int = 0,
-    ) -> None:
-        if global_batch % batch_ranks:
+    corpus: Corpus
+    _: KW_ONLY
+    seq_len: int
+    global_batch: int
+    seed: int
+    batch_rank: int
+    batch_ranks: int
+    packing: Literal["none", "documents"] = "none"
+    held: Sequence[tuple[int, int]] | None = None  # (first, count) of a row's tokens, by turns; None: all
+    next_step: int = 0
+
+    def __post_init__(self) -> None:
+        self._rows, rest = divmod(self.global_batch, self.batch_ranks)
+        assert rest == 0  # a rule of recipes
+        n_tokens = len(self.corpus.tokens)
+        if n_tokens <= self.seq_len:
             raise DataError(
-                f"data.global_batch = {global_batch} must be a multiple of the {batch_ranks} ranks that hold different "
-                "samples (dp_replicate x dp_shard)"
+                f"corpus {self.corpus.name} has {n_tokens} tokens: too few for data.seq_len = {self.seq_len}, "
+                f"which needs {self.seq_len + 1}; shorten data.seq_len or give more text"
             )
-        if not 0 <= batch_rank < batch_ranks:
-            raise ValueError(f"batch_rank = {batch_rank} is outside 0 ... {batch_ranks - 1}")
-        self._corpus, self._n_samples = corpus, count_samples(corpus, seq_len)
         # A view: sample i is row i, tokens[i * seq_len : i * seq_len + seq_len + 1].
-        self._samples = np.lib.stride_tricks.sliding_window_view(corpus.tokens, seq_len + 1)[::seq_len]
-        # What the order of samples depends on: a checkpoint that was made with another one cannot be continued. With
-        # another packing it can: the samples go on as they were, and a later stage of a training may well change it.
-        self._order = {"seq_len": seq_len, "global_batch": global_batch, "seed": seed}
-        self._rows = global_batch // batch_ranks
-        self._first_row = batch_rank * self._rows
-        self._end = corpus.end_of_document if packing == "documents" else None
-        self._next_step = first_step
+        windows = np.lib.stride_tricks.sliding_window_view(self.corpus.tokens, self.seq_len + 1)
+        self._samples = windows[:: self.seq_len]
         # A DataLoader draws a seed for workers when it starts: a generator of its own leaves torch's global one alone.
         with warnings.catch_warnings():
             # torchdata 0.11 calls it in every constructor; torch 2.13 warns and does nothing.
@@ -122,20 +109,22 @@ class Loader(Dataset[Batch]):
 
     def _steps(self) -> Iterator[int]:
         while True:
-            self._next_step += 1
-            yield self._next_step - 1
+            self.next_step += 1
+            yield self.next_step - 1
 
     def __getitem__(self, step: int) -> Batch:
-        first = step * self._order["global_batch"] + self._first_row
-        numbers = sample_order(self._n_samples, self._order["seed"], first, self._rows)
-        window_BT = torch.from_numpy(self._samples[numbers].astype(np.int64))
-        tokens_BT, labels_BT = window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
-        if self._end is None:
-            return Batch(tokens_BT, labels_BT, torch.arange(tokens_BT.shape[1]).repeat(self._rows, 1))
-        ends_BT = tokens_BT == self._end
+        first = step * self.global_batch + self.batch_rank * self._rows
+        numbers = sample_order(len(self._samples), self.seed, first, self._rows)
+        places = np.concatenate([np.arange(first, first + count) for first, count in self.held or [(0, self.seq_len)]])
+        tokens_BT, labels_BT = (
+            torch.from_numpy(self._samples[numbers[:, None], places + shift].astype(np.int64)) for shift in (0, 1)
+        )
+        if self.packing == "none":
+            return Batch(tokens_BT, labels_BT, torch.from_numpy(places).repeat(self._rows, 1))
+        ends_BT = torch.from_numpy(self._samples[numbers, :-1] == self.corpus.end_of_document)
         documents_BT, positions_BT = number_documents(ends_BT)
-        # Not in place: of one row, tokens and labels are two views of one memory.
-        return Batch(tokens_BT, labels_BT.masked_fill(ends_BT, IGNORE_INDEX), positions_BT, documents_BT)
+        labels_BT = labels_BT.masked_fill_(ends_BT[:, places], IGNORE_INDEX)
+        return Batch(tokens_BT, labels_BT, positions_BT[:, places], documents_BT)
 
     def __iter__(self) -> "Loader":
         return self
@@ -145,22 +134,23 @@ class Loader(Dataset[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """``next_step``, the step of the next batch, ``digest`` of the corpus, and the keys that decide the order."""
-        return {"next_step": self._next_step, "digest": self._corpus.digest, **self._order}
+        order = {key: getattr(self, key) for key in _ORDER}
+        return {"next_step": self.next_step, "digest": self.corpus.digest, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where ``state`` was taken. Raises DataError where that was over other tokens or another order."""
-        if state["digest"] != self._corpus.digest:
+        if state["digest"] != self.corpus.digest:
             raise DataError(
-                f"corpus {self._corpus.name} has digest {self._corpus.digest}, the checkpoint's was {state['digest']}: "
+                f"corpus {self.corpus.name} has digest {self.corpus.digest}, the checkpoint's was {state['digest']}: "
                 "the data has changed since; restore it, or start anew under another run.name"
             )
         changed = [
-            f"data.{key} = {value}, but the checkpoint was made with {state[key]}: samples would be skipped "
-            "or seen twice; set it back, or start anew under another run.name"
-            for key, value in self._order.items()
-            if state[key] != value
+            f"data.{key} = {getattr(self, key)}, but the checkpoint was made with {state[key]}: samples would be "
+            "skipped or seen twice; set it back, or start anew under another run.name"
+            for key in _ORDER
+            if state[key] != getattr(self, key)
         ]
         if changed:
             raise DataError(changed)
         # Without workers the sampler is exactly as far as the batches that were handed out: its state is the loader's.
-        self._next_step = state["next_step"]
+        self.next_step = state["next_step"]

@@ -12,18 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from composer3d.data.corpus import END_OF_DOCUMENT, Corpus
-from composer3d.data.documents import (
-    Document,
-    files_below,
-    files_of,
-    jsonl_documents,
-    refuse_end_of_document,
-    text_documents,
-)
-from composer3d.data.tokens import open_tokens
+from composer3d.data.documents import END_OF_DOCUMENT, Document, documents_of, files_of, refuse_end_of_document
+from composer3d.data.tokens import Corpus, digest_of, open_tokens
 from composer3d.errors import DataError
-from composer3d.recipe.rules import PATHS
 
 # Of the standard library's folders: what is installed beside it, and tests, whose fixtures are no ordinary source.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -51,25 +42,17 @@ def open_corpus(
     """
     if source == "python":
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [root / name for name in _python_files(root, split)]
-        return _gather(text_documents(files), f"python ({split})", root, len(files))
-    key, chosen = ("data.path", path) if split == "train" else ("validation.path", held_out_path)
-    if chosen is None:
-        purpose = "train on" if split == "train" else "validate on"
-        raise DataError(f'{key} is absent: data.source = "{source}" needs {PATHS[source]} to {purpose}')
+        files = files_of(root, ".py", skip=_NOT_LIBRARY)
+        held_out = split == "validation"
+        files = [file for file in files if _is_held_out(file.relative_to(root).as_posix()) == held_out]
+        return _gather(documents_of(files, None), f"python ({split})", root, len(files))
+    chosen = path if split == "train" else held_out_path
+    assert chosen is not None  # a rule of recipes
     root, name = Path(chosen), f"{chosen} ({split})"
-    if not root.exists():
-        raise DataError(f'{key} = "{root}" does not exist; give {PATHS[source]}')
     if source == "tokens":
         return open_tokens(root, name=name)
     files = files_of(root, ".jsonl" if source == "jsonl" else "")
-    documents = jsonl_documents(files, field) if source == "jsonl" else text_documents(files)
-    return _gather(documents, name, root, len(files))
-
-
-def _python_files(root: Path, split: str) -> list[str]:
-    files = files_below(root, lambda folder: folder not in _NOT_LIBRARY)
-    return [name for name in files if name.endswith(".py") and _is_held_out(name) == (split == "validation")]
+    return _gather(documents_of(files, field if source == "jsonl" else None), name, root, len(files))
 
 
 def _is_held_out(name: str) -> bool:
@@ -81,16 +64,11 @@ def _is_held_out(name: str) -> bool:
 def _gather(documents: Iterable[Document], name: str, root: Path, n_files: int) -> Corpus:
     """The documents as bytes in memory. ``root`` and ``n_files`` say where they were sought."""
     buffer = bytearray()
-    n_documents = 0
     for document in documents:
         refuse_end_of_document(document)
-        buffer += document.text
-        buffer.append(END_OF_DOCUMENT)
-        n_documents += 1
-    if not n_documents:
+        buffer += document.text + bytes([END_OF_DOCUMENT])
+    if not buffer:
         what = f"all {n_files} files are empty" if n_files else "no files found"
         raise DataError(f"{root}: no text for corpus {name}: {what}; give a path that holds text")
-    tokens = np.frombuffer(buffer, dtype=np.uint8)
-    tokens.flags.writeable = False
-    digest = hashlib.blake2b(buffer, digest_size=16).hexdigest()
-    return Corpus(tokens=tokens, end_of_document=END_OF_DOCUMENT, digest=digest, n_documents=n_documents, name=name)
+    tokens = np.frombuffer(memoryview(buffer).toreadonly(), dtype=np.uint8)
+    return Corpus(tokens, END_OF_DOCUMENT, digest_of(buffer), buffer.count(END_OF_DOCUMENT), name)

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from composer3d.data.corpus import END_OF_DOCUMENT, VOCAB_SIZE
-from composer3d.data.documents import Document, refuse_end_of_document
-from composer3d.data.tokens import digest_of
+from composer3d.data.documents import END_OF_DOCUMENT, Document, refuse_end_of_document
 from composer3d.errors import DataError
 from composer3d.recipe.values import either
 
@@ -23,13 +21,12 @@ class Tokenizer:
     """Bytes as they are, and the form of all others.
 
     ``vocab``: above every token. ``end``: the token after each document, which no text holds. ``dtype`` of the tokens:
-    the smaller of little-endian uint16 and uint32 that holds ``vocab``. ``digest`` and ``content`` are of the
-    ``tokenizer.json``, None for bytes.
+    the smaller of little-endian uint16 and uint32 that holds ``vocab``. ``content`` of the ``tokenizer.json``, None for
+    bytes.
     """
 
-    name, vocab, end = "bytes", VOCAB_SIZE, END_OF_DOCUMENT
+    name, vocab, end = "bytes", 256, END_OF_DOCUMENT
     dtype: np.dtype[Any] = np.dtype("<u2")
-    digest: str | None = None
     content: bytes | None = None
 
     def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
@@ -66,8 +63,7 @@ class _FromFile(Tokenizer):
             content = Path(path).read_bytes()
             coder = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # tokenizers raises plain ones
-            reason = getattr(error, "strerror", None) or str(error)
-            raise DataError(f"--tokenizer {path}: {reason}; give bytes, or the path of a tokenizer.json") from None
+            raise DataError(f"--tokenizer {path}: {error}; give bytes, or the path of a tokenizer.json") from None
         coder.no_truncation()
         coder.no_padding()
         coder.encode_special_tokens = True  # "</s>" in a text is text: only prepare ends a document
@@ -81,7 +77,7 @@ class _FromFile(Tokenizer):
         self.vocab = max(known.values()) + 1  # not their number: ids may have gaps
         self.end = known[self.end_name]
         self.dtype = np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
-        self.content, self.digest, self._coder = content, digest_of(content), coder
+        self.content, self._coder = content, coder
 
     def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
         texts = list(map(_decoded, documents))
@@ -90,24 +86,21 @@ class _FromFile(Tokenizer):
         except Exception as error:  # tokenizers raises plain ones, and does not say for which text
             place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
             raise DataError(f"{place}: {error}; give one that can represent all text") from None
-        # Each at once: a list of Python's numbers takes 10 times the memory of an array.
-        parts = [np.array([*encoding.ids, self.end], dtype=self.dtype) for encoding in encodings]
-        for document, text, part in zip(documents, texts, parts, strict=True):
+        parts = []
+        for document, text, encoding in zip(documents, texts, encodings, strict=True):
+            part = np.array([*encoding.ids, self.end], dtype=self.dtype)
             if len(part) == 1 and not text.isspace():
                 raise DataError(
                     f"{document.place}: no character of it has a token in {self.name}; "
                     "take the document away, or give a tokenizer that can represent it"
                 )
-        array, lengths = np.concatenate(parts), np.array(list(map(len, parts)), dtype=np.int64)
-        ends_at = np.flatnonzero(array == self.end)
-        if len(ends_at) > len(documents):
-            stops = np.cumsum(lengths) - 1
-            row = int(np.searchsorted(stops, np.setdiff1d(ends_at, stops)[0]))
-            raise DataError(
-                f"{documents[row].place}: its tokens hold {self.end_name}, which would end a document there; "
-                "name another token with --eod, or take the document away"
-            )
-        return array, lengths
+            if self.end in part[:-1]:
+                raise DataError(
+                    f"{document.place}: its tokens hold {self.end_name}, which would end a document there; "
+                    "name another token with --eod, or take the document away"
+                )
+            parts.append(part)
+        return np.concatenate(parts), np.array(list(map(len, parts)), dtype=np.int64)
 
 
 def _decoded(document: Document) -> str:

@@ -9,12 +9,12 @@
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from composer3d.data.corpus import Corpus
 from composer3d.errors import DataError
 
 MANIFEST = "tokens.json"
@@ -23,7 +23,18 @@ _CHUNK_BYTES = 64 << 20  # a digest for each, so that the ranks of a node can sh
 _AGAIN = "make the folder again with composer3d prepare"
 
 
-def digest_of(data: bytes) -> str:
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """All tokens of one split; each document is followed by one end-of-document token, which stands nowhere else."""
+
+    tokens: np.ndarray  # 1-D, read-only: uint8 in memory, or little-endian uint16 or uint32 in a memory-mapped file
+    end_of_document: int
+    digest: str  # hexadecimal, of the tokens; two corpora with one digest hold the same tokens
+    n_documents: int
+    name: str  # says in messages which corpus this is
+
+
+def digest_of(data: bytes | bytearray) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -39,7 +50,8 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
         digests = [_digest_of_chunk(file, number) for number in range(-(-size // _CHUNK_BYTES))]
         files[file.name] = {"bytes": size, "digests": digests}
     manifest = {"format": "composer3d tokens", "version": _VERSION, **facts, "files": files}
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "digest": _digest_of_manifest(manifest)}, indent=1) + "\n")
+    manifest["digest"] = _digest_of_manifest(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     sync(folder / MANIFEST)
     sync(folder)
 
@@ -72,35 +84,32 @@ def open_tokens(folder: Path, *, name: str) -> Corpus:
     manifest = _read_manifest(folder)
     files: dict[str, dict[str, Any]] = manifest["files"]
     chunks: list[tuple[Path, int, str]] = []
-    for file, entry in ((folder / name, entry) for name, entry in files.items()):
-        size = file.stat().st_size if file.is_file() else -1
-        if size != entry["bytes"]:
-            found = "is missing" if size < 0 else f"has {size} bytes, but {MANIFEST} says {entry['bytes']}"
-            raise DataError(f"{file} {found}; {_AGAIN}")
-        chunks += [(file, number, digest) for number, digest in enumerate(entry["digests"])]
+    for file, entry in files.items():
+        path = folder / file
+        found, wanted = f"has {path.stat().st_size} bytes" if path.is_file() else "is missing", entry["bytes"]
+        if found != f"has {wanted} bytes":
+            raise DataError(f"{path} {found}, but {MANIFEST} says {wanted} bytes; {_AGAIN}")
+        chunks += [(path, number, digest) for number, digest in enumerate(entry["digests"])]
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    for file, number, digest in chunks[int(os.environ.get("LOCAL_RANK", "0")) % ranks :: ranks]:
-        if _digest_of_chunk(file, number) != digest:
+    for path, number, digest in chunks[int(os.environ.get("LOCAL_RANK", "0")) % ranks :: ranks]:
+        if _digest_of_chunk(path, number) != digest:
             place = f"between bytes {number * _CHUNK_BYTES} and {(number + 1) * _CHUNK_BYTES}"
-            raise DataError(f"{file} is damaged {place}: their digest is not that of {MANIFEST}; {_AGAIN}")
+            raise DataError(f"{path} is damaged {place}: their digest is not that of {MANIFEST}; {_AGAIN}")
     tokens = np.memmap(folder / "tokens.bin", dtype=np.dtype(manifest["dtype"]).newbyteorder("<"), mode="r")
     digest = digest_of("".join(files["tokens.bin"]["digests"]).encode())
-    end, count = manifest["end_of_document"], manifest["documents"]
-    return Corpus(tokens=tokens, end_of_document=end, digest=digest, n_documents=count, name=name)
+    return Corpus(tokens, manifest["end_of_document"], digest, manifest["documents"], name)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        if manifest["version"] != _VERSION:
+            raise ValueError(f"it has version {manifest['version']}, this composer3d reads {_VERSION}")
+        if manifest.pop("digest") != _digest_of_manifest(manifest):
+            raise ValueError("it does not have its own digest")
+        return manifest
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{folder} has no {MANIFEST}; give a folder that composer3d prepare made") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}; {_AGAIN}") from None
-    if not isinstance(manifest, dict) or not {"version", "digest"} <= manifest.keys():
-        raise DataError(f"{path} is none of composer3d prepare's: it lacks version and digest; {_AGAIN}")
-    if manifest["version"] != _VERSION:
-        raise DataError(f"{path} has version {manifest['version']}, this composer3d reads {_VERSION}; {_AGAIN}")
-    if manifest.pop("digest") != _digest_of_manifest(manifest):
-        raise DataError(f"{path} is damaged: it does not have its own digest; {_AGAIN}")
-    return manifest
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be used ({type(error).__name__}: {error}); {_AGAIN}") from None

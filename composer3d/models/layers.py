@@ -5,8 +5,6 @@ Shapes are in the names: B batch, T sequence, C model width, H query heads, K ke
 
 import math
 from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,35 +26,25 @@ class Decoder(nn.Module):
     last: nn.Module
 
 
-class Rope(NamedTuple):
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), its long wavelengths stretched as in Llama 3.1.
+def rope_table(shape: ModelShape, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of ``dtype``, each (B, T, 1, D), as ``rotate`` takes them: the first half of sin is negated.
 
-    A pair of numbers turns by theta^(-2i/D) a position. Where it turns fewer than ``low_freq`` times in the ``context``
-    that the model had before, it turns ``factor`` times slower; from ``high_freq`` turns on as before; between them by
-    a mean of both. Hugging Face calls it ``rope_type`` "llama3".
+    Rotary position embedding (Su et al. 2021, arXiv 2104.09864), its long wavelengths stretched as in Llama 3.1: a pair
+    of numbers turns by theta^(-2i/D) a position. Where it turns fewer than ``rope_low_freq`` times in ``rope_context``,
+    which the model had before, it turns ``rope_factor`` times slower; from ``rope_high_freq`` turns on as before;
+    between them by a mean of both. Hugging Face calls it ``rope_type`` "llama3".
+
+    Angles are computed in float32 or wider: bfloat16 cannot tell positions above 256 apart.
     """
-
-    width: int  # D
-    theta: float
-    factor: float = 1.0
-    low_freq: float = 1.0
-    high_freq: float = 4.0
-    context: int = 8192
-
-    def table(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of ``dtype``, each (B, T, 1, D), as ``rotate`` takes them: the first half of sin is negated.
-
-        Angles are computed in float32 or wider: bfloat16 cannot tell positions above 256 apart.
-        """
-        half, wide = self.width // 2, torch.promote_types(dtype, torch.float32)
-        speed_D = self.theta ** (-torch.arange(half, device=positions_BT.device, dtype=wide) / half)
-        if self.factor != 1:
-            turns_D = speed_D * (self.context / (2 * math.pi))
-            kept_D = ((turns_D - self.low_freq) / (self.high_freq - self.low_freq)).clamp(0, 1)
-            speed_D = speed_D * (kept_D + (1 - kept_D) / self.factor)
-        angle_BT1D = positions_BT.to(wide)[:, :, None, None] * speed_D
-        cos, sin = angle_BT1D.cos().to(dtype), angle_BT1D.sin().to(dtype)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    half, wide = shape.head_width // 2, torch.promote_types(dtype, torch.float32)
+    speed_D = shape.rope_theta ** (-torch.arange(half, device=positions_BT.device, dtype=wide) / half)
+    if shape.rope_factor != 1:
+        low, turns_D = shape.rope_low_freq, speed_D * (shape.rope_context / (2 * math.pi))
+        kept_D = ((turns_D - low) / (shape.rope_high_freq - low)).clamp(0, 1)
+        speed_D = speed_D * (kept_D + (1 - kept_D) / shape.rope_factor)
+    angle_BT1D = positions_BT.to(wide)[:, :, None, None] * speed_D
+    cos, sin = angle_BT1D.cos().to(dtype), angle_BT1D.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class Seq:
@@ -70,30 +58,16 @@ class Seq:
     def __init__(self, positions_BT: Tensor, documents_BT: Tensor | None = None) -> None:
         self.positions_BT = positions_BT
         self.documents_BT = documents_BT
-        self._tables: dict[tuple[Rope, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._biases: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._tables: dict[tuple[ModelShape, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def table(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``rope.table`` of these positions, computed for the first block that asks.
+    def table(self, shape: ModelShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``rope_table`` of these positions, computed for the first block that asks.
 
         No gradient flows through it, so a block that is checkpointed saves alike when it runs again and finds it here.
         """
-        if (rope, dtype) not in self._tables:
-            self._tables[rope, dtype] = rope.table(self.positions_BT, dtype)
-        return self._tables[rope, dtype]
-
-    def bias(self, window: int, dtype: torch.dtype) -> Tensor:
-        """``bias_of`` the keys that a query sees of its document: (B, 1, T, T), as many numbers as one head has scores.
-
-        Of ``dtype``, and not booleans: SDPA would make this of those in each block anew, and keep it for backward.
-        """
-        if (window, dtype) not in self._biases:
-            assert self.documents_BT is not None
-            seen_B1TT = (self.documents_BT[:, None, :, None] == self.documents_BT[:, None, None, :]).tril()
-            if window:
-                seen_B1TT = seen_B1TT.triu(1 - window)
-            self._biases[window, dtype] = bias_of(seen_B1TT, dtype)
-        return self._biases[window, dtype]
+        if (shape, dtype) not in self._tables:
+            self._tables[shape, dtype] = rope_table(shape, self.positions_BT, dtype)
+        return self._tables[shape, dtype]
 
 
 def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,7 +76,7 @@ def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rotate(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]), the half-split form of Hugging Face, by a ``Rope.table``."""
+    """Turn the pairs (x[i], x[i + D/2]), the half-split form of Hugging Face, by a ``rope_table``."""
     cos_BT1D, sin_BT1D = table
     return torch.addcmul(x_BTHD * cos_BT1D, x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1), sin_BT1D)
 
@@ -117,24 +91,21 @@ def attend_sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: Seq, win
     own place in the row and those at ``window`` - 1 places before it, 0: at all before it, where they are of its own
     document.
     """
-    length = q_BHTD.shape[2]
-    if seq.documents_BT is not None:
-        return _sdpa(q_BHTD, k_BKTD, v_BKTD, seq.bias(window, q_BHTD.dtype))
-    if not 0 < window < length:
-        return _sdpa(q_BHTD, k_BKTD, v_BKTD)
-    # Chunks of a window each see themselves and the one before them, so that no T x T scores are made. The first has
-    # none before it; the others are rows of one batch.
-    first = _sdpa(*(x[:, :, :window] for x in (q_BHTD, k_BKTD, v_BKTD)))
-    chunks, spare = -(-length // window), -length % window
-    q, k, v = (F.pad(x, (0, 0, 0, spare)) if spare else x for x in (q_BHTD, k_BKTD, v_BKTD))
-    q = q[:, :, window:].unflatten(2, (chunks - 1, window)).transpose(1, 2).flatten(0, 1)
-    k, v = (x.unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))
-    seen = torch.ones(window, 2 * window, dtype=torch.bool, device=q.device).triu(1).tril(window)
-    rest = _sdpa(q, k, v, seen).unflatten(0, (-1, chunks - 1)).transpose(1, 2).flatten(2, 3)
-    return torch.cat((first, rest[:, :, : length - window]), dim=2)
+    length, documents_BT = q_BHTD.shape[2], seq.documents_BT
+    if documents_BT is None and not 0 < window < length:
+        return sdpa(q_BHTD, k_BKTD, v_BKTD)
+    seen = torch.ones(length, length, dtype=torch.bool, device=q_BHTD.device).tril()
+    if window:
+        seen = seen.triu(1 - window)
+    if documents_BT is not None:
+        seen = seen & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :]).to(seen.device)
+    return sdpa(q_BHTD, k_BKTD, v_BKTD, bias_of(seen, q_BHTD.dtype), is_causal=False)
 
 
-def _sdpa(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None = None) -> Tensor:
+def sdpa(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None = None, *, is_causal: bool = True
+) -> Tensor:
+    """torch's attention of grouped heads, with a kernel that does not build all scores where there is one."""
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     flash = mask is None and q_BHTD.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and q_BHTD.is_cuda and not flash:
@@ -143,15 +114,8 @@ def _sdpa(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None = 
         k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
         groups = 1
     return F.scaled_dot_product_attention(
-        q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1
+        q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=is_causal, enable_gqa=groups > 1
     )
-
-
-@cache
-def _rope(shape: ModelShape) -> Rope:
-    """One object for all blocks: a compiled block tells the keys of what they share by identity."""
-    stretch = (shape.rope_factor, shape.rope_low_freq, shape.rope_high_freq, shape.rope_context)
-    return Rope(shape.head_width, shape.rope_theta, *stretch)
 
 
 class Attention(nn.Module):
@@ -164,8 +128,7 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         width, bias = shape.head_width, shape.qkv_bias
-        self.rope = _rope(shape)
-        self.window = shape.window
+        self.shape = shape  # one object for all blocks: a compiled block tells the keys of what they share by identity
         self.wq = nn.Linear(shape.dim, shape.n_heads * width, bias=bias)
         self.wk = nn.Linear(shape.dim, shape.n_kv_heads * width, bias=bias)
         self.wv = nn.Linear(shape.dim, shape.n_kv_heads * width, bias=bias)
@@ -176,16 +139,16 @@ class Attention(nn.Module):
 
     def prepare(self, seq: Seq, dtype: torch.dtype) -> None:
         """Have ``seq`` hold what ``forward`` will ask of it, for a compiled block: it reads what blocks share alone."""
-        seq.table(self.rope, dtype)
-        if seq.documents_BT is not None and self.attend is attend_sdpa:
-            seq.bias(self.window, dtype)
+        seq.table(self.shape, dtype)
 
     def forward(self, x_BTC: Tensor, *, seq: Seq) -> Tensor:
         # Heads are counted from what the projections return: under tensor parallelism that is this rank's share.
-        q, k, v = (w(x_BTC).unflatten(-1, (-1, self.rope.width)) for w in (self.wq, self.wk, self.wv))
-        table = seq.table(self.rope, q.dtype)
+        q, k, v = (w(x_BTC).unflatten(-1, (-1, self.shape.head_width)) for w in (self.wq, self.wk, self.wv))
+        table = seq.table(self.shape, q.dtype)
         q, k = rotate(self.q_norm(q), table), rotate(self.k_norm(k), table)
-        out_BHTD = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq=seq, window=self.window)
+        out_BHTD = self.attend(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq=seq, window=self.shape.window
+        )
         return self.wo(out_BHTD.transpose(1, 2).flatten(2))
 
 

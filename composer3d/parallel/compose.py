@@ -67,8 +67,7 @@ def compose(
             tp.apply(module, plan, mesh.tp, parallel)
             tie(module, ties)
         # 3. Context parallelism replaces what a block calls to attend, and nothing else.
-        if mesh.cp_group is not None:
-            cp.apply(module, plan, mesh.cp_group)
+        cp.apply(module, plan, mesh.cp_group, parallel)
         # 4. Checkpointing wraps what a block computes by now, so that backward repeats just that.
         ac.apply(module.blocks.values(), plan, memory)
         # 5. Compilation makes one graph of all this, which FSDP's hooks, coming after, cannot break.

@@ -1,16 +1,20 @@
-"""Context parallelism: causal attention of one sequence over several ranks, key-values travelling round a ring.
+"""Context parallelism: attention of one sequence that lies over several ranks, in one of three ways.
 
-Liu et al. 2023 (Ring Attention, arXiv 2310.01889). A causal mask would leave the first ranks idle; the balanced order
-is the zigzag of ring-flash-attention, after Brandon et al. 2023 (Striped Attention, arXiv 2311.09431): the sequence is
-2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r, one after the other. Its own block is causal; of the key-values
-of an earlier rank all its queries see the first chunk, and of a later rank its second chunk of queries sees all. So
-each step costs every rank the same, and no block is computed that the mask hides.
+- ring: key-values travel round a ring, the next ones while a block is computed. Liu et al. 2023 (Ring Attention,
+  arXiv 2310.01889).
+- allgather: every rank gets all key-values at once. Llama 3 (arXiv 2407.21783, section 3.3.2).
+- ulysses: queries, keys and values change from a part of the sequence of all heads to the whole sequence of a part of
+  the heads, and the output changes back. Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509).
+
+Which parts of a sequence a rank holds, and so the balance of causal work: ``tiles``. Nothing that is hidden is
+computed, and no mask of a whole block is built.
 
 Shapes: T is the whole sequence and n = T / cp the local one; queries (B, H, n, D), key-values (B, K, n, D), rotated by
-their positions in the whole and not yet repeated for grouped queries. Bytes are what one rank sends; KV is what its
-own keys and values take, dKV the same in float32 (float64 for float64).
+their positions in the whole and not yet repeated for grouped queries. Bytes are what one rank sends; Q is what its own
+queries take, KV its keys and values, dKV the same in float32 (float64 for float64).
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,112 +23,174 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from composer3d.errors import PlanError
-from composer3d.models.layers import Attend, Seq
+from composer3d.models.layers import Attend, Seq, sdpa
 from composer3d.parallel import kernels
 from composer3d.parallel.plan import Plan
+from composer3d.parallel.tiles import Tile, spans, starts_of, tiles
+from composer3d.recipe.schema import ParallelTable
+
+METHODS = ("ring", "allgather", "ulysses")
 
 
-def shard_sequence(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of ``x``, which all ranks hold whole: chunks r and 2 cp - 1 - r of ``dim``. No collective."""
-    return _part(x, dim, group.rank(), group.size())
+def shard_sequence(x: Tensor, dim: int, group: dist.ProcessGroup, *, balanced: bool = True, fill: float = 0) -> Tensor:
+    """This rank's part of ``x``, which all ranks hold whole. No collective.
 
-
-def _part(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    assert x.shape[dim] % (2 * size) == 0, f"{x.shape[dim]} tokens do not divide into {2 * size} chunks"
-    parts = x.chunk(2 * size, dim)
-    return torch.cat((parts[rank], parts[2 * size - 1 - rank]), dim)
-
-
-def unshard_sequence(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The whole of which every rank holds its zigzag part: the inverse of ``shard_sequence``. No gradient.
-
-    Collectives: one all-gather; (cp-1) times the bytes of ``x``.
+    Where ``dim`` does not divide, ``fill`` is appended to it: no causal query before that sees it.
     """
+    spare = -x.shape[dim] % (group.size() * (2 if balanced else 1))
+    if spare:
+        x = torch.cat((x, torch.full_like(x.narrow(dim, 0, 1), fill).repeat_interleave(spare, dim)), dim)
+    return _part(x, dim, group.rank(), group.size(), balanced)
+
+
+def unshard_sequence(
+    x: Tensor, dim: int, group: dist.ProcessGroup, *, balanced: bool = True, length: int | None = None
+) -> Tensor:
+    """The whole of which every rank holds a part: undoes ``shard_sequence``; ``length``: without what was appended.
+
+    No gradient. Collectives: one all-gather; (cp-1) times the bytes of ``x``.
+    """
+    return _join(_gather(x.detach(), group), dim, balanced).narrow(dim, 0, length or x.shape[dim] * group.size())
+
+
+def _part(x: Tensor, dim: int, rank: int, size: int, balanced: bool) -> Tensor:
+    held = spans(rank, size, x.shape[dim] // size, balanced)
+    return torch.cat([x.narrow(dim, first, count) for _, first, count in held], dim)
+
+
+def cut(x: Tensor, dim: int, size: int, balanced: bool) -> Tensor:
+    """(size, ...): the parts of all ranks."""
+    return torch.stack([_part(x, dim, rank, size, balanced) for rank in range(size)])
+
+
+def _join(parts: Tensor, dim: int, balanced: bool) -> Tensor:
+    """The whole from the parts of all ranks: undoes ``cut``."""
+    chunks = [chunk for part in parts for chunk in (part.chunk(2, dim) if balanced else (part,))]
+    return torch.cat((*chunks[::2], *chunks[::-2]) if balanced else chunks, dim)
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = x.new_empty((group.size(), *x.shape))
     dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
-    first, second = zip(*(part.chunk(2, dim) for part in parts), strict=True)
-    return torch.cat((*first, *reversed(second)), dim)
+    return parts
 
 
-def apply(stage: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
-    """Put ring attention into the seam of every module of ``stage`` that the plan says attends across tokens."""
-    if plan.attend is None:
+def apply(stage: nn.Module, plan: Plan, group: dist.ProcessGroup | None, parallel: ParallelTable) -> None:
+    """Put attention over ``group``, or of packed documents on one rank, into the seam of every module that attends."""
+    if plan.attend is None and group is not None:
         raise PlanError("the plan names no module that attends, which context parallelism needs; use mesh.cp = 1")
     for name, module in stage.named_modules():
         if plan.attends(name):
-            module.attend = ring_attend(group)
+            module.attend = attend_over(group, parallel.cp_method, balanced=parallel.cp_balance == "zigzag")
 
 
-def ring_attend(group: dist.ProcessGroup) -> Attend:
-    """The ``attend`` seam of a block over ``group``: ``ring_attention`` of sequences without a window."""
+def attend_over(group: dist.ProcessGroup | None, method: str = "ring", *, balanced: bool = True) -> Attend:
+    """The ``attend`` seam of a block over ``group``; None: of one rank that holds whole sequences."""
 
     def attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: Seq, window: int) -> Tensor:
-        tokens = q_BHTD.shape[2] * group.size()
-        assert window == 0 or window >= tokens, f"a ring sees all {tokens} tokens, not a window of {window}"
-        return ring_attention(q_BHTD, k_BKTD, v_BKTD, group=group, documents_BT=seq.documents_BT)
+        how: dict[str, Any] = {"window": window, "method": method, "balanced": balanced}
+        return ring_attention(q_BHTD, k_BKTD, v_BKTD, group=group, document_ids=seq.documents_BT, **how)
 
     return attend
 
 
 def ring_attention(
-    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, group: dist.ProcessGroup, documents_BT: Tensor | None = None
+    q_BHTD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    causal: bool = True,
+    document_ids: Tensor | None = None,
+    window: int = 0,
+    method: str = "ring",
+    balanced: bool = True,
 ) -> Tensor:
-    """Causal attention of the whole sequence that lies over ``group`` in zigzag order; this rank's part (B, H, n, D).
+    """Attention of the whole sequence of which every rank of ``group`` holds its part; this rank's part (B, H, n, D).
 
-    With ``documents_BT``, integers (B, T), the same on all ranks, a query sees the keys of its own document alone: each
-    block is masked, with n x n booleans; all are computed and sent, seen or not, so that ranks stay in step.
+    Args:
+        q_BHTD, k_BKTD, v_BKTD: (B, H, n, D), (B, K, n, D) and the same: what ``shard_sequence(..., 2, group)`` gives of
+            the whole; of one dtype, the last dimension contiguous; head h reads key-value head h // (H / K).
+        group: None is one rank with whole sequences.
+        causal: a query sees the keys up to its own; else all.
+        document_ids: integers (B, T), of the whole sequence, the same on all ranks, best on the CPU; a document is a
+            run of one number, and a query sees the keys of its own alone.
+        window: a causal query sees its own key and ``window`` - 1 before it; 0: all before it.
+        method: "ring", "allgather" or "ulysses"; all compute the same.
+        balanced: whether parts are in zigzag order.
 
-    The three are of one dtype with a contiguous last dimension; n is even. Bytes sent to the next rank while blocks are
-    computed: forward (cp-1) KV; backward (cp-1) KV and (cp-1) dKV. It is the operator ``composer3d::ring_attention``,
-    which selective checkpointing can save; kept for backward are q, k, v, the output and its logsumexp (B, H, n).
+    Collectives and bytes sent. ring: forward (cp-1) KV, backward (cp-1) KV and (cp-1) dKV, to the next rank while
+    blocks are computed. allgather: forward (cp-1) KV, backward (cp-1) KV and (cp-1) dKV. ulysses: (cp-1)/cp (2 Q + KV)
+    each way.
+
+    The first two are the operator ``composer3d::ring_attention``, which selective checkpointing can save; kept for
+    backward are q, k, v, the output and its logsumexp (B, H, n). Raises ValueError where heads or tokens do not divide.
     """
-    return _ring_forward(q_BHTD, k_BKTD, v_BKTD, documents_BT, group.group_name)[0]
+    q, k, v, size = q_BHTD, k_BKTD, v_BKTD, 1 if group is None else group.size()
+    if method not in METHODS:
+        raise ValueError(f'method is "ring", "allgather" or "ulysses", not "{method}"')
+    if balanced and size > 1 and q.shape[2] % 2:
+        raise ValueError(f"{q.shape[2]} tokens a rank are no two chunks; cut the whole with shard_sequence")
+    if document_ids is not None and document_ids.shape != (q.shape[0], q.shape[2] * size):
+        raise ValueError(f"document_ids are {tuple(document_ids.shape)}, must be {(q.shape[0], q.shape[2] * size)}")
+    window = -1 if not causal else window if window < q.shape[2] * size else 0
+    if size == 1 and document_ids is None and window <= 0:
+        return sdpa(q, k, v, is_causal=causal)
+    if group is None or size == 1 or method != "ulysses":
+        kind = f"{method} {'zigzag' if balanced else 'contiguous'}"
+        name = "" if group is None or size == 1 else group.group_name
+        return _forward(q, k, v, document_ids, window, kind, name)[0]
+    if q.shape[1] % size or k.shape[1] % size:
+        raise ValueError(f"ulysses cuts {q.shape[1]} query and {k.shape[1]} key-value heads over {size} ranks")
+    parts = torch.cat([x.unflatten(1, (size, -1)) for x in (q, k, v)], 2).movedim(1, 0)
+    whole = _join(_exchange(parts.contiguous(), group.group_name), 2, balanced)
+    q, k, v = whole.split([x.shape[1] // size for x in (q, k, v)], 1)
+    out = ring_attention(q, k, v, group=None, causal=causal, document_ids=document_ids, window=max(window, 0))
+    return _exchange(cut(out, 2, size, balanced), group.group_name).movedim(0, 1).flatten(1, 2)
 
 
-class _Hop:
-    """A message on its way to the next rank, and one like it from the previous rank, until ``arrived``."""
-
-    def __init__(self, message: Tensor, group: dist.ProcessGroup) -> None:
-        rank, size = group.rank(), group.size()
-        self._incoming = torch.empty_like(message)
-        ops = [
-            dist.P2POp(dist.isend, message, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, self._incoming, group=group, group_peer=(rank - 1) % size),
-        ]
-        # One batch: were they posted apart, two ranks of NCCL could each wait in a send for the other's receive.
-        self._works: list[dist.Work] | None = dist.batch_isend_irecv(ops)
-
-    def arrived(self) -> Tensor:
-        """Wait, once, until the message has left and the other has come; the other."""
-        assert self._works is not None, "a hop is waited for once"
-        works, self._works = self._works, None
-        for work in works:
-            work.wait()
-        return self._incoming
+@torch.library.custom_op("composer3d::all_to_all", mutates_args=())
+def _exchange(x: Tensor, group_name: str) -> Tensor:
+    """(size, ...): part r of this rank becomes part ``rank`` of rank r."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=_resolve_process_group(GroupName(group_name)))
+    return out
 
 
-def _pair(rank: int, source: int, half: int) -> tuple[slice, slice]:
-    """Which of the queries of ``rank`` see which of the key-values of ``source``; where they are one, causally."""
-    if source == rank:
-        return slice(None), slice(None)
-    return (slice(None), slice(half)) if source < rank else (slice(half, None), slice(None))
+_exchange.register_fake(lambda x, group_name: torch.empty_like(x, memory_format=torch.contiguous_format))
+_exchange.register_autograd(
+    lambda ctx, grad: (_exchange(grad, ctx.group_name), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "group_name", inputs[1]),
+)
 
 
-def _seen(documents: Tensor | None, rank: int, source: int, size: int) -> Tensor | None:
-    """(B, 1, queries, keys): which keys of ``source`` those queries of ``rank`` see, of the block that is ``_pair``."""
-    if documents is None:
-        return None
-    queries, keys = _pair(rank, source, documents.shape[1] // size // 2)
-    of_query, of_key = _part(documents, 1, rank, size)[:, queries], _part(documents, 1, source, size)[:, keys]
-    same = of_query[:, None, :, None] == of_key[:, None, None, :]
-    return same.tril() if source == rank else same
+def _hop(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Send ``message`` to the next rank. What is returned waits, once, until it has left, and gives what came."""
+    rank, size, incoming = group.rank(), group.size(), torch.empty_like(message)
+    ops = [
+        dist.P2POp(dist.isend, message, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % size),
+    ]
+    # One batch: were they posted apart, two ranks of NCCL could each wait in a send for the other's receive.
+    works = dist.batch_isend_irecv(ops)
+
+    def arrived() -> Tensor:
+        assert works, "a hop is waited for once"
+        while works:
+            works.pop(0).wait()
+        return incoming
+
+    return arrived
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Take one more block of keys into ``out`` and ``lse``, in place; no exponential here can overflow."""
+    """Take one more block of keys into ``out`` and ``lse``, in place; no exponential here can overflow.
+
+    At first ``lse`` is minus infinity: the block is then all there is.
+    """
     weight = torch.sigmoid(block_lse - lse)[..., None]
     out.sub_(weight * (out - block_out))
-    lse.sub_(torch.nn.functional.logsigmoid(lse - block_lse))
+    lse.copy_(torch.logaddexp(lse, block_lse))
 
 
 def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,76 +198,97 @@ def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-@torch.library.custom_op("composer3d::ring_attention", mutates_args=())
-def _ring_forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_name: str) -> tuple[Tensor, Tensor]:
-    group = _resolve_process_group(GroupName(group_name))
-    rank, size, half = group.rank(), group.size(), q.shape[2] // 2
-    kv = torch.stack((k, v))
-    for step in range(size):
-        hop = _Hop(kv, group) if step < size - 1 else None
+def _visits(
+    q: Tensor, own: Tensor, documents: Tensor | None, window: int, kind: str, group_name: str, *, own_last: bool
+) -> Iterator[tuple[int | None, Tensor, tuple[Tile, ...]]]:
+    """Key-values (2, B, K, S, D) as they come to this rank, and what its queries see of them; the next are on the way.
+
+    First whose they are: a rank, or None for those of all ranks at once, as they follow each other in the sequence.
+    """
+    group = _resolve_process_group(GroupName(group_name)) if group_name else None
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    method, _, order = kind.partition(" ")
+    n, balanced, starts = q.shape[2], order == "zigzag", starts_of(documents)
+    mine = spans(rank, size, n, balanced)
+    if method == "allgather" and group is not None:
+        kv, whole = _join(_gather(own, group), 3, balanced), spans(0, 1, n * size, balanced)
+        yield None, kv, tiles(mine, whole, starts, window, q.device)
+        return
+    coming = None if group is None else _hop(own, group)
+    for step in (*range(1, size), 0) if own_last else range(size):
+        kv = own if coming is None or step == 0 else coming()
+        if group is not None and 0 < step < size - 1:
+            coming = _hop(kv, group)
         source = (rank - step) % size
-        queries, keys = _pair(rank, source, half)
-        seen = _seen(documents, rank, source, size)
-        block = kernels.attend_block(q[:, :, queries], *kv[:, :, :, keys], causal=step == 0, seen=seen)
-        if step == 0:  # a query sees itself here: its logsumexp is finite, and with it all that follow
-            out, lse = block[0].to(kernels.wide(q.dtype)), block[1]
-        else:
-            _merge(out[:, :, queries], lse[:, :, queries], *block)
-        if hop is not None:
-            kv = hop.arrived()
-    return _copy(out, q.dtype), lse.contiguous()
+        yield source, kv, tiles(mine, spans(source, size, n, balanced), starts, window, q.device)
+
+
+@torch.library.custom_op("composer3d::ring_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, kind: str, group_name: str
+) -> tuple[Tensor, Tensor]:
+    """``group_name``: of two ranks or more; empty: this rank holds whole sequences."""
+    wide = kernels.wide(q.dtype)
+    out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    for _, kv, found in _visits(q, torch.stack((k, v)), documents, window, kind, group_name, own_last=False):
+        for rows, queries, keys, causal, seen in found:
+            block = kernels.attend_block(q[rows, :, queries], *kv[:, rows, :, keys], causal=causal, seen=seen)
+            _merge(out[rows, :, queries], lse[rows, :, queries], *block)
+    return _copy(out, q.dtype), lse
 
 
 @torch.library.custom_op("composer3d::ring_attention_backward", mutates_args=())
-def _ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, group_name: str
+def _backward(
+    grad: Tensor, kept: Sequence[Tensor], documents: Tensor | None, window: int, kind: str, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Key-values travel again, and behind them the sum of their gradients, which the last hop brings home."""
-    group = _resolve_process_group(GroupName(group_name))
-    rank, size, half = group.rank(), group.size(), q.shape[2] // 2
-    wide, grad = kernels.wide(q.dtype), _copy(grad, q.dtype)
-    own = kv = torch.stack((k, v))
+    """Key-values travel again, and behind them the sum of their gradients, which the last hop brings home.
+
+    ``kept``: q, k, v, and of the whole rows the output and logsumexp.
+    """
+    q, k, v, out, lse = kept
+    group = _resolve_process_group(GroupName(group_name)) if group_name else None
+    grad, wide = _copy(grad, q.dtype), kernels.wide(q.dtype)
     dq = torch.zeros_like(q, dtype=wide)
-    coming = _Hop(kv, group) if size > 1 else None
-    homing: _Hop | None = None
+    homing: Callable[[], Tensor] | None = None
     # The own block comes last: it hides the last hop of the gradients, the larger message.
-    for step in (*range(1, size), 0):
-        kv = own if coming is None else coming.arrived()
-        coming = _Hop(kv, group) if 0 < step < size - 1 else None
-        source = (rank - step) % size
-        queries, keys = _pair(rank, source, half)
-        block_grad, block_q, *whole = (x[:, :, queries] for x in (grad, q, out, lse))
-        seen = _seen(documents, rank, source, size)
-        dq_part, *dkv_part = kernels.attend_block_backward(
-            block_grad, block_q, *kv[:, :, :, keys], *whole, causal=step == 0, seen=seen
-        )
-        dq[:, :, queries] += dq_part
-        dkv = torch.zeros_like(kv, dtype=wide) if homing is None else homing.arrived()
-        for total, part in zip(dkv, dkv_part, strict=True):
-            total[:, :, keys] += part
-        homing = _Hop(dkv, group) if step > 0 else None
+    for source, kv, found in _visits(q, torch.stack((k, v)), documents, window, kind, group_name, own_last=True):
+        dkv = torch.zeros_like(kv, dtype=wide)
+        for rows, queries, keys, causal, seen in found:
+            block_grad, block_q, *whole = (x[rows, :, queries] for x in (grad, q, out, lse))
+            block = (block_grad, block_q, *kv[:, rows, :, keys], *whole)
+            parts = kernels.attend_block_backward(*block, causal=causal, seen=seen)
+            for total, part in zip((dq[rows, :, queries], *dkv[:, rows, :, keys]), parts, strict=True):
+                total += part
+        if homing is not None:
+            dkv += homing()
+        if group is not None and source is None:
+            every = cut(dkv, 3, group.size(), kind.endswith("zigzag"))
+            dkv = torch.empty_like(every[0])
+            dist.reduce_scatter_single(dkv, every.flatten(0, 1), group=group)
+        homing = None if group is None or source in (None, group.rank()) else _hop(dkv, group)
     return _copy(dq, q.dtype), _copy(dkv[0], k.dtype), _copy(dkv[1], v.dtype)
 
 
-@_ring_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_name: str) -> tuple[Tensor, Tensor]:
+@_forward.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _copy(q, q.dtype), q.new_empty(q.shape[:3], dtype=kernels.wide(q.dtype))
 
 
-@_ring_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _copy(q, q.dtype), _copy(k, k.dtype), _copy(v, v.dtype)
+@_backward.register_fake
+def _(grad: Tensor, kept: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
+    return tuple(_copy(x, x.dtype) for x in kept[:3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.group_name = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.kind = inputs[4:]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return *_ring_backward(grad, *ctx.saved_tensors, ctx.group_name), None, None
+    *kept, documents = ctx.saved_tensors
+    return *_backward(grad, kept, documents, *ctx.kind), *(None,) * 4
 
 
-_ring_forward.register_autograd(_differentiate, setup_context=_save)
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -30,11 +30,7 @@ def mesh_of(mesh: Mesh, parallel: ParallelTable, precision: PrecisionTable, memo
 
 
 def apply(
-    stage: nn.Module,
-    mesh: DeviceMesh,
-    parallel: ParallelTable,
-    precision: PrecisionTable,
-    memory: MemoryTable,
+    stage: nn.Module, mesh: DeviceMesh, parallel: ParallelTable, precision: PrecisionTable, memory: MemoryTable
 ) -> None:
     """Shard ``stage`` over the last axis of ``mesh`` and replicate it over the first, where there are two. In place.
 

@@ -27,13 +27,12 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, seen: Tensor 
 
     The last dimension of all inputs is contiguous.
     """
-    if not q.is_cuda:
-        if seen is None:
-            return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias_of(seen, q.dtype))
+    if kernel_of(q) == "CPU flash":
+        causal, mask = (causal, None) if seen is None else (False, bias_of(seen, q.dtype))
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
         # The kernel returns 0 for such a query, which would enter the merge as a key with a score of 0.
-        return out, lse.masked_fill(~seen.any(-1), -torch.inf)
-    if seen is None and _flash_takes(q):
+        return out, lse if seen is None else lse.masked_fill(~seen.any(-1), -torch.inf)
+    if seen is None and kernel_of(q) == "CUDA flash":
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     return attend_plainly(q, k, v, causal=causal, seen=seen)
 
@@ -47,12 +46,12 @@ def attend_block_backward(
         grad: of ``out``.
         out, lse: of the whole rows, not of this block.
     """
-    if not q.is_cuda:
-        mask = {} if seen is None else {"attn_mask": bias_of(seen, q.dtype)}
+    if kernel_of(q) == "CPU flash":
+        causal, mask = (causal, None) if seen is None else (False, bias_of(seen, q.dtype))
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal and seen is None, **mask
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask
         )
-    if seen is None and _flash_takes(q):
+    if seen is None and kernel_of(q) == "CUDA flash":
         # No cumulative lengths: rows are not packed. Without dropout the state of the generator is not read.
         lengths, generator = (None, None, q.shape[2], k.shape[2]), (lse, lse)
         return _aten._scaled_dot_product_flash_attention_backward(
@@ -84,8 +83,12 @@ def attend_plainly_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _flash_takes(q: Tensor) -> bool:
-    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+def kernel_of(q: Tensor) -> str:
+    """What computes a block of such queries without a mask; on CUDA all scores are made where flash does not go."""
+    if not q.is_cuda:
+        return "CPU flash"
+    half = q.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return "CUDA flash" if half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 else "plain scores"
 
 
 def _grouped(x: Tensor, kv: Tensor) -> Tensor:
@@ -95,9 +98,6 @@ def _grouped(x: Tensor, kv: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
     scores = _grouped(q, k) @ _grouped(k, k).mT * q.shape[-1] ** -0.5
-    if seen is not None:
-        return scores.masked_fill(~seen[:, :, None], -torch.inf)
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    return scores
+    if seen is None and causal:
+        seen = torch.ones(1, 1, *scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if seen is None else scores.masked_fill(~seen[:, :, None], -torch.inf)

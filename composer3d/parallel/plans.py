@@ -29,12 +29,11 @@ def llama_plan(shape: ModelShape) -> Plan:
         init={
             "*norm.weight": Constant(1.0),
             **({"*.bias": Constant(0.0)} if shape.qkv_bias else {}),
-            "blocks.*.attn.wo.weight": Normal(0.02 / (2 * shape.n_layers) ** 0.5),
-            "blocks.*.ffn.w2.weight": Normal(0.02 / (2 * shape.n_layers) ** 0.5),
+            "blocks.*.w[o2].weight": Normal(0.02 / (2 * shape.n_layers) ** 0.5),
             "*.weight": Normal(0.02),
         },
         kv_heads=shape.n_kv_heads,
         attend="blocks.*.attn",
         # Products of matrices and attention cost; norms, rotations and the gate of the ffn are cheap to compute again.
-        save=("aten.mm.*", "aten.addmm.*", "aten._scaled_dot_product_*", "composer3d.ring_attention.*"),
+        save=("aten.mm.*", "aten.addmm.*", "aten._scaled_dot_product_*", "composer3d.*"),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,8 @@ class Stage(nn.Module):
     def forward(
         self, h: Tensor, *, positions_BT: Tensor, documents_BT: Tensor | None = None, labels_BT: Tensor | None = None
     ) -> Tensor:
-        seq = Seq(positions_BT, documents_BT)
+        # FSDP has moved them to the GPU, where each block would wait for what they say.
+        seq = Seq(positions_BT, None if documents_BT is None else documents_BT.cpu())
         if self.first is not None:
             h = self.first(h, seq)
         for block in self.blocks.values():
@@ -49,21 +51,16 @@ class StepShape:
     seq_len: int
 
 
+@dataclass(eq=False)
 class Stages:
     """This rank's stages of a composed model and how a step runs through them."""
 
-    def __init__(
-        self,
-        modules: Sequence[Stage],
-        mesh: Mesh,
-        parallel: ParallelTable,
-        step: StepShape,
-        pipeline: pp.Pipeline | None,
-        ties: Ties,
-    ) -> None:
-        self.modules = tuple(modules)  # first to last; their parameters keep their global names
-        self.mesh = mesh
-        self._parallel, self._step, self._pipeline, self._ties = parallel, step, pipeline, ties
+    modules: Sequence[Stage]  # first to last; their parameters keep their global names
+    mesh: Mesh
+    _parallel: ParallelTable
+    _step: StepShape
+    _pipeline: pp.Pipeline | None
+    _ties: Ties
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What this rank's optimizer steps, by global name: a follower is stepped, counted and saved as its owner."""
@@ -81,7 +78,9 @@ class Stages:
     def own_tokens(self, whole_BT: Tensor) -> Tensor:
         """This rank's part of tokens, labels or positions of whole sequences: (B, T) to (B, T / cp)."""
         group = self.mesh.cp_group
-        return whole_BT if group is None else cp.shard_sequence(whole_BT, 1, group)
+        if group is None:
+            return whole_BT
+        return cp.shard_sequence(whole_BT, 1, group, balanced=self._parallel.cp_balance == "zigzag")
 
     def forward_backward(
         self,
@@ -105,8 +104,8 @@ class Stages:
         Collectives: those of the techniques composed; afterwards no gradient is partial.
         """
         self._begin(training=True)
-        for parameter in self._every_parameter():
-            parameter.grad = None
+        for module in self.modules:
+            module.zero_grad()
         keywords = self._keywords(labels_BT, positions_BT, documents_BT)
         if self._pipeline is not None:
             total = self._pipeline.step(tokens_BT, keywords, valid_tokens)
@@ -126,7 +125,7 @@ class Stages:
 
         Then followers give theirs to their owners.
         """
-        for parameter in self._every_parameter():
+        for parameter in chain.from_iterable(module.parameters() for module in self.modules):
             grad = parameter.grad
             if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
                 whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
@@ -155,9 +154,6 @@ class Stages:
         for module in self.modules:
             module.train(training)
         self._ties.refresh()
-
-    def _every_parameter(self) -> Iterator[nn.Parameter]:
-        return (parameter for module in self.modules for parameter in module.parameters())
 
     def _keywords(self, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None) -> dict[str, Tensor]:
         """What this rank's stages are called with, beside their input."""

@@ -25,9 +25,8 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 def check_ties(ties: Mapping[str, str], mesh: Mesh, *, sharded: bool) -> None:
     """Refuse shared parameters that no one unit of FSDP would own, or that stages other than the ends would share."""
-    if not (sharded or mesh.table.pp > 1):
-        return
-    if not all(alias.startswith("last.") and name.startswith("first.") for alias, name in ties.items()):
+    at_the_ends = all(alias.startswith("last.") and name.startswith("first.") for alias, name in ties.items())
+    if (sharded or mesh.table.pp > 1) and not at_the_ends:
         raise PlanError(
             "FSDP and pipeline stages share a parameter between `first` and `last` alone; untie the others, or use "
             "mesh.pp = 1 and mesh.dp_shard = 1"
@@ -80,22 +79,21 @@ class Ties:
         for owner, follower in self._pairs:
             values = self._pass(owner, follower)
             if follower is not None:
-                _local(follower).copy_(values)
+                local(follower).copy_(values)
 
     def add_gradients(self) -> None:
         """Add the followers' gradients to the owners', and drop them there."""
         for owner, follower in self._pairs:
             values = self._pass(None if follower is None else follower.grad, owner)
             if owner is not None:
-                assert owner.grad is not None
-                total = _local(owner.grad)
+                total = local(owner.grad)
                 total.add_(values.to(total.device))  # it may be kept on the host
             if follower is not None:
                 follower.grad = None
 
     def _pass(self, source: Tensor | None, target: Tensor | None) -> Tensor:
         """The shard of ``source``, where its like ``target`` is; a rank that has one alone sends it, or receives it."""
-        tensor = _local(target if source is None else source)
+        tensor = local(target if source is None else source)
         if source is not None and target is not None:
             return tensor
         if source is not None:
@@ -109,7 +107,8 @@ class Ties:
         return message
 
 
-def _local(tensor: Tensor | None) -> Tensor:
+def local(tensor: Tensor | None) -> Tensor:
+    """This rank's elements of a tensor: live memory."""
     assert tensor is not None
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

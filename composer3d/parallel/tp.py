@@ -9,7 +9,7 @@ loss what ``vocab.cross_entropy`` says.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -57,15 +57,12 @@ def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tens
 
     Bytes sent a rank: (n-1) chunks, the last ones padded to the size of the others; none in backward.
     """
-    first, size = vocab.own_rows(columns, group)
-
-    def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:  # of dim 1, like a sequence
-        return _all_gather(F.pad(x, (0, -(-columns // group.size()) - size)), group)[:, :columns].contiguous()
-
-    def keep(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return grad[:, first : first + size]
-
-    return _Exchange.apply(x_NV, group, gather, keep)
+    _, held = vocab.own_rows(columns, group)
+    padded_NV = F.pad(x_NV, (0, -(-columns // group.size()) - held))
+    gathered_NV = _Exchange.apply(
+        padded_NV, group, _all_gather, lambda grad, _: grad.chunk(group.size(), 1)[group.rank()]
+    )
+    return gathered_NV[:, :columns]
 
 
 class _Exchange(torch.autograd.Function):
@@ -117,89 +114,66 @@ class Local(ParallelStyle):
     enter: _Collective = lambda x, group: x  # what is done with the input
     leave: _Collective = lambda x, group: x  # and with the output
     part: Callable[[Tensor], Tensor] = lambda parameter: parameter  # what of its parameters the module computes with
+    # Given the module, whole yet: what it shall compute, called with its twin and the input that came in.
+    compute: Callable[[nn.Module, dist.ProcessGroup], Callable[..., Tensor]] = lambda module, group: (
+        type(module).forward
+    )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
-        run = self._forward(module, group)
+        run = self.compute(module, group)
         for name, parameter in list(module.named_parameters(recurse=False)):
             value = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
         def shards() -> dict[str, Tensor | None]:
             """Its own parameters as plain tensors. Read at each call: FSDP swaps them."""
-            return {name: self._shard(p) for name, p in module._parameters.items()}
+            own, grads = cast("dict[str, DTensor | None]", module._parameters), [self.grad or self.placement]
+            return {n: None if p is None else self.part(p.to_local(grad_placements=grads)) for n, p in own.items()}
 
         def forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-            own = module.__dict__.get("prepared") or shards()
-            out = run(_twin(module, own) if own else module, self.enter(x, group), *arguments, **keywords)
-            return self.leave(out, group)
-
-        def prepare(*_: Any) -> None:
-            """Before a compiled block runs: torch 2.13 cannot keep a DTensor's mesh for its backward."""
-            module.__dict__["prepared"] = shards()
+            twin, own = module, module.__dict__.get("prepared") or shards()
+            if own:  # a shallow twin, whose own parameters are these
+                twin = object.__new__(type(module))
+                twin.__dict__ = {**module.__dict__, "_parameters": own}
+            return self.leave(run(twin, self.enter(x, group), *arguments, **keywords), group)
 
         module.forward = forward
-        if module._parameters:
-            module.__dict__["prepare"] = prepare
+        if module._parameters:  # before a compiled block runs: torch 2.13 cannot keep a DTensor's mesh for its backward
+            module.__dict__["prepare"] = lambda *_: module.__dict__.update(prepared=shards())
         return module
 
-    def _forward(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-        """What ``module``, which is whole yet, shall compute: called with its twin and the input that came in."""
-        return type(module).forward
 
-    def _shard(self, parameter: Tensor | None) -> Tensor | None:
-        if isinstance(parameter, DTensor):
-            parameter = parameter.to_local(grad_placements=[self.grad or self.placement])
-        return None if parameter is None else self.part(parameter)
+def _embedding(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    """For a table that tokens are looked up in: those whose row another rank holds give 0 before the sum."""
+    first, size = vocab.own_rows(module.get_parameter("weight").shape[0], group)
+    lookup = type(module).forward
 
+    def forward(twin: nn.Module, tokens_BT: Tensor) -> Tensor:
+        row_BT = tokens_BT - first
+        elsewhere_BT = (row_BT < 0) | (row_BT >= size)
+        return lookup(twin, row_BT.masked_fill(elsewhere_BT, 0)).masked_fill(elsewhere_BT[..., None], 0)
 
-def _twin(module: nn.Module, parameters: dict[str, Tensor | None]) -> nn.Module:
-    """A shallow twin of ``module`` with other parameters of its own."""
-    twin = object.__new__(type(module))
-    twin.__dict__ = {**module.__dict__, "_parameters": parameters}
-    return twin
+    return forward
 
 
-class _Embedding(Local):
-    """``Local`` for a table that tokens are looked up in: those whose row another rank holds give 0 before the sum."""
-
-    def _forward(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-        first, size = vocab.own_rows(module.get_parameter("weight").shape[0], group)
-        lookup = type(module).forward
-
-        def forward(twin: nn.Module, tokens_BT: Tensor) -> Tensor:
-            row_BT = tokens_BT - first
-            elsewhere_BT = (row_BT < 0) | (row_BT >= size)
-            return lookup(twin, row_BT.masked_fill(elsewhere_BT, 0)).masked_fill(elsewhere_BT[..., None], 0)
-
-        return forward
-
-
-@dataclass
-class _Head(Local):
-    """``Local`` for a module that makes logits and hands them to its seam ``cross_entropy``, put in here."""
-
-    whole: bool = False
-
-    def _forward(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-        own: Any = getattr(module, "cross_entropy", None)
-        kind = type(module).__name__
-        if own is None:
-            raise PlanError(
-                f"a head needs the seam `cross_entropy` to be cut over tp; {kind} has none: compute "
-                "the loss in the head as composer3d.models.Head does, or use mesh.tp = 1"
-            )
-        if own is not cross_entropy and not self.whole:
-            raise PlanError(f"the loss of {kind} is its own and needs whole logits; use parallel.loss_parallel = false")
-        columns = module.get_parameter("weight").shape[0]
-        cut = partial(vocab.cross_entropy, first=vocab.own_rows(columns, group)[0], group=group)
-
-        def on_whole_logits(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-            return own(gather_columns(logits_NV, columns, group), labels_N)
-
-        seam: Any = on_whole_logits if self.whole else cut
-        module.cross_entropy = seam
-        return type(module).forward
+def _head(whole: bool, head: Any, group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    """For a module that makes logits and hands them to its seam ``cross_entropy``, put in here."""
+    own, kind = getattr(head, "cross_entropy", None), type(head).__name__
+    if own is None:
+        raise PlanError(
+            f"a head needs the seam `cross_entropy` to be cut over tp; {kind} has none: compute "
+            "the loss in the head as composer3d.models.Head does, or use mesh.tp = 1"
+        )
+    if own is not cross_entropy and not whole:
+        raise PlanError(f"the loss of {kind} is its own and needs whole logits; use parallel.loss_parallel = false")
+    columns = head.weight.shape[0]
+    first, _ = vocab.own_rows(columns, group)
+    if whole:
+        head.cross_entropy = lambda logits_NV, labels_N: own(gather_columns(logits_NV, columns, group), labels_N)
+    else:
+        head.cross_entropy = partial(vocab.cross_entropy, first=first, group=group)
+    return type(head).forward
 
 
 def _kv_column(kv_heads: int, mesh: DeviceMesh) -> Local:
@@ -222,7 +196,7 @@ def _style(style: Style, plan: Plan, mesh: DeviceMesh, parallel: ParallelTable) 
     enter, leave = (gather_sequence, scatter_sum) if sequence else (sum_gradients, sum_outputs)
     match style:
         case "embedding":
-            return _Embedding(Shard(0), leave=leave)
+            return Local(Shard(0), leave=leave, compute=_embedding)
         case "norm":
             return Local(Replicate(), grad=Partial() if sequence else None)
         case "head_norm":  # of each head alone: a rank sees its heads only, so its gradient is a part of the sum
@@ -237,7 +211,7 @@ def _style(style: Style, plan: Plan, mesh: DeviceMesh, parallel: ParallelTable) 
         case "row":
             return Local(Shard(1), leave=leave)
         case "head":
-            return _Head(Shard(0), enter=enter, whole=not parallel.loss_parallel)
+            return Local(Shard(0), enter=enter, compute=partial(_head, not parallel.loss_parallel))
 
 
 def apply(stage: nn.Module, plan: Plan, mesh: DeviceMesh, parallel: ParallelTable) -> None:

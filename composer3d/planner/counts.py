@@ -26,11 +26,6 @@ class Parts:
     def block(self) -> int:
         return self.attention + self.biases + self.ffn + self.norms
 
-    @property
-    def block_matmul(self) -> int:
-        """Parameters of one block that multiply every token."""
-        return self.attention + self.ffn
-
 
 def parts(shape: ModelShape) -> Parts:
     """Parameters by part; ``embedding + n_layers * block + last_norm + head`` is the whole model."""
@@ -59,26 +54,18 @@ def keys_seen(seq_len: int, window: int = 0) -> float:
     return width - width * (width - 1) / (2 * seq_len)  # all see ``width`` keys, but the first queries lack some
 
 
-def attention_flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = True) -> float:
-    """Forward FLOPs of the scores and of the weighted values of one block, for one token of a sequence of ``seq_len``.
-
-    The query of all heads together has n_heads * head_width numbers. Its product with a key takes two operations for
-    each, and the weighted sum of the values the same again. Fewer key-value heads save memory, no operation.
-    """
-    keys = keys_seen(seq_len, shape.window) if causal else seq_len
-    return 4.0 * keys * shape.n_heads * shape.head_width
-
-
 def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = True) -> float:
     """FLOPs of one training token, forward and backward.
 
     6 * (parameters that multiply a token) + 12 * n_layers * keys * n_heads * head_width. A parameter costs 2 FLOPs
-    forward and 4 backward, for the gradients of its input and of itself; attention's two products have two gradients
-    each. The head counts, tied or not; the lookup of the embedding does not.
+    forward and 4 backward, for the gradients of its input and of itself. A number of the query takes 2 for its product
+    with a key and 2 for the weighted sum of the values, and twice that backward: fewer key-value heads save memory, no
+    operation. The head counts, tied or not; the lookup of the embedding does not.
 
     ``causal=False`` is the convention of PaLM (Chowdhery et al. 2022, appendix B: 6N + 12LHQT) and of Megatron-LM
     (Narayanan et al. 2021, equation 3, less its recomputation), which count masked scores too: all ``seq_len`` keys.
     ``causal=True``, what composer3d reports, counts the keys that are seen, so that no mask flatters MFU.
     """
-    matmul = shape.n_layers * parts(shape).block_matmul + shape.vocab * shape.dim
-    return 6.0 * matmul + 3.0 * shape.n_layers * attention_flops_per_token(shape, seq_len, causal=causal)
+    p, keys = parts(shape), keys_seen(seq_len, shape.window) if causal else seq_len
+    matmul = shape.n_layers * (p.attention + p.ffn) + shape.vocab * shape.dim
+    return 6.0 * matmul + 12.0 * shape.n_layers * keys * shape.n_heads * shape.head_width

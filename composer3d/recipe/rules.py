@@ -15,11 +15,16 @@ from composer3d.schedules import SCHEDULES, micro_batches_wrong
 
 
 class Violation(NamedTuple):
-    """One broken rule. ``others`` are the further keys that it reads; ``message`` writes a key as ``mention`` does."""
+    """One broken rule. ``others`` are the further keys that it reads; ``<mesh.tp>`` in ``template`` is one of them."""
 
     key: str
-    message: str
+    template: str
     others: tuple[str, ...] = ()
+
+    def message(self, recipe: Recipe, origins: Mapping[str, str] = {}) -> str:
+        """What is wrong, each key as ``mention`` writes it, with its origin where that is given."""
+        said = {key: f" ({origin})" for key, origin in origins.items()}
+        return re.sub(r"<([\w.]+)>", lambda match: mention(recipe, match[1]) + said.get(match[1], ""), self.template)
 
 
 Check = Callable[[Recipe], Iterator[str]]
@@ -38,18 +43,16 @@ def violations(recipe: Recipe) -> list[Violation]:
     for key, (good, fault) in RANGES.items():
         value = value_of(recipe, key)
         if value is not None and not good(value):
-            found.append(Violation(key, f"{mention(recipe, key)} {fault}"))
+            found.append(Violation(key, f"<{key}> {fault}"))
     unusable = {violation.key for violation in found} | ({"mesh.dp_shard"} if recipe.mesh.dp_shard == -1 else set())
     for keys, check in RULES:
         if unusable.isdisjoint(keys):
-            for template in check(recipe):
-                message = re.sub(r"<([\w.]+)>", lambda match: mention(recipe, match[1]), template)
-                found.append(Violation(keys[0], message, keys[1:]))
+            found += [Violation(keys[0], template, keys[1:]) for template in check(recipe)]
     return found
 
 
 def _rule(*keys: str) -> Callable[[Check], Check]:
-    """Enters a rule, which yields a message where it is broken; ``<mesh.tp>`` in it is a key with its value.
+    """Enters a rule, which yields the template of a message where it is broken.
 
     The first key is the one at fault. The rule decides by its keys alone, so that none meets a value that its range
     refuses (a zero to divide by).
@@ -116,13 +119,6 @@ def _kv_heads_serve_heads(recipe: Recipe) -> Iterator[str]:
 _must_be("model.rope_high_freq", "above", "model.rope_low_freq")
 
 
-@_rule("model.window", "mesh.cp", "data.seq_len")
-def _ring_has_no_window(recipe: Recipe) -> Iterator[str]:
-    if recipe.mesh.cp > 1 and 0 < recipe.model.window < recipe.data.seq_len:
-        fault = "<model.window> hides tokens of <data.seq_len>, and the ring of <mesh.cp> shows them all"
-        yield f"{fault}; use mesh.cp = 1, or model.window = 0"
-
-
 @_rule("model.vocab", "data.source")
 def _vocabulary_holds_bytes(recipe: Recipe) -> Iterator[str]:
     if recipe.model.vocab < 256 and recipe.data.source != "tokens":  # token files say what they need: see load
@@ -154,10 +150,9 @@ _read_with("optim.decay_steps", "optim.schedule", ["wsd"])
 @_rule("optim.decay_steps", "optim.warmup", "optim.decay", "run.steps", "optim.schedule")
 def _wsd_decay_fits(recipe: Recipe) -> Iterator[str]:
     optim = recipe.optim
-    end, last = ("run.steps", recipe.run.steps) if optim.decay is None else ("optim.decay", optim.decay)
+    end, last, least = ("run.steps", recipe.run.steps, 0) if optim.decay is None else ("optim.decay", optim.decay, 1)
     room = last - optim.warmup
-    blamed_already = room < 0 or (room == 0 and optim.decay is not None)  # the end is not after the warmup
-    if optim.schedule == "wsd" and optim.decay_steps and optim.decay_steps > room and not blamed_already:
+    if optim.schedule == "wsd" and least <= room < (optim.decay_steps or 0):  # with less, it is the warmup's fault
         way_out = f"use at most {room}" if room else "shorten the warmup"
         yield f"<optim.decay_steps> after <optim.warmup> would end beyond <{end}>; {way_out}"
 
@@ -166,6 +161,16 @@ _must_be("optim.min_lr", "at most", "optim.lr")
 _tp_divides("model.n_heads")
 _tp_divides("model.n_kv_heads", "model.n_heads", "model.ffn")
 _tp_divides("model.ffn")
+
+
+@_rule("mesh.cp", "parallel.cp_method", "model.n_heads", "model.n_kv_heads", "mesh.tp")
+def _ulysses_cuts_heads(recipe: Recipe) -> Iterator[str]:
+    model, cp, tp = recipe.model, recipe.mesh.cp, recipe.mesh.tp
+    heads, kv_heads = model.n_heads // tp, max(1, model.n_kv_heads // tp)
+    if recipe.parallel.cp_method == "ulysses" and (heads % cp or kv_heads % cp):
+        of_tp = f", of which a rank of <mesh.tp> has {heads} and {kv_heads}" if tp > 1 else ""
+        fault = f"<mesh.cp> with <parallel.cp_method> must divide <model.n_heads> and <model.n_kv_heads>{of_tp}"
+        yield f'{fault}; {use(divisors(gcd(heads, kv_heads)), cp)}, or parallel.cp_method = "ring"'
 
 
 @_rule("mesh.tp", "model.vocab")
@@ -187,16 +192,17 @@ def _uneven_vocabulary_has_even_columns(recipe: Recipe) -> Iterator[str]:
         yield f"{fault}; change them, or use model.vocab = {-(-model.vocab // mesh.tp) * mesh.tp}"
 
 
-@_rule("data.seq_len", "mesh.tp", "mesh.cp", "parallel.sequence_parallel")
+@_rule("data.seq_len", "mesh.tp", "mesh.cp", "parallel.sequence_parallel", "parallel.cp_balance")
 def _sequence_divides(recipe: Recipe) -> Iterator[str]:
-    """cp cuts a sequence into two chunks a rank, sequence parallelism what a rank has of it into tp parts."""
+    """cp cuts a sequence into one or two chunks a rank, sequence parallelism what a rank has of it into tp parts."""
     seq_len, cp = recipe.data.seq_len, recipe.mesh.cp
     tp = recipe.mesh.tp if recipe.parallel.sequence_parallel else 1
-    unit = cp * lcm(2 if cp > 1 else 1, tp)
+    chunks = 2 if cp > 1 and recipe.parallel.cp_balance == "zigzag" else 1
+    unit = cp * lcm(chunks, tp)
     what, way_out = "<mesh.tp> with <parallel.sequence_parallel>", ", or parallel.sequence_parallel = false"
     if cp > 1:
-        again = f", {what} cuts a rank's two again" if tp > 1 else ""
-        what, way_out = f"{unit}: <mesh.cp> cuts it into {2 * cp} chunks{again}", ""
+        again = f", {what} cuts a rank's again" if tp > 1 else ""
+        what, way_out = f"{unit}: <mesh.cp> cuts it into {chunks * cp} chunks{again}", ""
     if seq_len % unit:
         yield f"<data.seq_len> must be a multiple of {what}; use {multiples_near(seq_len, unit)}{way_out}"
 
@@ -241,7 +247,7 @@ _PRODUCT = " x ".join(f"<{key}>" for key in _BATCH)
 
 @_rule("data.global_batch", *_BATCH)
 def _batch_divides(recipe: Recipe) -> Iterator[str]:
-    batch, unit = recipe.data.global_batch, recipe.data.micro_batch * recipe.batch_ranks
+    batch, unit = recipe.data.global_batch, recipe.data.micro_batch * recipe.mesh.batch_ranks
     if batch % unit:
         way_out = f"use {multiples_near(batch, unit)}"
         yield f"<data.global_batch> must be a multiple of {_PRODUCT}, which is {unit}; {way_out}"
@@ -249,7 +255,7 @@ def _batch_divides(recipe: Recipe) -> Iterator[str]:
 
 @_rule("data.global_batch", *_BATCH, "parallel.schedule", "mesh.pp")
 def _enough_micro_batches(recipe: Recipe) -> Iterator[str]:
-    unit, pp, schedule = recipe.data.micro_batch * recipe.batch_ranks, recipe.mesh.pp, recipe.parallel.schedule
+    unit, pp, schedule = recipe.data.micro_batch * recipe.mesh.batch_ranks, recipe.mesh.pp, recipe.parallel.schedule
     count, rest = divmod(recipe.data.global_batch, unit)
     need = micro_batches_wrong(schedule, count, pp, "<mesh.pp>")
     if need is not None and pp > 1 and not rest:
@@ -264,7 +270,7 @@ def _enough_micro_batches(recipe: Recipe) -> Iterator[str]:
 @_rule("parallel.zero", "mesh.dp_shard", "mesh.dp_replicate")
 def _replicas_are_no_shards(recipe: Recipe) -> Iterator[str]:
     if recipe.parallel.zero == 0 and recipe.mesh.dp_shard > 1:
-        way_out = f"use mesh.dp_shard = 1 with mesh.dp_replicate = {recipe.batch_ranks}, or parallel.zero = 1 or 3"
+        way_out = f"use mesh.dp_shard = 1 with mesh.dp_replicate = {recipe.mesh.batch_ranks}, or parallel.zero = 1 or 3"
         yield f"<parallel.zero> keeps whole parameters, but <mesh.dp_shard> cuts them; {way_out}"
 
 

@@ -4,34 +4,20 @@ A field is a key, its annotation is the type that is checked, its default is wha
 what ``composer3d check --schema`` prints. A key enters here with the feature that it drives.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, Literal
 
 from composer3d.schedules import SCHEDULES
-from composer3d.shape import ModelShape
+from composer3d.shape import ABOVE_0, FROM_0, FROM_1, PRESETS, ModelShape, Range, key
 
-# What a value must satisfy alone, where it is not None, and what to say of one that does not.
-Range = tuple[Callable[[Any], bool], str]
-ABOVE_0: Range = (lambda value: value > 0, "must be above 0")
-FROM_0: Range = (lambda value: value >= 0, "must be at least 0")
-FROM_1: Range = (lambda value: value >= 1, "must be at least 1")
 SHARDS: Range = (lambda value: value >= 1 or value == -1, f"{FROM_1[1]}, or -1 for what is left of the world")
 BETAS: Range = (lambda value: all(0 <= beta < 1 for beta in value), "must both be at least 0 and below 1")
-EVEN: Range = (
-    lambda value: value >= 2 and value % 2 == 0,
-    "must be even and at least 2: the rotary embedding turns its two halves",
-)
+PRESET: Range = (lambda value: value in PRESETS, f"is unknown; the presets are {', '.join(PRESETS)}")
 FOLDER_NAME: Range = (
     lambda value: value.strip() and value not in (".", "..") and not set(value) & set("/\\\0"),
     "names the folder of the run: it must not be empty, . or .., nor hold / or \\",
 )
-
-
-def key(default: Any, doc: str, allowed: Range | None = None) -> Any:
-    """A key of a table with its default, one line of documentation and the range of its values."""
-    return field(default=default, metadata={"doc": doc, "range": allowed})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,33 +30,11 @@ class RunTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelTable:
-    preset: str | None = key(None, "a published model: an unknown name lists them all; the other keys override it")
-    hf: str | None = key(None, "a folder in Hugging Face's form: config.json is the shape, its weights the first ones")
-    dim: int | None = key(None, "width of the residual stream", FROM_1)
-    n_layers: int | None = key(None, "number of blocks", FROM_1)
-    n_heads: int | None = key(None, "query heads", FROM_1)
-    n_kv_heads: int | None = key(None, "key-value heads", FROM_1)
-    ffn: int | None = key(None, "width of the gated feed-forward", FROM_1)
-    vocab: int | None = key(None, "size of the vocabulary", FROM_1)
-    rope_theta: float | None = key(None, "base of the rotary embedding", ABOVE_0)
-    norm_eps: float | None = key(None, "epsilon of RMSNorm", ABOVE_0)
-    head_dim: int | None = key(None, "width of a head; absent: dim / n_heads", EVEN)
-    tied: bool | None = key(None, "embedding and head are one parameter")
-    qk_norm: bool | None = key(None, "RMSNorm of queries and keys by head, as in Qwen 3")
-    qkv_bias: bool | None = key(None, "biases of the query, key and value projections, as in Qwen 2")
-    window: int | None = key(None, "sliding window: a token sees itself and window - 1 before it; 0: all", FROM_0)
-    rope_factor: float | None = key(None, "stretch of long rotary wavelengths, as in Llama 3.1; 1 does nothing", FROM_1)
-    rope_low_freq: float | None = key(None, "wavelengths above rope_context / this are stretched in full", ABOVE_0)
-    rope_high_freq: float | None = key(None, "wavelengths below rope_context / this are not stretched", ABOVE_0)
-    rope_context: int | None = key(None, "context length that the model had before the stretch", FROM_1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Model(ModelShape):
-    """A resolved [model]: the shape, and the folder that the first weights come from."""
+    """The shape, and where it and the first weights come from. A preset, or config.json, gives what a text does not."""
 
-    hf: str | None = None
+    preset: str | None = key(None, "a published model: an unknown name lists all; the other keys override it", PRESET)
+    hf: str | None = key(None, "a folder in Hugging Face's form: config.json is the shape, its weights the first ones")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +67,12 @@ class ParallelTable:
     )
     sequence_parallel: bool = key(True, "with tp > 1, shard the residual stream along the sequence between layers")
     loss_parallel: bool = key(True, "with tp > 1, keep logits sharded over the vocabulary in the loss")
+    cp_method: Literal["ring", "allgather", "ulysses"] = key(
+        "ring", "with cp > 1: keys and values go round, are all gathered, or heads are cut and not the sequence"
+    )
+    cp_balance: Literal["zigzag", "contiguous"] = key(
+        "zigzag", "parts of a sequence: an early and a late chunk each, so that ranks compute alike; or one chunk"
+    )
     schedule: Literal[
         "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "csv"
     ] = key("1F1B", "pipeline schedule, with pp > 1; csv: the one in parallel.schedule_csv")
@@ -218,14 +188,9 @@ class Recipe:
         return self.mesh.world_size
 
     @property
-    def batch_ranks(self) -> int:
-        return self.mesh.batch_ranks
-
-    @property
     def micro_batches(self) -> int:
         """Micro-batches that one rank runs in an optimizer step."""
-        return self.data.global_batch // (self.data.micro_batch * self.batch_ranks)
+        return self.data.global_batch // (self.data.micro_batch * self.mesh.batch_ranks)
 
 
-# As a text gives them: [model] has the preset too.
-TABLES: dict[str, Any] = {table.name: table.type for table in fields(Recipe)} | {"model": ModelTable}
+TABLES: dict[str, Any] = {table.name: table.type for table in fields(Recipe)}

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -42,11 +42,6 @@ def kind_of(key: str) -> Any:
     """The type of a key's value: ``X`` of ``X | None``."""
     kind = FIELDS[key].type
     return get_args(kind)[0] if get_origin(kind) in (UnionType, Union) else kind
-
-
-def takes_raw_text(kind: Any) -> bool:
-    """Whether ``--set`` passes the text of a value as it stands, not as TOML."""
-    return kind is str or (get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind)))
 
 
 def describe(kind: Any) -> str:
@@ -120,7 +115,7 @@ def schema_text() -> str:
     for table, cls in TABLES.items():
         lines += ["", f"[{table}]"]
         for entry in fields(cls):
-            default = "" if entry.default is None else f" = {show(entry.default)}"
+            default = "" if entry.default in (None, MISSING) else f" = {show(entry.default)}"
             kind = describe(kind_of(f"{table}.{entry.name}"))
             lines.append(f"{entry.name + default:<26} {kind:<27} {entry.metadata['doc']}")
     return "\n".join(lines) + "\n"

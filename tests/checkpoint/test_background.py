@@ -247,3 +247,23 @@ def test_folder_of_weights_is_read_where_there_is_no_checkpoint(pool: Pool, fold
     assert [row["step"] for row in lines_of(folder, "runs") if "loss" in row] == [1, 2]
     other = (folder / "runs/other/metrics.jsonl").read_text().splitlines()
     assert [row["step"] for row in map(json.loads, other) if "loss" in row] == [1, 2]
+
+
+def copy_ahead(folder: Path) -> tuple[int, int, bool]:
+    """How many buffers there are before and after the first save, and whether it took those that were there."""
+    with pool_world():
+        stages, optimizer = job(seed=0, shape=(50, 40))
+        at_once, behind = Store(folder, keep=1), Store(folder, keep=1, background=True)
+        for each in (at_once, behind):
+            each.warm_up(stages, optimizer)
+        before = {name: buffer.data_ptr() for name, buffer in behind._host.items()}
+        behind.save(about(1), stages, optimizer)
+        behind.wait()
+        after = {name: buffer.data_ptr() for name, buffer in behind._host.items()}
+        return len(at_once._host), len(before), before == after
+
+
+def test_memory_of_copies_is_taken_before_the_first_save(pool: Pool, tmp_path: Path) -> None:
+    for unused, buffers, kept in pool.run(copy_ahead, {"folder": tmp_path}, world_size=2):
+        assert (unused, kept) == (0, True)
+        assert buffers > 3

@@ -106,7 +106,7 @@ def test_names_outside_the_list_are_refused(tmp_path: Path, module_and_name: str
     ("content", "said"),
     [
         (b"", "EOFError"),
-        (pickle.dumps(metadata())[:-50], "cannot be read ("),
+        (pickle.dumps(metadata())[:-50], "cannot be read: UnpicklingError"),
         (pickle.dumps([1]), "AttributeError"),
         (Metadata({}, storage_data={1: _StorageInfo("../other/__0_0.distcp", 0, 8)}), "it names the files ['../other"),
         (Metadata({}, storage_data={1: _StorageInfo("/etc/passwd", 0, 8)}), "it names the files ['/etc/passwd"),
@@ -163,3 +163,10 @@ def test_reader_reads_no_metadata_again(tmp_path: Path) -> None:
     written(tmp_path, Call(os.system, f"touch {tmp_path / 'marker'}"))
     assert SafeReader(tmp_path, read).read_metadata() is read
     assert not (tmp_path / "marker").exists()
+
+
+def test_a_pickle_replaces_no_method(tmp_path: Path) -> None:
+    path_class = f"c{type(tmp_path).__module__}\nPosixPath\n".encode()
+    before = Path.rename
+    refused(written(tmp_path, path_class + b"N}S'rename'\n" + path_class + b"s\x86b."))
+    assert type(tmp_path).rename is before

@@ -17,7 +17,7 @@ from store_jobs import SHAPE, about, job, names, whole
 
 from composer3d.checkpoint import Store, manifest, store
 from composer3d.checkpoint.manifest import digest_file, read
-from composer3d.checkpoint.state import gather_state
+from composer3d.checkpoint.store import gather_state
 from composer3d.dist import pool_world
 from composer3d.errors import CheckpointError
 from composer3d.launch import Pool, WorkerError
@@ -112,8 +112,9 @@ def test_staging_folder_of_a_crash_is_written_anew(pool: Pool, tmp_path: Path) -
     for leftover in (tmp_path / "step-00000004.tmp", tmp_path / "step-00000004", tmp_path / "step-00000003.old.tmp"):
         leftover.mkdir()
         (leftover / "junk").write_text("from before")
+    (tmp_path / "step-00000003-hf.tmp").mkdir()  # what convert is writing
     pool.run(save, {"folder": tmp_path, "steps": [4, 5], "keep": 2}, world_size=2)
-    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+    assert names(tmp_path) == ["step-00000003-hf.tmp", "step-00000004", "step-00000005"]
     assert "junk" not in names(tmp_path / "step-00000004")
 
 
@@ -265,7 +266,7 @@ def test_checkpoint_of_another_model_is_refused_on_every_rank(pool: Pool, tmp_pa
             f"{path} holds 'model.weight' as ((5, 3), 'float32'), but the model needs ((6, 3), 'float32')",
             f"{path} holds 'optim.weight.exp_avg' as ((5, 3), 'float32'), but the model needs ((6, 3), 'float32')",
             f"{path} holds 'optim.weight.exp_avg_sq' as ((5, 3), 'float32'), but the model needs ((6, 3), 'float32')",
-            f"{path} belongs to another model or optimizer; point checkpoint.resume elsewhere",
+            f"{path}: 3 differences; it is of another model: point checkpoint.resume elsewhere",
         )
     ]
 
@@ -307,12 +308,12 @@ def save_and_fail(folder: Path, step: int, shape: tuple[int, int] = SHAPE, spoil
                     return path.replace(*more)
                 raise OSError(5, "Input/output error", spoil)
 
-            place = {"rename": Path, "write": manifest, "_seal": store, "_sync": store}[spoil]
+            place = {"rename": Path, "write": manifest, "_seal": store, "sync": manifest}[spoil]
             setattr(place, spoil, fail)
         Store(folder, keep=2).save(about(step), *job(seed=0, shape=shape))
 
 
-@pytest.mark.parametrize(("spoil", "ranks"), [("_seal", 2), ("_sync", 2), ("write", 1), ("rename", 1)])
+@pytest.mark.parametrize(("spoil", "ranks"), [("_seal", 2), ("sync", 2), ("write", 1), ("rename", 1)])
 def test_save_that_fails_on_one_rank_fails_on_all(pool: Pool, tmp_path: Path, spoil: str, ranks: int) -> None:
     pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 2}, world_size=2)
     said = refused(pool, save_and_fail, ranks, folder=tmp_path, step=2, spoil=spoil)

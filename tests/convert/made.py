@@ -10,7 +10,7 @@ from torch import Tensor
 from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.convert.formats import Source, open_source
 from composer3d.convert.names import hf_names, shapes
-from composer3d.convert.targets import make_target
+from composer3d.convert.targets import write
 from composer3d.hf import config_of
 from composer3d.shape import ModelShape
 
@@ -59,10 +59,8 @@ def make_dcp(folder: Path, shape: ModelShape = SHAPE, recipe: str = "") -> Path:
     kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
     source = Source(kind="dcp", path=folder)
     source.shape, source.manifest = shape, manifest
-    target = make_target("dcp", folder, source, kinds, 0)
-    for name, tensor in state.items():
-        target.put(name, tensor)
-    assert target.close() == []
+    folder.mkdir()
+    assert write("dcp", folder, source, kinds, iter(state.items()), 0) == []
     return folder
 
 

@@ -216,6 +216,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a window of llama": ({"sliding_window": 8}, [f"sliding_window = 8 {WANTED} false, null or absent"]),
     "no size": ({"hidden_size": None}, [f"hidden_size = null {WANTED} a positive integer"]),
     "a size in words": ({"vocab_size": "99"}, [f'vocab_size = "99" {WANTED} a positive integer']),
+    "heads of half a width": ({"head_dim": 7.5}, [f"head_dim = 7.5 {WANTED} a positive integer, null or absent"]),
+    "heads of no width": ({"head_dim": 0}, [f"head_dim = 0 {WANTED} a positive integer, null or absent"]),
     "quantized": ({"quantization_config": 1}, [f"quantization_config = 1 {WANTED} false, null or absent"]),
     "yarn": (
         {"rope_scaling": {"type": "yarn", "factor": 4.0}},

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from composer3d.convert import names
 from composer3d.errors import CheckpointError
-from composer3d.models.layers import Rope, rotate
+from composer3d.models.layers import rope_table, rotate
 from composer3d.shape import PRESETS, ModelShape
 
 SHAPE = ModelShape(dim=48, n_layers=12, n_heads=4, n_kv_heads=2, ffn=80, vocab=99)
@@ -53,24 +53,12 @@ def test_scores_of_metas_heads_are_ours() -> None:
     assert torch.equal(meta["wv"], ours["wv"])
     for kind in ("wq", "wk"):
         assert not torch.equal(meta[kind], ours[kind])
-        assert torch.equal(names.from_meta(f"blocks.0.attn.{kind}.weight", meta[kind], SHAPE), ours[kind])
-    table = Rope(width, 100.0).table(torch.arange(7)[None], torch.float64)
+        assert torch.equal(names.to_meta(f"blocks.0.attn.{kind}.weight", meta[kind], SHAPE, back=True), ours[kind])
+    table = rope_table(replace(SHAPE, rope_theta=100.0), torch.arange(7)[None], torch.float64)
     q, k = (rotate((x_TC @ ours[kind].T).view(1, 7, 4, width), table)[0] for kind in ("wq", "wk"))
     for head in range(4):
         a, b = (interleaved((x_TC @ meta[kind].T).view(7, 4, width)[:, head], 100.0) for kind in ("wq", "wk"))
         torch.testing.assert_close(q[:, head] @ k[:, head].T, a @ b.T, rtol=1e-12, atol=1e-12)
-
-
-def test_a_cut_is_the_dimension_that_differs() -> None:
-    assert [names.meta_cut((8, 6), part) for part in ((4, 6), (8, 3), (8, 6))] == [0, 1, None]
-
-
-def test_frequencies_are_no_parameters() -> None:
-    assert names.is_derived("rope.freqs")
-    assert names.is_derived("model.layers.0.self_attn.rotary_emb.inv_freq")
-    assert not any(
-        names.is_derived(name) for name in (*names.hf_names(SHAPE).values(), *names.meta_names(SHAPE).values())
-    )
 
 
 def width_in_meta(dim: int, params: dict[str, Any]) -> int:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,8 +85,12 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: rewrite(f / "config.json", lambda c: c.update(model_type="bert")),
         "is not supported",
     ),
-    "cut off": ("hf", lambda f: cut_off(f / "model.safetensors"), "a/model.safetensors cannot be read ("),
-    "empty file": ("hf", lambda f: (f / "model.safetensors").write_bytes(b""), "a/model.safetensors cannot be read ("),
+    "cut off": (
+        "hf",
+        lambda f: cut_off(f / "model.safetensors"),
+        "; cut off, or no safetensors: copy it again",
+    ),
+    "empty file": ("hf", lambda f: (f / "model.safetensors").write_bytes(b""), "a/model.safetensors cannot be read: "),
     "missing tensor": (
         "hf",
         lambda f: tensors(f / "model.safetensors", lambda t: t.pop(NORM)),
@@ -131,8 +136,43 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: tensors(f / "model-00001-of-00003.safetensors", lambda t: t.update({NORM: torch.ones(32)})),
         "a holds 'model.norm.weight' twice, once in model-00003-of-00003.safetensors; remove one",
     ),
-    "broken index": ("sharded", lambda f: index_of(f).write_text("[]"), "index.json cannot be read ("),
-    "no params": ("meta", lambda f: (f / "params.json").unlink(), "a is not of Meta's form (FileNotFoundError: "),
+    "broken index": ("sharded", lambda f: index_of(f).write_text("[]"), "index.json cannot be read: TypeError"),
+    "names no file": (
+        "sharded",
+        lambda f: rewrite(index_of(f), lambda index: index["weight_map"].update(x=5)),
+        "a as hf cannot be read: TypeError: ",
+    ),
+    "sizes beyond all": (
+        "hf",
+        lambda f: rewrite(f / "config.json", lambda c: c.update(hidden_size=10**18)),
+        "a as hf cannot be read: RuntimeError: Storage size calculation overflowed",
+    ),
+    "bool": (
+        "hf",
+        lambda f: tensors(f / "model.safetensors", lambda t: t.update({NORM: torch.ones(32) > 0})),
+        "a holds 'model.norm.weight' in bool; it must not be quantized",
+    ),
+    "scalar": (
+        "meta",
+        lambda f: parts(f / "consolidated.00.pth", lambda t: t.update({"output.weight": torch.tensor(1.0)})),
+        "a as meta cannot be read: IndexError: ",
+    ),
+    "sparse": (
+        "torch",
+        lambda f: parts(f, lambda t: t["model"].update({"last.norm.weight": torch.ones(32).to_sparse()})),
+        "a has no 'model.last.norm.weight' (32,), which its model needs",
+    ),
+    "width in words": (
+        "torch",
+        lambda f: parts(f, lambda t: t["composer3d"]["model"].update({"model.head_dim": "8"})),
+        "a: what its model is cannot be read: TypeError: ",
+    ),
+    "recipe": (
+        "dcp",
+        lambda f: manifests.write(f, replace(manifests.read(f), recipe="[[")),
+        "a as dcp cannot be read: TOMLDecodeError: ",
+    ),
+    "no params": ("meta", lambda f: (f / "params.json").unlink(), "a as meta cannot be read: FileNotFoundError: "),
     "params lack": ("meta", lambda f: rewrite(f / "params.json", lambda p: p.pop("dim")), "params.json lacks dim"),
     "missing rank": (
         "meta",
@@ -154,12 +194,12 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "another torch file": (
         "torch",
         lambda f: torch.save({"model": weights()}, f),
-        "a is no file of 'composer3d convert --to torch'; put a file of Hugging Face's into a folder, as ",
+        "a cannot be read: KeyError: 'composer3d'; put a file of Hugging Face's into a folder, as pytorch_model.bin ",
     ),
     "torch of no model": (
         "torch",
         lambda f: parts(f, lambda t: t["composer3d"].update(model={})),
-        "a does not say what its model is (KeyError: 'model.dim')",
+        "a: what its model is cannot be read: KeyError: 'model.dim'",
     ),
     "no manifest": (
         "dcp",
@@ -230,7 +270,7 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     make_hf(tmp_path / "a")
     reason = PermissionError(errno.EACCES, "Permission denied", "x")
     monkeypatch.setattr(formats, "carried_by", lambda folder: (_ for _ in ()).throw(reason))
-    with pytest.raises(CheckpointError, match=r"a cannot be read \(.*Permission denied: 'x'\)"):
+    with pytest.raises(CheckpointError, match=r"a as hf cannot be read: PermissionError: .*Permission denied: 'x'"):
         convert(tmp_path / "a", tmp_path / "b", "dcp")
 
 
@@ -327,29 +367,31 @@ def test_meta_cannot_hold_every_model(tmp_path: Path) -> None:
 
 def test_numbers_that_a_dtype_does_not_hold(tmp_path: Path) -> None:
     make_hf(tmp_path / "a")
-    tensors(tmp_path / "a/model.safetensors", lambda t: t.update({NORM: torch.full((32,), 1e5)}))
-    with pytest.raises(
-        CheckpointError, match=r"last\.norm\.weight holds numbers that float16 does not; convert to bfloat16"
-    ):
-        convert(tmp_path / "a", tmp_path / "b", "hf", dtype="float16")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    for beside in (1.0, torch.nan, torch.inf):
+        norm = torch.tensor([beside, 1e5]).repeat(16)
+        tensors(tmp_path / "a/model.safetensors", lambda t, norm=norm: t.update({NORM: norm}))
+        with pytest.raises(
+            CheckpointError, match=r"last\.norm\.weight holds numbers that float16 does not; convert to bfloat16"
+        ):
+            convert(tmp_path / "a", tmp_path / "b", "hf", dtype="float16")
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
     tensors(tmp_path / "a/model.safetensors", lambda t: t.update({NORM: torch.full((32,), torch.inf)}))
     convert(tmp_path / "a", tmp_path / "b", "hf", dtype="float16")
 
 
 @pytest.mark.parametrize("to", ["hf", "meta", "torch", "dcp"])
-def test_a_full_disk_leaves_nothing(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path: Path, to: str) -> None:
+    """The system refuses to write beyond a size, at several places of a file; torch's writer hides why."""
     make_hf(tmp_path / "a")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(targets._Dcp if to == "dcp" else targets._Slots, "put", full)
-    with pytest.raises(
-        CheckpointError, match=r"b cannot be written \(.*No space left on device\); nothing is left of it"
-    ):
-        convert(tmp_path / "a", tmp_path / "b", to)
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (1000, 9000, 70_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        try:
+            with pytest.raises(CheckpointError, match=r"b cannot be written \(.*\); nothing is left of it"):
+                convert(tmp_path / "a", tmp_path / "b", to)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_the_proof_finds_what_was_written_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,22 +405,21 @@ def test_the_proof_finds_what_was_written_wrong(tmp_path: Path, monkeypatch: pyt
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_the_proof_counts_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_the_proof_counts_reads_and_writes(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_hf(tmp_path / "a")
-    monkeypatch.setattr(module, "_cast", lambda place, tensor, dtype: tensor)
     read = module.Source.read
     monkeypatch.setattr(module.Source, "read", lambda self, name: (read(self, name), read(self, name))[0])
     with pytest.raises(CheckpointError, match="is not complete"):
-        convert(tmp_path / "a", tmp_path / "b", "torch")
+        convert(tmp_path / "a", tmp_path / "b", to)
     monkeypatch.setattr(module.Source, "read", read)
-    put = targets._Slots.put
-    skip = "model.last.norm.weight"
-    monkeypatch.setattr(targets._Slots, "put", lambda self, name, t: put(self, name, t) if name != skip else None)
+    stream, skip = module._read, "model.last.norm.weight"
+    monkeypatch.setattr(module, "_read", lambda *given: (pair for pair in stream(*given) if pair[0] != skip))
     with pytest.raises(CheckpointError, match=r"is not complete: \['model.last.norm.weight'\] not written"):
-        convert(tmp_path / "a", tmp_path / "b", "torch")
-    monkeypatch.setattr(targets._Slots, "put", lambda self, name, t: (put(self, name, t), put(self, name, t)))
+        convert(tmp_path / "a", tmp_path / "b", to)
+    monkeypatch.setattr(module, "_read", lambda *given: (pair for pair in stream(*given) for _ in range(2)))
     with pytest.raises(KeyError):
-        convert(tmp_path / "a", tmp_path / "b", "torch")
+        convert(tmp_path / "a", tmp_path / "b", to)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

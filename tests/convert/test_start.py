@@ -154,7 +154,7 @@ def changed(folder: Path, tensors: dict[str, Tensor]) -> str:
             return f"{folder} is not a checkpoint"
         case "other":
             written(folder, tied=True, n_layers=5, ffn=64)
-            return f"{folder} holds model.blocks.0.ffn.w1.weight as (64, 40), but the recipe asks for (56, 40)"
+            return f"{folder} holds 'model.blocks.0.ffn.w1.weight' as (64, 40), but the model needs (56, 40)"
     put(folder, tensors)
     return line
 
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(pool: Pool, tmp_path: Path) 
     for found, line in zip(first, wanted, strict=True):
         assert found[0].startswith(line), found
     assert len(first[-1]) == 9
-    assert first[-1][-1].endswith("21 tensors differ; let [model] override no sizes of it")
+    assert first[-1][-1].endswith("21 differences; let [model] override no sizes of it")
 
 
 def test_tensors_that_say_nothing_new_are_ignored(pool: Pool, tmp_path: Path) -> None:

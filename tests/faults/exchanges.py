@@ -1,6 +1,7 @@
 """Faults of what ranks send each other: over tp, over the axes of FSDP, and around the ring of cp."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -245,12 +246,13 @@ def untie_the_head() -> None:
 
 def attend_to_own_tokens() -> None:
     """Context parallelism without the ring: a rank sees the keys of its own tokens only."""
-    cp.ring_attend = lambda group: lambda q, k, v, *, seq, window: kernels.attend_block(q, k, v, causal=True)[0]
+    alone = lambda q, k, v, *, seq, window: kernels.attend_block(q, k, v, causal=True)[0]  # noqa: E731
+    cp.attend_over = lambda group, method, *, balanced: alone
 
 
 def cut_the_sequence_contiguously() -> None:
     """Tokens are cut in order, while the ring believes that they lie in zigzag."""
-    cp.shard_sequence = lambda x, dim, group: x.chunk(group.size(), dim)[group.rank()].contiguous()
+    cp.shard_sequence = lambda x, dim, group, **_: x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
 def lose_what_other_ranks_owe_the_keys() -> None:
@@ -264,82 +266,82 @@ def lose_what_other_ranks_owe_the_keys() -> None:
     kernels.attend_block_backward = wrong
 
 
-def _spoil_hops(caller: str, variable: str) -> None:
-    """The hop of what ``caller`` calls ``variable`` brings back what was sent."""
+def _spoil_hops(*callers: str) -> None:
+    """A hop that is called by ``callers``, the innermost first, brings back what was sent."""
+    right = cp._hop
 
-    class Hop(cp._Hop):
-        def __init__(self, message: Tensor, group: dist.ProcessGroup) -> None:
-            super().__init__(message, group)
-            frame = sys._getframe(1)
-            spoilt = frame.f_code.co_name == caller and message is frame.f_locals.get(variable)
-            self.sent = message.clone() if spoilt else None
+    def wrong(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+        arrived, frame, names = right(message, group), sys._getframe(1), []
+        while frame is not None and len(names) < len(callers):
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back  # type: ignore[assignment]
+        sent = message.clone()
+        return arrived if tuple(names) != callers else lambda: (arrived(), sent)[1]
 
-        def arrived(self) -> Tensor:
-            return super().arrived() if self.sent is None else (super().arrived(), self.sent)[1]
-
-    cp._Hop = Hop
+    cp._hop = wrong
 
 
 def lose_the_hop_of_keys() -> None:
     """Ring, forward: a rank keeps its own keys and values instead of those that came."""
-    _spoil_hops("_ring_forward", "kv")
+    _spoil_hops("_visits", "_forward")
 
 
 def lose_the_hop_of_keys_in_backward() -> None:
     """Ring, backward: a rank differentiates with its own keys and values instead of those that came."""
-    _spoil_hops("_ring_backward", "kv")
+    _spoil_hops("_visits", "_backward")
 
 
 def lose_the_hop_of_key_gradients() -> None:
     """Ring, backward: gradients of keys and values do not come home."""
-    _spoil_hops("_ring_backward", "dkv")
+    _spoil_hops("_backward")
 
 
 def use_one_buffer_for_the_ring() -> None:
     """Ring: keys and values that are still being read are overwritten by the next ones."""
     buffers: dict[Any, Tensor] = {}
+    right = cp._hop
 
-    class Hop(cp._Hop):
-        def __init__(self, message: Tensor, group: dist.ProcessGroup) -> None:
-            super().__init__(message, group)
-            incoming = super().arrived()
-            self.buffer = buffers.setdefault((sys._getframe(1).f_code.co_name, incoming.shape), incoming)
-            self.buffer.copy_(incoming)
+    def wrong(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+        incoming = right(message, group)()
+        buffer = buffers.setdefault((sys._getframe(1).f_code.co_name, incoming.shape), incoming)
+        buffer.copy_(incoming)
+        return lambda: buffer
 
-        def arrived(self) -> Tensor:
-            return self.buffer
-
-    cp._Hop = Hop
+    cp._hop = wrong
 
 
 def hide_half_of_the_later_keys() -> None:
     """Ring: queries of the second chunk do not see the second chunk of a later rank's keys."""
-    right = cp._pair
+    right = cp.tiles
 
-    def wrong(rank: int, source: int, half: int) -> tuple[slice, slice]:
-        queries, keys = right(rank, source, half)
-        return (queries, slice(half)) if source > rank else (queries, keys)
+    def wrong(*arguments: Any) -> tuple[Any, ...]:
+        found = right(*arguments)
+        return tuple(t._replace(keys=slice(t.keys.stop // 2)) if t.queries.start and not t.causal else t for t in found)
 
-    cp._pair = wrong
+    cp.tiles = wrong  # type: ignore[assignment]
 
 
 def forget_documents_in_the_ring() -> None:
-    """Ring: keys of other documents are seen."""
-    cp._seen = lambda documents, rank, source, size: None
+    """Keys of other documents are seen."""
+    cp.starts_of = lambda documents: None
 
 
-def mask_blocks_as_if_cut_in_order() -> None:
-    """The ring takes documents for cut contiguously, while its tokens lie in zigzag."""
-    part, seen = cp._part, cp._seen
+def let_documents_start_one_token_late() -> None:
+    """The first token of a document is taken for one of the document before."""
+    right = cp.starts_of
+    cp.starts_of = lambda documents: tuple(tuple(start + 1 for start in row) for row in right(documents) or ())
 
-    def wrong(*arguments: torch.Tensor) -> torch.Tensor | None:
-        cp._part = lambda x, dim, rank, size: x.chunk(size, dim)[rank]
-        try:
-            return seen(*arguments)  # type: ignore[arg-type]
-        finally:
-            cp._part = part
 
-    cp._seen = wrong  # type: ignore[assignment]
+def join_the_parts_as_if_cut_in_order() -> None:
+    """What is gathered, or exchanged, is taken for cut contiguously, while it lies in zigzag."""
+    right = cp._join
+    cp._join = lambda parts, dim, balanced: right(parts, dim, False)
+
+
+def exchange_the_wrong_heads() -> None:
+    """Ulysses: ranks get the heads of the rank on the other side."""
+    right = cp._exchange
+    cp._exchange = lambda x, name: right(x.flip(0), name)
 
 
 def forget_that_a_query_sees_nothing() -> None:

@@ -72,8 +72,13 @@ FAULTS = [
     Fault(x.use_one_buffer_for_the_ring, "mesh.cp=3 data.seq_len=252"),
     Fault(x.hide_half_of_the_later_keys, "mesh.cp=2"),
     Fault(x.forget_documents_in_the_ring, f"mesh.cp=2 {_PACKED}"),
-    Fault(x.mask_blocks_as_if_cut_in_order, f"mesh.cp=2 {_PACKED}"),
-    Fault(x.forget_that_a_query_sees_nothing, f"mesh.cp=2 {_PACKED}"),
+    Fault(x.let_documents_start_one_token_late, f"mesh.cp=2 {_PACKED}"),
+    Fault(x.forget_that_a_query_sees_nothing, "mesh.cp=2 model.window=16"),
+    Fault(
+        x.lose_what_other_ranks_owe_the_keys, "mesh.cp=2 parallel.cp_method=allgather parallel.cp_balance=contiguous"
+    ),
+    Fault(x.join_the_parts_as_if_cut_in_order, "mesh.cp=2 parallel.cp_method=allgather"),
+    Fault(x.exchange_the_wrong_heads, "mesh.cp=2 parallel.cp_method=ulysses"),
     Fault(v.count_positions_from_the_start_of_the_part, "mesh.cp=2"),
     Fault(v.label_before_the_cut_is_lost, "mesh.cp=2"),
     # pp

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer3d import train, verify_worker
-from composer3d.models import Seq, layers, llama
-from composer3d.parallel import ac, clip, init, stages
+from composer3d.models import Seq, llama
+from composer3d.parallel import ac, clip, cp, init, stages
 from composer3d.shape import IGNORE_INDEX
 
 
@@ -160,31 +160,31 @@ def forget_documents() -> None:
 
 def hide_the_token_itself() -> None:
     """Attention: the causal mask is one off, so that a query does not see its own key."""
-    right = layers._sdpa
+    right = cp.sdpa
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(-1)
         seen[0, 0] = True  # the first query sees something
-        return right(q, k, v, seen)
+        return right(q, k, v, seen, is_causal=False)
 
-    layers._sdpa = wrong
+    cp.sdpa = wrong
 
 
 def look_behind_the_window() -> None:
     """Attention sees all tokens before, not those in the window."""
-    right = layers.attend_sdpa
-    layers.attend_sdpa = lambda q, k, v, *, seq, window: right(q, k, v, seq=seq, window=0)
+    right = cp.ring_attention
+    cp.ring_attention = lambda *tensors, window, **how: right(*tensors, window=0, **how)
 
 
 def deal_out_kv_heads_in_turn() -> None:
     """Attention: head h reads key-value head h modulo their number."""
-    right = layers._sdpa
+    right = cp.sdpa
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         groups = q.shape[1] // k.shape[1]
-        return right(q, k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1), mask)
+        return right(q, k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1), **how)
 
-    layers._sdpa = wrong
+    cp.sdpa = wrong
 
 
 def _change_recomputation(change: Any) -> None:

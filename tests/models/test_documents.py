@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from composer3d.data.loader import number_documents
-from composer3d.models import Llama, Seq, layers
+from composer3d.models import Llama, Seq
 from composer3d.models.layers import attend_sdpa
+from composer3d.parallel.cp import attend_over
 from composer3d.shape import ModelShape
 
 LENGTHS = [[1, 1, 5, 9, 4], [20], [7, 13]]  # of the documents of three rows
@@ -59,27 +59,6 @@ def test_loss_and_gradients_are_those_of_each_document_alone(window: int) -> Non
     assert abs(across - alone) > 1e-3 * alone  # documents do matter here
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_mask_is_made_once_for_all_blocks(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
-    """And a block that is computed again finds it."""
-    made = []
-
-    def counted(seen: Tensor, dtype: torch.dtype) -> Tensor:
-        made.append(dtype)
-        return bias_of(seen, dtype)
-
-    bias_of = layers.bias_of
-    monkeypatch.setattr(layers, "bias_of", counted)
-    model, (documents_BT, positions_BT) = model_of(5), rows()
-    seq, h = Seq(positions_BT, documents_BT), torch.ones(ROWS, LENGTH, 24, dtype=torch.float64, requires_grad=True)
-    out: Tensor = h
-    for block in model.blocks.values():
-        out = checkpoint(block, out, seq, use_reentrant=False) if again else block(out, seq)
-    out.sum().backward()
-    assert made == [torch.float64]
-    assert seq.bias(5, torch.float32).dtype == torch.float32
-
-
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(
@@ -101,9 +80,12 @@ def test_attention_is_that_of_the_tokens_it_may_see(
         torch.randn(ROWS, heads, LENGTH, 8, generator=generator, dtype=torch.float64).to(dtype)
         for heads in (4, kv_heads, kv_heads)
     )
-    seq = Seq(positions_BT.to(device), documents_BT.to(device))
-    out = attend_sdpa(*(x.to(device) for x in (q, k, v)), seq=seq, window=window).cpu()
-    assert out.dtype == dtype
+    seq = Seq(positions_BT.to(device), documents_BT)
+    tensors = [x.to(device) for x in (q, k, v)]
+    out = attend_sdpa(*tensors, seq=seq, window=window).cpu()
+    in_tiles = attend_over(None)(*tensors, seq=seq, window=window).cpu()
+    assert out.dtype == in_tiles.dtype == dtype
+    torch.testing.assert_close(in_tiles, out, rtol=0, atol=bound)
     for row, lengths in enumerate(LENGTHS):
         for t in range(LENGTH):
             start = next(s for s in reversed([sum(lengths[:n]) for n in range(len(lengths))]) if s <= t)

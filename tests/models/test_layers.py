@@ -1,27 +1,29 @@
 """The parts of a block: rotation and its table, attention through a window."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from composer3d.models import Llama, Seq
-from composer3d.models.layers import Rope, attend_sdpa, rotate
+from composer3d.models import Llama, Seq, layers
+from composer3d.models.layers import attend_sdpa, rope_table, rotate
+from composer3d.parallel.cp import attend_over
 from composer3d.shape import PRESETS, ModelShape
 
-LLAMA_3_1 = Rope(width=128, theta=5e5, factor=8.0)
+LLAMA_3_1 = PRESETS["llama3.1-8b"]
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def speeds(rope: Rope) -> list[float]:
+def speeds(shape: ModelShape) -> list[float]:
     """Radians that each pair turns in one position, read off the table."""
-    cos, sin = rope.table(torch.ones(1, 1, dtype=torch.int64), torch.float64)
-    half = rope.width // 2
+    cos, sin = rope_table(shape, torch.ones(1, 1, dtype=torch.int64), torch.float64)
+    half = shape.head_width // 2
     assert torch.equal(cos[..., :half], cos[..., half:])
     assert torch.equal(sin[..., :half], -sin[..., half:])
     return torch.atan2(sin[0, 0, 0, half:], cos[0, 0, 0, half:]).tolist()
@@ -40,27 +42,26 @@ def test_long_wavelengths_are_stretched_as_in_llama_3_1() -> None:
         *(plain[i] / 8 for i in stretched),
     ]
     assert speeds(LLAMA_3_1) == pytest.approx(expected, rel=1e-12)
-    assert speeds(LLAMA_3_1._replace(factor=1.0)) == pytest.approx(plain, rel=1e-12)
+    assert speeds(replace(LLAMA_3_1, rope_factor=1.0)) == pytest.approx(plain, rel=1e-12)
 
 
 def test_far_positions_are_told_apart_in_bfloat16() -> None:
     x_BTHD = random(1, 5, 1, 128, seed=0)
     positions_BT = torch.arange(5)[None] + 8191  # bfloat16 itself would round them to 8192
-    turned = rotate(x_BTHD.bfloat16(), LLAMA_3_1.table(positions_BT, torch.bfloat16))
+    turned = rotate(x_BTHD.bfloat16(), rope_table(LLAMA_3_1, positions_BT, torch.bfloat16))
     assert turned.dtype == torch.bfloat16
-    exact = rotate(x_BTHD, LLAMA_3_1.table(positions_BT, torch.float64))
+    exact = rotate(x_BTHD, rope_table(LLAMA_3_1, positions_BT, torch.float64))
     assert (turned - exact).abs().max().item() < 0.04
 
 
 def test_blocks_share_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.dtype] = []
-    table = Rope.table
 
-    def counted(rope: Rope, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def counted(shape: ModelShape, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         made.append(dtype)
-        return table(rope, positions_BT, dtype)
+        return rope_table(shape, positions_BT, dtype)
 
-    monkeypatch.setattr(Rope, "table", counted)
+    monkeypatch.setattr(layers, "rope_table", counted)
     model = Llama(PRESETS["debug-tiny"], device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,8 +72,8 @@ def test_blocks_share_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [torch.float32] * 2  # one for each Seq, of 4 blocks with queries and keys
     seq = Seq(positions_BT)
     assert seq.table(LLAMA_3_1, torch.float32)[0] is seq.table(LLAMA_3_1, torch.float32)[0]
-    for rope, dtype in ((LLAMA_3_1, torch.float64), (LLAMA_3_1._replace(theta=1e4), torch.float32)):
-        for mine, direct in zip(seq.table(rope, dtype), table(rope, positions_BT, dtype), strict=True):
+    for shape, dtype in ((LLAMA_3_1, torch.float64), (replace(LLAMA_3_1, rope_theta=1e4), torch.float32)):
+        for mine, direct in zip(seq.table(shape, dtype), rope_table(shape, positions_BT, dtype), strict=True):
             assert torch.equal(mine, direct)
             assert mine.dtype == dtype
 
@@ -135,7 +136,7 @@ def test_window_runs_in_narrow_dtypes(dtype: torch.dtype, bound: float) -> None:
 
 
 def test_window_makes_no_square_of_scores() -> None:
-    """A row of 16 windows: no tensor of autograd's graph has T x T elements for a head."""
+    """A row of 16 windows, as a composed model attends: no tensor of autograd's graph has T x T elements for a head."""
     length, window = 256, 16
     sizes: list[int] = []
 
@@ -145,6 +146,6 @@ def test_window_makes_no_square_of_scores() -> None:
 
     q = random(1, 1, length, 8, seed=1).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        attend_sdpa(q, q, q, seq=Seq(torch.arange(length)[None]), window=window)
+        attend_over(None)(q, q, q, seq=Seq(torch.arange(length)[None]), window=window)
     assert sizes
     assert max(sizes) <= 2 * length * window < length * length

@@ -152,7 +152,7 @@ def train_in(recipe: Recipe, steps: int) -> tuple[list[float], list[float], set[
                 block.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
         losses, norms = [], []
         for _ in range(steps):  # the same rows: they are learned by heart
-            loss, norm = compute_gradients(stages, _mine(random_batch(recipe, 0), mesh))
+            loss, norm = compute_gradients(stages, _mine(random_batch(recipe, 0), stages))
             kept = {p.dtype for p in stages.parameters()} | {
                 p.grad.dtype for p in stages.parameters() if p.grad is not None
             }

@@ -136,9 +136,9 @@ def train_tied(sets: list[str]) -> dict[str, Any]:
         stages = build_stages(recipe, mesh)
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
         for step in range(2):
-            _, norm = compute_gradients(stages, _mine(random_batch(recipe, step), mesh))
+            _, norm = compute_gradients(stages, _mine(random_batch(recipe, step), stages))
             update(stages, optimizer, norm=norm, max_norm=1.0, lr=1e-2)
-        stages.evaluate(*(t for t in _mine(random_batch(recipe, 0), mesh)[:3]))
+        stages.evaluate(*(t for t in _mine(random_batch(recipe, 0), stages)[:3]))
         held = dict(stages.named_parameters())
         followers = {
             owner: module.get_parameter(alias).tolist()

@@ -68,6 +68,7 @@ def test_keys_seen_are_those_that_the_mask_shows(seq_len: int, window: int) -> N
     if window:
         seen = seen.triu(1 - window)
     assert counts.keys_seen(seq_len, window) == pytest.approx(seen.sum().item() / seq_len, rel=1e-14)
-    shape = replace(UNEVEN, window=window)
-    pairs = counts.attention_flops_per_token(shape, seq_len) * seq_len / (4 * UNEVEN.dim)
-    assert pairs == pytest.approx(seen.sum().item(), rel=1e-14)
+    hidden = seq_len - seen.sum().item() / seq_len
+    full = counts.flops_per_token(UNEVEN, seq_len, causal=False)
+    less = full - counts.flops_per_token(replace(UNEVEN, window=window), seq_len)
+    assert less == pytest.approx(12 * UNEVEN.n_layers * hidden * UNEVEN.dim, rel=1e-9, abs=1e-6)

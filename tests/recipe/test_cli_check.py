@@ -71,6 +71,7 @@ def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> No
         [],
         ["chek", RECIPE],
         ["check"],
+        ["check", ""],
         ["check", RECIPE, "--gpus", "0"],
         ["check", RECIPE, "--gpu", "8"],
         ["verify", RECIPE, "--dtype", "float16"],
@@ -115,7 +116,7 @@ def test_help_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
 def test_commands_are_dispatched_with_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     fake = type(sys)("composer3d.fake")
-    fake.main_train = lambda recipe, sets: seen.append((recipe, sets)) or 0  # type: ignore[attr-defined]
+    fake.main_train = lambda path, sets: seen.append((path, sets)) or 0  # type: ignore[attr-defined]
     fake.main_verify = lambda **given: seen.append(given) or 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "composer3d.job", fake)
     monkeypatch.setitem(sys.modules, "composer3d.verify", fake)
@@ -138,7 +139,7 @@ def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "composer3d", "check", "nowhere/x.toml"], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "nowhere/x.toml: no such file\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "nowhere/x.toml: No such file or directory\n")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])  # it meets the broken pipe when it ends, or when it prints

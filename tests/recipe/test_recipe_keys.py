@@ -1,6 +1,6 @@
 """The lines of keys against tomli, on every recipe and on texts made to mislead.
 
-In a text of ours every number is the line that its statement begins on, so that tomli's own values say where each key is.
+In a text of ours every number is the line that its statement begins on: tomli's own values say where each key is.
 """
 
 from datetime import date, datetime
@@ -12,7 +12,7 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer3d.recipe.keys import KeyPath, key_lines, repeated_key
+from composer3d.recipe.read import KeyPath, key_lines
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
@@ -175,10 +175,3 @@ def test_dates_are_stepped_over_whole() -> None:
     found = tomli.loads(TRICKY["scalars"])
     assert isinstance(found["d"], datetime)
     assert isinstance(found["e"], date)
-
-
-def test_a_repeated_key_is_found_with_both_lines() -> None:
-    text = "[a]\nb = '''\n'''\nc = 1\nb = 2\n"
-    assert repeated_key(text, 5) == (("a", "b"), 2)
-    assert repeated_key(text, 4) is None
-    assert repeated_key("a = \nb = 1\n", 1) is None

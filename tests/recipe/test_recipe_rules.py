@@ -36,9 +36,8 @@ def test_rules_name_keys_of_the_schema() -> None:
 
 def test_every_number_has_a_range() -> None:
     numbers = {key for key, entry in FIELDS.items() if entry.type in (int, float)}
-    shape = {key for key, entry in FIELDS.items() if entry.type in (int | None, float | None) and key[:6] == "model."}
-    assert len(shape) > 10
-    assert numbers | shape <= set(RANGES)
+    assert len(numbers) > 30
+    assert numbers <= set(RANGES)
 
 
 def test_a_violation_mentions_each_key_that_it_blames(recipe: Recipe) -> None:
@@ -51,8 +50,8 @@ def test_a_violation_mentions_each_key_that_it_blames(recipe: Recipe) -> None:
         ("data.seq_len", "mesh.tp"),
     ]
     for violation in found:
-        assert mention(wrong, violation.key) in violation.message
-        assert mention(wrong, violation.others[0]) in violation.message
+        assert mention(wrong, violation.key) in violation.message(wrong)
+        assert mention(wrong, violation.others[0]) in violation.message(wrong)
 
 
 def test_a_refused_value_is_not_divided_by(recipe: Recipe) -> None:
@@ -78,6 +77,7 @@ def test_an_open_axis_leaves_its_rules_out(recipe: Recipe) -> None:
         {"parallel__sequence_parallel": False, "data__seq_len": 33},
         {"mesh__tp": 1, "data__seq_len": 33},
         {"mesh__tp": 4},  # above the key-value heads
+        {"model__window": 15, "mesh__cp": 2},
         {"model__vocab": 257},
         {"model__vocab": 257, "mesh__dp_shard": 64, "data__global_batch": 256},
         {"model__vocab": 257, "mesh__dp_shard": 1, "mesh__cp": 3, "parallel__zero": 0, "data__seq_len": 240},
@@ -96,7 +96,8 @@ def test_what_is_just_legal_is_accepted(recipe: Recipe, good: dict[str, object])
 
 
 def test_the_way_out_of_tp_is_a_way_out(recipe: Recipe) -> None:
-    message = violations(changed(recipe, mesh__tp=8))[0].message
+    wrong = changed(recipe, mesh__tp=8)
+    message = violations(wrong)[0].message(wrong)
     legal = [int(word.strip(",")) for word in message.split("use ")[1].split() if word != "or"]
     assert legal == [1, 2, 4]
     assert all(violations(changed(recipe, mesh__tp=tp)) == [] for tp in legal)

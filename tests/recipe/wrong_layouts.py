@@ -17,7 +17,7 @@ LAYOUTS = [
         TINY + "[data]\nseq_len = 10\n[mesh]\ncp = 3\ntp = 2\n",
         [
             "x.toml:4: data.seq_len = 10 must be a multiple of 6: mesh.cp = 3 (x.toml:6) cuts it into 6 chunks, "
-            "mesh.tp = 2 (x.toml:7) with parallel.sequence_parallel = true (default) cuts a rank's two again; "
+            "mesh.tp = 2 (x.toml:7) with parallel.sequence_parallel = true (default) cuts a rank's again; "
             "use 6 or 12"
         ],
     ),

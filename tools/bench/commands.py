@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench import sequence
 from bench.jobs import Job, JobError, Result, TitanJob, composer3d_job, measure, plain_job
 from composer3d import hardware
 from composer3d.errors import UserError
@@ -268,6 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     peer = add(peers, "each layout against torchtitan")
     peer.add_argument("--only", **names)
     peer.add_argument("--titan", metavar="DIR", type=Path, required=True, help="folder with bench.sh and venv/")
+    sequence.arguments(add(sequence.cp, "attention of one sequence over ranks against one process"))
     add(gpu, "bfloat16 and float32 on one GPU against the hand-written loop")
     return parser
 
