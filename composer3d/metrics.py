@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
@@ -77,7 +77,9 @@ class Metrics:
         yield
         self._seconds[phase] += time.perf_counter() - begin
 
-    def step(self, step: int, *, loss: float, grad_norm: float, lr: float, **more: float) -> None:
+    def step(
+        self, step: int, *, loss: float, grad_norm: float, lr: float, more: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
         """Ends an optimizer step; called for every one, writes where the step is to be logged.
 
         Writes ``step``, ``loss`` (nats per valid token, of the whole batch), ``grad_norm`` (before clipping), ``lr``,
@@ -110,7 +112,7 @@ class Metrics:
             "validation_s": self._seconds["validation"],
             "checkpoint_s": self._seconds["checkpoint"],
             "memory_gib": _peak_memory_gib(self.device_type),
-            **more,
+            **more(),
         }
         self._write(step, line)
         log.get().info(self._console(step, line, now))

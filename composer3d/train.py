@@ -263,7 +263,7 @@ def _loop(run: Run, total: int, stops: list[int]) -> int:
             )
         update(run.stages, run.optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
         run.step += 1
-        metrics.step(run.step, loss=loss, grad_norm=norm, lr=lr, **_balance(recipe, batch))
+        metrics.step(run.step, loss=loss, grad_norm=norm, lr=lr, more=partial(_balance, recipe, batch))
         stopping, failed = map(int, mesh.max_over_world(stops[0] if stops else 0, run.store.failed))
         if failed:
             run.store.wait()

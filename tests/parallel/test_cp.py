@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -50,16 +50,18 @@ def documents_of(tokens: int, often: float) -> Tensor:
     return number_documents(ends_BT)[0]
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    documents: Tensor | None = None,
-    window: int = 0,
-    causal: bool = True,
-) -> list[Tensor]:
+class Mask(NamedTuple):
+    documents: Tensor | None = None
+    window: int = 0
+    causal: bool = True
+
+
+PLAIN = Mask()
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask = PLAIN) -> list[Tensor]:
     """Output and the gradients of q, k, v on one process, written down as softmax over a mask."""
+    documents, window, causal = mask
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     repeat, tokens = q.shape[1] // k.shape[1], q.shape[2]
     scores = q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5
@@ -76,16 +78,14 @@ def composed(
     k: Tensor,
     v: Tensor,
     grad: Tensor,
-    documents: Tensor | None = None,
-    window: int = 0,
-    causal: bool = True,
+    mask: Mask = PLAIN,
     *,
     dtype: torch.dtype = torch.float64,
     method: str = "ring",
     balanced: bool = True,
 ) -> list[Tensor]:
     """The same from this rank's shards of the four, gathered again."""
-    group, length = group_of_all(), q.shape[2]
+    group, length, (documents, window, causal) = group_of_all(), q.shape[2], mask
     parts = [cp.shard_sequence(x, 2, group, balanced=balanced).to(dtype) for x in (q, k, v, grad)]
     leaves, grad = [x.requires_grad_() for x in parts[:3]], parts[3]
     if documents is not None:  # what is appended belongs to the last document
@@ -173,11 +173,11 @@ def check_values(method: str, heads: list[tuple[int, int]]) -> int:
             whole = inputs(query_heads, kv_heads, tokens)
             often, windows = ((0.03, 0.2, 1.0), (0, 1, 7, 30)) if size < 4 else ((0.2,), (0, 7))
             documents = [None, *(documents_of(tokens, each) for each in often)]
-            kinds: list[tuple[Any, ...]] = list(product(documents, windows, (True,)))
-            kinds += [(each, 0, False) for each in documents if tokens % (2 * size) == 0]
+            kinds = [Mask(*each) for each in product(documents, windows)]
+            kinds += [Mask(each, 0, False) for each in documents if tokens % (2 * size) == 0]
             for kind, balanced in product(kinds, (True, False)):
-                got = composed(*whole, *kind, method=method, balanced=balanced)
-                for mine, expected in zip(got, reference(*whole, *kind), strict=True):
+                got = composed(*whole, kind, method=method, balanced=balanced)
+                for mine, expected in zip(got, reference(*whole, kind), strict=True):
                     torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
                 count += 1
     return count
@@ -382,10 +382,10 @@ def check_documents(examples: int) -> None:
         def check(lengths: list[int], method: str, balanced: bool, window: int) -> None:
             whole = inputs(2 * size, size, sum(lengths), batch=1, width=4)
             documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-            got = composed(*whole, documents, window, method=method, balanced=balanced)
+            got = composed(*whole, Mask(documents, window), method=method, balanced=balanced)
             for number, mine in enumerate(zip(*(each.split(lengths, 2) for each in got), strict=True)):
                 alone = [x.split(lengths, 2)[number] for x in whole]
-                for a, b in zip(mine, reference(*alone, None, window), strict=True):
+                for a, b in zip(mine, reference(*alone, Mask(window=window)), strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
         check()
