@@ -41,6 +41,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "pp": ("1", "2", "4"),
     "data": ("1", "shard 2", "replicate 2", "HSDP 2 x 2"),
     "cp": ("1", "2", "3"),
+    "cp method": ("ring", "allgather", "ulysses"),
+    "cp balance": ("zigzag", "contiguous"),
     "tp": ("1", "2", "4"),
     "sequence": ("parallel", "whole"),
     "loss": ("parallel", "whole"),
@@ -60,7 +62,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 ALWAYS = ("schedule", "zero", "checkpoint")  # in full
 WITH_SCHEDULE = (  # each two of them with each schedule
-    *("data", "cp", "tp", "sequence", "kv heads", "vocabulary", "layers", "tied", "packing", "norms"),
+    *("data", "cp", "cp method", "tp", "sequence", "kv heads", "vocabulary", "layers", "tied", "packing", "norms"),
     *("micro-batches", "micro-batch", "pp"),
 )
 Row = dict[str, str]
@@ -84,6 +86,8 @@ def overrides(row: Row) -> dict[str, Any]:
         "mesh.dp_shard": shard,
         "mesh.cp": int(row["cp"]),
         "mesh.tp": int(row["tp"]),
+        "parallel.cp_method": row["cp method"],
+        "parallel.cp_balance": row["cp balance"],
         "parallel.zero": int(row["zero"]),
         "parallel.sequence_parallel": row["sequence"] == "parallel",
         "parallel.loss_parallel": row["loss"] == "parallel",
@@ -153,6 +157,7 @@ def makes_sense(row: Row) -> bool:
         and (sharded(row) or row["zero"] == "3")
         and (row["data"] != "1" or row["cp"] != "1" or row["schedule"] == "none" or row["zero"] == "3")
         and (row["tp"] != "1" or (row["sequence"], row["loss"]) == ("parallel", "parallel"))
+        and (row["cp"] != "1" or (row["cp method"], row["cp balance"]) == ("ring", "zigzag"))
         and (row["layers"] == "even" or row["pp"] != "1")
         and (row["schedule"] != "csv" or row["pp"] == "2")
         and (row["compile"] == "no" or world(row) <= 4)  # every rank compiles: minutes for more
@@ -219,6 +224,11 @@ def complete(fixed: Target, generator: random.Random) -> Row | None:
             row[column] = values[0]
     if "pp" not in given:
         row["pp"] = "1" if row["schedule"] == "none" else generator.choice(("2", "2", "2", "4"))
+    if "cp" not in given and ("cp method" in given or "cp balance" in given):
+        row["cp"] = generator.choice(("2", "3"))
+    for column in ("cp method", "cp balance"):
+        if row["cp"] == "1" and column not in given:
+            row[column] = COLUMNS[column][0]
     if "schedule" not in given and row["pp"] == "1":
         row["schedule"] = "none"
     return row if makes_sense(row) and is_legal(row) else None
@@ -261,6 +271,15 @@ def _why(target: Target, generator: random.Random) -> Row | None:
         if makes_sense(row):
             return row if not is_legal(row) else None
     return None
+
+
+def context() -> list[Row]:
+    """Every way of context parallelism with every mask and grouping of heads, on 2 to 8 ranks, as far as legal."""
+    columns = {"cp": ("2", "3", "4", "8")}
+    columns |= {column: COLUMNS[column] for column in ("cp method", "cp balance", "kv heads", "packing", "window")}
+    plain = {column: values[0] for column, values in COLUMNS.items()}
+    rows = [plain | dict(zip(columns, values, strict=True)) for values in product(*columns.values())]
+    return [row for row in rows if is_legal(row)]
 
 
 def slice_of(rows: Iterable[Row], budget: float = 90.0) -> list[Row]:
@@ -326,6 +345,7 @@ def main() -> int:
     )
     parser.add_argument("--find", action="store_true", help="find the layouts anew, write tests/matrix.txt, prove none")
     parser.add_argument("--slice", action="store_true", help="prove the part that the tests run, write nothing")
+    parser.add_argument("--context", action="store_true", help="prove all of context parallelism, write nothing")
     options = parser.parse_args()
     if options.find:
         found = cover()
@@ -333,13 +353,13 @@ def main() -> int:
         print(f"{len(found.rows)} layouts, {len(found.refused)} refused: {LIST.relative_to(ROOT)}")
         return 0
     matrix = read()
-    rows = slice_of(matrix.rows) if options.slice else list(matrix.rows)
+    rows = context() if options.context else slice_of(matrix.rows) if options.slice else list(matrix.rows)
     begin = time.monotonic()
     verdicts = prove(rows)
     seconds = time.monotonic() - begin
     good = sum(verdict.passed for verdict in verdicts)
     print(f"{good} of {len(rows)} layouts are exact, in {seconds / 60:.1f} minutes")
-    if good == len(rows) and not options.slice:
+    if good == len(rows) and not (options.slice or options.context):
         report.write(ROOT, matrix, verdicts, seconds)
     return 0 if good == len(rows) else 1
 

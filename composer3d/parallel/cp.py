@@ -14,7 +14,7 @@ their positions in the whole and not yet repeated for grouped queries. Bytes are
 queries take, KV its keys and values, dKV the same in float32 (float64 for float64).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -172,13 +172,14 @@ def _hop(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
         dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % size),
     ]
     # One batch: were they posted apart, two ranks of NCCL could each wait in a send for the other's receive.
-    works = dist.batch_isend_irecv(ops)
+    on_the_way = [(dist.batch_isend_irecv(ops), incoming)]
 
     def arrived() -> Tensor:
-        assert works, "a hop is waited for once"
-        while works:
-            works.pop(0).wait()
-        return incoming
+        assert on_the_way, "a hop is waited for once"
+        works, message = on_the_way.pop()
+        for work in works:
+            work.wait()
+        return message
 
     return arrived
 
@@ -188,9 +189,13 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
     At first ``lse`` is minus infinity: the block is then all there is.
     """
-    weight = torch.sigmoid(block_lse - lse)[..., None]
-    out.sub_(weight * (out - block_out))
+    out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse)[..., None])
     lse.copy_(torch.logaddexp(lse, block_lse))
+
+
+def _add(totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
+    for total, part in zip(totals, parts, strict=True):
+        total += part
 
 
 def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -232,8 +237,9 @@ def _forward(
     out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
     for _, kv, found in _visits(q, torch.stack((k, v)), documents, window, kind, group_name, own_last=False):
         for rows, queries, keys, causal, seen in found:
-            block = kernels.attend_block(q[rows, :, queries], *kv[:, rows, :, keys], causal=causal, seen=seen)
-            _merge(out[rows, :, queries], lse[rows, :, queries], *block)
+            block = (q[rows, :, queries], *kv[:, rows, :, keys])
+            so_far = (out[rows, :, queries], lse[rows, :, queries])
+            _merge(*so_far, *kernels.attend_block(*block, causal=causal, seen=seen))
     return _copy(out, q.dtype), lse
 
 
@@ -247,7 +253,7 @@ def _backward(
     """
     q, k, v, out, lse = kept
     group = _resolve_process_group(GroupName(group_name)) if group_name else None
-    grad, wide = _copy(grad, q.dtype), kernels.wide(q.dtype)
+    grad, wide = grad if grad.stride(-1) == 1 else _copy(grad, q.dtype), kernels.wide(q.dtype)
     dq = torch.zeros_like(q, dtype=wide)
     homing: Callable[[], Tensor] | None = None
     # The own block comes last: it hides the last hop of the gradients, the larger message.
@@ -256,9 +262,8 @@ def _backward(
         for rows, queries, keys, causal, seen in found:
             block_grad, block_q, *whole = (x[rows, :, queries] for x in (grad, q, out, lse))
             block = (block_grad, block_q, *kv[:, rows, :, keys], *whole)
-            parts = kernels.attend_block_backward(*block, causal=causal, seen=seen)
-            for total, part in zip((dq[rows, :, queries], *dkv[:, rows, :, keys]), parts, strict=True):
-                total += part
+            so_far = (dq[rows, :, queries], *dkv[:, rows, :, keys])
+            _add(so_far, kernels.attend_block_backward(*block, causal=causal, seen=seen))
         if homing is not None:
             dkv += homing()
         if group is not None and source is None:

@@ -227,14 +227,14 @@ def measure_errors(method: str, heads: int, kv_heads: int) -> dict[torch.dtype, 
         return errors
 
 
-def check_checkpointed() -> dict[str, int]:
-    """The causal block of each forward is computed so many times: without, under full, under selective checkpoint."""
+def check_checkpointed(method: str) -> dict[str, tuple[int, int]]:
+    """How often the causal block is computed forward, and what is sent: without, under full, selective checkpoint."""
     with pool_world():
         group = group_of_all()
         leaves = [cp.shard_sequence(x, 2, group).requires_grad_() for x in inputs(4, 2, 8 * group.size())[:3]]
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return cp.ring_attention(q.sin(), k.sin(), v.sin(), group=group).square()
+            return cp.ring_attention(q.sin(), k.sin(), v.sin(), group=group, method=method, window=9).square()
 
         def selective(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             policy = saving(llama_plan(PRESETS["debug-tiny"]).save)
@@ -249,8 +249,8 @@ def check_checkpointed() -> dict[str, int]:
             expected = expected or grads
             for got, wanted in zip(grads, expected, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-            counts[name] = sum(event[:2] == ("forward", True) for event in recorder.events)
-            assert sum(event[:2] == ("backward", True) for event in recorder.events) == 1
+            blocks = [sum(event[0] == way for event in recorder.events) for way in ("forward", "backward")]
+            counts[name] = blocks[0] // blocks[1], recorder.kinds().count("post")
         return counts
 
 
@@ -354,9 +354,11 @@ def test_error_does_not_grow_with_ranks(pool: Pool, method: str, heads: int, kv_
             assert torch.finfo(dtype).eps / 16 < of_ranks < 1.3 * of_one, errors
 
 
-def test_saved_ring_is_not_run_again(pool: Pool) -> None:
-    for counts in pool.run(check_checkpointed, {}, world_size=2):
-        assert counts == {"none": 1, "full": 2, "selective": 1}
+@pytest.mark.parametrize(("method", "forward", "backward"), [("ring", 1, 2), ("allgather", 1, 2), ("ulysses", 2, 2)])
+def test_saved_attention_is_not_run_again(pool: Pool, method: str, forward: int, backward: int) -> None:
+    for counts in pool.run(check_checkpointed, {"method": method}, world_size=2):
+        once = (1, forward + backward)
+        assert counts == {"none": once, "full": (2, 2 * forward + backward), "selective": once}
 
 
 def test_group_of_one(pool: Pool) -> None:

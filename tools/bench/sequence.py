@@ -90,15 +90,13 @@ def step_memory(tokens: int, ranks: int) -> float:
         stages = build_stages(recipe, mesh)
         whole = torch.randint(recipe.model.vocab, (1, tokens), generator=torch.Generator().manual_seed(1))
         mine = [stages.own_tokens(x) for x in (whole, whole, torch.arange(tokens)[None])]
-        peak = 0
-        for _ in range(2):
+        for _ in range(2):  # the first warms up
             gc.collect()
             with peak_memory() as grown:
                 stages.forward_backward(*mine, tokens)
-            peak = max(peak, grown[0])
             for parameter in stages.parameters():
                 parameter.grad = None
-        return peak
+        return grown[0]
 
 
 def give_back_memory() -> None:
@@ -136,10 +134,9 @@ def measure(method: str, tokens: int, repeats: int, documents: int) -> dict[str,
                 out.backward(grad)
                 del out
                 dist.barrier()
-                if turn:
-                    seconds.append(time.perf_counter() - begin)
-            sent, peak = bytes_sent[0], max(peak, grown[0])
-        return {"seconds": statistics.median(seconds), "peak_bytes": peak, "sent_bytes": sent}
+                seconds.append(time.perf_counter() - begin)
+            sent, peak = bytes_sent[0], max(peak, grown[0] if turn else 0)
+        return {"seconds": statistics.median(seconds[1:]), "peak_bytes": peak, "sent_bytes": sent}
 
 
 @contextmanager
@@ -177,7 +174,7 @@ def counting() -> Iterator[list[int]]:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """By how many bytes the resident memory of this process grew at most. Linux."""
+    """By how many bytes the resident memory of this process grew at most; set when the context ends. Linux."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before, grown = _status("VmRSS"), [0]
     yield grown
