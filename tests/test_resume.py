@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
 import resume_matrix
 
-PART = ("one process", "zero 2 x 3", "pp 2 1F1B, tp 2")
+PART = ("one process", "zero 2 x 3", "pp 2 1F1B, tp 2", "cp 3, tp 2")
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ class Cell:
 
 
 class Ledger:
-    """A loader that notes which samples it hands out: they are known by their tokens, not by what the loader says."""
+    """A loader that notes which samples it hands out: they are known by the rank's part of their tokens."""
 
     def __init__(self, loader: Any, numbers: Mapping[bytes, int]) -> None:
         self._loader, self._numbers = loader, numbers
@@ -130,8 +130,9 @@ def start(recipe: str, sets: Sequence[str], device: Any) -> Any:
     resolved = load(recipe, sets, world_size=torch.distributed.get_world_size())
     run: Any = train.build(resolved.recipe, device, resolved.to_toml())
     corpus, _ = train.open_data(resolved.recipe)
-    windows = np.asarray(corpus.tokens)[: SAMPLES * SEQ_LEN].astype(np.int64).reshape(SAMPLES, SEQ_LEN)
-    run.loader = Ledger(run.loader, {window.tobytes(): number for number, window in enumerate(windows)})
+    samples = np.asarray(corpus.tokens)[: SAMPLES * SEQ_LEN].astype(np.int64).reshape(SAMPLES, SEQ_LEN)
+    mine = run.stages.own_tokens(torch.from_numpy(samples)).numpy()
+    run.loader = Ledger(run.loader, {row.tobytes(): number for number, row in enumerate(mine)})
     return run
 
 

@@ -213,11 +213,12 @@ def _visits(
     group = _resolve_process_group(GroupName(group_name)) if group_name else None
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     method, _, order = kind.partition(" ")
-    n, balanced, starts = q.shape[2], order == "zigzag", starts_of(documents)
-    mine = spans(rank, size, n, balanced)
+    n, balanced = q.shape[2], order == "zigzag"
+    mine, banded = spans(rank, size, n, balanced), kernels.kernel_of(q) == "plain scores"
+    of_all = (starts_of(documents), window, q.device, banded)
     if method == "allgather" and group is not None:
         kv, whole = _join(_gather(own, group), 3, balanced), spans(0, 1, n * size, balanced)
-        yield None, kv, tiles(mine, whole, starts, window, q.device)
+        yield None, kv, tiles(mine, whole, *of_all)
         return
     coming = None if group is None else _hop(own, group)
     for step in (*range(1, size), 0) if own_last else range(size):
@@ -225,7 +226,7 @@ def _visits(
         if group is not None and 0 < step < size - 1:
             coming = _hop(kv, group)
         source = (rank - step) % size
-        yield source, kv, tiles(mine, spans(source, size, n, balanced), starts, window, q.device)
+        yield source, kv, tiles(mine, spans(source, size, n, balanced), *of_all)
 
 
 @torch.library.custom_op("composer3d::ring_attention", mutates_args=())

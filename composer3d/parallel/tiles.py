@@ -52,11 +52,17 @@ def starts_of(documents_BT: Tensor | None) -> Starts:
 
 @lru_cache(maxsize=256)  # an entry may hold hundreds of tiles: documents differ in each micro-batch
 def tiles(
-    queries: tuple[Span, ...], keys: tuple[Span, ...], starts: Starts, window: int, device: torch.device
+    queries: tuple[Span, ...],
+    keys: tuple[Span, ...],
+    starts: Starts,
+    window: int,
+    device: torch.device,
+    banded: bool = False,
 ) -> tuple[Tile, ...]:
     """What the ``queries`` see of the ``keys``. Where they see their own, squares on the diagonal come first.
 
     ``window``: a query sees its own key and ``window`` - 1 before it; 0: all before it; -1: all, later ones too.
+    ``banded``: no tile has more than ``BAND`` queries, for a kernel that makes all scores of one.
     """
     found: list[Tile] = []
     for row, cuts in enumerate(((),) if starts is None else starts):
@@ -64,11 +70,12 @@ def tiles(
         held = list(_runs(keys, cuts))[::-1]
         for shift, q, document in _runs(queries, cuts):
             for key_shift, k, of_key in held:
-                for (q0, q1), (k0, k1), kind in _visible(q, k, window) if document == of_key else ():
+                for (q0, q1), (k0, k1), kind in _visible(q, k, window, banded) if document == of_key else ():
                     seen = _near(q0 - k0, q1 - q0, k1 - k0, window, device) if kind == "edge" else None
                     mine, theirs = slice(q0 - shift, q1 - shift), slice(k0 - key_shift, k1 - key_shift)
                     found.append(Tile(rows, mine, theirs, kind == "own", seen))
-    if starts is None and window <= 0 and len(found) > 1 and (queries == keys or not any(t.causal for t in found)):
+    one_call = starts is None and window <= 0 and not banded and len(found) > 1
+    if one_call and (queries == keys or not any(tile.causal for tile in found)):
         # Chunks that lie side by side in the shards: one call of a kernel. Places ascend with positions.
         _, *parts = list(zip(*found, strict=True))[:3]
         mine, theirs = (slice(min(part.start for part in each), max(part.stop for part in each)) for each in parts)
@@ -90,15 +97,16 @@ def _runs(spans: tuple[Span, ...], cuts: tuple[int, ...]) -> Iterator[tuple[int,
             yield first - place, (begin, end), bisect_right(cuts, begin)
 
 
-def _visible(q: Range, k: Range, window: int) -> Iterator[tuple[Range, Range, str]]:
+def _visible(q: Range, k: Range, window: int, banded: bool) -> Iterator[tuple[Range, Range, str]]:
     """Queries and keys that see each other, of two runs of one document; the keys hold those of all queries or none."""
-    if window < 0:
-        yield q, k, "whole"
-        return
     (q0, q1), (k0, k1) = q, k
     narrow = 0 < window < q1 - k0
-    for begin in range(q0, q1, min(window, BAND) if narrow else q1 - q0):
-        end = min(begin + BAND, begin + window, q1) if narrow else q1
+    step = min(window, BAND) if narrow else BAND if banded else q1 - q0
+    for begin in range(q0, q1, step):
+        end = min(begin + step, q1)
+        if window < 0:
+            yield (begin, end), k, "whole"
+            continue
         if k0 <= begin < k1:
             yield (begin, end), (begin, end), "own"
         before = min(begin, k1)

@@ -254,6 +254,24 @@ def check_checkpointed(method: str) -> dict[str, tuple[int, int]]:
         return counts
 
 
+def check_banded() -> None:
+    """The kernel that makes all scores of a block gets a few queries at a time, whatever the mask."""
+    with pool_world(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "kernel_of", lambda q: "plain scores")
+        patch.setattr(tiles, "BAND", 5)
+        size = dist.get_world_size()
+        whole = inputs(4, 2, 24 * size)
+        for method, documents, window in product(
+            ("ring", "allgather"), (None, documents_of(24 * size, 0.1)), (0, 3, 9)
+        ):
+            for kind in (Mask(documents, window), Mask(documents, 0, False)):
+                with recording() as recorder:
+                    got = composed(*whole, kind, method=method)
+                torch.testing.assert_close(got, reference(*whole, kind), rtol=1e-12, atol=1e-12)
+                blocks = [event[2] for event in recorder.events if event[0] in ("forward", "backward")]
+                assert max(blocks, default=0) <= 5  # without a mask, one rank runs torch's attention
+
+
 def check_alone() -> None:
     """A group of one: torch's attention, nothing sent; and the operators are what torch asks of operators."""
     with pool_world():
@@ -359,6 +377,11 @@ def test_saved_attention_is_not_run_again(pool: Pool, method: str, forward: int,
     for counts in pool.run(check_checkpointed, {"method": method}, world_size=2):
         once = (1, forward + backward)
         assert counts == {"none": once, "full": (2, 2 * forward + backward), "selective": once}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_plain_scores_are_made_in_bands(pool: Pool, size: int) -> None:
+    pool.run(check_banded, {}, world_size=size)
 
 
 def test_group_of_one(pool: Pool) -> None:
