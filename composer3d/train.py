@@ -191,7 +191,7 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
     if found is not None and (wanted == "none" or (back and Path(wanted).name != found[0].name)):
         raise CheckpointError(
             f'checkpoint.resume = "{wanted}", but {store.folder} goes on from {found[0].name}; '
-            "give the run another run.name, or remove what is newer"
+            f"give the run another run.name, or remove {'its checkpoints' if wanted == 'none' else 'what is newer'}"
         )
     if found is None and seed is not None:
         found = seed, store.check(seed)
