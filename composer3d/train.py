@@ -283,12 +283,13 @@ def _loop(run: Run, total: int, stops: list[int]) -> int:
 
 
 def _balance(recipe: Recipe, batch: Batch) -> dict[str, float]:
-    """Scores of the busiest rank of cp over their mean, with documents; 1 without them, and where heads are cut."""
+    """Scores of the busiest rank of cp over their mean, with documents; where heads are cut it is 1, and not said."""
     cp, how, documents_BT = recipe.mesh.cp, recipe.parallel, batch.documents_BT
     if cp == 1 or documents_BT is None or how.cp_method == "ulysses":
         return {}
     _, before_BT = number_documents(documents_BT != documents_BT.roll(-1, 1))
-    scores = cut(before_BT + 1, 1, cp, how.cp_balance == "zigzag").sum((1, 2))
+    seen_BT = (before_BT + 1).clamp(1, recipe.model.window or None)
+    scores = cut(seen_BT, 1, cp, how.cp_balance == "zigzag").sum((1, 2))
     return {"cp_balance": (scores.max() * cp / scores.sum()).item()}
 
 

@@ -68,8 +68,9 @@ def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 class Loader(Dataset[Batch]):
     """An iterator without end: one ``Batch`` of global_batch / batch_ranks rows a step.
 
-    ``loader[step]`` is the batch of any step; only this rank's rows, and of them only the tokens that it holds, are
-    ever gathered. With ``packing`` "documents" rows are split where a token ends a document; the samples are the same.
+    ``loader[step]`` is the batch of any step, of this rank's rows alone, and of the tokens of them that it holds. With
+    ``packing`` "documents" rows are split where a token ends a document, of which a rank reads the whole row; the
+    samples are the same.
     The state counts steps of the global batch, so that it continues exactly under any number of batch ranks.
 
     ``batch_ranks`` divides ``global_batch``. Raises DataError where the corpus is too small for one sample.

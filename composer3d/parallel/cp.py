@@ -32,13 +32,18 @@ from composer3d.recipe.schema import ParallelTable
 METHODS = ("ring", "allgather", "ulysses")
 
 
-def shard_sequence(x: Tensor, dim: int, group: dist.ProcessGroup, *, balanced: bool = True, fill: float = 0) -> Tensor:
+def shard_sequence(
+    x: Tensor, dim: int, group: dist.ProcessGroup, *, balanced: bool = True, fill: float | None = None
+) -> Tensor:
     """This rank's part of ``x``, which all ranks hold whole. No collective.
 
-    Where ``dim`` does not divide, ``fill`` is appended to it: no causal query before that sees it.
+    Where ``dim`` does not divide, ``fill`` is appended to it: no causal query before that sees it, others do unless
+    it is a document of its own. Raises ValueError where there is none.
     """
-    spare = -x.shape[dim] % (group.size() * (2 if balanced else 1))
-    if spare:
+    chunks = group.size() * (2 if balanced and group.size() > 1 else 1)
+    if spare := -x.shape[dim] % chunks:
+        if fill is None:
+            raise ValueError(f"{x.shape[dim]} tokens do not divide into {chunks} chunks; give what to fill up with")
         x = torch.cat((x, torch.full_like(x.narrow(dim, 0, 1), fill).repeat_interleave(spare, dim)), dim)
     return _part(x, dim, group.rank(), group.size(), balanced)
 
@@ -48,8 +53,10 @@ def unshard_sequence(
 ) -> Tensor:
     """The whole of which every rank holds a part: undoes ``shard_sequence``; ``length``: without what was appended.
 
-    No gradient. Collectives: one all-gather; (cp-1) times the bytes of ``x``.
+    No gradient. Collectives: one all-gather; (cp-1) times the bytes of ``x``. Raises ValueError where ``x`` is no part.
     """
+    if balanced and group.size() > 1 and x.shape[dim] % 2:
+        raise ValueError(f"{x.shape[dim]} tokens a rank are no two chunks, as shard_sequence cuts them")
     return _join(_gather(x.detach(), group), dim, balanced).narrow(dim, 0, length or x.shape[dim] * group.size())
 
 
@@ -110,7 +117,7 @@ def ring_attention(
 
     Args:
         q_BHTD, k_BKTD, v_BKTD: (B, H, n, D), (B, K, n, D) and the same: what ``shard_sequence(..., 2, group)`` gives of
-            the whole; of one dtype, the last dimension contiguous; head h reads key-value head h // (H / K).
+            the whole; of one dtype; head h reads key-value head h // (H / K).
         group: None is one rank with whole sequences.
         causal: a query sees the keys up to its own; else all.
         document_ids: integers (B, T), of the whole sequence, the same on all ranks, best on the CPU; a document is a
@@ -124,15 +131,14 @@ def ring_attention(
     each way.
 
     The first two are the operator ``composer3d::ring_attention``, which selective checkpointing can save; kept for
-    backward are q, k, v, the output and its logsumexp (B, H, n). Raises ValueError where heads or tokens do not divide.
+    backward are q, k, v, the output and its logsumexp (B, H, n). Raises ValueError where shapes do not fit together, or
+    heads or tokens do not divide.
     """
     q, k, v, size = q_BHTD, k_BKTD, v_BKTD, 1 if group is None else group.size()
-    if method not in METHODS:
-        raise ValueError(f'method is "ring", "allgather" or "ulysses", not "{method}"')
-    if balanced and size > 1 and q.shape[2] % 2:
-        raise ValueError(f"{q.shape[2]} tokens a rank are no two chunks; cut the whole with shard_sequence")
-    if document_ids is not None and document_ids.shape != (q.shape[0], q.shape[2] * size):
-        raise ValueError(f"document_ids are {tuple(document_ids.shape)}, must be {(q.shape[0], q.shape[2] * size)}")
+    _check(q, k, v, document_ids, size, method, balanced)
+    if window < 0 or (window and not causal):
+        raise ValueError(f"window = {window} with causal = {causal} must be 0, or the keys that a causal query sees")
+    q = q if q.stride(-1) == 1 else q.contiguous()  # kernels read rows
     window = -1 if not causal else window if window < q.shape[2] * size else 0
     if size == 1 and document_ids is None and window <= 0:
         return sdpa(q, k, v, is_causal=causal)
@@ -140,13 +146,27 @@ def ring_attention(
         kind = f"{method} {'zigzag' if balanced else 'contiguous'}"
         name = "" if group is None or size == 1 else group.group_name
         return _forward(q, k, v, document_ids, window, kind, name)[0]
-    if q.shape[1] % size or k.shape[1] % size:
-        raise ValueError(f"ulysses cuts {q.shape[1]} query and {k.shape[1]} key-value heads over {size} ranks")
-    parts = torch.cat([x.unflatten(1, (size, -1)) for x in (q, k, v)], 2).movedim(1, 0)
-    whole = _join(_exchange(parts.contiguous(), group.group_name), 2, balanced)
+    parts = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
+    whole = _join(_exchange(torch.cat(parts, 2), group.group_name), 2, balanced)
     q, k, v = whole.split([x.shape[1] // size for x in (q, k, v)], 1)
     out = ring_attention(q, k, v, group=None, causal=causal, document_ids=document_ids, window=max(window, 0))
     return _exchange(cut(out, 2, size, balanced), group.group_name).movedim(0, 1).flatten(1, 2)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, size: int, method: str, balanced: bool) -> None:
+    """Raises ValueError: kernels would read what is not there, or leave out what is."""
+    (rows, heads, tokens, _), kv_heads = q.shape, k.shape[1]
+    if k.shape != v.shape or k.shape != (rows, kv_heads, *q.shape[2:]) or heads % kv_heads:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k and v are {shapes}, must be (B, H, n, D) and twice (B, K, n, D) with H a multiple of K")
+    if method not in METHODS:
+        raise ValueError(f'method is "ring", "allgather" or "ulysses", not "{method}"')
+    if balanced and size > 1 and tokens % 2:
+        raise ValueError(f"{tokens} tokens a rank are no two chunks; cut the whole with shard_sequence")
+    if documents is not None and documents.shape != (rows, tokens * size):
+        raise ValueError(f"document_ids are {tuple(documents.shape)}, must be {(rows, tokens * size)}")
+    if method == "ulysses" and (heads % size or kv_heads % size):
+        raise ValueError(f"ulysses cuts {heads} query and {kv_heads} key-value heads over {size} ranks")
 
 
 @torch.library.custom_op("composer3d::all_to_all", mutates_args=())
@@ -289,7 +309,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*inputs[:3], *output, inputs[3])
     ctx.kind = inputs[4:]
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:

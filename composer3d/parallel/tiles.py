@@ -1,4 +1,4 @@
-"""Which rectangles of the scores a rank computes: all that its queries see, and nothing besides.
+"""Which rectangles of the scores a rank computes: all that its queries see; what is hidden, within a mask alone.
 
 A sequence of T tokens lies over ``size`` ranks, n = T / size on each. In balanced order it is cut into 2 size chunks,
 and rank r holds chunks r and 2 size - 1 - r, the zigzag of ring-flash-attention after Brandon et al. 2023 (Striped
@@ -67,10 +67,12 @@ def tiles(
     found: list[Tile] = []
     for row, cuts in enumerate(((),) if starts is None else starts):
         rows = slice(None) if starts is None else slice(row, row + 1)
-        held = list(_runs(keys, cuts))[::-1]
+        held: dict[int, list[tuple[int, Range]]] = {}
+        for key_shift, k, document in list(_runs(keys, cuts))[::-1]:
+            held.setdefault(document, []).append((key_shift, k))
         for shift, q, document in _runs(queries, cuts):
-            for key_shift, k, of_key in held:
-                for (q0, q1), (k0, k1), kind in _visible(q, k, window, banded) if document == of_key else ():
+            for key_shift, k in held.get(document, ()):
+                for (q0, q1), (k0, k1), kind in _visible(q, k, window, banded):
                     seen = _near(q0 - k0, q1 - q0, k1 - k0, window, device) if kind == "edge" else None
                     mine, theirs = slice(q0 - shift, q1 - shift), slice(k0 - key_shift, k1 - key_shift)
                     found.append(Tile(rows, mine, theirs, kind == "own", seen))

@@ -4,17 +4,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from attention import HEADS, ON_GPU, PLAIN, Mask, documents_of, error, inputs, random, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from composer3d.data.loader import number_documents
 from composer3d.dist import pool_world
 from composer3d.launch import Pool
 from composer3d.parallel import cp, kernels, tiles
@@ -22,55 +22,10 @@ from composer3d.parallel.ac import saving
 from composer3d.parallel.plans import llama_plan
 from composer3d.shape import PRESETS
 
-HEADS = [(4, 4), (4, 2), (3, 1)]  # query and key-value heads: all of their own, grouped, one for all
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-
 
 def group_of_all() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    """As a projection leaves it: (B, heads, T, D), in memory (B, T, heads, D)."""
-    batch, heads, tokens, width = shape
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, tokens, heads, width, generator=generator, dtype=torch.float64).transpose(1, 2)
-
-
-def inputs(heads: int, kv_heads: int, tokens: int, batch: int = 2, width: int = 8) -> list[Tensor]:
-    """Whole q, k, v and the gradient of the output."""
-    counts = (heads, kv_heads, kv_heads, heads)
-    return [random(batch, count, tokens, width, seed=seed) for seed, count in enumerate(counts)]
-
-
-def documents_of(tokens: int, often: float) -> Tensor:
-    """For two rows, to which document each token belongs; about one token in 1 / ``often`` ends one."""
-    ends_BT = torch.rand(2, tokens, generator=torch.Generator().manual_seed(5)) < often
-    return number_documents(ends_BT)[0]
-
-
-class Mask(NamedTuple):
-    documents: Tensor | None = None
-    window: int = 0
-    causal: bool = True
-
-
-PLAIN = Mask()
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask = PLAIN) -> list[Tensor]:
-    """Output and the gradients of q, k, v on one process, written down as softmax over a mask."""
-    documents, window, causal = mask
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    repeat, tokens = q.shape[1] // k.shape[1], q.shape[2]
-    scores = q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5
-    seen = torch.ones(tokens, tokens, dtype=torch.bool)
-    seen = (seen.tril() if causal else seen).triu(1 - window if window else -tokens)[None, None]
-    if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None])
-    out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(repeat, 1)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
 def composed(
@@ -86,7 +41,7 @@ def composed(
 ) -> list[Tensor]:
     """The same from this rank's shards of the four, gathered again."""
     group, length, (documents, window, causal) = group_of_all(), q.shape[2], mask
-    parts = [cp.shard_sequence(x, 2, group, balanced=balanced).to(dtype) for x in (q, k, v, grad)]
+    parts = [cp.shard_sequence(x, 2, group, balanced=balanced, fill=0).to(dtype) for x in (q, k, v, grad)]
     leaves, grad = [x.requires_grad_() for x in parts[:3]], parts[3]
     if documents is not None:  # what is appended belongs to the last document
         documents = documents[:, torch.arange(grad.shape[2] * group.size()).clamp(max=length - 1)]
@@ -95,10 +50,6 @@ def composed(
     assert out.dtype == dtype
     got = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     return [cp.unshard_sequence(part, 2, group, balanced=balanced, length=length) for part in got]
-
-
-def error(got: Tensor, expected: Tensor) -> float:
-    return ((got.double() - expected).norm() / expected.norm()).item()
 
 
 class Recorder:
@@ -227,7 +178,7 @@ def measure_errors(method: str, heads: int, kv_heads: int) -> dict[torch.dtype, 
         return errors
 
 
-def check_checkpointed(method: str) -> dict[str, tuple[int, int]]:
+def check_checkpointed(method: str) -> dict[str, tuple[float, int]]:
     """How often the causal block is computed forward, and what is sent: without, under full, selective checkpoint."""
     with pool_world():
         group = group_of_all()
@@ -250,7 +201,7 @@ def check_checkpointed(method: str) -> dict[str, tuple[int, int]]:
             for got, wanted in zip(grads, expected, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=0, atol=0)
             blocks = [sum(event[0] == way for event in recorder.events) for way in ("forward", "backward")]
-            counts[name] = blocks[0] // blocks[1], recorder.kinds().count("post")
+            counts[name] = blocks[0] / blocks[1], recorder.kinds().count("post")
         return counts
 
 
@@ -306,6 +257,12 @@ def check_refusals() -> None:
             cp.ring_attention(q, k, v, group=group, document_ids=torch.zeros(1, 16))
         with pytest.raises(ValueError, match='method is "ring", "allgather" or "ulysses", not "rings"'):
             cp.ring_attention(q, k, v, group=group, method="rings")
+        with pytest.raises(ValueError, match="5 tokens do not divide into 4 chunks; give what to fill up with"):
+            cp.shard_sequence(torch.ones(5), 0, group)
+        with pytest.raises(ValueError, match="5 tokens do not divide into 2 chunks"):
+            cp.shard_sequence(torch.ones(5), 0, group, balanced=False)
+        with pytest.raises(ValueError, match="5 tokens a rank are no two chunks"):
+            cp.unshard_sequence(torch.ones(5), 0, group)
         arrived = cp._hop(q, group)
         arrived()
         with pytest.raises(AssertionError, match="waited for once"):
@@ -379,6 +336,56 @@ def test_saved_attention_is_not_run_again(pool: Pool, method: str, forward: int,
         assert counts == {"none": once, "full": (2, 2 * forward + backward), "selective": once}
 
 
+def test_shapes_that_kernels_would_read_beyond_are_refused() -> None:
+    """Torch's kernel of a block checks nothing: it returned numbers of no one's, or ended the process."""
+    q, k, v, _ = inputs(4, 2, 8)
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    wrong = {
+        "heads that do not divide": (random(2, 5, 8, 8, seed=1), k, v),
+        "more key-value heads than heads": (q[:, :1], k, v),
+        "keys without values": (q, k, v[:, :, :4]),
+        "fewer keys than queries": (q, k[:, :, :4], v[:, :, :4]),
+        "another width": (q, k[..., :4], v[..., :4]),
+        "other rows": (q, k[:1], v[:1]),
+    }
+    for name, parts in wrong.items():
+        with pytest.raises(ValueError, match=r"must be \(B, H, n, D\) and twice \(B, K, n, D\)"):
+            print(name, cp.ring_attention(*parts, group=None, document_ids=ids).shape)
+    for causal, window in ((True, -1), (False, 3)):
+        with pytest.raises(ValueError, match="must be 0, or the keys that a causal query sees"):
+            cp.ring_attention(q, k, v, group=None, document_ids=ids, causal=causal, window=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_one_rank_with_documents_and_a_window(device: str, dtype: torch.dtype) -> None:
+    """Queries whose last dimension is not contiguous; a loss that reads a part of the output."""
+    whole = [x.to(dtype) for x in inputs(4, 2, 600, width=16)]
+    mask = Mask(documents_of(600, 0.01), 280)
+    expected = reference(*(x.double() for x in whole), mask)
+    q, k, v, grad = (x.to(device).mT.contiguous().mT.requires_grad_() for x in whole)
+    out = cp.ring_attention(q, k, v, group=None, document_ids=mask[0], window=mask[1])
+    got = [out, *torch.autograd.grad(out, (q, k, v), grad)]
+    for mine, wanted in zip(got, expected, strict=True):
+        assert error(mine.detach().cpu(), wanted) < 8 * torch.finfo(dtype).eps
+
+
+def test_output_that_nothing_reads_has_no_gradient() -> None:
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    q, k, v, _ = (x.requires_grad_() for x in inputs(4, 2, 8))
+    out = cp.ring_attention(q, k, v, group=None, window=3)
+    for grad in torch.autograd.grad(Cut.apply(out).sum(), (q, k, v)):
+        assert not grad.any()
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_plain_scores_are_made_in_bands(pool: Pool, size: int) -> None:
     pool.run(check_banded, {}, world_size=size)
@@ -419,123 +426,3 @@ def check_documents(examples: int) -> None:
 def test_random_documents_are_those_of_each_alone(pool: Pool) -> None:
     pool.run(check_documents, {"examples": 200}, world_size=2)
     pool.run(check_documents, {"examples": 40}, world_size=3)
-
-
-def one_block(
-    device: str, dtype: torch.dtype, heads: int, kv_heads: int, causal: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """(out, lse, dq, dk, dv) of the kernels and of plain scores in float64, of a block within longer rows.
-
-    Twice as many keys belong to the rows: the backward is given the whole rows' output and logsumexp, cut like a ring's
-    second half of queries.
-    """
-    tokens, width = 64, 16
-    q, k, v, grad = (x.to(device, dtype) for x in inputs(heads, kv_heads, 2 * tokens, width=width))
-    late, wide = slice(tokens, None), [x.double() for x in (q, k, v)]
-    out, lse = kernels.attend_plainly(*wide, causal=False)
-    keys = late if causal else slice(None)
-    got = kernels.attend_block(q[:, :, late], k[:, :, keys], v[:, :, keys], causal=causal)
-    expected = kernels.attend_plainly(wide[0][:, :, late], wide[1][:, :, keys], wide[2][:, :, keys], causal=causal)
-    rows = (out.to(dtype)[:, :, late], lse.to(kernels.wide(dtype))[:, :, late])
-    block = (grad[:, :, late], q[:, :, late], k[:, :, keys], v[:, :, keys], *rows)
-    grads = kernels.attend_block_backward(*block, causal=causal)
-    wanted = kernels.attend_plainly_backward(*(x.double() for x in block), causal=causal)
-    return [*got, *grads], [*expected, *wanted]
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize(
-    ("dtype", "device"),
-    [
-        (torch.float64, "cpu"),
-        (torch.float32, "cpu"),
-        (torch.bfloat16, "cpu"),
-        pytest.param(torch.float64, "cuda", marks=ON_GPU),
-        pytest.param(torch.float32, "cuda", marks=ON_GPU),
-        pytest.param(torch.bfloat16, "cuda", marks=ON_GPU),
-        pytest.param(torch.float16, "cuda", marks=ON_GPU),
-    ],
-)
-def test_kernels_agree_with_plain_scores(
-    dtype: torch.dtype, device: str, heads: int, kv_heads: int, causal: bool
-) -> None:
-    got, expected = one_block(device, dtype, heads, kv_heads, causal)
-    assert got[1].dtype == kernels.wide(dtype)
-    assert all(each.dtype == dtype for each in (got[0], *got[2:]))
-    for a, b in zip(got, expected, strict=True):
-        assert error(a, b) < 8 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_masked_kernels_agree_with_plain_scores(device: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    """Of a block with queries that see none of its keys: they return nothing, with a logsumexp that weighs nothing."""
-    q, k, v, grad = (x.to(device, dtype) for x in inputs(heads, kv_heads, 48, width=16))
-    seen = (torch.rand(2, 1, 48, 48, generator=torch.Generator().manual_seed(2)) < 0.2).to(device)
-    seen[:, :, 5], seen[1, :, 40:] = False, False
-    # The whole rows hold other keys as well.
-    out, lse = (x.to(q) for x in kernels.attend_plainly(q.double(), k.double(), v.double(), causal=False))
-    block = (grad, q, k, v, out, lse.to(kernels.wide(dtype)))
-    wide = [x.double() for x in block]
-    got, expected = kernels.attend_block(q, k, v, causal=True, seen=seen), plain_scores(*wide[1:4], seen)
-    for mine, plain in zip(kernels.attend_plainly(*wide[1:4], causal=True, seen=seen), expected, strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
-    assert torch.equal(got[1].isneginf().cpu(), ~seen.any(-1).expand(2, heads, 48).cpu())
-    assert not got[0][got[1].isneginf()].any()
-    grads = kernels.attend_block_backward(*block, causal=True, seen=seen)
-    wanted = kernels.attend_plainly_backward(*wide, causal=True, seen=seen)
-    for a, b in zip((got[0], got[1].exp(), *grads), (expected[0], expected[1].exp(), *wanted), strict=True):
-        assert error(a, b) < 8 * torch.finfo(dtype).eps
-
-
-def plain_scores(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    repeat = q.shape[1] // k.shape[1]
-    weights = (q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5).exp() * seen
-    total = weights.sum(-1)
-    return weights @ v.repeat_interleave(repeat, 1) / total.clamp(min=1e-30)[..., None], total.log()
-
-
-def test_plain_backward_is_the_gradient() -> None:
-    q, k, v, grad = inputs(4, 2, 10)
-    out, lse = kernels.attend_plainly(q, k, v, causal=True)
-    got = [out, *kernels.attend_plainly_backward(grad, q, k, v, out, lse, causal=True)]
-    for a, b in zip(got, reference(q, k, v, grad), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_zigzag_shares_the_work_and_what_is_hidden_is_none() -> None:
-    """Scores that are computed, of all that are seen: of each rank, and of all ranks together."""
-    for size, window in product((2, 3, 4, 8), (0, 40)):
-        n, device = 48, torch.device("cpu")
-        places = torch.arange(n * size)
-        distance = places[:, None] - places
-        seen = ((distance >= 0) & (distance < (window or n * size))).sum().item()
-        for balanced in (True, False):
-            work = []
-            for rank, source in product(range(size), range(size)):
-                mine, theirs = (tiles.spans(each, size, n, balanced) for each in (rank, source))
-                found = tiles.tiles(mine, theirs, None, window, device)
-                work.append(sum(map(scores, found)))
-            of_rank = torch.tensor(work).view(size, size).sum(1)
-            assert of_rank.sum().item() == seen
-            if balanced and not window:
-                assert of_rank.max() <= 1.01 * of_rank.double().mean()
-
-
-def scores(tile: tiles.Tile) -> int:
-    queries, keys = (part.stop - part.start for part in (tile.queries, tile.keys))
-    if tile.seen is not None:
-        return int(tile.seen.sum().item())
-    return queries * (queries + 1) // 2 if tile.causal else queries * keys
-
-
-def test_no_mask_is_larger_than_a_band() -> None:
-    window, n = 300, 2048
-    documents = ((), (5, 700, 701, 1500))
-    for starts in (None, documents):
-        found = tiles.tiles(((0, 0, n),), ((0, 0, n),), starts, window, torch.device("cpu"))
-        masks = [tile.seen for tile in found if tile.seen is not None]
-        assert masks
-        assert max(mask.numel() for mask in masks) <= tiles.BAND**2
