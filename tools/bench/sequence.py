@@ -29,27 +29,29 @@ MIB = 2**20
 
 
 def cp(args: argparse.Namespace) -> int:
-    """Print a row for each length, method and number of ranks; each is the median of the repeats."""
+    """Print a row for each length, number of ranks and method: medians of the repeats, in which all take turns."""
     rows = []
+    kinds = [(ranks, method) for ranks in args.ranks for method in (METHODS if ranks > 1 else ("one process",))]
     print("| tokens | ranks | method | forward + backward s | of one process's | peak MiB a rank | MiB sent a rank |")
     print("|---|---|---|---|---|---|---|")
     with Pool() as pool:
         for tokens in args.tokens:
-            one: dict[str, float] = {}
-            for ranks in args.ranks:
-                for method in METHODS if ranks > 1 else ("one process",):
-                    task = {"method": method, "tokens": tokens, "repeats": args.repeats, "documents": args.documents}
-                    results = pool.run("bench.sequence:measure", task, world_size=ranks, limit_s=1800.0)
-                    row = {"tokens": tokens, "ranks": ranks, "method": method}
-                    row |= {key: max(result[key] for result in results) for key in results[0]}
-                    one = one or row
-                    row["time_ratio"] = row["seconds"] / one["seconds"]
-                    rows.append(row)
-                    print(
-                        f"| {tokens} | {ranks} | {method} | {row['seconds']:.3f} | {row['time_ratio']:.2f} | "
-                        f"{row['peak_bytes'] / MIB:.1f} | {row['sent_bytes'] / MIB:.1f} |",
-                        flush=True,
-                    )
+            runs: dict[tuple[int, str], list[dict[str, float]]] = {kind: [] for kind in kinds}
+            for (ranks, method), taken in list(runs.items()) * args.repeats:
+                task = {"method": method, "tokens": tokens, "documents": args.documents}
+                results = pool.run("bench.sequence:measure", task, world_size=ranks, limit_s=1800.0)
+                taken.append({key: max(result[key] for result in results) for key in results[0]})
+            for (ranks, method), taken in runs.items():
+                row: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "method": method}
+                row |= {key: statistics.median(run[key] for run in taken) for key in taken[0]}
+                pairs = zip(taken, runs[kinds[0]], strict=True)
+                row["time_ratio"] = statistics.median(run["seconds"] / one["seconds"] for run, one in pairs)
+                rows.append(row)
+                print(
+                    f"| {tokens} | {ranks} | {method} | {row['seconds']:.3f} | {row['time_ratio']:.2f} | "
+                    f"{row['peak_bytes'] / MIB:.1f} | {row['sent_bytes'] / MIB:.1f} |",
+                    flush=True,
+                )
         memory: dict[int, float] = {}
         for ranks in args.ranks if args.step_tokens else ():
             task = {"tokens": args.step_tokens, "ranks": ranks}
@@ -104,7 +106,7 @@ def give_back_memory() -> None:
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
 
 
-def measure(method: str, tokens: int, repeats: int, documents: int) -> dict[str, float]:
+def measure(method: str, tokens: int, documents: int) -> dict[str, float]:
     """On one rank: seconds of forward and backward, peak bytes beyond the inputs, bytes sent in both."""
     torch.set_num_threads(1)
     give_back_memory()
@@ -122,21 +124,19 @@ def measure(method: str, tokens: int, repeats: int, documents: int) -> dict[str,
                 return attend_over(None)(*leaves, seq=Seq(torch.arange(tokens)[None], ids), window=0)
             return ring_attention(*leaves, group=group, method=method, document_ids=ids)
 
-        seconds, sent, peak = [], 0, 0
-        for turn in range(repeats + 1):  # the first warms up
+        for _ in range(2):  # the first warms up
             for leaf in leaves:
                 leaf.grad = None
             gc.collect()
-            with counting() as bytes_sent, peak_memory() as grown:
+            with counting() as sent, peak_memory() as grown:
                 dist.barrier()
                 begin = time.perf_counter()
                 out = attend()
                 out.backward(grad)
                 del out
                 dist.barrier()
-                seconds.append(time.perf_counter() - begin)
-            sent, peak = bytes_sent[0], max(peak, grown[0] if turn else 0)
-        return {"seconds": statistics.median(seconds[1:]), "peak_bytes": peak, "sent_bytes": sent}
+                seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "peak_bytes": grown[0], "sent_bytes": sent[0]}
 
 
 @contextmanager
