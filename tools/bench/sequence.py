@@ -26,12 +26,17 @@ from composer3d.train import build_stages
 
 HEADS, KV_HEADS, WIDTH = 8, 8, 32  # Ulysses cuts key-value heads too, here over up to 8 ranks
 MIB = 2**20
+ALONE = "one process"  # on every rank the whole sequence
 
 
 def cp(args: argparse.Namespace) -> int:
-    """Print a row for each length, number of ranks and method: medians of the repeats, in which all take turns."""
+    """Print a row for each length, number of ranks and method: medians of the repeats, in which all take turns.
+
+    As many whole sequences as there are cores, one on each, say what that many cores are worth.
+    """
     rows = []
-    kinds = [(ranks, method) for ranks in args.ranks for method in (METHODS if ranks > 1 else ("one process",))]
+    kinds = [(ranks, method) for ranks in args.ranks for method in (METHODS if ranks > 1 else (ALONE,))]
+    kinds.insert(1, (os.cpu_count() or 1, ALONE))
     print("| tokens | ranks | method | forward + backward s | of one process's | peak MiB a rank | MiB sent a rank |")
     print("|---|---|---|---|---|---|---|")
     with Pool() as pool:
@@ -113,14 +118,14 @@ def measure(method: str, tokens: int, documents: int) -> dict[str, float]:
     with pool_world():
         group = dist.group.WORLD
         assert group is not None
-        shape = (1, tokens // group.size(), 2 * KV_HEADS + HEADS, WIDTH)
+        shape = (1, tokens // (1 if method == ALONE else group.size()), 2 * KV_HEADS + HEADS, WIDTH)
         q, k, v = torch.randn(shape).split((HEADS, KV_HEADS, KV_HEADS), 2)
         leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
-        grad = torch.randn(1, HEADS, tokens // group.size(), WIDTH)
+        grad = torch.randn_like(leaves[0])
         ids = torch.arange(tokens)[None] // documents if documents else None
 
         def attend() -> Tensor:
-            if group.size() == 1:
+            if method == ALONE:
                 return attend_over(None)(*leaves, seq=Seq(torch.arange(tokens)[None], ids), window=0)
             return ring_attention(*leaves, group=group, method=method, document_ids=ids)
 
