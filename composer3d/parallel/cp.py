@@ -6,8 +6,8 @@
 - ulysses: queries, keys and values change from a part of the sequence of all heads to the whole sequence of a part of
   the heads, and the output changes back. Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509).
 
-Which parts of a sequence a rank holds, and so the balance of causal work: ``tiles``. Nothing that is hidden is
-computed, and no mask of a whole block is built.
+Which parts of a sequence a rank holds, and so the balance of causal work: ``tiles``. What is hidden is
+computed within small masks alone, and no mask of a whole block is built.
 
 Shapes: T is the whole sequence and n = T / cp the local one; queries (B, H, n, D), key-values (B, K, n, D), rotated by
 their positions in the whole and not yet repeated for grouped queries. Bytes are what one rank sends; Q is what its own
@@ -214,6 +214,7 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 
 def _add(totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
+    """In a function of its own, as the merge is: a block's results are then freed before the next block's are made."""
     for total, part in zip(totals, parts, strict=True):
         total += part
 
