@@ -5,27 +5,30 @@ import json
 from wrong import TINY, Wrong
 
 RUN = [
-    Wrong("steps", TINY + "[run]\nsteps = 0\n", ["x.toml:4: run.steps = 0 must be at least 1"]),
+    Wrong("steps", TINY + "[run]\nsteps = 0\n", ["x.toml:4: run.steps = 0 must be from 1 to 1_000_000_000"]),
     Wrong("seed", TINY + "[run]\nseed = -1\n", ["x.toml:4: run.seed = -1 must be at least 0"]),
     Wrong(
         "name",
         TINY,
         [
             '--set run.name=a/b: run.name = "a/b" names the folder of the run: it must not be empty, . or .., '
-            "nor hold / or \\"
+            "nor hold / or \\ or control characters, and have at most 200 bytes in UTF-8"
         ],
         ("run.name=a/b",),
     ),
     Wrong(
         "no name",
         TINY + '[run]\nname = ""\n',
-        ['x.toml:4: run.name = "" names the folder of the run: it must not be empty, . or .., nor hold / or \\'],
+        [
+            'x.toml:4: run.name = "" names the folder of the run: it must not be empty, . or .., nor hold / or \\ or '
+            "control characters, and have at most 200 bytes in UTF-8"
+        ],
     ),
     Wrong(
         "lr",
         TINY + "[optim]\nlr = 0\n",
         [
-            "x.toml:4: optim.lr = 0.0 must be above 0",
+            "x.toml:4: optim.lr = 0.0 must be above 0 and at most 10",
         ],
     ),
     Wrong(
@@ -42,11 +45,11 @@ RUN = [
         "optimizer signs",
         TINY + "[optim]\neps = 0\nweight_decay = -0.1\nclip = -1\nwarmup = -1\nmin_lr = -1\n",
         [
-            "x.toml:4: optim.eps = 0.0 must be above 0",
-            "x.toml:5: optim.weight_decay = -0.1 must be at least 0",
-            "x.toml:6: optim.clip = -1.0 must be at least 0",
-            "x.toml:7: optim.warmup = -1 must be at least 0",
-            "x.toml:8: optim.min_lr = -1.0 must be at least 0",
+            "x.toml:4: optim.eps = 0.0 must be above 0 and at most 1",
+            "x.toml:5: optim.weight_decay = -0.1 must be from 0 to 10",
+            "x.toml:6: optim.clip = -1.0 must be from 0 to 1_000_000_000",
+            "x.toml:7: optim.warmup = -1 must be from 0 to 1_000_000_000",
+            "x.toml:8: optim.min_lr = -1.0 must be from 0 to 10",
         ],
     ),
     Wrong(
@@ -80,7 +83,7 @@ RUN = [
     Wrong(
         "no decay_steps",
         TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 0\n',
-        ["x.toml:5: optim.decay_steps = 0 must be at least 1"],
+        ["x.toml:5: optim.decay_steps = 0 must be from 1 to 1_000_000_000"],
     ),
     Wrong(
         "wsd beyond decay",
@@ -112,11 +115,11 @@ RUN = [
         "counts",
         TINY + "[checkpoint]\nkeep = 0\nevery = -1\n[metrics]\nevery = 0\n[validation]\nsteps = 0\nevery = -2\n",
         [
-            "x.toml:5: checkpoint.every = -1 must be at least 0",
-            "x.toml:4: checkpoint.keep = 0 must be at least 1",
-            "x.toml:7: metrics.every = 0 must be at least 1",
-            "x.toml:10: validation.every = -2 must be at least 0",
-            "x.toml:9: validation.steps = 0 must be at least 1",
+            "x.toml:5: checkpoint.every = -1 must be from 0 to 1_000_000_000",
+            "x.toml:4: checkpoint.keep = 0 must be from 1 to 1_000_000",
+            "x.toml:7: metrics.every = 0 must be from 1 to 1_000_000_000",
+            "x.toml:10: validation.every = -2 must be from 0 to 1_000_000_000",
+            "x.toml:9: validation.steps = 0 must be from 1 to 1_000_000",
         ],
     ),
 ]
