@@ -1,5 +1,6 @@
 """``composer3d prepare``: documents to token files, in one pass, in memory that the longest document decides."""
 
+import contextlib
 import glob
 import json
 import os
@@ -15,12 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from composer3d.data.documents import Document, documents_of, files_of
+from composer3d.data.documents import Document, documents_of, files_of, refuse_unreadable
 from composer3d.data.tokenizer import Tokenizer, open_tokenizer
-from composer3d.data.tokens import digest_of, sync, write_manifest
+from composer3d.data.tokens import sync, write_manifest
 from composer3d.errors import DataError
+from composer3d.recipe.values import one_line
+from composer3d.token_manifest import digest_of
 
 _BATCH_BYTES = 2 << 20  # of text that is tokenized at once, and the rest of its last document
+_BATCH_DOCUMENTS = 1 << 14  # at most: each takes a thousand bytes of memory, were it empty
 _PROGRESS_S = 60.0  # between lines of progress, and on a terminal a sixth of it
 _JSON = (".json", ".ndjson")
 _NO_TEXT = {".parquet": "convert it to JSONL"}  # what would be read as prose: suffixes, and the way out
@@ -38,15 +42,18 @@ def main_prepare(*, source: str, out: str, tokenizer: str, eod: str | None, fiel
     ends it as Ctrl-C does, by SystemExit.
     """
     begin = time.monotonic()
+    for option, path in (("SRC", source), ("-o", out), ("--tokenizer", tokenizer)):
+        _require_path(option, path)
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        answer = _prepare(Path(source), Path(os.path.abspath(out)), open_tokenizer(tokenizer, eod), field)
+        with contextlib.closing(open_tokenizer(tokenizer, eod)) as coder:
+            answer = _prepare(Path(source), Path(os.path.abspath(out)), coder, field)
     finally:
         signal.signal(signal.SIGTERM, before)
     seconds = time.monotonic() - begin
     megabytes = answer["source_bytes"] / 1e6
     print(
-        f"{out}: {answer['documents']:,} documents, {answer['tokens']:,} tokens of {answer['vocab']:,} "
+        f"{one_line(out)}: {answer['documents']:,} documents, {answer['tokens']:,} tokens of {answer['vocab']:,} "
         f"({answer['dtype']}), {megabytes:,.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s)"
     )
     if as_json:
@@ -54,19 +61,31 @@ def main_prepare(*, source: str, out: str, tokenizer: str, eod: str | None, fiel
     return 0
 
 
+def _require_path(option: str, path: str) -> None:
+    """Raises DataError where no file can have such a name."""
+    try:
+        if b"\0" not in os.fsencode(path):
+            return
+    except UnicodeEncodeError:
+        pass
+    raise DataError(f"{option} {one_line(path)}: no file can have such a name; give another")
+
+
 def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -> dict[str, Any]:
     """Returns what ``tokens.json`` says, and ``source_bytes``."""
     if os.path.lexists(out):
-        raise DataError(f"{out} exists; remove it, or give another -o")
+        raise DataError(f"{_shown(out)} exists; remove it, or give another -o")
     for left in sorted(out.parent.glob(f"{glob.escape(out.name)}.tmp-*")):
-        print(f"{left} is left of a prepare that was killed, or is running; remove it if none is", file=sys.stderr)
+        print(
+            f"{_shown(left)} is left of a prepare that was killed, or is running; remove it if none is", file=sys.stderr
+        )
     files, field = _open_source(source, field)
     staging = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         staging.mkdir(parents=True)
         documents, tokens, source_bytes = _write(staging, files, field, tokenizer)
         if not documents:
-            raise DataError(f"{source}: all files are empty; give a path that holds text")
+            raise DataError(f"{_shown(source)}: all files are empty; give a path that holds text")
         facts = {
             "dtype": tokenizer.dtype.name,
             "vocab": tokenizer.vocab,
@@ -79,7 +98,7 @@ def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -
         staging.rename(out)
         sync(out.parent)
     except OSError as error:
-        raise DataError(f"{out} cannot be written: {error.strerror}; give another -o") from error
+        raise DataError(f"{_shown(out)} cannot be written: {error.strerror}; give another -o") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return {**facts, "source_bytes": source_bytes}
@@ -88,22 +107,26 @@ def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -
 def _open_source(source: Path, field: str | None) -> tuple[list[Path], str | None]:
     """The files, and the key of the text if they are JSONL, which ``field`` makes of one file of any name."""
     if not os.path.exists(source):
-        raise DataError(f"{source} does not exist; give a text file, a .jsonl file or a folder of one kind")
+        raise DataError(f"{_shown(source)} does not exist; give a text file, a .jsonl file or a folder of one kind")
     files = files_of(source)
     if not files:
-        raise DataError(f"{source}: no files found; give a path that holds text")
+        raise DataError(f"{_shown(source)}: no files found; give a path that holds text")
     kinds = {file.suffix.lower(): file for file in files}
     one = field is not None and files == [source]
     for kind, file in kinds.items():
         if kind in _NO_TEXT and not (one and kind in _JSON):
-            raise DataError(f"{file}: a {kind} file is not read as text; {_NO_TEXT[kind]}")
+            raise DataError(f"{_shown(file)}: a {one_line(kind)} file is not read as text; {_NO_TEXT[kind]}")
     if one or ".jsonl" in kinds:
         others = [file for kind, file in kinds.items() if kind != ".jsonl"]
         if len(kinds) > 1:
-            raise DataError(f"{source} holds JSONL and other files, such as {others[0]}; give a folder of one kind")
+            raise DataError(
+                f"{_shown(source)} holds JSONL and other files, such as {_shown(others[0])}; give a folder of one kind"
+            )
         return files, "text" if field is None else field
     if field is not None:
-        raise DataError(f"--field {field} is not read with text, and {source} holds no .jsonl file; remove it")
+        raise DataError(
+            f"--field {one_line(field)} is not read with text, and {_shown(source)} holds no .jsonl file; remove it"
+        )
     return files, None
 
 
@@ -112,11 +135,11 @@ def _write(folder: Path, files: list[Path], field: str | None, tokenizer: Tokeni
     if tokenizer.content is not None:
         (folder / "tokenizer.json").write_bytes(tokenizer.content)
     n_documents = n_tokens = read = 0
-    total = sum(map(os.path.getsize, files))
+    total = sum(map(_size, files))
     pause_s = _PROGRESS_S / 6 if sys.stderr.isatty() else _PROGRESS_S
     began = told = time.monotonic()
     with open(folder / "tokens.bin", "wb") as tokens_file, open(folder / "documents.bin", "wb") as starts_file:
-        for batch in _batches(documents_of(files, field)):
+        for batch in _batches(documents_of(files, field, longest=tokenizer.longest)):
             tokens, lengths = tokenizer.encode(batch)
             tokens_file.write(tokens.data)
             starts_file.write((n_tokens + np.cumsum(lengths) - lengths).astype("<i8").data)
@@ -132,13 +155,24 @@ def _write(folder: Path, files: list[Path], field: str | None, tokenizer: Tokeni
     return n_documents, n_tokens, read
 
 
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        refuse_unreadable(error, file)
+
+
+def _shown(path: Path) -> str:
+    return one_line(str(path))
+
+
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
         size += len(document.text)
-        if size >= _BATCH_BYTES:
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
     if batch:

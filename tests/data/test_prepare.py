@@ -164,8 +164,8 @@ def test_what_is_interrupted_leaves_nothing_and_starts_again(
     (source / "b" / "c.md").unlink()
     whole = prepare.documents_of
 
-    def interrupted(files: list[Path], field: None) -> Iterator[Any]:
-        documents = whole(files, field)
+    def interrupted(files: list[Path], field: None, *, longest: int) -> Iterator[Any]:
+        documents = whole(files, field, longest=longest)
         yield next(documents)
         assert [path.name.startswith("out.tmp-") for path in out.parent.iterdir()] == [True]
         if isinstance(error, signal.Signals):
@@ -302,7 +302,7 @@ def test_what_a_killed_one_left_is_told_of_a_name_with_brackets(
         (
             {"in/a": b"x"},
             ["--tokenizer", "no.json"],
-            r"--tokenizer no.json: \[Errno 2\] No such file .*; give bytes, or the path",
+            "--tokenizer no.json: No such file or directory; give bytes, or the path",
         ),
         (
             {"in/a": b"x"},
@@ -389,12 +389,12 @@ def test_a_document_that_would_take_all_memory_is_refused(
         file.truncate((16 << 20) + 1)
     named = ["--tokenizer", str(bpe)]
     assert refused(capsys, tmp_path / "big.txt", tmp_path / "out", *named) == (
-        f"{tmp_path / 'big.txt'}: one document of 17 MB would take about 3 GB of memory to tokenize; "
-        "cut it into documents, a file or a JSONL line each"
+        f"{tmp_path / 'big.txt'}: one document of 16_777_217 bytes, which must fit into memory; use at most "
+        "16_777_216, or cut it into documents, a file or a JSONL line each"
     )
     monkeypatch.setattr(tokenizer, "_DOCUMENT_BYTES", 5)
     lines = write_lines(tmp_path / "x.jsonl", ["abcde", "abcdef"])
-    assert f"{lines}:3: one document of 0 MB" in refused(capsys, lines, tmp_path / "out", *named)
+    assert f"{lines}:3: one document of 6 bytes" in refused(capsys, lines, tmp_path / "out", *named)
     run(capsys, lines, tmp_path / "bytes", "--tokenizer", "bytes")
     run(capsys, write_lines(lines, ["abcde"]), tmp_path / "out", *named)
 

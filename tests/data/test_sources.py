@@ -1,14 +1,16 @@
 """Corpora: what is read, in which order, what is held out, and what is refused."""
 
+import io
 import json
+import os
 import sysconfig
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import pytest
 
-from composer3d.data import open_corpus, sources
+from composer3d.data import documents, open_corpus, sources
 from composer3d.data.documents import files_of
 from composer3d.errors import DataError
 
@@ -115,11 +117,11 @@ def test_nothing_to_read_is_refused(tmp_path: Path, files: dict[str, bytes], pat
 def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"a.txt": b"x"})
 
-    def denied(file: Path) -> bytes:
+    def denied(file: Path) -> BinaryIO:
         raise PermissionError(13, "Permission denied", str(file))
 
     # Not chmod: root reads everything.
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr(documents, "open_plain", denied)
     with pytest.raises(DataError, match=r"a\.txt: cannot be read: Permission denied"):
         train(tmp_path)
 
@@ -128,18 +130,23 @@ def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_read_that_fails_halfway_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
     write(tmp_path, {"a.jsonl": b"x"})
 
-    def broken(*_: object) -> Any:
-        raise OSError(5, "Input/output error")  # of read(2): it has no name
+    class Broken(io.BytesIO):
+        def fileno(self) -> int:
+            return os.open(os.devnull, os.O_RDONLY)
 
-    monkeypatch.setattr(Path, "read_bytes", broken)
-    monkeypatch.setattr("builtins.open", broken)
+        def read(self, *_: object) -> Any:
+            raise OSError(5, "Input/output error")  # of read(2): it has no name
+
+        readline = read
+
+    monkeypatch.setattr(documents, "open_plain", lambda file: Broken())
     with pytest.raises(DataError, match=r"^\S+/a\.jsonl: cannot be read: Input/output error; make"):
         open_corpus(source, tmp_path, split="train")
 
 
 def test_a_folder_that_may_not_be_entered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"a": b"x", "in/b": b"x"})
-    monkeypatch.setattr(sources.os, "access", lambda path, mode: not str(path).endswith("in"))  # root enters any
+    monkeypatch.setattr(documents.os, "access", lambda path, mode: not str(path).endswith("in"))  # root enters any
     with pytest.raises(DataError, match=r"^\S+/in: may not be entered; allow it, or"):
         train(tmp_path)
 
