@@ -116,7 +116,7 @@ def shape_of(config: Any) -> ModelShape:
         problems += faults(found, _KEYS)
     if not problems:
         found["window"] = _window(config, want)
-        problems += problems or faults(found, _KEYS)
+        problems = problems or faults(found, _KEYS)
     if problems:
         raise CheckpointError(problems)
     shape = shape_from(found, _KEYS)
@@ -159,7 +159,7 @@ def faults(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[str]:
     if problems:
         return problems
     get = {entry.name: values.get(entry.name, entry.default) for entry in fields(ModelShape)}
-    named = {name: f"{keys.get(name, name)} = {value}" for name, value in get.items()}
+    named = {name: f"{keys.get(name, name)} = {shown(value)}" for name, value in get.items()}
     if get["n_heads"] % get["n_kv_heads"]:
         problems.append(f"{named['n_kv_heads']} must divide {named['n_heads']}")
     if get["head_dim"] is None and get["dim"] % (2 * get["n_heads"]):

@@ -109,7 +109,8 @@ def _claim(src: Path, dst: Path, *, folder: bool) -> Path:
         way = "another conversion writes it, or one was cut off; then remove it"
         raise CheckpointError(f"{staging} exists: {way}") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: links that go round
-        why = error if dst.parent.is_dir() else f"{dst.parent} is no folder; make it first"
+        folder_is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        why = f"{dst.parent} is no folder; make it first" if folder_is_missing else error
         raise CheckpointError(f"{dst} cannot be written ({why})") from None
     return staging
 
