@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import inf
 from operator import itemgetter
-from pathlib import Path
 from typing import NamedTuple
 
 from composer3d.errors import PlanError
+from composer3d.files import read_plain
 
 
 class Kind(NamedTuple):
@@ -56,16 +56,32 @@ def micro_batches_wrong(schedule: str, count: int, pp: int, ranks: str) -> str |
     return None
 
 
+def micro_batches_near(schedule: str, count: int, pp: int) -> list[int]:
+    """The nearest numbers of micro-batches that ``schedule`` takes below and above ``count``, which it does not take.
+
+    Computed, not searched for: ``count`` may be a billion. Below there may be none.
+    """
+    if schedule in ("1F1B", "DualPipeV"):
+        return [pp if schedule == "1F1B" else 2 * pp]
+    rounds = count // pp  # at least 2: with one round any count is taken
+    below = count - count % rounds
+    return [below, min(below + rounds, (rounds + 1) * pp)]  # of rounds + 1 rounds, the first count fills each
+
+
 Action = tuple[int, str, int]  # stage, F B I or W, micro-batch
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_GRADIENT = "B or I"  # what both of them send to the stage before
+_CSV_BYTES = 4 << 20  # some hundred thousand actions
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def read_csv(path: str) -> list[list[str]]:
     """The cells of a schedule's file, a list for each pipeline rank; idle ones are left out. Raises PlanError."""
     try:
-        lines = Path(path).read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_plain(path, limit=_CSV_BYTES).decode("utf-8-sig").splitlines()
+    except OSError as error:
+        raise PlanError(f"the schedule {path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
         raise PlanError(f"the schedule {path} cannot be read ({error})") from None
     return [[cell.strip() for cell in line.split(",") if cell.strip()] for line in lines if line.strip()]
 
@@ -77,12 +93,19 @@ def check_csv(rows: Sequence[Sequence[str]], path: str, *, pp: int, each: int, m
     """
     if len(rows) != pp:
         raise PlanError(f"{path} has {len(rows)} lines, one for each pipeline rank, but mesh.pp = {pp}")
+    most = 4 * each * micro_batches  # F, B, I and W of each: more than any schedule holds
+    for number, given in enumerate(rows, 1):
+        if len(given) > most:
+            raise PlanError(
+                f"{path}:{number} has {len(given)} cells, but {each} stages with {micro_batches} micro-batches make "
+                f"at most {most}"
+            )
     cells = [[_actions(cell, f"{path}:{number}") for cell in row] for number, row in enumerate(rows, 1)]
     actions = [[action for cell in row for action in cell] for row in cells]
     stages = [sorted({stage for stage, _, _ in row}) for row in actions]
     total = pp * each
     if sorted(stage for held in stages for stage in held) != list(range(total)) or any(len(s) != each for s in stages):
-        shown = "; ".join(f"line {number}: {held}" for number, held in enumerate(stages, 1))
+        shown = _brief("; ".join(f"line {number}: {held}" for number, held in enumerate(stages, 1)))
         raise PlanError(
             f"{path} must put stages 0 to {total - 1} on {pp} ranks, {each} on each "
             f"(mesh.pp x parallel.virtual_stages), but has {shown}"
@@ -98,8 +121,14 @@ def _actions(cell: str, place: str) -> list[Action]:
     overlap = _OVERLAP.fullmatch(cell)
     parts = [_ACTION.fullmatch(part.strip()) for part in (overlap[1].split(";") if overlap else [cell])]
     if not all(parts):
-        raise PlanError(f"{place}: {cell!r} is no action; write a stage, F, B, I or W, and a micro-batch: 0F0")
+        raise PlanError(
+            f"{place}: {_brief(repr(cell))} is no action; write a stage, F, B, I or W, and a micro-batch: 0F0"
+        )
     return [(int(part[1]), part[2], int(part[3])) for part in parts if part]
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _check_once(row: Sequence[Action], place: str, micro_batches: int) -> None:
@@ -129,19 +158,33 @@ def _check_ends(cells: Sequence[Sequence[Sequence[Action]]], path: str, *, last:
     What overlaps starts together: torch receives for all of a cell before it runs any of it.
     """
     done: set[Action] = set()
-    left = [list(row) for row in cells]
+    following = [0] * len(cells)  # by rank, the cell that it runs next
+    waiting: dict[Action, list[int]] = {}  # ranks, by what wakes them: each is looked at again only then
+    awake = list(range(len(cells)))
 
-    def ready(stage: int, what: str, number: int) -> bool:
-        if what == "F":
-            return stage == 0 or (stage - 1, "F", number) in done
-        return what == "W" or stage == last or any((stage + 1, back, number) in done for back in "BI")
+    def missing(cell: Sequence[Action]) -> tuple[Action, Action] | None:
+        """The first action of a cell that has to wait, and what for."""
+        for stage, what, number in cell:
+            need = (stage - 1, "F", number) if what == "F" else (stage + 1, _GRADIENT, number)
+            if what != "W" and stage != (0 if what == "F" else last) and need not in done:
+                return (stage, what, number), need
+        return None
 
-    while able := [row for row in left if row and all(ready(*action) for action in row[0])]:
-        for row in able:
-            done.update(row.pop(0))
-    for number, row in enumerate(left, 1):
-        if row:
-            stage, what, micro_batch = next(action for action in row[0] if not ready(*action))
+    while awake:
+        rank = awake.pop()
+        while following[rank] < len(cells[rank]):
+            cell = cells[rank][following[rank]]
+            if found := missing(cell):
+                waiting.setdefault(found[1], []).append(rank)
+                break
+            following[rank] += 1
+            for stage, what, number in cell:
+                sent = (stage, _GRADIENT if what in "BI" else what, number)
+                done.add(sent)
+                awake += waiting.pop(sent, [])
+    for number, (row, at) in enumerate(zip(cells, following, strict=True), 1):
+        if at < len(row) and (found := missing(row[at])):
+            stage, what, micro_batch = found[0]
             raise PlanError(f"{path}:{number}: {stage}{what}{micro_batch} waits for ever: ranks wait for each other")
 
 

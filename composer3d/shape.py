@@ -11,10 +11,29 @@ IGNORE_INDEX = -100  # a label that counts for nothing, torch's default
 
 # What a value must satisfy alone, where it is not None, and what to say of one that does not.
 Range = tuple[Callable[[Any], bool], str]
-ABOVE_0: Range = (lambda value: value > 0, "must be above 0")
-FROM_0: Range = (lambda value: value >= 0, "must be at least 0")
-FROM_1: Range = (lambda value: value >= 1, "must be at least 1")
-EVEN: Range = (lambda value: value >= 2 and value % 2 == 0, "must be even and at least 2: RoPE turns its halves")
+
+
+def between(least: float, most: float) -> Range:
+    """From ``least`` to ``most``, both included. NaN is in no range."""
+    return lambda value: least <= value <= most, f"must be from {least:_} to {most:_}"
+
+
+def above(bound: float, most: float) -> Range:
+    """Above ``bound``, and at most ``most``. NaN is in no range."""
+    return lambda value: bound < value <= most, f"must be above {bound:_} and at most {most:_}"
+
+
+# Every number has both ends. The upper ones lie far beyond any real use: they keep a slip of the keyboard, or a file
+# made to harm, from asking for hours of enumeration or more memory than there is.
+MOST_LAYERS = 10_000  # published models have 126 at most
+MOST_HEADS = 1 << 16
+MOST_WIDTH = 1 << 20  # of the residual stream; Llama 3 405B has 16,384
+MOST_TOKENS = 1 << 27  # of a sequence: 134 million
+MOST_VOCAB = 1 << 24
+HEAD_DIM: Range = (
+    lambda value: 2 <= value <= 1 << 14 and value % 2 == 0,
+    "must be even, because RoPE turns its halves, and from 2 to 16_384",
+)
 
 
 def key(default: Any, doc: str, allowed: Range | None = None) -> Any:
@@ -26,23 +45,29 @@ def key(default: Any, doc: str, allowed: Range | None = None) -> Any:
 class ModelShape:
     """Sizes of a Llama-style decoder. All counts are of the whole model, before anything is sharded."""
 
-    dim: int = key(MISSING, "width of the residual stream", FROM_1)
-    n_layers: int = key(MISSING, "number of blocks", FROM_1)
-    n_heads: int = key(MISSING, "query heads", FROM_1)
-    n_kv_heads: int = key(MISSING, "key-value heads; fewer than n_heads is grouped-query attention", FROM_1)
-    ffn: int = key(MISSING, "width of the gated feed-forward", FROM_1)
-    vocab: int = key(MISSING, "size of the vocabulary", FROM_1)
-    rope_theta: float = key(500_000.0, "base of the rotary embedding", ABOVE_0)
-    norm_eps: float = key(1e-5, "epsilon of RMSNorm", ABOVE_0)
-    head_dim: int | None = key(None, "width of a head; absent: dim / n_heads", EVEN)
+    dim: int = key(MISSING, "width of the residual stream", between(1, MOST_WIDTH))
+    n_layers: int = key(MISSING, "number of blocks", between(1, MOST_LAYERS))
+    n_heads: int = key(MISSING, "query heads", between(1, MOST_HEADS))
+    n_kv_heads: int = key(
+        MISSING, "key-value heads; fewer than n_heads is grouped-query attention", between(1, MOST_HEADS)
+    )
+    ffn: int = key(MISSING, "width of the gated feed-forward", between(1, 4 * MOST_WIDTH))
+    vocab: int = key(MISSING, "size of the vocabulary", between(1, MOST_VOCAB))
+    rope_theta: float = key(500_000.0, "base of the rotary embedding", between(1, 10**12))
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm", between(1e-20, 1))
+    head_dim: int | None = key(None, "width of a head; absent: dim / n_heads", HEAD_DIM)
     tied: bool = key(False, "embedding and head are one parameter, first.embed.weight")
     qk_norm: bool = key(False, "RMSNorm of each head's query and key, before rotation, as in Qwen 3")
     qkv_bias: bool = key(False, "biases of the query, key and value projections, as in Qwen 2")
-    window: int = key(0, "sliding window: a token sees itself and window - 1 before it; 0: all", FROM_0)
-    rope_factor: float = key(1.0, "stretch of long rotary wavelengths, as in Llama 3.1; 1 does nothing", FROM_1)
-    rope_low_freq: float = key(1.0, "wavelengths above rope_context / this are stretched in full", ABOVE_0)
-    rope_high_freq: float = key(4.0, "wavelengths below rope_context / this are not stretched", ABOVE_0)
-    rope_context: int = key(8192, "context length that the model had before the stretch", FROM_1)
+    window: int = key(
+        0, "sliding window: a token sees itself and window - 1 before it; 0: all", between(0, MOST_TOKENS)
+    )
+    rope_factor: float = key(
+        1.0, "stretch of long rotary wavelengths, as in Llama 3.1; 1 does nothing", between(1, 1_000_000)
+    )
+    rope_low_freq: float = key(1.0, "wavelengths above rope_context / this are stretched in full", above(0, 1_000_000))
+    rope_high_freq: float = key(4.0, "wavelengths below rope_context / this are not stretched", above(0, 1_000_000))
+    rope_context: int = key(8192, "context length that the model had before the stretch", between(1, MOST_TOKENS))
 
     @property
     def head_width(self) -> int:

@@ -1,6 +1,9 @@
 """How layers are cut into stages: against every cut there is, and on the layouts that are published."""
 
+import os
+import time
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +11,7 @@ from hypothesis import strategies as st
 
 from composer3d.errors import PlanError
 from composer3d.planner.counts import parts
-from composer3d.schedules import balanced_cut
+from composer3d.schedules import balanced_cut, check_csv, micro_batches_near, micro_batches_wrong, read_csv
 from composer3d.shape import PRESETS
 
 COSTS = st.integers(0, 12)
@@ -62,3 +65,36 @@ def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(PlanError, match=r"^2 layers cannot be cut into 3 pipeline stages; use mesh\.pp of at most 2$"):
         balanced_cut(0, [1, 1], 0, 3)
     assert balanced_cut(5, [1, 1], 5, 2) == [range(0, 1), range(1, 2)]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_the_nearest_numbers_of_micro_batches_are_those_of_a_search(schedule: str) -> None:
+    for pp in range(2, 9):
+        good = [count for count in range(1, 200) if micro_batches_wrong(schedule, count, pp, "") is None]
+        for count in sorted(set(range(1, 150)) - set(good)):
+            below, above = [each for each in good if each < count][-1:], [each for each in good if each > count][:1]
+            assert micro_batches_near(schedule, count, pp) == below + above
+
+
+def test_a_schedule_in_which_one_rank_runs_at_a_time_is_held_in_linear_time(tmp_path: Path) -> None:
+    """Every action waits for the one before it: of 300 ranks, one can go on at a time."""
+    ranks, count = 300, 100
+    first = ",".join(f"0F{number},0B{number}" for number in range(count))
+    rows = [first] + [first.replace("0F", f"{rank}F").replace("0B", f"{rank}B") for rank in range(1, ranks)]
+    file = tmp_path / "own.csv"
+    file.write_text("\n".join(rows))
+    begin = time.process_time()
+    stages = check_csv(read_csv(str(file)), str(file), pp=ranks, each=1, micro_batches=count)
+    assert stages == [[rank] for rank in range(ranks)]
+    assert time.process_time() - begin < 4
+
+
+@pytest.mark.timeout(10)  # opening a pipe would wait forever
+def test_a_file_of_a_schedule_is_plain_and_of_a_bounded_size(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PlanError, match=r"pipe cannot be read \(is a named pipe, not a plain file\)$"):
+        read_csv(str(tmp_path / "pipe"))
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(PlanError, match=r"large cannot be read \(is larger than 4,194,304 bytes"):
+        read_csv(str(tmp_path / "large"))

@@ -17,8 +17,9 @@ import numpy as np
 
 from composer3d.data.documents import Document, documents_of, files_of
 from composer3d.data.tokenizer import Tokenizer, open_tokenizer
-from composer3d.data.tokens import digest_of, sync, write_manifest
+from composer3d.data.tokens import sync, write_manifest
 from composer3d.errors import DataError
+from composer3d.token_manifest import digest_of
 
 _BATCH_BYTES = 2 << 20  # of text that is tokenized at once, and the rest of its last document
 _PROGRESS_S = 60.0  # between lines of progress, and on a terminal a sixth of it

@@ -13,8 +13,9 @@ from typing import Literal
 import numpy as np
 
 from composer3d.data.documents import END_OF_DOCUMENT, Document, documents_of, files_of, refuse_end_of_document
-from composer3d.data.tokens import Corpus, digest_of, open_tokens
+from composer3d.data.tokens import Corpus, open_tokens
 from composer3d.errors import DataError
+from composer3d.token_manifest import digest_of
 
 # Of the standard library's folders: what is installed beside it, and tests, whose fixtures are no ordinary source.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})

@@ -6,21 +6,20 @@
 ``tokens.json``: what they hold, with the size and the digests of each file and a digest of itself; written last.
 """
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from composer3d import token_manifest
 from composer3d.errors import DataError
+from composer3d.files import write_atomic
+from composer3d.token_manifest import AGAIN, FORMAT, MANIFEST, VERSION, TokenManifest, digest_of, digest_of_manifest
 
-MANIFEST = "tokens.json"
-_VERSION = 1
-_CHUNK_BYTES = 64 << 20  # a digest for each, so that the ranks of a node can share a check; part of the version
-_AGAIN = "make the folder again with composer3d prepare"
+_BLOCK = 1 << 18  # tokens that are looked at together: what fits into a cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,25 +33,22 @@ class Corpus:
     name: str  # says in messages which corpus this is
 
 
-def digest_of(data: bytes | bytearray) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     """Adds ``tokens.json`` to a folder that is complete, and syncs all of it to disk.
 
     ``facts``: dtype ("uint16" or "uint32"), vocab, tokens, documents, end_of_document (a token), tokenizer.
     """
     files: dict[str, dict[str, Any]] = {}
-    for file in sorted(folder.iterdir()):
-        sync(file)
-        size = file.stat().st_size
-        digests = [_digest_of_chunk(file, number) for number in range(-(-size // _CHUNK_BYTES))]
-        files[file.name] = {"bytes": size, "digests": digests}
-    manifest = {"format": "composer3d tokens", "version": _VERSION, **facts, "files": files}
-    manifest["digest"] = _digest_of_manifest(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    sync(folder / MANIFEST)
+    for path in sorted(folder.iterdir()):
+        sync(path)
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            chunks = range(-(-size // token_manifest.CHUNK_BYTES))
+            digests = [digest_of(_chunk(file, number)) for number in chunks]
+        files[path.name] = {"bytes": size, "digests": digests}
+    manifest = {"format": FORMAT, "version": VERSION, **facts, "files": files}
+    manifest["digest"] = digest_of_manifest(manifest)
+    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     sync(folder)
 
 
@@ -63,53 +59,57 @@ def sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def _digest_of_manifest(manifest: dict[str, Any]) -> str:
-    return digest_of(json.dumps(manifest, sort_keys=True).encode())
-
-
-def _digest_of_chunk(file: Path, number: int) -> str:
-    with open(file, "rb") as stream:
-        stream.seek(number * _CHUNK_BYTES)
-        return digest_of(stream.read(_CHUNK_BYTES))
-
-
 def open_tokens(folder: Path, *, name: str) -> Corpus:
-    """Maps a folder of token files, and verifies it first: every size here, the digests in turns with the node's ranks.
+    """Maps a folder of token files, and verifies it first: every size here, the content in turns with the node's ranks.
+
+    The content: the digest of each chunk, that every token is below the vocabulary, and that documents are in order.
 
     With LOCAL_WORLD_SIZE ranks on a node, this one reads only its share of the bytes: all of them must call it, and
     heed the error of any (``dist.on_all``). A lone process reads all of them.
 
     Raises DataError, naming the file, where one is missing or not what ``prepare`` wrote.
     """
-    manifest = _read_manifest(folder)
-    files: dict[str, dict[str, Any]] = manifest["files"]
-    chunks: list[tuple[Path, int, str]] = []
-    for file, entry in files.items():
-        path = folder / file
-        found, wanted = f"has {path.stat().st_size} bytes" if path.is_file() else "is missing", entry["bytes"]
-        if found != f"has {wanted} bytes":
-            raise DataError(f"{path} {found}, but {MANIFEST} says {wanted} bytes; {_AGAIN}")
-        chunks += [(path, number, digest) for number, digest in enumerate(entry["digests"])]
+    manifest = token_manifest.read_manifest(folder)
+    manifest.check_files()
+    chunks = [(file, number) for file, entry in manifest.files.items() for number in range(len(entry.digests))]
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    for path, number, digest in chunks[int(os.environ.get("LOCAL_RANK", "0")) % ranks :: ranks]:
-        if _digest_of_chunk(path, number) != digest:
-            place = f"between bytes {number * _CHUNK_BYTES} and {(number + 1) * _CHUNK_BYTES}"
-            raise DataError(f"{path} is damaged {place}: their digest is not that of {MANIFEST}; {_AGAIN}")
-    tokens = np.memmap(folder / "tokens.bin", dtype=np.dtype(manifest["dtype"]).newbyteorder("<"), mode="r")
-    digest = digest_of("".join(files["tokens.bin"]["digests"]).encode())
-    return Corpus(tokens, manifest["end_of_document"], digest, manifest["documents"], name)
+    for file, number in chunks[int(os.environ.get("LOCAL_RANK", "0")) % ranks :: ranks]:
+        _verify_chunk(manifest, file, number)
+    with manifest.open("tokens.bin") as stream:
+        tokens = np.memmap(stream, dtype=np.dtype(manifest.dtype).newbyteorder("<"), mode="r")
+    digest = digest_of("".join(manifest.files["tokens.bin"].digests).encode())
+    return Corpus(tokens, manifest.end_of_document, digest, manifest.documents, name)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-        if manifest["version"] != _VERSION:
-            raise ValueError(f"it has version {manifest['version']}, this composer3d reads {_VERSION}")
-        if manifest.pop("digest") != _digest_of_manifest(manifest):
-            raise ValueError("it does not have its own digest")
-        return manifest
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{folder} has no {MANIFEST}; give a folder that composer3d prepare made") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} cannot be used ({type(error).__name__}: {error}); {_AGAIN}") from None
+def _chunk(file: BinaryIO, number: int) -> bytes:
+    file.seek(number * token_manifest.CHUNK_BYTES)
+    return file.read(token_manifest.CHUNK_BYTES)
+
+
+def _verify_chunk(manifest: TokenManifest, name: str, number: int) -> None:
+    """Hold the bytes of one chunk against their digest, and what they say against the manifest. Raises DataError."""
+    path, begin = manifest.folder / name, number * token_manifest.CHUNK_BYTES
+    before = b""
+    with manifest.open(name) as file:
+        if name == "documents.bin" and begin:
+            file.seek(begin - 8)
+            before = file.read(8)  # the last entry of the chunk before, which this one goes on from
+        content = _chunk(file, number)
+    place = f"between bytes {begin} and {begin + token_manifest.CHUNK_BYTES}"
+    if digest_of(content) != manifest.files[name].digests[number]:
+        raise DataError(f"{path} is damaged {place}: their digest is not that of {MANIFEST}; {AGAIN}")
+    if name == "tokens.bin":
+        tokens = np.frombuffer(content, dtype=np.dtype(manifest.dtype).newbyteorder("<"))
+        largest = max(int(tokens[first : first + _BLOCK].max()) for first in range(0, len(tokens), _BLOCK))
+        if largest >= manifest.vocab:
+            raise DataError(
+                f"{path} holds token {largest} {place}, but {MANIFEST} says a vocabulary of {manifest.vocab}; {AGAIN}"
+            )
+    elif name == "documents.bin":
+        starts = np.frombuffer(before + content, dtype="<i8")
+        last = begin + len(content) == manifest.files[name].bytes
+        whole = (begin > 0 or starts[0] == 0) and (not last or starts[-1] == manifest.tokens)
+        if not whole or not (starts[1:] > starts[:-1]).all():
+            raise DataError(
+                f"{path} does not cut {manifest.tokens} tokens into {manifest.documents} documents in order; {AGAIN}"
+            )

@@ -4,20 +4,20 @@ All problems of a recipe are collected and raised as one RecipeError, each line 
 its own keeps its key out of the cross-field rules, so that one mistake gives one line.
 """
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from composer3d import hf
-from composer3d.errors import CheckpointError, PlanError, RecipeError
+from composer3d.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.recipe.read import Draft
 from composer3d.recipe.rules import PATHS, violations
 from composer3d.recipe.schema import AXES, TABLES, MeshTable, Model, Recipe
 from composer3d.recipe.values import FIELDS, mention, multiples_near, show, value_of
 from composer3d.schedules import check_csv, read_csv
 from composer3d.shape import PRESETS, ModelShape
+from composer3d.token_manifest import MANIFEST, read_manifest
 
 
 @dataclass(frozen=True)
@@ -155,21 +155,24 @@ def _check_files(draft: Draft, recipe: Recipe, *, fits: bool) -> None:
 
 def _data_problem(path: str, draft: Draft, recipe: Recipe, tokenizers: list[object]) -> str | None:
     """What is wrong with a text or with token files. ``tokenizers``: of those read so far."""
-    source, manifest = recipe.data.source, Path(path, "tokens.json")
+    source = recipe.data.source
     if not os.path.exists(path):
         return f"does not exist; give {PATHS[source]}, relative to the working directory"
     if source != "tokens":
-        wrong = 'holds tokens.json, made by composer3d prepare; use data.source = "tokens"'
-        return wrong if manifest.exists() else None
+        if os.path.exists(os.path.join(path, MANIFEST)):
+            return f'holds {MANIFEST}, made by composer3d prepare; use data.source = "tokens"'
+        if not (os.path.isdir(path) or os.path.isfile(path)):
+            return f"is neither a file nor a folder; give {PATHS[source]}"
+        return None
     try:
-        found = json.loads(manifest.read_bytes())
-        vocab, tokenizer = int(found["vocab"]), (found["tokenizer"]["digest"], found["end_of_document"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"has no tokens.json that can be read ({error!r}); give {PATHS[source]}"
-    tokenizers.append(tokenizer)
-    if vocab > recipe.model.vocab and "model.vocab" not in draft.spoiled:
+        found = read_manifest(path)
+        found.check_files()
+    except DataError as error:
+        return f"cannot be used: {error.lines[0]}"
+    tokenizers.append((found.tokenizer_digest, found.end_of_document))
+    if found.vocab > recipe.model.vocab and "model.vocab" not in draft.spoiled:
         mine = f"{mention(recipe, 'model.vocab')} ({draft.origin('model.vocab')})"
-        return f"has a vocabulary of {vocab} tokens, more than {mine}; set model.vocab to {vocab} or more"
-    if tokenizer != tokenizers[0]:
+        return f"has a vocabulary of {found.vocab} tokens, more than {mine}; set model.vocab to {found.vocab} or more"
+    if tokenizers[-1] != tokenizers[0]:
         return "was made with another tokenizer or end of document than data.path; make it again with the same"
     return None

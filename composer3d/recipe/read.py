@@ -5,16 +5,19 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_args
 
 import tomli
 
 from composer3d.errors import RecipeError
-from composer3d.recipe.schema import TABLES
-from composer3d.recipe.values import FIELDS, either, fit, is_text, kind_of, one_line, show
+from composer3d.files import read_plain
+from composer3d.recipe.schema import PATH, TABLES
+from composer3d.recipe.statements import KeyPath, key_lines, statements
+from composer3d.recipe.values import FIELDS, brief, either, fit, is_text, kind_of, one_line
 
-KeyPath = tuple[str, ...]
+MOST_BYTES = 256 << 10  # of a recipe with all its bases; a long one has a few thousand
+MOST_BASES = 32
+MOST_PROBLEMS = 100  # that are told of one recipe
 
 
 @dataclass
@@ -47,10 +50,10 @@ class Draft:
         try:
             for shown, document, lines in _documents(self.path):
                 self._take_document(document, lines, shown)
+            for text in sets:
+                self._take_override(text)
         except RecipeError as error:
             raise RecipeError([*self.problems, *error.lines]) from None
-        for text in sets:
-            self._take_override(text)
 
     def _take_document(self, document: dict[str, Any], lines: dict[KeyPath, int], shown: str) -> None:
         for table, content in document.items():
@@ -59,7 +62,7 @@ class Draft:
                 self._refuse_unknown(table, place, "table" if isinstance(content, dict) else "key")
             elif not isinstance(content, dict):
                 wanted = f"a table, [{table}] with its keys"
-                self.problems.append(f"{place}: '{table}' must be {wanted}, got {show(content)}")
+                self.problems.append(f"{place}: '{table}' must be {wanted}, got {brief(content)}")
                 self.spoiled.update(_keys_of(table))
             else:
                 self.places.setdefault(table, place)
@@ -87,7 +90,7 @@ class Draft:
                 table, name = key.split(".")
                 self.given[table][name], self.places[key] = fitting, place
         except ValueError as error:
-            self.problems.append(f"{place}: '{key}' must be {error}, got {show(value)}")
+            self.problems.append(f"{place}: '{key}' must be {error}, got {brief(value)}")
             self.spoiled.add(key)
 
     def _refuse_unknown(self, key: str, place: str, what: str = "key") -> None:
@@ -106,73 +109,63 @@ class Draft:
             advice = f"a recipe has base and the tables {', '.join(TABLES)}"
         self.problems.append(f"{place}: unknown {what} '{one_line(key)}'; {advice}")
         self.spoiled.update(meant)
+        if len(self.problems) >= MOST_PROBLEMS:
+            raise RecipeError(f"{place}: the recipe has {MOST_PROBLEMS} problems up to here; mend them first")
 
 
 def _documents(path: str) -> Iterator[tuple[str, dict[str, Any], dict[KeyPath, int]]]:
     """The file and then its bases: its name, its tables and the lines of its keys. Raises RecipeError."""
     seen, named = set(), ""  # what comes before the message where there is no such file: the `base` that names it
+    size = 0
     while True:
         shown = one_line(path)
         try:
-            text = Path(path).read_bytes().decode("utf-8-sig")
-            document, lines = tomli.loads(text), key_lines(text)
+            content = read_plain(path, limit=MOST_BYTES)
         except OSError as error:
             raise RecipeError(f"{named}{shown}: {error.strerror}") from None
-        except tomli.TOMLDecodeError as error:
-            raise RecipeError(f"{shown}:{error.lineno}: not TOML: {error.msg} (column {error.colno})") from None
-        except (ValueError, RecursionError) as error:  # no UTF-8, numbers of thousands of digits, hundreds of brackets
-            raise RecipeError(f"{shown}: not TOML that can be read: {error}") from None
+        except ValueError as error:  # a NUL byte, or what is no UTF-8
+            raise RecipeError(f"{named}{shown}: no file has such a name ({error})") from None
+        size += len(content)
+        if size > MOST_BYTES:
+            raise RecipeError(f"{named}{shown}: the recipe and its bases are larger than {MOST_BYTES:_} bytes")
+        document, lines = _parse(content, shown)
         base = document.pop("base", None)
         yield shown, document, lines
         if base is None:
             return
         place = f"{shown}:{lines['base',]}"
-        if not isinstance(base, str) or not base or "\0" in base:
-            raise RecipeError(f"{place}: 'base' must be the path of one recipe, got {show(base)}")
+        if not isinstance(base, str) or not PATH[0](base):
+            raise RecipeError(f"{place}: 'base' must be the path of one recipe, got {brief(base)}")
         seen.add(os.path.realpath(path))
         path, named = os.path.join(os.path.dirname(path), base), f"{place}: base cannot be read: "
         if os.path.realpath(path) in seen:
-            raise RecipeError(f"{place}: base = {show(base)} makes a circle; remove one base")
+            raise RecipeError(f"{place}: base = {brief(base)} makes a circle; remove one base")
+        if len(seen) > MOST_BASES:
+            raise RecipeError(f"{place}: base = {brief(base)} is base number {len(seen)}; use at most {MOST_BASES}")
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
-    """The line, from 1, of the statement that first gives each key; a table that is implied has its first key's.
-
-    tomli gives no positions. A statement, a header or a key with its value, is the fewest lines that it takes alone.
-    """
-    lines: dict[KeyPath, int] = {}
-    table: KeyPath = ()
-    begin, pending = 1, ""
-    for number, line in enumerate(text.split("\n"), start=1):
-        pending += f"{line}\n"
-        try:
-            found = list(_paths(tomli.loads(pending)))
-        except (ValueError, RecursionError):  # it goes on
-            continue
-        if pending.lstrip().startswith("["):
-            table, found = found[-1], [()]
-        for path in (table + path for path in found):
-            for depth in range(1, len(path) + 1):
-                lines.setdefault(path[:depth], begin)
-        begin, pending = number + 1, ""
-    return lines
-
-
-def _paths(tree: dict[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
-    """The innermost keys of nested dicts."""
-    for key, inner in tree.items():
-        below = list(_paths(inner, (*path, key))) if isinstance(inner, dict) else []
-        yield from below or [(*path, key)]
+def _parse(content: bytes, shown: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """The tables of a file, and the lines of its keys. Raises RecipeError."""
+    try:
+        text = content.decode("utf-8-sig")
+        found = list(statements(text))  # first: it refuses what is nested too deep for those who recurse
+        return tomli.loads(text), key_lines(found)
+    except tomli.TOMLDecodeError as error:
+        raise RecipeError(f"{shown}:{error.lineno}: not TOML: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, nested too deep, numbers of thousands of digits
+        raise RecipeError(f"{shown}: not TOML that can be read: {error}") from None
 
 
 def _override(raw: str, kind: Any) -> object:
     """The text of an override for a str, else the value that it is in TOML, or the text where it is none."""
     if str in (kind, *map(type, get_args(kind))):  # or a choice of texts
         return raw[1:-1] if len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "\"'" else raw
+    text = f"value = {raw}"
     with suppress(ValueError, RecursionError):
-        document = tomli.loads(f"value = {raw}")
-        if len(document) == 1:
-            return document["value"]
+        if len(list(statements(text))) == 1:
+            document = tomli.loads(text)
+            if len(document) == 1:
+                return document["value"]
     return raw
 
 

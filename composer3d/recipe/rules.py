@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import gcd, lcm
 from typing import NamedTuple
 
-from composer3d.recipe.schema import Range, Recipe
+from composer3d.recipe.schema import AXES, MOST_RANKS, Range, Recipe
 from composer3d.recipe.values import FIELDS, divisors, either, mention, multiples_near, show, use, value_of
-from composer3d.schedules import SCHEDULES, micro_batches_wrong
+from composer3d.schedules import SCHEDULES, micro_batches_near, micro_batches_wrong
 
 
 class Violation(NamedTuple):
@@ -207,6 +207,13 @@ def _sequence_divides(recipe: Recipe) -> Iterator[str]:
         yield f"<data.seq_len> must be a multiple of {what}; use {multiples_near(seq_len, unit)}{way_out}"
 
 
+@_rule(*(f"mesh.{axis}" for axis in AXES))
+def _world_can_be_started(recipe: Recipe) -> Iterator[str]:
+    if recipe.world_size > MOST_RANKS:
+        axes = " x ".join(f"<mesh.{axis}>" for axis in AXES)
+        yield f"{axes} is a world of {recipe.world_size:_} processes; it must be at most {MOST_RANKS:_}"
+
+
 @_rule("mesh.pp", "parallel.virtual_stages", "parallel.schedule", "model.n_layers")
 def _stages_have_layers(recipe: Recipe) -> Iterator[str]:
     each, layers, pp = recipe.parallel.stages_per_rank, recipe.model.n_layers, recipe.mesh.pp
@@ -259,10 +266,9 @@ def _enough_micro_batches(recipe: Recipe) -> Iterator[str]:
     count, rest = divmod(recipe.data.global_batch, unit)
     need = micro_batches_wrong(schedule, count, pp, "<mesh.pp>")
     if need is not None and pp > 1 and not rest:
-        good = [each for each in range(1, count + 2 * pp + 1) if micro_batches_wrong(schedule, each, pp, "") is None]
-        below, above = [each for each in good if each < count][-1:], [each for each in good if each > count][:1]
-        way_out = f"use data.global_batch = {either(unit * each for each in below + above)}"
-        way_out += "" if below else ', or parallel.schedule = "GPipe", which takes fewer'
+        near = micro_batches_near(schedule, count, pp)
+        way_out = f"use data.global_batch = {either(unit * each for each in near)}"
+        way_out += "" if near[0] < count else ', or parallel.schedule = "GPipe", which takes fewer'
         fault = f"<data.global_batch> over {_PRODUCT} gives a rank {count} micro-batch{'es' * (count > 1)}"
         yield f"{fault}, but <parallel.schedule> needs {need}; {way_out}"
 

@@ -4,29 +4,55 @@ A field is a key, its annotation is the type that is checked, its default is wha
 what ``composer3d check --schema`` prints. A key enters here with the feature that it drives.
 """
 
+import unicodedata
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, Literal
 
 from composer3d.schedules import SCHEDULES
-from composer3d.shape import ABOVE_0, FROM_0, FROM_1, PRESETS, ModelShape, Range, key
+from composer3d.shape import MOST_LAYERS, MOST_TOKENS, PRESETS, ModelShape, Range, above, between, key
 
-SHARDS: Range = (lambda value: value >= 1 or value == -1, f"{FROM_1[1]}, or -1 for what is left of the world")
+MOST_RANKS = 1 << 24  # processes of a world
+MOST_STEPS = 10**9
+AXIS = between(1, 1 << 20)
+SEED: Range = (lambda value: value >= 0, "must be at least 0")  # its other end is that of all ints, 64 bits
+STEPS_OR_NEVER = between(0, MOST_STEPS)
+STEPS = between(1, MOST_STEPS)
+SHARDS: Range = (lambda value: value == -1 or AXIS[0](value), f"{AXIS[1]}, or -1 for what is left of the world")
 BETAS: Range = (lambda value: all(0 <= beta < 1 for beta in value), "must both be at least 0 and below 1")
 PRESET: Range = (lambda value: value in PRESETS, f"is unknown; the presets are {', '.join(PRESETS)}")
+NAME_BYTES = 200  # of the 255 that a file system takes: the rest is for what is appended
+
+
+def _is_text(value: str) -> bool:
+    """Whether it holds no line break, no other control character and no lone surrogate, which UTF-8 cannot hold."""
+    return not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in value)
+
+
+def _names_a_folder(value: str) -> bool:
+    if not value.strip() or value in (".", "..") or set(value) & set("/\\"):
+        return False
+    return _is_text(value) and len(value.encode()) <= NAME_BYTES
+
+
 FOLDER_NAME: Range = (
-    lambda value: value.strip() and value not in (".", "..") and not set(value) & set("/\\\0"),
-    "names the folder of the run: it must not be empty, . or .., nor hold / or \\",
+    _names_a_folder,
+    "names the folder of the run: it must not be empty, . or .., nor hold / or \\ or control characters, "
+    f"and have at most {NAME_BYTES} bytes in UTF-8",
+)
+PATH: Range = (
+    lambda value: 0 < len(value) <= 4096 and _is_text(value),
+    "must be a path of 1 to 4096 characters, without control characters",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTable:
     name: str = key("run", "name of the run; its folder is out_dir/name", FOLDER_NAME)
-    steps: int = key(100, "optimizer steps of the whole run", FROM_1)
-    seed: int = key(0, "seed of the initial weights", FROM_0)
+    steps: int = key(100, "optimizer steps of the whole run", STEPS)
+    seed: int = key(0, "seed of the initial weights", SEED)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes cuda where there is one")
-    out_dir: str = key("runs", "folder that holds the folders of runs, relative to the working directory")
+    out_dir: str = key("runs", "folder that holds the folders of runs, relative to the working directory", PATH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +60,20 @@ class Model(ModelShape):
     """The shape, and where it and the first weights come from. A preset, or config.json, gives what a text does not."""
 
     preset: str | None = key(None, "a published model: an unknown name lists all; the other keys override it", PRESET)
-    hf: str | None = key(None, "a folder in Hugging Face's form: config.json is the shape, its weights the first ones")
+    hf: str | None = key(
+        None, "a folder in Hugging Face's form: config.json is the shape, its weights the first ones", PATH
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTable:
     """Sizes of the mesh axes, outermost first. Their product is the world size."""
 
-    pp: int = key(1, "pipeline stages", FROM_1)
-    dp_replicate: int = key(1, "replicas that all-reduce gradients (HSDP)", FROM_1)
+    pp: int = key(1, "pipeline stages", AXIS)
+    dp_replicate: int = key(1, "replicas that all-reduce gradients (HSDP)", AXIS)
     dp_shard: int = key(-1, "ranks that shard parameters (FSDP); -1 takes what is left of the world", SHARDS)
-    cp: int = key(1, "context parallel ranks: each holds a part of every sequence", FROM_1)
-    tp: int = key(1, "tensor parallel ranks", FROM_1)
+    cp: int = key(1, "context parallel ranks: each holds a part of every sequence", AXIS)
+    tp: int = key(1, "tensor parallel ranks", AXIS)
 
     @property
     def world_size(self) -> int:
@@ -76,8 +104,12 @@ class ParallelTable:
     schedule: Literal[
         "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "csv"
     ] = key("1F1B", "pipeline schedule, with pp > 1; csv: the one in parallel.schedule_csv")
-    schedule_csv: str | None = key(None, "file of a schedule: a line of actions, such as 0F0 or 1B3, for each pp rank")
-    virtual_stages: int | None = key(None, "stages of each pp rank; absent: what the schedule needs, 1 or 2", FROM_1)
+    schedule_csv: str | None = key(
+        None, "file of a schedule: a line of actions, such as 0F0 or 1B3, for each pp rank", PATH
+    )
+    virtual_stages: int | None = key(
+        None, "stages of each pp rank; absent: what the schedule needs, 1 or 2", between(1, MOST_LAYERS)
+    )
     stages: tuple[int, ...] | None = key(None, "layers of each stage in order; absent: an even cut by parameters")
 
     @property
@@ -91,7 +123,9 @@ class MemoryTable:
     activation_checkpoint: Literal["none", "selective", "full"] = key(
         "none", "what backward computes again: nothing, all but what the model's plan saves, or every block"
     )
-    loss_chunks: int = key(1, "parts of a micro-batch whose logits are made one by one, and again in backward", FROM_1)
+    loss_chunks: int = key(
+        1, "parts of a micro-batch whose logits are made one by one, and again in backward", between(1, 1 << 16)
+    )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer in the host's memory")
 
 
@@ -117,50 +151,54 @@ class DataTable:
     source: Literal["python", "text", "jsonl", "tokens"] = key(
         "python", "python: the standard library's sources; text, jsonl: bytes of data.path; tokens: made by prepare"
     )
-    path: str | None = key(None, "text or JSONL: a file, or a folder read in sorted order; tokens: prepare's folder")
+    path: str | None = key(
+        None, "text or JSONL: a file, or a folder read in sorted order; tokens: prepare's folder", PATH
+    )
     field: str = key("text", "key of the text in each line of a JSONL file")
-    seq_len: int = key(256, "tokens in a sample", FROM_1)
-    global_batch: int = key(8, "samples in an optimizer step, over all ranks", FROM_1)
-    micro_batch: int = key(1, "samples that a rank runs at once", FROM_1)
+    seq_len: int = key(256, "tokens in a sample", between(1, MOST_TOKENS))
+    global_batch: int = key(8, "samples in an optimizer step, over all ranks", between(1, 1 << 30))
+    micro_batch: int = key(1, "samples that a rank runs at once", between(1, 1 << 20))
     packing: Literal["none", "documents"] = key(
         "none", "documents: attention and positions stop at the end of a document; none: a sample is one sequence"
     )
-    seed: int = key(0, "seed of the order of samples", FROM_0)
+    seed: int = key(0, "seed of the order of samples", SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimTable:
-    lr: float = key(3e-4, "peak learning rate of AdamW", ABOVE_0)
+    lr: float = key(3e-4, "peak learning rate of AdamW", above(0, 10))
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas", BETAS)
-    eps: float = key(1e-8, "AdamW epsilon", ABOVE_0)
-    weight_decay: float = key(0.1, "decay of matrices; vectors (norms) have none", FROM_0)
-    clip: float = key(1.0, "largest global gradient norm; 0 does not clip", FROM_0)
+    eps: float = key(1e-8, "AdamW epsilon", above(0, 1))
+    weight_decay: float = key(0.1, "decay of matrices; vectors (norms) have none", between(0, 10))
+    clip: float = key(1.0, "largest global gradient norm; 0 does not clip", between(0, 10**9))
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "learning rate after the warmup")
-    warmup: int = key(0, "steps of linear warmup", FROM_0)
-    decay: int | None = key(None, "step whose learning rate is min_lr, counted from 1; absent: run.steps")
-    decay_steps: int | None = key(None, "steps of wsd's linear decay, the last before its end; absent: a tenth", FROM_1)
-    min_lr: float = key(0.0, "learning rate at the end of the decay", FROM_0)
+    warmup: int = key(0, "steps of linear warmup", STEPS_OR_NEVER)
+    decay: int | None = key(None, "step whose learning rate is min_lr, counted from 1; absent: run.steps", STEPS)
+    decay_steps: int | None = key(None, "steps of wsd's linear decay, the last before its end; absent: a tenth", STEPS)
+    min_lr: float = key(0.0, "learning rate at the end of the decay", between(0, 10))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointTable:
-    every: int = key(0, "steps between checkpoints; 0 saves only at the end of the run", FROM_0)
-    keep: int = key(2, "newest checkpoints that are kept", FROM_1)
+    every: int = key(0, "steps between checkpoints; 0 saves only at the end of the run", STEPS_OR_NEVER)
+    keep: int = key(2, "newest checkpoints that are kept", between(1, 1_000_000))
     async_save: bool = key(False, "write in the background: a save stops training only while its tensors are copied")
-    resume: str = key("auto", "auto: the newest checkpoint of this run; none: start anew; or a checkpoint's folder")
+    resume: str = key(
+        "auto", "auto: the newest checkpoint of this run; none: start anew; or a checkpoint's folder", PATH
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsTable:
-    every: int = key(10, "steps between console lines and TensorBoard points", FROM_1)
+    every: int = key(10, "steps between console lines and TensorBoard points", STEPS)
     tensorboard: bool = key(True, "write TensorBoard files into the run's folder")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationTable:
-    every: int = key(0, "steps between validations, and one at the end; 0 never validates", FROM_0)
-    steps: int = key(4, "global batches in a validation", FROM_1)
-    path: str | None = key(None, "held-out data of the same source; python holds out its own")
+    every: int = key(0, "steps between validations, and one at the end; 0 never validates", STEPS_OR_NEVER)
+    steps: int = key(4, "global batches in a validation", between(1, 1_000_000))
+    path: str | None = key(None, "held-out data of the same source; python holds out its own", PATH)
 
 
 @dataclass(frozen=True, kw_only=True)

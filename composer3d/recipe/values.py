@@ -10,6 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from composer3d.recipe.schema import TABLES, Recipe
 
+_BRIEF = 300  # characters of a value in a message
+_LINE = 4096  # of a path or a key, which a message does not cut as soon
 FIELDS = {f"{table}.{entry.name}": entry for table, cls in TABLES.items() for entry in fields(cls)}
 
 
@@ -94,6 +96,12 @@ def show(value: object) -> str:
     return str(value)
 
 
+def brief(value: object) -> str:
+    """A value as TOML writes it, for a message: of a long one its beginning."""
+    text = show(value)
+    return text if len(text) <= _BRIEF else f"{text[:_BRIEF]}... ({len(text):,} characters)"
+
+
 def value_of(recipe: Recipe, key: str) -> Any:
     table, name = key.split(".")
     return getattr(getattr(recipe, table), name)
@@ -101,12 +109,13 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def mention(recipe: Recipe, key: str) -> str:
     """A key with its value, as messages write it: ``mesh.tp = 4``."""
-    return f"{key} = {show(value_of(recipe, key))}"
+    return f"{key} = {brief(value_of(recipe, key))}"
 
 
 def one_line(text: str) -> str:
     """Text that the user gave, fit for one line of a message or for a comment: what is not printable is escaped."""
-    return text if text.isprintable() else show(text)[1:-1]
+    shown = text if text.isprintable() else show(text)[1:-1]
+    return shown if len(shown) <= _LINE else f"{shown[:_LINE]}... ({len(shown):,} characters)"
 
 
 def schema_text() -> str:

@@ -185,6 +185,8 @@ WRONG = [
     (["0F0,(0F1;0B0)OVERLAP_F_B,0B1", "1F0,1B0,1F1,1B1"], 2, 2, None),
     (["0F0,(0F1;0B1)OVERLAP_F_B,0B0", "1F0,1B0,1F1,1B1"], 2, 2, ":1: 0B1 waits for ever"),
     (["0F0,(0F1;0B0", "1F0,1B0"], 2, 1, ":1: '(0F1;0B0' is no action"),
+    (["0F0,0B0,0F0,0B0,0F0", "1F0,1B0"], 2, 1, ":1 has 5 cells, but 1 stages with 1 micro-batches make at most 4"),
+    (["0F0,0B" + "1" * 5000, "1F0,1B0"], 2, 1, ":1: '0B1{297}[.]{3} is no action"),  # Python reads no such number
 ]
 
 

@@ -1,6 +1,7 @@
 """Every wrong recipe is refused with the exact lines that a user reads: the place, the value and the way out."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ ALL = wrong_texts.ALL + wrong_values.ALL
 @pytest.fixture(params=ALL, ids=lambda wrong: wrong.name)
 def wrong(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wrong:
     case: Wrong = request.param
-    files = case.files if isinstance(case.files, dict) else {"x.toml": case.files}
+    files = case.files if isinstance(case.files, Mapping) else {"x.toml": case.files}
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())

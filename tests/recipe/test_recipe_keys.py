@@ -3,16 +3,18 @@
 In a text of ours every number is the line that its statement begins on: tomli's own values say where each key is.
 """
 
+import contextlib
+import time
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer3d.recipe.read import KeyPath, key_lines
+from composer3d.recipe.statements import KeyPath, key_lines, statements
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
@@ -72,6 +74,19 @@ f = +1.5e-3
 g = true
 h = 5
 """,
+    "numbers with points": """a = [1.5, 2.5,
+  3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5, 10.5, 11.5, 12.5, 13.5, 14.5, 15.5, 16.5, 17.5, 18.5, 19.5]
+b = 3
+""",
+    "comments between lines of an array": """a = [
+  # [ { \"\"\"
+  1.5, # '
+# ]
+
+  # \"
+  ]  # [
+b = 8
+""",
     "no line at the end": "a = 1\nb = 2",
     "carriage returns": 'a = 1\r\ns = """\r\n\r\n"""\r\n[t]\r\nb = 6\r\n',
     "nothing": "  \t\n# a = 1\n",
@@ -86,8 +101,37 @@ def paths_of(value: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
     return found
 
 
+def lines_by_trial(text: str) -> dict[KeyPath, int]:
+    """The slow way, as a reference: a statement is the fewest lines that tomli takes alone."""
+
+    def paths(tree: dict[str, Any], path: KeyPath = ()) -> list[KeyPath]:
+        return [
+            inner
+            for key, value in tree.items()
+            for inner in ((isinstance(value, dict) and paths(value, (*path, key))) or [(*path, key)])
+        ]
+
+    lines: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    begin, pending = 1, ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        pending += f"{line}\n"
+        try:
+            found = paths(tomli.loads(pending))
+        except ValueError:  # it goes on
+            continue
+        if pending.lstrip().startswith("["):
+            table, found = found[-1], [()]
+        for path in (table + path for path in found):
+            for depth in range(1, len(path) + 1):
+                lines.setdefault(path[:depth], begin)
+        begin, pending = number + 1, ""
+    return lines
+
+
 def assert_lines_are_right(text: str) -> None:
-    values, lines = paths_of(tomli.loads(text)), key_lines(text)
+    values, lines = paths_of(tomli.loads(text)), key_lines(statements(text))
+    assert lines == lines_by_trial(text)
     assert lines.keys() == values.keys()
     for path, value in values.items():
         if type(value) is int:
@@ -105,7 +149,8 @@ def test_tricky_texts(text: str) -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_recipes(path: Path) -> None:
     text = path.read_text()
-    lines = key_lines(text)
+    lines = key_lines(statements(text))
+    assert lines == lines_by_trial(text)
     assert lines.keys() == paths_of(tomli.loads(text)).keys()
     written = text.splitlines()
     for keys, line in lines.items():
@@ -164,6 +209,7 @@ class Writer:
                 self.text += "\n"
 
 
+@settings(deadline=None)
 @given(st.dictionaries(NAMES, st.dictionaries(NAMES, TREES, max_size=4), max_size=3), st.data())
 def test_any_text(tables: dict[str, dict[str, Any]], data: Any) -> None:
     writer = Writer(data.draw)
@@ -175,3 +221,46 @@ def test_dates_are_stepped_over_whole() -> None:
     found = tomli.loads(TRICKY["scalars"])
     assert isinstance(found["d"], datetime)
     assert isinstance(found["e"], date)
+
+
+SIZE = 256 << 10
+LARGE = {  # of the size that a recipe may have
+    "3,000 lines of an array": "[parallel]\nstages = [\n" + "  1,\n" * 3000 + "]\n",
+    "an array": "a = [" + "1," * (SIZE // 2) + "]",
+    "an array of lines": "a = [" + "1.5,\n" * (SIZE // 5) + "]",
+    "open brackets": "a = " + "[" * SIZE,
+    "pairs of brackets": "a = [" + "[]," * (SIZE // 3) + "]",
+    "quotes": "a = " + '"' * SIZE,
+    "literal quotes": "a = " + "'" * SIZE,
+    "quotes in a long string": 'a = """' + '" ' * (SIZE // 2) + '"""',
+    "escapes": 'a = "' + "\\\\" * (SIZE // 2) + '"',
+    "keys": "".join(f"k{number} = 1\n" for number in range(SIZE // 11)),
+    "a dotted key": "a." * (SIZE // 2) + "b = 1",
+    "a dotted key in a table": "t = { " + "a." * (SIZE // 2) + "b = 1 }",
+    "headers": "".join(f"[a.b.c.d.e.f.g.h{number}]\n" for number in range(4000)),
+    "an inline table": "a = {" + ",".join(f"k{number}=1" for number in range(SIZE // 9)) + "}",
+    "comments": "#\n" * (SIZE // 2),
+    "blank lines": "\n" * SIZE,
+    "blanks": " \t" * (SIZE // 2),
+    "a long line": "a = '" + "x" * SIZE + "'",
+    "a long key": "x" * SIZE + " = 1",
+    "a string without end": 'a = """' + "x\n" * (SIZE // 2),
+}
+
+
+@pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
+def test_a_large_text_takes_linear_time(text: str) -> None:
+    def seconds(text: str) -> float:
+        begin = time.process_time()
+        with contextlib.suppress(ValueError):
+            key_lines(list(statements(text)))
+        return time.process_time() - begin
+
+    assert seconds(text) < 2  # with time that grows as the square it would be minutes
+
+
+@pytest.mark.parametrize(("opening", "what"), [("[", "brackets"), ("{ t = ", "brackets"), ("a.", "the parts of a key")])
+def test_what_is_nested_deep_is_refused_with_its_line(opening: str, what: str) -> None:
+    assert len(list(statements("x = 1\n" + opening * 16))) == 2
+    with pytest.raises(ValueError, match=f"^line 2 nests {what} deeper than 16$"):
+        list(statements("x = 1\n" + opening * 17))

@@ -166,11 +166,14 @@ def test_every_recipe_loads_and_comes_back_equal(path: Path, tmp_path: Path) -> 
 
 def test_hard_values_come_back_equal(write, tmp_path: Path) -> None:
     sets = [
-        "run.name='\"\\ \t\n# é \x7f 𝛼",
-        "run.out_dir=",
+        "run.name='\" # é 𝛼",
+        "run.out_dir='\"# é 𝛼",
+        "data.source=jsonl",
+        "data.path=x.toml",
+        "data.field='\"\\ \t\n# é \x7f 𝛼",
         "optim.lr=1e-300",
         "optim.eps=5e-324",
-        "optim.clip=1e22",
+        "optim.clip=1e-22",
         "optim.min_lr=0",
         "run.seed=9223372036854775807",
         "parallel.loss_parallel=false",

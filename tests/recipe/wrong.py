@@ -1,6 +1,11 @@
 """What the tables of wrong recipes are made of."""
 
-from typing import NamedTuple
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from composer3d.token_manifest import digest_of, digest_of_manifest
 
 TINY = '[model]\npreset = "debug-tiny"\n'  # lines 1 and 2: dim 64, 4 layers, 4 heads, 2 kv heads, ffn 160, vocab 256
 PRESETS = (
@@ -18,7 +23,7 @@ class Wrong(NamedTuple):
     """A recipe in x.toml (or several files), overrides and a world, and the lines that refuse it."""
 
     name: str
-    files: str | bytes | dict[str, str]
+    files: str | bytes | Mapping[str, str | bytes]
     lines: list[str]
     sets: tuple[str, ...] = ()
     world: int | None = None
@@ -28,3 +33,28 @@ def shape(**changed: object) -> str:
     """A [model] without a preset: the table on line 1, its keys on lines 2 to 7."""
     sizes = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn": 160, "vocab": 256} | changed
     return "[model]\n" + "".join(f"{name} = {size}\n" for name, size in sizes.items())
+
+
+def token_files(folder: str, *, tokenizer: bytes = b"{}", **changed: Any) -> dict[str, str | bytes]:
+    """A folder of 100 tokens in one document. ``changed``: keys of its tokens.json, which has its own digest again."""
+    files = {
+        "tokens.bin": struct.pack("<100H", *[1] * 99, 0),
+        "documents.bin": struct.pack("<2q", 0, 100),
+        "tokenizer.json": tokenizer,
+    }
+    manifest = {
+        "format": "composer3d tokens",
+        "version": 1,
+        "dtype": "uint16",
+        "vocab": 256,
+        "tokens": 100,
+        "documents": 1,
+        "end_of_document": 0,
+        "tokenizer": {"name": "t.json", "digest": digest_of(tokenizer)},
+        "files": {name: {"bytes": len(content), "digests": [digest_of(content)]} for name, content in files.items()},
+    }
+    manifest |= changed
+    manifest["digest"] = digest_of_manifest(manifest)
+    return {f"{folder}/{name}": content for name, content in files.items()} | {
+        f"{folder}/tokens.json": json.dumps(manifest)
+    }

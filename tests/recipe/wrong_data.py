@@ -1,31 +1,32 @@
 """Recipes whose run, optimizer or data breaks a rule."""
 
-import json
-
-from wrong import TINY, Wrong
+from wrong import TINY, Wrong, token_files
 
 RUN = [
-    Wrong("steps", TINY + "[run]\nsteps = 0\n", ["x.toml:4: run.steps = 0 must be at least 1"]),
+    Wrong("steps", TINY + "[run]\nsteps = 0\n", ["x.toml:4: run.steps = 0 must be from 1 to 1_000_000_000"]),
     Wrong("seed", TINY + "[run]\nseed = -1\n", ["x.toml:4: run.seed = -1 must be at least 0"]),
     Wrong(
         "name",
         TINY,
         [
             '--set run.name=a/b: run.name = "a/b" names the folder of the run: it must not be empty, . or .., '
-            "nor hold / or \\"
+            "nor hold / or \\ or control characters, and have at most 200 bytes in UTF-8"
         ],
         ("run.name=a/b",),
     ),
     Wrong(
         "no name",
         TINY + '[run]\nname = ""\n',
-        ['x.toml:4: run.name = "" names the folder of the run: it must not be empty, . or .., nor hold / or \\'],
+        [
+            'x.toml:4: run.name = "" names the folder of the run: it must not be empty, . or .., nor hold / or \\ or '
+            "control characters, and have at most 200 bytes in UTF-8"
+        ],
     ),
     Wrong(
         "lr",
         TINY + "[optim]\nlr = 0\n",
         [
-            "x.toml:4: optim.lr = 0.0 must be above 0",
+            "x.toml:4: optim.lr = 0.0 must be above 0 and at most 10",
         ],
     ),
     Wrong(
@@ -42,11 +43,11 @@ RUN = [
         "optimizer signs",
         TINY + "[optim]\neps = 0\nweight_decay = -0.1\nclip = -1\nwarmup = -1\nmin_lr = -1\n",
         [
-            "x.toml:4: optim.eps = 0.0 must be above 0",
-            "x.toml:5: optim.weight_decay = -0.1 must be at least 0",
-            "x.toml:6: optim.clip = -1.0 must be at least 0",
-            "x.toml:7: optim.warmup = -1 must be at least 0",
-            "x.toml:8: optim.min_lr = -1.0 must be at least 0",
+            "x.toml:4: optim.eps = 0.0 must be above 0 and at most 1",
+            "x.toml:5: optim.weight_decay = -0.1 must be from 0 to 10",
+            "x.toml:6: optim.clip = -1.0 must be from 0 to 1_000_000_000",
+            "x.toml:7: optim.warmup = -1 must be from 0 to 1_000_000_000",
+            "x.toml:8: optim.min_lr = -1.0 must be from 0 to 10",
         ],
     ),
     Wrong(
@@ -80,7 +81,7 @@ RUN = [
     Wrong(
         "no decay_steps",
         TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 0\n',
-        ["x.toml:5: optim.decay_steps = 0 must be at least 1"],
+        ["x.toml:5: optim.decay_steps = 0 must be from 1 to 1_000_000_000"],
     ),
     Wrong(
         "wsd beyond decay",
@@ -112,26 +113,20 @@ RUN = [
         "counts",
         TINY + "[checkpoint]\nkeep = 0\nevery = -1\n[metrics]\nevery = 0\n[validation]\nsteps = 0\nevery = -2\n",
         [
-            "x.toml:5: checkpoint.every = -1 must be at least 0",
-            "x.toml:4: checkpoint.keep = 0 must be at least 1",
-            "x.toml:7: metrics.every = 0 must be at least 1",
-            "x.toml:10: validation.every = -2 must be at least 0",
-            "x.toml:9: validation.steps = 0 must be at least 1",
+            "x.toml:5: checkpoint.every = -1 must be from 0 to 1_000_000_000",
+            "x.toml:4: checkpoint.keep = 0 must be from 1 to 1_000_000",
+            "x.toml:7: metrics.every = 0 must be from 1 to 1_000_000_000",
+            "x.toml:10: validation.every = -2 must be from 0 to 1_000_000_000",
+            "x.toml:9: validation.steps = 0 must be from 1 to 1_000_000",
         ],
     ),
 ]
 
 TEXT = TINY + '[data]\nsource = "text"\npath = "t"\nseq_len = 8\n'  # the path is on line 5
-NO_TOKENS = (
-    'x.toml:5: data.path = "t" has no tokens.json that can be read ({}); give a folder that composer3d prepare made'
-)
 TOKENS = TEXT.replace('"text"', '"tokens"')
-
-
-def manifest(**changed: object) -> str:
-    """A tokens.json, as far as a recipe's check reads it."""
-    whole = {"tokens": 100, "vocab": 256, "end_of_document": 0, "tokenizer": {"name": "t.json", "digest": "12"}}
-    return json.dumps(whole | changed)
+UNUSABLE = 'x.toml:5: data.path = "t" cannot be used: t'
+AGAIN = "make the folder again with composer3d prepare"
+WHOLE = token_files("t")
 
 
 DATA = [
@@ -176,7 +171,7 @@ DATA = [
     ),
     Wrong(
         "validation of tokens without path",
-        {"x.toml": TOKENS + "[validation]\nevery = 5\n", "t/tokens.json": manifest()},
+        WHOLE | {"x.toml": TOKENS + "[validation]\nevery = 5\n"},
         [
             'x.toml:8: validation.every = 5 with data.source = "tokens" (x.toml:4) needs validation.path, '
             "held-out data: a folder that composer3d prepare made; give it, or use validation.every = 0"
@@ -185,21 +180,31 @@ DATA = [
     Wrong(
         "no token files",
         {"x.toml": TOKENS, "t/tokens.bin": "12"},
-        [NO_TOKENS.format("FileNotFoundError(2, 'No such file or directory')")],
+        [f"{UNUSABLE} has no tokens.json; give a folder that composer3d prepare made"],
     ),
     Wrong(
         "a file for token files",
         {"x.toml": TOKENS, "t": "12"},
-        [NO_TOKENS.format("NotADirectoryError(20, 'Not a directory')")],
+        [f"{UNUSABLE} has no tokens.json; give a folder that composer3d prepare made"],
     ),
     Wrong(
         "torn tokens.json",
-        {"x.toml": TOKENS, "t/tokens.json": '{"tokens": 100}'},
-        [NO_TOKENS.format("KeyError('vocab')")],
+        WHOLE | {"x.toml": TOKENS, "t/tokens.json": '{"version": 1}'},
+        [f"{UNUSABLE}/tokens.json cannot be used (it lacks format); {AGAIN}"],
+    ),
+    Wrong(
+        "changed tokens.json",
+        WHOLE | {"x.toml": TOKENS, "t/tokens.json": str(WHOLE["t/tokens.json"]).replace("t.json", "u.json")},
+        [f"{UNUSABLE}/tokens.json cannot be used (it does not have its own digest); {AGAIN}"],
+    ),
+    Wrong(
+        "short tokens.bin",
+        WHOLE | {"x.toml": TOKENS, "t/tokens.bin": b"12"},
+        [f"{UNUSABLE}/tokens.bin has 2 bytes, but tokens.json says 200 bytes; {AGAIN}"],
     ),
     Wrong(
         "small vocabulary for tokens",
-        {"x.toml": TOKENS, "t/tokens.json": manifest(vocab=257)},
+        token_files("t", vocab=257) | {"x.toml": TOKENS},
         [
             'x.toml:5: data.path = "t" has a vocabulary of 257 tokens, more than model.vocab = 256 (preset '
             "debug-tiny); set model.vocab to 257 or more"
@@ -207,11 +212,7 @@ DATA = [
     ),
     Wrong(
         "another tokenizer",
-        {
-            "x.toml": TOKENS + '[validation]\npath = "v"\n',
-            "t/tokens.json": manifest(),
-            "v/tokens.json": manifest(tokenizer={"name": "v.json", "digest": "34"}),
-        },
+        WHOLE | token_files("v", tokenizer=b"[]") | {"x.toml": TOKENS + '[validation]\npath = "v"\n'},
         [
             'x.toml:8: validation.path = "v" was made with another tokenizer or end of document than data.path; make '
             "it again with the same"
@@ -219,7 +220,7 @@ DATA = [
     ),
     Wrong(
         "token files as text",
-        {"x.toml": TEXT, "t/tokens.json": manifest(), "t/tokens.bin": "some words"},
+        WHOLE | {"x.toml": TEXT},
         ['x.toml:5: data.path = "t" holds tokens.json, made by composer3d prepare; use data.source = "tokens"'],
     ),
     Wrong(
@@ -227,7 +228,7 @@ DATA = [
         {
             "x.toml": TEXT.replace('"text"', '"jsonl"') + '[validation]\npath = "v"\n',
             "t": '{"text": "some words"}',
-            "v/tokens.json": manifest(),
+            "v/tokens.json": "",
         },
         ['x.toml:8: validation.path = "v" holds tokens.json, made by composer3d prepare; use data.source = "tokens"'],
     ),

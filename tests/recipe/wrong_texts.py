@@ -18,7 +18,7 @@ TYPES = [
     Wrong(
         "int beyond float",
         TINY + f"[optim]\nlr = 1{'0' * 400}\n",
-        [f"x.toml:4: 'optim.lr' must be a finite float, got 1{'0' * 400}"],
+        [f"x.toml:4: 'optim.lr' must be a finite float, got 1{'0' * 299}... (401 characters)"],
     ),
     Wrong(
         "int beyond 64 bits",
@@ -180,11 +180,11 @@ FILES = [
         ],
     ),
     Wrong("missing", {"xy.toml": TINY}, ["x.toml: No such file or directory"]),
-    Wrong("folder", {"x.toml/a.toml": TINY}, ["x.toml: Is a directory"]),
+    Wrong("folder", {"x.toml/a.toml": TINY}, ["x.toml: is a folder, not a plain file"]),
     Wrong(
         "deep",
         "x = " + "[" * 3000,
-        ["x.toml: not TOML that can be read: TOML inline arrays/tables are nested more than the allowed 400 levels"],
+        ["x.toml: not TOML that can be read: line 1 nests brackets deeper than 16"],
     ),
     Wrong(
         "missing base",

@@ -54,21 +54,21 @@ MODEL = [
         shape(n_kv_heads=3),
         ["x.toml:5: model.n_kv_heads = 3 must divide model.n_heads = 4 (x.toml:4); use 1, 2 or 4"],
     ),
-    Wrong("no heads", shape(n_heads=0), ["x.toml:4: model.n_heads = 0 must be at least 1"]),
+    Wrong("no heads", shape(n_heads=0), ["x.toml:4: model.n_heads = 0 must be from 1 to 65_536"]),
     Wrong(
         "odd head_dim",
         shape(n_heads=12, n_kv_heads=3, head_dim=15),  # heads need not fill dim, where their width is given
-        ["x.toml:8: model.head_dim = 15 must be even and at least 2: RoPE turns its halves"],
+        ["x.toml:8: model.head_dim = 15 must be even, because RoPE turns its halves, and from 2 to 16_384"],
     ),
     Wrong(
         "rope and window",
         TINY + "window = -1\nrope_factor = 0.5\nrope_low_freq = 0\nrope_high_freq = -1\nrope_context = 0\n",
         [
-            "x.toml:3: model.window = -1 must be at least 0",
-            "x.toml:4: model.rope_factor = 0.5 must be at least 1",
-            "x.toml:5: model.rope_low_freq = 0.0 must be above 0",
-            "x.toml:6: model.rope_high_freq = -1.0 must be above 0",
-            "x.toml:7: model.rope_context = 0 must be at least 1",
+            "x.toml:3: model.window = -1 must be from 0 to 134_217_728",
+            "x.toml:4: model.rope_factor = 0.5 must be from 1 to 1_000_000",
+            "x.toml:5: model.rope_low_freq = 0.0 must be above 0 and at most 1_000_000",
+            "x.toml:6: model.rope_high_freq = -1.0 must be above 0 and at most 1_000_000",
+            "x.toml:7: model.rope_context = 0 must be from 1 to 134_217_728",
         ],
     ),
     Wrong(
@@ -190,8 +190,8 @@ MESH = [
         "axis of zero",
         TINY + "[mesh]\npp = 0\ndp_shard = 0\n",
         [
-            "x.toml:4: mesh.pp = 0 must be at least 1",
-            "x.toml:5: mesh.dp_shard = 0 must be at least 1, or -1 for what is left of the world",
+            "x.toml:4: mesh.pp = 0 must be from 1 to 1_048_576",
+            "x.toml:5: mesh.dp_shard = 0 must be from 1 to 1_048_576, or -1 for what is left of the world",
         ],
     ),
     Wrong(
@@ -267,9 +267,9 @@ BATCH = [
         "no batch",
         TINY + "[data]\nglobal_batch = 0\nseq_len = -1\nmicro_batch = 0\n",
         [
-            "x.toml:5: data.seq_len = -1 must be at least 1",
-            "x.toml:4: data.global_batch = 0 must be at least 1",
-            "x.toml:6: data.micro_batch = 0 must be at least 1",
+            "x.toml:5: data.seq_len = -1 must be from 1 to 134_217_728",
+            "x.toml:4: data.global_batch = 0 must be from 1 to 1_073_741_824",
+            "x.toml:6: data.micro_batch = 0 must be from 1 to 1_048_576",
         ],
     ),
 ]
