@@ -6,23 +6,21 @@ tokens and the longest sequence, in the words of Hugging Face.
 """
 
 import json
-import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from composer3d import log
-from composer3d.convert.carried import FILE_LIMIT, TOKENIZER_NAMES, carried_by
-from composer3d.data.tokens import MANIFEST
-from composer3d.errors import CheckpointError, DataError
-from composer3d.files import MIB, parse_json, read_json, read_plain
+from composer3d.convert.carried import TOKENIZER_NAMES, carried_by
+from composer3d.errors import CheckpointError
+from composer3d.files import parse_json
 from composer3d.hf import config_of
 from composer3d.recipe.schema import Recipe
 from composer3d.shape import ModelShape
+from composer3d.token_manifest import TOKENIZER, read_manifest
 
 FOLDER = "assets"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
-_MANIFEST_LIMIT = 64 * MIB  # tokens.json holds a digest for each 64 MiB of tokens
 _BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _PAD = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "<｜▁pad▁｜>", "[PAD]")
 _BYTE_0 = "\0"  # the token of byte 0, which ends documents of bytes
@@ -41,12 +39,12 @@ def assets_of(recipe: Recipe, end_of_document: int, earlier: Path | None) -> dic
         earlier: the checkpoint that was loaded, or None.
 
     Raises:
-        DataError: the tokenizer of the data cannot be read.
+        DataError: the tokenizer of the data cannot be read, or is a link.
     """
     found = _given(recipe, earlier)
     config, generation = (_parsed(found.get(name)) for name in (_CONFIG, _GENERATION))
     tokenizer = _tokenizer_of(recipe)
-    if tokenizer is not None and _parsed(found.get("tokenizer.json")) != _parsed(tokenizer):
+    if _parsed(found.get("tokenizer.json")) != _parsed(tokenizer):
         found = {name: content for name, content in found.items() if name not in TOKENIZER_NAMES}
         found["tokenizer.json"] = tokenizer
         config = {key: value for key, value in config.items() if not key.endswith("_token_id")}
@@ -75,7 +73,7 @@ def assets_of(recipe: Recipe, end_of_document: int, earlier: Path | None) -> dic
     else:
         found[_CONFIG] = _encoded(config)
     found[_GENERATION] = _encoded(generation)
-    if "tokenizer.json" in found and "tokenizer_config.json" not in found and special.end_name:
+    if "tokenizer_config.json" not in found and special.end_name:
         found["tokenizer_config.json"] = _encoded(special.tokenizer_config(longest))
     return dict(sorted(found.items()))
 
@@ -182,21 +180,15 @@ def _given(recipe: Recipe, earlier: Path | None) -> dict[str, bytes]:
     return found
 
 
-def _tokenizer_of(recipe: Recipe) -> bytes | None:
-    """Return the tokenizer.json of the training data; None where nobody knows its tokenizer."""
+def _tokenizer_of(recipe: Recipe) -> bytes:
+    """Return the tokenizer.json of the training data."""
     if recipe.data.source != "tokens":
         return byte_tokenizer()
-    folder = Path(str(recipe.data.path))
-    try:
-        name = read_json(folder / MANIFEST, limit=_MANIFEST_LIMIT)["tokenizer"]["name"]
-        if os.path.lexists(folder / "tokenizer.json"):  # a link could carry any file into checkpoints
-            return read_plain(folder / "tokenizer.json", limit=FILE_LIMIT, follow_links=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"the tokenizer of {folder} cannot be read ({error}); checkpoints must hold it: "
-            "make the folder again with composer3d prepare"
-        ) from None
-    return byte_tokenizer() if name == "bytes" else None
+    manifest = read_manifest(str(recipe.data.path))
+    if manifest.tokenizer_digest is None:
+        return byte_tokenizer()
+    with manifest.open(TOKENIZER) as file:
+        return file.read()
 
 
 def _names_of(tokenizer: Json) -> dict[int, str]:

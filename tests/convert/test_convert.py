@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.cli import main
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
+from composer3d.convert.inspect import inspect
 from composer3d.convert.names import hf_names, meta_names, to_meta
 from composer3d.dist import pool_world
 from composer3d.errors import CheckpointError
@@ -281,6 +283,60 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "step       5\n" in out
     assert f"whole      no\n{file} has another digest than the manifest says\n" in out
+
+
+def make_run(folder: Path) -> list[Path]:
+    """A run's folder with three checkpoints, as training leaves it."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()
+    steps = [folder / f"checkpoints/step-{number:08d}" for number in (5, 90, 100)]
+    for step in steps:
+        make_dcp(step)
+    (folder / "checkpoints/step-00000110.tmp").mkdir()  # was cut off
+    (folder / "checkpoints/step-9999999999").mkdir()  # another's
+    return steps
+
+
+def test_a_run_stands_for_its_newest_whole_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    steps = make_run(run)
+    for source in (run, run / "checkpoints"):
+        report = convert(source, tmp_path / f"{source.name}-export", "hf")
+        assert report["source"] == str(steps[2])
+        assert report["notes"][0] == f"{steps[2]} is the newest whole checkpoint of {source}"
+    assert same(tensors(tmp_path / "run-export"), {f"model.{name}": tensor for name, tensor in weights().items()})
+    convert(run, run / "export", "hf")  # beside its checkpoints
+    (steps[2] / "__0_0.distcp").write_bytes(b"x")
+    (steps[1] / "manifest.json").unlink()
+    assert main(["inspect", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"{steps[0]} is the newest whole checkpoint of {run}\n" in out
+    assert f"{steps[2]} is passed over, it is not whole: {steps[2]}/__0_0.distcp has 1 bytes, " in out
+    assert f"{steps[1]} is passed over, it is not whole: " in out
+    assert main(["convert", str(run), str(tmp_path / "c"), "--to", "hf"]) == 0
+    assert f"{steps[0]} is the newest whole checkpoint of {run}\n" in capsys.readouterr().out
+    monkeypatch.chdir(run)
+    assert convert(Path("."), tmp_path / "d", "hf")["source"] == str(Path("checkpoints") / steps[0].name)
+
+
+def test_a_run_without_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    steps = make_run(run)
+    for step in steps:
+        (step / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        convert(run, tmp_path / "b", "hf")
+    assert len(caught.value.lines) == 4
+    assert caught.value.lines[0].startswith(f"{steps[2]} is passed over, it is not whole: ")
+    assert caught.value.lines[-1] == f"{run} has no checkpoint that is whole; give another run"
+    for step in steps:
+        shutil.rmtree(step)
+    for command in (lambda: convert(run, tmp_path / "b", "hf"), lambda: inspect(run)):
+        with pytest.raises(CheckpointError) as caught:
+            command()
+        assert caught.value.lines == (f"{run} has no checkpoint (step-* or checkpoints/step-*); train it first",)
 
 
 _MEASURE = """
