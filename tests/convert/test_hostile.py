@@ -204,14 +204,16 @@ HEADERS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_file_of_safetensors_is_refused_in_a_line(tmp_path: Path, case: str) -> None:
+def test_a_file_of_safetensors_is_refused_in_a_line(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_hf(tmp_path / "a")
     (folder / "model.safetensors").unlink()
     HEADERS[case](folder)
-    _is_refused(folder, tmp_path)
+    _is_refused(folder, tmp_path, capsys)
 
 
-def _is_refused(path: Path, tmp_path: Path) -> None:
+def _is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError) as caught:
         convert(path, tmp_path / "b", "dcp")
@@ -221,7 +223,9 @@ def _is_refused(path: Path, tmp_path: Path) -> None:
     assert all(len(line) < 600 and "\n" not in line for line in caught.value.lines), caught.value.lines
     assert not (tmp_path / "b").exists()
     assert not (tmp_path / "b.tmp").exists()
+    capsys.readouterr()
     assert main(["inspect", str(path)]) in (1, 2)
+    assert len(capsys.readouterr().out.splitlines()) < 120
 
 
 NORM = "model.norm.weight"
@@ -249,7 +253,7 @@ INDEX: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", INDEX)
-def test_an_index_is_refused_in_a_line(tmp_path: Path, case: str) -> None:
+def test_an_index_is_refused_in_a_line(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_hf(tmp_path / "a")
     (folder / "model.safetensors").rename(folder / "model.safetensors.kept")
     os.mkfifo(folder / "pipe.safetensors")
@@ -259,25 +263,25 @@ def test_an_index_is_refused_in_a_line(tmp_path: Path, case: str) -> None:
         (folder / "model.safetensors.kept").rename(folder / "model.safetensors.kept.safetensors")
         content = {"weight_map": dict.fromkeys(INDEX[case]["weight_map"], "model.safetensors.kept.safetensors")}
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-    _is_refused(folder, tmp_path)
+    _is_refused(folder, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"weight_map": {"x": NaN}}'], ids=["cut", "deep", "nan"])
-def test_an_index_that_is_no_json(tmp_path: Path, text: str) -> None:
+def test_an_index_that_is_no_json(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_hf(tmp_path / "a")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text)
-    _is_refused(folder, tmp_path)
+    _is_refused(folder, tmp_path, capsys)
 
 
-def test_an_index_that_is_a_named_pipe(tmp_path: Path) -> None:
+def test_an_index_that_is_a_named_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_hf(tmp_path / "a")
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors.index.json")
-    _is_refused(folder, tmp_path)
+    _is_refused(folder, tmp_path, capsys)
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
-    _is_refused(folder, tmp_path)
+    _is_refused(folder, tmp_path, capsys)
 
 
 PARAMS = {
@@ -298,20 +302,20 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("case", PARAMS)
-def test_params_json_is_refused_in_a_line(tmp_path: Path, case: str) -> None:
+def test_params_json_is_refused_in_a_line(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
     file = tmp_path / "a/params.json"
     more = PARAMS[case]
     file.write_text(json.dumps(json.loads(file.read_text()) | more if isinstance(more, dict) else more))
-    _is_refused(tmp_path / "a", tmp_path)
+    _is_refused(tmp_path / "a", tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
-def test_named_pipes_in_a_folder_of_metas(tmp_path: Path, name: str) -> None:
+def test_named_pipes_in_a_folder_of_metas(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
     (tmp_path / "a" / name).unlink()
     os.mkfifo(tmp_path / "a" / name)
-    _is_refused(tmp_path / "a", tmp_path)
+    _is_refused(tmp_path / "a", tmp_path, capsys)
 
 
 def test_a_source_that_is_no_plain_file(tmp_path: Path) -> None:
@@ -378,7 +382,7 @@ def test_folders_that_may_not_be_read_or_written(tmp_path: Path) -> None:
         (tmp_path / "closed").chmod(0o700)
 
 
-def test_a_shape_in_a_manifest_is_held_to_the_same_ranges(tmp_path: Path) -> None:
+def test_a_shape_in_a_manifest_is_held_to_the_same_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from dataclasses import replace
 
     from composer3d.checkpoint import manifest as manifests
@@ -387,5 +391,5 @@ def test_a_shape_in_a_manifest_is_held_to_the_same_ranges(tmp_path: Path) -> Non
     saved = manifests.read(folder)
     for key, value in (("model.n_layers", 10**7), ("model.tied", "false"), ("model.norm_eps", -1), ("model.dim", None)):
         manifests.write(folder, replace(saved, model={**saved.model, key: value}))
-        _is_refused(folder, tmp_path)
+        _is_refused(folder, tmp_path, capsys)
     assert SHAPE.n_layers == 2
