@@ -22,6 +22,7 @@ from composer3d import dist as distributed
 from composer3d import hardware, log
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.convert.assets import assets_of
 from composer3d.convert.start import load_hf
 from composer3d.data import Batch, Corpus, Loader, open_corpus
 from composer3d.data.loader import number_documents
@@ -77,6 +78,8 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     resumed = resume(recipe, store, stages, optimizer, loader)
     if resumed is None and recipe.model.hf is not None:
         load_hf(recipe.model.hf, stages)
+    belongs = partial(assets_of, recipe, corpus.end_of_document, store.loaded)
+    store.assets = distributed.on_all("assets", belongs if mesh.rank == 0 else dict)
     store.warm_up(stages, optimizer)
     # Not before: a recipe that cannot resume must not replace the one that made the run.
     distributed.on_all("recipe.toml", lambda: mesh.rank or (folder / "recipe.toml").write_text(resolved_toml))

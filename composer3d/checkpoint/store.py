@@ -47,6 +47,8 @@ class Store:
 
     def __init__(self, folder: Path, *, keep: int, background: bool = False) -> None:
         self.folder = folder
+        self.assets: Mapping[str, bytes] = {}  # rank 0's: files that each checkpoint holds in ``assets``
+        self.loaded: Path | None = None  # the checkpoint that was loaded last
         self._keep, self._background = keep, background
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # where a new thread is not
@@ -124,7 +126,7 @@ class Store:
             # Synced below: torch 2.13 calls fsync before it has flushed. No copy ahead: it would need a GPU's stream.
             writer = _Writer(staging, sync_files=False, per_thread_copy_ahead=0)
             saved = dcp.save(state, storage_writer=writer, planner=_Planner(parts), process_group=self._group)
-            own = distributed.on_all("writing", lambda: _seal(staging), self._group)
+            own = distributed.on_all("writing", lambda: _seal(staging, self.assets), self._group)
             files = {name: entry for part in distributed.gather(own, self._group) for name, entry in part.items()}
             full = replace(manifest, files=files, tensors=tensors_of(saved, str(staging)))
             self._on_first(lambda: self._publish(staging, final, full))
@@ -219,6 +221,7 @@ class Store:
             dcp.load(state, storage_reader=SafeReader(path, metadata), process_group=self._group)
         except CheckpointException as error:
             raise CheckpointError([f"{path} cannot be read: {cause}" for cause in _causes(error)]) from None
+        self.loaded = path
 
 
 def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
@@ -257,13 +260,22 @@ class _Writer(dcp.FileSystemWriter):
             raise cause from None
 
 
-def _seal(staging: Path) -> dict[str, tuple[int, str]]:
-    """Have this rank's files on the disk; their sizes and digests."""
+def _seal(staging: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[int, str]]:
+    """Have this rank's files on the disk, on rank 0 with ``assets``; their sizes and digests."""
     rank = dist.get_rank()
     own = [*staging.glob(f"__{rank}_*"), *([staging / METADATA] if rank == 0 else [])]
+    if rank == 0 and assets:
+        folder = staging / "assets"
+        folder.mkdir()
+        for name, content in assets.items():
+            (folder / name).write_bytes(content)
+            own.append(folder / name)
     for path in own:
         manifests.sync(path)
-    return {path.name: (path.stat().st_size, manifests.digest_file(path)) for path in own}
+    if rank == 0 and assets:
+        manifests.sync(folder)
+    entries = ((path.relative_to(staging).as_posix(), path) for path in own)
+    return {name: (path.stat().st_size, manifests.digest_file(path)) for name, path in entries}
 
 
 def _remove(path: Path) -> None:
