@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.errors import UserError
+from composer3d.files import MIB, read_plain
 from composer3d.launch import Pool, WorkerError
 from composer3d.recipe.load import load
 from composer3d.recipe.schema import AXES, Recipe
+from composer3d.recipe.values import one_line
 from composer3d.verify_judge import Known, Verdict, judge
 from composer3d.verify_shrink import shrink
 
@@ -108,12 +110,13 @@ def _reference(pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: in
 
 def _layout_lines(path: str) -> list[str]:
     try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--layouts {path}: cannot be read ({error})") from None
+        text = read_plain(path, limit=MIB).decode()
+    except (OSError, ValueError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise UserError(f"--layouts {one_line(path)}: cannot be read ({why})") from None
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     if not any(lines):
-        raise UserError(f"--layouts {path}: holds no layout; write one a line, such as: mesh.tp=2 mesh.pp=2")
+        raise UserError(f"--layouts {one_line(path)}: holds no layout; write one a line, such as: mesh.tp=2 mesh.pp=2")
     return [line for line in lines if line]
 
 

@@ -13,7 +13,7 @@ from composer3d import hf
 from composer3d.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.recipe.read import Draft
 from composer3d.recipe.rules import PATHS, violations
-from composer3d.recipe.schema import AXES, TABLES, MeshTable, Model, Recipe
+from composer3d.recipe.schema import AXES, PATH, TABLES, MeshTable, Model, Recipe
 from composer3d.recipe.values import FIELDS, mention, multiples_near, show, value_of
 from composer3d.schedules import check_csv, read_csv
 from composer3d.shape import PRESETS, ModelShape
@@ -72,7 +72,7 @@ def load(
             origins = {key: draft.origin(key) for key in keys if key != blamed}
             draft.blame(blamed, violation.message(recipe, origins))
     if check_files:
-        _check_files(draft, recipe, fits=not broken and not draft.spoiled)
+        _check_files(draft, recipe, draft.spoiled | {violation.key for violation in broken})
     if draft.problems:
         raise RecipeError(draft.problems)
     return Resolved(recipe, {key: draft.origin(key) for key in FIELDS}, tables["mesh"].dp_shard == -1, draft.place)
@@ -86,7 +86,9 @@ def _resolve_shape(draft: Draft) -> Model:
     given = draft.given["model"]
     preset, folder = given.get("preset"), given.get("hf")
     row, source, named = PRESETS.get(preset or ""), f"preset {preset}", "model.preset"
-    if folder is not None:
+    if folder is not None and not PATH[0](folder):  # ``violations`` says so
+        draft.spoiled.add("model.preset")
+    elif folder is not None:
         source, named = f"config.json of {folder}", "model.hf"
         try:
             row = hf.read_shape(folder)
@@ -132,23 +134,24 @@ def _fill_world(draft: Draft, mesh: MeshTable, world_size: int | None) -> MeshTa
     return filled
 
 
-def _check_files(draft: Draft, recipe: Recipe, *, fits: bool) -> None:
-    """What a recipe names on disk must be there; rules touch no disk. ``fits``: a schedule can be held against it."""
+def _check_files(draft: Draft, recipe: Recipe, wrong: set[str]) -> None:
+    """What a recipe names on disk must be there; rules touch no disk. ``wrong``: keys whose values break a rule."""
     tokenizers: list[object] = []
     for key in ("data.path", "validation.path"):
         path = value_of(recipe, key)
-        known = path is not None and recipe.data.source in PATHS and draft.spoiled.isdisjoint((key, "data.source"))
+        known = path is not None and recipe.data.source in PATHS and wrong.isdisjoint((key, "data.source"))
         if known and (problem := _data_problem(path, draft, recipe, tokenizers)):
             draft.blame(key, f"{mention(recipe, key)} {problem}")
     csv, pp, each = recipe.parallel.schedule_csv, recipe.mesh.pp, recipe.parallel.stages_per_rank
-    if csv is not None and pp > 1 and fits:
+    if csv is not None and pp > 1 and not wrong:
         try:
             check_csv(read_csv(csv), csv, pp=pp, each=each, micro_batches=recipe.micro_batches)
         except PlanError as error:
             draft.blame("parallel.schedule_csv", *error.lines)
     # A run that has checkpoints of its own needs no seed.
     resume, own = recipe.checkpoint.resume, Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
-    if not (resume in ("auto", "none") or os.path.isdir(resume) or own.is_dir()):
+    known = "checkpoint.resume" in wrong or resume in ("auto", "none") or os.path.isdir(resume) or own.is_dir()
+    if not known:
         way_out = 'use "auto", "none" or the folder of a checkpoint, relative to the working directory'
         draft.blame("checkpoint.resume", f"{mention(recipe, 'checkpoint.resume')} is no folder; {way_out}")
 
