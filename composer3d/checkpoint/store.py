@@ -34,6 +34,7 @@ from composer3d.parallel import Stages
 from composer3d.parallel.ties import local
 
 _TIMEOUT = timedelta(hours=1)  # how much longer than another rank's the writes of one may take
+_ASSETS = "assets"  # folder of a checkpoint
 
 
 class Store:
@@ -47,7 +48,7 @@ class Store:
 
     def __init__(self, folder: Path, *, keep: int, background: bool = False) -> None:
         self.folder = folder
-        self.assets: Mapping[str, bytes] = {}  # rank 0's: files that each checkpoint holds in ``assets``
+        self.assets: Mapping[str, bytes] = {}  # rank 0's: files that belong to the model, without its tensors
         self.loaded: Path | None = None  # the checkpoint that was loaded last
         self._keep, self._background = keep, background
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
@@ -126,7 +127,7 @@ class Store:
             # Synced below: torch 2.13 calls fsync before it has flushed. No copy ahead: it would need a GPU's stream.
             writer = _Writer(staging, sync_files=False, per_thread_copy_ahead=0)
             saved = dcp.save(state, storage_writer=writer, planner=_Planner(parts), process_group=self._group)
-            own = distributed.on_all("writing", lambda: _seal(staging, self.assets), self._group)
+            own = distributed.on_all("writing", lambda: _seal(staging), self._group)
             files = {name: entry for part in distributed.gather(own, self._group) for name, entry in part.items()}
             full = replace(manifest, files=files, tensors=tensors_of(saved, str(staging)))
             self._on_first(lambda: self._publish(staging, final, full))
@@ -149,6 +150,9 @@ class Store:
             if re.fullmatch(r"step-\d{8}(\.old)?\.tmp", crashed.name):  # an export beside them may be at work
                 shutil.rmtree(crashed, ignore_errors=True)
         staging.mkdir(parents=True)
+        for name, content in self.assets.items():
+            (staging / _ASSETS).mkdir(exist_ok=True)
+            (staging / _ASSETS / name).write_bytes(content)
         manifests.sync(self.folder.parent)
 
     def _publish(self, staging: Path, final: Path, manifest: Manifest) -> None:
@@ -260,22 +264,19 @@ class _Writer(dcp.FileSystemWriter):
             raise cause from None
 
 
-def _seal(staging: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[int, str]]:
-    """Have this rank's files on the disk, on rank 0 with ``assets``; their sizes and digests."""
+def _seal(staging: Path) -> dict[str, tuple[int, str]]:
+    """Have this rank's files on the disk; their sizes and digests."""
     rank = dist.get_rank()
-    own = [*staging.glob(f"__{rank}_*"), *([staging / METADATA] if rank == 0 else [])]
-    if rank == 0 and assets:
-        folder = staging / "assets"
-        folder.mkdir()
-        for name, content in assets.items():
-            (folder / name).write_bytes(content)
-            own.append(folder / name)
+    own = [*staging.glob(f"__{rank}_*")]
+    if rank == 0:
+        assets = [*staging.glob(f"{_ASSETS}/*")]
+        own += [staging / METADATA, *assets]
+        if assets:
+            manifests.sync(staging / _ASSETS)
     for path in own:
         manifests.sync(path)
-    if rank == 0 and assets:
-        manifests.sync(folder)
-    entries = ((path.relative_to(staging).as_posix(), path) for path in own)
-    return {name: (path.stat().st_size, manifests.digest_file(path)) for name, path in entries}
+    names = {path: path.relative_to(staging).as_posix() for path in own}
+    return {names[path]: (path.stat().st_size, manifests.digest_file(path)) for path in own}
 
 
 def _remove(path: Path) -> None:
