@@ -5,15 +5,18 @@ import contextlib
 import io
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
+import composer3d
 from composer3d.errors import UserError
 from composer3d.planner.counts import parameters
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import is_text, one_line
 
 DONE, INTERRUPTED, NO_READER = 0, 130, 141
 _VERIFY = "verify:main_verify"
@@ -24,10 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Under torchrun only rank 0 prints what is wrong with the input. 141: nobody reads the output, as after ``| head``.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names in a file may hold what the terminal's encoding does not
+            stream.reconfigure(errors="backslashreplace")
     try:
-        status = _run(argv)
+        status = _run(sys.argv[1:] if argv is None else argv)
         print(end="", flush=True)
         return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:
         try:
             print(flush=True)
@@ -37,17 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise  # another pipe than ours
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str]) -> int:
     errors = sys.stderr if os.environ.get("RANK", "0") == "0" else io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            given = vars(_parser().parse_args(argv))
+            given = vars(_parser().parse_args(_check_sets(argv)))
     except SystemExit as stop:  # argparse has printed its help (0) or what is wrong (2)
         return int(stop.code or 0)
+    except UserError as error:
+        print(*error.lines, sep="\n", file=errors)
+        return error.status
     module, _, name = (run := given.pop("run")).partition(":")
     try:
-        if "" in given.values():
-            raise UserError("composer3d: an argument is empty; give it a value, or leave it out")
+        _check_texts(given)
         function: Callable[..., int] = getattr(import_module(f"composer3d.{module}"), name)
         return function(**given)
     except UserError as error:
@@ -55,8 +65,39 @@ def _run(argv: Sequence[str] | None) -> int:
             print(json.dumps({"ok": False, "errors": error.lines}))
         print(*error.lines, sep="\n", file=errors)
         return error.status
-    except KeyboardInterrupt:
-        return INTERRUPTED
+
+
+def _check_sets(argv: Sequence[str]) -> Sequence[str]:
+    """Return the command line. Raises UserError where the value of a ``--set`` stands apart from its key.
+
+    argparse would only say that the value is not recognized.
+    """
+    for at, argument in enumerate(argv):
+        text = argv[at + 1] if argument == "--set" and at + 1 < len(argv) else None
+        if text is None or "=" in text or text.startswith("-"):
+            continue
+        after = [part for part in argv[at + 2 : at + 4] if not part.startswith("--")]
+        if after[:1] == ["="]:
+            after = after[1:]
+        value = after[0].removeprefix("=") if after else ""
+        if not value or value.endswith(".toml"):  # it is the recipe
+            value = "VALUE"
+        form = f"--set {one_line(text)}={one_line(value)}" if "." in text else "--set TABLE.KEY=VALUE"
+        raise UserError(f"--set {one_line(text)}: key and value are one argument; write {form}")
+    return argv
+
+
+def _check_texts(given: dict[str, Any]) -> None:
+    """Raises UserError where an argument is empty or holds what no file name and no key of a recipe can hold."""
+    for value in given.values():
+        if value == "":
+            raise UserError("composer3d: an argument is empty; give it a value, or leave it out")
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and ("\0" in text or not is_text(text)):
+                raise UserError(
+                    f"composer3d: the argument {one_line(text)} holds a NUL byte or bytes that are not UTF-8; "
+                    "give the file or the value a name in UTF-8"
+                )
 
 
 def _check(*, recipe: str | None, sets: list[str], gpus: int | None, schema: bool, as_json: bool) -> int:
@@ -98,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer3d", description="Compose parallelisms for Llama-style models, and prove each composition exact."
     )
+    parser.add_argument("--version", action=_Version, help="print the versions of composer3d, torch and Python")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, run: str, does: str, *, recipe: str = "", answers: bool = True) -> Callable[..., Any]:
@@ -149,6 +191,23 @@ def _parser() -> argparse.ArgumentParser:
     add("path", metavar="PATH", help="as convert's SRC")
     add("--tensors", action="store_true", help="list each tensor")
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the versions that an issue should name, and ends. torch is not imported: its metadata says the version."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **keywords: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **keywords)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            torch = f"torch {version('torch')}"
+        except PackageNotFoundError:
+            torch = "no torch"
+        print(f"composer3d {composer3d.__version__} ({torch}, Python {platform.python_version()})")
+        parser.exit()
 
 
 def _count(text: str) -> int:

@@ -4,6 +4,7 @@ Nothing here imports torch before the forkserver has begun to.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -42,6 +43,7 @@ def main_train(path: str, sets: Sequence[str]) -> int:
 
 def _rank(path: str, sets: Sequence[str]) -> None:
     """A rank under the elastic agent, which knows only success, an exception and an exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the forkserver ignores it
     if status := train_rank(path, sets):
         raise SystemExit(status)
 

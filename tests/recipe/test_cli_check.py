@@ -1,13 +1,18 @@
 """The command line: ``check``, its exit status, and what it leaves unloaded."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import composer3d
 from composer3d import cli
 from composer3d.errors import TrainingError
 from composer3d.recipe import load as load_module
@@ -106,6 +111,111 @@ def test_an_interrupt_has_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(load_module, "load", interrupted)
     assert cli.main(["check", RECIPE]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def processes_of(group: int) -> list[int]:
+    """The processes of a process group that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended since
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            found += [int(stat.parent.name)] if state not in "XZ" and int(its_group) == group else []
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("when", ["while the forkserver imports torch", "while workers run"])
+def test_an_interrupted_verify_ends_quietly_with_all_its_processes(when: str) -> None:
+    layouts = ["--layouts", str(ROOT / "tests" / "layouts.txt")]
+    command = [sys.executable, "-m", "composer3d", "verify", str(ROOT / "tests" / "verify.toml"), *layouts]
+    pipe = subprocess.PIPE
+    # Ctrl-C goes to every process of the terminal's group.
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as program:
+        assert program.stdout is not None
+        if when == "while workers run":
+            assert program.stdout.readline().startswith("exact")
+        else:
+            until = time.monotonic() + 60
+            while len(processes_of(program.pid)) < 3 and time.monotonic() < until:  # and a resource tracker
+                time.sleep(0.02)
+        os.killpg(program.pid, signal.SIGINT)
+        _, err = program.communicate(timeout=120)
+        assert (program.returncode, err) == (130, "")
+        until = time.monotonic() + 30
+        while processes_of(program.pid) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert processes_of(program.pid) == []
+
+
+def test_version_is_said_without_torch() -> None:
+    code = "import sys; from composer3d import cli; cli.main(['--version']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    words = f"composer3d {composer3d.__version__} (torch {metadata.version('torch')}, Python "
+    assert done.stdout.startswith(words)
+    assert composer3d.__version__ == metadata.version("composer3d")
+
+
+@pytest.mark.parametrize(
+    ("sets", "way_out"),
+    [
+        (["--set", "mesh.tp", "5"], "write --set mesh.tp=5"),
+        (["--set", "mesh.tp", "=", "5"], "write --set mesh.tp=5"),
+        (["--set", "mesh.tp", "=5"], "write --set mesh.tp=5"),
+        (["--set", "mesh.tp"], "write --set mesh.tp=VALUE"),
+        (["--set", "mesh.tp", "--json"], "write --set mesh.tp=VALUE"),
+        (["--set", "tp", "5"], "write --set TABLE.KEY=VALUE"),
+        (["--set=.."], "write it as table.key=value"),
+        (["--set=mesh.tp"], "write it as table.key=value"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_set_says_how_to_write_it(sets: list[str], way_out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", RECIPE, *sets]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"--set {sets[0][6:] or sets[1]}: ")
+    assert line.endswith(way_out)
+
+
+def test_a_set_without_its_value_does_not_take_the_recipe_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--set", "mesh.tp", RECIPE]) == 2
+    assert capsys.readouterr().err.endswith("write --set mesh.tp=VALUE\n")
+
+
+@pytest.mark.parametrize("name", ["a\0b.toml", "a\udcffb.toml", "a\ud800b.toml"], ids=ascii)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["check", "{}"],
+        ["check", RECIPE, "--set", "run.out_dir={}"],
+        ["train", "{}"],
+        ["verify", "{}"],
+        ["verify", RECIPE, "--layouts", "{}"],
+        ["prepare", "{}", "-o", "out", "--tokenizer", "bytes"],
+        ["prepare", RECIPE, "-o", "{}", "--tokenizer", "bytes"],
+        ["prepare", RECIPE, "-o", "out", "--tokenizer", "{}"],
+        ["convert", "{}", "out", "--to", "hf"],
+        ["convert", RECIPE, "{}", "--to", "hf"],
+        ["inspect", "{}"],
+    ],
+    ids=lambda argv: " ".join(argv).replace(RECIPE, "RECIPE"),
+)
+def test_a_name_that_is_no_text_is_refused_by_every_command(
+    argv: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([part.format(name) for part in argv]) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == ""
+    assert line.startswith("composer3d: the argument ")
+    assert line.isprintable()
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    code = "import sys; from composer3d import cli; cli.main(['--version']); print('tensor \\ud800 \\xe9')"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == r"tensor \ud800 \xe9"
 
 
 def test_help_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
