@@ -181,7 +181,7 @@ def test_a_set_without_its_value_does_not_take_the_recipe_for_it(capsys: pytest.
     assert capsys.readouterr().err.endswith("write --set mesh.tp=VALUE\n")
 
 
-@pytest.mark.parametrize("name", ["a\0b.toml", "a\udcffb.toml", "a\ud800b.toml"], ids=ascii)
+@pytest.mark.parametrize("name", ["a\0b.toml", "a\udcffb.toml"], ids=ascii)
 @pytest.mark.parametrize(
     "argv",
     [
