@@ -10,16 +10,21 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import composer3d
-from composer3d.errors import UserError
+from composer3d.errors import RecipeError, UserError
 from composer3d.planner.counts import parameters
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import is_text, one_line
 
+if TYPE_CHECKING:
+    from composer3d.recipe.load import Resolved
+
 DONE, INTERRUPTED, NO_READER = 0, 130, 141
 _VERIFY = "verify:main_verify"
+_RECIPES = {"cli:_check": "recipe", "job:main_train": "path", _VERIFY: "recipe"}  # the argument that names a recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +63,8 @@ def _run(argv: Sequence[str]) -> int:
     module, _, name = (run := given.pop("run")).partition(":")
     try:
         _check_texts(given)
+        if (argument := _RECIPES.get(run)) is not None:
+            given[argument] = _find_recipe(given[argument])
         function: Callable[..., int] = getattr(import_module(f"composer3d.{module}"), name)
         return function(**given)
     except UserError as error:
@@ -93,7 +100,8 @@ def _check_texts(given: dict[str, Any]) -> None:
         if value == "":
             raise UserError("composer3d: an argument is empty; give it a value, or leave it out")
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and ("\0" in text or not is_text(text)):
+            # Of an override that is not UTF-8, the recipe's reader says which it is.
+            if isinstance(text, str) and ("\0" in text or not (is_text(text) or isinstance(value, list))):
                 raise UserError(
                     f"composer3d: the argument {one_line(text)} holds a NUL byte or bytes that are not UTF-8; "
                     "give the file or the value a name in UTF-8"
@@ -110,6 +118,7 @@ def _check(*, recipe: str | None, sets: list[str], gpus: int | None, schema: boo
     if recipe is None:
         raise UserError("composer3d check: give a RECIPE, or --schema for the vocabulary of recipes")
     resolved = load(recipe, sets, world_size=gpus)
+    _check_machine(resolved, here=gpus is None)
     if as_json:
         values = {"world_size": resolved.recipe.world_size, "recipe": asdict(resolved.recipe)}
         print(json.dumps({"ok": True, **values, "origins": resolved.origins}))
@@ -118,6 +127,38 @@ def _check(*, recipe: str | None, sets: list[str], gpus: int | None, schema: boo
         if resolved.takes_what_is_left and gpus is None:
             print("# mesh.dp_shard takes what is left of the world; --gpus N shows the recipe in a world of N")
     return DONE
+
+
+def _check_machine(resolved: "Resolved", *, here: bool) -> None:
+    """Raises RecipeError where this machine lacks what training needs. ``here``: it is the one that will train."""
+    from composer3d.recipe.machine import folder_problem, shows_a_gpu
+
+    lines = []
+    if (problem := folder_problem(resolved.recipe)) is not None:
+        lines.append(f"{resolved.place('run.out_dir')}: run.out_dir: {problem}")
+    if here and resolved.recipe.run.device == "cuda" and not shows_a_gpu():
+        lines.append(
+            f'{resolved.place("run.device")}: run.device = "cuda", but this machine shows no GPU; use --gpus N to '
+            'check for another machine, or run.device = "auto" or "cpu"'
+        )
+    if lines:
+        raise RecipeError(lines)
+
+
+def _find_recipe(name: str | None) -> str | None:
+    """The path of a recipe: a file, or one that comes with composer3d, by its name with or without ``.toml``."""
+    if name is None or os.path.lexists(name):
+        return name
+    own = Path(__file__).with_name("recipes")
+    bare = name.removeprefix("recipes/").removesuffix(".toml")
+    if os.path.basename(bare) != bare:
+        return name
+    if (found := own / f"{bare}.toml").is_file():
+        return str(found)
+    if name.endswith(".toml"):
+        return name  # it is said that there is no such file
+    names = ", ".join(sorted(path.stem for path in own.glob("*.toml")))
+    raise RecipeError(f"{one_line(name)}: no such file, nor a recipe of composer3d; those are {names}")
 
 
 def _summary(recipe: Recipe) -> str:
@@ -147,7 +188,12 @@ def _parser() -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=does, description=does, allow_abbrev=False)
         made.set_defaults(run=run)
         if recipe:
-            made.add_argument(recipe, metavar="RECIPE", nargs="?" if name == "check" else None, help="a TOML file")
+            made.add_argument(
+                recipe,
+                metavar="RECIPE",
+                nargs="?" if name == "check" else None,
+                help="a TOML file, or the name of one of composer3d's own",
+            )
             form, again = "TABLE.KEY=VALUE", "override a value; may be repeated"
             made.add_argument("--set", metavar=form, dest="sets", action="append", default=[], help=again)
         if answers:

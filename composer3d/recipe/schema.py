@@ -144,7 +144,8 @@ class OptimTable:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointTable:
-    every: int = key(0, "steps between checkpoints; 0 saves only at the end of the run", FROM_0)
+    every: int = key(500, "steps between checkpoints; 0: steps alone cause none. The end of a run always saves", FROM_0)
+    every_minutes: float = key(15.0, "minutes after which a checkpoint is due, whatever the steps; 0: never", FROM_0)
     keep: int = key(2, "newest checkpoints that are kept", FROM_1)
     async_save: bool = key(False, "write in the background: a save stops training only while its tensors are copied")
     resume: str = key("auto", "auto: the newest checkpoint of this run; none: start anew; or a checkpoint's folder")
@@ -153,7 +154,7 @@ class CheckpointTable:
 @dataclass(frozen=True, kw_only=True)
 class MetricsTable:
     every: int = key(10, "steps between console lines and TensorBoard points", FROM_1)
-    tensorboard: bool = key(True, "write TensorBoard files into the run's folder")
+    tensorboard: bool = key(True, "write TensorBoard's event files into the run's folder")
 
 
 @dataclass(frozen=True, kw_only=True)
