@@ -4,12 +4,17 @@ Nothing here imports torch before the forkserver has begun to.
 """
 
 import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from composer3d import launch
+from composer3d import launch, log
 from composer3d.errors import DeviceError, UserError
+from composer3d.recipe.changes import changes
 from composer3d.recipe.load import Resolved, load
+from composer3d.recipe.schema import Recipe
 
 
 def main_train(path: str, sets: Sequence[str]) -> int:
@@ -20,6 +25,10 @@ def main_train(path: str, sets: Sequence[str]) -> int:
     if "RANK" in os.environ:
         return train_rank(path, sets)
     resolved = load(path, sets)
+    if (done := steps_done(resolved.recipe)) is not None:
+        log.setup("", main=True)
+        log.get().info(nothing_to_do(done, resolved.recipe.run.steps))
+        return 0
     processes = resolved.recipe.world_size
     if processes > 1:
         launch.warm_up()
@@ -40,8 +49,42 @@ def main_train(path: str, sets: Sequence[str]) -> int:
     return launch.run_elastic(_rank, (path, tuple(sets)), processes=processes)
 
 
+def steps_done(recipe: Recipe) -> int | None:
+    """The steps of a run that is done, by its newest checkpoint; None where training has to look, or something to do.
+
+    It reads the manifest and the sizes of the files. Where anything is not as it should be, or the recipe changes what
+    a checkpoint depends on, training finds it, and says what is wrong.
+    """
+    folder = Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
+    names = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8}", path.name)]
+    if recipe.checkpoint.resume != "auto" or not names or int(max(names)[5:]) < recipe.run.steps:
+        return None
+    # Imported here, as it imports torch: there is hardly anything else to do.
+    from composer3d.checkpoint import manifest as manifests
+
+    newest = folder / max(names)
+    try:
+        manifest = manifests.read(newest)
+        changed = {change.key for change in changes(manifest.recipe, recipe)}
+        is_whole = all((newest / name).stat().st_size == size for name, (size, _) in manifest.files.items())
+    except (UserError, OSError, ValueError):
+        return None
+    model = manifests.model_of(recipe.model, recipe.precision.params)
+    same_model = all(manifest.model.get(key) == value for key, value in model.items())
+    refused = {key for key in changed if key == "run.seed" or key.startswith(("data.", "model."))}
+    if manifest.step < recipe.run.steps or not (is_whole and same_model) or refused:
+        return None
+    return manifest.step
+
+
+def nothing_to_do(done: int, total: int) -> str:
+    """What is said of a run that is done."""
+    return f"nothing to do: {done} of {total} steps are done; raise run.steps to train on"
+
+
 def _rank(path: str, sets: Sequence[str]) -> None:
     """A rank under the elastic agent, which knows only success, an exception and an exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the forkserver ignores it
     if status := train_rank(path, sets):
         raise SystemExit(status)
 
@@ -65,7 +108,7 @@ def train_rank(path: str, sets: Sequence[str]) -> int:
 def _train(resolved: Resolved, rank: int) -> int:
     import torch
 
-    from composer3d import dist, log
+    from composer3d import dist
     from composer3d.mesh import identity
     from composer3d.train import build, run
 

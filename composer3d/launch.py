@@ -9,12 +9,14 @@ import multiprocessing as mp
 import os
 import pkgutil
 import re
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -29,7 +31,16 @@ def warm_up() -> None:
     """Start the forkserver, which begins to import torch in the background."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, by whatever the forkserver forks
     forkserver.set_forkserver_preload(["composer3d.train"])  # all slow imports of a rank
-    forkserver.ensure_running()
+    # A terminal's Ctrl-C reaches every process. The forkserver and the pool's workers ignore it: whoever started them
+    # ends them, and they would only print tracebacks. A rank of a training takes it again (``job``).
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run_elastic(function: Callable[..., None], arguments: tuple[Any, ...], *, processes: int) -> int:
@@ -158,11 +169,14 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
 
 
 def _serve(pipe: Connection, task: Task, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+    if pipe.poll():  # the end of the pipe: whoever wanted this task was interrupted before it began
+        return
     os.environ |= environment
-    try:
-        function = pkgutil.resolve_name(task) if isinstance(task, str) else task
-        pipe.send((True, function(**arguments)))
-    except UserError as error:
-        pipe.send((False, error))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
+    with suppress(BrokenPipeError):  # interrupted since
+        try:
+            function = pkgutil.resolve_name(task) if isinstance(task, str) else task
+            pipe.send((True, function(**arguments)))
+        except UserError as error:
+            pipe.send((False, error))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

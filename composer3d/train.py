@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer3d import dist as distributed
-from composer3d import hardware, log
+from composer3d import files, hardware, log
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.convert.assets import assets_of
@@ -36,7 +36,8 @@ from composer3d.parallel.cp import cut
 from composer3d.parallel.plans import llama_plan
 from composer3d.parallel.tiles import spans
 from composer3d.planner import counts
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.changes import Change, changes, values_of
+from composer3d.recipe.schema import CheckpointTable, Recipe
 from composer3d.shape import IGNORE_INDEX
 
 
@@ -67,6 +68,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     mesh = Mesh.build(recipe.mesh, device)
     data = recipe.data
     folder = Path(recipe.run.out_dir) / recipe.run.name
+    distributed.on_all("run.out_dir", lambda: _refuse_foreign_links(folder))
     claim = claim_folder(folder)
     corpus, held_out = distributed.on_all("data", lambda: open_data(recipe))
     distributed.check_same("the data", {"train": corpus.digest, "validation": held_out and held_out.digest})
@@ -82,7 +84,8 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     store.assets = distributed.on_all("assets", belongs if mesh.rank == 0 else dict)
     store.warm_up(stages, optimizer)
     # Not before: a recipe that cannot resume must not replace the one that made the run.
-    distributed.on_all("recipe.toml", lambda: mesh.rank or (folder / "recipe.toml").write_text(resolved_toml))
+    keep_recipe = partial(write_recipe, folder, resolved_toml, step=resumed or 0)
+    distributed.on_all("recipe.toml", keep_recipe if mesh.rank == 0 else lambda: None)
     if mesh.table.cp > 1 or data.packing != "none":
         queries = torch.empty(
             0, recipe.model.head_width, dtype=getattr(torch, recipe.precision.computes_in), device=device
@@ -90,7 +93,8 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         how = f"{recipe.parallel.cp_method} over cp {mesh.table.cp}, {recipe.parallel.cp_balance}"
         log.get().info(f"attention: {how}; its kernel: {kernels.kernel_of(queries)}")
     row = hardware.find(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-    metrics = Metrics(
+    measured = partial(
+        Metrics,
         folder,
         recipe.metrics,
         total_steps=recipe.run.steps,
@@ -102,7 +106,41 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         main=mesh.rank == 0,
         start_step=resumed or 0,
     )
+    metrics = distributed.on_all("metrics", measured)
     return Run(recipe, resolved_toml, claim, stages, optimizer, loader, held_out, store, metrics, step=resumed or 0)
+
+
+def _refuse_foreign_links(folder: Path) -> None:
+    for path in (folder, folder / "checkpoints"):
+        try:
+            files.refuse_foreign_link(path)
+        except OSError as error:
+            raise UserError(f"run.out_dir: {path} {error.strerror}") from None
+
+
+def write_recipe(folder: Path, resolved_toml: str, *, step: int) -> None:
+    """Write ``recipe.toml``. Where it replaces one with other values, keep that as ``recipe-STEP.toml``.
+
+    ``step``: the steps that are done, which is how far the former recipe came. An earlier file of that name stays: it
+    is the one that made those steps. Nothing is written through a link.
+    """
+    path = folder / "recipe.toml"
+    if step:
+        kept = folder / f"recipe-{step:08d}.toml"
+        try:
+            former = files.read_plain(path, limit=files.MIB, follow_links=False)
+        except (FileNotFoundError, files.NotPlainFileError):
+            former = resolved_toml.encode()
+        if not _same_values(former, resolved_toml) and not os.path.lexists(kept):
+            files.write_atomic(kept, former)
+    files.write_atomic(path, resolved_toml)
+
+
+def _same_values(former: bytes, resolved_toml: str) -> bool:
+    try:
+        return values_of(former.decode()) == values_of(resolved_toml)
+    except ValueError:
+        return False
 
 
 def claim_folder(folder: Path) -> IO[str] | None:
@@ -180,6 +218,9 @@ def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loa
 def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.AdamW, loader: Loader) -> int | None:
     """Load the run's newest whole checkpoint, or what ``checkpoint.resume`` seeds a new run with. Collective.
 
+    What the recipe changes since the checkpoint was made goes to the log. Of a run's own checkpoint it may not change
+    the seeds, the data or the model; what seeds a new run need not have its ``run.seed``.
+
     Returns:
         The number of steps done, 0 after a checkpoint of weights alone; None where there is nothing to load.
 
@@ -209,14 +250,26 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
     ]
     if lines:
         raise CheckpointError([*lines, "a checkpoint goes on with the model it was made of; set it back"])
+    changed = _changes_since(path, manifest, recipe)
+    is_own = path.resolve().parent == store.folder.resolve()
+    for change in changed:
+        if change.key == "run.seed" and is_own:
+            raise CheckpointError(
+                f"{path} was made with run.seed = {change.then}, but the recipe says {change.now}: a run keeps its "
+                "seed; set it back, or start anew under another run.name"
+            )
+    if manifest.data is not None:  # before anything is loaded: it refuses other data and another order of samples
+        try:
+            loader.load_state_dict(manifest.data)
+        except KeyError as key:
+            raise CheckpointError(f"{path}: the state of its loader has no {key}; it cannot be continued") from None
     store.load(path, stages, optimizer)
+    if changed:
+        shown = [f"  {change.key}: {change.then} -> {change.now}" for change in changed]
+        log.get().info("\n".join([f"the recipe differs from that of {path}:", *shown]))
     if manifest.data is None:
         log.get().info(f"starting from the weights of {path}")
         return 0
-    try:
-        loader.load_state_dict(manifest.data)
-    except KeyError as key:
-        raise CheckpointError(f"{path}: the state of its loader has no {key}; it cannot be continued") from None
     lr = learning_rate(manifest.step - 1, recipe.optim, recipe.run.steps)
     if manifest.lr is not None and lr != manifest.lr and stages.mesh.rank == 0:
         log.get().warning(
@@ -225,6 +278,34 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
         )
     log.get().info(f"resumed from {path}: {manifest.step} of {recipe.run.steps} steps are done")
     return manifest.step
+
+
+def _changes_since(path: Path, manifest: Manifest, recipe: Recipe) -> list[Change]:
+    if not manifest.recipe:  # of weights that no run of ours has made
+        return []
+    try:
+        return changes(manifest.recipe, recipe)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the recipe in its manifest cannot be read: {error}") from None
+
+
+@dataclass
+class Cadence:
+    """When a checkpoint is due: every so many steps, or so many minutes after the last one, whichever is first."""
+
+    table: CheckpointTable
+    saved_at_s: float  # of ``time.monotonic``; at first that of the start
+
+    def is_time(self) -> bool:
+        """Whether the minutes are over, by this process's clock: one rank asks, and the others learn it from that."""
+        minutes = self.table.every_minutes
+        return minutes > 0 and time.monotonic() - self.saved_at_s >= 60 * minutes
+
+    def is_step(self, step: int) -> bool:
+        return self.table.every > 0 and step % self.table.every == 0
+
+    def saved(self) -> None:
+        self.saved_at_s = time.monotonic()
 
 
 def run(run: Run) -> int:
@@ -250,6 +331,7 @@ def run(run: Run) -> int:
 
 def _loop(run: Run, total: int, stops: list[int]) -> int:
     recipe, mesh, metrics = run.recipe, run.stages.mesh, run.metrics
+    cadence = Cadence(recipe.checkpoint, time.monotonic())
     while run.step < total:
         # Whatever draws random numbers draws those of the step, on any layout and after any resume.
         torch.manual_seed((recipe.run.seed << 32) + run.step & 2**63 - 1)
@@ -267,14 +349,18 @@ def _loop(run: Run, total: int, stops: list[int]) -> int:
         update(run.stages, run.optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
         run.step += 1
         metrics.step(run.step, loss=loss, grad_norm=norm, lr=lr, more=partial(_balance, recipe, batch))
-        stopping, failed = map(int, mesh.max_over_world(stops[0] if stops else 0, run.store.failed))
+        # Clocks differ, and a save is collective: rank 0's decides.
+        is_time = mesh.rank == 0 and cadence.is_time()
+        seen = mesh.max_over_world(stops[0] if stops else 0, run.store.failed, is_time)
+        stopping, failed, due = map(int, seen)
         if failed:
             run.store.wait()
         last = run.step == total
         # Saved before validation: a validation that fails, or that a signal leaves no time for, must lose nothing.
-        if last or stopping or (recipe.checkpoint.every and run.step % recipe.checkpoint.every == 0):
+        if last or stopping or due or cadence.is_step(run.step):
             with metrics.timer("checkpoint"):
                 run.store.save(_manifest(run, lr), run.stages, run.optimizer)
+            cadence.saved()
         if stopping and not last:
             log.get().info(f"stopped by signal {stopping} after step {run.step}; the same command goes on from there")
             return stopping

@@ -7,7 +7,6 @@ workers do (``verify_worker``).
 """
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -38,7 +37,7 @@ def main_verify(*, recipe: str, sets: Sequence[str], dtype: str, steps: int, lay
     passed = all(verdict.passed for verdict in verdicts)
     if len(verdicts) > 1:
         good = sum(verdict.passed for verdict in verdicts)
-        print(f"{good} of {len(verdicts)} layouts are exact, in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+        print(f"{good} of {len(verdicts)} layouts are exact, in {time.monotonic() - begin:.0f} s")
     if as_json:
         results = [asdict(verdict) for verdict in verdicts]
         print(json.dumps(results[0] if layouts is None else {"passed": passed, "results": results}))
@@ -125,6 +124,6 @@ def _print_verdict(verdict: Verdict, line: str) -> None:
     errors = (verdict.loss_rel_err, verdict.grad_norm_rel_err, verdict.max_grad_rel_err, verdict.max_weight_rel_err)
     shown = ["-" if error is None else f"{error:.0e}" for error in errors]
     numbers = "  ({})  loss {}  norm {}  grad {}  weight {}".format(verdict.dtype, *shown)
-    print(f"{word} {line or verdict.layout}{'' if verdict.refused else numbers}", file=sys.stderr)
+    print(f"{word} {line or verdict.layout}{'' if verdict.refused else numbers}", flush=True)
     if verdict.error:
-        print(f"        {verdict.error}", file=sys.stderr)
+        print(f"        {verdict.error}", flush=True)

@@ -5,7 +5,6 @@ message and no traceback.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,12 @@ from composer3d import launch
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launch.warm_up()
     root = tmp_path_factory.mktemp("hostile")
     prepare_outside(root)
     make_base(root / "base")
-    yield root
+    return root
 
 
 def test_there_are_enough_cases_with_names_of_their_own() -> None:

@@ -17,6 +17,7 @@ MOST_STEPS = 10**9
 AXIS = between(1, 1 << 20)
 SEED: Range = (lambda value: value >= 0, "must be at least 0")  # its other end is that of all ints, 64 bits
 STEPS_OR_NEVER = between(0, MOST_STEPS)
+MINUTES_OR_NEVER = between(0, 60 * 24 * 365)
 STEPS = between(1, MOST_STEPS)
 SHARDS: Range = (lambda value: value == -1 or AXIS[0](value), f"{AXIS[1]}, or -1 for what is left of the world")
 BETAS: Range = (lambda value: all(0 <= beta < 1 for beta in value), "must both be at least 0 and below 1")
@@ -180,7 +181,12 @@ class OptimTable:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointTable:
-    every: int = key(0, "steps between checkpoints; 0 saves only at the end of the run", STEPS_OR_NEVER)
+    every: int = key(
+        500, "steps between checkpoints; 0: steps alone cause none. The end of a run always saves", STEPS_OR_NEVER
+    )
+    every_minutes: float = key(
+        15.0, "minutes after which a checkpoint is due, whatever the steps; 0: never", MINUTES_OR_NEVER
+    )
     keep: int = key(2, "newest checkpoints that are kept", between(1, 1_000_000))
     async_save: bool = key(False, "write in the background: a save stops training only while its tensors are copied")
     resume: str = key(
@@ -191,7 +197,7 @@ class CheckpointTable:
 @dataclass(frozen=True, kw_only=True)
 class MetricsTable:
     every: int = key(10, "steps between console lines and TensorBoard points", STEPS)
-    tensorboard: bool = key(True, "write TensorBoard files into the run's folder")
+    tensorboard: bool = key(True, "write TensorBoard's event files into the run's folder")
 
 
 @dataclass(frozen=True, kw_only=True)
