@@ -14,6 +14,7 @@ from composer3d.shape import ABOVE_0, FROM_0, FROM_1, PRESETS, ModelShape, Range
 SHARDS: Range = (lambda value: value >= 1 or value == -1, f"{FROM_1[1]}, or -1 for what is left of the world")
 BETAS: Range = (lambda value: all(0 <= beta < 1 for beta in value), "must both be at least 0 and below 1")
 PRESET: Range = (lambda value: value in PRESETS, f"is unknown; the presets are {', '.join(PRESETS)}")
+MINUTES: Range = (lambda value: 0 < value <= 10_080, "must be above 0 and at most 10080, a week")
 FOLDER_NAME: Range = (
     lambda value: value.strip() and value not in (".", "..") and not set(value) & set("/\\\0"),
     "names the folder of the run: it must not be empty, . or .., nor hold / or \\",
@@ -27,6 +28,10 @@ class RunTable:
     seed: int = key(0, "seed of the initial weights", FROM_0)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes cuda where there is one")
     out_dir: str = key("runs", "folder that holds the folders of runs, relative to the working directory")
+    timeout_minutes: float = key(
+        10.0, "minutes a collective of training waits before the missing ranks are named", MINUTES
+    )
+    oversubscribe: bool = key(False, "allow more than 16 processes for each core of the CPU")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +152,7 @@ class CheckpointTable:
     every: int = key(0, "steps between checkpoints; 0 saves only at the end of the run", FROM_0)
     keep: int = key(2, "newest checkpoints that are kept", FROM_1)
     async_save: bool = key(False, "write in the background: a save stops training only while its tensors are copied")
+    timeout_minutes: float = key(60.0, "minutes a save or load on one rank may take longer than on another", MINUTES)
     resume: str = key("auto", "auto: the newest checkpoint of this run; none: start anew; or a checkpoint's folder")
 
 
