@@ -305,7 +305,7 @@ def texts(folder: Path) -> list[str]:
     return found if len(found) == 2 and all(found) else []
 
 
-def wait_until(holds: Callable[[], Any], limit_s: float = 60.0) -> Any:
+def wait_until(holds: Callable[[], Any], limit_s: float = 150.0) -> Any:
     until = time.monotonic() + limit_s
     while not (value := holds()):
         assert time.monotonic() < until

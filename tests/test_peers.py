@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d import peers
+from composer3d.checkpoint import Store
 from composer3d.dist import agree_on_round, on_all, open_store, pool_world, world
 from composer3d.launch import Pool, WorkerError
 
@@ -68,16 +70,16 @@ def test_another_error_stays_as_it_is(pool: Pool) -> None:
         pool.run(of_another_kind, {}, world_size=1)
 
 
-def time_outs() -> list[float]:
+def time_outs(folder: Path) -> list[float]:
     with world(torch.device("cpu"), timeout_s=7.0):
         dist.barrier()
         made = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("a",)).get_group()
-        groups = [dist.group.WORLD, dist.new_group([0, 1]), made]
+        groups = [dist.group.WORLD, dist.new_group([0, 1]), made, Store(folder, keep=1, timeout_s=9.0)._group]
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
-def test_every_group_has_the_time_out_of_its_world(pool: Pool) -> None:
-    assert pool.run(time_outs, {}, world_size=2) == [[7.0] * 3] * 2
+def test_every_group_has_the_time_out_of_its_world(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(time_outs, {"folder": tmp_path}, world_size=2) == [[7.0, 7.0, 7.0, 9.0]] * 2
 
 
 def start(store: dist.Store, ranks: list[int], size: int) -> dict[int, str]:
