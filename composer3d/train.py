@@ -1,18 +1,15 @@
 """Training: ``build`` makes a ``Run`` of a recipe, ``run`` is the loop, top to bottom."""
 
-import fcntl
 import math
 import os
-import platform
 import signal
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +19,7 @@ from composer3d import dist as distributed
 from composer3d import files, hardware, log
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.claim import Claim, read_note
 from composer3d.convert.assets import assets_of
 from composer3d.convert.start import load_hf
 from composer3d.data import Batch, Corpus, Loader, open_corpus
@@ -47,7 +45,7 @@ class Run:
 
     recipe: Recipe
     resolved_toml: str  # the recipe with the origin of each value
-    claim: IO[str] | None  # the lock on the run's folder, on rank 0; it ends with ``run``, or with the process
+    claim: Claim | None  # on the run's folder, on rank 0; it ends with ``run``, or with the process
     stages: Stages
     optimizer: torch.optim.AdamW
     loader: Loader
@@ -76,7 +74,12 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
     loader = make_loader(recipe, mesh, corpus, seed=data.seed)
     checkpoint = recipe.checkpoint
-    store = Store(folder / "checkpoints", keep=checkpoint.keep, background=checkpoint.async_save)
+    store = Store(
+        folder / "checkpoints",
+        keep=checkpoint.keep,
+        background=checkpoint.async_save,
+        timeout_s=60 * checkpoint.timeout_minutes,
+    )
     resumed = resume(recipe, store, stages, optimizer, loader)
     if resumed is None and recipe.model.hf is not None:
         load_hf(recipe.model.hf, stages)
@@ -143,37 +146,30 @@ def _same_values(former: bytes, resolved_toml: str) -> bool:
         return False
 
 
-def claim_folder(folder: Path) -> IO[str] | None:
-    """Make the run's folder, lock it, and hold that every rank can read there what rank 0 writes. Collective.
+def claim_folder(folder: Path) -> Claim | None:
+    """Make the run's folder, claim it, and hold that every rank can read there what rank 0 writes. Collective.
 
-    Rank 0 gets the file that holds the lock for as long as it is open.
+    Rank 0 gets the claim.
 
     Raises:
         UserError: on every rank, where it cannot be written, another job has it, or the nodes do not share it.
     """
-    note = folder / "lock"
-
-    def lock() -> IO[str]:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(note, "a+")  # noqa: SIM115  # open for as long as the job lasts
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = note.read_text() or "another job"
-            way_out = "wait for its end, or give this run another run.name"
-            raise UserError(f"{folder} is in use by {holder}; {way_out}") from None
-        except OSError as error:
-            log.get().warning(f"{note} cannot be locked ({error}): see to it that no second job uses {folder}")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()} (job {uuid.uuid4().hex})")
-        file.flush()
-        os.fsync(file.fileno())  # for the ranks of other nodes
-        return file
-
-    claim = distributed.on_all("run.out_dir", lock if dist.get_rank() == 0 else lambda: None)
-    seen = note.read_text() if note.exists() else "no such folder"
+    main = dist.get_rank() == 0
+    claim = distributed.on_all("run.out_dir", lambda: Claim(folder) if main else None)
+    try:
+        seen = read_note(folder)
+    except OSError as error:
+        seen = f"no note of the job ({error.strerror})"
     distributed.check_same(f"the folder {folder} (run.out_dir)", seen)
     return claim
+
+
+def check_claim(claim: Claim | None) -> None:
+    """Hold before a save that the run's folder is still this job's. Collective.
+
+    Raises TrainingError on every rank where it is not.
+    """
+    distributed.on_all("run.out_dir", claim.check if claim is not None else lambda: None)
 
 
 def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
@@ -359,6 +355,7 @@ def _loop(run: Run, total: int, stops: list[int]) -> int:
         # Saved before validation: a validation that fails, or that a signal leaves no time for, must lose nothing.
         if last or stopping or due or cadence.is_step(run.step):
             with metrics.timer("checkpoint"):
+                check_claim(run.claim)
                 run.store.save(_manifest(run, lr), run.stages, run.optimizer)
             cadence.saved()
         if stopping and not last:

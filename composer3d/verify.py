@@ -7,7 +7,6 @@ workers do (``verify_worker``).
 """
 
 import json
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from typing import Any
 
 from composer3d.errors import UserError
 from composer3d.files import MIB, read_plain
-from composer3d.launch import Pool, WorkerError
+from composer3d.launch import Pool, WorkerError, temporary_folder
 from composer3d.recipe.load import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import one_line
@@ -29,9 +28,9 @@ def main_verify(*, recipe: str, sets: Sequence[str], dtype: str, steps: int, lay
     begin = time.monotonic()
     lines = [""] if layouts is None else _layout_lines(layouts)
     verdicts = []
-    with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-verify-") as folder:
+    with Pool() as pool, temporary_folder("composer3d-verify-") as folder:
         for line in lines:
-            verdict = verify_layout(pool, Path(folder), recipe, [*sets, *line.split()], dtype=dtype, steps=steps)
+            verdict = verify_layout(pool, folder, recipe, [*sets, *line.split()], dtype=dtype, steps=steps)
             verdicts.append(verdict)
             _print_verdict(verdict, line)
     passed = all(verdict.passed for verdict in verdicts)

@@ -33,7 +33,6 @@ from composer3d.optim import optimizer_state
 from composer3d.parallel import Stages
 from composer3d.parallel.ties import local
 
-_TIMEOUT = timedelta(hours=1)  # how much longer than another rank's the writes of one may take
 _ASSETS = "assets"  # folder of a checkpoint
 
 
@@ -46,12 +45,13 @@ class Store:
     Collectives run on a gloo group of the store's own: a save in the background must not meet those of training.
     """
 
-    def __init__(self, folder: Path, *, keep: int, background: bool = False) -> None:
+    def __init__(self, folder: Path, *, keep: int, background: bool = False, timeout_s: float = 3600.0) -> None:
+        # timeout_s: how much longer than another rank's the writes of one may take.
         self.folder = folder
         self.assets: Mapping[str, bytes] = {}  # rank 0's: files that belong to the model, without its tensors
         self.loaded: Path | None = None  # the checkpoint that was loaded last
         self._keep, self._background = keep, background
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # where a new thread is not
         self._thread = ThreadPoolExecutor(1, initializer=lambda: None if gpu is None else torch.cuda.set_device(gpu))
         self._flight: Future[None] | None = None

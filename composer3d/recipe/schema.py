@@ -22,6 +22,7 @@ STEPS = between(1, MOST_STEPS)
 SHARDS: Range = (lambda value: value == -1 or AXIS[0](value), f"{AXIS[1]}, or -1 for what is left of the world")
 BETAS: Range = (lambda value: all(0 <= beta < 1 for beta in value), "must both be at least 0 and below 1")
 PRESET: Range = (lambda value: value in PRESETS, f"is unknown; the presets are {', '.join(PRESETS)}")
+MINUTES: Range = (lambda value: 0 < value <= 10_080, "must be above 0 and at most 10080, a week")
 NAME_BYTES = 200  # of the 255 that a file system takes: the rest is for what is appended
 
 
@@ -54,6 +55,10 @@ class RunTable:
     seed: int = key(0, "seed of the initial weights", SEED)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes cuda where there is one")
     out_dir: str = key("runs", "folder that holds the folders of runs, relative to the working directory", PATH)
+    timeout_minutes: float = key(
+        10.0, "minutes a collective of training waits before the missing ranks are named", MINUTES
+    )
+    oversubscribe: bool = key(False, "allow more than 16 processes for each core of the CPU")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +194,7 @@ class CheckpointTable:
     )
     keep: int = key(2, "newest checkpoints that are kept", between(1, 1_000_000))
     async_save: bool = key(False, "write in the background: a save stops training only while its tensors are copied")
+    timeout_minutes: float = key(60.0, "minutes a save or load on one rank may take longer than on another", MINUTES)
     resume: str = key(
         "auto", "auto: the newest checkpoint of this run; none: start anew; or a checkpoint's folder", PATH
     )
