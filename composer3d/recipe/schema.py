@@ -91,7 +91,12 @@ class MemoryTable:
     activation_checkpoint: Literal["none", "selective", "full"] = key(
         "none", "what backward computes again: nothing, all but what the model's plan saves, or every block"
     )
-    loss_chunks: int = key(1, "parts of a micro-batch whose logits are made one by one, and again in backward", FROM_1)
+    loss_chunks: int = key(
+        1,
+        "parts of a micro-batch whose logits are made one by one, and again in backward; above 1 "
+        "the gradient of the head is summed in float32, which takes memory in backward",
+        FROM_1,
+    )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer in the host's memory")
 
 
