@@ -55,6 +55,11 @@ FAULTS = [
         x.reduce_shards_twice, "mesh.dp_shard=2 mesh.cp=2", "it is 4 times the reference, suspect dp_shard x cp or mi"
     ),
     Fault(x.gather_the_first_parameters_for_ever, "mesh.dp_shard=2", "at step 2"),
+    Fault(
+        x.cut_rows_twice,
+        "mesh.tp=2 mesh.dp_shard=3 model.vocab=259 model.dim=96 data.global_batch=12",
+        r"embed.*holds \[43, \d+\] at \[217, 0\] of \[259, \d+\] on rank 5",
+    ),
     Fault(x.keep_parameters_after_validation, "mesh.dp_shard=2 parallel.zero=1"),
     Fault(x.drop_all_reduce_of_replicas, "mesh.dp_replicate=2 mesh.dp_shard=2"),
     Fault(x.drop_all_reduce_of_replicas, "mesh.dp_replicate=2 parallel.zero=0"),
