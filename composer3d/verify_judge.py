@@ -15,9 +15,15 @@ from typing import Any, NamedTuple
 from composer3d.recipe.schema import AXES, Recipe
 
 _EXACT = {"float64": 1e-9, "float32": 1e-5}
-_SCALARS = {"loss": "loss", "norm": "gradient norm"}
+_SCALARS = {"loss": "loss", "norm": "gradient norm", "clipped": "gradient norm after clipping"}
 # Verdict's name of each kind. Of one step the first kind that is off is blamed: a wrong norm spoils weights.
-_BLAMED = {"gradient": "max_grad", "loss": "loss", "norm": "grad_norm", "weight": "max_weight"}
+_BLAMED = {
+    "gradient": "max_grad",
+    "loss": "loss",
+    "norm": "grad_norm",
+    "clipped": "grad_norm",
+    "weight": "max_weight",
+}
 
 
 @dataclass(kw_only=True)
@@ -78,8 +84,8 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     tensors = _put_together(ranks, known)
     errors = [(t.step, t.kind, t.error) for t in tensors]
     errors += [(step, kind, error) for rank in ranks for kind in _SCALARS for step, error in enumerate(rank[kind])]
-    for kind, name in _BLAMED.items():
-        every = [error for _, each, error in errors if each == kind]
+    for name in dict.fromkeys(_BLAMED.values()):
+        every = [error for _, kind, error in errors if _BLAMED[kind] == name]
         setattr(verdict, f"{name}_rel_err", max(every, default=0.0) if all(map(math.isfinite, every)) else None)
     verdict.worst_parameter = max(tensors, key=lambda t: t.error).name
     # The first step's gradients have the tight bound: nothing has been stepped yet.
