@@ -57,6 +57,12 @@ def give_positions_of_a_contiguous_part() -> None:
     )
 
 
+def load_the_tokens_of_the_other_order() -> None:
+    """The loader holds zigzag parts where the stages take contiguous ones, and the other way round."""
+    right = train.spans
+    train.spans = lambda rank, size, tokens, balanced: right(rank, size, tokens, not balanced)
+
+
 def read_the_rows_of_the_first_rank() -> None:
     """Every loader reads the rows of batch rank 0."""
     _change_loaders(lambda self: setattr(self, "batch_rank", 0))

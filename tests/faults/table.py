@@ -154,6 +154,8 @@ FAULTS = [
     Fault(d.give_positions_from_the_start_of_the_part, "mesh.cp=4 parallel.cp_balance=contiguous"),
     Fault(d.give_positions_from_the_start_of_the_part, f"mesh.cp=2 {_PACKED}"),
     Fault(d.give_positions_of_a_contiguous_part, "mesh.cp=2"),
+    Fault(d.load_the_tokens_of_the_other_order, "mesh.cp=2"),
+    Fault(d.load_the_tokens_of_the_other_order, "mesh.cp=2 parallel.cp_balance=contiguous"),
     Fault(d.read_the_rows_of_the_first_rank, "mesh.dp_shard=2"),
     Fault(d.label_a_token_with_itself, "mesh.tp=2"),
     Fault(d.label_a_token_with_the_next_but_one, "mesh.dp_shard=2"),
