@@ -22,9 +22,15 @@ _LEAST = {"float64": 1e-12, "float32": 1e-12 * 2**29}
 # that, a wrong one could hide in it.
 _NOISE, _MOST = 8, 1e-3
 _ROUNDING = 2.0**-52
-_SCALARS = {"loss": "loss", "norm": "gradient norm"}
+_SCALARS = {"loss": "loss", "norm": "gradient norm", "clipped": "gradient norm after clipping"}
 # Verdict's name of each kind. Of one step the first kind that is off is blamed: a wrong norm spoils weights.
-_BLAMED = {"gradient": "max_grad", "loss": "loss", "norm": "grad_norm", "weight": "max_weight"}
+_BLAMED = {
+    "gradient": "max_grad",
+    "loss": "loss",
+    "norm": "grad_norm",
+    "clipped": "grad_norm",
+    "weight": "max_weight",
+}
 
 
 @dataclass(kw_only=True)
@@ -101,12 +107,12 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     tensors = _put_together(ranks, known, verdict.dtype)
     found = [Found(t.step, t.kind, t.error, t.allowed) for t in tensors]
     steps = len(known.norms["weight"])
-    for (kind, count), rank in product({"loss": steps + 1, "norm": steps}.items(), ranks):
+    for (kind, count), rank in product({"loss": steps + 1, "norm": steps, "clipped": steps}.items(), ranks):
         # What a rank has not compared is off.
         errors = [*rank[kind], *[math.inf] * (count - len(rank[kind]))]
         found += [Found(step, kind, error, _EXACT[verdict.dtype]) for step, error in enumerate(errors)]
-    for kind, name in _BLAMED.items():
-        every = [each.error for each in found if each.kind == kind]
+    for name in dict.fromkeys(_BLAMED.values()):
+        every = [each.error for each in found if _BLAMED[each.kind] == name]
         setattr(verdict, f"{name}_rel_err", max(every, default=0.0) if all(map(math.isfinite, every)) else None)
     verdict.worst_parameter = max(tensors, key=lambda t: t.error / t.allowed).name
     off = [each for each in found if each.off]

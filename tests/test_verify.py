@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.catch import catch
+from faults.checks import CHECKS
 from faults.table import FAULTS, Fault
 
 from composer3d import cli
@@ -29,7 +31,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_is_exact(pool: Pool, references: Path, layout: str) -> None:
-    verdict = verify_layout(pool, references, RECIPE, layout.split(), dtype="float64", steps=2)
+    verdict = verify_layout(pool, references, RECIPE, layout.split(), dtype="float64", steps=3)
     assert verdict.passed, verdict
     errors = (
         verdict.loss_rel_err,
@@ -50,12 +52,13 @@ def test_layout_is_exact_in_float32(pool: Pool, references: Path, layout: str) -
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.title)
 def test_planted_fault_is_seen(pool: Pool, references: Path, fault: Fault) -> None:
-    sets = fault.layout.split()
-    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float64", steps=2, fault=fault.plant)
-    assert not verdict.passed
-    assert not verdict.refused
-    assert verdict.error is not None
-    assert re.search(fault.says, verdict.error), verdict
+    caught = catch(pool, references, fault)
+    assert caught.seen, caught.told
+
+
+@pytest.mark.parametrize("check", sorted(CHECKS))
+def test_checks_of_faults_find_nothing_where_nothing_is_planted(pool: Pool, check: str) -> None:
+    assert pool.run(f"faults.checks:{check}", {"plant": None}, world_size=1) == [[]]
 
 
 MESH = MeshTable(dp_shard=2, tp=2)
@@ -89,7 +92,8 @@ def judged(
         changed = [(change or {}).get(rank, {}).get(piece.name, piece) for piece in pieces]
         every = [piece for piece in changed if piece is not None]
         every += [piece._replace(kind="weight") for piece in pieces]
-        own = {"identity": f"rank {rank}", "at": at, "loss": [0.0, 0.0], "norm": [0.0], "pieces": every}
+        scalars = {"loss": [0.0, 0.0], "norm": [0.0], "clipped": [0.0]}
+        own = {"identity": f"rank {rank}", "at": at, **scalars, "pieces": every}
         ranks.append(own | more)
     return judge(Verdict(passed=False, world_size=4, layout="", dtype=dtype), ranks, SMALL, known)
 

@@ -110,7 +110,7 @@ def train_on_the_same_rows() -> None:
             dist.broadcast(tokens, 0)
         return right(own, type(batch)(tokens, *batch[1:]))
 
-    verify_worker.compute_gradients = wrong
+    train.compute_gradients = wrong
 
 
 def forget_a_micro_batch() -> None:
