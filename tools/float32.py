@@ -52,6 +52,11 @@ def layouts(count: int, seed: int = 32) -> Iterator[list[str]]:
         count -= 1
 
 
+def world(sets: list[str]) -> int:
+    """How many processes a layout has."""
+    return load(matrix.BASE, sets, check_files=False).recipe.world_size
+
+
 def is_legal(sets: list[str]) -> bool:
     try:
         load(matrix.BASE, sets, check_files=False)

@@ -20,18 +20,23 @@ from composer3d.launch import Pool  # noqa: E402
 def main() -> int:
     parser = argparse.ArgumentParser(prog="mutate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", metavar="NAME", nargs="*", help="part of a fault's name, layout or check")
-    names = parser.parse_args().names
+    help_dtype = "what verify compares in; with float32 only faults that it looks for; default: %(default)s"
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float64", help=help_dtype)
+    options = parser.parse_args()
+    names, dtype = options.names, options.dtype
     from faults.catch import catch  # it imports torch: not before the arguments are right
     from faults.table import FAULTS
 
     chosen = [fault for fault in FAULTS if not names or any(name in fault.title for name in names)]
+    if dtype == "float32":
+        chosen = [fault for fault in chosen if fault.check == "verify"]
     if not chosen:
         print(f"mutate: no fault is called {' or '.join(names)}; they are in {TESTS / 'faults'}", file=sys.stderr)
         return 2
     begin, caught = time.monotonic(), 0
     with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-mutate-") as folder:
         for fault in chosen:
-            found = catch(pool, Path(folder), fault)
+            found = catch(pool, Path(folder), fault, dtype)
             caught += found.seen
             print(f"{'caught  ' if found.seen else 'SURVIVED'} {fault.title}: {found.told}", flush=True)
     print(f"{caught} of {len(chosen)} caught, in {time.monotonic() - begin:.0f} s")

@@ -19,11 +19,11 @@ class Caught(NamedTuple):
     told: str
 
 
-def catch(pool: Pool, folder: Path, fault: Fault) -> Caught:
-    """Plant a fault and look for it. References of ``verify`` are kept in ``folder``."""
+def catch(pool: Pool, folder: Path, fault: Fault, dtype: str = "float64") -> Caught:
+    """Plant a fault and look for it. References of ``verify``, which compares in ``dtype``, are kept in ``folder``."""
     if fault.check == "verify":
         sets = fault.layout.split()
-        verdict = verify_layout(pool, folder, str(RECIPE), sets, dtype="float64", steps=STEPS, fault=fault.plant)
+        verdict = verify_layout(pool, folder, str(RECIPE), sets, dtype=dtype, steps=STEPS, fault=fault.plant)
         error = verdict.error or ""
         seen = not verdict.passed and not verdict.refused and re.search(fault.says, error) is not None
         return Caught(seen, _told(verdict))
