@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("verify", _VERIFY, "prove that a recipe's layout computes what one process computes", recipe="recipe")
     add("--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s")
-    add("--steps", metavar="N", type=_count, default=2, help="optimizer steps; default: %(default)s")
+    add("--steps", metavar="N", type=_count, default=3, help="optimizer steps; default: %(default)s")
     add("--layouts", metavar="FILE", help="prove many: a line of FILE is key=value overrides")
 
     add = command("prepare", "data.prepare:main_prepare", 'make token files, for data.source = "tokens"')

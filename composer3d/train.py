@@ -363,7 +363,7 @@ def _loop(run: Run, total: int, stops: list[int]) -> int:
             return stopping
         if run.held_out is not None and (last or run.step % recipe.validation.every == 0):
             with metrics.timer("validation"):
-                validation_loss = validate(run, run.held_out)
+                validation_loss = validate(recipe, run.stages, run.held_out)
             metrics.validation(run.step, validation_loss)
     return 0
 
@@ -409,14 +409,14 @@ def update(stages: Stages, optimizer: torch.optim.Optimizer, *, norm: float, max
     optimizer.step()
 
 
-def validate(run: Run, held_out: Corpus) -> float:
+def validate(recipe: Recipe, stages: Stages, held_out: Corpus) -> float:
     """Mean loss over the valid tokens of ``validation.steps`` global batches of the held-out text.
 
     They are drawn from all of it, and are the same at every validation of every run.
     """
-    loader = make_loader(run.recipe, run.stages.mesh, held_out, seed=0)
-    parts = [evaluate_batch(run.stages, next(loader)) for _ in range(run.recipe.validation.steps)]
-    loss, tokens = run.stages.mesh.sum_over_world(*map(sum, zip(*parts, strict=True)))
+    loader = make_loader(recipe, stages.mesh, held_out, seed=0)
+    parts = [evaluate_batch(stages, next(loader)) for _ in range(recipe.validation.steps)]
+    loss, tokens = stages.mesh.sum_over_world(*map(sum, zip(*parts, strict=True)))
     return loss / max(tokens, 1.0)
 
 

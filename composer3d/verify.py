@@ -1,9 +1,12 @@
 """``composer3d verify``: prove that a layout computes what one process computes.
 
 The recipe's model and mesh are shrunk to what a laptop runs, with every predicate that matters kept. The composed job
-and a plain one-process loop then train on the same random global batches, and loss, gradient norm, every gradient and
-every weight are compared after each step, shard by shard, on the rank that holds it. This side of it starts no torch:
-workers do (``verify_worker``).
+and a plain one-process loop then train on the same global batches, and loss, gradient norm, every gradient and every
+weight are compared after each step, shard by shard, on the rank that holds it; so is the loss of a validation.
+
+Steps 1, 3, 5 take their batches from a small corpus in memory, as training does: through its loader, with the recipe's
+packing, learning rates and validation. Steps 2, 4, 6 take random batches, with labels that no corpus has. The recipe's
+own data is never opened. This side of it starts no torch: workers do (``verify_worker``).
 """
 
 import json

@@ -130,7 +130,10 @@ class MemoryTable:
         "none", "what backward computes again: nothing, all but what the model's plan saves, or every block"
     )
     loss_chunks: int = key(
-        1, "parts of a micro-batch whose logits are made one by one, and again in backward", between(1, 1 << 16)
+        1,
+        "parts of a micro-batch whose logits are made one by one, and again in backward; above 1 "
+        "the gradient of the head is summed in float32, which takes memory in backward",
+        between(1, 1 << 16),
     )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer in the host's memory")
 
