@@ -8,19 +8,19 @@ import os
 from pathlib import Path
 
 import pytest
+from hostile import checkpoints, exports
 from hostile.base import make_base
 from hostile.case import SECRET, Case, chosen, marker_of, prepare_outside, problems_of
 from hostile.cases import CASES
 
-from composer3d import launch
+from composer3d.launch import Pool
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    launch.warm_up()
+def ground(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
     root = tmp_path_factory.mktemp("hostile")
     prepare_outside(root)
-    make_base(root / "base")
+    make_base(root / "base", pool)
     return root
 
 
@@ -30,9 +30,9 @@ def test_there_are_enough_cases_with_names_of_their_own() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("case", chosen(CASES, one_in=5), ids=lambda case: case.name)
-def test_hostile_input_does_no_harm(ground: Path, case: Case) -> None:
-    assert problems_of(case, ground) == []
+@pytest.mark.parametrize("case", chosen([*checkpoints.CASES, *exports.CASES], one_in=5), ids=lambda case: case.name)
+def test_hostile_input_does_no_harm(ground: Path, pool: Pool, case: Case) -> None:
+    assert problems_of(case, ground, pool) == []
 
 
 def _reads_outside(folder: Path) -> list[str]:
@@ -56,7 +56,7 @@ def _copies(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("make", [_reads_outside, _writes_outside, _marks, _copies])
-def test_each_trap_can_be_sprung(ground: Path, make: object) -> None:
+def test_each_trap_can_be_sprung(ground: Path, pool: Pool, make: object) -> None:
     """What the user names on the command line may lie anywhere, so that these are no faults; the traps see them."""
     case = Case(f"trap{make.__name__}", make, None)  # type: ignore[attr-defined, arg-type]
-    assert problems_of(case, ground)
+    assert problems_of(case, ground, pool)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from composer3d.launch import Pool
 from hostile.case import run
 
 RECIPE = """\
@@ -34,7 +35,7 @@ STEPS = 2
 CHECKPOINT = f"runs/victim/checkpoints/step-{STEPS:08d}"
 
 
-def make_base(folder: Path) -> None:
+def make_base(folder: Path, pool: Pool) -> None:
     """Fill ``folder`` by the commands a user would run, and hold that each of them succeeds."""
     folder.mkdir()
     (folder / "corpus.txt").write_text("What a stranger sends is read with care. " * 40)
@@ -47,6 +48,6 @@ def make_base(folder: Path) -> None:
         ["convert", CHECKPOINT, "one.pt", "--to", "torch"],
     ]
     for command in commands:
-        outcome = run(command, folder)
+        outcome = run(command, folder, pool)
         assert outcome.status == 0, (command, outcome)
     assert json.loads((folder / CHECKPOINT / "manifest.json").read_text())["step"] == STEPS

@@ -11,7 +11,6 @@ touched outside of the case's folder:
 
 import contextlib
 import io
-import multiprocessing as mp
 import os
 import re
 import resource
@@ -20,9 +19,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from composer3d.cli import main
+from composer3d.launch import Pool, WorkerError
+from composer3d.starter import STORE
 
 LIMIT_CPU_S = 5.0
 LIMIT_WALL_S = 60.0  # many times the CPU time, for a machine that does other work too
@@ -44,12 +46,14 @@ class Case:
         says: a regular expression that what is printed must match; None where only the traps count, because the
             input may also be harmless (a random change of a byte).
         statuses: exit statuses that are right.
+        title: what the case is, where its name does not say that.
     """
 
     name: str
     make: Callable[[Path], list[str]]
     says: str | None
     statuses: tuple[int, ...] = _EXITS
+    title: str = ""
 
 
 @dataclass
@@ -78,13 +82,13 @@ def prepare_outside(root: Path) -> None:
     _state_of(outside)
 
 
-def problems_of(case: Case, root: Path) -> list[str]:
+def problems_of(case: Case, root: Path, pool: Pool) -> list[str]:
     """Run ``case`` in a new folder below ``root``, and say everything that is wrong with what happened."""
     folder, outside = root / case.name, root / "outside"
     folder.mkdir()
     arguments = case.make(folder)
     before = _state_of(outside)
-    outcome = run(arguments, folder)
+    outcome = run(arguments, folder, pool)
     after = _state_of(outside)
     problems = []
     if marker_of(folder).exists():
@@ -112,35 +116,24 @@ def problems_of(case: Case, root: Path) -> list[str]:
     return problems
 
 
-def run(arguments: list[str], folder: Path) -> Outcome:
+def run(arguments: list[str], folder: Path, pool: Pool) -> Outcome:
     """Run ``composer3d`` with ``arguments`` in ``folder``, in a process of its own that has torch already."""
-    context = mp.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, arguments, str(folder)), daemon=True)
-    process.start()
-    theirs.close()
+    task = {"arguments": arguments, "folder": str(folder)}
     try:
-        if not ours.poll(LIMIT_WALL_S):
-            return Outcome(traceback=f"no answer after {LIMIT_WALL_S:.0f} s")
-        answer: Outcome = ours.recv()
-        return answer
-    except EOFError:
-        process.join(5)
-        return Outcome(traceback=f"the process died with exit code {process.exitcode}")
-    finally:
-        process.kill()
-        process.join()
+        outcome: Outcome = pool.run(serve, task, world_size=1, limit_s=LIMIT_WALL_S)[0]
+        return outcome
+    except WorkerError as error:  # it died, or gave no answer
+        return Outcome(traceback=str(error))
 
 
-def _serve(pipe: Connection, arguments: list[str], folder: str) -> None:
+def serve(arguments: list[str], folder: str) -> Outcome:
+    """Run ``composer3d`` in this process, which ends afterwards, and say what it did."""
     os.chdir(folder)
     sys.argv = ["composer3d"]
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", STORE):
         os.environ.pop(name, None)
     outcome = Outcome()
     output = io.StringIO()
-    from composer3d.cli import main
-
     _watch(Path(folder), outcome.touched)
     begin = time.process_time()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -153,12 +146,12 @@ def _serve(pipe: Connection, arguments: list[str], folder: str) -> None:
     outcome.cpu_s = time.process_time() - begin
     outcome.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     outcome.output = output.getvalue()
-    pipe.send(outcome)
+    return outcome
 
 
 def _watch(folder: Path, touched: list[str]) -> None:
     """Note files that are opened for writing, renamed or removed outside of ``folder``, processes and connections."""
-    allowed = (str(folder.resolve()), "/dev/null", "/dev/shm", "/tmp/pymp-", "/tmp/torch", "/tmp/composer3d-")
+    allowed = (str(folder.resolve()), "/dev/null", "/dev/shm", "/tmp/torch", "/tmp/composer3d-")
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
