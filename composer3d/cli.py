@@ -5,18 +5,26 @@ import contextlib
 import io
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from composer3d.errors import UserError
+import composer3d
+from composer3d.errors import RecipeError, UserError
 from composer3d.planner.counts import parameters
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import is_text, one_line
+
+if TYPE_CHECKING:
+    from composer3d.recipe.load import Resolved
 
 DONE, INTERRUPTED, NO_READER = 0, 130, 141
 _VERIFY = "verify:main_verify"
+_RECIPES = {"cli:_check": "recipe", "job:main_train": "path", _VERIFY: "recipe"}  # the argument that names a recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,10 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Under torchrun only rank 0 prints what is wrong with the input. 141: nobody reads the output, as after ``| head``.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names in a file may hold what the terminal's encoding does not
+            stream.reconfigure(errors="backslashreplace")
     try:
-        status = _run(argv)
+        status = _run(sys.argv[1:] if argv is None else argv)
         print(end="", flush=True)
         return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:
         try:
             print(flush=True)
@@ -37,17 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise  # another pipe than ours
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str]) -> int:
     errors = sys.stderr if os.environ.get("RANK", "0") == "0" else io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            given = vars(_parser().parse_args(argv))
+            given = vars(_parser().parse_args(_check_sets(argv)))
     except SystemExit as stop:  # argparse has printed its help (0) or what is wrong (2)
         return int(stop.code or 0)
+    except UserError as error:
+        print(*error.lines, sep="\n", file=errors)
+        return error.status
     module, _, name = (run := given.pop("run")).partition(":")
     try:
-        if "" in given.values():
-            raise UserError("composer3d: an argument is empty; give it a value, or leave it out")
+        _check_texts(given)
+        if (argument := _RECIPES.get(run)) is not None:
+            given[argument] = _find_recipe(given[argument])
         function: Callable[..., int] = getattr(import_module(f"composer3d.{module}"), name)
         return function(**given)
     except UserError as error:
@@ -55,8 +72,40 @@ def _run(argv: Sequence[str] | None) -> int:
             print(json.dumps({"ok": False, "errors": error.lines}))
         print(*error.lines, sep="\n", file=errors)
         return error.status
-    except KeyboardInterrupt:
-        return INTERRUPTED
+
+
+def _check_sets(argv: Sequence[str]) -> Sequence[str]:
+    """Return the command line. Raises UserError where the value of a ``--set`` stands apart from its key.
+
+    argparse would only say that the value is not recognized.
+    """
+    for at, argument in enumerate(argv):
+        text = argv[at + 1] if argument == "--set" and at + 1 < len(argv) else None
+        if text is None or "=" in text or text.startswith("-"):
+            continue
+        after = [part for part in argv[at + 2 : at + 4] if not part.startswith("--")]
+        if after[:1] == ["="]:
+            after = after[1:]
+        value = after[0].removeprefix("=") if after else ""
+        if not value or value.endswith(".toml"):  # it is the recipe
+            value = "VALUE"
+        form = f"--set {one_line(text)}={one_line(value)}" if "." in text else "--set TABLE.KEY=VALUE"
+        raise UserError(f"--set {one_line(text)}: key and value are one argument; write {form}")
+    return argv
+
+
+def _check_texts(given: dict[str, Any]) -> None:
+    """Raises UserError where an argument is empty or holds what no file name and no key of a recipe can hold."""
+    for value in given.values():
+        if value == "":
+            raise UserError("composer3d: an argument is empty; give it a value, or leave it out")
+        for text in value if isinstance(value, list) else [value]:
+            # Of an override that is not UTF-8, the recipe's reader says which it is.
+            if isinstance(text, str) and ("\0" in text or not (is_text(text) or isinstance(value, list))):
+                raise UserError(
+                    f"composer3d: the argument {one_line(text)} holds a NUL byte or bytes that are not UTF-8; "
+                    "give the file or the value a name in UTF-8"
+                )
 
 
 def _check(*, recipe: str | None, sets: list[str], gpus: int | None, schema: bool, as_json: bool) -> int:
@@ -69,6 +118,7 @@ def _check(*, recipe: str | None, sets: list[str], gpus: int | None, schema: boo
     if recipe is None:
         raise UserError("composer3d check: give a RECIPE, or --schema for the vocabulary of recipes")
     resolved = load(recipe, sets, world_size=gpus)
+    _check_machine(resolved, here=gpus is None)
     if as_json:
         values = {"world_size": resolved.recipe.world_size, "recipe": asdict(resolved.recipe)}
         print(json.dumps({"ok": True, **values, "origins": resolved.origins}))
@@ -77,6 +127,38 @@ def _check(*, recipe: str | None, sets: list[str], gpus: int | None, schema: boo
         if resolved.takes_what_is_left and gpus is None:
             print("# mesh.dp_shard takes what is left of the world; --gpus N shows the recipe in a world of N")
     return DONE
+
+
+def _check_machine(resolved: "Resolved", *, here: bool) -> None:
+    """Raises RecipeError where this machine lacks what training needs. ``here``: it is the one that will train."""
+    from composer3d.recipe.machine import folder_problem, shows_a_gpu
+
+    lines = []
+    if (problem := folder_problem(resolved.recipe)) is not None:
+        lines.append(f"{resolved.place('run.out_dir')}: run.out_dir: {problem}")
+    if here and resolved.recipe.run.device == "cuda" and not shows_a_gpu():
+        lines.append(
+            f'{resolved.place("run.device")}: run.device = "cuda", but this machine shows no GPU; use --gpus N to '
+            'check for another machine, or run.device = "auto" or "cpu"'
+        )
+    if lines:
+        raise RecipeError(lines)
+
+
+def _find_recipe(name: str | None) -> str | None:
+    """The path of a recipe: a file, or one that comes with composer3d, by its name with or without ``.toml``."""
+    if name is None or os.path.lexists(name):
+        return name
+    own = Path(__file__).with_name("recipes")
+    bare = name.removeprefix("recipes/").removesuffix(".toml")
+    if os.path.basename(bare) != bare:
+        return name
+    if (found := own / f"{bare}.toml").is_file():
+        return str(found)
+    if name.endswith(".toml"):
+        return name  # it is said that there is no such file
+    names = ", ".join(sorted(path.stem for path in own.glob("*.toml")))
+    raise RecipeError(f"{one_line(name)}: no such file, nor a recipe of composer3d; those are {names}")
 
 
 def _summary(recipe: Recipe) -> str:
@@ -98,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer3d", description="Compose parallelisms for Llama-style models, and prove each composition exact."
     )
+    parser.add_argument("--version", action=_Version, help="print the versions of composer3d, torch and Python")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, run: str, does: str, *, recipe: str = "", answers: bool = True) -> Callable[..., Any]:
@@ -105,7 +188,12 @@ def _parser() -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=does, description=does, allow_abbrev=False)
         made.set_defaults(run=run)
         if recipe:
-            made.add_argument(recipe, metavar="RECIPE", nargs="?" if name == "check" else None, help="a TOML file")
+            made.add_argument(
+                recipe,
+                metavar="RECIPE",
+                nargs="?" if name == "check" else None,
+                help="a TOML file, or the name of one of composer3d's own",
+            )
             form, again = "TABLE.KEY=VALUE", "override a value; may be repeated"
             made.add_argument("--set", metavar=form, dest="sets", action="append", default=[], help=again)
         if answers:
@@ -121,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("verify", _VERIFY, "prove that a recipe's layout computes what one process computes", recipe="recipe")
     add("--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s")
-    add("--steps", metavar="N", type=_count, default=2, help="optimizer steps; default: %(default)s")
+    add("--steps", metavar="N", type=_count, default=3, help="optimizer steps; default: %(default)s")
     add("--layouts", metavar="FILE", help="prove many: a line of FILE is key=value overrides")
 
     add = command("prepare", "data.prepare:main_prepare", 'make token files, for data.source = "tokens"')
@@ -149,6 +237,23 @@ def _parser() -> argparse.ArgumentParser:
     add("path", metavar="PATH", help="as convert's SRC")
     add("--tensors", action="store_true", help="list each tensor")
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the versions that an issue should name, and ends. torch is not imported: its metadata says the version."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **keywords: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **keywords)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            torch = f"torch {version('torch')}"
+        except PackageNotFoundError:
+            torch = "no torch"
+        print(f"composer3d {composer3d.__version__} ({torch}, Python {platform.python_version()})")
+        parser.exit()
 
 
 def _count(text: str) -> int:

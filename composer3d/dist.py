@@ -2,6 +2,9 @@
 
 import ctypes
 import os
+import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d.errors import DeviceError, MeshError, UserError
+from composer3d.starter import STORE
 
 T = TypeVar("T")
 
@@ -53,29 +57,80 @@ def keep_freed_memory() -> None:
         mallopt(m_trim_threshold, never)
 
 
+def open_store(*, timeout_s: float = 600.0) -> dist.Store:
+    """The store through which the ranks of this job meet: that of our launcher, of torchrun, or of one process."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if STORE in os.environ:
+        return dist.FileStore(os.environ[STORE], size)
+    if "MASTER_ADDR" not in os.environ:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        return dist.HashStore()
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(agree_on_round(store, rank, size, timeout_s=timeout_s), store)
+
+
+def agree_on_round(store: dist.Store, rank: int, size: int, *, timeout_s: float) -> str:
+    """A name that the ranks of this start of the job share, and no start before it. Collective over the store.
+
+    torchrun keeps its store when it restarts the ranks, and numbers restarts apart on each node, so that keys of a
+    start before are found there, and no number is the same on all nodes. Here each rank greets with a word of its own.
+    Rank 0 answers every word with the round's name. An old greeting, or an old answer, has an old word in it: when
+    rank 0 sees that a greeting has changed, it answers again under a new name.
+
+    Raises MeshError where ranks are missing after ``timeout_s``.
+    """
+    word, until = uuid.uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"composer3d/greeting/{rank}", word)
+    known: list[bytes] = []
+    joined, name = "", ""
+    while time.monotonic() < until:
+        if rank == 0 and store.check([f"composer3d/greeting/{peer}" for peer in range(size)]):
+            words = store.multi_get([f"composer3d/greeting/{peer}" for peer in range(size)])
+            if words != known:
+                known, name = words, uuid.uuid4().hex
+                for peer, greeted in enumerate(words):
+                    store.set(f"composer3d/answer/{peer}", f"{name} {greeted.decode()}")
+        if store.check([mine := f"composer3d/answer/{rank}"]):
+            name, _, answered = store.get(mine).decode().partition(" ")
+            if answered == word and name != joined:
+                joined = name
+                if store.add(f"composer3d/{name}/joined", 1) == size:
+                    store.set(f"composer3d/{name}/all", "1")
+        if joined and store.check([f"composer3d/{joined}/all"]):
+            return f"composer3d/{joined}"
+        time.sleep(0.05)
+    raise MeshError(f"rank {rank} met not all of the {size} ranks within {timeout_s:.0f} s; are all nodes started?")
+
+
 @contextmanager
 def world(device: torch.device, *, timeout_s: float = 600.0, store: dist.Store | None = None) -> Iterator[torch.device]:
     """The default process group, formed from RANK and WORLD_SIZE and destroyed at the end, unless an error ends it.
 
     gloo on CPU, NCCL (with gloo for CPU tensors) on GPUs. A collective that waits longer than ``timeout_s`` has
-    lost its peers, and fails. One process forms a group as well, so that a single rank runs the lines that many run.
+    lost its peers, and fails; so it does in every group that is made later and names no time of its own. One process
+    forms a group as well, so that a single rank runs the lines that many run.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if store is None and "MASTER_ADDR" not in os.environ:
-        store = dist.HashStore()
+    timeout = timedelta(seconds=timeout_s)
+    # What DeviceMesh asks for its groups: it takes no time-out, and these would wait for half an hour.
+    c10d = dist.distributed_c10d
+    before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
+        store=open_store(timeout_s=timeout_s) if store is None else store,
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     yield device
     # Not after an error: NCCL would wait for peers that are stuck in a collective, and hide the error for as long.
     dist.destroy_process_group()
+    c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
 
 
 def gather(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -124,6 +179,5 @@ def check_same(what: str, value: object) -> None:
 
 
 def pool_world(*, timeout_s: float = 60.0) -> AbstractContextManager[torch.device]:
-    """The world of a task in ``launch.Pool``: gloo on CPU, met through the task's rendezvous file."""
-    store = dist.FileStore(os.environ["COMPOSER3D_STORE"], int(os.environ["WORLD_SIZE"]))
-    return world(torch.device("cpu"), timeout_s=timeout_s, store=store)
+    """The world of a task in ``launch.Pool``: gloo on CPU."""
+    return world(torch.device("cpu"), timeout_s=timeout_s)

@@ -45,3 +45,9 @@ class TrainingError(UserError):
     """Training cannot go on: a loss or a gradient is not finite."""
 
     status = 1
+
+
+class LostPeersError(UserError):
+    """Other ranks of the job have died or do not come to a collective. One rank has lines, the others none."""
+
+    status = 1

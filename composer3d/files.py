@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -85,8 +86,8 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it nests too deep") from None
 
 
-def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Replace ``path`` by a plain file with ``content``, whole or not at all.
+def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[bytes]) -> None:
+    """Replace ``path`` by a plain file with ``content``, in one piece or in several, whole or not at all.
 
     The content goes to a new file beside ``path``, which is synced and renamed over it. A link at ``path`` is replaced;
     nothing is ever written through it.
@@ -98,7 +99,8 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
     descriptor = _open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            content = content.encode() if isinstance(content, str) else content
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, target)
@@ -122,6 +124,20 @@ def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def refuse_foreign_link(path: str | os.PathLike[str]) -> None:
+    """Accept a symbolic link only where root or the user of this process made it, as Linux does in /tmp.
+
+    Raises NotPlainFileError where ``path`` is a link of another user: what is written below it would go elsewhere.
+    """
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
+        problem = f"is a symbolic link of another user (uid {found.st_uid}), which is not followed; remove it"
+        raise NotPlainFileError(errno.ELOOP, problem, os.fspath(path))
 
 
 def _open(path: str | os.PathLike[str], flags: int) -> int:

@@ -4,32 +4,17 @@ Axes, outermost to innermost: ``pp, dp_replicate, dp_shard, cp, tp``. The innerm
 traffic is the most frequent and the hardest to hide. Private API of DeviceMesh stays in this file.
 """
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer3d.errors import MeshError
+from composer3d.ranks import coordinates, identity
 from composer3d.recipe.schema import AXES, MeshTable
-
-
-def coordinates(rank: int, table: MeshTable) -> dict[str, int]:
-    """The place of ``rank`` on each axis of ``table``, whose sizes must all be known."""
-    places = np.unravel_index(rank, [getattr(table, axis) for axis in AXES])
-    return dict(zip(AXES, map(int, places), strict=True))
-
-
-def identity(rank: int, table: MeshTable, device_type: str = "cpu") -> str:
-    """Who a rank is, for its logs and errors: ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``."""
-    at = coordinates(rank, table)
-    place = f"pp{at['pp']} dp{at['dp_replicate'] * table.dp_shard + at['dp_shard']} cp{at['cp']} tp{at['tp']}"
-    gpu = "" if device_type == "cpu" else f" gpu {os.environ.get('LOCAL_RANK', '0')}"
-    return f"rank {rank} ({place}, node {os.environ.get('GROUP_RANK', '0')}{gpu})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,24 +5,35 @@ resumed. Throughput and seconds are averages over the steps since the last logge
 count as training time.
 """
 
+import errno
+import itertools
 import json
 import math
+import os
 import resource
+import stat
 import sys
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from composer3d import log
+from composer3d.errors import UserError
+from composer3d.files import open_own, open_plain, parse_json, write_atomic
 from composer3d.recipe.schema import MetricsTable
 
 FILE = "metrics.jsonl"
+_FILE_LIMIT = 1 << 30  # bytes of metrics.jsonl, two million lines and more
+_LINE_LIMIT = 64 << 10  # bytes; a line of metrics has some hundred
+_LINE_START = b'{"step": '
 
 _GROUPS = {"optim": "grad_norm lr", "time": "step_s data_s validation_s checkpoint_s"}
 _GROUPS["speed"] = "tokens_per_s tokens_per_s_per_rank tflops_per_rank mfu cp_balance"
@@ -36,10 +47,13 @@ class Metrics:
 
     Steps are counted from 1: ``step`` is the number of optimizer steps that are done. Every ``table.every`` steps, at
     the first step after the start and at the last one, a line goes to the log, to ``run_dir/metrics.jsonl`` and to
-    ``run_dir/tensorboard``. What an earlier process logged beyond ``start_step`` is dropped from both files, so that a
-    resumed run has one curve. ``step`` lists the keys of a line of metrics.jsonl, with units.
+    TensorBoard's event files in ``run_dir``. What an earlier process logged beyond ``start_step`` is dropped from both,
+    so that a resumed run has one curve. ``step`` lists the keys of a line of metrics.jsonl, with units.
 
     The clock starts when it is made, so it is made right before the first step.
+
+    Raises:
+        UserError, OSError: on the main rank alone, where the files cannot be written.
     """
 
     run_dir: Path
@@ -67,8 +81,13 @@ class Metrics:
             # Imported here: it takes a second, and only one rank of a job needs it.
             from torch.utils.tensorboard import SummaryWriter
 
-            purge_step = self.start_step + 1 if self.start_step else 0
-            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step, flush_secs=10)
+            _move_old_events(self.run_dir)
+            self._tensorboard = SummaryWriter(
+                str(self.run_dir),  # TensorBoard names a run by the folder of its event files
+                purge_step=self.start_step + 1 if self.start_step else 0,
+                flush_secs=10,
+                filename_suffix=f".{uuid.uuid4().hex}",  # a name that nobody can guess and place a link at
+            )
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -140,8 +159,7 @@ class Metrics:
     def _write(self, step: int, values: Mapping[str, float | None]) -> None:
         finite = {key: value if value is not None and math.isfinite(value) else None for key, value in values.items()}
         try:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"step": step, **finite}) + "\n")
+            _append(self._path, (json.dumps({"step": step, **finite}) + "\n").encode())
             for key, value in values.items():
                 if value is not None and self._tensorboard is not None:
                     self._tensorboard.add_scalar(_TAGS[key], value, step)
@@ -165,16 +183,81 @@ class Metrics:
         )
 
 
+def _append(path: Path, line: bytes) -> None:
+    """Add a line to the end of a file, whole or not at all. Raises OSError, as where the disk is full."""
+    with open_own(path, append=True) as file:
+        number = file.fileno()
+        end = os.fstat(number).st_size
+        if os.write(number, line) < len(line):  # not buffered: what is left would be written when the file is closed
+            os.ftruncate(number, end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keeps the lines of steps up to ``step``; a last line that a killed process tore is dropped too."""
-    kept = []
-    for text in path.read_text().splitlines() if step and path.exists() else []:
-        with suppress(json.JSONDecodeError):
-            if json.loads(text)["step"] <= step:
-                kept.append(text + "\n")
-    new = path.with_suffix(".new")
-    new.write_text("".join(kept))
-    new.replace(path)
+    """Keep the lines of steps up to ``step``, and none where that is 0; make the file where there is none.
+
+    A last line that a killed process tore is dropped too. A file with anything else that is no line of metrics is kept
+    beside, as ``metrics.jsonl.1`` or the next free number, so that nothing is lost that someone put there.
+
+    Raises:
+        UserError: ``path`` is no plain file, or cannot be read.
+        OSError: the new file cannot be written.
+    """
+    try:
+        file = open_plain(path, follow_links=False)
+    except FileNotFoundError:
+        open_own(path).close()
+        return
+    except OSError as error:
+        raise UserError(f"{path} {error.strerror}; the run writes its metrics there: move it away") from None
+    with file:
+        large = os.fstat(file.fileno()).st_size > _FILE_LIMIT
+        if large or any(_step_of(line) is None for line in _lines(file)):
+            beside = _free_name(path)
+            os.rename(path, beside)
+            why = f"is larger than {_FILE_LIMIT:,} bytes" if large else "holds what is no line of metrics"
+            log.get().warning(f"{path} {why}: it is kept as {beside}")
+        file.seek(0)
+        lines = _lines(file) if step and not large else ()
+        write_atomic(path, (line for line in lines if (found := _step_of(line)) is not None and found <= step))
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, but for a last one that a killed process tore. A line that is too long comes in pieces."""
+    while line := file.readline(_LINE_LIMIT):
+        torn = not line.endswith(b"\n") and len(line) < _LINE_LIMIT
+        if line != b"\n" and not (torn and (line.startswith(_LINE_START) or _LINE_START.startswith(line))):
+            yield line
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line of metrics; None where it is something else."""
+    try:
+        values = parse_json(line)
+    except ValueError:
+        return None
+    step = values.get("step") if isinstance(values, dict) else None
+    return step if type(step) is int and step >= 0 else None
+
+
+def _free_name(path: Path) -> Path:
+    """``path`` with the first number at its end that no file has."""
+    return next(name for n in itertools.count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.{n}")))
+
+
+def _move_old_events(run_dir: Path) -> None:
+    """Bring the event files of a run of composer3d 0.1, which are in ``tensorboard``, where new ones are written.
+
+    TensorBoard would else show the curve in two runs, NAME and NAME/tensorboard.
+    """
+    old = run_dir / "tensorboard"
+    if old.is_symlink() or not old.is_dir():
+        return
+    for file in sorted(old.glob("events.out.tfevents.*")):
+        if stat.S_ISREG(file.lstat().st_mode) and not os.path.lexists(run_dir / file.name):
+            file.rename(run_dir / file.name)
+    with suppress(OSError):  # a user's files are in it
+        old.rmdir()
 
 
 def _peak_memory_gib(device_type: str) -> float:

@@ -1,27 +1,26 @@
 """Training: ``build`` makes a ``Run`` of a recipe, ``run`` is the loop, top to bottom."""
 
-import fcntl
 import math
 import os
-import platform
 import signal
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composer3d import dist as distributed
-from composer3d import hardware, log
+from composer3d import files, hardware, log
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.claim import Claim, read_note
+from composer3d.convert.assets import assets_of
 from composer3d.convert.start import load_hf
 from composer3d.data import Batch, Corpus, Loader, open_corpus
 from composer3d.data.loader import number_documents
@@ -35,7 +34,8 @@ from composer3d.parallel.cp import cut
 from composer3d.parallel.plans import llama_plan
 from composer3d.parallel.tiles import spans
 from composer3d.planner import counts
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.changes import Change, changes, values_of
+from composer3d.recipe.schema import CheckpointTable, Recipe
 from composer3d.shape import IGNORE_INDEX
 
 
@@ -45,7 +45,7 @@ class Run:
 
     recipe: Recipe
     resolved_toml: str  # the recipe with the origin of each value
-    claim: IO[str] | None  # the lock on the run's folder, on rank 0; it ends with ``run``, or with the process
+    claim: Claim | None  # on the run's folder, on rank 0; it ends with ``run``, or with the process
     stages: Stages
     optimizer: torch.optim.AdamW
     loader: Loader
@@ -66,6 +66,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     mesh = Mesh.build(recipe.mesh, device)
     data = recipe.data
     folder = Path(recipe.run.out_dir) / recipe.run.name
+    distributed.on_all("run.out_dir", lambda: _refuse_foreign_links(folder))
     claim = claim_folder(folder)
     corpus, held_out = distributed.on_all("data", lambda: open_data(recipe))
     distributed.check_same("the data", {"train": corpus.digest, "validation": held_out and held_out.digest})
@@ -73,13 +74,21 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
     loader = make_loader(recipe, mesh, corpus, seed=data.seed)
     checkpoint = recipe.checkpoint
-    store = Store(folder / "checkpoints", keep=checkpoint.keep, background=checkpoint.async_save)
+    store = Store(
+        folder / "checkpoints",
+        keep=checkpoint.keep,
+        background=checkpoint.async_save,
+        timeout_s=60 * checkpoint.timeout_minutes,
+    )
     resumed = resume(recipe, store, stages, optimizer, loader)
     if resumed is None and recipe.model.hf is not None:
         load_hf(recipe.model.hf, stages)
+    belongs = partial(assets_of, recipe, corpus.end_of_document, store.loaded)
+    store.assets = distributed.on_all("assets", belongs if mesh.rank == 0 else dict)
     store.warm_up(stages, optimizer)
     # Not before: a recipe that cannot resume must not replace the one that made the run.
-    distributed.on_all("recipe.toml", lambda: mesh.rank or (folder / "recipe.toml").write_text(resolved_toml))
+    keep_recipe = partial(write_recipe, folder, resolved_toml, step=resumed or 0)
+    distributed.on_all("recipe.toml", keep_recipe if mesh.rank == 0 else lambda: None)
     if mesh.table.cp > 1 or data.packing != "none":
         queries = torch.empty(
             0, recipe.model.head_width, dtype=getattr(torch, recipe.precision.computes_in), device=device
@@ -87,7 +96,8 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         how = f"{recipe.parallel.cp_method} over cp {mesh.table.cp}, {recipe.parallel.cp_balance}"
         log.get().info(f"attention: {how}; its kernel: {kernels.kernel_of(queries)}")
     row = hardware.find(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-    metrics = Metrics(
+    measured = partial(
+        Metrics,
         folder,
         recipe.metrics,
         total_steps=recipe.run.steps,
@@ -99,40 +109,67 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         main=mesh.rank == 0,
         start_step=resumed or 0,
     )
+    metrics = distributed.on_all("metrics", measured)
     return Run(recipe, resolved_toml, claim, stages, optimizer, loader, held_out, store, metrics, step=resumed or 0)
 
 
-def claim_folder(folder: Path) -> IO[str] | None:
-    """Make the run's folder, lock it, and hold that every rank can read there what rank 0 writes. Collective.
+def _refuse_foreign_links(folder: Path) -> None:
+    for path in (folder, folder / "checkpoints"):
+        try:
+            files.refuse_foreign_link(path)
+        except OSError as error:
+            raise UserError(f"run.out_dir: {path} {error.strerror}") from None
 
-    Rank 0 gets the file that holds the lock for as long as it is open.
+
+def write_recipe(folder: Path, resolved_toml: str, *, step: int) -> None:
+    """Write ``recipe.toml``. Where it replaces one with other values, keep that as ``recipe-STEP.toml``.
+
+    ``step``: the steps that are done, which is how far the former recipe came. An earlier file of that name stays: it
+    is the one that made those steps. Nothing is written through a link.
+    """
+    path = folder / "recipe.toml"
+    if step:
+        kept = folder / f"recipe-{step:08d}.toml"
+        try:
+            former = files.read_plain(path, limit=files.MIB, follow_links=False)
+        except (FileNotFoundError, files.NotPlainFileError):
+            former = resolved_toml.encode()
+        if not _same_values(former, resolved_toml) and not os.path.lexists(kept):
+            files.write_atomic(kept, former)
+    files.write_atomic(path, resolved_toml)
+
+
+def _same_values(former: bytes, resolved_toml: str) -> bool:
+    try:
+        return values_of(former.decode()) == values_of(resolved_toml)
+    except ValueError:
+        return False
+
+
+def claim_folder(folder: Path) -> Claim | None:
+    """Make the run's folder, claim it, and hold that every rank can read there what rank 0 writes. Collective.
+
+    Rank 0 gets the claim.
 
     Raises:
         UserError: on every rank, where it cannot be written, another job has it, or the nodes do not share it.
     """
-    note = folder / "lock"
-
-    def lock() -> IO[str]:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(note, "a+")  # noqa: SIM115  # open for as long as the job lasts
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = note.read_text() or "another job"
-            way_out = "wait for its end, or give this run another run.name"
-            raise UserError(f"{folder} is in use by {holder}; {way_out}") from None
-        except OSError as error:
-            log.get().warning(f"{note} cannot be locked ({error}): see to it that no second job uses {folder}")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()} (job {uuid.uuid4().hex})")
-        file.flush()
-        os.fsync(file.fileno())  # for the ranks of other nodes
-        return file
-
-    claim = distributed.on_all("run.out_dir", lock if dist.get_rank() == 0 else lambda: None)
-    seen = note.read_text() if note.exists() else "no such folder"
+    main = dist.get_rank() == 0
+    claim = distributed.on_all("run.out_dir", lambda: Claim(folder) if main else None)
+    try:
+        seen = read_note(folder)
+    except OSError as error:
+        seen = f"no note of the job ({error.strerror})"
     distributed.check_same(f"the folder {folder} (run.out_dir)", seen)
     return claim
+
+
+def check_claim(claim: Claim | None) -> None:
+    """Hold before a save that the run's folder is still this job's. Collective.
+
+    Raises TrainingError on every rank where it is not.
+    """
+    distributed.on_all("run.out_dir", claim.check if claim is not None else lambda: None)
 
 
 def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
@@ -177,6 +214,9 @@ def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loa
 def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.AdamW, loader: Loader) -> int | None:
     """Load the run's newest whole checkpoint, or what ``checkpoint.resume`` seeds a new run with. Collective.
 
+    What the recipe changes since the checkpoint was made goes to the log. Of a run's own checkpoint it may not change
+    the seeds, the data or the model; what seeds a new run need not have its ``run.seed``.
+
     Returns:
         The number of steps done, 0 after a checkpoint of weights alone; None where there is nothing to load.
 
@@ -206,14 +246,26 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
     ]
     if lines:
         raise CheckpointError([*lines, "a checkpoint goes on with the model it was made of; set it back"])
+    changed = _changes_since(path, manifest, recipe)
+    is_own = path.resolve().parent == store.folder.resolve()
+    for change in changed:
+        if change.key == "run.seed" and is_own:
+            raise CheckpointError(
+                f"{path} was made with run.seed = {change.then}, but the recipe says {change.now}: a run keeps its "
+                "seed; set it back, or start anew under another run.name"
+            )
+    if manifest.data is not None:  # before anything is loaded: it refuses other data and another order of samples
+        try:
+            loader.load_state_dict(manifest.data)
+        except KeyError as key:
+            raise CheckpointError(f"{path}: the state of its loader has no {key}; it cannot be continued") from None
     store.load(path, stages, optimizer)
+    if changed:
+        shown = [f"  {change.key}: {change.then} -> {change.now}" for change in changed]
+        log.get().info("\n".join([f"the recipe differs from that of {path}:", *shown]))
     if manifest.data is None:
         log.get().info(f"starting from the weights of {path}")
         return 0
-    try:
-        loader.load_state_dict(manifest.data)
-    except KeyError as key:
-        raise CheckpointError(f"{path}: the state of its loader has no {key}; it cannot be continued") from None
     lr = learning_rate(manifest.step - 1, recipe.optim, recipe.run.steps)
     if manifest.lr is not None and lr != manifest.lr and stages.mesh.rank == 0:
         log.get().warning(
@@ -222,6 +274,34 @@ def resume(recipe: Recipe, store: Store, stages: Stages, optimizer: torch.optim.
         )
     log.get().info(f"resumed from {path}: {manifest.step} of {recipe.run.steps} steps are done")
     return manifest.step
+
+
+def _changes_since(path: Path, manifest: Manifest, recipe: Recipe) -> list[Change]:
+    if not manifest.recipe:  # of weights that no run of ours has made
+        return []
+    try:
+        return changes(manifest.recipe, recipe)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the recipe in its manifest cannot be read: {error}") from None
+
+
+@dataclass
+class Cadence:
+    """When a checkpoint is due: every so many steps, or so many minutes after the last one, whichever is first."""
+
+    table: CheckpointTable
+    saved_at_s: float  # of ``time.monotonic``; at first that of the start
+
+    def is_time(self) -> bool:
+        """Whether the minutes are over, by this process's clock: one rank asks, and the others learn it from that."""
+        minutes = self.table.every_minutes
+        return minutes > 0 and time.monotonic() - self.saved_at_s >= 60 * minutes
+
+    def is_step(self, step: int) -> bool:
+        return self.table.every > 0 and step % self.table.every == 0
+
+    def saved(self) -> None:
+        self.saved_at_s = time.monotonic()
 
 
 def run(run: Run) -> int:
@@ -247,6 +327,7 @@ def run(run: Run) -> int:
 
 def _loop(run: Run, total: int, stops: list[int]) -> int:
     recipe, mesh, metrics = run.recipe, run.stages.mesh, run.metrics
+    cadence = Cadence(recipe.checkpoint, time.monotonic())
     while run.step < total:
         # Whatever draws random numbers draws those of the step, on any layout and after any resume.
         torch.manual_seed((recipe.run.seed << 32) + run.step & 2**63 - 1)
@@ -264,20 +345,25 @@ def _loop(run: Run, total: int, stops: list[int]) -> int:
         update(run.stages, run.optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
         run.step += 1
         metrics.step(run.step, loss=loss, grad_norm=norm, lr=lr, more=partial(_balance, recipe, batch))
-        stopping, failed = map(int, mesh.max_over_world(stops[0] if stops else 0, run.store.failed))
+        # Clocks differ, and a save is collective: rank 0's decides.
+        is_time = mesh.rank == 0 and cadence.is_time()
+        seen = mesh.max_over_world(stops[0] if stops else 0, run.store.failed, is_time)
+        stopping, failed, due = map(int, seen)
         if failed:
             run.store.wait()
         last = run.step == total
         # Saved before validation: a validation that fails, or that a signal leaves no time for, must lose nothing.
-        if last or stopping or (recipe.checkpoint.every and run.step % recipe.checkpoint.every == 0):
+        if last or stopping or due or cadence.is_step(run.step):
             with metrics.timer("checkpoint"):
+                check_claim(run.claim)
                 run.store.save(_manifest(run, lr), run.stages, run.optimizer)
+            cadence.saved()
         if stopping and not last:
             log.get().info(f"stopped by signal {stopping} after step {run.step}; the same command goes on from there")
             return stopping
         if run.held_out is not None and (last or run.step % recipe.validation.every == 0):
             with metrics.timer("validation"):
-                validation_loss = validate(run, run.held_out)
+                validation_loss = validate(recipe, run.stages, run.held_out)
             metrics.validation(run.step, validation_loss)
     return 0
 
@@ -323,14 +409,14 @@ def update(stages: Stages, optimizer: torch.optim.Optimizer, *, norm: float, max
     optimizer.step()
 
 
-def validate(run: Run, held_out: Corpus) -> float:
+def validate(recipe: Recipe, stages: Stages, held_out: Corpus) -> float:
     """Mean loss over the valid tokens of ``validation.steps`` global batches of the held-out text.
 
     They are drawn from all of it, and are the same at every validation of every run.
     """
-    loader = make_loader(run.recipe, run.stages.mesh, held_out, seed=0)
-    parts = [evaluate_batch(run.stages, next(loader)) for _ in range(run.recipe.validation.steps)]
-    loss, tokens = run.stages.mesh.sum_over_world(*map(sum, zip(*parts, strict=True)))
+    loader = make_loader(recipe, stages.mesh, held_out, seed=0)
+    parts = [evaluate_batch(stages, next(loader)) for _ in range(recipe.validation.steps)]
+    loss, tokens = stages.mesh.sum_over_world(*map(sum, zip(*parts, strict=True)))
     return loss / max(tokens, 1.0)
 
 

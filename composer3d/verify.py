@@ -1,14 +1,15 @@
 """``composer3d verify``: prove that a layout computes what one process computes.
 
 The recipe's model and mesh are shrunk to what a laptop runs, with every predicate that matters kept. The composed job
-and a plain one-process loop then train on the same random global batches, and loss, gradient norm, every gradient and
-every weight are compared after each step, shard by shard, on the rank that holds it. This side of it starts no torch:
-workers do (``verify_worker``).
+and a plain one-process loop then train on the same global batches, and loss, gradient norm, every gradient and every
+weight are compared after each step, shard by shard, on the rank that holds it; so is the loss of a validation.
+
+Steps 1, 3, 5 take their batches from a small corpus in memory, as training does: through its loader, with the recipe's
+packing, learning rates and validation. Steps 2, 4, 6 take random batches, with labels that no corpus has. The recipe's
+own data is never opened. This side of it starts no torch: workers do (``verify_worker``).
 """
 
 import json
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from typing import Any
 
 from composer3d.errors import UserError
 from composer3d.files import MIB, read_plain
-from composer3d.launch import Pool, WorkerError
+from composer3d.launch import Pool, WorkerError, temporary_folder
 from composer3d.recipe.load import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import one_line
@@ -30,15 +31,15 @@ def main_verify(*, recipe: str, sets: Sequence[str], dtype: str, steps: int, lay
     begin = time.monotonic()
     lines = [""] if layouts is None else _layout_lines(layouts)
     verdicts = []
-    with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-verify-") as folder:
+    with Pool() as pool, temporary_folder("composer3d-verify-") as folder:
         for line in lines:
-            verdict = verify_layout(pool, Path(folder), recipe, [*sets, *line.split()], dtype=dtype, steps=steps)
+            verdict = verify_layout(pool, folder, recipe, [*sets, *line.split()], dtype=dtype, steps=steps)
             verdicts.append(verdict)
             _print_verdict(verdict, line)
     passed = all(verdict.passed for verdict in verdicts)
     if len(verdicts) > 1:
         good = sum(verdict.passed for verdict in verdicts)
-        print(f"{good} of {len(verdicts)} layouts are exact, in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+        print(f"{good} of {len(verdicts)} layouts are exact, in {time.monotonic() - begin:.0f} s")
     if as_json:
         results = [asdict(verdict) for verdict in verdicts]
         print(json.dumps(results[0] if layouts is None else {"passed": passed, "results": results}))
@@ -125,6 +126,6 @@ def _print_verdict(verdict: Verdict, line: str) -> None:
     errors = (verdict.loss_rel_err, verdict.grad_norm_rel_err, verdict.max_grad_rel_err, verdict.max_weight_rel_err)
     shown = ["-" if error is None else f"{error:.0e}" for error in errors]
     numbers = "  ({})  loss {}  norm {}  grad {}  weight {}".format(verdict.dtype, *shown)
-    print(f"{word} {line or verdict.layout}{'' if verdict.refused else numbers}", file=sys.stderr)
+    print(f"{word} {line or verdict.layout}{'' if verdict.refused else numbers}", flush=True)
     if verdict.error:
-        print(f"        {verdict.error}", file=sys.stderr)
+        print(f"        {verdict.error}", flush=True)

@@ -9,15 +9,30 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 from composer3d.recipe.schema import AXES, Recipe
 
 _EXACT = {"float64": 1e-9, "float32": 1e-5}
-_SCALARS = {"loss": "loss", "norm": "gradient norm"}
+# A tensor's error is relative to its norm, or to this part of the norm of all where that is more: float32 rounds 2^29
+# times as coarsely.
+_LEAST = {"float64": 1e-12, "float32": 1e-12 * 2**29}
+# A gradient may differ by this many times what float32 alone was seen to differ by, but not by more than _MOST: beyond
+# that, a wrong one could hide in it.
+_NOISE, _MOST = 8, 1e-3
+_ROUNDING = 2.0**-52
+# In float32, of the gradient norm after clipping: clipping sets it, and rounds each element once.
+_CLIPPED = 5e-7
+_SCALARS = {"loss": "loss", "norm": "gradient norm", "clipped": "gradient norm after clipping"}
 # Verdict's name of each kind. Of one step the first kind that is off is blamed: a wrong norm spoils weights.
-_BLAMED = {"gradient": "max_grad", "loss": "loss", "norm": "grad_norm", "weight": "max_weight"}
+_BLAMED = {
+    "gradient": "max_grad",
+    "loss": "loss",
+    "norm": "grad_norm",
+    "clipped": "grad_norm",
+    "weight": "max_weight",
+}
 
 
 @dataclass(kw_only=True)
@@ -52,9 +67,13 @@ class Piece(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the judge knows of the one-process run: float32's own ``spread``; by kind and step each tensor's norm."""
+    """What the judge knows of the one-process run, which computes in float64.
 
-    spread: float
+    ``noise``: with float32, by step, how far from each gradient float32 alone came (``verify_rounding.noise``).
+    ``norms``: by kind and step, each tensor's norm. ``shapes``: of each parameter.
+    """
+
+    noise: list[dict[str, float]]
     norms: dict[str, list[dict[str, float]]]
     shapes: dict[str, list[int]]
 
@@ -66,35 +85,51 @@ class Tensor(NamedTuple):
     kind: str
     name: str
     error: float
+    allowed: float
     pieces: list[tuple[int, Piece]]  # with their ranks, the worst first
     boxes: list[Piece]  # the worst piece of each box
     problem: str | None
 
 
+class Found(NamedTuple):
+    """One comparison: of a tensor, or of a number as one rank has it."""
+
+    step: int
+    kind: str
+    error: float
+    allowed: float
+
+    @property
+    def off(self) -> bool:
+        return not self.error <= self.allowed  # what is not a number is off
+
+
 def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: Known) -> Verdict:
     """Fill in ``verdict`` from what ``verify_worker.run_composed`` returned on each rank."""
-    tight = _EXACT[verdict.dtype]
-    late = tight if verdict.dtype == "float64" else max(tight, 4 * known.spread)
-    tensors = _put_together(ranks, known)
-    errors = [(t.step, t.kind, t.error) for t in tensors]
-    errors += [(step, kind, error) for rank in ranks for kind in _SCALARS for step, error in enumerate(rank[kind])]
-    for kind, name in _BLAMED.items():
-        every = [error for _, each, error in errors if each == kind]
+    tensors = _put_together(ranks, known, verdict.dtype)
+    found = [Found(t.step, t.kind, t.error, t.allowed) for t in tensors]
+    steps = len(known.norms["weight"])
+    for (kind, count), rank in product({"loss": steps + 1, "norm": steps, "clipped": steps}.items(), ranks):
+        # What a rank has not compared is off.
+        errors = [*rank[kind], *[math.inf] * (count - len(rank[kind]))]
+        allowed = _CLIPPED if verdict.dtype == "float32" and kind == "clipped" else _EXACT[verdict.dtype]
+        found += [Found(step, kind, error, allowed) for step, error in enumerate(errors)]
+    for name in dict.fromkeys(_BLAMED.values()):
+        every = [each.error for each in found if _BLAMED[each.kind] == name]
         setattr(verdict, f"{name}_rel_err", max(every, default=0.0) if all(map(math.isfinite, every)) else None)
-    verdict.worst_parameter = max(tensors, key=lambda t: t.error).name
-    # The first step's gradients have the tight bound: nothing has been stepped yet.
-    off = [found for found in errors if not found[2] <= (tight if found[0] == 0 and found[1] != "weight" else late)]
+    verdict.worst_parameter = max(tensors, key=lambda t: t.error / t.allowed).name
+    off = [each for each in found if each.off]
     verdict.passed = not off
     if verdict.passed:
         return verdict
-    step, kind, error = min(off, key=lambda found: (found[0], [*_BLAMED].index(found[1]), -found[2]))
+    step, kind, error, _ = min(off, key=lambda each: (each.step, [*_BLAMED].index(each.kind), -each.error))
     if kind in _SCALARS:
-        what = "validation loss" if step == len(known.norms["weight"]) else f"{_SCALARS[kind]} at step {step + 1}"
-        right = "every gradient and weight" if {found[1] for found in off} <= {*_SCALARS} else "every gradient so far"
+        what = "validation loss" if step == steps else f"{_SCALARS[kind]} at step {step + 1}"
+        right = "every gradient and weight" if {each.kind for each in off} <= {*_SCALARS} else "every gradient so far"
         verdict.error = f"{what} is off by {error:.1e}, while {right} is right"
         return verdict
     alike = [t for t in tensors if (t.step, t.kind) == (step, kind)]
-    beyond = [t for t in alike if (step, kind, t.error) in off]
+    beyond = [t for t in alike if not t.error <= t.allowed]
     blamed = max(beyond, key=lambda t: t.error)
     verdict.worst_parameter = blamed.name
     which = _which([t.name for t in beyond], {t.name for t in alike})
@@ -103,7 +138,7 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     return verdict
 
 
-def _put_together(ranks: list[dict[str, Any]], known: Known) -> list[Tensor]:
+def _put_together(ranks: list[dict[str, Any]], known: Known, dtype: str) -> list[Tensor]:
     held: dict[tuple[int, str, str], list[tuple[int, Piece]]] = defaultdict(list)
     for rank, measured in enumerate(ranks):
         for piece in measured["pieces"]:
@@ -112,7 +147,6 @@ def _put_together(ranks: list[dict[str, Any]], known: Known) -> list[Tensor]:
     tensors = []
     for kind, steps in known.norms.items():
         for step, norms in enumerate(steps):
-            least = max(1e-12 * math.hypot(*norms.values()), 1e-300)
             for name in norms | dict.fromkeys(name for s, k, name in held if (s, k) == (step, kind)):
                 pieces = sorted(held[step, kind, name], key=lambda held: -held[1].diff)
                 boxes: dict[Any, Piece] = {}
@@ -121,10 +155,29 @@ def _put_together(ranks: list[dict[str, Any]], known: Known) -> list[Tensor]:
                 problem = next((piece.problem for _, piece in pieces if piece.problem), None)
                 if problem is None and name in known.shapes:
                     problem = _uncovered(name, known.shapes[name], sorted(boxes))
-                error = math.sqrt(sum(box.diff for box in boxes.values())) / max(norms.get(name, 0.0), least)
+                problem = problem or _not_held(name, {rank for rank, _ in pieces}, ranks)
+                size = _size(norms.get(name, 0.0), math.hypot(*norms.values()), dtype)
+                error = math.sqrt(sum(box.diff for box in boxes.values())) / size
                 error = math.inf if problem else error
-                tensors.append(Tensor(step, kind, name, error, pieces, list(boxes.values()), problem))
+                noise = known.noise[step].get(name, 0.0) / size if dtype == "float32" and kind == "gradient" else 0.0
+                allowed = _allowed(kind, dtype, noise)
+                tensors.append(Tensor(step, kind, name, error, allowed, pieces, list(boxes.values()), problem))
     return tensors
+
+
+def _size(norm: float, of_all: float, dtype: str) -> float:
+    """What the error of a tensor is relative to, by its norm and that of all."""
+    if norm <= _ROUNDING * of_all and dtype == "float64":
+        # It is zero but for rounding, as is the gradient of a query that sees one key: a rounding of all is allowed.
+        return max(_ROUNDING * of_all / _EXACT[dtype], 1e-300)
+    return max(norm, _LEAST[dtype] * of_all, 1e-300)
+
+
+def _allowed(kind: str, dtype: str, noise: float) -> float:
+    """The bound of a tensor's error. Of a weight in float32 ``Replay`` has taken off what rounding explains."""
+    if kind == "weight":
+        return _EXACT["float64"]
+    return min(max(_EXACT[dtype], _NOISE * noise), _MOST)
 
 
 def _uncovered(name: str, shape: Sequence[int], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
@@ -135,6 +188,15 @@ def _uncovered(name: str, shape: Sequence[int], boxes: list[tuple[tuple[int, ...
             return f"ranks hold parts of {name} that overlap: {list(a_size)} at {list(a)}, {list(b_size)} at {list(b)}"
     count, whole = sum(math.prod(size) for _, size in boxes), math.prod(shape)
     return None if count == whole else f"ranks hold only {count} of {whole} elements of {name}"
+
+
+def _not_held(name: str, holders: set[int], ranks: list[dict[str, Any]]) -> str | None:
+    """What is wrong where not all ranks of one stage, and they alone, hold a tensor, though replicas may hide it."""
+    stages = {ranks[rank]["at"]["pp"] for rank in holders}
+    if len(stages) > 1:
+        return f"pipeline ranks {', '.join(map(str, sorted(stages)))} hold {name}, which is one stage's"
+    lacking = [rank for rank, each in enumerate(ranks) if each["at"]["pp"] in stages and rank not in holders]
+    return f"{name} is missing on rank {lacking[0]}, while others of its stage hold it" if lacking else None
 
 
 def _headline(tensor: Tensor, ranks: list[dict[str, Any]]) -> str:

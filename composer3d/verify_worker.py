@@ -1,72 +1,50 @@
-"""What the workers of ``verify`` run: the plain one-process training, and the composed one held against it."""
+"""What the workers of ``verify`` run: the plain one-process training, and the composed one held against it.
+
+Both train on the first batch of a small corpus, then on a random batch, and so on by turns (``verify_data``). The
+composed side takes the corpus through the functions that training calls, for batches, gradients, learning rate, update
+and validation, so that what it proves is what runs. The plain side follows the documented rules with code of its own.
+Random batches hold what no corpus gives: a micro-batch without a label, other numbers of labels in each row.
+"""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer3d.data import Batch
-from composer3d.data.loader import number_documents
+from composer3d import train, verify_rounding
+from composer3d.data import Batch, Corpus
 from composer3d.dist import pool_world
 from composer3d.mesh import Mesh
 from composer3d.models import Llama
-from composer3d.optim import build_optimizer
-from composer3d.parallel import Stages, init
+from composer3d.optim import build_optimizer, learning_rate
+from composer3d.parallel import Stages, clip, init
 from composer3d.parallel.plans import llama_plan
 from composer3d.recipe.schema import PrecisionTable, Recipe
 from composer3d.shape import IGNORE_INDEX
-from composer3d.train import build_stages, compute_gradients, evaluate_batch, update
+from composer3d.verify_data import corpus_batch, make_corpus, random_batch, rate, shorten
 from composer3d.verify_judge import Piece
-
-
-def random_batch(recipe: Recipe, step: int) -> Batch:
-    """The global batch of a step: random tokens, and labels of which a different number counts in every row.
-
-    None counts in a whole micro-batch, or in half the rows where there is no other micro-batch. With packing, a row
-    holds documents of its own, a few or many; one row in four is a single document.
-    """
-    rows, length = recipe.data.global_batch, recipe.data.seq_len
-    generator = torch.Generator().manual_seed(7919 * (step + 1))
-    tokens_BT = torch.randint(recipe.model.vocab, (rows, length), generator=generator)
-    labels_BT = torch.randint(recipe.model.vocab, (rows, length), generator=generator)
-    ignored = torch.randint(length // 2, (rows, 1), generator=generator)
-    labels_BT = labels_BT.masked_fill(torch.arange(length) < ignored, IGNORE_INDEX)
-    empty = min(recipe.data.micro_batch, rows // 2)
-    first = rows // 2 // max(1, empty) * empty
-    labels_BT[first : first + empty] = IGNORE_INDEX
-    if recipe.data.packing == "none":
-        return Batch(tokens_BT, labels_BT, torch.arange(length).repeat(rows, 1))
-    chances = torch.tensor([8 / length, 0.4, 2 / length, 0.0])
-    ends_BT = torch.rand(rows, length, generator=generator) < chances.repeat(rows)[:rows, None]
-    documents_BT, positions_BT = number_documents(ends_BT)
-    return Batch(tokens_BT, labels_BT.masked_fill(ends_BT, IGNORE_INDEX), positions_BT, documents_BT)
 
 
 def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str, Any]:
     """Train on one process with nothing of ``parallel`` but the initial weights; write what it computed to ``path``.
 
-    Returns the fields of ``verify_judge.Known``. ``spread`` is, in float32, the largest relative difference to the same
-    training with the batch cut into single samples: what rounding alone does.
+    Returns the fields of ``verify_judge.Known``. It computes in float64; with ``dtype`` float32 on weights that float32
+    can hold, and it measures what rounding alone does to the gradients (``verify_rounding``).
     """
     torch.set_num_threads(1)
-    whole = _train_plainly(recipe, dtype, steps, rows=recipe.data.global_batch)
+    recipe = shorten(recipe, steps)
+    whole = _train_plainly(recipe, dtype, steps)
+    noise = whole.pop("noise")
     torch.save(whole, path)
     kinds = ("gradient", "weight")
     norms = {kind: [{name: _norm(t) for name, t in step.items()} for step in whole[kind]] for kind in kinds}
     shapes = {name: list(tensor.shape) for name, tensor in whole["weight"][0].items()}
-    spread = [0.0]
-    if dtype != "float64":
-        single = _train_plainly(recipe, dtype, steps, rows=1)
-        for kind in ("loss", "norm"):
-            spread += map(_relative, single[kind], whole[kind])
-        for kind in kinds:
-            for mine, tensors, sizes in zip(single[kind], whole[kind], norms[kind], strict=True):
-                least = 1e-12 * math.hypot(*sizes.values())
-                spread += [_norm(mine[name].double() - b) / max(sizes[name], least) for name, b in tensors.items()]
-    return {"spread": max(spread), "norms": norms, "shapes": shapes}
+    return {"noise": noise, "norms": norms, "shapes": shapes}
 
 
 def _norm(tensor: Tensor) -> float:
@@ -77,27 +55,29 @@ def _relative(a: float, b: float) -> float:
     return abs(a - b) / abs(b)
 
 
-def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict[str, Any]:
-    """Plain PyTorch: forward and backward over ``rows`` samples at a time, clip, AdamW; validation before the last."""
-    model = Llama(recipe.model, dtype=getattr(torch, dtype), device="cpu")
+def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
+    """Plain PyTorch in float64: forward and backward, clip, AdamW; validation before the last step."""
+    model = Llama(recipe.model, dtype=torch.float64, device="cpu")
     init.initialise(model, llama_plan(recipe.model), recipe.run.seed)
     table, groups = recipe.optim, []
     for is_matrix, decay in ((True, table.weight_decay), (False, 0.0)):
         groups.append({"params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix], "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False)
-    out: dict[str, Any] = {"loss": [0.0] * (steps + 1), "norm": [], "gradient": [], "weight": []}
+    text, held_out = make_corpus(recipe, "train"), make_corpus(recipe, "validation")
+    kinds = ("norm", "clipped", "gradient", "weight", "noise")
+    out: dict[str, Any] = {"loss": [0.0] * (steps + 1), **{kind: [] for kind in kinds}}
+    if dtype == "float32":
+        verify_rounding.narrow(model)
+        out["initial"] = _weights(model)
     for step in range(steps):
         if step == steps - 1:
-            batch = random_batch(recipe, steps)
-            with torch.no_grad():
-                out["loss"][steps] = _loss(model, batch, batch).item()
-        batch = random_batch(recipe, step)
-        optimizer.zero_grad()
-        for first in range(0, recipe.data.global_batch, rows):
-            loss = _loss(model, _rows(batch, first, rows), batch)
-            loss.backward()
-            out["loss"][step] += loss.item()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            out["loss"][steps] = _validate_plainly(model, recipe, held_out)
+        batch = corpus_batch(recipe, text, seed=recipe.data.seed, step=step)
+        if is_random(step):
+            batch = random_batch(recipe, step)
+        out["loss"][step], gradients = _plain_gradients(model, batch)
+        if dtype == "float32":
+            out["noise"].append(verify_rounding.noise(model, gradients, partial(_gradients_only, batch)))
         norm = math.hypot(*map(_norm, gradients.values()))
         for p in model.parameters():
             if p.grad is not None and 0 < table.clip < norm:
@@ -105,10 +85,46 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int, *, rows: int) -> dict
         for group in optimizer.param_groups:
             group["lr"] = rate(recipe, step)
         optimizer.step()
+        if dtype == "float32":
+            verify_rounding.narrow(model)
         out["norm"].append(norm)
+        out["clipped"].append(min(norm, table.clip) if table.clip > 0 else norm)
         out["gradient"].append(gradients)
-        out["weight"].append({name: p.detach().clone() for name, p in model.named_parameters()})
+        out["weight"].append(_weights(model))
     return out
+
+
+@torch.no_grad()
+def _validate_plainly(model: Llama, recipe: Recipe, held_out: Corpus) -> float:
+    """The sum of all losses of ``validation.steps`` batches over the number of all labels that count."""
+    steps = range(recipe.validation.steps)
+    batches = [corpus_batch(recipe, held_out, seed=0, step=step) for step in steps]
+    labels = torch.cat([batch.labels_BT for batch in batches])
+    return sum(model(*batch).item() for batch in batches) / int((labels != IGNORE_INDEX).sum())
+
+
+def is_random(step: int) -> bool:
+    """Whether a step has a random batch: every second one. The first is the corpus's, so that every proof has one."""
+    return step % 2 == 1
+
+
+def _weights(model: Llama) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _plain_gradients(model: Llama, batch: Batch, rows: int = 0) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a global batch and the gradients, computed over ``rows`` samples at a time; 0: all at once."""
+    model.zero_grad()
+    total, rows = 0.0, rows or len(batch.tokens_BT)
+    for first in range(0, len(batch.tokens_BT), rows):
+        loss = _loss(model, _rows(batch, first, rows), batch)
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _gradients_only(batch: Batch, model: Llama, rows: int) -> dict[str, Tensor]:
+    return _plain_gradients(model, batch, rows)[1]
 
 
 def _loss(model: Llama, part: Batch, whole: Batch) -> Tensor:
@@ -116,12 +132,8 @@ def _loss(model: Llama, part: Batch, whole: Batch) -> Tensor:
     return model(*part) / (whole.labels_BT != IGNORE_INDEX).sum()
 
 
-def rate(recipe: Recipe, step: int) -> float:
-    """A learning rate that is another one in each step, and never the one that the optimizer was built with."""
-    return recipe.optim.lr / (step + 2)
-
-
 Wide = Literal["float32", "float64"]
+Explain = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def run_composed(
@@ -132,38 +144,58 @@ def run_composed(
     ``fault``, with which a test plants one, is called before anything is built. ``compute`` is a narrower dtype of a
     mixed-precision recipe's forward and backward; absent: ``dtype``.
 
-    Returns ``identity`` and ``at`` of the rank; relative errors ``loss`` and ``norm`` by step, a further loss being
-    that of a validation before the last step; ``pieces``: of each gradient and weight that it holds, after each step.
+    Returns ``identity`` and ``at`` of the rank; relative errors ``loss``, ``norm`` and ``clipped`` (the norm after
+    clipping) by step, a further loss being that of a validation before the last step; ``pieces``: of each gradient and
+    weight that it holds, after each step.
     """
     torch.set_num_threads(1)
     if fault is not None:
         fault()
     # Mixed precision adds a layer, which is proven as well, in wide dtypes.
     precision = PrecisionTable(params=dtype, compute=recipe.precision.compute and (compute or dtype))
-    recipe = replace(recipe, precision=precision)
+    recipe = replace(shorten(recipe, steps), precision=precision)
     wanted = torch.load(reference, mmap=True, weights_only=True)
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)
-        stages = build_stages(recipe, mesh)
+        stages = train.build_stages(recipe, mesh)
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
+        loader = train.make_loader(recipe, mesh, make_corpus(recipe, "train"), seed=recipe.data.seed)
+        held_out = make_corpus(recipe, "validation")
         losses = [math.nan] * (steps + 1)
-        out: dict[str, Any] = {"identity": mesh.identity, "at": mesh.at, "loss": losses, "norm": [], "pieces": []}
+        out: dict[str, Any] = {"identity": mesh.identity, "at": mesh.at, "loss": losses, "norm": [], "clipped": []}
+        out["pieces"] = []
 
         def compare(step: int, kind: str, tensors: dict[str, Tensor | None]) -> None:
             whole = wanted[kind][step]
             out["pieces"] += [_measure(step, kind, name, t, whole.get(name)) for name, t in tensors.items()]
 
+        replay = verify_rounding.Replay(recipe.optim, wanted["norm"]) if dtype == "float32" else None
+
         for step in range(steps):
             if step == steps - 1:  # between two steps, so that it is seen if validation disturbs the one that follows
-                share, valid = evaluate_batch(stages, _mine(random_batch(recipe, steps), stages))
-                total, tokens = mesh.sum_over_world(share, valid)
-                losses[steps] = _relative(total / tokens, wanted["loss"][steps])
-            loss, norm = compute_gradients(stages, _mine(random_batch(recipe, step), stages))
+                losses[steps] = _relative(train.validate(recipe, stages, held_out), wanted["loss"][steps])
+            batch = next(loader)
+            if is_random(step):
+                batch = _mine(random_batch(recipe, step), stages)
+            loss, norm = train.compute_gradients(stages, batch)
             losses[step] = _relative(loss, wanted["loss"][step])
             out["norm"].append(_relative(norm, wanted["norm"][step]))
             compare(step, "gradient", {name: p.grad for name, p in stages.named_parameters()})
-            update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=rate(recipe, step))
-            compare(step, "weight", {name: p.detach() for name, p in stages.named_parameters()})
+            if replay is not None:
+                replay.watch(step, {name: p.grad for name, p in stages.named_parameters()})
+            lr = learning_rate(step, recipe.optim, recipe.run.steps)
+            train.update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
+            # Adam hides a factor of the gradients, all but for its epsilon: it is seen here.
+            (square,) = mesh.sum_over_world(clip.square_share(stages.parameters(), mesh))
+            out["clipped"].append(_relative(math.sqrt(square), wanted["clipped"][step]))
+            if replay is None:
+                compare(step, "weight", {name: p.detach() for name, p in stages.named_parameters()})
+                continue
+            begun = wanted["weight"][step - 1] if step else wanted["initial"]
+            for name, parameter in stages.named_parameters():
+                explain = partial(replay.explain, name, lr=rate(recipe, step), decayed=parameter.ndim > 1)
+                out["pieces"].append(_measure(step, "weight", name, parameter.detach(), begun.get(name), explain))
+                _put(parameter, wanted["weight"][step].get(name))
         return out
 
 
@@ -178,8 +210,22 @@ def _rows(batch: Batch, first: int, count: int) -> Batch:
     return Batch._make(None if part is None else part[first : first + count] for part in batch)
 
 
-def _measure(step: int, kind: str, name: str, tensor: Tensor | None, whole: Tensor | None) -> Piece:
-    """This rank's part of a tensor against the same box of the reference. No collective."""
+def _put(parameter: Tensor, whole: Tensor | None) -> None:
+    """Give this rank's part of a parameter the values of the reference."""
+    local, offset = init.local_part(parameter)
+    box = None if whole is None else whole[_box(local, offset)]
+    if box is not None and box.shape == local.shape:  # else the piece says what is wrong
+        local.copy_(box)
+
+
+def _box(local: Tensor, offset: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True))
+
+
+def _measure(
+    step: int, kind: str, name: str, tensor: Tensor | None, whole: Tensor | None, explain: Explain = lambda a, b: (a, b)
+) -> Piece:
+    """This rank's part of a tensor against the same box of the reference, as ``explain`` makes them. No collective."""
 
     def fails(problem: str) -> Piece:
         return Piece(step, kind, name, (), (0,), math.inf, 0.0, 0.0, problem)
@@ -189,9 +235,9 @@ def _measure(step: int, kind: str, name: str, tensor: Tensor | None, whole: Tens
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         return fails("is a partial sum, which nothing has reduced,")
     local, offset = init.local_part(tensor)
-    box = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True))]
+    box = whole[_box(local, offset)]
     if box.shape != local.shape:
         return fails(f"holds {list(local.shape)} at {list(offset)} of {list(whole.shape)}")
-    a, b = local.to("cpu", torch.float64), box.to(torch.float64)
+    a, b = explain(local.to("cpu", torch.float64), box.to(torch.float64))
     diff, square, dot = ((x * y).sum().item() for x, y in ((a - b, a - b), (b, b), (a, b)))
     return Piece(step, kind, name, offset, tuple(local.shape), diff, square, dot)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from composer3d.files import (
     open_plain,
     read_json,
     read_plain,
+    refuse_foreign_link,
     write_atomic,
 )
 
@@ -81,3 +83,32 @@ def test_a_path_that_no_system_has_is_a_value_error(tmp_path: Path) -> None:
     for name in ("a\0b", "a\ud800b"):
         with pytest.raises(ValueError):  # noqa: PT011
             open_plain(tmp_path / name)
+
+
+def test_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "link"
+    refuse_foreign_link(link)  # there is none
+    link.symlink_to(tmp_path)
+    refuse_foreign_link(link)  # of this user
+    refuse_foreign_link(tmp_path)
+    owner = os.lstat(link).st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    if owner == 0:  # root's links are trusted: give this one away
+        os.chown(link, 12345, 12345, follow_symlinks=False)
+    with pytest.raises(NotPlainFileError, match="symbolic link of another user"):
+        refuse_foreign_link(link)
+
+
+def test_content_in_pieces_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    write_atomic(target, (piece for piece in (b"one", b"two")))
+    assert target.read_bytes() == b"onetwo"
+
+    def broken() -> Iterator[bytes]:
+        yield b"half"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(target, broken())
+    assert target.read_bytes() == b"onetwo"
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]

@@ -1,16 +1,22 @@
 import json
 import logging
+import os
 import re
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from composer3d import log
+from composer3d.errors import UserError
 from composer3d.metrics import FILE, Metrics
 from composer3d.recipe.schema import MetricsTable
 
@@ -18,6 +24,8 @@ QUIET = MetricsTable(every=1, tensorboard=False)
 
 
 def _metrics(run_dir: Path, table: MetricsTable = QUIET, **changes: Any) -> Metrics:
+    if changes.get("main", True):
+        run_dir.mkdir(exist_ok=True, parents=True)
     plain = {
         "total_steps": 10,
         "tokens_per_step": 1000,
@@ -146,7 +154,7 @@ def test_tensorboard_has_one_curve_after_a_resume(tmp_path: Path) -> None:
     for step in range(6, 11):
         second.step(step, loss=float(step), grad_norm=0.5, lr=1e-3)
     second.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(tmp_path))
     events.Reload()
     curve = [(event.step, event.value) for event in events.Scalars("loss/train")]
     assert [step for step, _ in curve] == list(range(1, 11))
@@ -192,15 +200,174 @@ def test_log_names_the_rank(main: bool, expected: list[str], capsys: pytest.Capt
     assert log.get() is logging.getLogger("composer3d")
 
 
-def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """A disk that is full: no file of this process grows beyond ``size`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+LARGE = 8 << 20  # what else this process writes is smaller
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(log.get(), "warning", said.append)
+    return said
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_a_full_disk_does_not_end_a_run_nor_leaves_half_a_line(tmp_path: Path, warnings: list[str], room: int) -> None:
     metrics = _metrics(tmp_path, MetricsTable(every=1, tensorboard=True))
-    warnings: list[str] = []
-    monkeypatch.setattr(log.get(), "warning", warnings.append)
     metrics.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
-    (tmp_path / FILE).rename(tmp_path / "kept")
-    (tmp_path / FILE).symlink_to("/dev/full")
-    for step in (2, 3):
-        metrics.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+    os.truncate(tmp_path / FILE, LARGE)
+    with files_end_at(LARGE + room):
+        for step in (2, 3):
+            metrics.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+    assert (tmp_path / FILE).stat().st_size == LARGE
     metrics.close()
     assert [text.partition(" are not")[0] for text in warnings] == ["the metrics of step 2", "the metrics of step 3"]
-    assert "No space left on device" in warnings[0]
+    assert ("File too large" if room == 0 else "No space left on device") in warnings[0]
+
+
+def test_a_full_disk_at_the_start_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    line = b'{"step": 1, "loss": 1.0}\n'
+    (tmp_path / FILE).write_bytes(line * (LARGE // len(line) + 100))
+    before = (tmp_path / FILE).read_bytes()
+    with files_end_at(LARGE), pytest.raises(OSError, match="File too large"):
+        _metrics(tmp_path, start_step=5)
+    assert (tmp_path / FILE).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+GOOD = b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n'
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"\x00\xff\xfe binary junk",
+        b"[1, 2, 3]\n",
+        b'{"step": "3"}\n',
+        b'{"step": true}\n',
+        b'{"step": -3}\n',
+        b'{"step": 3.0}\n',
+        b'{"step": 2, "loss": NaN}\n',
+        b'{"loss": 1.0}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"step": ' + b"9" * 10_000 + b"}\n",
+        b'{"step": 1, "lo{"step": 2}\n',
+        b"0" * 300_000,
+        b"\0" * 4096,
+        '{"step": 2, "é": 1}\n'.encode("latin-1"),
+    ],
+    ids=lambda odd: ascii(odd[:20]),
+)
+@pytest.mark.parametrize("start_step", [0, 2])
+def test_an_odd_file_is_kept_beside(tmp_path: Path, warnings: list[str], odd: bytes, start_step: int) -> None:
+    (tmp_path / f"{FILE}.1").write_text("another one")
+    (tmp_path / FILE).write_bytes(GOOD + odd)
+    _metrics(tmp_path, start_step=start_step).close()
+    assert (tmp_path / FILE).read_bytes() == (GOOD if start_step else b"")
+    assert (tmp_path / f"{FILE}.2").read_bytes() == GOOD + odd
+    assert (tmp_path / f"{FILE}.1").read_text() == "another one"
+    assert warnings == [f"{tmp_path / FILE} holds what is no line of metrics: it is kept as {tmp_path / FILE}.2"]
+
+
+@pytest.mark.parametrize("torn", [b"", b"\n", b"{", b'{"st', b'{"step": 3, "loss": 1'], ids=ascii)
+def test_what_a_killed_process_tore_is_not_odd(tmp_path: Path, warnings: list[str], torn: bytes) -> None:
+    (tmp_path / FILE).write_bytes(GOOD + torn)
+    _metrics(tmp_path, start_step=2).close()
+    assert (tmp_path / FILE).read_bytes() == GOOD
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert warnings == []
+
+
+def test_gigabytes_are_kept_and_not_read(tmp_path: Path, warnings: list[str]) -> None:
+    (tmp_path / FILE).touch()
+    os.truncate(tmp_path / FILE, 200 << 30)
+    begin = time.monotonic()
+    _metrics(tmp_path, start_step=2).close()
+    assert time.monotonic() - begin < 2
+    assert (tmp_path / FILE).stat().st_size == 0
+    assert (tmp_path / f"{FILE}.1").stat().st_size == 200 << 30
+    assert "is larger than 1,073,741,824 bytes: it is kept as" in warnings[0]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "dangling link"])
+def test_what_is_no_plain_file_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    run_dir.mkdir()
+    other.write_bytes(GOOD)
+    make: dict[str, Callable[[Path], object]] = {
+        "pipe": os.mkfifo,
+        "folder": Path.mkdir,
+        "link": lambda path: path.symlink_to(other),
+        "dangling link": lambda path: path.symlink_to(tmp_path / "nothing"),
+    }
+    make[kind](run_dir / FILE)
+    with pytest.raises(UserError, match="the run writes its metrics there: move it away") as caught:
+        _metrics(run_dir, start_step=1)
+    assert len(caught.value.lines) == 1
+    assert other.read_bytes() == GOOD
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_link_that_comes_while_a_run_trains_is_not_followed(tmp_path: Path, warnings: list[str]) -> None:
+    (tmp_path / "other").touch()
+    metrics = _metrics(tmp_path)
+    (tmp_path / FILE).unlink()
+    (tmp_path / FILE).symlink_to(tmp_path / "other")
+    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    assert (tmp_path / "other").read_bytes() == b""
+    assert "is a symbolic link, which is not followed here" in warnings[0]
+
+
+def test_tensorboard_shows_a_run_by_its_name(tmp_path: Path) -> None:
+    table = MetricsTable(every=1)
+    _run(_metrics(tmp_path / "first", table), range(1, 4))
+    _run(_metrics(tmp_path / "second", table), range(1, 4))
+    shown = EventMultiplexer()
+    shown.AddRunsFromDirectory(str(tmp_path))
+    shown.Reload()
+    assert set(shown.Runs()) == {"first", "second"}
+    assert [event.step for event in shown.Scalars("first", "loss/train")] == [1, 2, 3]
+
+
+def test_event_files_of_an_earlier_version_go_on_in_one_run(tmp_path: Path) -> None:
+    table, old = MetricsTable(every=1), tmp_path / "run" / "tensorboard"
+    _run(_metrics(old, table), range(1, 8))
+    (old / FILE).unlink()
+    _run(_metrics(tmp_path / "run", table, start_step=5), range(6, 11))
+    assert not old.exists()
+    shown = EventMultiplexer()
+    shown.AddRunsFromDirectory(str(tmp_path))
+    shown.Reload()
+    assert set(shown.Runs()) == {"run"}
+    assert [event.step for event in shown.Scalars("run", "loss/train")] == list(range(1, 11))
+
+
+@pytest.mark.parametrize("kind", ["link to a folder", "a user's file in it", "link in it", "plain file"])
+def test_of_an_old_folder_nothing_else_is_moved(tmp_path: Path, kind: str) -> None:
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    run_dir.mkdir()
+    other.mkdir()
+    (other / "events.out.tfevents.1").write_text("of someone else")
+    old = run_dir / "tensorboard"
+    if kind == "link to a folder":
+        old.symlink_to(other)
+    elif kind == "plain file":
+        old.touch()
+    else:
+        old.mkdir()
+        (old / "events.out.tfevents.2").symlink_to(other / "events.out.tfevents.1")
+        (old / "notes").touch()
+    before = sorted(run_dir.rglob("*"))
+    _metrics(run_dir, MetricsTable()).close()
+    assert set(before) <= set(run_dir.rglob("*"))
+    assert (other / "events.out.tfevents.1").read_text() == "of someone else"

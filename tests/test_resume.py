@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.resume import forget_the_second_moments, go_on_a_step_earlier, go_on_a_step_later, swap_two_moments
 
 from composer3d.launch import Pool
 from composer3d.recipe.load import load
@@ -41,43 +42,6 @@ def test_a_layout_resumes_what_others_saved(matrix: resume_matrix.Matrix, name: 
     assert [cell.source for cell in cells] == list(PART)
     assert [cell for cell in cells if not cell.good] == []
     assert next(cell for cell in cells if cell.source == name).deviation == 0.0
-
-
-def swap_two_moments() -> None:
-    from composer3d.checkpoint import store
-
-    def wrong(stages: Any, optimizer: Any) -> dict[str, Any]:
-        state = right(stages, optimizer)
-        a, b = (f"optim.blocks.1.attn.{name}.weight.exp_avg" for name in ("wk", "wv"))
-        state[a], state[b] = state[b], state[a]
-        return state
-
-    store.gather_state, right = wrong, store.gather_state
-
-
-def forget_the_second_moments() -> None:
-    from composer3d.checkpoint import Store
-
-    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
-        right(self, path, stages, optimizer)
-        for state in optimizer.state.values():
-            state["exp_avg_sq"].zero_()
-
-    Store.load, right = wrong, Store.load
-
-
-def go_on_a_step_later() -> None:
-    _change_position(lambda state: {**state, "next_step": state["next_step"] + 1})
-
-
-def go_on_a_step_earlier() -> None:
-    _change_position(lambda state: {**state, "next_step": state["next_step"] - 1})
-
-
-def _change_position(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    from composer3d.data import Loader
-
-    Loader.load_state_dict, right = lambda self, state: right(self, change(state)), Loader.load_state_dict
 
 
 def skip_a_sample() -> None:

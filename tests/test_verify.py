@@ -3,8 +3,11 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from faults.catch import catch
+from faults.checks import CHECKS
 from faults.table import FAULTS, Fault
 
 from composer3d import cli
@@ -28,7 +31,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_is_exact(pool: Pool, references: Path, layout: str) -> None:
-    verdict = verify_layout(pool, references, RECIPE, layout.split(), dtype="float64", steps=2)
+    verdict = verify_layout(pool, references, RECIPE, layout.split(), dtype="float64", steps=3)
     assert verdict.passed, verdict
     errors = (
         verdict.loss_rel_err,
@@ -49,28 +52,38 @@ def test_layout_is_exact_in_float32(pool: Pool, references: Path, layout: str) -
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.title)
 def test_planted_fault_is_seen(pool: Pool, references: Path, fault: Fault) -> None:
-    sets = fault.layout.split()
-    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float64", steps=2, fault=fault.plant)
-    assert not verdict.passed
-    assert not verdict.refused
-    assert verdict.error is not None
-    assert re.search(fault.says, verdict.error), verdict
+    caught = catch(pool, references, fault)
+    assert caught.seen, caught.told
+
+
+@pytest.mark.parametrize("check", sorted(CHECKS))
+def test_checks_of_faults_find_nothing_where_nothing_is_planted(pool: Pool, check: str) -> None:
+    assert pool.run(f"faults.checks:{check}", {"plant": None}, world_size=1) == [[]]
 
 
 MESH = MeshTable(dp_shard=2, tp=2)
 SMALL = load(RECIPE, ["mesh.dp_shard=2", "mesh.tp=2"]).recipe
 KNOWN = Known(
-    spread=0.0,
+    noise=[{}],
     norms={kind: [{"last.a": 2.0, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")},
     shapes={"last.a": [4], "last.b": [4, 4], "last.c": [1]},
 )
 
 
-def judged(change: dict[int, dict[str, Piece | None]] | None = None) -> Verdict:
-    """The verdict on 4 ranks, with other pieces by rank and name: ``a`` is cut over tp, ``b`` over dp_shard."""
-    ranks = []
+def judged(
+    change: dict[int, dict[str, Piece | None]] | None = None,
+    known: Known = KNOWN,
+    stages: tuple[int, ...] = (0, 0, 0, 0),
+    **more: Any,
+) -> Verdict:
+    """The verdict on 4 ranks, with other pieces by rank and name: ``a`` is cut over tp, ``b`` over dp_shard.
+
+    ``stages``: the pipeline rank of each. ``more`` replaces what ranks say beside their pieces; ``dtype`` is the
+    verdict's.
+    """
+    ranks, dtype = [], more.pop("dtype", "float64")
     for rank in range(4):
-        at = coordinates(rank, MESH)
+        at = coordinates(rank, MESH) | {"pp": stages[rank]}
         pieces = [
             Piece(0, "gradient", "last.a", (2 * at["tp"],), (2,), 0.0, 2.0, 2.0),
             Piece(0, "gradient", "last.b", (2 * at["dp_shard"], 0), (2, 4), 0.0, 8.0, 8.0),
@@ -79,8 +92,10 @@ def judged(change: dict[int, dict[str, Piece | None]] | None = None) -> Verdict:
         changed = [(change or {}).get(rank, {}).get(piece.name, piece) for piece in pieces]
         every = [piece for piece in changed if piece is not None]
         every += [piece._replace(kind="weight") for piece in pieces]
-        ranks.append({"identity": f"rank {rank}", "at": at, "loss": [0.0, 0.0], "norm": [0.0], "pieces": every})
-    return judge(Verdict(passed=False, world_size=4, layout="", dtype="float64"), ranks, SMALL, KNOWN)
+        scalars = {"loss": [0.0, 0.0], "norm": [0.0], "clipped": [0.0]}
+        own = {"identity": f"rank {rank}", "at": at, **scalars, "pieces": every}
+        ranks.append(own | more)
+    return judge(Verdict(passed=False, world_size=4, layout="", dtype=dtype), ranks, SMALL, known)
 
 
 def test_boxes_that_agree_are_exact() -> None:
@@ -148,6 +163,82 @@ def test_what_ranks_do_not_hold_fails(change: dict[int, dict[str, Piece | None]]
     assert verdict.max_grad_rel_err is None
     assert verdict.error is not None
     assert re.search(words, verdict.error), verdict.error
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"loss": [0.0]}, "validation loss is off by inf"),
+        ({"norm": []}, "gradient norm at step 1 is off by inf"),
+        ({"loss": [float("nan"), 0.0]}, "loss at step 1 is off by nan"),
+        ({"norm": [2e-9]}, "gradient norm at step 1 is off by 2.0e-09"),
+    ],
+    ids=["no validation", "no norm", "not a number", "norm"],
+)
+def test_numbers_that_ranks_do_not_have_fail(more: dict[str, Any], words: str) -> None:
+    verdict = judged(**more)
+    assert not verdict.passed
+    assert words in (verdict.error or "")
+
+
+def test_a_replica_that_holds_nothing_is_seen() -> None:
+    """The other ranks hold every element, so that none is missing in the whole."""
+    verdict = judged({3: {"last.c": None}})
+    assert not verdict.passed
+    assert verdict.error is not None
+    assert "last.c is missing on rank 3, while others of its stage hold it" in verdict.error
+
+
+def test_a_tensor_of_two_stages_is_seen() -> None:
+    """Rank 3 holds the same boxes as rank 1, as a replica would, but belongs to another stage."""
+    verdict = judged(stages=(0, 0, 0, 1))
+    assert not verdict.passed
+    assert verdict.error is not None
+    assert "pipeline ranks 0, 1 hold last." in verdict.error
+
+
+def test_a_tensor_of_rounding_alone_may_be_off_by_a_rounding() -> None:
+    """The gradient of a query that sees one key is zero: what is left of it says nothing, and has no relative error."""
+    norms = {kind: [{"last.a": 1e-19, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")}
+    known = KNOWN._replace(norms=norms)
+
+    def off_by(error: float) -> Verdict:
+        pieces = [Piece(0, "gradient", "last.a", (at,), (2,), error**2 / 2, 0.0, 0.0) for at in (0, 2)]
+        return judged({rank: {"last.a": pieces[rank % 2]} for rank in range(4)}, known)
+
+    assert off_by(3e-19).passed
+    assert off_by(8e-16).passed
+    assert not off_by(2e-15).passed
+    # Of what is more than a rounding the relative error counts, down to 1e-12 of the norm of all.
+    norms["gradient"][0]["last.a"] = 1e-14
+    assert not off_by(1e-20).passed
+
+
+def test_float32_may_differ_by_what_it_differs_by_itself() -> None:
+    def off_by(error: float, noise: float) -> Verdict:
+        pieces = [Piece(0, "gradient", "last.a", (at,), (2,), (2 * error) ** 2 / 2, 2.0, 2.0) for at in (0, 2)]
+        change: dict[int, dict[str, Piece | None]] = {rank: {"last.a": pieces[rank % 2]} for rank in range(4)}
+        return judged(change, KNOWN._replace(noise=[{"last.a": 2 * noise}]), dtype="float32")
+
+    assert off_by(0.9e-5, 0.0).passed
+    assert not off_by(1.1e-5, 0.0).passed
+    assert off_by(7e-5, 1e-5).passed
+    assert not off_by(9e-5, 1e-5).passed
+    # Where float32 tells nothing apart any more, nothing passes for exact: neither an infinite noise, nor what is none.
+    for noise in (1.0, float("inf"), float("nan")):
+        assert not off_by(2e-3, noise).passed
+    verdict = judged({0: {"last.c": Piece(0, "gradient", "last.c", (0,), (1,), 2e-10, 1.0, 1.0)}}, dtype="float64")
+    assert not verdict.passed
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_reference_that_is_not_finite_proves_nothing(number: float) -> None:
+    norms = {kind: [{"last.a": number, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")}
+    piece = Piece(0, "gradient", "last.a", (0,), (2,), number - number, number, number)
+    change: dict[int, dict[str, Piece | None]] = {
+        rank: {"last.a": piece._replace(offset=(rank % 2 * 2,))} for rank in range(4)
+    }
+    assert not judged(change, KNOWN._replace(norms=norms)).passed
 
 
 def test_refused_layout_says_why(pool: Pool, references: Path) -> None:

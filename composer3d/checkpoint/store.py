@@ -33,7 +33,7 @@ from composer3d.optim import optimizer_state
 from composer3d.parallel import Stages
 from composer3d.parallel.ties import local
 
-_TIMEOUT = timedelta(hours=1)  # how much longer than another rank's the writes of one may take
+_ASSETS = "assets"  # folder of a checkpoint
 
 
 class Store:
@@ -45,10 +45,13 @@ class Store:
     Collectives run on a gloo group of the store's own: a save in the background must not meet those of training.
     """
 
-    def __init__(self, folder: Path, *, keep: int, background: bool = False) -> None:
+    def __init__(self, folder: Path, *, keep: int, background: bool = False, timeout_s: float = 3600.0) -> None:
+        # timeout_s: how much longer than another rank's the writes of one may take.
         self.folder = folder
+        self.assets: Mapping[str, bytes] = {}  # rank 0's: files that belong to the model, without its tensors
+        self.loaded: Path | None = None  # the checkpoint that was loaded last
         self._keep, self._background = keep, background
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # where a new thread is not
         self._thread = ThreadPoolExecutor(1, initializer=lambda: None if gpu is None else torch.cuda.set_device(gpu))
         self._flight: Future[None] | None = None
@@ -147,6 +150,9 @@ class Store:
             if re.fullmatch(r"step-\d{8}(\.old)?\.tmp", crashed.name):  # an export beside them may be at work
                 shutil.rmtree(crashed, ignore_errors=True)
         staging.mkdir(parents=True)
+        for name, content in self.assets.items():
+            (staging / _ASSETS).mkdir(exist_ok=True)
+            (staging / _ASSETS / name).write_bytes(content)
         manifests.sync(self.folder.parent)
 
     def _publish(self, staging: Path, final: Path, manifest: Manifest) -> None:
@@ -219,6 +225,7 @@ class Store:
             dcp.load(state, storage_reader=SafeReader(path, metadata), process_group=self._group)
         except CheckpointException as error:
             raise CheckpointError([f"{path} cannot be read: {cause}" for cause in _causes(error)]) from None
+        self.loaded = path
 
 
 def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
@@ -260,10 +267,16 @@ class _Writer(dcp.FileSystemWriter):
 def _seal(staging: Path) -> dict[str, tuple[int, str]]:
     """Have this rank's files on the disk; their sizes and digests."""
     rank = dist.get_rank()
-    own = [*staging.glob(f"__{rank}_*"), *([staging / METADATA] if rank == 0 else [])]
+    own = [*staging.glob(f"__{rank}_*")]
+    if rank == 0:
+        assets = [*staging.glob(f"{_ASSETS}/*")]
+        own += [staging / METADATA, *assets]
+        if assets:
+            manifests.sync(staging / _ASSETS)
     for path in own:
         manifests.sync(path)
-    return {path.name: (path.stat().st_size, manifests.digest_file(path)) for path in own}
+    names = {path: path.relative_to(staging).as_posix() for path in own}
+    return {names[path]: (path.stat().st_size, manifests.digest_file(path)) for path in own}
 
 
 def _remove(path: Path) -> None:

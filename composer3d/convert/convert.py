@@ -49,9 +49,10 @@ def convert(
         shard: largest size of a file of safetensors, in bytes.
     """
     began = time.perf_counter()
-    staging = _claim(src, dst, folder=to != "torch")
+    _require_free(dst)
+    source = open_source(src)
+    staging = _claim(source.path, dst, folder=to != "torch")
     try:
-        source = open_source(src)
         kinds, notes = source.kinds(), source.notes
         if any(name.startswith("optim.") for name in kinds) and (weights_only or to in ("hf", "meta")):
             why = "--weights-only" if weights_only else f"{to} has no place for it"
@@ -82,24 +83,34 @@ def convert(
             raise CheckpointError(f"{dst} cannot be written ({error}); nothing is left of it") from None
         raise
     sizes = {"tensors": len(kinds), "bytes": sum(map(nbytes, kinds.values()))}
-    report = {"source": str(src), "from": source.kind, "target": str(dst), "to": to, **sizes, **checked}
+    report = {"source": str(source.path), "from": source.kind, "target": str(dst), "to": to, **sizes, **checked}
     return report | {"notes": notes, "carried": [*source.carried], "seconds": time.perf_counter() - began}
+
+
+def _require_free(dst: Path) -> None:
+    try:
+        os.fsencode(dst)
+        if "\0" in str(dst):
+            raise ValueError("it holds a NUL character")
+    except ValueError as error:
+        raise CheckpointError(f"{str(dst)!r} is not a name of a file ({error}); give another DST") from None
+    if os.path.lexists(dst):
+        raise CheckpointError(f"{dst} exists; give a DST that does not, or remove it")
 
 
 def _claim(src: Path, dst: Path, *, folder: bool) -> Path:
     """Make what to write into: beside ``dst``, whose name it gets in the end."""
-    if os.path.lexists(dst):
-        raise CheckpointError(f"{dst} exists; give a DST that does not, or remove it")
-    if src.is_dir() and dst.resolve().is_relative_to(src.resolve()):
-        raise CheckpointError(f"{dst} lies in {src}; give a DST elsewhere")
     staging = dst.with_name(dst.name + ".tmp")
     try:
+        if src.is_dir() and dst.resolve().is_relative_to(src.resolve()):
+            raise CheckpointError(f"{dst} lies in {src}; give a DST elsewhere")
         staging.mkdir() if folder else staging.touch(exist_ok=False)
     except FileExistsError:
         way = "another conversion writes it, or one was cut off; then remove it"
         raise CheckpointError(f"{staging} exists: {way}") from None
-    except OSError as error:
-        why = error if dst.parent.is_dir() else f"{dst.parent} is no folder; make it first"
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that go round
+        folder_is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        why = f"{dst.parent} is no folder; make it first" if folder_is_missing else error
         raise CheckpointError(f"{dst} cannot be written ({why})") from None
     return staging
 

@@ -6,15 +6,17 @@ that can be, so that an open one takes no memory; nothing is unpickled but by ``
 """
 
 import json
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import tomli
 import torch
 import xxhash
 from safetensors import safe_open
@@ -28,8 +30,10 @@ from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.checkpoint.pickles import METADATA, load_torch, read_metadata, reading, tensors_of
 from composer3d.convert import names
+from composer3d.convert.carried import carried_by, trusted_texts
 from composer3d.errors import CheckpointError
-from composer3d.hf import read_shape
+from composer3d.files import MIB, open_plain, read_json
+from composer3d.hf import read_shape, shape_from, shown
 from composer3d.shape import ModelShape
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -37,7 +41,12 @@ CODES = {code: dtype for code, dtype in _TYPES.items() if dtype}  # of safetenso
 _HF = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 # The first that a folder has says what it is; a manifest alone is a checkpoint of ours that has lost its metadata.
 _MARKS = {METADATA: "dcp", **dict.fromkeys(_HF, "hf"), "consolidated.*.pth": "meta", manifests.FILE: "dcp"}
-_BESIDE = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")  # what belongs to a model and is no weights
+_INDEX_LIMIT = 8 * MIB  # an index of Llama 405B has 0.1 MB
+_HEADER_LIMIT = 4 * MIB  # of one file of safetensors: its largest file of Llama 405B has 3 kB
+_LIMIT_FILES = 4096
+_STEP = re.compile(r"step-\d{8}")
+_LAYER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
+_LIMIT_OF_LAYER = 16  # tensors; Qwen 2 has 12
 T = TypeVar("T")
 Kind = tuple[tuple[int, ...], torch.dtype]
 
@@ -85,6 +94,11 @@ class Source:
         with reading(f"{self.path}: {own!r}"):
             tensor = self.raw[own].read()
             return names.to_meta(ours, tensor, self.shape, back=True) if self.kind == "meta" else tensor
+
+    def carry(self, folder: Path) -> None:
+        """Take along what belongs to the model in ``folder``, and note what is left behind."""
+        self.carried, left = carried_by(folder)
+        self.notes += left
 
     def attempt(self, step: Callable[..., T], *given: Any) -> T | None:
         """What ``step`` returns; None where it fails, which becomes a problem."""
@@ -137,31 +151,73 @@ def open_source(path: Path) -> Source:
 
 
 def survey(path: Path) -> Source:
-    """Open whatever there is of a checkpoint, its problems listed; a CheckpointError where it is none at all."""
-    source = Source(kind=_kind(path), path=path)
+    """Open whatever there is of a checkpoint, its problems listed.
+
+    A run's folder, or its folder of checkpoints, stands for the newest of them that is whole; a
+    note says which that is.
+
+    Raises CheckpointError where there is no checkpoint at all.
+    """
+    try:
+        os.fsencode(path)
+        kind = _kind(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read ({error}); give another path") from None
+    return _newest_of_run(path) if kind == "run" else _survey(path, kind)
+
+
+def _survey(path: Path, kind: str) -> Source:
+    source = Source(kind=kind, path=path)
     openers = {"hf": _open_hf, "meta": _open_meta, "torch": _open_torch, "dcp": _open_dcp}
-    source.attempt(openers[source.kind], source)
+    source.attempt(openers[kind], source)
     return source
 
 
 def _kind(path: Path) -> str:
-    if path.is_file():
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    if not path.is_dir():
+        with open_plain(path):  # a named pipe, a socket or a device is refused by its name
+            pass
         if path.suffix == ".safetensors":
             raise CheckpointError(f"{path} is one file of a checkpoint; give its folder, {path.parent}")
         return "torch"
-    if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist")
+    names = os.listdir(path)
     for mark, kind in _MARKS.items():
-        if any(path.glob(mark)):
+        if any(fnmatchcase(name, mark) for name in names):
             return kind
-    steps = sorted(path.glob("step-*")) or sorted(path.glob("checkpoints/step-*"))
-    hint = f"; give one of its checkpoints, such as {steps[-1]}" if steps else ""
-    raise CheckpointError(f"{path} is not a checkpoint: it has none of {', '.join(_MARKS)}{hint}")
+    if checkpoints_of(path) or {"checkpoints", "metrics.jsonl", "recipe.toml"} & set(names):
+        return "run"
+    raise CheckpointError(f"{path} is not a checkpoint: it has none of {', '.join(_MARKS)}, nor checkpoints/step-*")
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder, or in its folder of checkpoints, oldest first."""
+    places = (folder, folder / "checkpoints")
+    found = [path for place in places for path in place.glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted((path for path in found if path.is_dir()), key=lambda path: path.name)
+
+
+def _newest_of_run(folder: Path) -> Source:
+    steps = checkpoints_of(folder)
+    passed: list[str] = []
+    for path in reversed(steps):
+        source = _survey(path, "dcp")
+        if not source.problems:
+            source.notes[:0] = [*passed, f"{path} is the newest whole checkpoint of {folder}"]
+            return source
+        more = f" (and {len(source.problems) - 1} more)" if source.problems[1:] else ""
+        passed.append(f"{path} is passed over, it is not whole: {source.problems[0]}{more}")
+    if not steps:
+        raise CheckpointError(f"{folder} has no checkpoint (step-* or checkpoints/step-*); train it first")
+    raise CheckpointError([*passed[:8], f"{folder} has no checkpoint that is whole; give another run"])
 
 
 def _open_hf(source: Source) -> None:
+    """Open a folder of Hugging Face's. Files of weights may be links to plain files."""
     folder = source.path
-    source.carried = carried_by(folder)
+    source.shape = read_shape(folder)
+    source.carry(folder)
     for file, listed in _hf_files(source).items():
         held = source.attempt(_tensors_of_file, folder / file) or {}
         for name in sorted(listed - held.keys()) if held else ():
@@ -169,14 +225,17 @@ def _open_hf(source: Source) -> None:
         for name in sorted(source.raw.keys() & held.keys()):
             source.problems.append(f"{folder} holds {name!r} twice, once in {file}; remove one")
         source.raw |= held
-    source.shape = read_shape(folder)
+        _refuse_too_many(source)
+    source.manifest = Manifest(step=0, model={})  # of a model that no run of ours has trained
+    if source.problems:
+        return
+    _require_layers(source)
     own, head = names.hf_names(source.shape), "lm_head.weight"
     if source.shape.tied and head in source.raw and not source.drop_copy(head, own["first.embed.weight"]):
         way = "its config.json ties them: set tie_word_embeddings to false, or remove it"
         source.problems.append(f"{folder} holds an {head!r} that is not the embedding, but {way}")
     if not source.problems:
         source.match(own)
-    source.manifest = Manifest(step=0, model={})  # of a model that no run of ours has trained
 
 
 def _hf_files(source: Source) -> dict[str, set[str]]:
@@ -184,25 +243,69 @@ def _hf_files(source: Source) -> dict[str, set[str]]:
     index = source.path / next(name for name in _HF if (source.path / name).exists())
     if index.suffix != ".json":
         return {index.name: set()}
+    again = "; download it again"
+    with reading(index, again):
+        content = read_json(index, limit=_INDEX_LIMIT)
+    listed = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise CheckpointError(f"{index} has no weight_map from names to files{again}")
     files: dict[str, set[str]] = {}
-    with reading(index, "; download it again"):
-        for name, file in json.loads(index.read_text())["weight_map"].items():
-            files.setdefault(file, set()).add(name)
-    outside = [file for file in sorted(files) if file != Path(file).name]
-    absent = [file for file in sorted(files.keys() - outside) if not (source.path / file).exists()]
-    source.problems += [f"{index} names {file!r}, outside of the folder: it is not opened" for file in outside]
-    source.problems += [f"{index} names {file!r}, which is not there; download it as well" for file in absent]
-    return {file: held for file, held in files.items() if file not in (*outside, *absent)}
+    for name, file in listed.items():
+        files.setdefault(file, set()).add(name)
+    if len(files) > _LIMIT_FILES:
+        raise CheckpointError(f"{index} names {len(files):,} files; at most {_LIMIT_FILES:,} are read")
+    kept = {}
+    for file, held in sorted(files.items()):
+        if not _is_name(file):
+            problem = "which is not a name of a file in its folder: it is not opened"
+            source.problems.append(f"{index} names {shown(file)}, {problem}")
+        elif not (source.path / file).exists():
+            problem = "which is not there; download it as well"
+            source.problems.append(f"{index} names {file!r}, {problem}")
+        else:
+            kept[file] = held
+    return kept
+
+
+def _is_name(text: str) -> bool:
+    """Whether ``text`` names a file in a folder, and can be encoded as a name."""
+    try:
+        os.fsencode(text)
+    except ValueError:
+        return False
+    return text == Path(text).name and "\0" not in text and text not in ("", ".", "..")
 
 
 def _tensors_of_file(path: Path) -> dict[str, Entry]:
     if path.suffix != ".safetensors":
+        with reading(path), open_plain(path):
+            pass
         return _entries(load_torch(path))
     with reading(path, "; cut off, or no safetensors: copy it again"):
+        with open_plain(path) as plain:
+            size = int.from_bytes(plain.read(8), "little")
+        if size > _HEADER_LIMIT:
+            raise ValueError(f"its header claims {size:,} bytes, at most {_HEADER_LIMIT:,} are read")
         file = safe_open(path, framework="pt")
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         reads = {name: partial(file.get_tensor, name) for name in parts}
         return {n: Entry(tuple(part.get_shape()), CODES[part.get_dtype()], reads[n]) for n, part in parts.items()}
+
+
+def _require_layers(source: Source) -> None:
+    """Refuse a shape of more layers than the tensors can be of, before a model of it is built."""
+    layers = {match[1] for name in source.raw if (match := _LAYER.search(name))}
+    if len(layers) < source.shape.n_layers:
+        raise CheckpointError(
+            f"{source.path} holds tensors of {len(layers)} layers, but its model has "
+            f"{source.shape.n_layers}; copy the missing files"
+        )
+
+
+def _refuse_too_many(source: Source) -> None:
+    most = _LIMIT_OF_LAYER * (source.shape.n_layers + 1)
+    if len(source.raw) > most:
+        raise CheckpointError(f"{source.path} holds more than {most:,} tensors; its model has fewer")
 
 
 def _entries(tree: Any) -> dict[str, Entry]:
@@ -220,27 +323,34 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _open_meta(source: Source) -> None:
     folder = source.path
-    source.carried = carried_by(folder)
+    source.carry(folder)
     files = sorted(folder.glob("consolidated.*.pth"))
     for number, file in enumerate(files):
         if file.name != f"consolidated.{number:02d}.pth":
             raise CheckpointError(f"{folder} has {file.name}, but no consolidated.{number:02d}.pth; copy all of them")
-    parts = [_entries(load_torch(file)) for file in files]
+    parts = [_tensors_of_file(file) for file in files]
     for file, part in zip(files, parts, strict=True):
         if part.keys() != parts[0].keys():
             raise CheckpointError(f"{file} does not hold the names that {files[0].name} holds; copy it again")
     source.raw = parts[0]
-    params = json.loads((folder / "params.json").read_text())
+    with reading(folder / "params.json", "; take the one that came with the files"):
+        params = read_json(folder / "params.json")
+        if not isinstance(params, dict):
+            raise ValueError("it is no JSON object")
     # All of Meta's models cut the rows of these two. Llama 3 cuts the embedding's rows too, Llama 2 its columns.
-    rows = [parts[0][name].shape[0] for name in ("output.weight", "layers.0.feed_forward.w1.weight")]
-    sizes = {"vocab": rows[0] * len(files), "ffn": rows[1] * len(files)}
-    shape = names.shape_of_meta(params, **sizes, tied=False)
+    sizes = {}
+    for size, name in (("vocab", "output.weight"), ("ffn", "layers.0.feed_forward.w1.weight")):
+        if name not in parts[0] or len(parts[0][name].shape) != 2:
+            raise CheckpointError(f"{files[0]} holds no matrix {name!r}, which its model needs; copy it again")
+        sizes[size] = parts[0][name].shape[0] * len(files)
+    source.shape = shape = names.shape_of_meta(params, **sizes, tied=False)
+    source.manifest = Manifest(step=0, model={})
+    _require_layers(source)
     own, whole = names.meta_names(shape), names.shapes(shape)
     if len(files) > 1:
         source.raw |= {own[n]: _joined([part[own[n]] for part in parts], whole[n]) for n in own if own[n] in parts[0]}
     tied = source.drop_copy("output.weight", "tok_embeddings.weight")
     source.shape = names.shape_of_meta(params, **sizes, tied=tied)
-    source.manifest = Manifest(step=0, model={})
     source.match(own)
 
 
@@ -265,8 +375,8 @@ def _open_torch(source: Source) -> None:
     way = "; put a file of Hugging Face's into a folder, as pytorch_model.bin beside its config.json, Meta's as "
     with reading(f"what convert --to torch says in {source.path}", f"{way}consolidated.00.pth beside its params.json"):
         saved = Manifest(**json.loads(json.dumps(content["composer3d"])))  # plain values, or refused
-        files = {name: text.encode("latin-1") for name, text in content["files"].items()}
-    source.carried = {name: text for name, text in files.items() if _belongs(Path(name)) and name == Path(name).name}
+        files = trusted_texts(content["files"])
+    source.carried = files
     _open_ours(source, saved)
 
 
@@ -279,12 +389,14 @@ def _open_dcp(source: Source) -> None:
         source.raw[name] = Entry(shape, getattr(torch, dtype), partial(_read_dcp, folder, metadata, name))
     if saved is None:
         return
-    begun, assets = tomli.loads(saved.recipe).get("model", {}).get("hf"), folder / "assets"
-    origin = Path(begun) if begun and not assets.is_dir() else assets
-    if origin == assets or (origin / "config.json").is_file():  # not any folder that a stranger's recipe may name
-        source.carried = carried_by(origin) if origin.is_dir() else {}
-    elif begun:
-        source.notes.append(f"{origin} (model.hf of its recipe) is gone: no tokenizer is carried along")
+    # Only these: a recipe in the manifest may name any folder of this machine.
+    assets = folder / "assets"
+    if assets.is_symlink():
+        source.notes.append(f"{assets} is a link, which is not followed: nothing is carried along")
+    elif assets.is_dir():
+        source.carry(assets)
+    else:
+        source.notes.append(f"{folder} has no assets: no tokenizer is carried along")
     _open_ours(source, saved)
 
 
@@ -310,19 +422,9 @@ def _open_ours(source: Source, saved: Manifest) -> None:
     """A form with our names: what the manifest says the model is against what there is."""
     source.manifest = saved
     with reading(f"{source.path}: what its model is"):
-        shape = ModelShape(**{f.name: saved.model[f"model.{f.name}"] for f in fields(ModelShape)})
-        own = {name: f"model.{name}" for name in names.shapes(shape)}
-    source.shape = shape
-    source.match(own)
-
-
-def carried_by(folder: Path) -> dict[str, bytes]:
-    """Files of a folder that belong to its model and are no weights: tokenizer, generation_config.json, config.json."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file() and _belongs(path)}
-
-
-def _belongs(path: Path) -> bool:
-    return (path.suffix in _BESIDE or path.name.startswith("LICENSE")) and path.name not in ("params.json", *_HF)
+        source.shape = shape_from({f.name: saved.model[f"model.{f.name}"] for f in fields(ModelShape)})
+    _require_layers(source)
+    source.match({name: f"model.{name}" for name in names.shapes(source.shape)})
 
 
 def digest_of(tensor: Tensor) -> str:

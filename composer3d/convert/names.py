@@ -4,12 +4,14 @@ Names are ours without the checkpoint's ``model.``: ``blocks.7.attn.wq.weight``.
 that Meta's rotary pairs are neighbours, (x[2i], x[2i + 1]), where ours and Hugging Face's are (x[i], x[i + D/2]).
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from composer3d.errors import CheckpointError
+from composer3d.hf import shape_from, shown
 from composer3d.models import Llama
 from composer3d.shape import ModelShape
 
@@ -32,14 +34,28 @@ _TABLE = {
     "last.head": ("lm_head", "output"),
 }
 
+_BLOCK = "blocks.0."
 _PARAMS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")  # one name in Meta's words and ours
 _STRETCHED = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))  # Llama 3.1 and 3.2
 
 
 @cache
 def shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """All parameters by our names, in the model's order; a tied head is none of its own. Not to be changed."""
-    return {name: tuple(parameter.shape) for name, parameter in Llama(shape).named_parameters()}
+    """All parameters by our names, in the model's order; a tied head is none of its own. Not to be changed.
+
+    Blocks are alike, so that one of them is built: a config.json may ask for thousands.
+    """
+    one = Llama(replace(shape, n_layers=1)).named_parameters()
+    sizes = {name: tuple(parameter.shape) for name, parameter in one}
+    block = {name: size for name, size in sizes.items() if name.startswith(_BLOCK)}
+    all_blocks = {
+        f"blocks.{number}.{name.removeprefix(_BLOCK)}": size
+        for number in range(shape.n_layers)
+        for name, size in block.items()
+    }
+    first = {name: size for name, size in sizes.items() if name.startswith("first.")}
+    last = {name: size for name, size in sizes.items() if name.startswith("last.")}
+    return {**first, **all_blocks, **last}
 
 
 def hf_names(shape: ModelShape) -> dict[str, str]:
@@ -93,12 +109,16 @@ def meta_params_of(shape: ModelShape) -> dict[str, Any]:
 def shape_of_meta(params: dict[str, Any], *, vocab: int, ffn: int, tied: bool) -> ModelShape:
     """The shape of a params.json; its tensors say ``vocab`` and ``ffn`` (rows of output and w1) and ``tied``.
 
-    Raises CheckpointError where params.json lacks a size.
+    Raises CheckpointError where params.json lacks a size, or has one of a wrong type or out of range.
     """
     # Llama 2 leaves these out. use_scaled_rope alone is a factor of 8, and of 32 in Llama 3.2, whose heads are tied.
     params = {"n_kv_heads": params.get("n_heads"), "norm_eps": 1e-5, "rope_theta": 1e4, **params}
-    if missing := [name for name in _PARAMS if not params.get(name)]:
+    if missing := [name for name in _PARAMS if params.get(name) is None]:
         raise CheckpointError(f"params.json lacks {', '.join(missing)}; take the one that came with the files")
-    factor = params.get("rope_scaling_factor", 32.0 if tied else 8.0) if params.get("use_scaled_rope") else 1.0
+    scaled = params.get("use_scaled_rope", False)
+    if type(scaled) is not bool:
+        raise CheckpointError(f"params.json: use_scaled_rope = {shown(scaled)} must be true or false")
+    factor = params.get("rope_scaling_factor", 32.0 if tied else 8.0) if scaled else 1.0
     sizes = {name: params[name] for name in _PARAMS}
-    return ModelShape(**sizes, vocab=vocab, ffn=ffn, tied=tied, rope_factor=factor)
+    keys = {name: f"params.json: {name}" for name in _PARAMS} | {"rope_factor": "params.json: rope_scaling_factor"}
+    return shape_from({**sizes, "vocab": vocab, "ffn": ffn, "tied": tied, "rope_factor": factor}, keys)

@@ -22,6 +22,7 @@ from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.pickles import METADATA, reading, tensors_of
 from composer3d.convert import names
 from composer3d.convert.formats import CODES, Kind, Source, bytes_of, flat, name_of, nbytes
+from composer3d.files import parse_json
 from composer3d.hf import config_of
 from composer3d.shape import ModelShape
 
@@ -56,7 +57,9 @@ def write(to: str, path: Path, source: Source, kinds: Kinds, stream: Stream, sha
         _write_json(path / "params.json", names.meta_params_of(source.shape))
         return _fill(_meta(path, source.shape, kinds), stream, lambda n, t: names.to_meta(n, t, source.shape))
     with reading(f"the config.json that {source.path} carries", "; remove or mend it"):
-        carried = json.loads(source.carried.get("config.json", "{}"))
+        carried = parse_json(source.carried.get("config.json", b"{}"))
+        if not isinstance(carried, dict):
+            raise ValueError("it is no JSON object")
         config = config_of(source.shape, name_of(kinds[_EMBED][1]), carried)
     _write_json(path / "config.json", config)
     return _fill(_safetensors(path, kinds, names.hf_names(source.shape), shard), stream)

@@ -6,11 +6,11 @@ Parameters keep one global name each whatever the layout: ``first.embed.weight``
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from composer3d.models.layers import Block, Decoder, Seq
 from composer3d.shape import IGNORE_INDEX, ModelShape
@@ -43,7 +43,7 @@ class Head(nn.Module):
         super().__init__()
         self.weight: Tensor = nn.Parameter(torch.empty(vocab, dim))
         # Parts that the tokens go through in, one after another. Of several, each makes its logits once more in
-        # backward, so that there are never those of all tokens.
+        # backward, so that there are never those of all tokens; see ``_InParts``.
         self.chunks = 1
         # The seam of tensor parallelism.
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
@@ -54,16 +54,48 @@ class Head(nn.Module):
     def forward(self, h_BTC: Tensor, labels_BT: Tensor) -> Tensor:
         h_NC, labels_N = h_BTC.flatten(0, 1), labels_BT.flatten()
         if self.chunks == 1:
-            return self._loss(h_NC, labels_N)
-        losses = [
-            # preserve_rng_state: no random numbers are drawn here.
-            checkpoint(self._loss, h, labels, use_reentrant=False, preserve_rng_state=False)
-            for h, labels in zip(h_NC.chunk(self.chunks), labels_N.chunk(self.chunks), strict=True)
-        ]
-        return torch.stack(losses).sum()
+            return self._loss(h_NC, self.weight, labels_N)
+        return _InParts.apply(self._loss, self.chunks, h_NC, self.weight, labels_N)
 
-    def _loss(self, h_NC: Tensor, labels_N: Tensor) -> Tensor:
-        return self.cross_entropy(self.logits(h_NC), labels_N)
+    def _loss(self, h_NC: Tensor, weight_VC: Tensor, labels_N: Tensor) -> Tensor:
+        return self.cross_entropy(F.linear(h_NC, weight_VC), labels_N)
+
+
+class _InParts(torch.autograd.Function):
+    """A loss summed over parts of the tokens, of which one at a time has its logits in memory.
+
+    Backward makes the logits of each part again. It sums the weight's gradient over the parts in float32 or wider, and
+    rounds the sum once: in bfloat16 each further part would lose what is less than a rounding of the sum so far. While
+    it runs, that sum takes the memory of one weight in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss_of: Callable[..., Tensor], chunks: int, h_NC: Tensor, weight_VC: Tensor, labels_N: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(h_NC, weight_VC, labels_N)
+        ctx.loss_of, ctx.chunks = loss_of, chunks
+        parts = zip(h_NC.chunk(chunks), labels_N.chunk(chunks), strict=True)
+        return torch.stack([loss_of(h, weight_VC, labels) for h, labels in parts]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        h_NC, weight_VC, labels_N = ctx.saved_tensors
+        of_h, of_weight = ctx.needs_input_grad[2:4]
+        grad_NC = torch.empty_like(h_NC)
+        wide = torch.promote_types(weight_VC.dtype, torch.float32)
+        grad_VC = torch.zeros_like(weight_VC, dtype=wide) if of_weight else None
+        parts = (x.chunk(ctx.chunks) for x in (h_NC, labels_N, grad_NC))
+        for h, labels, grad_h in zip(*parts, strict=True):
+            with torch.enable_grad():
+                leaves = h.detach().requires_grad_(), weight_VC.detach().requires_grad_(of_weight)
+                loss = ctx.loss_of(leaves[0], leaves[1], labels)
+            found = torch.autograd.grad(loss, leaves if of_weight else leaves[:1], grads[0])
+            grad_h.copy_(found[0])
+            if grad_VC is not None:
+                grad_VC += found[1]
+        whole_VC = None if grad_VC is None else grad_VC.to(weight_VC.dtype)
+        return None, None, grad_NC if of_h else None, whole_VC, None
 
 
 class Last(nn.Module):

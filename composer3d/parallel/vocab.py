@@ -76,6 +76,7 @@ def loss_in_parts(model: nn.Module, plan: Plan, chunks: int) -> None:
     """Let the heads of ``model`` go through the tokens of a micro-batch in ``chunks`` parts.
 
     Only one part's logits are alive at a time: backward makes them again, and what ``cross_entropy`` sends with them.
+    The gradient of the head's weight is summed over parts in float32 or wider, in memory that backward takes for it.
 
     Raises:
         PlanError: the model has no head that takes parts.

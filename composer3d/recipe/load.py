@@ -11,6 +11,7 @@ from pathlib import Path
 
 from composer3d import hf
 from composer3d.errors import CheckpointError, DataError, PlanError, RecipeError
+from composer3d.recipe.machine import count_bytes
 from composer3d.recipe.read import Draft
 from composer3d.recipe.rules import PATHS, violations
 from composer3d.recipe.schema import AXES, PATH, TABLES, MeshTable, Model, Recipe
@@ -142,6 +143,8 @@ def _check_files(draft: Draft, recipe: Recipe, wrong: set[str]) -> None:
         known = path is not None and recipe.data.source in PATHS and wrong.isdisjoint((key, "data.source"))
         if known and (problem := _data_problem(path, draft, recipe, tokenizers)):
             draft.blame(key, f"{mention(recipe, key)} {problem}")
+        elif known or (recipe.data.source == "python" and key == "data.path"):
+            _check_length(key, path, draft, recipe)
     csv, pp, each = recipe.parallel.schedule_csv, recipe.mesh.pp, recipe.parallel.stages_per_rank
     if csv is not None and pp > 1 and not wrong:
         try:
@@ -154,6 +157,31 @@ def _check_files(draft: Draft, recipe: Recipe, wrong: set[str]) -> None:
     if not known:
         way_out = 'use "auto", "none" or the folder of a checkpoint, relative to the working directory'
         draft.blame("checkpoint.resume", f"{mention(recipe, 'checkpoint.resume')} is no folder; {way_out}")
+
+
+def _check_length(key: str, path: str | None, draft: Draft, recipe: Recipe) -> None:
+    """Blame a sequence that is longer than the text. What cannot be counted is left for training to say."""
+    data = recipe.data
+    is_read = key == "data.path" or recipe.validation.every > 0
+    if not is_read or not draft.spoiled.isdisjoint(("data.seq_len", "data.source", "data.field")):
+        return
+    if data.source == "tokens":
+        try:
+            count = read_manifest(path or "").tokens
+        except DataError:
+            return
+    else:
+        counted = count_bytes(data.source, path, data.field, enough=data.seq_len + 1)
+        if counted is None:
+            return
+        count = counted
+    if count <= data.seq_len:
+        where = mention(recipe, key) if path is not None else mention(recipe, "data.source")
+        draft.blame(
+            "data.seq_len",
+            f"{mention(recipe, 'data.seq_len')} needs {data.seq_len + 1} tokens, but {where} has {count}; "
+            "shorten data.seq_len or give more text",
+        )
 
 
 def _data_problem(path: str, draft: Draft, recipe: Recipe, tokenizers: list[object]) -> str | None:

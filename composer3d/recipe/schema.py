@@ -17,10 +17,12 @@ MOST_STEPS = 10**9
 AXIS = between(1, 1 << 20)
 SEED: Range = (lambda value: value >= 0, "must be at least 0")  # its other end is that of all ints, 64 bits
 STEPS_OR_NEVER = between(0, MOST_STEPS)
+MINUTES_OR_NEVER = between(0, 60 * 24 * 365)
 STEPS = between(1, MOST_STEPS)
 SHARDS: Range = (lambda value: value == -1 or AXIS[0](value), f"{AXIS[1]}, or -1 for what is left of the world")
 BETAS: Range = (lambda value: all(0 <= beta < 1 for beta in value), "must both be at least 0 and below 1")
 PRESET: Range = (lambda value: value in PRESETS, f"is unknown; the presets are {', '.join(PRESETS)}")
+MINUTES: Range = (lambda value: 0 < value <= 10_080, "must be above 0 and at most 10080, a week")
 NAME_BYTES = 200  # of the 255 that a file system takes: the rest is for what is appended
 
 
@@ -53,6 +55,10 @@ class RunTable:
     seed: int = key(0, "seed of the initial weights", SEED)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes cuda where there is one")
     out_dir: str = key("runs", "folder that holds the folders of runs, relative to the working directory", PATH)
+    timeout_minutes: float = key(
+        10.0, "minutes a collective of training waits before the missing ranks are named", MINUTES
+    )
+    oversubscribe: bool = key(False, "allow more than 16 processes for each core of the CPU")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +130,10 @@ class MemoryTable:
         "none", "what backward computes again: nothing, all but what the model's plan saves, or every block"
     )
     loss_chunks: int = key(
-        1, "parts of a micro-batch whose logits are made one by one, and again in backward", between(1, 1 << 16)
+        1,
+        "parts of a micro-batch whose logits are made one by one, and again in backward; above 1 "
+        "the gradient of the head is summed in float32, which takes memory in backward",
+        between(1, 1 << 16),
     )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer in the host's memory")
 
@@ -180,9 +189,15 @@ class OptimTable:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointTable:
-    every: int = key(0, "steps between checkpoints; 0 saves only at the end of the run", STEPS_OR_NEVER)
+    every: int = key(
+        500, "steps between checkpoints; 0: steps alone cause none. The end of a run always saves", STEPS_OR_NEVER
+    )
+    every_minutes: float = key(
+        15.0, "minutes after which a checkpoint is due, whatever the steps; 0: never", MINUTES_OR_NEVER
+    )
     keep: int = key(2, "newest checkpoints that are kept", between(1, 1_000_000))
     async_save: bool = key(False, "write in the background: a save stops training only while its tensors are copied")
+    timeout_minutes: float = key(60.0, "minutes a save or load on one rank may take longer than on another", MINUTES)
     resume: str = key(
         "auto", "auto: the newest checkpoint of this run; none: start anew; or a checkpoint's folder", PATH
     )
@@ -191,7 +206,7 @@ class CheckpointTable:
 @dataclass(frozen=True, kw_only=True)
 class MetricsTable:
     every: int = key(10, "steps between console lines and TensorBoard points", STEPS)
-    tensorboard: bool = key(True, "write TensorBoard files into the run's folder")
+    tensorboard: bool = key(True, "write TensorBoard's event files into the run's folder")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.convert.carried import NAMES
 from composer3d.convert.formats import Source, open_source
 from composer3d.convert.names import hf_names, shapes
 from composer3d.convert.targets import write
@@ -21,6 +22,7 @@ CARRIED = {
     "tokenizer.json": b"\xc3\xa4",
     "tokenizer.model": bytes(range(256)),
 }
+NAMES_IN_ORDER = [name for name in NAMES if name in {"config.json", *CARRIED}]
 
 
 def weights(shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made import CARRIED, SHAPE, make_dcp, make_hf, same, tensors, weights
+from made import CARRIED, NAMES_IN_ORDER, SHAPE, make_dcp, make_hf, same, tensors, weights
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +21,7 @@ from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.cli import main
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
+from composer3d.convert.inspect import inspect
 from composer3d.convert.names import hf_names, meta_names, to_meta
 from composer3d.dist import pool_world
 from composer3d.errors import CheckpointError
@@ -93,19 +95,10 @@ def test_what_belongs_to_a_model_is_carried_along(tmp_path: Path, form: str) -> 
     assert (config["eos_token_id"], config["max_position_embeddings"]) == (7, 99)
 
 
-def test_a_run_that_began_from_a_folder_takes_its_tokenizer_from_there(tmp_path: Path) -> None:
-    make_hf(tmp_path / "origin")
-    make_dcp(tmp_path / "a", recipe=f'[model]\nhf = "{tmp_path}/origin"\n')
-    assert convert(tmp_path / "a", tmp_path / "b", "hf")["carried"] == ["config.json", *CARRIED]
-    assert (tmp_path / "b/tokenizer.model").read_bytes() == CARRIED["tokenizer.model"]
-    (tmp_path / "origin").rename(tmp_path / "moved")
-    notes = convert(tmp_path / "a", tmp_path / "c", "hf")["notes"]
-    assert f"{tmp_path}/origin (model.hf of its recipe) is gone: no tokenizer is carried along" in notes
-
-
 def test_optimizer_state_goes_along_and_comes_back(tmp_path: Path) -> None:
     make_dcp(tmp_path / "a")
-    assert convert(tmp_path / "a", tmp_path / "b.pt", "torch")["notes"] == []
+    note = f"{tmp_path / 'a'} has no assets: no tokenizer is carried along"
+    assert convert(tmp_path / "a", tmp_path / "b.pt", "torch")["notes"] == [note]
     convert(tmp_path / "b.pt", tmp_path / "c", "dcp")
     before, after = (manifests.read(tmp_path / name) for name in "ac")
     assert replace(before, files={}) == replace(after, files={})
@@ -117,7 +110,7 @@ def test_optimizer_state_goes_along_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("to", "only"), [("hf", False), ("meta", False), ("torch", True), ("dcp", True)])
 def test_optimizer_state_is_left_behind_by_name(tmp_path: Path, to: str, only: bool) -> None:
     make_dcp(tmp_path / "a")
-    (note,) = convert(tmp_path / "a", tmp_path / "b", to, weights_only=only)["notes"]
+    _, note = convert(tmp_path / "a", tmp_path / "b", to, weights_only=only)["notes"]
     assert note.startswith("left behind: the optimizer's state, the step and the position in the data (")
     source = open_source(tmp_path / "b")
     assert all(name.startswith("model.") for name in source.names)
@@ -222,7 +215,7 @@ def test_parts_that_ranks_have_saved_are_put_together(pool: Pool, tmp_path: Path
 def test_a_folder_may_hold_a_manifest_of_its_own(tmp_path: Path) -> None:
     make_hf(tmp_path / "hf")
     (tmp_path / "hf/manifest.json").write_text("{}")
-    assert "manifest.json" in convert(tmp_path / "hf", tmp_path / "b", "hf")["carried"]
+    assert "manifest.json" not in convert(tmp_path / "hf", tmp_path / "b", "hf")["carried"]
     assert open_source(tmp_path / "b").kind == "hf"
 
 
@@ -232,7 +225,7 @@ def test_a_torch_file_carries_nothing_but_what_belongs_to_a_model(tmp_path: Path
     for name in ("x.py", "../x.json", "", "pytorch_model.bin", "model.safetensors.index.json"):
         held["files"][name] = "{}"
     torch.save(held, tmp_path / "a")
-    assert convert(tmp_path / "a", tmp_path / "b", "hf")["carried"] == ["config.json", *CARRIED]
+    assert convert(tmp_path / "a", tmp_path / "b", "hf")["carried"] == [*NAMES_IN_ORDER]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "hf"]
 
 
@@ -290,6 +283,60 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "step       5\n" in out
     assert f"whole      no\n{file} has another digest than the manifest says\n" in out
+
+
+def make_run(folder: Path) -> list[Path]:
+    """A run's folder with three checkpoints, as training leaves it."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()
+    steps = [folder / f"checkpoints/step-{number:08d}" for number in (5, 90, 100)]
+    for step in steps:
+        make_dcp(step)
+    (folder / "checkpoints/step-00000110.tmp").mkdir()  # was cut off
+    (folder / "checkpoints/step-9999999999").mkdir()  # another's
+    return steps
+
+
+def test_a_run_stands_for_its_newest_whole_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    steps = make_run(run)
+    for source in (run, run / "checkpoints"):
+        report = convert(source, tmp_path / f"{source.name}-export", "hf")
+        assert report["source"] == str(steps[2])
+        assert report["notes"][0] == f"{steps[2]} is the newest whole checkpoint of {source}"
+    assert same(tensors(tmp_path / "run-export"), {f"model.{name}": tensor for name, tensor in weights().items()})
+    convert(run, run / "export", "hf")  # beside its checkpoints
+    (steps[2] / "__0_0.distcp").write_bytes(b"x")
+    (steps[1] / "manifest.json").unlink()
+    assert main(["inspect", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"{steps[0]} is the newest whole checkpoint of {run}\n" in out
+    assert f"{steps[2]} is passed over, it is not whole: {steps[2]}/__0_0.distcp has 1 bytes, " in out
+    assert f"{steps[1]} is passed over, it is not whole: " in out
+    assert main(["convert", str(run), str(tmp_path / "c"), "--to", "hf"]) == 0
+    assert f"{steps[0]} is the newest whole checkpoint of {run}\n" in capsys.readouterr().out
+    monkeypatch.chdir(run)
+    assert convert(Path("."), tmp_path / "d", "hf")["source"] == str(Path("checkpoints") / steps[0].name)
+
+
+def test_a_run_without_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    steps = make_run(run)
+    for step in steps:
+        (step / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        convert(run, tmp_path / "b", "hf")
+    assert len(caught.value.lines) == 4
+    assert caught.value.lines[0].startswith(f"{steps[2]} is passed over, it is not whole: ")
+    assert caught.value.lines[-1] == f"{run} has no checkpoint that is whole; give another run"
+    for step in steps:
+        shutil.rmtree(step)
+    for command in (lambda: convert(run, tmp_path / "b", "hf"), lambda: inspect(run)):
+        with pytest.raises(CheckpointError) as caught:
+            command()
+        assert caught.value.lines == (f"{run} has no checkpoint (step-* or checkpoints/step-*); train it first",)
 
 
 _MEASURE = """

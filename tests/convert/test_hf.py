@@ -131,7 +131,8 @@ MINIMAL = {key: value for key, value in SMALL.items() if key != "vocab_size"} | 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "num_hidden_layers": 29}], ids=["least", "windows"])
 def test_what_is_absent_is_what_they_take(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
-    config = MINIMAL | {"model_type": kind} | more
+    heads = 32  # which the absent num_key_value_heads of each kind divides
+    config = MINIMAL | {"model_type": kind, "num_attention_heads": heads} | more
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     if len(set(getattr(theirs, "layer_types", None) or [])) > 1:
@@ -140,7 +141,7 @@ def test_what_is_absent_is_what_they_take(kind: str, more: dict[str, Any], tmp_p
         return
     shape = hf.read_shape(tmp_path)
     assert shape.n_kv_heads == theirs.num_key_value_heads
-    assert shape.head_width == getattr(theirs, "head_dim", 64 // 4)
+    assert shape.head_width == getattr(theirs, "head_dim", 64 // heads)
     assert (shape.norm_eps, shape.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": shape.rope_theta}
     assert shape.window == (getattr(theirs, "sliding_window", None) or 0)
@@ -274,9 +275,8 @@ def test_what_we_do_not_compute_is_named(case: str, tmp_path: Path) -> None:
     [
         (None, "No such file"),
         ("{", "Expecting property name"),
-        ('{"model_type": "llama", "rope_scaling": 5}', "iterable"),
     ],
-    ids=["none", "no JSON", "nonsense"],
+    ids=["none", "no JSON"],
 )
 def test_a_config_that_cannot_be_read(text: str | None, cause: str, tmp_path: Path) -> None:
     if text is not None:

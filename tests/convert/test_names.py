@@ -11,6 +11,7 @@ from torch import Tensor
 
 from composer3d.convert import names
 from composer3d.errors import CheckpointError
+from composer3d.models import Llama
 from composer3d.models.layers import rope_table, rotate
 from composer3d.shape import PRESETS, ModelShape
 
@@ -34,6 +35,14 @@ def test_every_parameter_has_a_name_of_its_own() -> None:
         "norm.weight",
         "output.weight",
     ]
+
+
+def test_shapes_are_those_of_the_model() -> None:
+    """They are told from one block; the model has them all."""
+    for more in ({}, {"qk_norm": True, "qkv_bias": True, "head_dim": 6}, {"tied": True}):
+        shape = replace(SHAPE, **more)
+        built = {name: tuple(parameter.shape) for name, parameter in Llama(shape).named_parameters()}
+        assert list(names.shapes(shape).items()) == list(built.items())
 
 
 def interleaved(x_TD: Tensor, theta: float) -> Tensor:

@@ -70,12 +70,6 @@ def swap(folder: Path) -> None:
     manifests.write(folder, replace(saved, files=files))
 
 
-def into_a_run(folder: Path) -> None:
-    moved = folder.rename(folder.with_name("moved"))
-    (folder / "checkpoints").mkdir(parents=True)
-    moved.rename(folder / "checkpoints/step-00000005")
-
-
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
 SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no weights": ("hf", lambda f: (f / "model.safetensors").unlink(), "a is not a checkpoint: it has none of "),
@@ -124,7 +118,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "outside": (
         "sharded",
         lambda f: entry_of(f, "x", "../b.safetensors"),
-        "names '../b.safetensors', outside of the folder: it is not opened",
+        'names "../b.safetensors", which is not a name of a file in its folder: it is not opened',
     ),
     "not in its shard": (
         "sharded",
@@ -136,11 +130,15 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: tensors(f / "model-00001-of-00003.safetensors", lambda t: t.update({NORM: torch.ones(32)})),
         "a holds 'model.norm.weight' twice, once in model-00003-of-00003.safetensors; remove one",
     ),
-    "broken index": ("sharded", lambda f: index_of(f).write_text("[]"), "index.json cannot be read: TypeError"),
+    "broken index": (
+        "sharded",
+        lambda f: index_of(f).write_text("[]"),
+        "index.json has no weight_map from names to files; download it again",
+    ),
     "names no file": (
         "sharded",
         lambda f: rewrite(index_of(f), lambda index: index["weight_map"].update(x=5)),
-        "a as hf cannot be read: TypeError: ",
+        "index.json has no weight_map from names to files; download it again",
     ),
     "sizes beyond all": (
         "hf",
@@ -155,7 +153,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "scalar": (
         "meta",
         lambda f: parts(f / "consolidated.00.pth", lambda t: t.update({"output.weight": torch.tensor(1.0)})),
-        "a as meta cannot be read: IndexError: ",
+        "consolidated.00.pth holds no matrix 'output.weight', which its model needs; copy it again",
     ),
     "sparse": (
         "torch",
@@ -165,14 +163,9 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "width in words": (
         "torch",
         lambda f: parts(f, lambda t: t["composer3d"]["model"].update({"model.head_dim": "8"})),
-        "a: what its model is cannot be read: TypeError: ",
+        'head_dim = "8" must be an integer or null',
     ),
-    "recipe": (
-        "dcp",
-        lambda f: manifests.write(f, replace(manifests.read(f), recipe="[[")),
-        "a as dcp cannot be read: TOMLDecodeError: ",
-    ),
-    "no params": ("meta", lambda f: (f / "params.json").unlink(), "a as meta cannot be read: FileNotFoundError: "),
+    "no params": ("meta", lambda f: (f / "params.json").unlink(), "a/params.json cannot be read: FileNotFoundError: "),
     "params lack": ("meta", lambda f: rewrite(f / "params.json", lambda p: p.pop("dim")), "params.json lacks dim"),
     "missing rank": (
         "meta",
@@ -214,11 +207,6 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "missing file": ("dcp", lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read (No such file"),
     "file too many": ("dcp", lambda f: (f / "junk").touch(), "a/junk is not in the manifest"),
     "another's metadata": ("dcp", swap, "a holds 'model.first.embed.weight' as (68, 32), but its model needs (67, 32)"),
-    "runs": (
-        "dcp",
-        into_a_run,
-        "/a/checkpoints/step-00000005",
-    ),
     "one file": (
         "dcp",
         lambda f: (shutil.rmtree(f), f.mkdir(), (f / "x").touch()),
@@ -277,11 +265,12 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_many_problems_are_counted(tmp_path: Path) -> None:
     make_hf(tmp_path / "a")
-    save_file({"x": torch.ones(1)}, tmp_path / "a/model.safetensors")
+    kept = {f"model.layers.{number}.input_layernorm.weight": torch.ones(32) for number in range(2)}
+    save_file({"x": torch.ones(1), **kept}, tmp_path / "a/model.safetensors")
     with pytest.raises(CheckpointError) as caught:
         convert(tmp_path / "a", tmp_path / "b", "dcp")
     assert len(caught.value.lines) == 9
-    assert caught.value.lines[-1] == f"{tmp_path / 'a'}: 14 more problems"
+    assert caught.value.lines[-1] == f"{tmp_path / 'a'}: 12 more problems"
 
 
 class Evil:

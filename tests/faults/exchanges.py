@@ -182,6 +182,11 @@ def gather_the_first_parameters_for_ever() -> None:
     FSDPParam.all_gather_inputs = property(stale)
 
 
+def cut_rows_twice() -> None:
+    """FSDP cuts the rows of a vocabulary that tp has cut unevenly, where torch misplaces the parts."""
+    fsdp._uneven = lambda parameter: None
+
+
 def keep_parameters_after_validation() -> None:
     """What a validation has gathered stays, and the step after it is not seen."""
     fsdp.reshard = lambda stage: None

@@ -1,23 +1,36 @@
-"""Which layouts each fault harms, and what the verdict must say of it: read by the tests and by ``tools/mutate``."""
+"""Which layouts each fault harms, and what must be said of it: read by the tests and by ``tools/mutate``."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from faults import convert as c
+from faults import data as d
 from faults import exchanges as x
+from faults import model as m
 from faults import pipeline as p
+from faults import resume as r
 from faults import values as v
 
 
 class Fault(NamedTuple):
-    """``says`` is searched, as a regular expression, in the verdict's words."""
+    """A fault, and what must find it: ``verify`` of a ``layout``, or another ``check`` (``checks.py``).
+
+    ``says`` is searched, as a regular expression, in the words of the verdict, or in what the check has found.
+    """
 
     plant: Callable[[], None]
     layout: str
     says: str = r" is off by .* on rank"
+    check: Literal["verify", "model", "weights", "training", "conversion"] = "verify"
 
     @property
     def title(self) -> str:
-        return f"{self.plant.__name__} ({self.layout})"
+        where = self.layout if self.check == "verify" else self.check
+        return f"{self.plant.__name__} ({where or 'one process'})"
+
+
+def _checked(check: Literal["model", "weights", "training", "conversion"], says: str, *plants: Callable[[], None]):
+    return [Fault(plant, "", says, check) for plant in plants]
 
 
 _WHOLE = "mesh.tp=2 parallel.sequence_parallel=false"  # tp with a residual stream that all ranks hold
@@ -55,6 +68,11 @@ FAULTS = [
         x.reduce_shards_twice, "mesh.dp_shard=2 mesh.cp=2", "it is 4 times the reference, suspect dp_shard x cp or mi"
     ),
     Fault(x.gather_the_first_parameters_for_ever, "mesh.dp_shard=2", "at step 2"),
+    Fault(
+        x.cut_rows_twice,
+        "mesh.tp=2 mesh.dp_shard=3 model.vocab=259 model.dim=96 data.global_batch=12",
+        r"embed.*holds \[43, \d+\] at \[217, 0\] of \[259, \d+\] on rank 5",
+    ),
     Fault(x.keep_parameters_after_validation, "mesh.dp_shard=2 parallel.zero=1"),
     Fault(x.drop_all_reduce_of_replicas, "mesh.dp_replicate=2 mesh.dp_shard=2"),
     Fault(x.drop_all_reduce_of_replicas, "mesh.dp_replicate=2 parallel.zero=0"),
@@ -122,10 +140,10 @@ FAULTS = [
     # norm, optimizer, first weights
     Fault(v.count_replicas_in_the_norm, "mesh.tp=2", "^gradient norm at step 1 is off"),
     Fault(v.norm_of_the_first_rank, "mesh.dp_shard=2", "^gradient norm|^weight"),
-    Fault(v.clip_by_own_norm, "mesh.dp_shard=2", "^weight"),
-    Fault(v.clip_by_own_norm, "mesh.pp=2", "^weight"),
-    Fault(v.clip_twice, "mesh.dp_shard=2", "^weight"),
-    Fault(v.do_not_clip, "mesh.dp_shard=2", "^weight"),
+    Fault(v.clip_by_own_norm, "mesh.dp_shard=2", "^gradient norm after clipping"),
+    Fault(v.clip_by_own_norm, "mesh.pp=2", "^gradient norm after clipping"),
+    Fault(v.clip_twice, "mesh.dp_shard=2", "^gradient norm after clipping"),
+    Fault(v.do_not_clip, "mesh.dp_shard=2", "^gradient norm after clipping"),
     Fault(v.decay_norms, "mesh.dp_shard=2", "^weight of .*norm"),
     Fault(v.step_all_but_one_parameter, "mesh.tp=2", r"1 of \d+ are off: last\.head\.weight"),
     Fault(v.step_on_one_rank_only, "mesh.dp_shard=2", "^weight.*only on rank 1 with dp_shard1"),
@@ -136,4 +154,93 @@ FAULTS = [
     Fault(v.same_weights_on_every_shard, "mesh.dp_shard=2"),
     Fault(v.start_from_other_weights_on_every_rank, "mesh.tp=2"),
     Fault(v.round_gradients, "mesh.dp_shard=2", "^gradient"),
+    # loader
+    Fault(d.give_positions_from_the_start_of_the_part, "mesh.cp=2"),
+    Fault(d.give_positions_from_the_start_of_the_part, "mesh.cp=4 parallel.cp_balance=contiguous"),
+    Fault(d.give_positions_from_the_start_of_the_part, f"mesh.cp=2 {_PACKED}"),
+    Fault(d.give_positions_of_a_contiguous_part, "mesh.cp=2"),
+    Fault(d.load_the_tokens_of_the_other_order, "mesh.cp=2"),
+    Fault(d.load_the_tokens_of_the_other_order, "mesh.cp=2 parallel.cp_balance=contiguous"),
+    Fault(d.read_the_rows_of_the_first_rank, "mesh.dp_shard=2"),
+    Fault(d.label_a_token_with_itself, "mesh.tp=2"),
+    Fault(d.label_a_token_with_the_next_but_one, "mesh.dp_shard=2"),
+    Fault(d.label_the_last_token_with_the_first, "mesh.tp=2"),
+    Fault(d.leave_out_a_token_between_samples, "mesh.dp_shard=2"),
+    Fault(d.take_the_sample_after, "mesh.dp_shard=2"),
+    Fault(d.take_samples_in_the_order_of_the_text, "mesh.dp_shard=2"),
+    Fault(d.forget_the_seed_of_the_order, "mesh.dp_shard=2"),
+    Fault(d.begin_documents_with_the_end_of_the_last, f"mesh.dp_shard=2 {_PACKED}"),
+    Fault(d.learn_what_follows_a_document, f"mesh.tp=2 {_PACKED}"),
+    # validation
+    Fault(d.repeat_the_first_order, "mesh.dp_shard=2", "^validation loss is off"),
+    Fault(d.hand_out_a_batch_twice, "mesh.dp_shard=2", "^validation loss is off"),
+    Fault(d.validate_by_a_mean_of_batches, f"mesh.dp_shard=2 {_PACKED}", "^validation loss is off"),
+    Fault(d.validate_by_a_mean_of_ranks, f"mesh.dp_shard=2 {_PACKED}", "^validation loss is off"),
+    Fault(d.validate_on_rows_that_follow_the_seed, "mesh.dp_shard=2", "^validation loss is off"),
+    Fault(d.validate_on_a_batch_less, "mesh.tp=2", "^validation loss is off"),
+    Fault(d.validate_on_a_batch_more, "mesh.tp=2", "^validation loss is off"),
+    Fault(d.validate_on_the_training_batch, "mesh.tp=2", "^validation loss is off"),
+    # learning rate, clipping, AdamW
+    Fault(d.take_the_learning_rate_of_the_next_step, "mesh.tp=2", "^weight"),
+    Fault(d.take_the_learning_rate_of_the_last_step, "mesh.dp_shard=2 optim.warmup=10", "^weight .*step 2"),
+    Fault(d.forget_the_warmup, "mesh.tp=2 optim.warmup=10", "^weight"),
+    Fault(d.warm_up_from_nothing, "mesh.tp=2 optim.warmup=10", "^weight"),
+    Fault(d.decay_to_nothing, "mesh.tp=2", "^weight"),
+    Fault(d.decay_to_the_end_of_the_run, "mesh.tp=2 optim.decay=50", "^weight"),
+    Fault(d.decay_in_a_line, "mesh.tp=2", "^weight"),
+    Fault(d.clip_with_a_small_constant, "mesh.dp_shard=2", "^gradient norm after clipping"),
+    Fault(d.clip_each_tensor_by_its_own_norm, "mesh.dp_shard=2", "^gradient norm after clipping"),
+    Fault(d.swap_the_betas, "mesh.dp_shard=2", "^weight"),
+    Fault(d.take_another_epsilon, "mesh.dp_shard=2", "^weight"),
+    Fault(d.decay_through_the_gradient, "mesh.dp_shard=2", "^weight"),
+    # rotation, first weights
+    *_checked(
+        "model",
+        "^logits of the plain model",
+        m.turn_by_another_base,
+        m.round_angles,
+        m.turn_neighbours,
+        m.turn_halves_apart,
+        m.turn_the_other_way,
+    ),
+    *_checked(
+        "model",
+        "^logits of the stretched model",
+        m.forget_the_stretch_of_positions,
+        m.swap_the_bounds_of_the_stretch,
+        m.stretch_by_the_context_of_another_model,
+    ),
+    *_checked("model", "^logits of the with norms model", m.norm_after_the_rotation),
+    *_checked("weights", r"first weights of blocks\.0\.attn\.wq", m.start_every_block_alike, m.draw_weights_from_a_box),
+    *_checked("weights", "with seed 7", m.start_every_run_alike),
+    *_checked("weights", r"first weights of blocks\.0\.ffn\.w2", m.start_projections_too_wide),
+    *_checked("weights", r"first weights of last\.norm", m.start_norms_at_zero),
+    # resume
+    *_checked(
+        "training",
+        "^(loss|grad_norm) of step [56] is",
+        r.swap_two_moments,
+        r.forget_the_second_moments,
+        r.forget_the_first_moments,
+        r.forget_how_many_steps_were_taken,
+    ),
+    *_checked(
+        "training",
+        "^(loss|grad_norm) of step 4 is",
+        r.keep_the_first_weights,
+        r.round_what_is_loaded,
+        r.go_on_a_step_later,
+        r.go_on_a_step_earlier,
+        r.begin_the_data_anew,
+    ),
+    *_checked("training", "lr of step 4 is", r.begin_the_learning_rate_anew),
+    *_checked("training", "lr of step 1 is", d.take_the_learning_rate_of_the_next_step),
+    # conversion
+    *_checked("conversion", "^torch: blocks", c.swap_keys_and_values, c.swap_gate_and_up, c.count_blocks_from_the_end),
+    *_checked("conversion", "^torch: blocks.0.attn_norm", c.swap_the_norms_of_a_block),
+    *_checked("conversion", "^torch: first.embed", c.swap_embedding_and_head),
+    *_checked("conversion", "^meta: layers.0.attention.wk", c.leave_rotary_pairs_apart, c.turn_rotary_pairs_back),
+    *_checked("conversion", "^meta: layers.0.attention.wk", c.rearrange_only_queries),
+    *_checked("conversion", "^torch: ", c.round_to_half),
+    *_checked("conversion", "^convert refuses its own work", c.write_another_base, c.write_another_epsilon),
 ]

@@ -110,7 +110,7 @@ def train_on_the_same_rows() -> None:
             dist.broadcast(tokens, 0)
         return right(own, type(batch)(tokens, *batch[1:]))
 
-    verify_worker.compute_gradients = wrong
+    train.compute_gradients = wrong
 
 
 def forget_a_micro_batch() -> None:
@@ -340,12 +340,14 @@ def start_from_other_weights_on_every_rank() -> None:
 
 
 def round_gradients() -> None:
-    """Gradients pass through float32 on their way."""
+    """Gradients pass through a narrower dtype on their way."""
     right = stages.Stages.finish_gradients
 
     def wrong(self: stages.Stages) -> None:
         right(self)
         for parameter in self.parameters():
-            parameter.grad = parameter.grad.to(torch.float32).to(torch.float64)
+            wide = parameter.grad.dtype
+            narrow = torch.float32 if wide == torch.float64 else torch.bfloat16
+            parameter.grad = parameter.grad.to(narrow).to(wide)
 
     stages.Stages.finish_gradients = wrong

@@ -24,7 +24,8 @@ from composer3d.recipe.schema import MemoryTable, MeshTable, ParallelTable, Prec
 from composer3d.shape import ModelShape
 from composer3d.train import build_stages, compute_gradients, update
 from composer3d.verify import verify_layout
-from composer3d.verify_worker import _mine, random_batch
+from composer3d.verify_data import random_batch
+from composer3d.verify_worker import _mine
 
 SHAPE = ModelShape(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
 RECIPE = Path(__file__).parents[1] / "verify.toml"

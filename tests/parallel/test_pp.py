@@ -22,7 +22,8 @@ from composer3d.recipe.load import load
 from composer3d.recipe.schema import ParallelTable
 from composer3d.schedules import SCHEDULES, check_csv, forward_order, micro_batches_wrong, read_csv, stages_of
 from composer3d.train import build_stages, compute_gradients, update
-from composer3d.verify_worker import _mine, random_batch
+from composer3d.verify_data import random_batch
+from composer3d.verify_worker import _mine
 
 VERIFY = Path(__file__).parents[1] / "verify.toml"
 BUILT_IN = [name for name in SCHEDULES if name not in ("GPipe", "1F1B", "csv")]

@@ -271,6 +271,47 @@ def test_loss_in_parts_never_holds_all_logits(pool: Pool, world_size: int, chunk
         assert numel == max(tokens_at_once * 40 // world_size, 40 * 4)  # 40 x 4 is the head's weight
 
 
+def head_gradients(chunks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of the weight and of the input, in float64, as 2,048 tokens of 64 numbers go through a head of 512 words."""
+    head = Head(512, 64)
+    head.weight = nn.Parameter(random(512, 64, seed=2, dtype=torch.bfloat16).mul(0.1).to(dtype))
+    head.chunks = chunks
+    h = random(1, 2048, 64, seed=1, dtype=torch.bfloat16).to(dtype).requires_grad_()
+    loss = head(h, labels_of(2048, 512).view(1, -1))
+    (loss / 1000).backward()
+    assert head.weight.grad is not None
+    assert h.grad is not None
+    assert head.weight.grad.dtype == h.grad.dtype == dtype
+    return head.weight.grad.double(), h.grad.double()
+
+
+def test_more_parts_of_the_loss_round_no_more() -> None:
+    exact = head_gradients(1, torch.float64)
+    errors: dict[int, list[float]] = {}
+    for chunks in (1, 4, 64, 512):
+        pairs = zip(head_gradients(chunks, torch.bfloat16), exact, strict=True)
+        errors[chunks] = [((mine - right).norm() / right.norm()).item() for mine, right in pairs]
+    # Each part's product is rounded once, then the sum: two roundings of 1.7e-3 at most, however many parts there are.
+    for of_weight, of_input in errors.values():
+        assert of_weight <= 1.25 * errors[1][0], errors
+        assert of_weight <= 1.02 * errors[4][0], errors
+        assert of_input <= 1.02 * errors[1][1], errors
+
+
+def test_loss_in_parts_of_a_frozen_head() -> None:
+    """What needs no gradient gets none, and the rest is as it was."""
+    head, labels = Head(40, 4), labels_of(30, 40).view(2, 15)
+    head.weight = nn.Parameter(random(40, 4, seed=2), requires_grad=False)
+    h = random(2, 15, 4, seed=1).requires_grad_()
+    (whole,) = torch.autograd.grad(head(h, labels), h)
+    head.chunks = 7
+    (parts,) = torch.autograd.grad(head(h, labels), h)
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+    head.weight.requires_grad_()
+    head(h.detach(), labels).backward()
+    assert head.weight.grad is not None
+
+
 def test_loss_in_parts_needs_a_head_that_takes_them() -> None:
     model = Llama(SHAPE)
     vocab.loss_in_parts(model, llama_plan(SHAPE), 5)

@@ -192,7 +192,7 @@ def composer3d_job(python: str, recipe: Path, sets: Sequence[str], folder: Path)
     """``composer3d train`` as a user starts it, writing into ``folder``; nothing but the last step saves."""
     resolved = load(recipe, sets).recipe.run
     forced = [f"run.out_dir={folder}", "metrics.every=1", "metrics.tensorboard=false", "checkpoint.resume=none"]
-    forced += ["checkpoint.every=0", "validation.every=0"]
+    forced += ["checkpoint.every=0", "checkpoint.every_minutes=0", "validation.every=0"]
     flags = [part for each in [*sets, *forced] for part in ("--set", each)]
     return Job(
         command=[python, "-m", "composer3d", "train", str(recipe), *flags],

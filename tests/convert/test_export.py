@@ -1,0 +1,280 @@
+"""A run's export to Hugging Face: transformers loads model and tokenizer, and stops where documents end."""
+
+import json
+import random
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from made import SHAPE, make_hf
+
+from composer3d import cli, train
+from composer3d.checkpoint import manifest as manifests
+from composer3d.convert.assets import assets_of, byte_tokenizer
+from composer3d.convert.convert import convert
+from composer3d.dist import pool_world
+from composer3d.launch import Pool
+from composer3d.recipe.load import load
+
+END = "<|endoftext|>"
+TEXT = "def f(x):\n    return 'äöü 中文 🙂' + str(x)\n"
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda number: None)
+
+
+def run_recipe(path: str, out: str) -> None:
+    """Train a recipe on one rank, to its end."""
+    resolved = load(path, [f"run.out_dir={out}"])
+    with pool_world() as device:
+        train.run(train.build(resolved.recipe, device, resolved.to_toml()))
+
+
+def write_recipe(path: Path, data: str, **tables: str) -> Path:
+    model = 'preset = "debug-tiny"\nn_layers = 2\nvocab = 512'
+    path.write_text(
+        f'[run]\nname = "x"\nsteps = {tables.pop("steps", "1")}\ndevice = "cpu"\n'
+        f"[model]\n{tables.pop('model', model)}\n"
+        f"[data]\nseq_len = 24\nglobal_batch = 2\n{data}\n"
+        "[metrics]\ntensorboard = false\n" + "".join(f"[{t}]\n{rest}\n" for t, rest in tables.items())
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE that adds a token at the start, cuts and pads, which prepare must not do."""
+    coder = tokenizers.Tokenizer(tokenizers.models.BPE())
+    coder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    coder.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<pad>", "<s>", END],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    coder.train_from_iterator([TEXT * 9], trainer)
+    coder.enable_truncation(5)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    coder.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
+    """Token files of a few documents."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 20}) + "\n" for _ in range(9)))
+    command = ["prepare", str(folder / "text.jsonl"), "-o", str(folder / "tokens")]
+    assert cli.main([*command, "--tokenizer", str(tokenizer_file)]) == 0
+    return folder / "tokens"
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Path:
+    """The folder of a run on those."""
+    folder = tmp_path_factory.mktemp("run")
+    recipe = write_recipe(folder / "x.toml", f'source = "tokens"\npath = "{prepared}"')
+    pool.run(run_recipe, {"path": str(recipe), "out": str(folder)}, world_size=1)
+    return folder / "x"
+
+
+def load_export(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Model and tokenizer of an export. No address can be reached."""
+    transformers = pytest.importorskip("transformers")
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("an export must load offline")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
+
+
+def always(model: Any, token: int) -> None:
+    """Change the weights so that the model predicts ``token`` whatever it reads."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.model.embed_tokens.weight.fill_(1)
+        model.model.norm.weight.fill_(1)
+        model.lm_head.weight[token] = 1
+
+
+def generated(model: Any, tokenizer: Any, prompt: str) -> int:
+    """How many tokens the model adds, of nine that it may."""
+    batch = tokenizer(prompt, return_tensors="pt")
+    whole = model.generate(**batch, max_new_tokens=9, do_sample=False)
+    return whole.shape[1] - batch["input_ids"].shape[1]
+
+
+def test_transformers_loads_a_run_and_stops_at_the_end_of_a_document(
+    trained: Path, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = convert(trained, tmp_path / "out", "hf")
+    assert report["carried"] == [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
+    model, tokenizer = load_export(tmp_path / "out", monkeypatch)
+    coder = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    coder.no_truncation()
+    assert tokenizer(TEXT)["input_ids"] == coder.encode(TEXT).ids
+    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (END, 2)
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id) == (0, 1)
+    assert tokenizer.model_max_length == model.config.max_position_embeddings == 24
+    for config in (model.config, model.generation_config):
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
+    always(model, 2)
+    assert generated(model, tokenizer, "def f") == 1
+    always(model, 3)
+    assert generated(model, tokenizer, "def f") == 9
+
+
+def test_bytes_have_an_exact_tokenizer(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 9)
+    recipe = write_recipe(tmp_path / "x.toml", f'source = "text"\npath = "{tmp_path}/text.txt"')
+    pool.run(run_recipe, {"path": str(recipe), "out": str(tmp_path)}, world_size=1)
+    convert(tmp_path / "x/checkpoints", tmp_path / "out", "hf")
+    model, tokenizer = load_export(tmp_path / "out", monkeypatch)
+    assert tokenizer(TEXT)["input_ids"] == list(TEXT.encode())
+    assert tokenizer.decode(list(TEXT.encode())) == TEXT
+    assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == 0
+    assert model.config.pad_token_id is None  # or transformers would not train the end of documents
+    assert (model.config.bos_token_id, model.generation_config.pad_token_id) == (None, 0)
+    always(model, 0)
+    assert generated(model, tokenizer, "abc") == 1
+    always(model, 2)
+    assert generated(model, tokenizer, "abc") == 9
+
+
+def test_ids_of_byte_tokens_are_the_bytes() -> None:
+    coder = tokenizers.Tokenizer.from_buffer(byte_tokenizer())
+    assert coder.get_vocab_size() == 256
+    draw = random.Random(5)
+    ranges = ((0, 0x80), (0, 0x250), (0x2000, 0xD800), (0xE000, 0x110000))
+    for _ in range(500):
+        text = "".join(chr(draw.randrange(*draw.choice(ranges))) for _ in range(draw.randrange(60)))
+        text += draw.choice(["", "\0", "<|endoftext|>", "Ā", " \n\t", "<0x00>"])
+        assert coder.encode(text).ids == list(text.encode())
+        assert coder.decode(list(text.encode()), skip_special_tokens=False) == text
+
+
+def test_a_checkpoint_holds_what_belongs_to_its_model(trained: Path, tokenizer_file: Path) -> None:
+    (step,) = (trained / "checkpoints").iterdir()
+    saved = manifests.read(step)
+    assert manifests.damage(step, saved) == []
+    assert [name for name in saved.files if name.startswith("assets/")] == [
+        "assets/config.json",
+        "assets/generation_config.json",
+        "assets/tokenizer.json",
+        "assets/tokenizer_config.json",
+    ]
+    assert (step / "assets/tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
+
+
+@pytest.mark.parametrize("form", ["meta", "torch", "dcp"])
+def test_other_forms_carry_the_same_files(trained: Path, tmp_path: Path, form: str) -> None:
+    convert(trained, tmp_path / "hf", "hf")
+    convert(trained, tmp_path / "other", form)
+    convert(tmp_path / "other", tmp_path / "back", "hf")
+    for path in (tmp_path / "hf").iterdir():
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def recipe_of(tmp_path: Path, data: str, **tables: str) -> Any:
+    return load(write_recipe(tmp_path / "r.toml", data, **tables), [], check_files=False).recipe
+
+
+def ids(assets: dict[str, bytes], name: str) -> tuple[Any, Any, Any]:
+    found = json.loads(assets[name])
+    return found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]
+
+
+def start_folder(tmp_path: Path, tokenizer: bytes) -> Path:
+    """A folder of Hugging Face's with a chat model's ids, whose tokenizer is given."""
+    folder = make_hf(tmp_path / "start", replace(SHAPE, vocab=512))
+    config = json.loads((folder / "config.json").read_text()) | {"notes": "mine", "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 2], "bos_token_id": 1}))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 7}')
+    (folder / "tokenizer.json").write_bytes(tokenizer)
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    return folder
+
+
+def test_a_start_from_a_folder_carries_its_files(tmp_path: Path, prepared: Path, tokenizer_file: Path) -> None:
+    folder = start_folder(tmp_path, tokenizer_file.read_bytes())
+    data = f'source = "tokens"\npath = "{prepared}"'
+    recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
+    found = assets_of(recipe, 2, None)
+    assert {"tokenizer.model", "special_tokens_map.json"} <= found.keys()
+    assert found["tokenizer_config.json"] == b'{"chat_template": "x"}'
+    config = json.loads(found["config.json"])
+    assert (config["notes"], config["max_position_embeddings"]) == ("mine", 99)
+    # Generation stops at the end of a document, and where the folder's model stopped.
+    assert ids(found, "config.json") == (1, [7, 2], 0)
+    assert ids(found, "generation_config.json") == (1, [2, 7], 0)
+    assert json.loads(found["generation_config.json"])["temperature"] == 0.6
+
+
+def test_another_tokenizer_of_the_data_replaces_the_folders(tmp_path: Path, prepared: Path) -> None:
+    folder = start_folder(tmp_path, byte_tokenizer())
+    data = f'source = "tokens"\npath = "{prepared}"'
+    recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
+    found = assets_of(recipe, 2, None)
+    assert found["tokenizer.json"] == (prepared / "tokenizer.json").read_bytes()
+    assert "chat_template" not in json.loads(found["tokenizer_config.json"])
+    assert not {"tokenizer.model", "special_tokens_map.json"} & found.keys()
+    assert ids(found, "config.json") == ids(found, "generation_config.json") == (1, 2, 0)
+    assert "temperature" not in json.loads(found["generation_config.json"])
+
+
+def test_a_resumed_run_keeps_what_its_checkpoint_carries(tmp_path: Path, prepared: Path, tokenizer_file: Path) -> None:
+    folder = start_folder(tmp_path, tokenizer_file.read_bytes())
+    data = f'source = "tokens"\npath = "{prepared}"'
+    recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
+    first = assets_of(recipe, 2, None)
+    (tmp_path / "step/assets").mkdir(parents=True)
+    for name, content in first.items():
+        (tmp_path / "step/assets" / name).write_bytes(content)
+    folder.rename(tmp_path / "gone")
+    assert assets_of(recipe, 2, tmp_path / "step") == first
+    # A link in place of the folder is not followed.
+    (tmp_path / "step/assets").rename(tmp_path / "elsewhere")
+    (tmp_path / "step/assets").symlink_to(tmp_path / "elsewhere")
+    assert "special_tokens_map.json" not in assets_of(recipe, 2, tmp_path / "step")
+
+
+def test_the_longest_sequence(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = f'source = "text"\npath = "{tmp_path}/text.txt"'
+    model = 'preset = "debug-tiny"\n'
+    for more, longest in (("", 24), ("rope_factor = 2.0\nrope_context = 100", 200), ("rope_context = 9", 24)):
+        recipe = recipe_of(tmp_path, data, model=model + more)
+        assert json.loads(assets_of(recipe, 0, None)["config.json"])["max_position_embeddings"] == longest
+
+
+def test_a_checkpoint_from_before_converts_with_a_note(trained: Path, tmp_path: Path) -> None:
+    (step,) = (trained / "checkpoints").iterdir()
+    old = tmp_path / "old"
+    old.mkdir()
+    for path in step.iterdir():
+        if path.is_file():
+            (old / path.name).write_bytes(path.read_bytes())
+    saved = manifests.read(step)
+    files = {name: entry for name, entry in saved.files.items() if not name.startswith("assets/")}
+    manifests.write(old, replace(saved, files=files))
+    report = convert(old, tmp_path / "out", "hf")
+    assert report["carried"] == []
+    assert f"{old} has no assets: no tokenizer is carried along" in report["notes"]
+    assert "eos_token_id" not in json.loads((tmp_path / "out/config.json").read_text())

@@ -1,0 +1,395 @@
+"""Files made to harm: each is refused in a line, soon, and without much memory."""
+
+import json
+import os
+import resource
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made import SHAPE, make_dcp, make_hf
+
+from composer3d import hf
+from composer3d.cli import main
+from composer3d.convert.convert import convert
+from composer3d.convert.formats import _HEADER_LIMIT
+from composer3d.convert.inspect import inspect
+from composer3d.errors import CheckpointError
+from composer3d.shape import ModelShape
+
+SECONDS, MEMORY_KB = 1.0, 200_000
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda number: None)
+
+
+@pytest.fixture
+def cheap() -> Iterator[None]:
+    """What happens within takes less than a second of this process, and adds less than 200 MB to its peak."""
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert time.process_time() - began < SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEMORY_KB
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+}
+HUGE = 10**400  # as JSON, 401 digits
+ODD_VALUES = [None, "8", "false", [], {}, [[]], True, -1, 0, 0.5, 7, -1.5, 1e308, HUGE, -HUGE, "\ud800\0", ["\n"]]
+READ = [
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act"),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "layer_types"),
+    *("max_window_layers", "quantization_config", "partial_rotary_factor", "model_type", "per_layer_config"),
+]
+
+
+def shape_or_lines(config: dict[str, Any]) -> ModelShape | None:
+    """The shape, or None where lines have refused it."""
+    try:
+        return hf.shape_of(config)
+    except CheckpointError as error:
+        lines = error.lines
+    assert 0 < len(lines) < 8
+    assert all(len(line) < 400 and "\n" not in line for line in lines)
+    return None
+
+
+@pytest.mark.parametrize("key", READ)
+def test_any_value_of_a_key_is_a_shape_or_a_line(key: str, cheap: None) -> None:
+    bases = [LLAMA, LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}]
+    for base in bases:
+        for value in ODD_VALUES:
+            if shape := shape_or_lines(base | {key: value}):
+                assert hf.faults({f.name: getattr(shape, f.name) for f in fields(shape)}, {}) == []
+                assert type(shape.tied) is bool
+                assert type(shape.norm_eps) is type(shape.rope_theta) is float
+
+
+@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
+def test_any_value_of_a_stretch_is_a_shape_or_a_line(key: str, cheap: None) -> None:
+    scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    for value in ODD_VALUES:
+        config = LLAMA | {"rope_scaling": {"rope_type": "llama3", **scaled, key: value}}
+        if shape := shape_or_lines(config):
+            assert shape.rope_low_freq < shape.rope_high_freq or shape.rope_factor == 1
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    # name: (what config.json holds besides, part of the line)
+    "eps below 0": ('"rms_norm_eps": -1', "rms_norm_eps = -1 must be "),
+    "eps 0": ('"rms_norm_eps": 0', "rms_norm_eps = 0 must be "),
+    "eps nan": ('"rms_norm_eps": NaN', "cannot be read (it holds NaN, which JSON does not have)"),
+    "theta below 0": ('"rope_theta": -1', "rope_theta = -1 must be "),
+    "theta 0": ('"rope_theta": 0', "rope_theta = 0 must be "),
+    "theta nan": ('"rope_theta": NaN', "cannot be read (it holds NaN"),
+    "theta infinite": ('"rope_theta": 1e400', "rope_theta = Infinity is not supported; it must be a number"),
+    "Infinity": ('"x": -Infinity', "cannot be read (it holds -Infinity"),
+    "tied in words": ('"tie_word_embeddings": "false"', '"false" is not supported; it must be true, false or absent'),
+    "window in words": ('"use_sliding_window": "false"', "it must be true, false or absent"),
+    "odd heads": ('"head_dim": 15', "head_dim = 15 must be even"),
+    "odd heads by ratio": ('"hidden_size": 60', "heads are their ratio wide, which must be an even integer"),
+    "no ratio": ('"hidden_size": 62', "heads are their ratio wide, which must be an even integer"),
+    "groups": ('"num_key_value_heads": 3', "num_key_value_heads = 3 must divide num_attention_heads = 4"),
+    "no groups": (
+        '"num_key_value_heads": 0',
+        "num_key_value_heads = 0 is not supported; it must be a positive integer",
+    ),
+    "list of positions": ('"rope_scaling": [1]', "rope_scaling = [1] is not supported; it must be an object"),
+    "number of positions": ('"rope_parameters": 5', "rope_parameters = 5 is not supported; it must be an object"),
+    "list of kinds": ('"layer_types": 5', "layer_types = 5 is not supported; it must be one of "),
+    "other kinds": ('"layer_types": ["x", "x", "x"]', "is not supported; it must be one of "),
+    "kinds of others": ('"layer_types": ["full_attention"]', "sliding_attention for each layer"),
+    "model": ('"model_type": ["llama"]', 'model_type = ["llama"] is not supported; it must be llama, '),
+    "digits": (f'"vocab_size": {HUGE}', "(401 characters)"),
+    "more digits": ('"vocab_size": 1' + "0" * 5000, "cannot be read (Exceeds the limit"),
+    "depth": ('"x": ' + "[" * 100_000, "cannot be read (it nests too deep)"),
+    "size": ('"x": "' + "x" * (1 << 20) + '"', "is larger than 1,048,576 bytes"),
+    "encoding": ('"x": "\udcff"', "cannot be read ('utf-8' codec can't decode"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_configuration_is_refused_in_a_line(tmp_path: Path, case: str, cheap: None) -> None:
+    more, message = REFUSED[case]
+    text = json.dumps(LLAMA)[:-1] + f", {more}}}"
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError) as caught:
+        hf.read_shape(tmp_path)
+    (line,) = caught.value.lines
+    assert message in line
+    assert len(line) < 500
+
+
+SIZES = {"num_hidden_layers": 10**7, "vocab_size": 10**12, "hidden_size": 2**40, "intermediate_size": 10**15}
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_sizes_that_no_model_has(tmp_path: Path, key: str, cheap: None) -> None:
+    folder = make_hf(tmp_path / "a")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: SIZES[key]}))
+    for command in (lambda: convert(folder, tmp_path / "b", "dcp"), lambda: hf.read_shape(folder)):
+        with pytest.raises(CheckpointError, match=rf"config.json: {key} = {SIZES[key]} must be "):
+            command()
+
+
+def test_layers_without_tensors_build_no_model(tmp_path: Path, cheap: None) -> None:
+    most = max(n for n in (1, 100, 10_000, 10**7) if _in_range("n_layers", n))
+    folder = make_hf(tmp_path / "a")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": most}))
+    with pytest.raises(CheckpointError) as caught:
+        convert(folder, tmp_path / "b", "dcp")
+    (line,) = caught.value.lines
+    assert line == f"{folder} holds tensors of 2 layers, but its model has {most}; copy the missing files"
+
+
+def _in_range(name: str, value: int) -> bool:
+    (entry,) = (entry for entry in fields(ModelShape) if entry.name == name)
+    return bool(entry.metadata["range"][0](value))
+
+
+def safetensors(folder: Path, header: bytes, size: int | None = None, data: bytes = b"") -> None:
+    head = struct.pack("<Q", len(header) if size is None else size)
+    (folder / "model.safetensors").write_bytes(head + header + data)
+
+
+def entries(*rows: tuple[str, list[int], list[int]]) -> bytes:
+    return json.dumps({n: {"dtype": "F32", "shape": s, "data_offsets": o} for n, s, o in rows}).encode()
+
+
+HEADERS: dict[str, Callable[[Path], None]] = {
+    "huge header": lambda f: safetensors(f, b"{}", 2**63),
+    "large header": lambda f: safetensors(f, b" " * (_HEADER_LIMIT + 1)),
+    "header beyond the file": lambda f: safetensors(f, b"{}", 1000),
+    "no header": lambda f: safetensors(f, b""),
+    "no JSON": lambda f: safetensors(f, b"\xff\xfe\0\0"),
+    "a list": lambda f: safetensors(f, b"[]"),
+    "deep": lambda f: safetensors(f, b'{"x": ' + b"[" * 100_000),
+    "overlap": lambda f: safetensors(f, entries(("a", [2], [0, 8]), ("b", [2], [4, 12])), data=b"\0" * 12),
+    "gap": lambda f: safetensors(f, entries(("a", [2], [0, 8]), ("b", [2], [16, 24])), data=b"\0" * 24),
+    "beyond": lambda f: safetensors(f, entries(("a", [2], [0, 8])), data=b"\0" * 4),
+    "backwards": lambda f: safetensors(f, entries(("a", [2], [8, 0])), data=b"\0" * 8),
+    "negative": lambda f: safetensors(f, entries(("a", [-2], [0, 8])), data=b"\0" * 8),
+    "overflow": lambda f: safetensors(f, entries(("a", [2**40, 2**40], [0, 8])), data=b"\0" * 8),
+    "shape": lambda f: safetensors(f, entries(("a", [3], [0, 8])), data=b"\0" * 8),
+    "twice": lambda f: safetensors(
+        f,
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, '
+        b'"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        data=b"\0" * 8,
+    ),
+    "other dtype": lambda f: safetensors(
+        f, b'{"a": {"dtype": "Q7", "shape": [1], "data_offsets": [0, 4]}}', data=b"\0" * 4
+    ),
+    "many": lambda f: safetensors(f, entries(*((f"{i}", [0], [0, 0]) for i in range(50_000)))),
+    "named pipe": lambda f: os.mkfifo(f / "model.safetensors"),
+    "folder": lambda f: (f / "model.safetensors").mkdir(),
+    "device": lambda f: (f / "model.safetensors").symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_file_of_safetensors_is_refused_in_a_line(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_hf(tmp_path / "a")
+    (folder / "model.safetensors").unlink()
+    HEADERS[case](folder)
+    _is_refused(folder, tmp_path, capsys)
+
+
+def _is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError) as caught:
+        convert(path, tmp_path / "b", "dcp")
+    assert time.process_time() - began < SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEMORY_KB
+    assert 1 <= len(caught.value.lines) <= 9
+    assert all(len(line) < 600 and "\n" not in line for line in caught.value.lines), caught.value.lines
+    assert not (tmp_path / "b").exists()
+    assert not (tmp_path / "b.tmp").exists()
+    capsys.readouterr()
+    assert main(["inspect", str(path)]) in (1, 2)
+    assert len(capsys.readouterr().out.splitlines()) < 120
+
+
+NORM = "model.norm.weight"
+INDEX: dict[str, Any] = {
+    "list": [],
+    "no map": {},
+    "list as map": {"weight_map": []},
+    "number as map": {"weight_map": 5},
+    "numbers": {"weight_map": {NORM: 5}},
+    "lists": {"weight_map": {NORM: ["model.safetensors"]}},
+    "up": {"weight_map": {NORM: "../x.safetensors"}},
+    "dot": {"weight_map": {NORM: "."}},
+    "dots": {"weight_map": {NORM: ".."}},
+    "empty": {"weight_map": {NORM: ""}},
+    "root": {"weight_map": {NORM: "/etc/passwd"}},
+    "NUL": {"weight_map": {NORM: "x\0.safetensors"}},
+    "surrogate": {"weight_map": {NORM: "x\ud800.safetensors"}},
+    "long": {"weight_map": {NORM: "x" * 300}},
+    "pipe": {"weight_map": {NORM: "pipe.safetensors"}},
+    "pipe of torch": {"weight_map": {NORM: "pipe.bin"}},
+    "absent names": {"weight_map": {f"{i}": "model.safetensors" for i in range(50_000)}},
+    "many files": {"weight_map": {f"{i}": f"{i}.safetensors" for i in range(50_000)}},
+    "large": {"weight_map": {f"{i:0100}": "x" for i in range(100_000)}},
+}
+
+
+@pytest.mark.parametrize("case", INDEX)
+def test_an_index_is_refused_in_a_line(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_hf(tmp_path / "a")
+    (folder / "model.safetensors").rename(folder / "model.safetensors.kept")
+    os.mkfifo(folder / "pipe.safetensors")
+    os.mkfifo(folder / "pipe.bin")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(INDEX[case]))
+    if case == "absent names":
+        (folder / "model.safetensors.kept").rename(folder / "model.safetensors.kept.safetensors")
+        content = {"weight_map": dict.fromkeys(INDEX[case]["weight_map"], "model.safetensors.kept.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    _is_refused(folder, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"weight_map": {"x": NaN}}'], ids=["cut", "deep", "nan"])
+def test_an_index_that_is_no_json(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_hf(tmp_path / "a")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+    _is_refused(folder, tmp_path, capsys)
+
+
+def test_an_index_that_is_a_named_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_hf(tmp_path / "a")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors.index.json")
+    _is_refused(folder, tmp_path, capsys)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    _is_refused(folder, tmp_path, capsys)
+
+
+PARAMS = {
+    "list": [],
+    "number": 5,
+    "words": {"dim": "32"},
+    "list of heads": {"n_heads": [4]},
+    "bool": {"n_layers": True},
+    "below 0": {"norm_eps": -1},
+    "digits": {"rope_theta": HUGE},
+    "layers": {"n_layers": 10**7},
+    "heads": {"n_kv_heads": 3},
+    "scaled in words": {"use_scaled_rope": "false"},
+    "scaled by nothing": {"use_scaled_rope": True, "rope_scaling_factor": 0},
+    "scaled by words": {"use_scaled_rope": True, "rope_scaling_factor": "8"},
+    "null": {"dim": None},
+}
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_params_json_is_refused_in_a_line(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
+    file = tmp_path / "a/params.json"
+    more = PARAMS[case]
+    file.write_text(json.dumps(json.loads(file.read_text()) | more if isinstance(more, dict) else more))
+    _is_refused(tmp_path / "a", tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
+def test_named_pipes_in_a_folder_of_metas(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
+    (tmp_path / "a" / name).unlink()
+    os.mkfifo(tmp_path / "a" / name)
+    _is_refused(tmp_path / "a", tmp_path, capsys)
+
+
+def test_a_source_that_is_no_plain_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in (
+        (tmp_path / "pipe", "is a named pipe, not a plain file"),
+        (Path("/dev/zero"), "is a device, not a plain file"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            convert(path, tmp_path / "b", "hf")
+        with pytest.raises(CheckpointError, match=message):
+            inspect(path)
+
+
+NAMES = ["a\0b", "a\ud800b", "x" * 300, "/proc/self/mem", "loop"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=["NUL", "surrogate", "long", "proc", "loop"])
+def test_names_of_source_and_target(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    path = tmp_path / name
+    with pytest.raises(CheckpointError) as caught:
+        convert(path, tmp_path / "b", "hf")
+    assert len(caught.value.lines) == 1
+    assert main(["inspect", str(path)]) in (1, 2)
+    make_hf(tmp_path / "a")
+    targets = [path / "b"] if name in ("/proc/self/mem", "loop") else [path, path / "b"]
+    for target in targets:
+        for to in ("hf", "torch"):
+            with pytest.raises(CheckpointError) as caught:
+                convert(tmp_path / "a", target, to)
+            assert len(caught.value.lines) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "loop"]
+
+
+def test_folders_that_may_not_be_read_or_written(tmp_path: Path) -> None:
+    """As root everything may: so that it becomes another user for a while."""
+    make_hf(tmp_path / "a")
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a").rename(tmp_path / "closed/a")
+    make_hf(tmp_path / "open")
+    (tmp_path / "closed").chmod(0)
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open/model.safetensors").chmod(0o644)
+    opened = [path for path in (tmp_path, *tmp_path.parents) if path.stat().st_mode & 0o5 != 0o5]
+    modes = {path: path.stat().st_mode & 0o7777 for path in opened}
+    me = os.geteuid()
+    try:
+        if me == 0:
+            for path in opened:
+                path.chmod(0o755)
+            os.seteuid(65534)
+        for path in (tmp_path / "closed", tmp_path / "closed/a"):
+            for command in (lambda p=path: inspect(p), lambda p=path: convert(p, tmp_path / "open/b", "hf")):
+                with pytest.raises(CheckpointError, match="Permission denied") as caught:
+                    command()
+                assert len(caught.value.lines) == 1
+        with pytest.raises(CheckpointError, match=r"closed/b.* cannot be written .*Permission denied"):
+            convert(tmp_path / "open", tmp_path / "closed/b", "hf")
+    finally:
+        os.seteuid(me)
+        for path, mode in modes.items():
+            path.chmod(mode)
+        (tmp_path / "closed").chmod(0o700)
+
+
+def test_a_shape_in_a_manifest_is_held_to_the_same_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from dataclasses import replace
+
+    from composer3d.checkpoint import manifest as manifests
+
+    folder = make_dcp(tmp_path / "a")
+    saved = manifests.read(folder)
+    for key, value in (("model.n_layers", 10**7), ("model.tied", "false"), ("model.norm_eps", -1), ("model.dim", None)):
+        manifests.write(folder, replace(saved, model={**saved.model, key: value}))
+        _is_refused(folder, tmp_path, capsys)
+    assert SHAPE.n_layers == 2

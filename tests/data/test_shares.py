@@ -1,0 +1,107 @@
+"""The loader of every rank holds the tokens that its stages take for theirs: both packings, every order of cp."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer3d.data import Batch
+from composer3d.mesh import coordinates
+from composer3d.parallel import Stages
+from composer3d.recipe.load import load
+from composer3d.recipe.schema import Recipe
+from composer3d.train import make_loader
+from composer3d.verify_data import corpus_batch, make_corpus
+
+RECIPE = Path(__file__).parent.parent / "verify.toml"
+SEED, STEPS = 5, 4  # the corpus of a proof takes up less than two
+
+
+def recipe_of(cp: int, balance: str, packing: str, dp_shard: int = 1) -> Recipe:
+    sets = [f"mesh.cp={cp}", f"mesh.dp_shard={dp_shard}", f"parallel.cp_balance={balance}"]
+    sets += ["data.seq_len=48", "data.global_batch=4", "data.micro_batch=1"]
+    return load(RECIPE, [*sets, f"data.packing={packing}"]).recipe
+
+
+def mesh_of(recipe: Recipe, rank: int) -> Any:
+    """What a loader and ``own_tokens`` ask of a mesh, without a process group."""
+    at, cp = coordinates(rank, recipe.mesh), recipe.mesh.cp
+    group = SimpleNamespace(size=lambda: cp, rank=lambda: at["cp"])
+    return SimpleNamespace(
+        at=at,
+        batch_rank=at["dp_replicate"] * recipe.mesh.dp_shard + at["dp_shard"],
+        batch_ranks=recipe.mesh.batch_ranks,
+        cp_group=group if cp > 1 else None,
+    )
+
+
+def own_tokens(recipe: Recipe, mesh: Any, whole_BT: Tensor) -> Tensor:
+    stages = SimpleNamespace(mesh=mesh, _parallel=recipe.parallel)
+    return Stages.own_tokens(cast(Stages, stages), whole_BT)
+
+
+def documented_tokens(recipe: Recipe, at: int, whole_BT: Tensor) -> Tensor:
+    """Zigzag: of 2 cp chunks, rank r holds r and 2 cp - 1 - r; contiguous: of cp chunks, the r-th."""
+    cp = recipe.mesh.cp
+    if cp == 1 or recipe.parallel.cp_balance == "contiguous":
+        return whole_BT.chunk(cp, 1)[at]
+    chunks = whole_BT.chunk(2 * cp, 1)
+    return torch.cat((chunks[at], chunks[2 * cp - 1 - at]), 1)
+
+
+def problems(recipe: Recipe) -> list[str]:
+    """Where a batch of a rank's loader is not the rank's part of the global batch."""
+    corpus, found = make_corpus(recipe, "train"), []
+    for rank in range(recipe.world_size):
+        mesh = mesh_of(recipe, rank)
+        loader = make_loader(recipe, mesh, corpus, seed=SEED)
+        for step in range(STEPS):
+            whole = corpus_batch(recipe, corpus, seed=SEED, step=step)
+            count = recipe.data.global_batch // mesh.batch_ranks
+            rows = slice(mesh.batch_rank * count, (mesh.batch_rank + 1) * count)
+            mine = next(loader)
+            for name in Batch._fields[:3]:
+                part = getattr(whole, name)[rows]
+                for rule in (
+                    own_tokens(recipe, mesh, part),
+                    documented_tokens(recipe, mesh.at["cp"], part),
+                ):
+                    if not torch.equal(getattr(mine, name), rule):
+                        found.append(f"{name} of rank {rank} in step {step}")
+            # Documents are those of whole rows, on every rank of cp.
+            documents = None if whole.documents_BT is None else whole.documents_BT[rows]
+            if (mine.documents_BT is None) != (documents is None) or not (
+                documents is None or torch.equal(cast(Tensor, mine.documents_BT), documents)
+            ):
+                found.append(f"documents_BT of rank {rank} in step {step}")
+    return found
+
+
+@pytest.mark.parametrize("packing", ["none", "documents"])
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+def test_a_loader_holds_what_its_stages_take(cp: int, balance: str, packing: str) -> None:
+    assert problems(recipe_of(cp, balance, packing)) == []
+
+
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_a_loader_holds_the_rows_of_its_batch_rank(packing: str) -> None:
+    assert problems(recipe_of(2, "zigzag", packing, dp_shard=4)) == []
+
+
+@pytest.mark.parametrize("packing", ["none", "documents"])
+@pytest.mark.parametrize("cp", [2, 3, 4, 8])
+def test_positions_that_a_rank_counts_itself_are_seen(cp: int, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from faults.data import give_positions_from_the_start_of_the_part
+
+    from composer3d.data import Loader
+
+    monkeypatch.setattr(Loader, "__getitem__", Loader.__getitem__)  # put back afterwards
+    give_positions_from_the_start_of_the_part()
+    found = problems(recipe_of(cp, "contiguous", packing))
+    assert found
+    assert all(re.match("positions_BT of rank [0-7]", line) for line in found)

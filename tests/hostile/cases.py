@@ -1,0 +1,6 @@
+"""All hostile cases."""
+
+from hostile import checkpoints, exports
+from hostile.case import Case
+
+CASES: list[Case] = [*checkpoints.CASES, *exports.CASES]
