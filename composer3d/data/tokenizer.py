@@ -29,10 +29,10 @@ _DOCUMENT_BYTES = 16 << 20  # tokenizers takes a text whole, and _MEMORY bytes f
 _MEMORY = 156
 
 # What the process may use. Its times are of the processor, so that a busy machine changes nothing: the slowest of the
-# usual tokenizers takes a third of a second for a megabyte. Memory: of a tokenizer.json it is 10 to 20 times its size.
+# usual tokenizers takes some seconds for a megabyte. Memory: a tokenizer.json of 40 MB takes 5 times its size.
 _LOAD_S, _LOAD_S_PER_MB = 2.0, 2.0
 _ENCODE_S, _ENCODE_S_PER_MB = 2.0, 20.0
-_LOAD_MEMORY = 48  # bytes for each byte of the tokenizer.json
+_LOAD_MEMORY = 24  # bytes for each byte of the tokenizer.json
 _BASE_MEMORY = 256 << 20
 _THREAD_MEMORY = 8 << 20  # for each core: tokenizers runs a thread on each
 _WALL_S, _WALL = 30.0, 20  # and 20 times the processor's: for a process that waits for what never comes

@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import subprocess
 import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -208,3 +210,72 @@ def test_jsonl_without_text_is_refused(tmp_path: Path, files: dict[str, bytes], 
     write(tmp_path, files)
     with pytest.raises(DataError, match=rf"/j: no text for corpus .*: {problem}"):
         open_corpus("jsonl", tmp_path / "j", split="train")
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Iterator[Callable[[int, str], Path]]:
+    """Makes folders in each other, and removes them: to remove them recursively is too deep for Python."""
+
+    def make(levels: int, name: str) -> Path:
+        here = os.getcwd()
+        os.chdir(tmp_path)
+        try:
+            for _ in range(levels):
+                os.mkdir(name)
+                os.chdir(name)
+            Path("a.txt").write_bytes(b"deep")
+        finally:
+            os.chdir(here)
+        return tmp_path / name
+
+    yield make
+    subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
+
+
+def test_folders_may_lie_in_each_other_deeper_than_python_recurses(deep: Callable[[int, str], Path]) -> None:
+    assert train(deep(1500, "d")).tokens.tobytes() == b"deep\0"
+
+
+def test_folders_beyond_the_longest_path_are_refused(deep: Callable[[int, str], Path]) -> None:
+    with pytest.raises(
+        DataError, match=r" characters\): cannot be read: File name too long; make it readable or move it away$"
+    ):
+        train(deep(30, "d" * 200))
+
+
+@pytest.mark.timeout(10)  # opening a pipe would wait forever
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_pipe_is_no_text(tmp_path: Path, source: Any) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"/pipe\.jsonl: cannot be read: is a named pipe, not a plain file; make it"):
+        open_corpus(source, tmp_path / "pipe.jsonl", split="train")
+    write(tmp_path, {"a.jsonl": b'{"text": "a"}'})
+    assert open_corpus(source, tmp_path, split="train").n_documents == 1  # in a folder it is passed over
+
+
+def test_a_line_is_read_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = json.dumps({"text": "a" * 50}).encode() + b"\n"
+    write(tmp_path, {"a.jsonl": line * 2 + b'{"text": "' + b"a" * 100})
+    monkeypatch.setattr(documents, "_LINE_BYTES", len(line))
+    with pytest.raises(
+        DataError, match=rf"/a\.jsonl:3: the line is longer than {len(line)} bytes, .*; cut it into several$"
+    ):
+        open_corpus("jsonl", tmp_path, split="train")
+
+
+def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {"a": b"x", "b": b"y"})
+    found = documents.documents_of(files_of(tmp_path), None)
+    assert next(found).text == b"x"
+    (tmp_path / "b").unlink()
+    with pytest.raises(DataError, match=r"/b: cannot be read: No such file or directory; make it"):
+        next(found)
+
+
+def test_a_text_above_its_limit_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / "a", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(
+        DataError, match=r"/a: one document of 1_099_511_627_776 bytes, .* use at most 4_294_967_296, or"
+    ):
+        train(tmp_path)

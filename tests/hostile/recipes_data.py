@@ -630,29 +630,6 @@ def _sources() -> list[Case]:
 
         return make
 
-    def deep_folders(where: Path) -> list[str]:
-        here = os.getcwd()
-        os.chdir(where)
-        try:
-            for _ in range(1500):
-                os.mkdir("d")
-                os.chdir("d")
-            write(Path("a.txt"), b"a\0")
-        finally:
-            os.chdir(here)
-        return prepare(where, where / "d")
-
-    def endless_folders(where: Path) -> list[str]:
-        here = os.getcwd()
-        os.chdir(where)
-        try:
-            for _ in range(400):  # beyond the longest path there is
-                os.mkdir("d" * 20)
-                os.chdir("d" * 20)
-        finally:
-            os.chdir(here)
-        return prepare(where, where / ("d" * 20))
-
     def links(where: Path) -> list[str]:
         (where / "in").mkdir()
         (where / "in" / "self").symlink_to(".")
@@ -681,8 +658,6 @@ def _sources() -> list[Case]:
         Case("a name of no UTF-8", inside(SURROGATE, b"a\0"), r"/in/caf\S+: byte 0 at offset 1"),
         Case("a name of two lines", inside("a\nb", b"a\0"), r"/in/a\\nb: byte 0 at offset 1"),
         Case("a suffix of no UTF-8", inside("a.json\udce9", b"a\0"), r"/in/a\.json\S+: byte 0 at offset 1"),
-        Case("folders 1,500 deep", deep_folders, r"/d/a\.txt: byte 0 at offset 1"),
-        Case("folders beyond all paths", endless_folders, r"cannot be read: File name too long; make it readable"),
         Case("links, a device and a pipe", links, r"/in: no files found; give a path that holds text$"),
         Case("a text that links to itself", link_to_itself, r"/a\.txt does not exist; give a text file"),
         Case("a source of a NUL byte", named("SRC", "a\0b"), r"^SRC .*a\\u0000b: no file can have such a name"),
