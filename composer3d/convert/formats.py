@@ -158,12 +158,21 @@ def survey(path: Path) -> Source:
 
     Raises CheckpointError where there is no checkpoint at all.
     """
+    require_name(path)
     try:
-        os.fsencode(path)
         kind = _kind(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read ({error}); give another path") from None
     return _newest_of_run(path) if kind == "run" else _survey(path, kind)
+
+
+def require_name(path: Path) -> None:
+    """Raise CheckpointError where no file can have this name: it holds NUL, or what is no text."""
+    try:
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it holds a NUL byte")
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is no name of a file ({error}); give another") from None
 
 
 def _survey(path: Path, kind: str) -> Source:
@@ -268,12 +277,8 @@ def _hf_files(source: Source) -> dict[str, set[str]]:
 
 
 def _is_name(text: str) -> bool:
-    """Whether ``text`` names a file in a folder, and can be encoded as a name."""
-    try:
-        os.fsencode(text)
-    except ValueError:
-        return False
-    return text == Path(text).name and "\0" not in text and text not in ("", ".", "..")
+    """Whether ``text`` names a file in a folder, and not one elsewhere."""
+    return text == Path(text).name and text not in ("", ".", "..")
 
 
 def _tensors_of_file(path: Path) -> dict[str, Entry]:
