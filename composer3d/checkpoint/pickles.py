@@ -1,45 +1,326 @@
-"""The only places that unpickle what a checkpoint holds. A pickle is a program: these read data and run none of it."""
+"""Pickles of strangers, read as data. No torch here, and nothing that a pickle names is ever made, called or looked up.
 
-import pickle
-import re
-from collections.abc import Iterator
+A pickle is a program. Python's unpickler runs it: even with a list of allowed names it hands real classes to a program
+that can set their attributes, and it can be made to take memory and time without end. So the few instructions that
+checkpoints consist of are carried out here. They make plain values and ``Record``s, which say what a pickle asks for.
+"""
+
+import struct
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint import FileSystemReader, Metadata, metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
-
 from composer3d.errors import CheckpointError
+from composer3d.files import MIB, FileTooLargeError, NotPlainFileError
 
-METADATA = ".metadata"
+LIMIT = 256 * MIB  # bytes of a pickle: .metadata takes about 200 for each part of a tensor that a rank has saved
+_STACK = 10_000  # values that wait for their list, tuple or dict: writers hand over 1,000 (pairs) at a time
+_WINDOW = 1 << 16  # instructions between two looks at how dense they are
+_DENSEST = 1.2  # bytes that an instruction takes on average: checkpoints have 1.6 to 2.5, floods of one instruction 1
 
 
-class _Properties(TensorProperties):
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        super().__setstate__(state[:5])  # torch 2.15 adds the strides, and 2.13 cannot read six values
+@dataclass(slots=True, eq=False)
+class Name:
+    """A class, function or constant that a pickle names, by its dotted path. It is only the text."""
+
+    path: str
 
 
-_CLASSES: tuple[type, ...] = (Metadata, TensorStorageMetadata, metadata.BytesStorageMetadata, _StorageInfo, torch.Size)
-_CLASSES += (metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING)
-# All that torch 2.13 and 2.15 write into .metadata.
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{(c.__module__, c.__name__): c for c in _CLASSES},
-    (TensorProperties.__module__, "TensorProperties"): _Properties,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("pathlib", "PosixPath"): lambda *parts: Path(*parts),  # not the class itself, whose methods a pickle could replace
-    ("pathlib._local", "PosixPath"): lambda *parts: Path(*parts),  # Python 3.13
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+@dataclass(slots=True, eq=False)
+class Record:
+    """An object that a pickle asks for. It is equal to nothing but itself, and hashed by identity."""
+
+    path: str  # what would have been called
+    arguments: tuple[Any, ...]
+    state: Any = None  # what the object would have been given as its state
+    items: dict[Any, Any] | None = None  # what would have been put into it as into a dict
+
+
+class Storage(Record):
+    """What a pickle says of bytes that are kept beside it: ``arguments`` is its whole identity."""
+
+
+class PickleError(ValueError):
+    """It is no pickle of a checkpoint. The text is for people, and repeats no value of unknown size."""
+
+
+def parse(pickle: bytes, names: Collection[str], *, storages: bool = False) -> Any:
+    """What ``pickle`` describes: None, bool, int, float, str, list, tuple and dict, ``Name`` and ``Record``.
+
+    Takes time and memory in proportion to its length. The result can be nested without end, and hold itself or one
+    value many times: whoever walks through it keeps count.
+
+    Args:
+        names: the dotted paths that it may name. Any other is refused at once.
+        storages: whether it may refer to ``Storage``s.
+
+    Raises:
+        PickleError: it is cut off, names something else, or holds an instruction that no checkpoint needs.
+    """
+    return _Machine(pickle, names, storages).run()
+
+
+class _Machine:
+    """Python's pickle machine, with the instructions that torch's writers use, of protocols 2 to 5."""
+
+    def __init__(self, pickle: bytes, names: Collection[str], storages: bool) -> None:
+        self._pickle, self._names, self._storages = pickle, names, storages
+        self._at = 0  # the next byte
+        self._stack: list[Any] = []  # since the last mark
+        self._below: list[list[Any]] = []  # what lay on the stack at each mark
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        pickle, done = self._pickle, 0
+        table = [getattr(self, f"_{_INSTRUCTIONS.get(code, 'refuse')}") for code in range(256)]
+        try:
+            while True:
+                for _ in range(_WINDOW):
+                    code = pickle[self._at]
+                    self._at += 1
+                    if code == _STOP:
+                        return self._stack.pop()
+                    table[code]()
+                done += _WINDOW
+                if self._at < _DENSEST * done or len(self._stack) + sum(map(len, self._below)) > _STACK:
+                    raise PickleError("it repeats instructions as no writer of checkpoints does")
+        except (IndexError, struct.error):
+            raise PickleError("it is cut off, or no pickle of a checkpoint") from None
+        except KeyError:
+            raise PickleError("it refers to a value that it has not made") from None
+
+    def _refuse(self) -> None:
+        raise PickleError(f"its byte {self._at - 1:,} is an instruction that no checkpoint needs")
+
+    # What instructions read.
+
+    def _take(self, count: int) -> bytes:
+        begin = self._at
+        self._at = end = begin + count
+        if end > len(self._pickle):
+            raise PickleError("it is cut off: it names more bytes than it has")
+        return self._pickle[begin:end]
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._pickle[self._at - 1]
+
+    def _long(self) -> int:
+        return int.from_bytes(self._take(4), "little")
+
+    def _line(self) -> str:
+        end = self._pickle.find(b"\n", self._at, self._at + _LINE)
+        return _text(self._take(max(end - self._at, 0) + 1)[:-1])
+
+    def _since_mark(self) -> list[Any]:
+        values, self._stack = self._stack, self._below.pop()
+        return values
+
+    # Instructions: what is around values.
+
+    def _skip_protocol(self) -> None:
+        if self._byte() > 5:
+            raise PickleError("it is of a later protocol than 5")
+
+    def _skip_frame(self) -> None:
+        if int.from_bytes(self._take(8), "little") > len(self._pickle) - self._at:
+            raise PickleError("it is cut off: it names more bytes than it has")
+
+    def _mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def _memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def _put(self) -> None:
+        self._memo[self._byte()] = self._stack[-1]
+
+    def _put_far(self) -> None:
+        self._memo[self._long()] = self._stack[-1]
+
+    def _get(self) -> None:
+        self._stack.append(self._memo[self._byte()])
+
+    def _get_far(self) -> None:
+        self._stack.append(self._memo[self._long()])
+
+    # Plain values.
+
+    def _none(self) -> None:
+        self._stack.append(None)
+
+    def _true(self) -> None:
+        self._stack.append(True)
+
+    def _false(self) -> None:
+        self._stack.append(False)
+
+    def _int_1(self) -> None:
+        self._stack.append(self._byte())
+
+    def _int_2(self) -> None:
+        self._stack.append(int.from_bytes(self._take(2), "little"))
+
+    def _int_4(self) -> None:
+        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+
+    def _int_wide(self) -> None:
+        count = self._byte()
+        if count > 8:
+            raise PickleError("it holds a number of more than 64 bits")
+        self._stack.append(int.from_bytes(self._take(count), "little", signed=True))
+
+    def _float(self) -> None:
+        self._stack.append(struct.unpack(">d", self._take(8))[0])
+
+    def _short_text(self) -> None:
+        self._stack.append(_text(self._take(self._byte())))
+
+    def _long_text(self) -> None:
+        self._stack.append(_text(self._take(self._long())))
+
+    # Containers.
+
+    def _tuple_0(self) -> None:
+        self._stack.append(())
+
+    def _tuple_1(self) -> None:
+        self._stack[-1] = (self._stack[-1],)
+
+    def _tuple_2(self) -> None:
+        last = self._stack.pop()
+        self._stack[-1] = (self._stack[-1], last)
+
+    def _tuple_3(self) -> None:
+        last, middle = self._stack.pop(), self._stack.pop()
+        self._stack[-1] = (self._stack[-1], middle, last)
+
+    def _tuple(self) -> None:
+        values = tuple(self._since_mark())
+        self._stack.append(values)
+
+    def _list(self) -> None:
+        self._stack.append([])
+
+    def _append(self) -> None:
+        value = self._stack.pop()
+        self._extend([value])
+
+    def _appends(self) -> None:
+        self._extend(self._since_mark())
+
+    def _extend(self, values: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not list:
+            raise PickleError("it appends to what is no list")
+        target.extend(values)
+
+    def _dict(self) -> None:
+        self._stack.append({})
+
+    def _set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._set([key, value])
+
+    def _set_items(self) -> None:
+        self._set(self._since_mark())
+
+    def _set(self, values: list[Any]) -> None:
+        """The hash of a nested tuple can take for ever, or more stack than there is: no key is one."""
+        target = self._stack[-1]
+        if type(target) is Record:
+            target.items = target.items if target.items is not None else {}
+            target = target.items
+        keys = values[::2]
+        if type(target) is not dict or len(values) % 2 or not {*map(type, keys)} <= {str, int, Record}:
+            raise PickleError("it sets items of what is no dict, or under keys that no checkpoint has")
+        target.update(zip(keys, values[1::2], strict=True))
+
+    # What would be made of classes and functions.
+
+    def _name(self) -> None:
+        module = self._line()
+        self._push_name(f"{module}.{self._line()}")
+
+    def _name_of_texts(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str or len(module) + len(name) > _LINE:
+            raise PickleError("it names what is no class or function")
+        self._push_name(f"{module}.{name}")
+
+    def _push_name(self, path: str) -> None:
+        if path not in self._names:
+            raise PickleError(f"it names {path!r:.200}, which is refused: nothing of it was run")
+        self._stack.append(Name(path))
+
+    def _call(self) -> None:
+        arguments = self._stack.pop()
+        target = self._stack[-1]
+        if type(target) is not Name or type(arguments) is not tuple:
+            raise PickleError("it calls what has no name")
+        self._stack[-1] = Record(target.path, arguments)
+
+    def _give_state(self) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if type(target) is not Record or target.state is not None:
+            raise PickleError("it gives a state to what has none, or has it already")
+        target.state = state
+
+    def _storage(self) -> None:
+        identity = self._stack[-1]
+        if not self._storages or type(identity) is not tuple:
+            raise PickleError("it refers to bytes outside of it")
+        self._stack[-1] = Storage("", identity)
+
+
+_STOP, _LINE = ord("."), 1000
+_INSTRUCTIONS = {
+    0x80: "skip_protocol",
+    0x95: "skip_frame",
+    ord("("): "mark",
+    0x94: "memoize",
+    ord("q"): "put",
+    ord("r"): "put_far",
+    ord("h"): "get",
+    ord("j"): "get_far",
+    ord("N"): "none",
+    0x88: "true",
+    0x89: "false",
+    ord("K"): "int_1",
+    ord("M"): "int_2",
+    ord("J"): "int_4",
+    0x8A: "int_wide",
+    ord("G"): "float",
+    0x8C: "short_text",
+    ord("X"): "long_text",
+    ord(")"): "tuple_0",
+    0x85: "tuple_1",
+    0x86: "tuple_2",
+    0x87: "tuple_3",
+    ord("t"): "tuple",
+    ord("]"): "list",
+    ord("a"): "append",
+    ord("e"): "appends",
+    ord("}"): "dict",
+    ord("s"): "set_item",
+    ord("u"): "set_items",
+    ord("c"): "name",
+    0x93: "name_of_texts",
+    0x81: "call",  # NEWOBJ, of a class
+    ord("R"): "call",  # REDUCE, of a function or a class
+    ord("b"): "give_state",
+    ord("Q"): "storage",
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is refused: nothing of it was run")
-        return _ALLOWED[module, name]
+def _text(encoded: bytes) -> str:
+    try:
+        return encoded.decode()
+    except UnicodeDecodeError:
+        raise PickleError("it holds a text that is not UTF-8") from None
 
 
 @contextmanager
@@ -53,57 +334,11 @@ def reading(place: object, way_out: str = "") -> Iterator[None]:
         raise CheckpointError(f"{place} cannot be read: {explain(error)}{way_out}") from None
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """What ``torch.distributed.checkpoint`` says of a checkpoint, read without running anything.
-
-    Raises CheckpointError where it cannot be read, or names a class that does not belong there, or files elsewhere.
-    """
-    with reading(folder / METADATA), open(folder / METADATA, "rb") as file:
-        read = _Unpickler(file).load()
-        outside = [i.relative_path for i in read.storage_data.values() if i.relative_path != Path(i.relative_path).name]
-        if not isinstance(read, Metadata) or outside:
-            raise ValueError(f"it names the files {outside[:3]}" if outside else "it is no Metadata")
-    return read
-
-
-def tensors_of(read: Metadata, place: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Global name to (shape, dtype). Raises CheckpointError where an entry is no tensor: torch would unpickle it."""
-    found, others = {}, []
-    for name, entry in read.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            found[name] = tuple(entry.size), str(entry.properties.dtype).removeprefix("torch.")
-        else:
-            others.append(name)
-    if others:
-        shown = ", ".join(sorted(others)[:8])
-        raise CheckpointError(f"{place} holds objects that are no tensors, which are not loaded: {shown}")
-    return found
-
-
-class SafeReader(FileSystemReader):
-    """Torch's reader, given the metadata that ``read_metadata`` has read: torch itself would unpickle anything."""
-
-    def __init__(self, folder: Path, read: Metadata) -> None:
-        super().__init__(folder)
-        self._read = read
-
-    def read_metadata(self) -> Metadata:  # without keywords torch asks for no other file
-        return self._read
-
-
-def load_torch(path: Path) -> Any:
-    """What a file of ``torch.save`` holds, its tensors mapped and not read: (containers of) tensors and plain values.
-
-    Raises CheckpointError where it is no such file, or names another class, which is never made.
-    """
-    with reading(path):
-        return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-
-
 def explain(error: BaseException) -> str:
-    """One line of what torch says at length of a file that it cannot, or must not, read."""
-    said = str(error).rpartition("trusted source.")[2].strip()  # what comes before advises to trust the file
-    refused = re.search(r"(?:GLOBAL|class) ([\w.]+\.\w+)", said)
-    if refused:
-        return f"it holds an object of {refused[1]}, which is refused: no code of it was run"
-    return f"{type(error).__name__}: {said.splitlines()[0] if said else ''}"
+    """One line of what a reader says, cut where it is long."""
+    if isinstance(error, PickleError):
+        return str(error)
+    if isinstance(error, NotPlainFileError | FileTooLargeError):
+        return f"{error.filename} {error.strerror}"
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0] if said else ''}"[:500]

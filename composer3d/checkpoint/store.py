@@ -5,6 +5,7 @@ parameter's global name, and a DTensor knows its place in the whole tensor, so t
 layout. No generator is kept: each step seeds its own.
 """
 
+import os
 import re
 import shutil
 import time
@@ -26,8 +27,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from composer3d import dist as distributed
 from composer3d import log
 from composer3d.checkpoint import manifest as manifests
+from composer3d.checkpoint import pickles
 from composer3d.checkpoint.manifest import Manifest
-from composer3d.checkpoint.pickles import METADATA, SafeReader, explain, read_metadata, tensors_of
+from composer3d.checkpoint.metadata import METADATA, Planner, Reader, read_metadata, tensors_of
+from composer3d.checkpoint.pickles import explain
 from composer3d.errors import CheckpointError, UserError
 from composer3d.optim import optimizer_state
 from composer3d.parallel import Stages
@@ -70,8 +73,12 @@ class Store:
         return max(self._whole(), default=None)
 
     def _steps(self) -> list[Path]:
-        """Folders of checkpoints by step: what a user has put beside them under another name is not ours."""
-        return sorted(path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name))
+        """Folders of checkpoints by step: what a user has put beside them under another name is not ours.
+
+        Nor is a link, a pipe or a file of such a name: a link could lead to anybody's checkpoint.
+        """
+        found = (path for path in self.folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8}", path.name))
+        return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
     def _whole(self) -> list[Path]:
         return [path for path in self._steps() if path not in self._damaged and (path / manifests.FILE).exists()]
@@ -147,8 +154,8 @@ class Store:
 
     def _prepare(self, staging: Path) -> None:
         for crashed in self.folder.glob("step-*.tmp"):
-            if re.fullmatch(r"step-\d{8}(\.old)?\.tmp", crashed.name):  # an export beside them may be at work
-                shutil.rmtree(crashed, ignore_errors=True)
+            if re.fullmatch(r"step-[0-9]{8}(\.old)?\.tmp", crashed.name):  # an export beside them may be at work
+                _clear(crashed)
         staging.mkdir(parents=True)
         for name, content in self.assets.items():
             (staging / _ASSETS).mkdir(exist_ok=True)
@@ -159,12 +166,12 @@ class Store:
         manifests.write(staging, manifest)
         manifests.sync(staging)
         replaced = final.with_suffix(".old.tmp")
-        if final.exists():  # it is damaged: a run does not come twice to a step that it has saved
+        if os.path.lexists(final):  # it is damaged: a run does not come twice to a step that it has saved
             final.rename(replaced)
         staging.rename(final)
         manifests.sync(self.folder)
         self._damaged.discard(final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _clear(replaced)
         others = [path for path in self._whole() if path != final]
         kept = [final, *others[::-1][: self._keep - 1]]
         for path in self._steps():
@@ -212,8 +219,8 @@ class Store:
         A checkpoint without moments leaves the optimizer as it is.
 
         Raises:
-            CheckpointError: on every rank: its names, shapes and dtypes are not this job's, or it names a class that
-                does not belong in a checkpoint; nothing of it is run.
+            CheckpointError: on every rank: its names, shapes and dtypes are not this job's, its tensors have gaps, or
+                it names a class that does not belong in a checkpoint; nothing of it is run.
         """
         metadata = distributed.on_all("checkpoint", lambda: read_metadata(path), self._group)
         saved = tensors_of(metadata, str(path))
@@ -222,7 +229,7 @@ class Store:
             state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
         manifests.compare(forms(state), saved, path, "it is of another model: point checkpoint.resume elsewhere")
         try:
-            dcp.load(state, storage_reader=SafeReader(path, metadata), process_group=self._group)
+            dcp.load(state, storage_reader=Reader(path, metadata), planner=Planner(), process_group=self._group)
         except CheckpointException as error:
             raise CheckpointError([f"{path} cannot be read: {cause}" for cause in _causes(error)]) from None
         self.loaded = path
@@ -275,8 +282,21 @@ def _seal(staging: Path) -> dict[str, tuple[int, str]]:
             manifests.sync(staging / _ASSETS)
     for path in own:
         manifests.sync(path)
+    if rank == 0 and (size := (staging / METADATA).stat().st_size) > pickles.LIMIT:
+        raise CheckpointError(
+            f"{METADATA} would have {size:,} bytes for all parts of tensors, and at most {pickles.LIMIT:,} are read "
+            "again; shard over fewer ranks (raise mesh.dp_replicate)"
+        )
     names = {path: path.relative_to(staging).as_posix() for path in own}
     return {names[path]: (path.stat().st_size, manifests.digest_file(path)) for path in own}
+
+
+def _clear(path: Path) -> None:
+    """Remove what a save has left, or another has put in its place, as far as that can be. No link is followed."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:

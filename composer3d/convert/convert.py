@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from composer3d.checkpoint.manifest import Manifest, model_of, sync
-from composer3d.convert.formats import Kind, Source, digest_of, name_of, nbytes, open_source
+from composer3d.convert.formats import Kind, Source, digest_of, name_of, nbytes, open_source, require_name
 from composer3d.convert.targets import write
 from composer3d.errors import CheckpointError
 from composer3d.models import Llama
@@ -88,12 +88,7 @@ def convert(
 
 
 def _require_free(dst: Path) -> None:
-    try:
-        os.fsencode(dst)
-        if "\0" in str(dst):
-            raise ValueError("it holds a NUL character")
-    except ValueError as error:
-        raise CheckpointError(f"{str(dst)!r} is not a name of a file ({error}); give another DST") from None
+    require_name(dst)
     if os.path.lexists(dst):
         raise CheckpointError(f"{dst} exists; give a DST that does not, or remove it")
 

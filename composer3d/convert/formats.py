@@ -2,14 +2,14 @@
 
 hf: a folder of Hugging Face's (config.json; safetensors or pytorch_model*.bin). meta: Meta's (params.json and
 consolidated.*.pth). torch: one file that ``convert`` made. dcp: a checkpoint of a training run. Files are mapped where
-that can be, so that an open one takes no memory; nothing is unpickled but by ``checkpoint.pickles``.
+that can be, so that an open one takes no memory; pickles are read by ``checkpoint.pickles`` alone, as data.
 """
 
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import partial
@@ -22,13 +22,12 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
-from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest
-from composer3d.checkpoint.pickles import METADATA, load_torch, read_metadata, reading, tensors_of
+from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensors_of
+from composer3d.checkpoint.pickles import reading
+from composer3d.checkpoint.torchfile import Stored, load_torch
 from composer3d.convert import names
 from composer3d.convert.carried import carried_by, trusted_texts
 from composer3d.errors import CheckpointError
@@ -47,6 +46,7 @@ _LIMIT_FILES = 4096
 _STEP = re.compile(r"step-\d{8}")
 _LAYER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
 _LIMIT_OF_LAYER = 16  # tensors; Qwen 2 has 12
+DIGESTS = "digests"  # in a torch file of ours: a tensor whose rows are the digests of its facts and of each tensor
 T = TypeVar("T")
 Kind = tuple[tuple[int, ...], torch.dtype]
 
@@ -158,12 +158,21 @@ def survey(path: Path) -> Source:
 
     Raises CheckpointError where there is no checkpoint at all.
     """
+    require_name(path)
     try:
-        os.fsencode(path)
         kind = _kind(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read ({error}); give another path") from None
     return _newest_of_run(path) if kind == "run" else _survey(path, kind)
+
+
+def require_name(path: Path) -> None:
+    """Raise CheckpointError where no file can have this name: it holds NUL, or what is no text."""
+    try:
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it holds a NUL byte")
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is no name of a file ({error}); give another") from None
 
 
 def _survey(path: Path, kind: str) -> Source:
@@ -268,12 +277,8 @@ def _hf_files(source: Source) -> dict[str, set[str]]:
 
 
 def _is_name(text: str) -> bool:
-    """Whether ``text`` names a file in a folder, and can be encoded as a name."""
-    try:
-        os.fsencode(text)
-    except ValueError:
-        return False
-    return text == Path(text).name and "\0" not in text and text not in ("", ".", "..")
+    """Whether ``text`` names a file in a folder, and not one elsewhere."""
+    return text == Path(text).name and text not in ("", ".", "..")
 
 
 def _tensors_of_file(path: Path) -> dict[str, Entry]:
@@ -309,13 +314,13 @@ def _refuse_too_many(source: Source) -> None:
 
 
 def _entries(tree: Any) -> dict[str, Entry]:
-    return {name: Entry(tuple(t.shape), t.dtype, t.detach) for name, t in flat(tree) if t.layout == torch.strided}
+    return {name: Entry(stored.shape, stored.dtype, stored.read) for name, stored in flat(tree)}
 
 
-def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Stored]]:
     """The tensors of nested dicts, by their keys joined with dots."""
     for key, value in tree.items() if isinstance(tree, dict) else ():
-        if isinstance(value, Tensor):
+        if isinstance(value, Stored):
             yield f"{prefix}{key}", value
         else:
             yield from flat(value, f"{prefix}{key}.")
@@ -371,13 +376,43 @@ def _joined(parts: list[Entry], whole: tuple[int, ...]) -> Entry:
 
 def _open_torch(source: Source) -> None:
     content = load_torch(source.path)
-    source.raw = _entries(content)
     way = "; put a file of Hugging Face's into a folder, as pytorch_model.bin beside its config.json, Meta's as "
     with reading(f"what convert --to torch says in {source.path}", f"{way}consolidated.00.pth beside its params.json"):
-        saved = Manifest(**json.loads(json.dumps(content["composer3d"])))  # plain values, or refused
-        files = trusted_texts(content["files"])
+        facts, texts = content["composer3d"], content["files"]
+        saved = manifests.parse(facts)
+        files = trusted_texts(texts)
+    source.raw = _entries({name: part for name, part in content.items() if name != DIGESTS})
+    _check_digests(source, content)
     source.carried = files
     _open_ours(source, saved)
+
+
+def _check_digests(source: Source, content: dict[str, Any]) -> None:
+    """Hold a file of ours to its own digests: each tensor, and what it says of the model and its tokenizer."""
+    held = content.get(DIGESTS)
+    if held is None:
+        source.notes.append(
+            f"nothing verifies {source.path}: an earlier composer3d wrote it, without digests; convert adds them"
+        )
+        return
+    wanted = [facts_digest(content["composer3d"], content["files"], source.raw)]
+    wanted += [digest_of(entry.read()) for entry in source.raw.values()]
+    kept = held.read() if isinstance(held, Stored) and held.shape == (len(wanted), 16) else None
+    if kept is None or kept.dtype != torch.uint8:
+        source.problems.append(f"{source.path} has no digest for each of its tensors; copy it again")
+        return
+    found = [bytes(row).hex() for row in kept.tolist()]
+    names_of_rows = ["what it says of its model", *map(repr, source.raw)]
+    for name, have, want in zip(names_of_rows, found, wanted, strict=True):
+        if have != want:
+            source.problems.append(f"{source.path}: {name} has another digest than the file says; copy it again")
+
+
+def facts_digest(facts: Any, texts: Any, tensors: Mapping[str, Any]) -> str:
+    """Of all that a torch file of ours holds beside the bytes of tensors, whose entries begin with shape and dtype."""
+    forms = {name: [list(entry[0]), name_of(entry[1])] for name, entry in tensors.items()}
+    text = json.dumps([facts, texts, forms], sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _open_dcp(source: Source) -> None:
@@ -386,7 +421,7 @@ def _open_dcp(source: Source) -> None:
     source.problems += manifests.damage(folder, saved) if saved else []
     metadata = read_metadata(folder)
     for name, (shape, dtype) in tensors_of(metadata, str(folder)).items():
-        source.raw[name] = Entry(shape, getattr(torch, dtype), partial(_read_dcp, folder, metadata, name))
+        source.raw[name] = Entry(shape, getattr(torch, dtype), partial(read_whole, folder, metadata, name))
     if saved is None:
         return
     # Only these: a recipe in the manifest may name any folder of this machine.
@@ -398,24 +433,6 @@ def _open_dcp(source: Source) -> None:
     else:
         source.notes.append(f"{folder} has no assets: no tokenizer is carried along")
     _open_ours(source, saved)
-
-
-def _read_dcp(folder: Path, metadata: Metadata, name: str) -> Tensor:
-    """One tensor, put together of the parts that ranks have saved."""
-    entry = metadata.state_dict_metadata[name]
-    assert isinstance(entry, TensorStorageMetadata)
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-    if sum(prod(chunk.sizes) for chunk in entry.chunks) != whole.numel():
-        raise ValueError(f"its parts do not make {tuple(entry.size)}")
-    for chunk in entry.chunks:
-        where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        with open(folder / where.relative_path, "rb") as file:
-            view: Any = _create_file_view(file, where.offset, where.length)
-            part = torch.load(view, map_location="cpu", weights_only=True).view(chunk.sizes)
-        if part.shape == whole.shape:
-            return part
-        whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = part
-    return whole
 
 
 def _open_ours(source: Source, saved: Manifest) -> None:

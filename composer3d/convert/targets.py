@@ -9,19 +9,32 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.utils.serialization import config as serialization
 
 from composer3d.checkpoint import manifest as manifests
-from composer3d.checkpoint.pickles import METADATA, reading, tensors_of
+from composer3d.checkpoint.metadata import METADATA, StorageInfo, tensors_of
+from composer3d.checkpoint.pickles import reading
+from composer3d.checkpoint.torchfile import load_torch
 from composer3d.convert import names
-from composer3d.convert.formats import CODES, Kind, Source, bytes_of, flat, name_of, nbytes
+from composer3d.convert.formats import (
+    CODES,
+    DIGESTS,
+    Kind,
+    Source,
+    bytes_of,
+    digest_of,
+    facts_digest,
+    flat,
+    name_of,
+    nbytes,
+)
 from composer3d.files import parse_json
 from composer3d.hf import config_of
 from composer3d.shape import ModelShape
@@ -40,13 +53,7 @@ def write(to: str, path: Path, source: Source, kinds: Kinds, stream: Stream, sha
     CheckpointError where the form cannot hold such a model, KeyError where a tensor has come twice.
     """
     if to == "torch":
-        facts = asdict(replace(source.manifest, files={}, tensors={}))
-        texts = {name: content.decode("latin-1") for name, content in source.carried.items()}
-        tree: dict[str, Any] = {"composer3d": facts, "files": texts}
-        for name, tensor in _hollow(kinds).items():
-            part, _, rest = name.partition(".")
-            tree.setdefault(part, {})[rest] = tensor
-        return _fill({name: [(path, offset)] for name, offset in _save_hollow(path, tree).items()}, stream)
+        return _torch(path, source, kinds, stream)
     others = path / "assets" if to == "dcp" and source.carried else path
     others.mkdir(exist_ok=True)
     for name, content in source.carried.items():
@@ -117,6 +124,31 @@ def _meta(folder: Path, shape: ModelShape, kinds: Kinds) -> Slots:
     return slots
 
 
+def _torch(path: Path, source: Source, kinds: Kinds, stream: Stream) -> list[str]:
+    """One file, with the digests of what it holds as its last tensor: they are known when all others are written."""
+    facts = asdict(replace(source.manifest, files={}, tensors={}))
+    texts = {name: content.decode("latin-1") for name, content in source.carried.items()}
+    tree: dict[str, Any] = {"composer3d": facts, "files": texts}
+    for name, tensor in _hollow(kinds).items():
+        part, _, rest = name.partition(".")
+        tree.setdefault(part, {})[rest] = tensor
+    tree[DIGESTS] = torch.empty(1 + len(kinds), 16, dtype=torch.uint8)
+    offsets = _save_hollow(path, tree)
+    order = [name for name in offsets if name != DIGESTS]
+    digests = {"": facts_digest(json.loads(json.dumps(facts)), texts, {name: kinds[name] for name in order})}
+
+    def digested() -> Stream:
+        for name, tensor in stream:
+            digests[name] = digest_of(tensor)
+            yield name, tensor
+
+    left = _fill({name: [(path, offsets[name])] for name in order}, digested())
+    with open(path, "r+b") as file:
+        file.seek(offsets[DIGESTS])
+        file.write(b"".join(bytes.fromhex(digests[name]) for name in ("", *order) if name in digests))
+    return left
+
+
 def _hollow(kinds: Kinds) -> dict[str, Tensor]:
     """Tensors that nobody touches: they take addresses and no memory."""
     return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
@@ -126,8 +158,7 @@ def _save_hollow(path: Path, tree: dict[str, Any]) -> dict[str, int]:
     """Write ``tree`` as ``torch.save`` does, without the bytes of its tensors; where these go, by names of ``flat``."""
     with torch.serialization.skip_data():
         _save(tree, path)
-    laid_out = torch.load(path, map_location="meta", weights_only=True)
-    return {name: cast(int, tensor.untyped_storage()._checkpoint_offset) for name, tensor in flat(laid_out)}
+    return {name: stored.begin for name, stored in flat(load_torch(path))}
 
 
 def _save(content: Any, file: Path | IO[bytes]) -> None:
@@ -146,7 +177,7 @@ def _dcp(folder: Path, manifest: manifests.Manifest, kinds: Kinds, stream: Strea
             del left[name]
             begin, origin = file.tell(), torch.Size([0] * tensor.dim())
             _save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
-            stored[MetadataIndex(name, origin)] = _StorageInfo(_DCP, begin, file.tell() - begin)
+            stored[MetadataIndex(name, origin)] = StorageInfo(_DCP, begin, file.tell() - begin)
             chunks = [ChunkStorageMetadata(origin, tensor.shape)]
             entries[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks)
     metadata = Metadata(entries, {name: (name,) for name in kinds}, stored, StorageMeta(), CURRENT_DCP_VERSION)

@@ -1,172 +1,221 @@
-"""No code from a stranger: what is not data is refused by its name, and nothing of it runs."""
+"""Pickles as data: what torch's writers use is read, and every other instruction, name and number is refused."""
 
 import os
 import pickle
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from assemble import call, held, many, name, number, slots, text
 
-from composer3d.checkpoint.pickles import METADATA, SafeReader, load_torch, read_metadata, tensors_of
+from composer3d.checkpoint import pickles
+from composer3d.checkpoint.pickles import Name, PickleError, Record, Storage, parse, reading
 from composer3d.errors import CheckpointError
 
-
-class Call:
-    """Pickled, it calls ``function(*arguments)`` wherever it is unpickled."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return self.call
+NAMES = {"a.B", "os.path.join", "builtins.list"}
 
 
-class Stranger:
-    """A class that torch does not know."""
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_values_are_read(protocol: int) -> None:
+    value = {
+        "none": None,
+        "truth": [True, False],
+        "numbers": (0, 255, 256, -1, 65536, 2**31, -(2**63), 2**63 - 1),
+        "floats": [0.5, -1e300],
+        "texts": ["", "x" * 300, "é"],
+        "deep": {"a": {"b": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)]}},
+        7: "seven",
+    }
+    assert parse(pickle.dumps(value, protocol), ()) == value
+    many_values = {"list": list(range(3000)), "dict": {str(i): i for i in range(3000)}}
+    assert parse(pickle.dumps(many_values, protocol), ()) == many_values
 
 
-def metadata(**more: Any) -> Metadata:
-    size = torch.Size([2])
-    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float64), size, [ChunkStorageMetadata(size, size)])
-    storage = {MetadataIndex("w", size, 0): _StorageInfo("__0_0.distcp", 0, 8)}
-    return Metadata({"w": entry}, storage_data=storage, **more)
+def test_what_is_named_stays_a_text() -> None:
+    named = parse(name("a.B") + b".", NAMES)
+    assert type(named) is Name
+    assert named.path == "a.B"
+    made = parse(call("os.path.join", text("x"), text("y")) + held(more=number(1)) + b"b.", NAMES)
+    assert type(made) is Record
+    assert (made.path, made.arguments, made.state) == ("os.path.join", ("x", "y"), {"more": 1})
+    stored = parse(many(text("storage"), number(3)) + b"Q.", (), storages=True)
+    assert type(stored) is Storage
+    assert stored.arguments == ("storage", 3)
 
 
-def written(folder: Path, content: Any) -> Path:
-    (folder / METADATA).write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
-    return folder
-
-
-def refused(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        read_metadata(folder)
-    (line,) = caught.value.lines
-    assert line.startswith(f"{folder / METADATA} cannot be read")
-    return line
-
-
-def test_what_torch_writes_is_read(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        state = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": {"c": torch.zeros(())}, "n": 5}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path))
-    finally:
-        dist.destroy_process_group()
-    read = read_metadata(tmp_path)
-    assert isinstance(read.state_dict_metadata.pop("n"), BytesStorageMetadata)
-    assert tensors_of(read, "x") == {"a": ((2, 3), "bfloat16"), "b.c": ((), "float32")}
-
-
-def test_strides_of_a_later_torch_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = TensorProperties(dtype=torch.float16).__getstate__()
-    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*state[:5], (1,)))
-    read = read_metadata(written(tmp_path, metadata()))
-    assert tensors_of(read, "x") == {"w": ((2,), "float16")}
-
-
-@pytest.mark.parametrize(
-    "place", [lambda evil: evil, lambda evil: metadata(planner_data=evil), lambda evil: StorageMeta(evil)]
-)
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [(os.system, "posix.system"), (eval, "builtins.eval"), (torch.load, "torch.serialization.load")],
-)
-def test_a_call_is_refused_and_not_made(tmp_path: Path, place: Any, function: Any, name: str) -> None:
+def test_nothing_of_the_process_can_be_reached(tmp_path: Path) -> None:
+    """Every way in which a pickle calls, makes or changes: of allowed names, they change records alone."""
     marker = tmp_path / "marker"
-    argument = f"touch {marker}" if function is os.system else f"__import__('pathlib').Path({str(marker)!r}).touch()"
-    line = refused(written(tmp_path, place(Call(function, argument))))
-    assert f"it names {name}, which is refused: nothing of it was run" in line
-    assert not marker.exists()
-    if function is not torch.load:  # and the marker can appear
-        pickle.loads((tmp_path / METADATA).read_bytes())
-        assert marker.exists()
-
-
-@pytest.mark.parametrize(
-    "module_and_name", ["os\nsystem", "torch\nload", "torch\nTensor", "torch\nos", "torch.serialization\nos.system"]
-)
-def test_names_outside_the_list_are_refused(tmp_path: Path, module_and_name: str) -> None:
-    assert module_and_name.replace("\n", ".") in refused(written(tmp_path, f"c{module_and_name}\n.".encode()))
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "EOFError"),
-        (pickle.dumps(metadata())[:-50], "cannot be read: UnpicklingError"),
-        (pickle.dumps([1]), "AttributeError"),
-        (Metadata({}, storage_data={1: _StorageInfo("../other/__0_0.distcp", 0, 8)}), "it names the files ['../other"),
-        (Metadata({}, storage_data={1: _StorageInfo("/etc/passwd", 0, 8)}), "it names the files ['/etc/passwd"),
-        (StorageMeta(), "AttributeError"),
-    ],
-    ids=["empty", "torn", "list", "outside", "absolute", "class"],
-)
-def test_what_is_no_metadata_is_said(tmp_path: Path, content: Any, said: str) -> None:
-    assert said in refused(written(tmp_path, content))
-
-
-def test_objects_that_torch_would_unpickle_are_named() -> None:
-    read = metadata()
-    read.state_dict_metadata["extra"] = BytesStorageMetadata()
-    with pytest.raises(CheckpointError) as caught:
-        tensors_of(read, "x")
-    assert caught.value.lines == ("x holds objects that are no tensors, which are not loaded: extra",)
-
-
-def test_torch_file_of_tensors_is_mapped(tmp_path: Path) -> None:
-    torch.save({"model": {"w": torch.arange(3.0)}, "step": 7}, tmp_path / "x.pt")
-    read = load_torch(tmp_path / "x.pt")
-    assert read["model"]["w"].tolist() == [0.0, 1.0, 2.0]
-    assert read["step"] == 7
-
-
-@pytest.mark.parametrize("name", ["posix.system", f"{__name__}.Stranger"])
-def test_torch_file_that_names_another_class_is_refused(tmp_path: Path, name: str) -> None:
-    marker, path = tmp_path / "marker", tmp_path / "x.pt"
-    evil = Call(os.system, f"touch {marker}") if name == "posix.system" else Stranger()
-    torch.save({"w": torch.ones(2), "more": evil}, path)
-    with pytest.raises(CheckpointError) as caught:
-        load_torch(path)
-    assert caught.value.lines == (
-        f"{path} cannot be read: it holds an object of {name}, which is refused: no code of it was run",
-    )
+    before = dict(vars(os.path)), list.__dict__.keys()
+    calls = [
+        call("os.path.join", text(str(marker))),
+        call("builtins.list", many(number(1))) + b"]b",
+        name("builtins.list") + b")\x81" + held(append=number(1)) + b"b",
+        name("os.path.join") + held(__code__=number(1)) + b"\x85R",
+    ]
+    for program in calls:
+        assert type(parse(program + b".", NAMES)) is Record
+    for program in (
+        slots(name("builtins.list"), append=number(1)),  # the attributes of a class
+        slots(name("os.path.join"), __code__=number(1)),
+        call("os.path.join") + number(1) + b"R",  # a call of what was made
+        name("a.B") + name("a.B") + b"\x85R" + many() + b"R",
+        text("x") + held() + b"b",
+        b"]" + held() + b"b",
+    ):
+        with pytest.raises(PickleError):
+            parse(program + b"N.", NAMES)
+    assert (dict(vars(os.path)), list.__dict__.keys()) == before
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"junk", b"PK\x03\x04junk"], ids=["absent", "empty", "junk", "torn"])
-def test_what_is_no_torch_file_is_said(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "x.pt").write_bytes(content)
-    with pytest.raises(CheckpointError) as caught:
-        load_torch(tmp_path / "x.pt")
+@pytest.mark.parametrize("path", ["os.system", "a.C", "a.B.c", "builtins.eval", "composer3d.errors.UserError"])
+def test_other_names_are_refused(path: str) -> None:
+    for program in (name(path) + b".", text(path.rpartition(".")[0]) + text(path.rpartition(".")[2]) + b"\x93."):
+        with pytest.raises(PickleError, match=f"^it names '{path}', which is refused: nothing of it was run$"):
+            parse(program, NAMES)
+
+
+SPARE = {  # instructions that no checkpoint has, with what they would take
+    "POP": b"NN0.",
+    "POP_MARK": b"N(N1.",
+    "DUP": b"N2.",
+    "INT": b"I1\n.",
+    "LONG": b"L1L\n.",
+    "FLOAT": b"F1\n.",
+    "STRING": b"S'x'\n.",
+    "UNICODE": b"Vx\n.",
+    "GET": b"Np0\ng0\n.",
+    "INST": b"(ia\nB\n.",
+    "OBJ": b"(" + name("a.B") + b"o.",
+    "PERSID": b"Px\n.",
+    "BINPERSID": b"(tQ.",
+    "LIST": b"(l.",
+    "DICT": b"(d.",
+    "EXT1": b"\x82\x01.",
+    "EXT4": b"\x84\x01\x00\x00\x00.",
+    "LONG4": b"\x8b\x00\x00\x00\x7f.",
+    "NEWOBJ_EX": name("a.B") + b")}\x92.",
+    "EMPTY_SET": b"\x8f.",
+    "FROZENSET": b"(\x91.",
+    "BYTEARRAY8": b"\x96" + b"\xff" * 7 + b"\x00.",
+    "BINBYTES8": b"\x8e" + b"\xff" * 7 + b"\x00.",
+    "BINUNICODE8": b"\x8d" + b"\xff" * 7 + b"\x00.",
+    "NEXT_BUFFER": b"\x97.",
+}
+BROKEN = {
+    "nothing": b"",
+    "no end": b"N",
+    "no value": b".",
+    "below the mark": b"N(0\x85.",
+    "a mark that is not there": b"Nt.",
+    "a memo that is not there": b"h\x05.",
+    "a far memo that is not there": b"j\xff\xff\xff\xff.",
+    "a text beyond the end": b"X\xff\xff\xff\xffa.",
+    "a short text beyond the end": b"\x8c\xffa.",
+    "a frame beyond the end": b"\x95" + b"\xff" * 8 + b"N.",
+    "a later protocol": b"\x80\x06N.",
+    "a wide number": b"\x8a\xff" + b"\x7f" * 255 + b".",
+    "no UTF-8": b"X\x03\x00\x00\x00\xed\xa0\x80.",
+    "a key that is a tuple": b"})Ns.",
+    "a key that is a float": b"}G" + bytes(8) + b"Ns.",
+    "an item too many": b"}(NNNu.",
+    "items of a list": b"](NNu.",
+    "an append to a dict": b"}Na.",
+    "a name without end": b"ca" * 1000 + b".",
+    "a name of numbers": b"K\x01K\x02\x93.",
+    "a call of a number": b"K\x01)R.",
+    "a call with a list": name("a.B") + b"]R.",
+    "two states": call("a.B") + b"}b}b.",
+    "a state that is all there is": b"}b.",
+    "a storage of a number": b"K\x01Q.",
+}
+
+
+@pytest.mark.parametrize("case", [*SPARE, *BROKEN])
+def test_other_instructions_and_broken_pickles_are_refused(case: str) -> None:
+    program = SPARE.get(case) or BROKEN[case] if case else b""
+    with pytest.raises(PickleError) as caught:
+        parse(program, NAMES, storages=case not in SPARE)
+    assert len(str(caught.value)) < 300
+
+
+def doubled(times: int) -> bytes:
+    """A tuple of two tuples of two tuples ...: 2^times values in a few bytes for each."""
+    return b")" + b"".join(b"q%ch%c\x86" % (i % 250, i % 250) for i in range(times))
+
+
+BOMBS = {
+    "doubled, as a key": b"}" + doubled(60) + b"Ns.",
+    "deep, as a key": b"})" + b"\x85" * 1_000_000 + b"Ns.",
+    "a flood of lists": b"(" + b"]" * 30_000_000,
+    "a flood of marks": b"(" * 30_000_000,
+    "a flood of memos": b"N" + b"\x94" * 30_000_000,
+    "a far memo": b"Nr\xff\xff\xff\xff" * 2 + b"X\xff\xff\xff\xff.",
+    "lists in lists": b"]" + b"]a" * 10_000_000,
+    "wide texts": b"X\x00\x00\x00\x7f" * 10_000,
+    "frames": b"\x95" + b"\x00" * 7 + b"\x7f" + b"N.",
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_bombs_take_no_time_and_no_memory(case: str) -> None:
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        with pytest.raises(PickleError):
+            parse(BOMBS[case], NAMES)
+        assert time.process_time() - began < 2.0  # under tracemalloc; less than a second without
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_nests_and_doubles_that_are_read_stay_as_small_as_they_are() -> None:
+    """No recursion, and no copy: 2^60 values take 60 tuples, a million levels take a million."""
+    value = parse(doubled(60) + b".", ())
+    for _ in range(60):
+        assert value[0] is value[1]
+        value = value[0]
+    assert value == ()
+    assert type(parse(b"NN\x86" + b"q\x00\x85" * 300_000 + b".", ())) is tuple
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RecursionError("x"), MemoryError(), ValueError("a\nb"), OSError(5, "Input/output error"), AssertionError()],
+)
+def test_whatever_a_file_raises_becomes_one_line(error: Exception) -> None:
+    with pytest.raises(CheckpointError) as caught, reading("PLACE", "; way out"):
+        raise error
     (line,) = caught.value.lines
-    assert line.startswith(f"{tmp_path / 'x.pt'} cannot be read: ")
-    assert "trust" not in line
+    assert line.startswith(f"PLACE cannot be read: {type(error).__name__}")
+    assert line.endswith("; way out")
+    assert "\n" not in line
 
 
-def test_reader_reads_no_metadata_again(tmp_path: Path) -> None:
-    """What was read once is what torch gets, whatever the file has become since."""
-    read = read_metadata(written(tmp_path, metadata()))
-    written(tmp_path, Call(os.system, f"touch {tmp_path / 'marker'}"))
-    assert SafeReader(tmp_path, read).read_metadata() is read
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_a_user_does_goes_on(error: type[BaseException]) -> None:
+    with pytest.raises(error), reading("PLACE"):
+        raise error
+
+
+def test_long_errors_are_cut() -> None:
+    assert len(pickles.explain(ValueError("x" * 10_000))) <= 500
+
+
+def test_calls_that_pickle_would_make_are_refused(tmp_path: Path) -> None:
+    """The marker appears where Python unpickles the same bytes."""
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {tmp_path / 'marker'}",)
+
+    evil = pickle.dumps([Evil()])
+    with pytest.raises(PickleError, match=r"'posix\.system', which is refused"):
+        parse(evil, NAMES)
     assert not (tmp_path / "marker").exists()
-
-
-def test_a_pickle_replaces_no_method(tmp_path: Path) -> None:
-    path_class = f"c{type(tmp_path).__module__}\nPosixPath\n".encode()
-    before = Path.rename
-    refused(written(tmp_path, path_class + b"N}S'rename'\n" + path_class + b"s\x86b."))
-    assert type(tmp_path).rename is before
+    pickle.loads(evil)
+    assert (tmp_path / "marker").exists()

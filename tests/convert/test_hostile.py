@@ -174,7 +174,6 @@ def entries(*rows: tuple[str, list[int], list[int]]) -> bytes:
 
 HEADERS: dict[str, Callable[[Path], None]] = {
     "huge header": lambda f: safetensors(f, b"{}", 2**63),
-    "large header": lambda f: safetensors(f, b" " * (_HEADER_LIMIT + 1)),
     "header beyond the file": lambda f: safetensors(f, b"{}", 1000),
     "no header": lambda f: safetensors(f, b""),
     "no JSON": lambda f: safetensors(f, b"\xff\xfe\0\0"),
@@ -211,6 +210,29 @@ def test_a_file_of_safetensors_is_refused_in_a_line(
     (folder / "model.safetensors").unlink()
     HEADERS[case](folder)
     _is_refused(folder, tmp_path, capsys)
+
+
+def test_headers_and_tensors_are_bounded(tmp_path: Path) -> None:
+    """Of a file that is right in all else: spaces may follow a header."""
+    folder = make_hf(tmp_path / "a")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header, data = content[8 : 8 + size], content[8 + size :]
+    room = _HEADER_LIMIT - size
+    safetensors(folder, header + b" " * room, data=data)
+    convert(folder, tmp_path / "b", "torch")
+    safetensors(folder, header + b" " * (room + 1), data=data)
+    with pytest.raises(CheckpointError, match=r"its header claims 4,194,305 bytes, at most 4,194,304 are read"):
+        convert(folder, tmp_path / "c", "torch")
+    safetensors(folder, entries(*((f"{i}", [0], [0, 0]) for i in range(49))))
+    with pytest.raises(CheckpointError, match=r"a holds more than 48 tensors; its model has fewer"):
+        convert(folder, tmp_path / "c", "torch")
+    rewritten = {"weight_map": {NORM: "model.safetensors"}, "metadata": "x" * (8 << 20)}
+    file.rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(rewritten))
+    with pytest.raises(CheckpointError, match=r"is larger than 8,388,608 bytes"):
+        convert(folder, tmp_path / "c", "torch")
 
 
 def _is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,6 +286,9 @@ def test_an_index_is_refused_in_a_line(tmp_path: Path, case: str, capsys: pytest
         content = {"weight_map": dict.fromkeys(INDEX[case]["weight_map"], "model.safetensors.kept.safetensors")}
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
     _is_refused(folder, tmp_path, capsys)
+    if case in ("up", "dot", "dots", "empty", "root"):
+        with pytest.raises(CheckpointError, match="which is not a name of a file in its folder: it is not opened"):
+            convert(folder, tmp_path / "b", "dcp")
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"weight_map": {"x": NaN}}'], ids=["cut", "deep", "nan"])
@@ -340,6 +365,8 @@ def test_names_of_source_and_target(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         convert(path, tmp_path / "b", "hf")
     assert len(caught.value.lines) == 1
+    odd = set("\0\ud800") & set(name)
+    assert not odd or "is no name of a file" in caught.value.lines[0]
     assert main(["inspect", str(path)]) in (1, 2)
     make_hf(tmp_path / "a")
     targets = [path / "b"] if name in ("/proc/self/mem", "loop") else [path, path / "b"]
@@ -348,6 +375,7 @@ def test_names_of_source_and_target(tmp_path: Path, name: str) -> None:
             with pytest.raises(CheckpointError) as caught:
                 convert(tmp_path / "a", target, to)
             assert len(caught.value.lines) == 1
+            assert not odd or "is no name of a file" in caught.value.lines[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "loop"]
 
 

@@ -1,0 +1,421 @@
+"""``.metadata`` of a stranger: nothing of it runs, and what it says of tensors, parts and files holds."""
+
+import io
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import assemble as asm
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from assemble import FILES, PLACE, call, chunk, entry, held, index, info, made, many, metadata, name, number, one, text
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from composer3d.checkpoint.metadata import METADATA, Planner, Reader, fills, read_metadata, read_whole, tensors_of
+from composer3d.errors import CheckpointError
+
+
+class Call:
+    """Pickled, it calls ``function(*arguments)`` wherever it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def written(folder: Path, content: bytes) -> Path:
+    (folder / METADATA).write_bytes(content)
+    return folder
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_metadata(folder)
+    (line,) = caught.value.lines
+    assert line.startswith(f"{folder / METADATA} cannot be read: ")
+    assert len(line) < 1000
+    return line
+
+
+STATE = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.zeros(()), "c": torch.empty(0, 3)}
+
+
+def save(folder: Path, **more: Any) -> Path:
+    dcp.save({**STATE, **more}, storage_writer=dcp.FileSystemWriter(folder))
+    return folder
+
+
+def test_what_torch_writes_is_read(tmp_path: Path, alone: None) -> None:
+    read = read_metadata(save(tmp_path, n=5))
+    assert isinstance(read.state_dict_metadata.pop("n"), BytesStorageMetadata)
+    assert tensors_of(read, "x") == {"a": ((2, 3), "bfloat16"), "b": ((), "float32"), "c": ((0, 3), "float32")}
+    for tensor, value in STATE.items():
+        assert torch.equal(read_whole(tmp_path, read, tensor), value)
+
+
+def test_what_torch_writes_is_loaded(tmp_path: Path, alone: None) -> None:
+    read = read_metadata(save(tmp_path))
+    target = {tensor: torch.full_like(value, 7) for tensor, value in STATE.items()}
+    dcp.load(target, storage_reader=Reader(tmp_path, read), planner=Planner())
+    assert all(torch.equal(target[tensor], value) for tensor, value in STATE.items())
+
+
+def test_what_is_written_by_hand_is_sound(tmp_path: Path) -> None:
+    """Each of the attacks below differs from it in one thing."""
+    assert tensors_of(read_metadata(written(tmp_path, one(tmp_path))), "x") == {"w": ((2, 3), "float32")}
+
+
+def test_strides_of_a_later_torch_are_passed_over(tmp_path: Path) -> None:
+    later = one(tmp_path).replace(asm.properties(), asm.properties(many(number(3), number(1))))
+    assert len(later) > len(one(tmp_path))
+    assert tensors_of(read_metadata(written(tmp_path, later)), "x") == {"w": ((2, 3), "float32")}
+    more = one(tmp_path).replace(asm.properties(), asm.properties(many(), many()))
+    assert "'w' has no properties of a tensor" in refused(written(tmp_path, more))
+
+
+def test_an_enum_may_be_pickled_by_its_name(tmp_path: Path) -> None:
+    """As Python 3.11.2 does it; nothing is looked up."""
+    by_name = call("builtins.getattr", name(f"{PLACE}._MEM_FORMAT_ENCODING"), text("TORCH_CONTIGUOUS_FORMAT"))
+    whole = one(tmp_path).replace(call(f"{PLACE}._MEM_FORMAT_ENCODING", number(0)), by_name)
+    assert by_name in whole
+    assert tensors_of(read_metadata(written(tmp_path, whole)), "x") == {"w": ((2, 3), "float32")}
+
+
+# What runs.
+
+
+def program(marker: Path) -> bytes:
+    """A file of ``torch.save`` that makes ``marker`` where torch unpickles it."""
+    file = io.BytesIO()
+    torch.save(Call(os.system, f"touch {marker}"), file)
+    return file.getvalue()
+
+
+def test_class_that_is_made_a_tensor_runs_nothing(tmp_path: Path, alone: None) -> None:
+    """An enum whose class a pickle turns into a tensor's and an object's: torch would unpickle it, whatever it runs."""
+    marker, kind = tmp_path / "marker", f"{PLACE}._MEM_FORMAT_ENCODING"
+    content = program(marker)
+    (tmp_path / "__0_0.distcp").write_bytes(content)
+    bases = many(name(f"{PLACE}.TensorStorageMetadata"), name(f"{PLACE}.BytesStorageMetadata"))
+    fields = held(properties=asm.properties(), size=asm.sizes(2), chunks=b"]")
+    where = made(f"{PLACE}.MetadataIndex", held(fqn=text("w"), offset=b"N", index=b"N"))
+    attack = metadata(
+        {text("w"): call(kind, number(0)) + fields + b"b"},
+        {where: info(length=len(content))},
+        after=asm.slots(name(kind), __bases__=bases),
+    )
+    before = type(TensorProperties().__getstate__()[3]).__bases__
+    assert "gives a state to what has none" in refused(written(tmp_path, attack))
+    assert type(TensorProperties().__getstate__()[3]).__bases__ == before
+    assert "something else where a TensorStorageMetadata belongs" in refused(
+        written(tmp_path, attack.replace(asm.slots(name(kind), __bases__=bases), b""))
+    )
+    # Whatever came through: no object is unpickled.
+    read = Metadata({"w": BytesStorageMetadata()}, storage_data={})
+    item = ReadItem(LoadItemType.BYTE_IO, *([dcp.metadata.MetadataIndex("w"), torch.Size([0])]) * 2, torch.Size([]))
+    with pytest.raises(CheckpointError, match="'w' is an object and no tensor, which is not loaded"):
+        Planner().load_bytes(item, io.BytesIO(content))
+    with pytest.raises(CheckpointError, match="'w' is an object and no tensor"):
+        Reader(tmp_path, read)._read(io.BytesIO(content), info, item, Planner())  # type: ignore[arg-type]
+    assert not marker.exists()
+    torch.load(io.BytesIO(content), weights_only=False)
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("way", ["slots", "state", "items", "call of the class"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        f"{PLACE}.Metadata",
+        f"{PLACE}.TensorStorageMetadata",
+        f"{PLACE}.TensorProperties",
+        f"{FILES}._StorageInfo",
+        "torch.Size",
+        "torch.float32",
+        "torch.serialization._get_layout",
+        "pathlib.PosixPath",
+        "builtins.getattr",
+    ],
+)
+def test_nothing_changes_a_class_or_function(tmp_path: Path, target: str, way: str) -> None:
+    found = [Metadata.__init__, TensorProperties.__setstate__, torch.serialization._get_layout, Path.rename]
+    before = [found, dir(torch.Size), dir(torch.float32), vars(torch.serialization._get_layout)]
+    change = {
+        "slots": asm.slots(name(target), __init__=name("torch.Size"), rename=number(1), cache=number(1)),
+        "state": name(target) + held(__init__=name("torch.Size"), cache=held()) + b"b0",
+        "items": name(target) + text("cache") + b"Ns0",
+        "call of the class": name(target) + b")\x81" + many(held(), held(__class__=name(target))) + b"b0",
+    }[way]
+    refused(written(tmp_path, one(tmp_path, before=change)))
+    after = [Metadata.__init__, TensorProperties.__setstate__, torch.serialization._get_layout, Path.rename]
+    assert [after, dir(torch.Size), dir(torch.float32), vars(torch.serialization._get_layout)] == before
+
+
+@pytest.mark.parametrize(
+    "place", [lambda evil: evil, lambda evil: Metadata({"w": evil}), lambda evil: StorageMeta(evil)]
+)
+@pytest.mark.parametrize(
+    ("function", "path"),
+    [(os.system, "posix.system"), (eval, "builtins.eval"), (torch.load, "torch.serialization.load")],
+)
+def test_a_call_is_refused_and_not_made(tmp_path: Path, place: Any, function: Any, path: str) -> None:
+    marker = tmp_path / "marker"
+    argument = f"touch {marker}" if function is os.system else f"__import__('pathlib').Path({str(marker)!r}).touch()"
+    content = pickle.dumps(place(Call(function, argument)))
+    assert f"it names '{path}', which is refused: nothing of it was run" in refused(written(tmp_path, content))
+    assert not marker.exists()
+    if function is not torch.load:
+        pickle.loads(content)
+        assert marker.exists()
+
+
+def test_reader_reads_no_metadata_again(tmp_path: Path) -> None:
+    """What was read once is what torch gets, whatever the file has become since."""
+    read = read_metadata(written(tmp_path, one(tmp_path)))
+    written(tmp_path, b"junk")
+    assert Reader(tmp_path, read).read_metadata() is read
+
+
+def test_objects_that_torch_would_unpickle_are_named() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        tensors_of(Metadata({"extra": BytesStorageMetadata()}), "x")
+    assert caught.value.lines == ("x holds objects that are no tensors, which are not loaded: 'extra'",)
+
+
+# What it says.
+
+W = (chunk((0, 0), (1, 3)), chunk((1, 0), (1, 3)))
+TWO = {index("w", 0, 0): info(), index("w", 1, 0): info(begin=100)}
+WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
+    "no parts": (metadata({text("w"): entry((2, 3))}, {}), "the parts of 'w' do not make (2, 3)"),
+    "a gap": (
+        metadata({text("w"): entry((2, 3), W[0])}, {index("w", 0, 0): info()}),
+        "the parts of 'w' do not make (2, 3)",
+    ),
+    "an overlap": (
+        metadata({text("w"): entry((2, 3), *W, chunk((0, 1), (2, 1)))}, {**TWO, index("w", 0, 1): info("b")}),
+        "the parts of 'w' do not make (2, 3)",
+    ),
+    "an overlap and a gap": (
+        metadata({text("w"): entry((2, 3), chunk((0, 0), (1, 3)), chunk((0, 0), (1, 3)))}, TWO),
+        "the parts of 'w' do not make (2, 3)",
+    ),
+    "beyond the shape": (
+        metadata({text("w"): entry((2, 3), W[0], chunk((1, 1), (1, 3)))}, TWO),
+        "the parts of 'w' do not make (2, 3)",
+    ),
+    "other dimensions": (
+        metadata({text("w"): entry((2, 3), chunk((0,), (6,)))}, TWO),
+        "the parts of 'w' do not make (2, 3)",
+    ),
+    "two empty parts": (
+        metadata({text("w"): entry((2, 3), *W, chunk((2, 0), (0, 3)), chunk((2, 0), (0, 3)))},
+            {**TWO, index("w", 2, 0): info("b")},
+        ),
+        "two parts of 'w' begin at (2, 0)",
+    ),
+    "a part that is not stored": (
+        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info()}),
+        "the part of 'w' at (1, 0) is stored nowhere",
+    ),
+    "stored twice": (
+        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 0, 0) + b"q\x05": info()}),
+        "it stores a part of 'w' twice",
+    ),
+    "stored and no part": (
+        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("v", 0, 0): info("b")}),
+        "it stores a part of 'v' that no tensor has",
+    ),
+    "too few bytes": (
+        metadata({text("w"): entry((2, 30), chunk((0, 0), (2, 30)))}, {index("w", 0, 0): info(length=200)}),
+        "the part of 'w' at (0, 0) has 200 bytes of 240",
+    ),
+    "sizes beyond all": (
+        metadata({text("w"): entry((2**61, 3), chunk((0, 0), (2**61, 3)))}, {index("w", 0, 0): info()}),
+        f"has 100 bytes of {12 * 2**61:,}",
+    ),
+    "endless sizes": (metadata({text("w"): entry((2**62,), chunk((0,), (2**62,)))}, {}), "a shape that no tensor has"),
+    "negative sizes": (metadata({text("w"): entry((-1,), chunk((0,), (-1,)))}, {}), "a shape that no tensor has"),
+    "a truth as a size": (
+        lambda folder: one(folder).replace(asm.sizes(2, 3), call("torch.Size", many(b"\x88", number(3)))),
+        "a shape that no tensor has",
+    ),
+    "65 dimensions": (metadata({text("w"): entry((1,) * 65)}, {}), "a shape that no tensor has"),
+    "shared bytes": (
+        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info(), index("w", 1, 0): info(begin=99)}),
+        "'__0_0.distcp' has 200 bytes, but parts of tensors overlap in it or end beyond it",
+    ),
+    "beyond the file": (
+        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 1, 0): info(begin=101)}),
+        "'__0_0.distcp' has 200 bytes, but parts of tensors overlap in it or end beyond it",
+    ),
+    "before the file": (
+        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 1, 0): info(begin=-1)}),
+        "'w' lies nowhere in '__0_0.distcp'",
+    ),
+    "no bytes": (
+        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 1, 0): info(length=0)}),
+        "'w' lies nowhere in '__0_0.distcp'",
+    ),
+    "transformed": (
+        lambda folder: one(folder).replace(text("offset") + number(100), text("transform_descriptors") + b"]" + text("offset") + number(100)),  # noqa: E501
+        "'w' is transformed (compressed), which composer3d does not read",
+    ),
+    "sparse": (lambda folder: one(folder).replace(b"strided", b"striped"), "'w' is no dense tensor"),
+    "an entry of a number": (metadata({text("w"): number(3)}, {}), "something else where a TensorStorageMetadata"),
+    "an entry of another class": (
+        lambda folder: one(folder).replace(b"TensorStorageMetadata", b"ChunkStorageMetadata"),
+        "something else where a TensorStorageMetadata",
+    ),
+    "parts of another class": (
+        lambda folder: one(folder).replace(b"\nChunkStorageMetadata", b"\nStorageMeta"),
+        "something else where a ChunkStorageMetadata",
+    ),
+    "a name that is a number": (metadata({number(1): entry((2, 3), *W)}, TWO), "names a tensor by no text"),
+    "a name without end": (metadata({text("w" * 1001): entry((2, 3), *W)}, TWO), "names a tensor by no text"),
+    "arguments of a class": (
+        lambda folder: one(folder).replace(b"\nMetadataIndex\n)\x81", b"\nMetadataIndex\nN\x85\x81"),
+        "something else where a MetadataIndex belongs",
+    ),
+    "no dtype": (lambda folder: one(folder).replace(name("torch.float32"), name("torch.Size")), "'w' has no dtype"),
+    "no fields": (made(f"{PLACE}.Metadata", many(number(1))) + b".", "a Metadata whose fields have no names"),
+    "no Metadata": (b"\x80\x04].", "something else where a Metadata belongs"),
+    "another class": (call(f"{PLACE}.StorageMeta") + b".", "something else where a Metadata belongs"),
+    "empty": (b"", "it is cut off"),
+    "cut off": (lambda folder: one(folder)[:-50], "it is cut off"),
+    **{
+        f"a file called {file!r:.20}": (
+            metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info(file), index("w", 1, 0): info(begin=9)}),
+            "which names no file of the folder",
+        )
+        for file in ("../x", "/etc/passwd", "a/b", "", ".", "..", "a\0b", "x" * 256, "x/", "./x")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_is_said(tmp_path: Path, case: str) -> None:
+    content, said = WRONG[case]
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(200))
+    assert said in refused(written(tmp_path, content(tmp_path) if callable(content) else content))
+
+
+@pytest.mark.parametrize("which", ["__0_0.distcp", METADATA])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "nothing"])
+def test_files_are_plain_and_in_the_folder(tmp_path: Path, kind: str, which: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    written(folder, one(folder))
+    place = (folder / which).rename(tmp_path / "elsewhere") and folder / which
+    {"link": lambda: place.symlink_to(tmp_path / "elsewhere"), "pipe": lambda: os.mkfifo(place),
+     "folder": place.mkdir, "nothing": lambda: None}[kind]()  # fmt: skip
+    line = refused(folder)
+    said = (
+        "which is no plain file"
+        if which != METADATA
+        else {"link": "is a symbolic link", "pipe": "a named pipe"}.get(kind, "")
+    )
+    assert (said if kind != "nothing" else "No such file") in line
+
+
+def test_metadata_larger_than_any_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / METADATA, "wb") as file:
+        file.truncate(1 << 40)
+    began = time.perf_counter()
+    assert "is larger than 268,435,456 bytes" in refused(tmp_path)
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize("spoil", ["another shape", "another dtype", "another file", "a program"])
+def test_a_part_that_is_another_than_it_says_is_not_loaded(tmp_path: Path, alone: None, spoil: str) -> None:
+    marker = tmp_path / "marker"
+    folder = save(tmp_path / "folder")
+    read = read_metadata(folder)
+    where = read.storage_data[dcp.metadata.MetadataIndex("a", [0, 0])]
+    other = {"another shape": torch.ones(3, 2, dtype=torch.bfloat16), "another dtype": torch.ones(2, 3)}.get(spoil)
+    file = io.BytesIO()
+    torch.save(other, file)
+    content = {"another file": b"x" * where.length, "a program": program(marker)}.get(spoil, file.getvalue())
+    (folder / where.relative_path).write_bytes(content)
+    where.offset, where.length = 0, len(content)
+    said = {
+        "another shape": "a part is .3, 2.",
+        "another dtype": "torch.float32, but should be",
+        "another file": "no archive",
+        "a program": "posix.system",
+    }[spoil]
+    target = {"a": STATE["a"].clone()}
+    with pytest.raises(dcp.api.CheckpointException, match=said):
+        dcp.load(target, storage_reader=Reader(folder, read), planner=Planner())
+    with pytest.raises(ValueError, match=said):
+        read_whole(folder, read, "a")
+    assert torch.equal(target["a"], STATE["a"])
+    assert not marker.exists()
+
+
+# The parts of a tensor.
+
+
+def counted(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """``fills`` by counting every element."""
+    counts = torch.zeros(shape, dtype=torch.int64)
+    for offsets, sizes in boxes:
+        if any(begin + size > most for begin, size, most in zip(offsets, sizes, shape, strict=True)):
+            return False
+        counts[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] += 1
+    return bool((counts == 1).all())
+
+
+@pytest.mark.parametrize("dims", [0, 1, 2, 3])
+def test_parts_fill_a_tensor_as_counting_says(dims: int) -> None:
+    """Grids with a box moved, doubled, dropped, grown or shrunk, and those that are whole."""
+    draw = torch.Generator().manual_seed(dims)
+    some = lambda most: int(torch.randint(most, (), generator=draw))  # noqa: E731
+    seen = set()
+    for _ in range(600):
+        edges = [sorted({0, *(some(6) for _ in range(2)), 5}) for _ in range(dims)]
+        sides = [list(pairwise(each)) for each in edges]
+        boxes = [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*sides)]
+        change, at = some(6), some(len(boxes))
+        offsets, sizes = boxes[at]
+        if change == 1:
+            boxes.append(boxes[at])
+        elif change == 2:
+            del boxes[at]
+        elif change == 3 and dims:
+            boxes[at] = (tuple(some(5) for _ in offsets), sizes)
+        elif change == 4:
+            boxes[at] = (offsets, tuple(some(6) for _ in sizes))
+        elif change == 5:
+            boxes[at] = boxes[some(len(boxes))]
+        shape = (5,) * dims
+        seen.add(fills(shape, boxes))
+        assert fills(shape, boxes) == counted(shape, boxes), (shape, boxes)
+    assert seen == {True, False}
+
+
+def test_many_parts_are_checked_in_time() -> None:
+    """100,000 parts in a grid of rows and columns, of which the last can be wrong."""
+    grid = [((row, column), (1, 2)) for row in range(1000) for column in range(0, 200, 2)]
+    began = time.process_time()
+    assert fills((1000, 200), grid)
+    grid[-1] = ((999, 197), (1, 2))
+    assert not fills((1000, 200), grid)
+    assert time.process_time() - began < 10
