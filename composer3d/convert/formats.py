@@ -389,19 +389,19 @@ def _open_torch(source: Source) -> None:
 
 def _check_digests(source: Source, content: dict[str, Any]) -> None:
     """Hold a file of ours to its own digests: each tensor, and what it says of the model and its tokenizer."""
-    held = content.get(DIGESTS)
-    if held is None:
+    if DIGESTS not in content:
         source.notes.append(
             f"nothing verifies {source.path}: an earlier composer3d wrote it, without digests; convert adds them"
         )
         return
-    wanted = [facts_digest(content["composer3d"], content["files"], source.raw)]
-    wanted += [digest_of(entry.read()) for entry in source.raw.values()]
-    kept = held.read() if isinstance(held, Stored) and held.shape == (len(wanted), 16) else None
-    if kept is None or kept.dtype != torch.uint8:
+    kept = content[DIGESTS]
+    form = (kept.shape, kept.dtype) if isinstance(kept, Stored) else None
+    if form != ((1 + len(source.raw), 16), torch.uint8):
         source.problems.append(f"{source.path} has no digest for each of its tensors; copy it again")
         return
-    found = [bytes(row).hex() for row in kept.tolist()]
+    wanted = [facts_digest(content["composer3d"], content["files"], source.raw)]
+    wanted += [digest_of(entry.read()) for entry in source.raw.values()]
+    found = [bytes(row).hex() for row in kept.read().tolist()]
     names_of_rows = ["what it says of its model", *map(repr, source.raw)]
     for name, have, want in zip(names_of_rows, found, wanted, strict=True):
         if have != want:

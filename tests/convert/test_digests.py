@@ -1,0 +1,113 @@
+"""One-file exports carry digests of what they hold, and are held to them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made import make_dcp, same, tensors
+
+from composer3d.convert.convert import convert
+from composer3d.convert.formats import open_source
+from composer3d.convert.inspect import inspect
+from composer3d.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda number: None)
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    convert(make_dcp(tmp_path / "dcp"), tmp_path / "a", "torch")
+    return tmp_path / "a"
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def remade(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    held = torch.load(path, weights_only=True)
+    change(held)
+    torch.save(held, path)
+
+
+def test_an_export_is_whole_and_torch_reads_it(export: Path) -> None:
+    found = inspect(export)
+    assert (found["whole"], found["notes"], found["problems"]) == (True, [], [])
+    assert same(tensors(export), tensors(export.with_name("dcp")))
+    held = torch.load(export, weights_only=True)
+    assert held["digests"].shape == (1 + found["count"], 16)
+    assert all(map(any, held["digests"].tolist()))  # each was filled in
+
+
+def test_a_flipped_bit_of_a_tensor_is_found(export: Path) -> None:
+    first, *_, last = torch.load(export, map_location="meta", weights_only=True)["model"].items()
+    for name, tensor in (first, last):
+        begin = tensor.untyped_storage()._checkpoint_offset
+        flip(export, begin + tensor.nbytes - 1)
+        said = f"{export}: 'model.{name}' has another digest than the file says; copy it again"
+        assert inspect(export)["problems"] == [said]
+        with pytest.raises(CheckpointError) as caught:
+            convert(export, export.with_name("b"), "hf")
+        assert caught.value.lines == (said,)
+        flip(export, begin + tensor.nbytes - 1)
+    assert open_source(export).problems == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda held: held["composer3d"].update(step=6),
+        lambda held: held["composer3d"]["data"].update(at=41),
+        lambda held: held["files"].update({"x.json": "{}"}),
+    ],
+)
+def test_what_it_says_of_its_model_is_held_to_a_digest(export: Path, change: Any) -> None:
+    remade(export, change)
+    said = f"{export}: what it says of its model has another digest than the file says; copy it again"
+    assert inspect(export)["problems"] == [said]
+
+
+@pytest.mark.parametrize(
+    "digests", [torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(0), [1], None, "x", torch.zeros(10**4)]
+)
+def test_digests_that_are_none_are_refused(export: Path, digests: Any) -> None:
+    remade(export, lambda held: held.update(digests=digests))
+    found = inspect(export)
+    assert f"{export} has no digest for each of its tensors; copy it again" in found["problems"]
+
+
+def test_an_export_of_before_is_read_with_a_note(export: Path) -> None:
+    whole = tensors(export)
+    remade(export, lambda held: held.pop("digests"))
+    found = inspect(export)
+    assert found["whole"]
+    note = f"nothing verifies {export}: an earlier composer3d wrote it, without digests; convert adds them"
+    assert found["notes"] == [note]
+    assert same(tensors(export), whole)
+    assert convert(export, export.with_name("b"), "torch")["notes"] == [note]
+    assert inspect(export.with_name("b"))["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (5, "it is no object with fields"),
+        ({"layout": 5}, "layout is 5, but must be integers from 0 to 2^53 by name"),
+        ({"step": 10**18}, "step is 1000000000000000000, but must be an integer from 0 to 2^53"),
+        ({"data": {"next_step": -1}}, "next_step is an integer from 0 to 2^53"),
+        ({"more": 1}, "it has a field 'more', which no manifest has"),
+    ],
+)
+def test_facts_that_cannot_be_are_said(export: Path, facts: Any, said: str) -> None:
+    remade(export, lambda held: held.update(composer3d=held["composer3d"] | facts if type(facts) is dict else facts))
+    found = inspect(export)
+    assert not found["whole"]
+    (problem,) = found["problems"]
+    assert said in problem
