@@ -52,5 +52,6 @@ def test_a_layout_of_the_matrix_is_exact(
     pool: Pool, references: Path, row: matrix.Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # schedules are named from there
-    verdict = verify_layout(pool, references, str(matrix.BASE), matrix.sets(row), dtype="float64", steps=2)
+    sets, steps = matrix.sets(row), matrix.STEPS
+    verdict = verify_layout(pool, references, str(matrix.BASE), sets, dtype="float64", steps=steps)
     assert verdict.passed, verdict

@@ -4,6 +4,9 @@ Features and axes are the columns of one table. The layouts that are proven hold
 schedule with every ``zero`` and every mode of checkpointing; every two values of any two columns; and every schedule
 with every two values of two further columns. They are found greedily, cheap ones first, always the same. Two values
 that no legal layout holds must be refused with a message, and are listed with it.
+
+Where batches come from is no column: every proof takes its first and third from a small corpus, through the loader that
+training has, and its second from random numbers (``verify_worker``).
 """
 
 import argparse
@@ -31,6 +34,7 @@ from composer3d.verify import Verdict, verify_layout
 ROOT = Path(__file__).resolve().parent.parent
 BASE, LIST = ROOT / "tests" / "verify.toml", ROOT / "tests" / "matrix.txt"
 LIMIT = 16  # processes
+STEPS = 3  # of a proof: two of a corpus, a random one between them
 CSV = {"least": ("recipes/zb-h1-2x4.csv", 1), "more": ("tests/v-2x4.csv", 2)}  # file, stages a rank
 
 # The first value of a column is what it is where it does not matter.
@@ -53,6 +57,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "packing": ("none", "documents"),
     "window": ("none", "20 of 48"),
     "norms": ("plain", "head norms and biases"),
+    "rate": ("cosine", "warmup, linear", "warmup, wsd", "constant"),
     "micro-batches": ("least", "more"),
     "micro-batch": ("1", "2"),
     "chunks": ("1", "3"),
@@ -107,6 +112,8 @@ def overrides(row: Row) -> dict[str, Any]:
         "data.micro_batch": int(row["micro-batch"]),
         "data.global_batch": int(row["micro-batch"]) * micro_batches(row) * shard * replicate,
     }
+    if row["rate"] != "cosine":
+        out |= RATES[row["rate"]]
     if row["schedule"] != "none":
         out["parallel.schedule"] = row["schedule"]
     if row["schedule"] == "csv":
@@ -120,6 +127,12 @@ def sets(row: Row) -> list[str]:
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides(row).items()]
 
 
+# What a proof makes of these in few steps: ``verify_data.shorten``.
+RATES: dict[str, dict[str, Any]] = {
+    "warmup, linear": {"optim.schedule": "linear", "optim.warmup": 10},
+    "warmup, wsd": {"optim.schedule": "wsd", "optim.warmup": 10, "optim.decay": 50, "optim.decay_steps": 10},
+    "constant": {"optim.schedule": "constant"},
+}
 DATA = {"1": (1, 1), "shard 2": (2, 1), "replicate 2": (1, 2), "HSDP 2 x 2": (2, 2)}
 
 
@@ -369,7 +382,7 @@ def prove(rows: list[Row]) -> list[Verdict]:
     with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-matrix-") as folder:
         for number, row in enumerate(rows, 1):
             begin = time.monotonic()
-            verdict = verify_layout(pool, Path(folder), str(BASE), sets(row), dtype="float64", steps=2)
+            verdict = verify_layout(pool, Path(folder), str(BASE), sets(row), dtype="float64", steps=STEPS)
             verdicts.append(verdict)
             word = "exact" if verdict.passed else "WRONG"
             took = f"{time.monotonic() - begin:.1f} s"

@@ -35,7 +35,7 @@ def summary(verdicts: list[Verdict], seconds: float) -> str:
     worst = ", ".join(f"{name} {max(getattr(v, field) or 0.0 for v in verdicts):.0e}" for name, field in fields.items())
     return (
         f"{len(verdicts)} compositions on 1 to {max(v.world_size for v in verdicts)} processes, each against one "
-        f"process in float64 over 2 steps and a validation: all exact. Worst relative errors: {worst}.\n"
+        f"process in float64 over 3 steps and a validation: all exact. Worst relative errors: {worst}.\n"
         f"{date.today()}, `bash tools/matrix`, torch {version('torch')}, {os.cpu_count()} cores "
         f"({platform.machine()}), {seconds / 60:.0f} minutes."
     )

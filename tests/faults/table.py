@@ -11,6 +11,8 @@ from faults import pipeline as p
 from faults import resume as r
 from faults import values as v
 
+Check = Literal["verify", "model", "weights", "training", "conversion"]
+
 
 class Fault(NamedTuple):
     """A fault, and what must find it: ``verify`` of a ``layout``, or another ``check`` (``checks.py``).
@@ -21,7 +23,7 @@ class Fault(NamedTuple):
     plant: Callable[[], None]
     layout: str
     says: str = r" is off by .* on rank"
-    check: Literal["verify", "model", "weights", "training", "conversion"] = "verify"
+    check: Check = "verify"
 
     @property
     def title(self) -> str:
@@ -29,7 +31,7 @@ class Fault(NamedTuple):
         return f"{self.plant.__name__} ({where or 'one process'})"
 
 
-def _checked(check: Literal["model", "weights", "training", "conversion"], says: str, *plants: Callable[[], None]):
+def _checked(check: Check, says: str, *plants: Callable[[], None]) -> list[Fault]:
     return [Fault(plant, "", says, check) for plant in plants]
 
 
