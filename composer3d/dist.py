@@ -100,7 +100,7 @@ def agree_on_round(store: dist.Store, rank: int, size: int, *, timeout_s: float)
                     store.set(f"composer3d/{name}/all", "1")
         if joined and store.check([f"composer3d/{joined}/all"]):
             return f"composer3d/{joined}"
-        time.sleep(0.05)
+        time.sleep(0.05 + size / 20_000)  # thousands of ranks must not keep the store busy
     raise MeshError(f"rank {rank} met not all of the {size} ranks within {timeout_s:.0f} s; are all nodes started?")
 
 

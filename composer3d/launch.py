@@ -239,7 +239,7 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> En
         if worker.rank in out.stuck:
             continue
         if answer is None:
-            if worker.exit_code != -stop.number or not stop.number:
+            if not stop.number or worker.exit_code not in (-stop.number, 128 + stop.number):
                 out.died[worker.rank] = -(worker.exit_code or 0)
         elif not answer[0]:
             first.append(str(answer[1]).strip())

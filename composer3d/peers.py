@@ -24,7 +24,7 @@ LOST = re.compile(
     r"connectFullMesh|failed to (connect|recv|send)|unexpected (eof|close)|remote process|not reach|ncclRemoteError",
     re.IGNORECASE,
 )
-GRACE_S = 3.0  # how long a rank that runs may take to answer an alarm
+GRACE_S = 5.0  # how long a rank that runs may take to answer an alarm
 _PACKAGE = str(Path(__file__).parent)
 
 
@@ -83,14 +83,16 @@ class Peers:
             with self._lock:
                 self._store.set(f"here/{self._rank}", "")
                 self._store.set("alarm", "1")
+                speaks = self._store.add("speaker", 1) == 1
+            if not speaks:
+                self._wait_for_the_speaker()
+                return LostPeersError([])
             absent, elsewhere = self._ask()
             with self._lock:
-                speaks = self._store.add("speaker", 1) == 1
+                self._store.set("spoken", "1")
         except Exception:
             lines = [f"the launcher's store does not answer: the agent of its node has ended; {way_out}"]
             return LostPeersError(lines if self._rank == 0 else [])
-        if not speaks:
-            return LostPeersError([])
         if absent:
             verb = (
                 "does not answer: it has died, or is stopped"
@@ -103,6 +105,12 @@ class Peers:
             return LostPeersError(f"a collective waited in vain: {where} did not come to it; {way_out}")
         (said,) = traceback.format_exception_only(error)[-1:]
         return LostPeersError(f"all ranks run, but a collective failed ({said.strip().splitlines()[0]}); {way_out}")
+
+    def _wait_for_the_speaker(self) -> None:
+        """A launcher ends the others soon after the first rank that ends: the one that asks must not be among them."""
+        until = time.monotonic() + self._every_s + 2 * GRACE_S
+        while time.monotonic() < until and not self._store.check(["spoken"]):
+            time.sleep(0.2)
 
     def _ask(self) -> tuple[list[int], dict[int, str]]:
         """Ranks that do not answer, and the places of those that are elsewhere than in a collective."""

@@ -166,6 +166,8 @@ def _be_forked(parent: int, task: int, store: int | None) -> None:
         code = 0
     except EOFError:
         pass  # the owner is gone
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
     finally:
