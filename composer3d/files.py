@@ -23,11 +23,18 @@ _KINDS = {
 }
 
 
-class NotPlainFileError(OSError):
+class RefusedFileError(OSError):
+    """A file that is not read or written, because of what it is. As text: its path, and what it is."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}"
+
+
+class NotPlainFileError(RefusedFileError):
     """The path is a folder, named pipe, socket, device or (where links are refused) a link."""
 
 
-class FileTooLargeError(OSError):
+class FileTooLargeError(RefusedFileError):
     """The file is larger than anything of its kind should be."""
 
 

@@ -170,7 +170,8 @@ def _watch(folder: Path, touched: list[str]) -> None:
         for path in paths:
             if isinstance(path, str | bytes | os.PathLike):
                 where = os.path.realpath(os.fsdecode(path))
-                if not where.startswith(allowed) and "__pycache__" not in where:
+                is_thread_name = re.fullmatch(r"/proc/\d+/(task/\d+/)?comm", where)
+                if not (where.startswith(allowed) or is_thread_name or "__pycache__" in where):
                     touched.append(f"{event} {where}")
 
     sys.addaudithook(note)

@@ -316,9 +316,9 @@ def _cases() -> list[Case]:
     for name, content in TEXTS.items():
         cases += _case("hf", f"config-text-{name}", _text("config.json", content), "evil", "convert", "start")
     for name, (key, value) in PARAMS.items():
-        cases += _case("meta", f"params-{name}", _config("params.json", key, value), "evil")
+        cases += _case("meta", f"params-{name}", _config("params.json", key, value), "params.json")
     for name, content in TEXTS.items():
-        cases += _case("meta", f"params-text-{name}", _text("params.json", content), "evil", "inspect")
+        cases += _case("meta", f"params-text-{name}", _text("params.json", content), "params.json", "inspect")
     for name, change in HEADERS.items():
         cases += _case("hf", f"header-{name}", change, "evil")
     for name, content in INDEXES.items():
