@@ -226,7 +226,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "half a stretch": (
         {"rope_parameters": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1, "high_freq_factor": 4}},
-        [f"rope_parameters.original_max_position_embeddings = null {WANTED} a number"],
+        [f"rope_parameters.original_max_position_embeddings = null {WANTED} a positive integer"],
     ),
     "two contexts": (
         {
@@ -247,14 +247,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         [f"partial_rotary_factor = 0.5 {WANTED} 1"],
     ),
     "windows of some layers": (
-        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+        {"model_type": "qwen2", "num_key_value_heads": 4, "use_sliding_window": True, "max_window_layers": 1},
         [
             f'layer_types = ["full_attention", "sliding_attention"] {WANTED} the same for all layers '
             "(max_window_layers = 0)"
         ],
     ),
     "a window of nothing": (
-        {"model_type": "mistral", "sliding_window": 0},
+        {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 0},
         [f"sliding_window = 0 {WANTED} a positive integer"],
     ),
 }
