@@ -22,8 +22,9 @@ _LEAST = {"float64": 1e-12, "float32": 1e-12 * 2**29}
 # that, a wrong one could hide in it.
 _NOISE, _MOST = 8, 1e-3
 _ROUNDING = 2.0**-52
-# In float32, of the gradient norm after clipping: clipping sets it, and rounds each element once.
-_CLIPPED = 5e-7
+# Of numbers in float32. A loss is a mean over tokens, and a norm after clipping is what clipping sets it to: few
+# roundings. A norm has those of all gradients.
+_NUMBERS = {"loss": 1e-6, "norm": 1e-5, "clipped": 5e-7}
 _SCALARS = {"loss": "loss", "norm": "gradient norm", "clipped": "gradient norm after clipping"}
 # Verdict's name of each kind. Of one step the first kind that is off is blamed: a wrong norm spoils weights.
 _BLAMED = {
@@ -112,7 +113,7 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     for (kind, count), rank in product({"loss": steps + 1, "norm": steps, "clipped": steps}.items(), ranks):
         # What a rank has not compared is off.
         errors = [*rank[kind], *[math.inf] * (count - len(rank[kind]))]
-        allowed = _CLIPPED if verdict.dtype == "float32" and kind == "clipped" else _EXACT[verdict.dtype]
+        allowed = _NUMBERS[kind] if verdict.dtype == "float32" else _EXACT[verdict.dtype]
         found += [Found(step, kind, error, allowed) for step, error in enumerate(errors)]
     for name in dict.fromkeys(_BLAMED.values()):
         every = [each.error for each in found if _BLAMED[each.kind] == name]

@@ -181,6 +181,13 @@ def test_numbers_that_ranks_do_not_have_fail(more: dict[str, Any], words: str) -
     assert words in (verdict.error or "")
 
 
+@pytest.mark.parametrize(("kind", "bound"), [("loss", 1e-6), ("norm", 1e-5), ("clipped", 5e-7)])
+def test_numbers_in_float32_have_bounds_of_their_own(kind: str, bound: float) -> None:
+    rest = [0.0] * (kind == "loss")  # the validation's
+    assert judged(dtype="float32", **{kind: [0.9 * bound, *rest]}).passed
+    assert not judged(dtype="float32", **{kind: [1.1 * bound, *rest]}).passed
+
+
 def test_a_replica_that_holds_nothing_is_seen() -> None:
     """The other ranks hold every element, so that none is missing in the whole."""
     verdict = judged({3: {"last.c": None}})
