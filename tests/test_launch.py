@@ -315,7 +315,7 @@ def wait_until(holds: Callable[[], Any], limit_s: float = 150.0) -> Any:
 
 def test_workers_go_with_the_starter_and_the_next_world_has_another(tmp_path: Path) -> None:
     with Pool() as mine:
-        assert mine.run(kill_the_starter, {}, world_size=1) == [None]
+        assert mine.run(kill_the_starter, {}, world_size=1, limit_s=200.0) == [None]
 
 
 def kill_the_starter() -> None:
