@@ -118,6 +118,23 @@ def test_staging_folder_of_a_crash_is_written_anew(pool: Pool, tmp_path: Path) -
     assert "junk" not in names(tmp_path / "step-00000004")
 
 
+def test_links_and_pipes_are_no_checkpoints(pool: Pool, tmp_path: Path) -> None:
+    """Of a name as theirs: a link could lead to anybody's checkpoint, and a pipe is never opened."""
+    pool.run(save, {"folder": tmp_path / "other", "steps": [30], "keep": 1}, world_size=1)
+    pool.run(save, {"folder": tmp_path / "run", "steps": [5], "keep": 1}, world_size=1)
+    (tmp_path / "run/step-00000030").symlink_to(tmp_path / "other/step-00000030")
+    (tmp_path / "run/step-00000007.tmp").symlink_to(tmp_path / "other/step-00000030")
+    (tmp_path / "run/step-00000040").touch()
+    os.mkfifo(tmp_path / "run/step-00000050")
+    assert pool.run(newest, {"folder": tmp_path / "run"}, world_size=1) == [["step-00000005", "step-00000005"]]
+    # What is in the way of a save is put aside, and what a link leads to is left as it is.
+    before = names(tmp_path / "other/step-00000030")
+    pool.run(save, {"folder": tmp_path / "run", "steps": [7, 30, 40], "keep": 9}, world_size=1)
+    assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (5, 7, 30, 40, 50)]
+    assert not (tmp_path / "run/step-00000030").is_symlink()
+    assert names(tmp_path / "other/step-00000030") == before
+
+
 def newest(folder: Path) -> list[str | None]:
     with pool_world():
         store = Store(folder, keep=1)
