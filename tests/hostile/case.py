@@ -162,6 +162,11 @@ def _watch(folder: Path, touched: list[str]) -> None:
             paths = list(arguments[:2])
         elif event in ("os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"):
             paths = list(arguments[:1])
+        elif event == "subprocess.Popen" and list(arguments[1][:2]) == [sys.executable, "-P"]:
+            # The process of a tokenizer: a file of the package, and nothing that a case names.
+            if not str(arguments[1][2]).endswith("composer3d/data/tokenizer_worker.py") or len(arguments[1]) != 3:
+                touched.append(f"{event} {arguments!r:.200}")
+            return
         elif event in ("os.system", "os.exec", "subprocess.Popen", "socket.connect"):
             touched.append(f"{event} {arguments!r:.200}")
             return

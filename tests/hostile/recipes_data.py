@@ -1,25 +1,26 @@
 """Recipes, data and tokenizers that somebody made to harm: what each is refused with.
 
-``CASES`` is data for whoever runs them: ``make`` writes the files of a case into an empty folder and returns the
-command line to run there; ``says`` is a regular expression that a line on standard error matches. The status is 2.
+Each is refused with one line, status 2, or where a recipe has several problems with a line for each.
 """
 
 import base64
 import json
 import os
+import re
 import socket
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import hostile.case
 from composer3d.token_manifest import digest_of, digest_of_manifest
 
 
-class Case(NamedTuple):
-    name: str
-    make: Callable[[Path], list[str]]
-    says: str
+def Case(name: str, make: Callable[[Path], list[str]], says: str) -> hostile.case.Case:
+    """``name`` becomes the name of a folder; ``^`` and ``$`` in ``says`` are those of a line. The status is 2."""
+    plain = re.sub(r"[^A-Za-z0-9_.=-]+", "-", name)[:120]
+    return hostile.case.Case(plain, make, f"(?m){says}", statuses=(2,))
 
 
 TINY = '[model]\npreset = "debug-tiny"\n'
@@ -135,7 +136,7 @@ FLOATS = {
 }
 
 
-def _values() -> list[Case]:
+def _values() -> list[hostile.case.Case]:
     cases = []
     for key, (least, most) in INTS.items():
         for value in (least - 1 if key != "mesh.dp_shard" else -2, most + 1, 2**63 - 1):
@@ -195,7 +196,7 @@ BAD_TEXTS = {
 }
 
 
-def _texts() -> list[Case]:
+def _texts() -> list[hostile.case.Case]:
     cases = []
     for key in PATH_KEYS:
         name = key.split(".")[1]
@@ -208,9 +209,9 @@ def _texts() -> list[Case]:
     for what, value in (BAD_TEXTS | {"300 letters": f'"{"x" * 300}"', "300 bytes": f'"{"é" * 150}"'}).items():
         says = r"x\.toml:4: run\.name = .* names the folder of the run: it must not be empty"
         cases.append(Case(f"run.name of {what}", recipe(f"{TINY}[run]\nname = {value}\n"), says))
-    for value in ("..", ".", "a/b", "/etc", "a\\b", "  "):
+    for number, value in enumerate(("..", ".", "a/b", "/etc", "a\\b", "  ")):
         says = r"x\.toml:4: run\.name = .* names the folder of the run"
-        cases.append(Case(f"run.name = {value}", recipe(f"{TINY}[run]\nname = '{value}'\n"), says))
+        cases.append(Case(f"run.name that is no name {number}", recipe(f"{TINY}[run]\nname = '{value}'\n"), says))
     says = r"x\.toml:3: 'base' must be the path of one recipe"
     for what, value in (BAD_TEXTS | {"a number": "7", "a list": "[[[[]]]]", "a table": "{ a = 1 }"}).items():
         cases.append(Case(f"base of {what}", recipe(f"# a\n\nbase = {value}\n"), says))
@@ -281,7 +282,7 @@ def _texts() -> list[Case]:
     return cases
 
 
-def _files() -> list[Case]:
+def _files() -> list[hostile.case.Case]:
     cases = []
 
     def put(name: str, kind: Callable[[Path], None], text: str) -> Callable[[Path], list[str]]:
@@ -461,7 +462,7 @@ def drop(key: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def _tokens() -> list[Case]:
+def _tokens() -> list[hostile.case.Case]:
     unusable = r'x\.toml:5: data\.path = ".*/t" cannot be used: .*/t/tokens\.json cannot be used \('
     values: dict[str, list[Any]] = {
         "format": ["other", 1, None, ["composer3d tokens"]],
@@ -593,7 +594,7 @@ def charsmap(content: bytes) -> dict[str, Any]:
     return {"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}}
 
 
-def _sources() -> list[Case]:
+def _sources() -> list[hostile.case.Case]:
     needed = r'/a\.jsonl:1: must be a JSON object such as \{"text": "\.\.\."\}: '
     texts: dict[str, tuple[bytes, str]] = {
         "a million brackets": (b"[" * 1_000_000, needed),
@@ -679,7 +680,7 @@ def _sources() -> list[Case]:
     return cases
 
 
-def _tokenizers() -> list[Case]:
+def _tokenizers() -> list[hostile.case.Case]:
     refused = r"^--tokenizer .*/t\.json: "
     panics = refused + "it panics: "
     unreadable = refused + "Cannot instantiate Tokenizer from buffer"
