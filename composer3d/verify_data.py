@@ -133,4 +133,7 @@ def random_batch(recipe: Recipe, step: int) -> Batch:
     chances = torch.tensor([8 / length, 0.4, 2 / length, 0.0])
     ends_BT = torch.rand(rows, length, generator=generator) < chances.repeat(rows)[:rows, None]
     documents_BT, positions_BT = number_documents(ends_BT)
-    return Batch(tokens_BT, labels_BT.masked_fill(ends_BT, IGNORE_INDEX), positions_BT, documents_BT)
+    labels_BT = labels_BT.masked_fill(ends_BT, IGNORE_INDEX)
+    if (labels_BT == IGNORE_INDEX).all():  # of samples of one token: a loss needs a label
+        labels_BT[-1, -1] = tokens_BT[-1, -1]
+    return Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
