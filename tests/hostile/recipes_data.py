@@ -20,7 +20,8 @@ from composer3d.token_manifest import digest_of, digest_of_manifest
 def Case(name: str, make: Callable[[Path], list[str]], says: str) -> hostile.case.Case:
     """``name`` becomes the name of a folder; ``^`` and ``$`` in ``says`` are those of a line. The status is 2."""
     plain = re.sub(r"[^A-Za-z0-9_.=-]+", "-", name)[:120]
-    return hostile.case.Case(plain, make, f"(?m){says}", statuses=(2,))
+    early = "^composer3d: the argument .* holds a NUL byte or bytes that are not UTF-8"  # of a command line
+    return hostile.case.Case(plain, make, f"(?m)({says}|{early})", statuses=(2,))
 
 
 TINY = '[model]\npreset = "debug-tiny"\n'
