@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-
 from hostile.base import make_base
 from hostile.case import SECRET, Case, chosen, marker_of, prepare_outside, problems_of
 from hostile.cases import CASES

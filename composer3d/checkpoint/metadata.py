@@ -5,6 +5,7 @@ records, of which torch's ``Metadata`` is built anew, field by field. All that r
 module, and it is the only one that uses DCP's private names.
 """
 
+import mmap
 import os
 import secrets
 import stat
@@ -35,9 +36,10 @@ from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, reading
 from composer3d.checkpoint.torchfile import DTYPES, read_tensor, sizes_of
 from composer3d.errors import CheckpointError
-from composer3d.files import open_plain, read_plain
+from composer3d.files import open_plain
 
 METADATA = ".metadata"
+METADATA_LIMIT = 4 << 30  # bytes: about 200 for each part of a tensor; 70B over 1,024 ranks has 2.2 million parts
 StorageInfo = _StorageInfo
 _PLACE, _STORED = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem._StorageInfo"
 _LAYOUT = "torch.serialization._get_layout"
@@ -67,7 +69,7 @@ def read_metadata(folder: Path) -> Metadata:
     ``folder``, and these are enough for it. Raises CheckpointError where it is not, or cannot be read.
     """
     with reading(folder / METADATA):
-        parsed = pickles.parse(read_plain(folder / METADATA, limit=pickles.LIMIT, follow_links=False), _NAMES)
+        parsed = _parse(folder / METADATA)
         state = _state(parsed, "Metadata")
         entries = {_name(name): _entry(name, entry) for name, entry in _dict(state, "state_dict_metadata").items()}
         stored: dict[Any, _StorageInfo] = {}
@@ -79,6 +81,16 @@ def read_metadata(folder: Path) -> Metadata:
         _check_parts(entries, stored)
         _check_files(folder, stored.values())
     return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
+
+
+def _parse(path: Path) -> Any:
+    """The file is mapped, so that one of zeros, however large it claims to be, ends at its first byte."""
+    with open_plain(path, follow_links=False) as file:
+        size = file.seek(0, os.SEEK_END)
+        if not 0 < size <= METADATA_LIMIT:
+            raise PickleError(f"it has {size:,} bytes, and at least 1 and at most {METADATA_LIMIT:,} are read")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return pickles.parse(mapped, _NAMES)
 
 
 def tensors_of(read: Metadata, place: str) -> dict[str, tuple[tuple[int, ...], str]]:

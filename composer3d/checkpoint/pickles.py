@@ -5,6 +5,7 @@ that can set their attributes, and it can be made to take memory and time withou
 checkpoints consist of are carried out here. They make plain values and ``Record``s, which say what a pickle asks for.
 """
 
+import mmap
 import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 from composer3d.errors import CheckpointError
 from composer3d.files import MIB, FileTooLargeError, NotPlainFileError
 
-LIMIT = 256 * MIB  # bytes of a pickle: .metadata takes about 200 for each part of a tensor that a rank has saved
+LIMIT = 256 * MIB  # bytes of the pickle of a torch file: it takes about 200 for each tensor
 _STACK = 10_000  # values that wait for their list, tuple or dict: writers hand over 1,000 (pairs) at a time
 _WINDOW = 1 << 16  # instructions between two looks at how dense they are
 _DENSEST = 1.2  # bytes that an instruction takes on average: checkpoints have 1.6 to 2.5, floods of one instruction 1
@@ -45,7 +46,7 @@ class PickleError(ValueError):
     """It is no pickle of a checkpoint. The text is for people, and repeats no value of unknown size."""
 
 
-def parse(pickle: bytes, names: Collection[str], *, storages: bool = False) -> Any:
+def parse(pickle: bytes | mmap.mmap, names: Collection[str], *, storages: bool = False) -> Any:
     """What ``pickle`` describes: None, bool, int, float, str, list, tuple and dict, ``Name`` and ``Record``.
 
     Takes time and memory in proportion to its length. The result can be nested without end, and hold itself or one
@@ -64,7 +65,7 @@ def parse(pickle: bytes, names: Collection[str], *, storages: bool = False) -> A
 class _Machine:
     """Python's pickle machine, with the instructions that torch's writers use, of protocols 2 to 5."""
 
-    def __init__(self, pickle: bytes, names: Collection[str], storages: bool) -> None:
+    def __init__(self, pickle: bytes | mmap.mmap, names: Collection[str], storages: bool) -> None:
         self._pickle, self._names, self._storages = pickle, names, storages
         self._at = 0  # the next byte
         self._stack: list[Any] = []  # since the last mark

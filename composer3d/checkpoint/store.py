@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from composer3d import dist as distributed
 from composer3d import log
 from composer3d.checkpoint import manifest as manifests
-from composer3d.checkpoint import pickles
 from composer3d.checkpoint.manifest import Manifest
-from composer3d.checkpoint.metadata import METADATA, Planner, Reader, read_metadata, tensors_of
+from composer3d.checkpoint.metadata import METADATA, METADATA_LIMIT, Planner, Reader, read_metadata, tensors_of
 from composer3d.checkpoint.pickles import explain
 from composer3d.errors import CheckpointError, UserError
 from composer3d.optim import optimizer_state
@@ -282,9 +281,9 @@ def _seal(staging: Path) -> dict[str, tuple[int, str]]:
             manifests.sync(staging / _ASSETS)
     for path in own:
         manifests.sync(path)
-    if rank == 0 and (size := (staging / METADATA).stat().st_size) > pickles.LIMIT:
+    if rank == 0 and (size := (staging / METADATA).stat().st_size) > METADATA_LIMIT:
         raise CheckpointError(
-            f"{METADATA} would have {size:,} bytes for all parts of tensors, and at most {pickles.LIMIT:,} are read "
+            f"{METADATA} would have {size:,} bytes for all parts of tensors, and at most {METADATA_LIMIT:,} are read "
             "again; shard over fewer ranks (raise mesh.dp_replicate)"
         )
     names = {path: path.relative_to(staging).as_posix() for path in own}
