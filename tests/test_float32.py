@@ -15,7 +15,7 @@ import float32
 import matrix
 
 ROOT = Path(__file__).parent.parent
-SMALL = islice((sets for sets in float32.layouts(40) if float32.world(sets) <= 2), 4)
+SMALL = list(islice((sets for sets in float32.layouts(40) if float32.world(sets) <= 2), 4))
 
 
 @pytest.mark.parametrize("sets", SMALL, ids=" ".join)

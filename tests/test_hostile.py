@@ -29,7 +29,7 @@ def test_there_are_enough_cases_with_names_of_their_own() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("case", chosen(CASES, one_in=8), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*chosen(CASES, one_in=8)], ids=lambda case: case.name)
 def test_hostile_input_does_no_harm(ground: Path, pool: Pool, case: Case) -> None:
     assert problems_of(case, ground, pool) == []
 

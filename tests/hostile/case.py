@@ -87,6 +87,7 @@ def problems_of(case: Case, root: Path, pool: Pool) -> list[str]:
     folder, outside = root / case.name, root / "outside"
     folder.mkdir()
     arguments = case.make(folder)
+    _state_of(outside)  # what making the case has read does not count
     before = _state_of(outside)
     outcome = run(arguments, folder, pool)
     after = _state_of(outside)
