@@ -87,7 +87,7 @@ def count_bytes(source: str, path: str | None, field: str, *, enough: int) -> in
             count += size + 1 if size else 0
             if count >= enough:
                 break
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return count
 

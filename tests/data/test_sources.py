@@ -15,6 +15,7 @@ import pytest
 from composer3d.data import documents, open_corpus, sources
 from composer3d.data.documents import files_of
 from composer3d.errors import DataError
+from composer3d.recipe import machine
 
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
@@ -233,7 +234,9 @@ def deep(tmp_path: Path) -> Iterator[Callable[[int, str], Path]]:
 
 
 def test_folders_may_lie_in_each_other_deeper_than_python_recurses(deep: Callable[[int, str], Path]) -> None:
-    assert train(deep(1500, "d")).tokens.tobytes() == b"deep\0"
+    path = deep(1500, "d")
+    assert train(path).tokens.tobytes() == b"deep\0"
+    assert machine.count_bytes("text", str(path), "text", enough=10) is None  # check leaves it to training
 
 
 def test_folders_beyond_the_longest_path_are_refused(deep: Callable[[int, str], Path]) -> None:

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from wrong import token_files
 
 import composer3d
 from composer3d import cli
@@ -242,7 +243,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("source", "tokens"),
-    [("text", 21), ("jsonl", 9), ("tokens", 300), ("python", None)],
+    [("text", 21), ("jsonl", 9), ("tokens", 100), ("python", None)],
 )
 def test_check_finds_a_sequence_that_is_longer_than_the_data(
     here: Path, capsys: pytest.CaptureFixture[str], source: str, tokens: int | None
@@ -259,14 +260,13 @@ def test_check_finds_a_sequence_that_is_longer_than_the_data(
         (folder / "a.jsonl").write_text('{"text": "ab\\u00e9"}\n\n{"text": ""}\n{"text": "cde", "more": 1}\n')
         (folder / "other.txt").write_bytes(b"x" * 1000)
     elif source == "tokens":
-        tokenizer = {"name": "bytes", "digest": None}
-        facts = {"tokens": 300, "vocab": 256, "end_of_document": 0, "tokenizer": tokenizer}
-        (folder / "tokens.json").write_text(json.dumps(facts))
+        for name, content in token_files("data").items():
+            (here / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     if tokens is not None:
         sets.append("data.path=data")
         assert check(capsys, *sets, f"data.seq_len={tokens - 1}") == []
     else:
-        tokens = 10**9
+        tokens = 10**8
     (line,) = check(capsys, *sets, f"data.seq_len={tokens}")
     assert line.startswith(f"--set data.seq_len={tokens}: data.seq_len = {tokens} needs {tokens + 1} tokens, but ")
     assert line.endswith("; shorten data.seq_len or give more text")
@@ -369,7 +369,7 @@ def test_commands_are_dispatched_with_their_arguments(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "composer3d.verify", fake)
     assert cli.main(["train", "x.toml", "--set", "a.b=1", "--set", "c.d=2"]) == 0
     assert cli.main(["verify", "x.toml", "--dtype", "float32", "--layouts", "f.txt", "--json"]) == 1
-    verify = {"recipe": "x.toml", "sets": [], "dtype": "float32", "steps": 2, "layouts": "f.txt", "as_json": True}
+    verify = {"recipe": "x.toml", "sets": [], "dtype": "float32", "steps": 3, "layouts": "f.txt", "as_json": True}
     assert seen == [("x.toml", ["a.b=1", "c.d=2"]), verify]
 
 
