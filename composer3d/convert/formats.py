@@ -439,7 +439,11 @@ def _open_ours(source: Source, saved: Manifest) -> None:
     """A form with our names: what the manifest says the model is against what there is."""
     source.manifest = saved
     with reading(f"{source.path}: what its model is"):
-        source.shape = shape_from({f.name: saved.model[f"model.{f.name}"] for f in fields(ModelShape)})
+        values = {f.name: saved.model[f"model.{f.name}"] for f in fields(ModelShape)}
+    try:
+        source.shape = shape_from(values)
+    except CheckpointError as error:
+        raise CheckpointError([f"{source.path}: model.{line}" for line in error.lines]) from None
     _require_layers(source)
     source.match({name: f"model.{name}" for name in names.shapes(source.shape)})
 

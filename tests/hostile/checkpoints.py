@@ -417,6 +417,7 @@ def _another_folder(name: str) -> Change:
         outside = evil.parent.parent / "outside"
         recipe = f'[model]\nhf = "{outside}"\n[data]\nsource = "tokens"\npath = "{outside}"\n'
         if name == "assets":
+            shutil.rmtree(evil / "assets")
             (evil / "assets").symlink_to(outside)
         _manifest("recipe", recipe)(evil)
 
