@@ -7,6 +7,7 @@ which says who holds it, serves file systems that lock no folders.
 import fcntl
 import os
 import platform
+import time
 import uuid
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +17,7 @@ from composer3d.errors import TrainingError, UserError
 from composer3d.files import open_own, read_plain
 
 FILE = "lock"
+_PATIENCE_S = 1.0
 _LONGEST = 4096  # bytes of a note: anything longer is not ours
 
 
@@ -51,7 +53,7 @@ class Claim:
     def _lock(self, descriptor: int) -> bool:
         """Whether the lock was taken; False where the file system has none for this kind of file."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._try(descriptor)
         except BlockingIOError:
             try:
                 holder = read_note(self.folder) or "another job"
@@ -62,6 +64,24 @@ class Claim:
         except OSError:
             return False
         return True
+
+    def _try(self, descriptor: int) -> None:
+        """Lock ``descriptor``, and try again for a moment.
+
+        ``composer3d check`` looks at the lock by taking it, and a process that is killed keeps it until it is gone.
+        """
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+    def is_held(self) -> bool:
+        """Whether the folder is still the one that was claimed."""
+        return self._directory >= 0 and not self._replaced()
 
     def _replaced(self) -> bool:
         try:

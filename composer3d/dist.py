@@ -60,12 +60,15 @@ def keep_freed_memory() -> None:
 def open_store(*, timeout_s: float = 600.0) -> dist.Store:
     """The store through which the ranks of this job meet: that of our launcher, of torchrun, or of one process."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if STORE in os.environ:
-        return dist.FileStore(os.environ[STORE], size)
-    if "MASTER_ADDR" not in os.environ:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        return dist.HashStore()
     timeout = timedelta(seconds=timeout_s)
+    if STORE in os.environ:
+        file_store = dist.FileStore(os.environ[STORE], size)
+        file_store.set_timeout(timeout)
+        return file_store
+    if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:  # one process, whatever a cluster's image sets
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+        return dist.HashStore()
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     return dist.PrefixStore(agree_on_round(store, rank, size, timeout_s=timeout_s), store)

@@ -152,11 +152,7 @@ def way_out(recipe: Recipe) -> str:
 
 
 def _rank(path: str, sets: Sequence[str]) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the starter ignores it
-    try:
-        return train_rank(path, sets)
-    except KeyboardInterrupt:  # before training has its own way to stop
-        return 128 + signal.SIGINT
+    return train_rank(path, sets)
 
 
 def train_rank(path: str, sets: Sequence[str]) -> int:

@@ -161,7 +161,8 @@ class _Worker:
         return int(starter.STATUS.unpack(told)[0]) if told else -signal.SIGKILL
 
     def send_signal(self, number: int) -> None:
-        if self.pid > 0 and not self.ended():
+        # A signal handler calls this: it must not read the pipe, which the interrupted code may be about to read.
+        if self.pid > 0 and self.exit_code is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -244,7 +245,9 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> En
         elif not answer[0]:
             first.append(str(answer[1]).strip())
     statuses = [answer[1] for answer in answers.values() if answer and answer[0] and answer[1]]
-    if stop.number and (statuses or out.stuck or None in answers.values()) and not first:
+    # A save that failed on the way out must not look like a run that was stopped and saved.
+    stopped = all(status == 128 + stop.number for status in statuses) and not out.died
+    if stop.number and (statuses or out.stuck or None in answers.values()) and stopped and not first:
         out.status = 128 + stop.number
     elif first:
         print(first[0], file=sys.stderr)
@@ -256,6 +259,8 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> En
 
 def _patience(worker: _Worker, answer: tuple[bool, Any] | None) -> float:
     """How many seconds the other ranks may go on after this one has ended."""
+    if answer is None and worker.exit_code == -signal.SIGABRT:
+        return 30.0  # NCCL's watchdogs end the ranks that waited in vain, each when its own time is over
     if answer is None:
         return 0.5  # others may die of the same
     fine, status = answer

@@ -66,6 +66,7 @@ class Metrics:
     peak_flops: float | None  # FLOP/s of one device, None where that is not known
     device_type: str
     main: bool
+    may_write: Callable[[], bool] = lambda: True  # whether the run's folder is still this job's
     start_step: int = 0  # steps that were done before this process; 0 drops whatever the folder holds
 
     def __post_init__(self) -> None:
@@ -157,6 +158,8 @@ class Metrics:
             log.get().warning(f"TensorBoard's file in {self.run_dir} lacks its end: {error}")
 
     def _write(self, step: int, values: Mapping[str, float | None]) -> None:
+        if not self.may_write():
+            return  # the next save says why, and ends the run
         finite = {key: value if value is not None and math.isfinite(value) else None for key, value in values.items()}
         try:
             _append(self._path, (json.dumps({"step": step, **finite}) + "\n").encode())

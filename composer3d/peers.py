@@ -24,7 +24,11 @@ LOST = re.compile(
     r"connectFullMesh|failed to (connect|recv|send)|unexpected (eof|close)|remote process|not reach|ncclRemoteError",
     re.IGNORECASE,
 )
+# Other errors can speak of a time-out too: a kernel's, or a compiler's.
+_COLLECTIVE = re.compile("gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORECASE)
 GRACE_S = 5.0  # how long a rank that runs may take to answer an alarm
+# Functions in which a rank waits for others, though the wait itself is a copy from a GPU, or in a thread.
+_WAITING = frozenset({"sum_over_world", "max_over_world", "result"})
 _PACKAGE = str(Path(__file__).parent)
 
 
@@ -32,7 +36,9 @@ def lost_peers(error: BaseException) -> bool:
     """Whether ``error`` says that a collective, or the store, waited in vain or lost a connection."""
     current: BaseException | None = error
     while current is not None:
-        if isinstance(current, RuntimeError) and LOST.search(str(current)):
+        text = str(current)
+        is_theirs = isinstance(current, dist.DistError) or _COLLECTIVE.search(text)
+        if isinstance(current, RuntimeError) and is_theirs and LOST.search(text):
             return True
         current = current.__cause__ or current.__context__
     return False
@@ -67,7 +73,8 @@ class Peers:
         frame = sys._current_frames().get(self._main or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         inner = [entry for entry in stack if entry.filename.startswith(_PACKAGE)]
-        if not inner or any("torch/distributed" in entry.filename for entry in stack):
+        waits = any("torch/distributed" in entry.filename or entry.name in _WAITING for entry in stack)
+        if not inner or waits:
             return ""
         return f"{Path(inner[-1].filename).relative_to(_PACKAGE)}:{inner[-1].lineno}"
 
@@ -79,6 +86,20 @@ class Peers:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         self._over.set()
+        found: list[LostPeersError] = []
+        asking = threading.Thread(target=lambda: found.append(self._find_out(error, way_out)), daemon=True)
+        asking.start()
+        # A store whose host is gone may never answer, nor fail.
+        asking.join(2 * self._every_s + 4 * GRACE_S)
+        if found:
+            return found[0]
+        return self._no_answer(way_out)
+
+    def _no_answer(self, way_out: str) -> LostPeersError:
+        line = f"the launcher's store does not answer: the agent of its node has ended; {way_out}"
+        return LostPeersError(line if self._rank == 0 else [])
+
+    def _find_out(self, error: BaseException, way_out: str) -> LostPeersError:
         try:
             with self._lock:
                 self._store.set(f"here/{self._rank}", "")
@@ -91,8 +112,9 @@ class Peers:
             with self._lock:
                 self._store.set("spoken", "1")
         except Exception:
-            lines = [f"the launcher's store does not answer: the agent of its node has ended; {way_out}"]
-            return LostPeersError(lines if self._rank == 0 else [])
+            return self._no_answer(way_out)
+        (said,) = traceback.format_exception_only(error)[-1:]
+        said = said.strip().splitlines()[0]
         if absent:
             verb = (
                 "does not answer: it has died, or is stopped"
@@ -102,9 +124,8 @@ class Peers:
             return LostPeersError(f"{self._names(absent)} {verb}; {way_out}")
         if elsewhere:
             where = "; ".join(f"{self._name(rank)} at {line}" for rank, line in list(elsewhere.items())[:8])
-            return LostPeersError(f"a collective waited in vain: {where} did not come to it; {way_out}")
-        (said,) = traceback.format_exception_only(error)[-1:]
-        return LostPeersError(f"all ranks run, but a collective failed ({said.strip().splitlines()[0]}); {way_out}")
+            return LostPeersError(f"a collective waited in vain: {where} did not come to it ({said}); {way_out}")
+        return LostPeersError(f"all ranks run, but a collective failed ({said}); {way_out}")
 
     def _wait_for_the_speaker(self) -> None:
         """A launcher ends the others soon after the first rank that ends: the one that asks must not be among them."""

@@ -34,6 +34,7 @@ REQUEST = struct.Struct("!cI")
 FORK, KEEP = b"F", b"K"
 STORE = "COMPOSER3D_STORE"  # the environment variable with the path of the world's store
 STATUS = struct.Struct("!q")  # what goes through the second pipe: first the process's number, at its end its exit code
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 _LONGEST = 30_000  # of a traceback, in characters: what a pipe holds though nobody reads yet
 _PREPARED = {"sys_path", "sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path"}
@@ -66,7 +67,8 @@ def preparation() -> dict[str, Any]:
 
 def serve(control: int, preload: str) -> None:
     """Be the starter: fork on request, report what ended, until the owner is gone. ``control`` is a socket."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a job's signals reach its whole group
+    hangup = signal.getsignal(signal.SIGHUP)
+    for number in _STOPPING:  # a job's signals reach its whole group
         signal.signal(number, signal.SIG_IGN)
     owner = socket.socket(fileno=control)
     import_module(preload)
@@ -94,11 +96,16 @@ def serve(control: int, preload: str) -> None:
                 folders.append(text)
                 continue
             task, end, *store = descriptors
+            # A signal that comes right after the fork waits until the child does not ignore it any more.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
             me, child = os.getpid(), os.fork()
-            if child == 0:
+            if child != 0:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+            else:
+                nohup = hangup is signal.SIG_IGN
                 for descriptor in (control, wake_read, wake_write, end, *children.values()):
                     os.close(descriptor)
-                _be_forked(me, task, store[0] if store else None)
+                _be_forked(me, task, store[0] if store else None, nohup=nohup)
             children[child] = end
             _tell(end, child)
             for descriptor in (task, *store):
@@ -148,15 +155,19 @@ def _tell(end: int, number: int) -> None:
         os.write(end, STATUS.pack(number))
 
 
-def _be_forked(parent: int, task: int, store: int | None) -> None:
-    """Go on as a process of its own: run the task that comes through the pipe, and end."""
+def _be_forked(parent: int, task: int, store: int | None, *, nohup: bool) -> None:
+    """Go on as a process of its own: run the task that comes through the pipe, and end.
+
+    SIGINT, SIGTERM and SIGHUP end it without a word, until the task decides otherwise. With ``nohup`` SIGHUP does not.
+    """
     code = 1
     try:
         end_with(parent)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        # SIGINT stays ignored: a terminal's Ctrl-C reaches every process, and the owner ends this one.
+        for number in (*_STOPPING, signal.SIGCHLD):
+            ignored = nohup and number == signal.SIGHUP
+            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
         pipe = Connection(task)
         spawn.prepare(pickle.loads(pipe.recv_bytes()))
         function, arguments, environment = pickle.loads(pipe.recv_bytes())

@@ -80,6 +80,8 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         background=checkpoint.async_save,
         timeout_s=60 * checkpoint.timeout_minutes,
     )
+    if claim is not None:
+        store.guard = claim.check
     resumed = resume(recipe, store, stages, optimizer, loader)
     if resumed is None and recipe.model.hf is not None:
         load_hf(recipe.model.hf, stages)
@@ -107,6 +109,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         peak_flops=hardware.peak_flops(row, recipe.precision.computes_in) if row else None,
         device_type=device.type,
         main=mesh.rank == 0,
+        may_write=claim.is_held if claim is not None else lambda: True,
         start_step=resumed or 0,
     )
     metrics = distributed.on_all("metrics", measured)
@@ -162,14 +165,6 @@ def claim_folder(folder: Path) -> Claim | None:
         seen = f"no note of the job ({error.strerror})"
     distributed.check_same(f"the folder {folder} (run.out_dir)", seen)
     return claim
-
-
-def check_claim(claim: Claim | None) -> None:
-    """Hold before a save that the run's folder is still this job's. Collective.
-
-    Raises TrainingError on every rank where it is not.
-    """
-    distributed.on_all("run.out_dir", claim.check if claim is not None else lambda: None)
 
 
 def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
@@ -355,7 +350,6 @@ def _loop(run: Run, total: int, stops: list[int]) -> int:
         # Saved before validation: a validation that fails, or that a signal leaves no time for, must lose nothing.
         if last or stopping or due or cadence.is_step(run.step):
             with metrics.timer("checkpoint"):
-                check_claim(run.claim)
                 run.store.save(_manifest(run, lr), run.stages, run.optimizer)
             cadence.saved()
         if stopping and not last:

@@ -30,7 +30,7 @@ from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.checkpoint.metadata import METADATA, METADATA_LIMIT, Planner, Reader, read_metadata, tensors_of
 from composer3d.checkpoint.pickles import explain
-from composer3d.errors import CheckpointError, UserError
+from composer3d.errors import CheckpointError, TrainingError, UserError
 from composer3d.optim import optimizer_state
 from composer3d.parallel import Stages
 from composer3d.parallel.ties import local
@@ -51,6 +51,7 @@ class Store:
         # timeout_s: how much longer than another rank's the writes of one may take.
         self.folder = folder
         self.assets: Mapping[str, bytes] = {}  # rank 0's: files that belong to the model, without its tensors
+        self.guard: Callable[[], None] = lambda: None  # rank 0's: raises TrainingError where the folder is not ours now
         self.loaded: Path | None = None  # the checkpoint that was loaded last
         self._keep, self._background = keep, background
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -137,6 +138,8 @@ class Store:
             files = {name: entry for part in distributed.gather(own, self._group) for name, entry in part.items()}
             full = replace(manifest, files=files, tensors=tensors_of(saved, str(staging)))
             self._on_first(lambda: self._publish(staging, final, full))
+        except TrainingError:  # the folder is another job's now: nothing in it is ours to remove
+            raise
         except (UserError, CheckpointException) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -152,6 +155,7 @@ class Store:
         distributed.on_all("writing", function if dist.get_rank() == 0 else lambda: None, self._group)
 
     def _prepare(self, staging: Path) -> None:
+        self.guard()
         for crashed in self.folder.glob("step-*.tmp"):
             if re.fullmatch(r"step-[0-9]{8}(\.old)?\.tmp", crashed.name):  # an export beside them may be at work
                 _clear(crashed)
@@ -164,6 +168,7 @@ class Store:
     def _publish(self, staging: Path, final: Path, manifest: Manifest) -> None:
         manifests.write(staging, manifest)
         manifests.sync(staging)
+        self.guard()
         replaced = final.with_suffix(".old.tmp")
         if os.path.lexists(final):  # it is damaged: a run does not come twice to a step that it has saved
             final.rename(replaced)
