@@ -182,6 +182,45 @@ def test_a_job_tells_the_reason_and_no_more(
         assert said_lines == []
 
 
+def wait_to_be_ended() -> int:
+    time.sleep(100)
+    return 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ranks_are_forked_reaches_all_of_them(number: int) -> None:
+    """A rank inherits that the starter ignores it, until it has its own way: what comes then must not be lost."""
+    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), number))
+    try:
+        for delay_s in (0.001, 0.02, 0.05, 0.2):
+            signal.setitimer(signal.ITIMER_REAL, delay_s)
+            began = time.monotonic()
+            ended = run_ranks(wait_to_be_ended, {}, processes=4)
+            assert (ended.status, ended.died, ended.stuck) == (128 + number, {}, [])
+            assert time.monotonic() - began < 60
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_nohup_reaches_ranks(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, threading\n"
+        "from test_launch import hang_up\n"
+        "from composer3d.launch import run_ranks\n"
+        "print('status', run_ranks(hang_up, {}, processes=2).status)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    result = subprocess.run(
+        ["nohup", sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False, env=environment
+    )
+    assert "status 0" in result.stdout, result.stderr
+
+
+def hang_up() -> int:
+    os.kill(os.getpid(), signal.SIGHUP)
+    return 0
+
+
 def die_while_the_others_lose_it() -> int:
     with pool_world():
         if os.environ["RANK"] == "2":
