@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from faults.catch import catch
@@ -50,7 +51,11 @@ def test_layout_is_exact_in_float32(pool: Pool, references: Path, layout: str) -
     assert verdict.max_grad_rel_err > 1e-9  # it did run in float32
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.title)
+# Half of those that take a job of several processes or of many steps, by their names: tools/mutate plants all.
+PLANTED = [fault for fault in FAULTS if fault.check in ("model", "weights") or crc32(fault.title.encode()) % 2 == 0]
+
+
+@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.title)
 def test_planted_fault_is_seen(pool: Pool, references: Path, fault: Fault) -> None:
     caught = catch(pool, references, fault)
     assert caught.seen, caught.told
