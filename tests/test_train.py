@@ -176,7 +176,9 @@ def test_world_that_does_not_fit_is_refused_before_a_group_forms(folder: Path) -
 
 def test_loss_that_is_not_finite_stops_the_run(folder: Path) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
-    result = train(folder, "optim.lr=1e30", "optim.clip=0", "optim.warmup=0")
+    # Each step multiplies the weights by 1 - lr * weight_decay = -99, as long as the rate has not decayed.
+    growing = ("optim.lr=10", "optim.weight_decay=10", "optim.clip=0", "optim.warmup=0", "checkpoint.every=0")
+    result = train(folder, *growing)
     assert result.returncode == 1
     assert "are not finite; the newest checkpoint is none; lower optim.lr" in result.stderr
     assert result.stderr.count("not finite") == 1

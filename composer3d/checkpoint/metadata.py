@@ -310,6 +310,7 @@ class Reader(StorageReader):
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Read the parts that ``plan`` names, in the order in which they lie, into the tensors of ``planner``."""
         items = [(self._metadata.storage_data[item.storage_index], item) for item in plan.items]
         items.sort(key=lambda pair: (pair[0].relative_path, pair[0].offset))
         opened = ""

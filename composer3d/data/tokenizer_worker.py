@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 
 def main() -> None:
+    """Answer the requests on standard input until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent decides
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -45,6 +46,7 @@ def main() -> None:
 
 
 def load(content: bytes) -> Any:
+    """Make the tokenizer of a tokenizer.json. Raises whatever tokenizers raises, panics included."""
     import tokenizers
 
     coder = tokenizers.Tokenizer.from_buffer(content)
@@ -55,6 +57,7 @@ def load(content: bytes) -> Any:
 
 
 def describe(coder: Any, ends: list[str]) -> dict[str, Any]:
+    """Say how large the vocabulary is, and which of ``ends`` it has first. It encodes a short text, to see it fail here."""
     known: dict[str, int] = coder.get_vocab(with_added_tokens=True)
     end = next((each for each in ends if each in known), None)
     largest = max(known.values(), default=-1)  # not their number: ids may have gaps
@@ -64,6 +67,7 @@ def describe(coder: Any, ends: list[str]) -> dict[str, Any]:
 
 
 def encode(coder: Any, batch: bytes) -> bytes:
+    """Turn a batch of texts into the counts of their tokens and all tokens, in the form that the module describes."""
     (count,) = struct.unpack_from("<q", batch)
     lengths = struct.unpack_from(f"<{count}q", batch, 8)
     begin, texts = 8 * (1 + count), []
@@ -113,6 +117,7 @@ def read_frame(file: BinaryIO) -> bytes:
 
 
 def write_frame(file: BinaryIO, content: bytes) -> None:
+    """Write a length and so many bytes, and flush them."""
     file.write(struct.pack("<q", len(content)))
     file.write(content)
     file.flush()
