@@ -57,7 +57,10 @@ def load(content: bytes) -> Any:
 
 
 def describe(coder: Any, ends: list[str]) -> dict[str, Any]:
-    """Say how large the vocabulary is, and which of ``ends`` it has first. It encodes a short text, to see it fail here."""
+    """Say how large the vocabulary is, and which of ``ends`` it has first.
+
+    It encodes a short text as well: a tokenizer that panics does so here.
+    """
     known: dict[str, int] = coder.get_vocab(with_added_tokens=True)
     end = next((each for each in ends if each in known), None)
     largest = max(known.values(), default=-1)  # not their number: ids may have gaps
