@@ -52,7 +52,8 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _relative(a: float, b: float) -> float:
-    return abs(a - b) / abs(b)
+    """The error of ``a``, relative to ``b``; absolute where ``b`` is 0, as of a batch without a label."""
+    return abs(a - b) / (abs(b) or 1.0)
 
 
 def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _validate_plainly(model: Llama, recipe: Recipe, held_out: Corpus) -> float:
     steps = range(recipe.validation.steps)
     batches = [corpus_batch(recipe, held_out, seed=0, step=step) for step in steps]
     labels = torch.cat([batch.labels_BT for batch in batches])
-    return sum(model(*batch).item() for batch in batches) / int((labels != IGNORE_INDEX).sum())
+    return sum(model(*batch).item() for batch in batches) / max(1, int((labels != IGNORE_INDEX).sum()))
 
 
 def is_random(step: int) -> bool:
@@ -128,8 +129,8 @@ def _gradients_only(batch: Batch, model: Llama, rows: int) -> dict[str, Tensor]:
 
 
 def _loss(model: Llama, part: Batch, whole: Batch) -> Tensor:
-    """Of a part of a batch, by the labels that count in the whole."""
-    return model(*part) / (whole.labels_BT != IGNORE_INDEX).sum()
+    """Of a part of a batch, by the labels that count in the whole; by 1 where none does."""
+    return model(*part) / (whole.labels_BT != IGNORE_INDEX).sum().clamp(min=1)
 
 
 Wide = Literal["float32", "float64"]
