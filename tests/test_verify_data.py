@@ -1,5 +1,7 @@
 """The data of a proof, and the rules that it is held to: they agree with the package's own code on any recipe."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from faults.catch import RECIPE
@@ -73,6 +75,15 @@ def test_a_proof_draws_from_two_epochs(global_batch: int) -> None:
     assert global_batch < samples < 2 * global_batch or global_batch < 3
     assert (len(corpus.tokens) - 1) % 16  # a rest that makes no sample
     assert corpus.tokens.max() < recipe.model.vocab
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3])
+def test_a_corpus_holds_only_tokens_of_its_vocabulary(vocab: int) -> None:
+    recipe = recipe_of()
+    recipe = replace(recipe, model=replace(recipe.model, vocab=vocab))
+    corpus = make_corpus(recipe, "train")
+    assert sorted(set(corpus.tokens.tolist())) == list(range(vocab))
+    assert corpus.end_of_document == vocab - 1
 
 
 def test_batches_of_documents_have_uneven_numbers_of_labels() -> None:
