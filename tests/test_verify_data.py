@@ -1,6 +1,7 @@
 """The data of a proof, and the rules that it is held to: they agree with the package's own code on any recipe."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from composer3d.recipe.load import load
 from composer3d.recipe.schema import Recipe
 from composer3d.shape import IGNORE_INDEX
 from composer3d.verify_data import corpus_batch, make_corpus, random_batch, rate, shorten
-from composer3d.verify_worker import is_random
+from composer3d.verify_shrink import shrink
+from composer3d.verify_worker import is_random, run_reference
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
@@ -93,6 +95,13 @@ def test_batches_of_documents_have_uneven_numbers_of_labels() -> None:
     first, second = ((each != IGNORE_INDEX).sum(1) for each in labels)
     assert first.sum() != second.sum()
     assert len(set(first.tolist())) > 3
+
+
+def test_a_batch_without_a_label_has_a_reference(tmp_path: Path) -> None:
+    sets = ("data.seq_len=1", "data.packing=documents", "data.global_batch=1", "data.micro_batch=1")
+    (recipe,) = shrink(recipe_of(*sets))
+    known = run_reference(recipe, "float64", 1, str(tmp_path / "reference.pt"))
+    assert set(known["norms"]["gradient"][0].values()) == {0.0}
 
 
 def test_a_random_batch_has_a_micro_batch_without_labels() -> None:
