@@ -39,12 +39,12 @@ def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str
     torch.set_num_threads(1)
     recipe = shorten(recipe, steps)
     whole = _train_plainly(recipe, dtype, steps)
-    noise = whole.pop("noise")
+    noise, clips = whole.pop("noise"), whole.pop("clips")
     torch.save(whole, path)
     kinds = ("gradient", "weight")
     norms = {kind: [{name: _norm(t) for name, t in step.items()} for step in whole[kind]] for kind in kinds}
     shapes = {name: list(tensor.shape) for name, tensor in whole["weight"][0].items()}
-    return {"noise": noise, "norms": norms, "shapes": shapes}
+    return {"noise": noise, "norms": norms, "shapes": shapes, "clips": clips}
 
 
 def _norm(tensor: Tensor) -> float:
@@ -65,7 +65,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         groups.append({"params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix], "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False)
     text, held_out = make_corpus(recipe, "train"), make_corpus(recipe, "validation")
-    kinds = ("norm", "clipped", "gradient", "weight", "noise")
+    kinds = ("norm", "clipped", "clips", "gradient", "weight", "noise")
     out: dict[str, Any] = {"loss": [0.0] * (steps + 1), **{kind: [] for kind in kinds}}
     if dtype == "float32":
         verify_rounding.narrow(model)
@@ -90,6 +90,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
             verify_rounding.narrow(model)
         out["norm"].append(norm)
         out["clipped"].append(min(norm, table.clip) if table.clip > 0 else norm)
+        out["clips"].append(0 < table.clip < norm)
         out["gradient"].append(gradients)
         out["weight"].append(_weights(model))
     return out
