@@ -21,7 +21,7 @@ def shrink(full: Recipe) -> list[Recipe]:
     tied, norms and biases, a window of one token, within a chunk of the sequence or beyond it, a sequence of one token
     or of an odd number, packing, chunks of the loss, what is checkpointed, compiled or offloaded, layers that stages
     divide or not, an uneven explicit cut, as many micro-batches as the schedule takes, more than one of them, clipping
-    (made active), a learning rate of 1e-4 or more. A schedule from a file keeps its stages and micro-batches.
+    (made active), a learning rate from 1e-4 to 1e-2, an epsilon of 1e-12 or more. A schedule from a file keeps its stages and micro-batches.
 
     How FSDP cuts each kind of tensor (``sharding``) is kept as well: where no one recipe can, there are further ones,
     so that each kind is cut in one of them as it is in full.
@@ -132,6 +132,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable, wanted: Mapping[str, str]) -> Reci
         cut = tuple(1 + (size > min(cut)) for size in cut)
     seq_len, window = _sequence(full, mesh)
     micro_batch = min(2, full.data.micro_batch)
+    lr = min(1e-2, max(1e-4, full.optim.lr))
     small = replace(
         full,
         model=replace(_shape(full, mesh, wanted), n_layers=n_layers if cut is None else sum(cut), window=window),
@@ -144,8 +145,15 @@ def _shrink_to(full: Recipe, mesh: MeshTable, wanted: Mapping[str, str]) -> Reci
             micro_batch=micro_batch,
             global_batch=micro_batch * _micro_batches(full, mesh.pp) * mesh.batch_ranks,
         ),
-        # An update that is too small would hide what is wrong with it.
-        optim=replace(full.optim, clip=0.1 if full.optim.clip > 0 else 0.0, lr=max(1e-4, full.optim.lr)),
+        # An update that is too small would hide what is wrong with it; one that is too large, or an epsilon below the
+        # rounding of a gradient that is zero, makes rounding grow to any size.
+        optim=replace(
+            full.optim,
+            clip=0.1 if full.optim.clip > 0 else 0.0,
+            lr=lr,
+            min_lr=min(full.optim.min_lr, lr),
+            eps=max(1e-12, full.optim.eps),
+        ),
     )
     assert not violations(small), violations(small)
     return small

@@ -103,6 +103,12 @@ def of_tp(recipe: Recipe) -> dict[str, object]:
     }
 
 
+@pytest.mark.parametrize(("lr", "proven"), [(1e-6, 1e-4), (1e-3, 1e-3), (1.0, 1e-2)])
+def test_the_updates_of_a_proof_are_neither_tiny_nor_wild(lr: float, proven: float) -> None:
+    (small,) = shrink(replace(BASE, optim=replace(BASE.optim, lr=lr, min_lr=lr, eps=1e-15)))
+    assert (small.optim.lr, small.optim.min_lr, small.optim.eps) == (proven, min(lr, proven), 1e-12)
+
+
 def rows_over(recipe: Recipe, shards: int) -> dict[str, list[bool]]:
     """Of each parameter, on the first and the last rank of tp: do shards divide its rows, is one left without."""
     model, tp = recipe.model, recipe.mesh.tp
