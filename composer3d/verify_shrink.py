@@ -86,7 +86,10 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     most = {"pp": mesh.pp if fixed else 4, "tp": _tp(full)}
     uneven = any(way != "even" for way in sharding(full).values())
     cut = {axis: min(most.get(axis, 2), getattr(mesh, axis)) for axis in AXES}
-    thirds = {axis: min(3, getattr(mesh, axis)) for axis in ("dp_shard", "cp") if uneven and cut[axis] > 1}
+    # And three ranks of a ring: two forward no keys.
+    ring = mesh.cp > 2 and full.parallel.cp_method == "ring"
+    odd = {"cp": uneven or ring, "dp_shard": uneven}
+    thirds = {axis: min(3, getattr(mesh, axis)) for axis, wanted in odd.items() if wanted and cut[axis] > 1}
     if math.prod(cut.values()) > LIMIT and not fixed:
         # Three have more micro-batches than one, and fewer than ranks.
         cut["pp"] = min(3 if 1 < full.micro_batches < mesh.pp else 2, cut["pp"])
@@ -96,7 +99,10 @@ def _meshes(full: Recipe) -> list[MeshTable]:
         for number in (len(wide), 3, 2, 1, 0)
     )
     fit = next(sizes for sizes in options if sizes and all(math.prod(each.values()) <= LIMIT for each in sizes))
-    return [_with_thirds(each, thirds) for each in fit]
+    meshes = [_with_thirds(each, thirds) for each in fit]
+    if ring and all(each.cp <= 2 for each in meshes):
+        meshes.append(MeshTable(cp=3))
+    return meshes
 
 
 def _tp(full: Recipe) -> int:

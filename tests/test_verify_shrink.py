@@ -109,6 +109,13 @@ def test_the_updates_of_a_proof_are_neither_tiny_nor_wild(lr: float, proven: flo
     assert (small.optim.lr, small.optim.min_lr, small.optim.eps) == (proven, min(lr, proven), 1e-12)
 
 
+def test_a_ring_that_forwards_keys_stays_one_that_does() -> None:
+    rings = [full for full in recipes(250, 4096, 3) if full.mesh.cp > 2 and full.parallel.cp_method == "ring"]
+    assert len(rings) > 20
+    for full in rings:
+        assert max(small.mesh.cp for small in shrink(full)) > 2, full
+
+
 def rows_over(recipe: Recipe, shards: int) -> dict[str, list[bool]]:
     """Of each parameter, on the first and the last rank of tp: do shards divide its rows, is one left without."""
     model, tp = recipe.model, recipe.mesh.tp

@@ -90,6 +90,7 @@ FAULTS = [
     Fault(x.lose_the_hop_of_keys_in_backward, "mesh.cp=2"),
     Fault(x.lose_the_hop_of_key_gradients, "mesh.cp=2"),
     Fault(x.use_one_buffer_for_the_ring, "mesh.cp=3 data.seq_len=252"),
+    Fault(x.use_one_buffer_for_the_ring, "mesh.dp_shard=8 mesh.cp=4 data.global_batch=16"),
     Fault(x.hide_half_of_the_later_keys, "mesh.cp=2"),
     Fault(x.forget_documents_in_the_ring, f"mesh.cp=2 {_PACKED}"),
     Fault(x.let_documents_start_one_token_late, f"mesh.cp=2 {_PACKED}"),
