@@ -18,7 +18,7 @@ def shrink(full: Recipe) -> list[Recipe]:
 
     Kept: which axes are above 1 (whole, up to 16 processes), grouped-query or not, key-value heads fewer than tp (one
     or several), equal to it or more, a vocabulary that tp does not divide, heads narrower or wider than the stream's,
-    tied, norms and biases, a window of one token, within a chunk of the sequence or beyond it, a sequence of one token
+    tied, norms and biases, a window of one token, within a chunk of the sequence, beyond it or over more than one back, a sequence of one token
     or of an odd number, packing, chunks of the loss, what is checkpointed, compiled or offloaded, layers that stages
     divide or not, an uneven explicit cut, as many micro-batches as the schedule takes, more than one of them, clipping
     (made active), a learning rate from 1e-4 to 1e-2, an epsilon of 1e-12 or more. A schedule from a file keeps its stages and micro-batches.
@@ -179,9 +179,15 @@ def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:
     if not 0 < window < seq_len or small == 1:
         return small, 0
     of_full = full.mesh.cp * (2 if zigzag and full.mesh.cp > 1 else 1)
+    if small == seq_len and mesh.cp in (1, full.mesh.cp):
+        return small, window
     if mesh.cp == 1:
         return small, min(window, 5, small - 1)
-    return small, min(window, 3) if window <= seq_len // of_full else min(small // chunks + 1, small - 1)
+    if window <= seq_len // of_full:
+        return small, min(window, 3)
+    # Past the chunk before its own a token sees with a window of two more than a chunk.
+    further = window > seq_len // of_full + 1
+    return small, min(2 * (small // chunks) + 2 if further else small // chunks + 1, small - 1)
 
 
 def _shape(full: Recipe, mesh: MeshTable, wanted: Mapping[str, str]) -> Model:

@@ -87,7 +87,11 @@ def holds(recipe: Recipe) -> dict[str, object]:
 
 def of_cp(recipe: Recipe) -> dict[str, object]:
     chunks = recipe.mesh.cp * (2 if recipe.parallel.cp_balance == "zigzag" else 1)
-    return {"window beyond a chunk": recipe.data.seq_len // chunks < recipe.model.window < recipe.data.seq_len}
+    chunk, window, seq_len = recipe.data.seq_len // chunks, recipe.model.window, recipe.data.seq_len
+    return {
+        "window beyond a chunk": chunk < window < seq_len,
+        "window beyond two": chunks > 2 and chunk + 1 < window < seq_len,
+    }
 
 
 def of_pp(recipe: Recipe) -> dict[str, object]:
@@ -114,6 +118,12 @@ def test_a_ring_that_forwards_keys_stays_one_that_does() -> None:
     assert len(rings) > 20
     for full in rings:
         assert max(small.mesh.cp for small in shrink(full)) > 2, full
+
+
+def test_a_window_over_a_whole_sequence_is_kept() -> None:
+    full = replace(BASE, model=replace(BASE.model, window=13), data=replace(BASE.data, seq_len=16))
+    (small,) = shrink(full)
+    assert (small.data.seq_len, small.model.window) == (16, 13)
 
 
 def rows_over(recipe: Recipe, shards: int) -> dict[str, list[bool]]:
