@@ -115,7 +115,8 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     for (kind, count), rank in product({"loss": steps + 1, "norm": steps, "clipped": steps}.items(), ranks):
         # What a rank has not compared is off.
         errors = [*rank[kind], *[math.inf] * (count - len(rank[kind]))]
-        found += [Found(s, kind, error, _allowed_number(kind, s, known, verdict.dtype)) for s, error in enumerate(errors)]
+        for step, error in enumerate(errors):
+            found.append(Found(step, kind, error, _allowed_number(kind, step, known, verdict.dtype)))
     for name in dict.fromkeys(_BLAMED.values()):
         every = [each.error for each in found if _BLAMED[each.kind] == name]
         setattr(verdict, f"{name}_rel_err", max(every, default=0.0) if all(map(math.isfinite, every)) else None)

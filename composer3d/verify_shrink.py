@@ -16,12 +16,14 @@ LIMIT = 16  # processes on one machine
 def shrink(full: Recipe) -> list[Recipe]:
     """Small recipes that stand for ``full``: one where its mesh fits a laptop, else one for every triple of its axes.
 
-    Kept: which axes are above 1 (whole, up to 16 processes), grouped-query or not, key-value heads fewer than tp (one
-    or several), equal to it or more, a vocabulary that tp does not divide, heads narrower or wider than the stream's,
-    tied, norms and biases, a window of one token, within a chunk of the sequence, beyond it or over more than one back, a sequence of one token
-    or of an odd number, packing, chunks of the loss, what is checkpointed, compiled or offloaded, layers that stages
-    divide or not, an uneven explicit cut, as many micro-batches as the schedule takes, more than one of them, clipping
-    (made active), a learning rate from 1e-4 to 1e-2, an epsilon of 1e-12 or more. A schedule from a file keeps its stages and micro-batches.
+    Kept: which axes are above 1 (whole, up to 16 processes), grouped-query or not, key-value heads
+    fewer than tp (one or several), equal to it or more, a vocabulary that tp does not divide, heads
+    narrower or wider than the stream's, tied, norms and biases, a window of one token, within a
+    chunk of the sequence, beyond it or over more than one back, a sequence of one token or of an
+    odd number, packing, chunks of the loss, what is checkpointed, compiled or offloaded, layers
+    that stages divide or not, an uneven explicit cut, as many micro-batches as the schedule takes,
+    more than one of them, clipping (made active), a learning rate from 1e-4 to 1e-2, an epsilon of
+    1e-12 or more. A schedule from a file keeps its stages and micro-batches.
 
     How FSDP cuts each kind of tensor (``sharding``) is kept as well: where no one recipe can, there are further ones,
     so that each kind is cut in one of them as it is in full.
@@ -101,7 +103,7 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     fit = next(sizes for sizes in options if sizes and all(math.prod(each.values()) <= LIMIT for each in sizes))
     meshes = [_with_thirds(each, thirds) for each in fit]
     if ring and all(each.cp <= 2 for each in meshes):
-        meshes.append(MeshTable(cp=3))
+        meshes.append(MeshTable(dp_shard=1, cp=3))
     return meshes
 
 
