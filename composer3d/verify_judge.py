@@ -124,6 +124,8 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     off = [each for each in found if each.off]
     verdict.passed = not off
     if verdict.passed:
+        verdict.error = next((rank["rates"] for rank in ranks if rank["rates"]), None)
+        verdict.passed = verdict.error is None
         return verdict
     step, kind, error, _ = min(off, key=lambda each: (each.step, [*_BLAMED].index(each.kind), -each.error))
     if kind in _SCALARS:

@@ -105,6 +105,28 @@ def _validate_plainly(model: Llama, recipe: Recipe, held_out: Corpus) -> float:
     return sum(model(*batch).item() for batch in batches) / max(1, int((labels != IGNORE_INDEX).sum()))
 
 
+def _wrong_rates(recipe: Recipe, steps: int) -> str | None:
+    """Where training's learning rate is not the one of the recipe's text: in the shortened recipe, or in the full one.
+
+    A few steps show little of a schedule. The rates are numbers alone, so all that matter are compared: every step of
+    the short run and some beyond it, and of the full one 64 steps and those around each place where its rule changes.
+    """
+    short = shorten(recipe, steps)
+    for each in (short, recipe):
+        table, total = each.optim, each.run.steps
+        end = total if table.decay is None else table.decay
+        falls = end - (table.decay_steps or max(1, end // 10))
+        places = (0, table.warmup, falls, end, total)
+        sample = {(end + 2) * part // 63 for part in range(64)}
+        sample |= {place + near for place in places for near in range(-3, 4)} | {2 * end, 10 * total}
+        for step in sorted(number for number in sample if number >= 0):
+            given, wanted = learning_rate(step, table, total), rate(each, step)
+            if not abs(given - wanted) <= 1e-12 * table.lr:
+                run = "the proof's run" if each is short else "the whole run"
+                return f"learning rate of step {step + 1} of {run} of {total} is {given:.6g}, not {wanted:.6g}"
+    return None
+
+
 def is_random(step: int) -> bool:
     """Whether a step has a random batch: every second one. The first is the corpus's, so that every proof has one."""
     return step % 2 == 1
@@ -148,13 +170,14 @@ def run_composed(
 
     Returns ``identity`` and ``at`` of the rank; relative errors ``loss``, ``norm`` and ``clipped`` (the norm after
     clipping) by step, a further loss being that of a validation before the last step; ``pieces``: of each gradient and
-    weight that it holds, after each step.
+    weight that it holds, after each step; ``rates``: what is wrong with the learning rate in other steps, or None.
     """
     torch.set_num_threads(1)
     if fault is not None:
         fault()
     # Mixed precision adds a layer, which is proven as well, in wide dtypes.
     precision = PrecisionTable(params=dtype, compute=recipe.precision.compute and (compute or dtype))
+    wrong_rates = _wrong_rates(recipe, steps)
     recipe = replace(shorten(recipe, steps), precision=precision)
     wanted = torch.load(reference, mmap=True, weights_only=True)
     with pool_world() as device:
@@ -165,7 +188,7 @@ def run_composed(
         held_out = make_corpus(recipe, "validation")
         losses = [math.nan] * (steps + 1)
         out: dict[str, Any] = {"identity": mesh.identity, "at": mesh.at, "loss": losses, "norm": [], "clipped": []}
-        out["pieces"] = []
+        out |= {"pieces": [], "rates": wrong_rates}
 
         def compare(step: int, kind: str, tensors: dict[str, Tensor | None]) -> None:
             whole = wanted[kind][step]

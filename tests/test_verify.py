@@ -93,7 +93,7 @@ def judged(
         changed = [(change or {}).get(rank, {}).get(piece.name, piece) for piece in pieces]
         every = [piece for piece in changed if piece is not None]
         every += [piece._replace(kind="weight") for piece in pieces]
-        scalars = {"loss": [0.0, 0.0], "norm": [0.0], "clipped": [0.0]}
+        scalars = {"loss": [0.0, 0.0], "norm": [0.0], "clipped": [0.0], "rates": None}
         own = {"identity": f"rank {rank}", "at": at, **scalars, "pieces": every}
         ranks.append(own | more)
     return judge(Verdict(passed=False, world_size=4, layout="", dtype=dtype), ranks, SMALL, known)
@@ -194,6 +194,12 @@ def test_a_norm_that_was_not_clipped_has_the_bound_of_a_norm() -> None:
     assert judged(known=known, dtype="float32", clipped=[9e-6]).passed
     assert not judged(known=known, dtype="float32", clipped=[1.1e-5]).passed
     assert not judged(known=known, clipped=[1.1e-9]).passed
+
+
+def test_a_wrong_learning_rate_fails_a_proof_in_which_all_else_is_right() -> None:
+    verdict = judged(rates="learning rate of step 51 is 1, not 2")
+    assert not verdict.passed
+    assert verdict.error == "learning rate of step 51 is 1, not 2"
 
 
 def test_a_replica_that_holds_nothing_is_seen() -> None:

@@ -276,6 +276,13 @@ def decay_in_a_line() -> None:
     _change_rate(lambda step, table, total: _RULE(step, replace(table, schedule="linear"), total))
 
 
+def rise_again_after_the_decay() -> None:
+    """Past the end of the decay the learning rate is the full one again."""
+    _change_rate(
+        lambda step, table, total: table.lr if table.decay and step > table.decay + 9 else _RULE(step, table, total)
+    )
+
+
 def clip_with_a_small_constant() -> None:
     """Gradients are divided by the norm plus 1e-6, as ``torch.nn.utils.clip_grad_norm_`` does."""
 
