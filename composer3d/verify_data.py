@@ -45,6 +45,20 @@ def shorten(recipe: Recipe, steps: int) -> Recipe:
     )
 
 
+def is_random(step: int) -> bool:
+    """Whether a step has a random batch: every second one. The first is the corpus's, so that every
+    proof has one.
+    """
+    return step % 2 == 1
+
+
+def most_of(recipe: Recipe, step: int) -> float:
+    """What the gradient norm of a step is clipped to; far above any norm where the batch is random,
+    so that clipping is seen to leave smaller gradients alone.
+    """
+    return recipe.optim.clip * (1e9 if is_random(step) else 1.0)
+
+
 def rate(recipe: Recipe, step: int) -> float:
     """The learning rate of ``step``, counted from 0, by the text of the keys of ``[optim]``."""
     optim, number = recipe.optim, step + 1

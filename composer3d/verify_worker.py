@@ -26,7 +26,7 @@ from composer3d.parallel import Stages, clip, init
 from composer3d.parallel.plans import llama_plan
 from composer3d.recipe.schema import PrecisionTable, Recipe
 from composer3d.shape import IGNORE_INDEX
-from composer3d.verify_data import corpus_batch, make_corpus, random_batch, rate, shorten
+from composer3d.verify_data import corpus_batch, is_random, make_corpus, most_of, random_batch, rate, shorten
 from composer3d.verify_judge import Piece
 
 
@@ -79,18 +79,18 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         out["loss"][step], gradients = _plain_gradients(model, batch)
         if dtype == "float32":
             out["noise"].append(verify_rounding.noise(model, gradients, partial(_gradients_only, batch)))
-        norm = math.hypot(*map(_norm, gradients.values()))
+        norm, most = math.hypot(*map(_norm, gradients.values())), most_of(recipe, step)
         for p in model.parameters():
-            if p.grad is not None and 0 < table.clip < norm:
-                p.grad *= table.clip / norm
+            if p.grad is not None and 0 < most < norm:
+                p.grad *= most / norm
         for group in optimizer.param_groups:
             group["lr"] = rate(recipe, step)
         optimizer.step()
         if dtype == "float32":
             verify_rounding.narrow(model)
         out["norm"].append(norm)
-        out["clipped"].append(min(norm, table.clip) if table.clip > 0 else norm)
-        out["clips"].append(0 < table.clip < norm)
+        out["clipped"].append(min(norm, most) if most > 0 else norm)
+        out["clips"].append(0 < most < norm)
         out["gradient"].append(gradients)
         out["weight"].append(_weights(model))
     return out
@@ -125,11 +125,6 @@ def _wrong_rates(recipe: Recipe, steps: int) -> str | None:
                 run = "the proof's run" if each is short else "the whole run"
                 return f"learning rate of step {step + 1} of {run} of {total} is {given:.6g}, not {wanted:.6g}"
     return None
-
-
-def is_random(step: int) -> bool:
-    """Whether a step has a random batch: every second one. The first is the corpus's, so that every proof has one."""
-    return step % 2 == 1
 
 
 def _weights(model: Llama) -> dict[str, Tensor]:
@@ -194,7 +189,7 @@ def run_composed(
             whole = wanted[kind][step]
             out["pieces"] += [_measure(step, kind, name, t, whole.get(name)) for name, t in tensors.items()]
 
-        replay = verify_rounding.Replay(recipe.optim, wanted["norm"]) if dtype == "float32" else None
+        replay = verify_rounding.Replay(recipe.optim, wanted["norm"], wanted["clipped"]) if dtype == "float32" else None
 
         for step in range(steps):
             if step == steps - 1:  # between two steps, so that it is seen if validation disturbs the one that follows
@@ -209,7 +204,7 @@ def run_composed(
             if replay is not None:
                 replay.watch(step, {name: p.grad for name, p in stages.named_parameters()})
             lr = learning_rate(step, recipe.optim, recipe.run.steps)
-            train.update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
+            train.update(stages, optimizer, norm=norm, max_norm=most_of(recipe, step), lr=lr)
             # Adam hides a factor of the gradients, all but for its epsilon: it is seen here.
             (square,) = mesh.sum_over_world(clip.square_share(stages.parameters(), mesh))
             out["clipped"].append(_relative(math.sqrt(square), wanted["clipped"][step]))

@@ -11,9 +11,9 @@ from composer3d.optim import learning_rate
 from composer3d.recipe.load import load
 from composer3d.recipe.schema import Recipe
 from composer3d.shape import IGNORE_INDEX
-from composer3d.verify_data import corpus_batch, make_corpus, random_batch, rate, shorten
+from composer3d.verify_data import corpus_batch, is_random, make_corpus, random_batch, rate, shorten
 from composer3d.verify_shrink import shrink
-from composer3d.verify_worker import is_random, run_reference
+from composer3d.verify_worker import run_reference
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 

@@ -294,6 +294,17 @@ def clip_with_a_small_constant() -> None:
     clip.scale_gradients = wrong
 
 
+def scale_small_gradients_up() -> None:
+    """Gradients whose norm is below the bound are scaled up to it."""
+
+    def wrong(parameters: Any, *, norm: float, max_norm: float) -> None:
+        for parameter in parameters if max_norm > 0 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(max_norm / norm)
+
+    clip.scale_gradients = wrong
+
+
 def clip_each_tensor_by_its_own_norm() -> None:
     """Each gradient is clipped to the bound, by its own norm."""
 

@@ -194,6 +194,7 @@ FAULTS = [
     Fault(d.decay_in_a_line, "mesh.tp=2 optim.warmup=20", "^learning rate of step .* of the whole run"),
     Fault(d.rise_again_after_the_decay, "mesh.tp=2 optim.decay=50", "^learning rate of step .* of the whole run"),
     Fault(d.clip_with_a_small_constant, "mesh.dp_shard=2", "^gradient norm after clipping"),
+    Fault(d.scale_small_gradients_up, "mesh.dp_shard=2", "^gradient norm after clipping at step 2"),
     Fault(d.clip_each_tensor_by_its_own_norm, "mesh.dp_shard=2", "^gradient norm after clipping"),
     Fault(d.swap_the_betas, "mesh.dp_shard=2", "^weight"),
     Fault(d.take_another_epsilon, "mesh.dp_shard=2", "^weight"),
