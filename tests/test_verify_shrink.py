@@ -90,7 +90,7 @@ def of_cp(recipe: Recipe) -> dict[str, object]:
     chunk, window, seq_len = recipe.data.seq_len // chunks, recipe.model.window, recipe.data.seq_len
     return {
         "window beyond a chunk": chunk < window < seq_len,
-        "window beyond two": chunks > 2 and chunk + 1 < window < seq_len,
+        "window beyond two": chunk + 1 < window < seq_len,
     }
 
 
