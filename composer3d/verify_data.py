@@ -16,7 +16,7 @@ from composer3d.data.loader import number_documents
 from composer3d.recipe.schema import Recipe
 from composer3d.shape import IGNORE_INDEX
 
-END = 2  # the token that ends a document of a proof's corpus
+END = 2  # the token that ends a document of a proof's corpus, where the vocabulary has as many
 
 
 def shorten(recipe: Recipe, steps: int) -> Recipe:
@@ -43,6 +43,20 @@ def shorten(recipe: Recipe, steps: int) -> Recipe:
         data=replace(recipe.data, seed=recipe.data.seed or 1),
         validation=replace(recipe.validation, steps=2),
     )
+
+
+def is_random(step: int) -> bool:
+    """Whether a step has a random batch: every second one. The first is the corpus's, so that every
+    proof has one.
+    """
+    return step % 2 == 1
+
+
+def most_of(recipe: Recipe, step: int) -> float:
+    """What the gradient norm of a step is clipped to; far above any norm where the batch is random,
+    so that clipping is seen to leave smaller gradients alone.
+    """
+    return recipe.optim.clip * (1e9 if is_random(step) else 1.0)
 
 
 def rate(recipe: Recipe, step: int) -> float:
@@ -74,13 +88,14 @@ def make_corpus(recipe: Recipe, split: str) -> Corpus:
     generator = random.Random(f"{split} of a proof")
     samples = max(3, recipe.data.global_batch + (recipe.data.global_batch + 1) // 2)
     sizes = (1, 2, 3, length // 3, length - 1, length, length + 1, 2 * length + 1)
-    others = [token for token in range(vocab) if token != END]
+    end = min(END, vocab - 1)
+    others = [token for token in range(vocab) if token != end] or [end]
     tokens: list[int] = []
     while len(tokens) <= (samples + 1) * length:
-        tokens += [*generator.choices(others, k=generator.choice(sizes) - 1), END]
+        tokens += [*generator.choices(others, k=generator.choice(sizes) - 1), end]
     tokens = tokens[: samples * length + 1 + length // 2]
     # The digest tells checkpoints of other data, of which a proof has none.
-    return Corpus(np.array(tokens, dtype=np.uint32), END, "", tokens.count(END), f"{split} of a proof")
+    return Corpus(np.array(tokens, dtype=np.uint32), end, "", tokens.count(end), f"{split} of a proof")
 
 
 def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Batch:

@@ -71,12 +71,14 @@ class Known(NamedTuple):
     """What the judge knows of the one-process run, which computes in float64.
 
     ``noise``: with float32, by step, how far from each gradient float32 alone came (``verify_rounding.noise``).
-    ``norms``: by kind and step, each tensor's norm. ``shapes``: of each parameter.
+    ``norms``: by kind and step, each tensor's norm. ``shapes``: of each parameter. ``clips``: by step, whether it
+    clipped.
     """
 
     noise: list[dict[str, float]]
     norms: dict[str, list[dict[str, float]]]
     shapes: dict[str, list[int]]
+    clips: list[bool]
 
 
 class Tensor(NamedTuple):
@@ -113,8 +115,8 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     for (kind, count), rank in product({"loss": steps + 1, "norm": steps, "clipped": steps}.items(), ranks):
         # What a rank has not compared is off.
         errors = [*rank[kind], *[math.inf] * (count - len(rank[kind]))]
-        allowed = _NUMBERS[kind] if verdict.dtype == "float32" else _EXACT[verdict.dtype]
-        found += [Found(step, kind, error, allowed) for step, error in enumerate(errors)]
+        for step, error in enumerate(errors):
+            found.append(Found(step, kind, error, _allowed_number(kind, step, known, verdict.dtype)))
     for name in dict.fromkeys(_BLAMED.values()):
         every = [each.error for each in found if _BLAMED[each.kind] == name]
         setattr(verdict, f"{name}_rel_err", max(every, default=0.0) if all(map(math.isfinite, every)) else None)
@@ -122,6 +124,8 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     off = [each for each in found if each.off]
     verdict.passed = not off
     if verdict.passed:
+        verdict.error = next((rank["rates"] for rank in ranks if rank["rates"]), None)
+        verdict.passed = verdict.error is None
         return verdict
     step, kind, error, _ = min(off, key=lambda each: (each.step, [*_BLAMED].index(each.kind), -each.error))
     if kind in _SCALARS:
@@ -137,6 +141,13 @@ def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: K
     findings = (_headline(blamed, ranks), _factor(blamed, small), _where(beyond, ranks), which)
     verdict.error = "; ".join(filter(None, findings))
     return verdict
+
+
+def _allowed_number(kind: str, step: int, known: Known, dtype: str) -> float:
+    """The bound of a number's error. A norm that nothing clipped is no rounder after clipping than it was before."""
+    if dtype == "float64":
+        return _EXACT[dtype]
+    return _NUMBERS["norm" if kind == "clipped" and not known.clips[step] else kind]
 
 
 def _put_together(ranks: list[dict[str, Any]], known: Known, dtype: str) -> list[Tensor]:

@@ -71,20 +71,21 @@ class Replay:
     Args:
         optim: its settings.
         norms: the exact gradient norm of each step, by which gradients are clipped.
+        clipped: the same after clipping.
 
     Of the job it takes the gradients alone. Weights, moments, clipping and learning rate are its own.
     """
 
-    def __init__(self, optim: OptimTable, norms: Sequence[float]) -> None:
-        self._optim, self._norms = optim, norms
+    def __init__(self, optim: OptimTable, norms: Sequence[float], clipped: Sequence[float]) -> None:
+        self._optim, self._norms, self._clipped = optim, norms, clipped
         self._gradients: dict[str, Tensor | None] = {}
         # By name: first moment, second moment, first moment of absolute values, number of steps.
         self._state: dict[str, tuple[Any, Any, Any, int]] = {}
 
     def watch(self, step: int, gradients: Mapping[str, Tensor | None]) -> None:
         """Keep the gradients of a step as the backward has left them: the job clips them in place."""
-        norm, most = self._norms[step], self._optim.clip
-        scale = most / norm if 0 < most < norm else 1.0
+        norm, most = self._norms[step], self._clipped[step]
+        scale = most / norm if most < norm else 1.0
         self._gradients = {name: None if grad is None else _local(grad) * scale for name, grad in gradients.items()}
 
     def explain(self, name: str, weight: Tensor, before: Tensor, *, lr: float, decayed: bool) -> tuple[Tensor, Tensor]:

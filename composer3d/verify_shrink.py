@@ -16,12 +16,14 @@ LIMIT = 16  # processes on one machine
 def shrink(full: Recipe) -> list[Recipe]:
     """Small recipes that stand for ``full``: one where its mesh fits a laptop, else one for every triple of its axes.
 
-    Kept: which axes are above 1 (whole, up to 16 processes), grouped-query or not, key-value heads fewer than tp (one
-    or several), equal to it or more, a vocabulary that tp does not divide, heads narrower or wider than the stream's,
-    tied, norms and biases, a window of one token, within a chunk of the sequence or beyond it, a sequence of one token
-    or of an odd number, packing, chunks of the loss, what is checkpointed, compiled or offloaded, layers that stages
-    divide or not, an uneven explicit cut, as many micro-batches as the schedule takes, more than one of them, clipping
-    (made active), a learning rate of 1e-4 or more. A schedule from a file keeps its stages and micro-batches.
+    Kept: which axes are above 1 (whole, up to 16 processes), grouped-query or not, key-value heads
+    fewer than tp (one or several), equal to it or more, a vocabulary that tp does not divide, heads
+    narrower or wider than the stream's, tied, norms and biases, a window of one token, within a
+    chunk of the sequence, beyond it or over more than one back, a sequence of one token or of an
+    odd number, packing, chunks of the loss, what is checkpointed, compiled or offloaded, layers
+    that stages divide or not, an uneven explicit cut, as many micro-batches as the schedule takes,
+    more than one of them, clipping (made active), a learning rate from 1e-4 to 1e-2, an epsilon of
+    1e-12 or more. A schedule from a file keeps its stages and micro-batches.
 
     How FSDP cuts each kind of tensor (``sharding``) is kept as well: where no one recipe can, there are further ones,
     so that each kind is cut in one of them as it is in full.
@@ -86,7 +88,10 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     most = {"pp": mesh.pp if fixed else 4, "tp": _tp(full)}
     uneven = any(way != "even" for way in sharding(full).values())
     cut = {axis: min(most.get(axis, 2), getattr(mesh, axis)) for axis in AXES}
-    thirds = {axis: min(3, getattr(mesh, axis)) for axis in ("dp_shard", "cp") if uneven and cut[axis] > 1}
+    # And three ranks of a ring: two forward no keys.
+    ring = mesh.cp > 2 and full.parallel.cp_method == "ring"
+    odd = {"cp": uneven or ring, "dp_shard": uneven}
+    thirds = {axis: min(3, getattr(mesh, axis)) for axis, wanted in odd.items() if wanted and cut[axis] > 1}
     if math.prod(cut.values()) > LIMIT and not fixed:
         # Three have more micro-batches than one, and fewer than ranks.
         cut["pp"] = min(3 if 1 < full.micro_batches < mesh.pp else 2, cut["pp"])
@@ -96,7 +101,10 @@ def _meshes(full: Recipe) -> list[MeshTable]:
         for number in (len(wide), 3, 2, 1, 0)
     )
     fit = next(sizes for sizes in options if sizes and all(math.prod(each.values()) <= LIMIT for each in sizes))
-    return [_with_thirds(each, thirds) for each in fit]
+    meshes = [_with_thirds(each, thirds) for each in fit]
+    if ring and all(each.cp <= 2 for each in meshes):
+        meshes.append(MeshTable(dp_shard=1, cp=3))
+    return meshes
 
 
 def _tp(full: Recipe) -> int:
@@ -132,6 +140,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable, wanted: Mapping[str, str]) -> Reci
         cut = tuple(1 + (size > min(cut)) for size in cut)
     seq_len, window = _sequence(full, mesh)
     micro_batch = min(2, full.data.micro_batch)
+    lr = min(1e-2, max(1e-4, full.optim.lr))
     small = replace(
         full,
         model=replace(_shape(full, mesh, wanted), n_layers=n_layers if cut is None else sum(cut), window=window),
@@ -144,8 +153,15 @@ def _shrink_to(full: Recipe, mesh: MeshTable, wanted: Mapping[str, str]) -> Reci
             micro_batch=micro_batch,
             global_batch=micro_batch * _micro_batches(full, mesh.pp) * mesh.batch_ranks,
         ),
-        # An update that is too small would hide what is wrong with it.
-        optim=replace(full.optim, clip=0.1 if full.optim.clip > 0 else 0.0, lr=max(1e-4, full.optim.lr)),
+        # An update that is too small would hide what is wrong with it; one that is too large, or an epsilon below the
+        # rounding of a gradient that is zero, makes rounding grow to any size.
+        optim=replace(
+            full.optim,
+            clip=0.1 if full.optim.clip > 0 else 0.0,
+            lr=lr,
+            min_lr=min(full.optim.min_lr, lr),
+            eps=max(1e-12, full.optim.eps),
+        ),
     )
     assert not violations(small), violations(small)
     return small
@@ -165,9 +181,15 @@ def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:
     if not 0 < window < seq_len or small == 1:
         return small, 0
     of_full = full.mesh.cp * (2 if zigzag and full.mesh.cp > 1 else 1)
+    if small == seq_len and mesh.cp in (1, full.mesh.cp):
+        return small, window
     if mesh.cp == 1:
         return small, min(window, 5, small - 1)
-    return small, min(window, 3) if window <= seq_len // of_full else min(small // chunks + 1, small - 1)
+    if window <= seq_len // of_full:
+        return small, min(window, 3)
+    # Past the chunk before its own a token sees with a window of two more than a chunk.
+    further = window > seq_len // of_full + 1
+    return small, min(2 * (small // chunks) + 2 if further else small // chunks + 1, small - 1)
 
 
 def _shape(full: Recipe, mesh: MeshTable, wanted: Mapping[str, str]) -> Model:

@@ -26,7 +26,7 @@ from composer3d.parallel import Stages, clip, init
 from composer3d.parallel.plans import llama_plan
 from composer3d.recipe.schema import PrecisionTable, Recipe
 from composer3d.shape import IGNORE_INDEX
-from composer3d.verify_data import corpus_batch, make_corpus, random_batch, rate, shorten
+from composer3d.verify_data import corpus_batch, is_random, make_corpus, most_of, random_batch, rate, shorten
 from composer3d.verify_judge import Piece
 
 
@@ -39,12 +39,12 @@ def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str
     torch.set_num_threads(1)
     recipe = shorten(recipe, steps)
     whole = _train_plainly(recipe, dtype, steps)
-    noise = whole.pop("noise")
+    noise, clips = whole.pop("noise"), whole.pop("clips")
     torch.save(whole, path)
     kinds = ("gradient", "weight")
     norms = {kind: [{name: _norm(t) for name, t in step.items()} for step in whole[kind]] for kind in kinds}
     shapes = {name: list(tensor.shape) for name, tensor in whole["weight"][0].items()}
-    return {"noise": noise, "norms": norms, "shapes": shapes}
+    return {"noise": noise, "norms": norms, "shapes": shapes, "clips": clips}
 
 
 def _norm(tensor: Tensor) -> float:
@@ -52,7 +52,8 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _relative(a: float, b: float) -> float:
-    return abs(a - b) / abs(b)
+    """The error of ``a``, relative to ``b``; absolute where ``b`` is 0, as of a batch without a label."""
+    return abs(a - b) / (abs(b) or 1.0)
 
 
 def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         groups.append({"params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix], "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False)
     text, held_out = make_corpus(recipe, "train"), make_corpus(recipe, "validation")
-    kinds = ("norm", "clipped", "gradient", "weight", "noise")
+    kinds = ("norm", "clipped", "clips", "gradient", "weight", "noise")
     out: dict[str, Any] = {"loss": [0.0] * (steps + 1), **{kind: [] for kind in kinds}}
     if dtype == "float32":
         verify_rounding.narrow(model)
@@ -78,17 +79,18 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         out["loss"][step], gradients = _plain_gradients(model, batch)
         if dtype == "float32":
             out["noise"].append(verify_rounding.noise(model, gradients, partial(_gradients_only, batch)))
-        norm = math.hypot(*map(_norm, gradients.values()))
+        norm, most = math.hypot(*map(_norm, gradients.values())), most_of(recipe, step)
         for p in model.parameters():
-            if p.grad is not None and 0 < table.clip < norm:
-                p.grad *= table.clip / norm
+            if p.grad is not None and 0 < most < norm:
+                p.grad *= most / norm
         for group in optimizer.param_groups:
             group["lr"] = rate(recipe, step)
         optimizer.step()
         if dtype == "float32":
             verify_rounding.narrow(model)
         out["norm"].append(norm)
-        out["clipped"].append(min(norm, table.clip) if table.clip > 0 else norm)
+        out["clipped"].append(min(norm, most) if most > 0 else norm)
+        out["clips"].append(0 < most < norm)
         out["gradient"].append(gradients)
         out["weight"].append(_weights(model))
     return out
@@ -100,12 +102,29 @@ def _validate_plainly(model: Llama, recipe: Recipe, held_out: Corpus) -> float:
     steps = range(recipe.validation.steps)
     batches = [corpus_batch(recipe, held_out, seed=0, step=step) for step in steps]
     labels = torch.cat([batch.labels_BT for batch in batches])
-    return sum(model(*batch).item() for batch in batches) / int((labels != IGNORE_INDEX).sum())
+    return sum(model(*batch).item() for batch in batches) / max(1, int((labels != IGNORE_INDEX).sum()))
 
 
-def is_random(step: int) -> bool:
-    """Whether a step has a random batch: every second one. The first is the corpus's, so that every proof has one."""
-    return step % 2 == 1
+def _wrong_rates(recipe: Recipe, steps: int) -> str | None:
+    """Where training's learning rate is not the one of the recipe's text: in the shortened recipe, or in the full one.
+
+    A few steps show little of a schedule. The rates are numbers alone, so all that matter are compared: every step of
+    the short run and some beyond it, and of the full one 64 steps and those around each place where its rule changes.
+    """
+    short = shorten(recipe, steps)
+    for each in (short, recipe):
+        table, total = each.optim, each.run.steps
+        end = total if table.decay is None else table.decay
+        falls = end - (table.decay_steps or max(1, end // 10))
+        places = (0, table.warmup, falls, end, total)
+        sample = {(end + 2) * part // 63 for part in range(64)}
+        sample |= {place + near for place in places for near in range(-3, 4)} | {2 * end, 10 * total}
+        for step in sorted(number for number in sample if number >= 0):
+            given, wanted = learning_rate(step, table, total), rate(each, step)
+            if not abs(given - wanted) <= 1e-12 * table.lr:
+                run = "the proof's run" if each is short else "the whole run"
+                return f"learning rate of step {step + 1} of {run} of {total} is {given:.6g}, not {wanted:.6g}"
+    return None
 
 
 def _weights(model: Llama) -> dict[str, Tensor]:
@@ -128,8 +147,8 @@ def _gradients_only(batch: Batch, model: Llama, rows: int) -> dict[str, Tensor]:
 
 
 def _loss(model: Llama, part: Batch, whole: Batch) -> Tensor:
-    """Of a part of a batch, by the labels that count in the whole."""
-    return model(*part) / (whole.labels_BT != IGNORE_INDEX).sum()
+    """Of a part of a batch, by the labels that count in the whole; by 1 where none does."""
+    return model(*part) / (whole.labels_BT != IGNORE_INDEX).sum().clamp(min=1)
 
 
 Wide = Literal["float32", "float64"]
@@ -146,13 +165,14 @@ def run_composed(
 
     Returns ``identity`` and ``at`` of the rank; relative errors ``loss``, ``norm`` and ``clipped`` (the norm after
     clipping) by step, a further loss being that of a validation before the last step; ``pieces``: of each gradient and
-    weight that it holds, after each step.
+    weight that it holds, after each step; ``rates``: what is wrong with the learning rate in other steps, or None.
     """
     torch.set_num_threads(1)
     if fault is not None:
         fault()
     # Mixed precision adds a layer, which is proven as well, in wide dtypes.
     precision = PrecisionTable(params=dtype, compute=recipe.precision.compute and (compute or dtype))
+    wrong_rates = _wrong_rates(recipe, steps)
     recipe = replace(shorten(recipe, steps), precision=precision)
     wanted = torch.load(reference, mmap=True, weights_only=True)
     with pool_world() as device:
@@ -163,13 +183,13 @@ def run_composed(
         held_out = make_corpus(recipe, "validation")
         losses = [math.nan] * (steps + 1)
         out: dict[str, Any] = {"identity": mesh.identity, "at": mesh.at, "loss": losses, "norm": [], "clipped": []}
-        out["pieces"] = []
+        out |= {"pieces": [], "rates": wrong_rates}
 
         def compare(step: int, kind: str, tensors: dict[str, Tensor | None]) -> None:
             whole = wanted[kind][step]
             out["pieces"] += [_measure(step, kind, name, t, whole.get(name)) for name, t in tensors.items()]
 
-        replay = verify_rounding.Replay(recipe.optim, wanted["norm"]) if dtype == "float32" else None
+        replay = verify_rounding.Replay(recipe.optim, wanted["norm"], wanted["clipped"]) if dtype == "float32" else None
 
         for step in range(steps):
             if step == steps - 1:  # between two steps, so that it is seen if validation disturbs the one that follows
@@ -184,7 +204,7 @@ def run_composed(
             if replay is not None:
                 replay.watch(step, {name: p.grad for name, p in stages.named_parameters()})
             lr = learning_rate(step, recipe.optim, recipe.run.steps)
-            train.update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
+            train.update(stages, optimizer, norm=norm, max_norm=most_of(recipe, step), lr=lr)
             # Adam hides a factor of the gradients, all but for its epsilon: it is seen here.
             (square,) = mesh.sum_over_world(clip.square_share(stages.parameters(), mesh))
             out["clipped"].append(_relative(math.sqrt(square), wanted["clipped"][step]))

@@ -72,6 +72,7 @@ KNOWN = Known(
     noise=[{}],
     norms={kind: [{"last.a": 2.0, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")},
     shapes={"last.a": [4], "last.b": [4, 4], "last.c": [1]},
+    clips=[True],
 )
 
 
@@ -97,7 +98,7 @@ def judged(
         changed = [(change or {}).get(rank, {}).get(piece.name, piece) for piece in pieces]
         every = [piece for piece in changed if piece is not None]
         every += [piece._replace(kind="weight") for piece in pieces]
-        scalars = {"loss": [0.0, 0.0], "norm": [0.0], "clipped": [0.0]}
+        scalars = {"loss": [0.0, 0.0], "norm": [0.0], "clipped": [0.0], "rates": None}
         own = {"identity": f"rank {rank}", "at": at, **scalars, "pieces": every}
         ranks.append(own | more)
     return judge(Verdict(passed=False, world_size=4, layout="", dtype=dtype), ranks, SMALL, known)
@@ -191,6 +192,19 @@ def test_numbers_in_float32_have_bounds_of_their_own(kind: str, bound: float) ->
     rest = [0.0] * (kind == "loss")  # the validation's
     assert judged(dtype="float32", **{kind: [0.9 * bound, *rest]}).passed
     assert not judged(dtype="float32", **{kind: [1.1 * bound, *rest]}).passed
+
+
+def test_a_norm_that_was_not_clipped_has_the_bound_of_a_norm() -> None:
+    known = KNOWN._replace(clips=[False])
+    assert judged(known=known, dtype="float32", clipped=[9e-6]).passed
+    assert not judged(known=known, dtype="float32", clipped=[1.1e-5]).passed
+    assert not judged(known=known, clipped=[1.1e-9]).passed
+
+
+def test_a_wrong_learning_rate_fails_a_proof_in_which_all_else_is_right() -> None:
+    verdict = judged(rates="learning rate of step 51 is 1, not 2")
+    assert not verdict.passed
+    assert verdict.error == "learning rate of step 51 is 1, not 2"
 
 
 def test_a_replica_that_holds_nothing_is_seen() -> None:

@@ -1,5 +1,8 @@
 """The data of a proof, and the rules that it is held to: they agree with the package's own code on any recipe."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from faults.catch import RECIPE
@@ -8,8 +11,9 @@ from composer3d.optim import learning_rate
 from composer3d.recipe.load import load
 from composer3d.recipe.schema import Recipe
 from composer3d.shape import IGNORE_INDEX
-from composer3d.verify_data import corpus_batch, make_corpus, random_batch, rate, shorten
-from composer3d.verify_worker import is_random
+from composer3d.verify_data import corpus_batch, is_random, make_corpus, random_batch, rate, shorten
+from composer3d.verify_shrink import shrink
+from composer3d.verify_worker import run_reference
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
@@ -75,6 +79,15 @@ def test_a_proof_draws_from_two_epochs(global_batch: int) -> None:
     assert corpus.tokens.max() < recipe.model.vocab
 
 
+@pytest.mark.parametrize("vocab", [1, 2, 3])
+def test_a_corpus_holds_only_tokens_of_its_vocabulary(vocab: int) -> None:
+    recipe = recipe_of()
+    recipe = replace(recipe, model=replace(recipe.model, vocab=vocab))
+    corpus = make_corpus(recipe, "train")
+    assert sorted(set(corpus.tokens.tolist())) == list(range(vocab))
+    assert corpus.end_of_document == vocab - 1
+
+
 def test_batches_of_documents_have_uneven_numbers_of_labels() -> None:
     recipe = recipe_of("data.packing=documents")
     held_out = make_corpus(recipe, "validation")
@@ -82,6 +95,13 @@ def test_batches_of_documents_have_uneven_numbers_of_labels() -> None:
     first, second = ((each != IGNORE_INDEX).sum(1) for each in labels)
     assert first.sum() != second.sum()
     assert len(set(first.tolist())) > 3
+
+
+def test_a_batch_without_a_label_has_a_reference(tmp_path: Path) -> None:
+    sets = ("data.seq_len=1", "data.packing=documents", "data.global_batch=1", "data.micro_batch=1")
+    (recipe,) = shrink(recipe_of(*sets))
+    known = run_reference(recipe, "float64", 1, str(tmp_path / "reference.pt"))
+    assert set(known["norms"]["gradient"][0].values()) == {0.0}
 
 
 def test_a_random_batch_has_a_micro_batch_without_labels() -> None:

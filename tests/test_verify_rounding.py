@@ -42,7 +42,7 @@ def excess(
     weight = (torch.randn(4000, generator=torch.Generator().manual_seed(9)) * 0.02).requires_grad_()
     rest = {"fused": True} if not foreach else {"foreach": True}
     optimizer = torch.optim.AdamW([weight], betas=mine.betas, eps=mine.eps, weight_decay=mine.weight_decay, **rest)
-    replay = Replay(table, norms)
+    replay = Replay(table, norms, [min(norm, table.clip or norm) for norm in norms])
     largest = 0.0
     for step in range(3):
         before = weight.detach().double()
@@ -127,7 +127,7 @@ def test_rounding_does_not_explain_another_learning_rate() -> None:
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:
-    replay = Replay(TABLE, [1.0])
+    replay = Replay(TABLE, [1.0], [1.0])
     replay.watch(0, {"w": None})
     weight = torch.ones(3, dtype=torch.float64)
     a, b = replay.explain("w", weight + 1e-9, weight, lr=1.0, decayed=True)
@@ -136,7 +136,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
 
 
 def test_what_is_not_a_number_is_not_explained() -> None:
-    replay = Replay(TABLE, [1.0])
+    replay = Replay(TABLE, [1.0], [1.0])
     replay.watch(0, {"w": torch.ones(3)})
     weight = torch.tensor([1.0, float("nan"), float("inf")], dtype=torch.float64)
     a, b = replay.explain("w", weight, torch.ones(3, dtype=torch.float64), lr=1e-4, decayed=False)

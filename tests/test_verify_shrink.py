@@ -87,7 +87,11 @@ def holds(recipe: Recipe) -> dict[str, object]:
 
 def of_cp(recipe: Recipe) -> dict[str, object]:
     chunks = recipe.mesh.cp * (2 if recipe.parallel.cp_balance == "zigzag" else 1)
-    return {"window beyond a chunk": recipe.data.seq_len // chunks < recipe.model.window < recipe.data.seq_len}
+    chunk, window, seq_len = recipe.data.seq_len // chunks, recipe.model.window, recipe.data.seq_len
+    return {
+        "window beyond a chunk": chunk < window < seq_len,
+        "window beyond two": chunk + 1 < window < seq_len,
+    }
 
 
 def of_pp(recipe: Recipe) -> dict[str, object]:
@@ -101,6 +105,25 @@ def of_tp(recipe: Recipe) -> dict[str, object]:
         "one key-value head": model.n_kv_heads == 1,
         "vocabulary": model.vocab % tp > 0,
     }
+
+
+@pytest.mark.parametrize(("lr", "proven"), [(1e-6, 1e-4), (1e-3, 1e-3), (1.0, 1e-2)])
+def test_the_updates_of_a_proof_are_neither_tiny_nor_wild(lr: float, proven: float) -> None:
+    (small,) = shrink(replace(BASE, optim=replace(BASE.optim, lr=lr, min_lr=lr, eps=1e-15)))
+    assert (small.optim.lr, small.optim.min_lr, small.optim.eps) == (proven, min(lr, proven), 1e-12)
+
+
+def test_a_ring_that_forwards_keys_stays_one_that_does() -> None:
+    rings = [full for full in recipes(250, 4096, 3) if full.mesh.cp > 2 and full.parallel.cp_method == "ring"]
+    assert len(rings) > 20
+    for full in rings:
+        assert max(small.mesh.cp for small in shrink(full)) > 2, full
+
+
+def test_a_window_over_a_whole_sequence_is_kept() -> None:
+    full = replace(BASE, model=replace(BASE.model, window=13), data=replace(BASE.data, seq_len=16))
+    (small,) = shrink(full)
+    assert (small.data.seq_len, small.model.window) == (16, 13)
 
 
 def rows_over(recipe: Recipe, shards: int) -> dict[str, list[bool]]:

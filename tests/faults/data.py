@@ -276,6 +276,13 @@ def decay_in_a_line() -> None:
     _change_rate(lambda step, table, total: _RULE(step, replace(table, schedule="linear"), total))
 
 
+def rise_again_after_the_decay() -> None:
+    """Past the end of the decay the learning rate is the full one again."""
+    _change_rate(
+        lambda step, table, total: table.lr if table.decay and step > table.decay + 9 else _RULE(step, table, total)
+    )
+
+
 def clip_with_a_small_constant() -> None:
     """Gradients are divided by the norm plus 1e-6, as ``torch.nn.utils.clip_grad_norm_`` does."""
 
@@ -283,6 +290,17 @@ def clip_with_a_small_constant() -> None:
         for parameter in parameters if norm > max_norm > 0 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(max_norm / (norm + 1e-6))
+
+    clip.scale_gradients = wrong
+
+
+def scale_small_gradients_up() -> None:
+    """Gradients whose norm is below the bound are scaled up to it."""
+
+    def wrong(parameters: Any, *, norm: float, max_norm: float) -> None:
+        for parameter in parameters if max_norm > 0 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(max_norm / norm)
 
     clip.scale_gradients = wrong
 
