@@ -201,10 +201,15 @@ def _kind(path: Path) -> str:
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, or in its folder of checkpoints, oldest first."""
-    places = (folder, folder / "checkpoints")
+    """Return the checkpoints in a run's folder, or in its folder of checkpoints, oldest first.
+
+    Within ``folder`` no link is followed: one could lead to anybody's checkpoint.
+    """
+    inner = folder / "checkpoints"
+    places = (folder,) if inner.is_symlink() else (folder, inner)
     found = [path for place in places for path in place.glob("step-*") if _STEP.fullmatch(path.name)]
-    return sorted((path for path in found if path.is_dir()), key=lambda path: path.name)
+    plain = (path for path in found if path.is_dir() and not path.is_symlink())
+    return sorted(plain, key=lambda path: path.name)
 
 
 def _newest_of_run(folder: Path) -> Source:
