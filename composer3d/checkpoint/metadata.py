@@ -71,9 +71,11 @@ def read_metadata(folder: Path) -> Metadata:
     with reading(folder / METADATA):
         parsed = _parse(folder / METADATA)
         state = _state(parsed, "Metadata")
-        entries = {_name(name): _entry(name, entry) for name, entry in _dict(state, "state_dict_metadata").items()}
+        listed, kept = _dict(state, "state_dict_metadata"), _dict(state, "storage_data")
+        _require_room(listed.values(), len(kept))
+        entries = {_name(name): _entry(name, entry) for name, entry in listed.items()}
         stored: dict[Any, _StorageInfo] = {}
-        for key, value in _dict(state, "storage_data").items():
+        for key, value in kept.items():
             index = _index(key)
             if index in stored:
                 raise PickleError(f"it stores a part of {_shown(index.fqn)} twice")
@@ -132,6 +134,18 @@ def _name(name: Any) -> str:
     if type(name) is not str or not 0 < len(name) <= _LONGEST_NAME:
         raise PickleError(f"it names a tensor by no text of 1 to {_LONGEST_NAME} characters")
     return name
+
+
+def _require_room(entries: Iterable[Any], room: int) -> None:
+    """Refuse more parts than are stored before one is looked at: many names can share one long list of them."""
+    total = 0
+    for entry in entries:
+        state = entry.state if type(entry) is Record else None
+        chunks = state.get("chunks") if type(state) is dict else None
+        is_object = type(entry) is Record and entry.path == f"{_PLACE}.BytesStorageMetadata"
+        total += 1 if is_object else len(chunks) if type(chunks) is list else 0
+        if total > room:
+            raise PickleError(f"its tensors have more parts than the {room:,} that are stored")
 
 
 def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:

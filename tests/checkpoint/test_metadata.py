@@ -228,13 +228,21 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
     ),
     "two empty parts": (
         metadata({text("w"): entry((2, 3), *W, chunk((2, 0), (0, 3)), chunk((2, 0), (0, 3)))},
-            {**TWO, index("w", 2, 0): info("b")},
+            {**TWO, index("w", 2, 0): info("b"), index("v", 2, 0): info("b")},
         ),
         "two parts of 'w' begin at (2, 0)",
     ),
     "a part that is not stored": (
-        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info()}),
+        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info(), index("v", 0, 0): info("b")}),
         "the part of 'w' at (1, 0) is stored nowhere",
+    ),
+    "more parts than are stored": (
+        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info()}),
+        "its tensors have more parts than the 1 that are stored",
+    ),
+    "an object that is not stored": (
+        metadata({text("w"): made(f"{PLACE}.BytesStorageMetadata", b"}")}, {}),
+        "its tensors have more parts than the 0 that are stored",
     ),
     "stored twice": (
         metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 0, 0) + b"q\x05": info()}),
@@ -252,8 +260,8 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
         metadata({text("w"): entry((2**61, 3), chunk((0, 0), (2**61, 3)))}, {index("w", 0, 0): info()}),
         f"has 100 bytes of {12 * 2**61:,}",
     ),
-    "endless sizes": (metadata({text("w"): entry((2**62,), chunk((0,), (2**62,)))}, {}), "a shape that no tensor has"),
-    "negative sizes": (metadata({text("w"): entry((-1,), chunk((0,), (-1,)))}, {}), "a shape that no tensor has"),
+    "endless sizes": (metadata({text("w"): entry((2**62,), chunk((0,), (2**62,)))}, TWO), "a shape that no tensor has"),
+    "negative sizes": (metadata({text("w"): entry((-1,), chunk((0,), (-1,)))}, TWO), "a shape that no tensor has"),
     "a truth as a size": (
         lambda folder: one(folder).replace(asm.sizes(2, 3), call("torch.Size", many(b"\x88", number(3)))),
         "a shape that no tensor has",
@@ -316,6 +324,19 @@ def test_what_cannot_be_is_said(tmp_path: Path, case: str) -> None:
     content, said = WRONG[case]
     (tmp_path / "__0_0.distcp").write_bytes(bytes(200))
     assert said in refused(written(tmp_path, content(tmp_path) if callable(content) else content))
+
+
+def test_a_list_of_parts_under_many_names_costs_no_more_than_one(tmp_path: Path) -> None:
+    """20,000 names for one tensor of 20,000 empty parts: walked for each, they would take minutes."""
+    count, memo = 20_000, b"r\x00\x00\x00\x01"
+    part = chunk((0,), (0,)) + memo + b"j" + memo[1:]
+    shared = entry((0,), part, *[b"j" + memo[1:]] * count) + b"r\x01\x00\x00\x01"
+    again = {text(f"w{at}"): b"j\x01\x00\x00\x01" for at in range(count)}
+    began = time.process_time()
+    assert "more parts than the 2 that are stored" in refused(
+        written(tmp_path, metadata({text("w"): shared, **again}, TWO))
+    )
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("which", ["__0_0.distcp", METADATA])
