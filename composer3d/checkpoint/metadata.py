@@ -5,13 +5,14 @@ records, of which torch's ``Metadata`` is built anew, field by field. All that r
 module, and it is the only one that uses DCP's private names.
 """
 
+import gc
 import mmap
 import os
 import secrets
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -68,7 +69,7 @@ def read_metadata(folder: Path) -> Metadata:
     It is held to be sound: the parts of a tensor fill it exactly, each has bytes of its own in a plain file of
     ``folder``, and these are enough for it. Raises CheckpointError where it is not, or cannot be read.
     """
-    with reading(folder / METADATA):
+    with reading(folder / METADATA), _without_collector():
         parsed = _parse(folder / METADATA)
         state = _state(parsed, "Metadata")
         listed, kept = _dict(state, "state_dict_metadata"), _dict(state, "storage_data")
@@ -83,6 +84,18 @@ def read_metadata(folder: Path) -> Metadata:
         _check_parts(entries, stored)
         _check_files(folder, stored.values())
     return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Millions of small objects are made and none is garbage: the collector would walk them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _parse(path: Path) -> Any:
@@ -303,6 +316,7 @@ class Reader(StorageReader):
 
     def __init__(self, folder: Path, read: Metadata) -> None:
         self._folder, self._metadata = folder, read
+        self._sizes: dict[str, dict[torch.Size, torch.Size]] = {}  # of the parts of a tensor, by their offsets
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -343,8 +357,10 @@ class Reader(StorageReader):
         if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{name!r:.200} is an object and no tensor, which is not loaded")
         with reading(f"{self._folder / info.relative_path}: {name!r:.200}"):
-            sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
-            part = read_part(file, info, entry, sizes)
+            if name not in self._sizes:
+                self._sizes[name] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
+            offset = item.storage_index.offset
+            part = read_part(file, info, entry, self._sizes[name][torch.Size(offset or ())])
             box = tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))
             target = planner.resolve_tensor(item).detach()
             target.copy_(part[box])

@@ -1,5 +1,6 @@
 """``.metadata`` of a stranger: nothing of it runs, and what it says of tensors, parts and files holds."""
 
+import gc
 import io
 import os
 import pickle
@@ -19,6 +20,7 @@ from assemble import FILES, PLACE, call, chunk, entry, held, index, info, made, 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from composer3d.checkpoint import metadata as metadata_module
 from composer3d.checkpoint.metadata import METADATA, Planner, Reader, fills, read_metadata, read_whole, tensors_of
 from composer3d.errors import CheckpointError
 
@@ -81,6 +83,23 @@ def test_what_torch_writes_is_loaded(tmp_path: Path, alone: None) -> None:
 def test_what_is_written_by_hand_is_sound(tmp_path: Path) -> None:
     """Each of the attacks below differs from it in one thing."""
     assert tensors_of(read_metadata(written(tmp_path, one(tmp_path))), "x") == {"w": ((2, 3), "float32")}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_meanwhile(tmp_path: Path, enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    fill = metadata_module.fills
+    monkeypatch.setattr(metadata_module, "fills", lambda *given: seen.append(gc.isenabled()) or fill(*given))
+    before = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        read_metadata(written(tmp_path, one(tmp_path)))
+        assert gc.isenabled() == enabled
+        refused(written(tmp_path, one(tmp_path)[:-1]))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if before else gc.disable()
+    assert seen == [False]
 
 
 def test_strides_of_a_later_torch_are_passed_over(tmp_path: Path) -> None:
