@@ -123,11 +123,24 @@ class _Archive:
 
     def content(self) -> Any:
         """What its pickle describes: everything but the bytes of tensors."""
+        self._require_order()
         part = self._record("data.pkl")
         if part.size > pickles.LIMIT:
             raise ValueError(f"its data.pkl has {part.size:,} bytes, and at most {pickles.LIMIT:,} are read")
         self._file.seek(part.begin)
         return pickles.parse(self._file.read(part.size), _NAMES, storages=True)
+
+    def _require_order(self) -> None:
+        """An archive may say in which order the bytes of its numbers lie; older ones do not, and are little."""
+        if self._name.removesuffix("data.pkl") + "byteorder" not in self._records:
+            return
+        part = self._record("byteorder")
+        self._file.seek(part.begin)
+        if self._file.read(min(part.size, 100)) != b"little":
+            raise ValueError(
+                "the bytes of its numbers lie in another order than little endian; "
+                "where you trust it, load it with torch.load on a little-endian machine, and write it with torch.save"
+            )
 
     def storage(self, key: str) -> _Part:
         """Where a storage lies in the file."""

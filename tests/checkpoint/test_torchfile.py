@@ -220,6 +220,17 @@ def test_what_is_written_by_hand_is_sound(tmp_path: Path) -> None:
     assert load_torch(tmp_path / "x.pt")["w"].read().tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
+@pytest.mark.parametrize("order", [b"big", b"", b"little ", b"little"])
+def test_another_order_of_bytes_is_refused(tmp_path: Path, order: bytes) -> None:
+    archive(tmp_path / "x.pt", pickle.dumps({"a": 1}, 2))
+    with zipfile.ZipFile(tmp_path / "x.pt", "a") as file:
+        file.writestr("x/byteorder", order)
+    if order == b"little":
+        assert load_torch(tmp_path / "x.pt") == {"a": 1}
+    else:
+        assert "lie in another order than little endian" in refused(tmp_path / "x.pt")
+
+
 def test_a_compressed_pickle_is_not_blown_up(tmp_path: Path) -> None:
     archive(tmp_path / "x.pt", b"\x80\x02" + bytes(10**8), zipfile.ZIP_DEFLATED)
     assert (tmp_path / "x.pt").stat().st_size < 10**6
