@@ -29,7 +29,7 @@ from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, 
 from composer3d.checkpoint.pickles import reading
 from composer3d.checkpoint.torchfile import Stored, load_torch
 from composer3d.convert import names
-from composer3d.convert.carried import carried_by, trusted_texts
+from composer3d.convert.carried import NAMES, TOTAL_LIMIT, carried_by, trusted_texts
 from composer3d.errors import CheckpointError
 from composer3d.files import MIB, open_plain, read_json
 from composer3d.hf import read_shape, shape_from, shown
@@ -404,6 +404,9 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
     if form != ((1 + len(source.raw), 16), torch.uint8):
         source.problems.append(f"{source.path} has no digest for each of its tensors; copy it again")
         return
+    if not _is_carried(content["files"]):
+        source.problems.append(f"{source.path} carries files that no export has; copy it again")
+        return
     wanted = [facts_digest(content["composer3d"], content["files"], source.raw)]
     wanted += [digest_of(entry.read()) for entry in source.raw.values()]
     found = [bytes(row).hex() for row in kept.read().tolist()]
@@ -411,6 +414,13 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
     for name, have, want in zip(names_of_rows, found, wanted, strict=True):
         if have != want:
             source.problems.append(f"{source.path}: {name} has another digest than the file says; copy it again")
+
+
+def _is_carried(texts: Any) -> bool:
+    """Whether ``texts`` are what an export carries; one text held many times would be written out for each."""
+    if type(texts) is not dict or not texts.keys() <= set(NAMES) or not all(type(text) is str for text in texts.values()):
+        return False
+    return sum(map(len, texts.values())) <= TOTAL_LIMIT
 
 
 def facts_digest(facts: Any, texts: Any, tensors: Mapping[str, Any]) -> str:
