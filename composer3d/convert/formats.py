@@ -407,6 +407,9 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
     if not _is_carried(content["files"]):
         source.problems.append(f"{source.path} carries files that no export has; copy it again")
         return
+    if sum(nbytes(entry[:2]) for entry in source.raw.values()) > source.path.stat().st_size:
+        source.problems.append(f"{source.path} has fewer bytes than its tensors; copy it again")
+        return
     wanted = [facts_digest(content["composer3d"], content["files"], source.raw)]
     wanted += [digest_of(entry.read()) for entry in source.raw.values()]
     found = [bytes(row).hex() for row in kept.read().tolist()]

@@ -93,6 +93,19 @@ def test_other_files_in_an_export_of_before_are_dropped(export: Path) -> None:
     assert "x.json" not in open_source(export).carried
 
 
+def test_many_names_over_one_storage_are_refused_before_they_are_digested(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(held: dict[str, Any]) -> None:
+        one = torch.zeros(64, 1024)
+        held["model"].update({f"x{at}": one for at in range(100)})
+        held["digests"] = torch.zeros(len(held["digests"]) + 100, 16, dtype=torch.uint8)
+
+    remade(export, change)
+    monkeypatch.setattr("composer3d.convert.formats.digest_of", lambda tensor: pytest.fail("it was digested"))
+    assert f"{export} has fewer bytes than its tensors; copy it again" in inspect(export)["problems"]
+
+
 @pytest.mark.parametrize(
     "digests", [torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(0), [1], None, "x", torch.zeros(10**4)]
 )
