@@ -421,7 +421,11 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
 
 def _is_carried(texts: Any) -> bool:
     """Whether ``texts`` are what an export carries; one text held many times would be written out for each."""
-    if type(texts) is not dict or not texts.keys() <= set(NAMES) or not all(type(text) is str for text in texts.values()):
+    if (
+        type(texts) is not dict
+        or not texts.keys() <= set(NAMES)
+        or not all(type(text) is str for text in texts.values())
+    ):
         return False
     return sum(map(len, texts.values())) <= TOTAL_LIMIT
 
