@@ -105,7 +105,7 @@ def _parse(path: Path) -> Any:
         if not 0 < size <= METADATA_LIMIT:
             raise PickleError(f"it has {size:,} bytes, and at least 1 and at most {METADATA_LIMIT:,} are read")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            return pickles.parse(mapped, _NAMES)
+            return pickles.parse(mapped, _NAMES, longest_text=4 * _LONGEST_NAME, all_texts=None)
 
 
 def tensors_of(read: Metadata, place: str) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -317,6 +317,7 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
         "something else where a ChunkStorageMetadata",
     ),
     "a name that is a number": (metadata({number(1): entry((2, 3), *W)}, TWO), "names a tensor by no text"),
+    "a text without end": (metadata({text("w"): entry((2, 3), *W)}, TWO, before=text("x" * 4001)), "it holds a text"),
     "a name without end": (metadata({text("w" * 1001): entry((2, 3), *W)}, TWO), "names a tensor by no text"),
     "arguments of a class": (
         lambda folder: one(folder).replace(b"\nMetadataIndex\n)\x81", b"\nMetadataIndex\nN\x85\x81"),
