@@ -81,6 +81,8 @@ def shape_of(config: Any) -> ModelShape:
         known = "llama, mistral, qwen2 or qwen3"
         raise CheckpointError(f"model_type = {shown(kind)} is not supported; it must be {known}")
     config = _DEFAULTS[kind] | config
+    if config.get("tie_word_embeddings") is None:  # null counts as absent
+        config.pop("tie_word_embeddings", None)
     problems: list[str] = []
 
     def want(right: bool, key: str, value: Any, rule: str) -> None:

@@ -5,13 +5,14 @@ records, of which torch's ``Metadata`` is built anew, field by field. All that r
 module, and it is the only one that uses DCP's private names.
 """
 
+import gc
 import mmap
 import os
 import secrets
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -68,12 +69,14 @@ def read_metadata(folder: Path) -> Metadata:
     It is held to be sound: the parts of a tensor fill it exactly, each has bytes of its own in a plain file of
     ``folder``, and these are enough for it. Raises CheckpointError where it is not, or cannot be read.
     """
-    with reading(folder / METADATA):
+    with reading(folder / METADATA), _without_collector():
         parsed = _parse(folder / METADATA)
         state = _state(parsed, "Metadata")
-        entries = {_name(name): _entry(name, entry) for name, entry in _dict(state, "state_dict_metadata").items()}
+        listed, kept = _dict(state, "state_dict_metadata"), _dict(state, "storage_data")
+        _require_room(listed.values(), len(kept))
+        entries = {_name(name): _entry(name, entry) for name, entry in listed.items()}
         stored: dict[Any, _StorageInfo] = {}
-        for key, value in _dict(state, "storage_data").items():
+        for key, value in kept.items():
             index = _index(key)
             if index in stored:
                 raise PickleError(f"it stores a part of {_shown(index.fqn)} twice")
@@ -83,6 +86,18 @@ def read_metadata(folder: Path) -> Metadata:
     return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Millions of small objects are made and none is garbage: the collector would walk them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _parse(path: Path) -> Any:
     """The file is mapped, so that one of zeros, however large it claims to be, ends at its first byte."""
     with open_plain(path, follow_links=False) as file:
@@ -90,7 +105,7 @@ def _parse(path: Path) -> Any:
         if not 0 < size <= METADATA_LIMIT:
             raise PickleError(f"it has {size:,} bytes, and at least 1 and at most {METADATA_LIMIT:,} are read")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            return pickles.parse(mapped, _NAMES)
+            return pickles.parse(mapped, _NAMES, longest_text=4 * _LONGEST_NAME, all_texts=None)
 
 
 def tensors_of(read: Metadata, place: str) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -132,6 +147,18 @@ def _name(name: Any) -> str:
     if type(name) is not str or not 0 < len(name) <= _LONGEST_NAME:
         raise PickleError(f"it names a tensor by no text of 1 to {_LONGEST_NAME} characters")
     return name
+
+
+def _require_room(entries: Iterable[Any], room: int) -> None:
+    """Refuse more parts than are stored before one is looked at: many names can share one long list of them."""
+    total = 0
+    for entry in entries:
+        state = entry.state if type(entry) is Record else None
+        chunks = state.get("chunks") if type(state) is dict else None
+        is_object = type(entry) is Record and entry.path == f"{_PLACE}.BytesStorageMetadata"
+        total += 1 if is_object else len(chunks) if type(chunks) is list else 0
+        if total > room:
+            raise PickleError(f"its tensors have more parts than the {room:,} that are stored")
 
 
 def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -289,6 +316,7 @@ class Reader(StorageReader):
 
     def __init__(self, folder: Path, read: Metadata) -> None:
         self._folder, self._metadata = folder, read
+        self._sizes: dict[str, dict[torch.Size, torch.Size]] = {}  # of the parts of a tensor, by their offsets
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -330,8 +358,10 @@ class Reader(StorageReader):
         if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{name!r:.200} is an object and no tensor, which is not loaded")
         with reading(f"{self._folder / info.relative_path}: {name!r:.200}"):
-            sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
-            part = read_part(file, info, entry, sizes)
+            if name not in self._sizes:
+                self._sizes[name] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
+            offset = item.storage_index.offset
+            part = read_part(file, info, entry, self._sizes[name][torch.Size(offset or ())])
             box = tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))
             target = planner.resolve_tensor(item).detach()
             target.copy_(part[box])

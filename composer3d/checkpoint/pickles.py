@@ -15,10 +15,12 @@ from typing import Any
 from composer3d.errors import CheckpointError
 from composer3d.files import MIB, FileTooLargeError, NotPlainFileError
 
+LONGEST_TEXT, ALL_TEXTS = 64 * MIB, 128 * MIB  # bytes: of one text of a torch file, such as a tokenizer, and of all
 LIMIT = 256 * MIB  # bytes of the pickle of a torch file: it takes about 200 for each tensor
 _STACK = 10_000  # values that wait for their list, tuple or dict: writers hand over 1,000 (pairs) at a time
 _WINDOW = 1 << 16  # instructions between two looks at how dense they are
-_DENSEST = 1.2  # bytes that an instruction takes on average: checkpoints have 1.6 to 2.5, floods of one instruction 1
+# Bytes of an instruction on average, without its text: checkpoints have 1.6 to 2.9, floods of one instruction 1.
+_DENSEST = 1.2
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +48,14 @@ class PickleError(ValueError):
     """It is no pickle of a checkpoint. The text is for people, and repeats no value of unknown size."""
 
 
-def parse(pickle: bytes | mmap.mmap, names: Collection[str], *, storages: bool = False) -> Any:
+def parse(
+    pickle: bytes | mmap.mmap,
+    names: Collection[str],
+    *,
+    storages: bool = False,
+    longest_text: int = LONGEST_TEXT,
+    all_texts: int | None = ALL_TEXTS,
+) -> Any:
     """What ``pickle`` describes: None, bool, int, float, str, list, tuple and dict, ``Name`` and ``Record``.
 
     Takes time and memory in proportion to its length. The result can be nested without end, and hold itself or one
@@ -55,18 +64,29 @@ def parse(pickle: bytes | mmap.mmap, names: Collection[str], *, storages: bool =
     Args:
         names: the dotted paths that it may name. Any other is refused at once.
         storages: whether it may refer to ``Storage``s.
+        longest_text, all_texts: bytes that one of its texts may have, and all of them; None where the file is limit
+            enough.
 
     Raises:
         PickleError: it is cut off, names something else, or holds an instruction that no checkpoint needs.
     """
-    return _Machine(pickle, names, storages).run()
+    return _Machine(pickle, names, storages, longest_text, all_texts).run()
 
 
 class _Machine:
     """Python's pickle machine, with the instructions that torch's writers use, of protocols 2 to 5."""
 
-    def __init__(self, pickle: bytes | mmap.mmap, names: Collection[str], storages: bool) -> None:
+    def __init__(
+        self,
+        pickle: bytes | mmap.mmap,
+        names: Collection[str],
+        storages: bool,
+        longest_text: int,
+        all_texts: int | None,
+    ) -> None:
         self._pickle, self._names, self._storages = pickle, names, storages
+        self._longest_text, self._all_texts = longest_text, all_texts
+        self._texts = 0  # bytes of all texts so far
         self._at = 0  # the next byte
         self._stack: list[Any] = []  # since the last mark
         self._below: list[list[Any]] = []  # what lay on the stack at each mark
@@ -84,7 +104,7 @@ class _Machine:
                         return self._stack.pop()
                     table[code]()
                 done += _WINDOW
-                if self._at < _DENSEST * done or len(self._stack) + sum(map(len, self._below)) > _STACK:
+                if self._at - self._texts < _DENSEST * done or len(self._stack) + sum(map(len, self._below)) > _STACK:
                     raise PickleError("it repeats instructions as no writer of checkpoints does")
         except (IndexError, struct.error):
             raise PickleError("it is cut off, or no pickle of a checkpoint") from None
@@ -177,10 +197,16 @@ class _Machine:
         self._stack.append(struct.unpack(">d", self._take(8))[0])
 
     def _short_text(self) -> None:
-        self._stack.append(_text(self._take(self._byte())))
+        self._push_text(self._byte())
 
     def _long_text(self) -> None:
-        self._stack.append(_text(self._take(self._long())))
+        self._push_text(self._long())
+
+    def _push_text(self, size: int) -> None:
+        self._texts += size
+        if size > self._longest_text or (self._all_texts is not None and self._texts > self._all_texts):
+            raise PickleError("it holds a text, or texts in all, longer than any checkpoint has")
+        self._stack.append(_text(self._take(size)))
 
     # Containers.
 

@@ -60,6 +60,7 @@ class Store:
         self._flight: Future[None] | None = None
         self._host: dict[str, Tensor] = {}
         self._damaged: set[Path] = set()
+        self._links: set[Path] = set()  # those that were warned of
 
     @property
     def failed(self) -> bool:
@@ -79,6 +80,13 @@ class Store:
         """
         found = (path for path in self.folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8}", path.name))
         return sorted(path for path in found if path.is_dir() and not path.is_symlink())
+
+    def _warn_of_links(self) -> None:
+        """Once for each: a user who has moved a checkpoint to another disk would wonder why it is not used."""
+        for path in sorted(self.folder.glob("step-*")):
+            if re.fullmatch(r"step-[0-9]{8}", path.name) and path.is_symlink() and path not in self._links:
+                self._links.add(path)
+                log.get().warning(f"{path} is a link, which is not followed: move the folder there")
 
     def _whole(self) -> list[Path]:
         return [path for path in self._steps() if path not in self._damaged and (path / manifests.FILE).exists()]
@@ -202,6 +210,8 @@ class Store:
         Raises:
             CheckpointError: on every rank, where all are damaged.
         """
+        if dist.get_rank() == 0:
+            self._warn_of_links()
         steps = distributed.gather(self._steps(), self._group)[0]  # rank 0's: what another node remembers may be old
         for path in reversed(steps):
             try:

@@ -39,8 +39,9 @@ _STORAGES = {
 _TENSOR, _NEWER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
 _PARAMETER, _SIZE, _DICT = "torch._utils._rebuild_parameter", "torch.Size", "collections.OrderedDict"
 _NAMES = frozenset({_TENSOR, _NEWER, _PARAMETER, _SIZE, _DICT, *_STORAGES, *(f"torch.{name}" for name in DTYPES)})
-_DEPTH, _VALUES = 64, 1_000_000  # of what a file may hold: nested values, and values in all
+_DEPTH, _VALUES = 64, 200_000  # of what a file may hold: nested values, and values and dimensions in all
 _DIRECTORY = 64 * MIB  # of an archive; each storage takes about 100 bytes
+_TOO_MANY = f"it nests deeper than {_DEPTH} values, or holds more than {_VALUES:,}"
 _LARGEST = 1 << 62
 _ZIP = b"PK\x03\x04"
 _LISTED = struct.Struct("<4s6xH8xIIHHH8xI")
@@ -84,7 +85,10 @@ def read_tensor(file: BinaryIO, begin: int, size: int) -> Tensor:
     Raises ValueError (a PickleError where its pickle is at fault) and OSError.
     """
     archive = _Archive(file, _Part(begin, size))
-    held = _Tree(archive, lambda part, dtype: _copy(file, part, dtype)).plain(archive.content())
+    content = archive.content()
+    if type(content) is not Record:
+        raise PickleError("it holds something else than one tensor")
+    held = _Tree(archive, lambda part, dtype: _copy(file, part, dtype)).plain(content)
     if not isinstance(held, Stored):
         raise PickleError("it holds something else than one tensor")
     return held.read()
@@ -120,14 +124,28 @@ class _Archive:
         if not self._name:
             raise ValueError("it is an archive without a data.pkl; write it with torch.save")
         self._records = found
+        self._places: dict[str, _Part] = {}  # where records are that were asked for
 
     def content(self) -> Any:
         """What its pickle describes: everything but the bytes of tensors."""
+        self._require_order()
         part = self._record("data.pkl")
         if part.size > pickles.LIMIT:
             raise ValueError(f"its data.pkl has {part.size:,} bytes, and at most {pickles.LIMIT:,} are read")
         self._file.seek(part.begin)
         return pickles.parse(self._file.read(part.size), _NAMES, storages=True)
+
+    def _require_order(self) -> None:
+        """An archive may say in which order the bytes of its numbers lie; older ones do not, and are little."""
+        if self._name.removesuffix("data.pkl") + "byteorder" not in self._records:
+            return
+        part = self._record("byteorder")
+        self._file.seek(part.begin)
+        if self._file.read(min(part.size, 100)) != b"little":
+            raise ValueError(
+                "the bytes of its numbers lie in another order than little endian; "
+                "where you trust it, load it with torch.load on a little-endian machine, and write it with torch.save"
+            )
 
     def storage(self, key: str) -> _Part:
         """Where a storage lies in the file."""
@@ -135,6 +153,8 @@ class _Archive:
 
     def _record(self, name: str) -> _Part:
         """Where its bytes are: after a header of its own, which repeats its name."""
+        if name in self._places:
+            return self._places[name]
         own = self._name.removesuffix("data.pkl") + name
         if own not in self._records:
             raise ValueError(f"it has no {name!r:.100}, to which it refers")
@@ -144,7 +164,8 @@ class _Archive:
         begin = offset + 30 + name_size + more_size
         if header[:4] != _ZIP or begin + size > self._place.size:
             raise ValueError(f"its {name!r:.100} does not lie within it; copy it again")
-        return _Part(self._place.begin + begin, size)
+        self._places[name] = _Part(self._place.begin + begin, size)
+        return self._places[name]
 
     def _read(self, part: _Part) -> bytes:
         """``part`` counts from the beginning of the archive."""
@@ -220,12 +241,13 @@ class _Tree:
     def __init__(self, archive: _Archive, read: Callable[[_Part, torch.dtype], Tensor]) -> None:
         self._archive, self._read = archive, read
         self._left = _VALUES
+        self._made: dict[int, tuple[Record, Stored]] = {}  # by identity of the record, which is kept alive
 
     def plain(self, value: Any, depth: int = 0) -> Any:
         """A value with all that it holds, of which each is visited as often as it is held."""
-        self._left -= 1
-        if self._left < 0 or depth > _DEPTH:
-            raise PickleError(f"it nests deeper than {_DEPTH} values, or holds more than {_VALUES:,}")
+        self._charge(1)
+        if depth > _DEPTH:
+            raise PickleError(_TOO_MANY)
         if type(value) is list:
             return [self.plain(each, depth + 1) for each in value]
         if type(value) is tuple:
@@ -237,12 +259,21 @@ class _Tree:
         if type(value) is Record and value.path == _SIZE:
             return sizes_of(value)
         if type(value) is Record:
-            return self._tensor(value)
+            if id(value) not in self._made:
+                self._made[id(value)] = value, self._tensor(value)
+            stored = self._made[id(value)][1]
+            self._charge(len(stored.shape))
+            return stored
         if type(value) is Name:
             return value.path
         if value is None or type(value) in (bool, int, float, str):
             return value
         raise PickleError("it holds a storage that belongs to no tensor")
+
+    def _charge(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise PickleError(_TOO_MANY)
 
     def _key(self, key: Any) -> str | int:
         if type(key) is not str and type(key) is not int:

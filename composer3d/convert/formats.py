@@ -29,7 +29,7 @@ from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, 
 from composer3d.checkpoint.pickles import reading
 from composer3d.checkpoint.torchfile import Stored, load_torch
 from composer3d.convert import names
-from composer3d.convert.carried import carried_by, trusted_texts
+from composer3d.convert.carried import NAMES, TOTAL_LIMIT, carried_by, trusted_texts
 from composer3d.errors import CheckpointError
 from composer3d.files import MIB, open_plain, read_json
 from composer3d.hf import read_shape, shape_from, shown
@@ -201,10 +201,15 @@ def _kind(path: Path) -> str:
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, or in its folder of checkpoints, oldest first."""
-    places = (folder, folder / "checkpoints")
+    """Return the checkpoints in a run's folder, or in its folder of checkpoints, oldest first.
+
+    Within ``folder`` no link is followed: one could lead to anybody's checkpoint.
+    """
+    inner = folder / "checkpoints"
+    places = (folder,) if inner.is_symlink() else (folder, inner)
     found = [path for place in places for path in place.glob("step-*") if _STEP.fullmatch(path.name)]
-    return sorted((path for path in found if path.is_dir()), key=lambda path: path.name)
+    plain = (path for path in found if path.is_dir() and not path.is_symlink())
+    return sorted(plain, key=lambda path: path.name)
 
 
 def _newest_of_run(folder: Path) -> Source:
@@ -399,6 +404,12 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
     if form != ((1 + len(source.raw), 16), torch.uint8):
         source.problems.append(f"{source.path} has no digest for each of its tensors; copy it again")
         return
+    if not _is_carried(content["files"]):
+        source.problems.append(f"{source.path} carries files that no export has; copy it again")
+        return
+    if sum(nbytes(entry[:2]) for entry in source.raw.values()) > source.path.stat().st_size:
+        source.problems.append(f"{source.path} has fewer bytes than its tensors; copy it again")
+        return
     wanted = [facts_digest(content["composer3d"], content["files"], source.raw)]
     wanted += [digest_of(entry.read()) for entry in source.raw.values()]
     found = [bytes(row).hex() for row in kept.read().tolist()]
@@ -406,6 +417,17 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
     for name, have, want in zip(names_of_rows, found, wanted, strict=True):
         if have != want:
             source.problems.append(f"{source.path}: {name} has another digest than the file says; copy it again")
+
+
+def _is_carried(texts: Any) -> bool:
+    """Whether ``texts`` are what an export carries; one text held many times would be written out for each."""
+    if (
+        type(texts) is not dict
+        or not texts.keys() <= set(NAMES)
+        or not all(type(text) is str for text in texts.values())
+    ):
+        return False
+    return sum(map(len, texts.values())) <= TOTAL_LIMIT
 
 
 def facts_digest(facts: Any, texts: Any, tensors: Mapping[str, Any]) -> str:

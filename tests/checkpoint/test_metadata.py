@@ -1,5 +1,6 @@
 """``.metadata`` of a stranger: nothing of it runs, and what it says of tensors, parts and files holds."""
 
+import gc
 import io
 import os
 import pickle
@@ -19,6 +20,7 @@ from assemble import FILES, PLACE, call, chunk, entry, held, index, info, made, 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from composer3d.checkpoint import metadata as metadata_module
 from composer3d.checkpoint.metadata import METADATA, Planner, Reader, fills, read_metadata, read_whole, tensors_of
 from composer3d.errors import CheckpointError
 
@@ -81,6 +83,23 @@ def test_what_torch_writes_is_loaded(tmp_path: Path, alone: None) -> None:
 def test_what_is_written_by_hand_is_sound(tmp_path: Path) -> None:
     """Each of the attacks below differs from it in one thing."""
     assert tensors_of(read_metadata(written(tmp_path, one(tmp_path))), "x") == {"w": ((2, 3), "float32")}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_meanwhile(tmp_path: Path, enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    fill = metadata_module.fills
+    monkeypatch.setattr(metadata_module, "fills", lambda *given: seen.append(gc.isenabled()) or fill(*given))
+    before = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        read_metadata(written(tmp_path, one(tmp_path)))
+        assert gc.isenabled() == enabled
+        refused(written(tmp_path, one(tmp_path)[:-1]))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if before else gc.disable()
+    assert seen == [False]
 
 
 def test_strides_of_a_later_torch_are_passed_over(tmp_path: Path) -> None:
@@ -228,13 +247,21 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
     ),
     "two empty parts": (
         metadata({text("w"): entry((2, 3), *W, chunk((2, 0), (0, 3)), chunk((2, 0), (0, 3)))},
-            {**TWO, index("w", 2, 0): info("b")},
+            {**TWO, index("w", 2, 0): info("b"), index("v", 2, 0): info("b")},
         ),
         "two parts of 'w' begin at (2, 0)",
     ),
     "a part that is not stored": (
-        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info()}),
+        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info(), index("v", 0, 0): info("b")}),
         "the part of 'w' at (1, 0) is stored nowhere",
+    ),
+    "more parts than are stored": (
+        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info()}),
+        "its tensors have more parts than the 1 that are stored",
+    ),
+    "an object that is not stored": (
+        metadata({text("w"): made(f"{PLACE}.BytesStorageMetadata", b"}")}, {}),
+        "its tensors have more parts than the 0 that are stored",
     ),
     "stored twice": (
         metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 0, 0) + b"q\x05": info()}),
@@ -252,8 +279,8 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
         metadata({text("w"): entry((2**61, 3), chunk((0, 0), (2**61, 3)))}, {index("w", 0, 0): info()}),
         f"has 100 bytes of {12 * 2**61:,}",
     ),
-    "endless sizes": (metadata({text("w"): entry((2**62,), chunk((0,), (2**62,)))}, {}), "a shape that no tensor has"),
-    "negative sizes": (metadata({text("w"): entry((-1,), chunk((0,), (-1,)))}, {}), "a shape that no tensor has"),
+    "endless sizes": (metadata({text("w"): entry((2**62,), chunk((0,), (2**62,)))}, TWO), "a shape that no tensor has"),
+    "negative sizes": (metadata({text("w"): entry((-1,), chunk((0,), (-1,)))}, TWO), "a shape that no tensor has"),
     "a truth as a size": (
         lambda folder: one(folder).replace(asm.sizes(2, 3), call("torch.Size", many(b"\x88", number(3)))),
         "a shape that no tensor has",
@@ -290,6 +317,7 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
         "something else where a ChunkStorageMetadata",
     ),
     "a name that is a number": (metadata({number(1): entry((2, 3), *W)}, TWO), "names a tensor by no text"),
+    "a text without end": (metadata({text("w"): entry((2, 3), *W)}, TWO, before=text("x" * 4001)), "it holds a text"),
     "a name without end": (metadata({text("w" * 1001): entry((2, 3), *W)}, TWO), "names a tensor by no text"),
     "arguments of a class": (
         lambda folder: one(folder).replace(b"\nMetadataIndex\n)\x81", b"\nMetadataIndex\nN\x85\x81"),
@@ -316,6 +344,19 @@ def test_what_cannot_be_is_said(tmp_path: Path, case: str) -> None:
     content, said = WRONG[case]
     (tmp_path / "__0_0.distcp").write_bytes(bytes(200))
     assert said in refused(written(tmp_path, content(tmp_path) if callable(content) else content))
+
+
+def test_a_list_of_parts_under_many_names_costs_no_more_than_one(tmp_path: Path) -> None:
+    """20,000 names for one tensor of 20,000 empty parts: walked for each, they would take minutes."""
+    count, memo = 20_000, b"r\x00\x00\x00\x01"
+    part = chunk((0,), (0,)) + memo + b"j" + memo[1:]
+    shared = entry((0,), part, *[b"j" + memo[1:]] * count) + b"r\x01\x00\x00\x01"
+    again = {text(f"w{at}"): b"j\x01\x00\x00\x01" for at in range(count)}
+    began = time.process_time()
+    assert "more parts than the 2 that are stored" in refused(
+        written(tmp_path, metadata({text("w"): shared, **again}, TWO))
+    )
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("which", ["__0_0.distcp", METADATA])

@@ -173,6 +173,31 @@ def test_bombs_take_no_time_and_no_memory(case: str) -> None:
         tracemalloc.stop()
 
 
+def test_texts_are_held_to_their_limits() -> None:
+    whole = many(text("a" * 10), text("b" * 10)) + b"."
+    assert parse(whole, (), longest_text=10, all_texts=20) == ("a" * 10, "b" * 10)
+    assert parse(whole, (), longest_text=10, all_texts=None) == ("a" * 10, "b" * 10)
+    for limits in ({"longest_text": 9}, {"all_texts": 19}):
+        with pytest.raises(PickleError, match="longer than any checkpoint has"):
+            parse(whole, (), **limits)
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_taken() -> None:
+    program = text("x" * 100_000_000) + b"."
+    tracemalloc.start()
+    try:
+        with pytest.raises(PickleError, match="longer than any checkpoint has"):
+            parse(program, (), longest_text=4000)
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_text_hides_no_flood() -> None:
+    with pytest.raises(PickleError, match="it repeats instructions"):
+        parse(text("x" * 10_000_000) + b"\x94" * 1_000_000 + b".", ())
+
+
 def test_nests_and_doubles_that_are_read_stay_as_small_as_they_are() -> None:
     """No recursion, and no copy: 2^60 values take 60 tuples, a million levels take a million."""
     value = parse(doubled(60) + b".", ())

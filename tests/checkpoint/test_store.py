@@ -1,5 +1,6 @@
 """Where checkpoints are kept: which are, which one is used, and what is said where one cannot be written or read."""
 
+import logging
 import os
 import pickle
 import shutil
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from store_jobs import SHAPE, about, job, names, whole
 
+from composer3d import log
 from composer3d.checkpoint import Store, manifest, store
 from composer3d.checkpoint.manifest import digest_file, read
 from composer3d.checkpoint.store import gather_state
@@ -140,6 +142,32 @@ def newest(folder: Path) -> list[str | None]:
         store = Store(folder, keep=1)
         found, path = store.find(), store.newest()
         return [found and found[0].name, path and path.name]
+
+
+def warnings_of_two_looks(folder: Path) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.get().addHandler(handler)
+    try:
+        with pool_world():
+            looking = Store(folder, keep=1)
+            for _ in range(2):
+                looking.find()
+    finally:
+        log.get().removeHandler(handler)
+    return said
+
+
+def test_a_link_is_warned_of_once(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run").mkdir()
+    place = tmp_path / "run/step-00000030"
+    place.symlink_to(tmp_path / "other")
+    (tmp_path / "run/step-30").symlink_to(tmp_path / "other")  # no name of ours
+    said = f"{place} is a link, which is not followed: move the folder there"
+    found = pool.run(warnings_of_two_looks, {"folder": tmp_path / "run"}, world_size=2)
+    assert found == [[said], []]
 
 
 def test_what_is_being_written_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:

@@ -65,13 +65,45 @@ def test_a_flipped_bit_of_a_tensor_is_found(export: Path) -> None:
     [
         lambda held: held["composer3d"].update(step=6),
         lambda held: held["composer3d"]["data"].update(at=41),
-        lambda held: held["files"].update({"x.json": "{}"}),
+        lambda held: held["files"].update({"merges.txt": "{}"}),
     ],
 )
 def test_what_it_says_of_its_model_is_held_to_a_digest(export: Path, change: Any) -> None:
     remade(export, change)
     said = f"{export}: what it says of its model has another digest than the file says; copy it again"
     assert inspect(export)["problems"] == [said]
+
+
+@pytest.mark.parametrize(
+    "files", [{"x.json": "{}"}, {"merges.txt": ["{}"]}, {"merges.txt": 1}, [], None, {"merges.txt": "x" * 2000}]
+)
+def test_files_that_no_export_carries_are_refused_before_they_are_digested(
+    export: Path, files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("composer3d.convert.formats.TOTAL_LIMIT", 1000)
+    monkeypatch.setattr("composer3d.convert.formats.facts_digest", lambda *given: pytest.fail("it was digested"))
+    remade(export, lambda held: held.update(files=files))
+    assert inspect(export)["problems"] == [f"{export} carries files that no export has; copy it again"]
+
+
+def test_other_files_in_an_export_of_before_are_dropped(export: Path) -> None:
+    remade(export, lambda held: held.pop("digests"))
+    remade(export, lambda held: held["files"].update({"x.json": "{}"}))
+    assert inspect(export)["whole"]
+    assert "x.json" not in open_source(export).carried
+
+
+def test_many_names_over_one_storage_are_refused_before_they_are_digested(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(held: dict[str, Any]) -> None:
+        one = torch.zeros(64, 1024)
+        held["model"].update({f"x{at}": one for at in range(100)})
+        held["digests"] = torch.zeros(len(held["digests"]) + 100, 16, dtype=torch.uint8)
+
+    remade(export, change)
+    monkeypatch.setattr("composer3d.convert.formats.digest_of", lambda tensor: pytest.fail("it was digested"))
+    assert f"{export} has fewer bytes than its tensors; copy it again" in inspect(export)["problems"]
 
 
 @pytest.mark.parametrize(

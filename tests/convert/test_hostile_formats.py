@@ -57,6 +57,10 @@ READ = [
 ]
 
 
+def test_tied_as_null_counts_as_absent() -> None:
+    assert hf.shape_of(LLAMA | {"tie_word_embeddings": None}) == hf.shape_of(LLAMA)
+
+
 def shape_or_lines(config: dict[str, Any]) -> ModelShape | None:
     """The shape, or None where lines have refused it."""
     try:

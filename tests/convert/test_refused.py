@@ -248,6 +248,18 @@ def test_a_source_that_is_not_what_it_claims(tmp_path: Path, case: str) -> None:
         assert any(message in line for line in found["problems"])
 
 
+def test_links_in_the_folder_of_a_run_are_no_checkpoints(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (tmp_path / "other/step-00000009").mkdir(parents=True)
+    (run / "checkpoints/step-00000001").mkdir()
+    (run / "checkpoints/step-00000009").symlink_to(tmp_path / "other/step-00000009")
+    assert formats.checkpoints_of(run) == [run / "checkpoints/step-00000001"]
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/checkpoints").symlink_to(run / "checkpoints")
+    assert formats.checkpoints_of(tmp_path / "linked") == []
+
+
 def test_one_file_of_safetensors_is_no_checkpoint(tmp_path: Path) -> None:
     file = make_hf(tmp_path / "hf") / "model.safetensors"
     with pytest.raises(CheckpointError) as caught:
