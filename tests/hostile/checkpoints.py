@@ -330,7 +330,9 @@ STRUCTURES: dict[str, Callable[[Metadata], object]] = {
 # What lies in the folder.
 
 
-def _replace_by_link(name: str) -> Change:
+def replace_by_link(name: str) -> Change:
+    """Put a link to a secret in place of a file."""
+
     def change(evil: Path) -> None:
         (evil / name).unlink(missing_ok=True)
         (evil / name).symlink_to(evil.parent.parent / "outside" / "secret.txt")
@@ -338,7 +340,9 @@ def _replace_by_link(name: str) -> Change:
     return change
 
 
-def _replace_by_pipe(name: str) -> Change:
+def replace_by_pipe(name: str) -> Change:
+    """Put a named pipe in place of a file."""
+
     def change(evil: Path) -> None:
         (evil / name).unlink(missing_ok=True)
         os.mkfifo(evil / name)
@@ -355,10 +359,10 @@ def _sparse(name: str, size: int) -> Change:
 
 
 FOLDERS: dict[str, Change] = {
-    **{f"link-{name}": _replace_by_link(name) for name in (".metadata", "__0_0.distcp", "manifest.json")},
-    **{f"pipe-{name}": _replace_by_pipe(name) for name in (".metadata", "__0_0.distcp", "manifest.json")},
-    "pipe-extra": _replace_by_pipe("extra"),
-    "link-extra": _replace_by_link("extra"),
+    **{f"link-{name}": replace_by_link(name) for name in (".metadata", "__0_0.distcp", "manifest.json")},
+    **{f"pipe-{name}": replace_by_pipe(name) for name in (".metadata", "__0_0.distcp", "manifest.json")},
+    "pipe-extra": replace_by_pipe("extra"),
+    "link-extra": replace_by_link("extra"),
 }
 
 

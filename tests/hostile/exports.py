@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hostile.case import Case
-from hostile.checkpoints import command, touch
+from hostile.checkpoints import command, replace_by_link, replace_by_pipe, touch
 
 Change = Callable[[Path], object]
 _SEED = 20261122
@@ -212,22 +212,6 @@ INDEXES: dict[str, Any] = {
 # Links, pipes and devices
 
 
-def _link(name: str) -> Change:
-    def change(evil: Path) -> None:
-        (evil / name).unlink(missing_ok=True)
-        (evil / name).symlink_to(evil.parent.parent / "outside" / "secret.txt")
-
-    return change
-
-
-def _pipe(name: str) -> Change:
-    def change(evil: Path) -> None:
-        (evil / name).unlink(missing_ok=True)
-        os.mkfifo(evil / name)
-
-    return change
-
-
 def _device(name: str) -> Change:
     def change(evil: Path) -> None:
         (evil / name).unlink(missing_ok=True)
@@ -237,11 +221,11 @@ def _device(name: str) -> Change:
 
 
 _CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md", "LICENSE")
-LINKS = {f"link-{name}": _link(name) for name in (*_CARRIED, "private.txt", "notes.md", "x.json")}
-PIPES = {f"pipe-{name}": _pipe(name) for name in (*_CARRIED, "x.json")}
+LINKS = {f"link-{name}": replace_by_link(name) for name in (*_CARRIED, "private.txt", "notes.md", "x.json")}
+PIPES = {f"pipe-{name}": replace_by_pipe(name) for name in (*_CARRIED, "x.json")}
 NEEDED = {
     f"{kind}-{name}": make(name)
-    for kind, make in (("pipe", _pipe), ("device", _device))
+    for kind, make in (("pipe", replace_by_pipe), ("device", _device))
     for name in ("config.json", "model.safetensors")
 }
 
