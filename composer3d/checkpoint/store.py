@@ -128,7 +128,12 @@ class Store:
             self._copy(gather_state(stages, optimizer))
 
     def wait(self) -> None:
-        """Wait for the save in the background. Raises its error, a CheckpointError that is the same on every rank."""
+        """Wait for the save in the background, and raise its error, which is the same on every rank.
+
+        Raises:
+            CheckpointError: a rank could not write.
+            TrainingError: another job has taken the run's folder.
+        """
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.result()
