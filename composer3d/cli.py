@@ -8,23 +8,24 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import composer3d
-from composer3d.errors import RecipeError, UserError
-from composer3d.planner.counts import parameters
-from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import is_text, one_line
+from composer3d.spec.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
-    from composer3d.recipe.load import Resolved
+    pass
 
 DONE, INTERRUPTED, NO_READER = 0, 130, 141
 _VERIFY = "verify:main_verify"
-_RECIPES = {"cli:_check": "recipe", "job:main_train": "path", _VERIFY: "recipe"}  # the argument that names a recipe
+_RECIPES = {
+    "check:main_check": "recipe",
+    "train:main_train": "path",
+    _VERIFY: "recipe",
+}  # the argument that names a recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Under torchrun only rank 0 prints what is wrong with the input. 141: nobody reads the output, as after ``| head``.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names in a file may hold what the terminal's encoding does not
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # names in a file may hold what the terminal's encoding does not
             stream.reconfigure(errors="backslashreplace")
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
@@ -45,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             print(flush=True)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # Python flushes once more as it ends
             return NO_READER
         raise  # another pipe than ours
 
@@ -65,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
         _check_texts(given)
         if (argument := _RECIPES.get(run)) is not None:
             given[argument] = _find_recipe(given[argument])
-        function: Callable[..., int] = getattr(import_module(f"composer3d.{module}"), name)
+        function: Callable[..., int] = getattr(import_module(f"composer3d.commands.{module}"), name)
         return function(**given)
     except UserError as error:
         if given.get("as_json") and run != _VERIFY:  # which has a form of its own
@@ -89,7 +94,9 @@ def _check_sets(argv: Sequence[str]) -> Sequence[str]:
         value = after[0].removeprefix("=") if after else ""
         if not value or value.endswith(".toml"):  # it is the recipe
             value = "VALUE"
-        form = f"--set {one_line(text)}={one_line(value)}" if "." in text else "--set TABLE.KEY=VALUE"
+        form = (
+            f"--set {one_line(text)}={one_line(value)}" if "." in text else "--set TABLE.KEY=VALUE"
+        )
         raise UserError(f"--set {one_line(text)}: key and value are one argument; write {form}")
     return argv
 
@@ -101,48 +108,13 @@ def _check_texts(given: dict[str, Any]) -> None:
             raise UserError("composer3d: an argument is empty; give it a value, or leave it out")
         for text in value if isinstance(value, list) else [value]:
             # Of an override that is not UTF-8, the recipe's reader says which it is.
-            if isinstance(text, str) and ("\0" in text or not (is_text(text) or isinstance(value, list))):
+            if isinstance(text, str) and (
+                "\0" in text or not (is_text(text) or isinstance(value, list))
+            ):
                 raise UserError(
                     f"composer3d: the argument {one_line(text)} holds a NUL byte or bytes that are not UTF-8; "
                     "give the file or the value a name in UTF-8"
                 )
-
-
-def _check(*, recipe: str | None, sets: list[str], gpus: int | None, schema: bool, as_json: bool) -> int:
-    from composer3d.recipe.load import load
-    from composer3d.recipe.values import schema_text
-
-    if schema:
-        print(schema_text(), end="")
-        return DONE
-    if recipe is None:
-        raise UserError("composer3d check: give a RECIPE, or --schema for the vocabulary of recipes")
-    resolved = load(recipe, sets, world_size=gpus)
-    _check_machine(resolved, here=gpus is None)
-    if as_json:
-        values = {"world_size": resolved.recipe.world_size, "recipe": asdict(resolved.recipe)}
-        print(json.dumps({"ok": True, **values, "origins": resolved.origins}))
-    else:
-        print(resolved.to_toml(), _summary(resolved.recipe), sep="\n")
-        if resolved.takes_what_is_left and gpus is None:
-            print("# mesh.dp_shard takes what is left of the world; --gpus N shows the recipe in a world of N")
-    return DONE
-
-
-def _check_machine(resolved: "Resolved", *, here: bool) -> None:
-    """Raises RecipeError where this machine lacks what training needs. ``here``: it is the one that will train."""
-    from composer3d.recipe.machine import folder_problem, shows_a_gpu
-
-    lines = []
-    if (problem := folder_problem(resolved.recipe)) is not None:
-        lines.append(f"{resolved.place('run.out_dir')}: run.out_dir: {problem}")
-    if here and resolved.recipe.run.device == "cuda" and not shows_a_gpu():
-        lines.append(
-            f'{resolved.place("run.device")}: run.device = "cuda", but this machine shows no GPU; use --gpus N to '
-            'check for another machine, or run.device = "auto" or "cpu"'
-        )
-    if lines:
-        raise RecipeError(lines)
 
 
 def _find_recipe(name: str | None) -> str | None:
@@ -158,32 +130,24 @@ def _find_recipe(name: str | None) -> str | None:
     if name.endswith(".toml"):
         return name  # it is said that there is no such file
     names = ", ".join(sorted(path.stem for path in own.glob("*.toml")))
-    raise RecipeError(f"{one_line(name)}: no such file, nor a recipe of composer3d; those are {names}")
-
-
-def _summary(recipe: Recipe) -> str:
-    axes = {axis: size for axis, size in asdict(recipe.mesh).items() if size > 1}
-    mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "no parallelism"
-    data = recipe.data
-    tokens = data.global_batch * data.seq_len
-    lines = {
-        "world size": f"{recipe.world_size} ({mesh})",
-        "global batch": f"{data.global_batch} = micro_batch {data.micro_batch} x {recipe.micro_batches} micro-batches "
-        f"x {recipe.mesh.batch_ranks} data-parallel ranks",
-        "tokens": f"{tokens:,} a step, {tokens * recipe.run.steps:,} in {recipe.run.steps:,} steps",
-        "parameters": f"{parameters(recipe.model):,}",
-    }
-    return "\n".join(f"# {name:<13} {value}" for name, value in lines.items())
+    raise RecipeError(
+        f"{one_line(name)}: no such file, nor a recipe of composer3d; those are {names}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="composer3d", description="Compose parallelisms for Llama-style models, and prove each composition exact."
+        prog="composer3d",
+        description="Compose parallelisms for Llama-style models, and prove each composition exact.",
     )
-    parser.add_argument("--version", action=_Version, help="print the versions of composer3d, torch and Python")
+    parser.add_argument(
+        "--version", action=_Version, help="print the versions of composer3d, torch and Python"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, run: str, does: str, *, recipe: str = "", answers: bool = True) -> Callable[..., Any]:
+    def command(
+        name: str, run: str, does: str, *, recipe: str = "", answers: bool = True
+    ) -> Callable[..., Any]:
         """A command, for which ``run``, MODULE:FUNCTION, gets its arguments by their names: ``recipe`` of RECIPE."""
         made = commands.add_parser(name, help=does, description=does, allow_abbrev=False)
         made.set_defaults(run=run)
@@ -195,24 +159,40 @@ def _parser() -> argparse.ArgumentParser:
                 help="a TOML file, or the name of one of composer3d's own",
             )
             form, again = "TABLE.KEY=VALUE", "override a value; may be repeated"
-            made.add_argument("--set", metavar=form, dest="sets", action="append", default=[], help=again)
+            made.add_argument(
+                "--set", metavar=form, dest="sets", action="append", default=[], help=again
+            )
         if answers:
-            made.add_argument("--json", dest="as_json", action="store_true", help="print JSON as the last line")
+            made.add_argument(
+                "--json", dest="as_json", action="store_true", help="print JSON as the last line"
+            )
         return made.add_argument
 
-    add = command("check", "cli:_check", "validate a recipe; print it with each value's origin", recipe="recipe")
+    add = command(
+        "check",
+        "check:main_check",
+        "validate a recipe; print it with each value's origin",
+        recipe="recipe",
+    )
     add("--gpus", metavar="N", type=_count, help="processes of the world that the mesh must fill")
     add("--schema", action="store_true", help="print every key of a recipe, and read none")
 
     does = "train; under torchrun as one rank, else with processes of its own"
-    command("train", "job:main_train", does, recipe="path", answers=False)
+    command("train", "train:main_train", does, recipe="path", answers=False)
 
-    add = command("verify", _VERIFY, "prove that a recipe's layout computes what one process computes", recipe="recipe")
+    add = command(
+        "verify",
+        _VERIFY,
+        "prove that a recipe's layout computes what one process computes",
+        recipe="recipe",
+    )
     add("--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s")
-    add("--steps", metavar="N", type=_count, default=3, help="optimizer steps; default: %(default)s")
+    add(
+        "--steps", metavar="N", type=_count, default=3, help="optimizer steps; default: %(default)s"
+    )
     add("--layouts", metavar="FILE", help="prove many: a line of FILE is key=value overrides")
 
-    add = command("prepare", "data.prepare:main_prepare", 'make token files, for data.source = "tokens"')
+    add = command("prepare", "prepare:main_prepare", 'make token files, for data.source = "tokens"')
     source = (
         "a text file, or a folder of them: a document each; or a .jsonl file, or a folder of them: a document a "
         "line; a folder of both is refused; hidden files and links to folders are passed over"
@@ -220,11 +200,21 @@ def _parser() -> argparse.ArgumentParser:
     add("source", metavar="SRC", help=source)
     add("-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist")
     add("--tokenizer", metavar="FILE|bytes", required=True, help="a tokenizer.json, or plain bytes")
-    add("--eod", metavar="TOKEN", help="token after each document; default: the tokenizer's usual one")
-    field = "key of the text in a line of JSONL; default: text; with it, a file of any name is JSONL"
+    add(
+        "--eod",
+        metavar="TOKEN",
+        help="token after each document; default: the tokenizer's usual one",
+    )
+    field = (
+        "key of the text in a line of JSONL; default: text; with it, a file of any name is JSONL"
+    )
     add("--field", metavar="KEY", help=field)
 
-    add = command("convert", "convert.convert:main_convert", "write a checkpoint in another form, proven the same")
+    add = command(
+        "convert",
+        "convert:main_convert",
+        "write a checkpoint in another form, proven the same",
+    )
     add("src", metavar="SRC", help="a folder of Hugging Face's, Meta's or a run's, or a torch file")
     add("dst", metavar="DST", help="what to make; it must not exist")
     add("--to", choices=("hf", "meta", "torch", "dcp"), required=True, help="torch is one file")
@@ -233,7 +223,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--weights-only", action="store_true", help="leave the optimizer's state behind")
     add("--logits", action="store_true", help="run the model of both sides as well, and compare")
 
-    add = command("inspect", "convert.inspect:main_inspect", "say what a checkpoint holds and whether it is whole")
+    add = command(
+        "inspect",
+        "inspect:main_inspect",
+        "say what a checkpoint holds and whether it is whole",
+    )
     add("path", metavar="PATH", help="as convert's SRC")
     add("--tensors", action="store_true", help="list each tensor")
     return parser

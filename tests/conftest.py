@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tools.prove.paths import ROOT
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from composer3d.launch import Pool
-
-ROOT = Path(__file__).parent.parent
+from composer3d.runtime.launch import Pool
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from composer3d.recipe.load import load
-from composer3d.recipe.rules import violations
+from composer3d.recipe.resolve import load
+from composer3d.recipe.rules.layout import violations
+from tools.prove.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "composer3d"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -28,7 +28,10 @@ def test_recipe_loads_and_keeps_the_rules(path: Path) -> None:
     resolved = load(path)
     assert violations(resolved.recipe) == []
     if path.stem != "quickstart":
-        model, devices = path.stem.split("-")[0], [int(part) for part in path.stem.split("-") if part.isdigit()]
+        model, devices = (
+            path.stem.split("-")[0],
+            [int(part) for part in path.stem.split("-") if part.isdigit()],
+        )
         assert devices == [resolved.recipe.world_size]
         assert resolved.origins["model.dim"].startswith(f"preset {model}")
 
@@ -45,17 +48,21 @@ def imports(module: ast.Module) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "models").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "models").glob("*.py")), ids=lambda path: path.name
+)
 def test_models_are_single_device_code(path: Path) -> None:
     assert not {name for name in imports(tree(path)) if name.startswith("torch.distributed")}
 
 
 def test_commands_answer_without_torch() -> None:
     code = (
-        "import sys, composer3d.cli, composer3d.recipe.load, composer3d.verify, composer3d.job, composer3d.launch\n"
+        "import sys, composer3d.cli, composer3d.recipe.resolve, composer3d.verify.proof, composer3d.commands.train, composer3d.launch\n"
         "print(sorted({'torch', 'numpy', 'tensorboard', 'torchdata'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -85,7 +92,9 @@ def undocumented(node: ast.Module | ast.ClassDef, place: str) -> list[str]:
             told = len(each.body) <= 2 or each.name == "forward"
         else:
             fields = [entry.value for entry in each.body if isinstance(entry, ast.AnnAssign)]
-            told = bool(fields) and all(isinstance(v, ast.Call) and ast.unparse(v.func) == "key" for v in fields)
+            told = bool(fields) and all(
+                isinstance(v, ast.Call) and ast.unparse(v.func) == "key" for v in fields
+            )
             found += undocumented(each, name)
         if not told and not ast.get_docstring(each):
             found.append(name)
@@ -93,12 +102,20 @@ def undocumented(node: ast.Module | ast.ClassDef, place: str) -> list[str]:
 
 
 def test_public_names_have_docstrings() -> None:
-    assert not [name for path in FILES for name in undocumented(tree(path), path.relative_to(ROOT).as_posix())]
+    assert not [
+        name
+        for path in FILES
+        for name in undocumented(tree(path), path.relative_to(ROOT).as_posix())
+    ]
 
 
 def test_nothing_is_left_to_be_done() -> None:
     words = ("NotImplementedError", "TO" + "DO", "FIX" + "ME")
     files = [*FILES, *RECIPES, *sorted((ROOT / "tests").rglob("*.py"))]
     assert not [
-        (path.name, word) for path in files if path != Path(__file__) for word in words if word in path.read_text()
+        (path.name, word)
+        for path in files
+        if path != Path(__file__)
+        for word in words
+        if word in path.read_text()
     ]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tools.prove.paths import ROOT
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
@@ -16,12 +18,14 @@ pytestmark = [
         reason=f"torch {torch.__version__} lacks torch.distributed.all_gather_single; composer3d needs 2.13",
     ),
 ]
-RECIPE = Path(__file__).parent.parent / "recipes" / "debug-1-single.toml"
+RECIPE = ROOT / "recipes" / "debug-1-single.toml"
 
 
 def losses(folder: Path, *sets: str) -> list[float]:
     """The losses of a run of the debug recipe, by step."""
-    arguments = [f"--set={each}" for each in (f"run.out_dir={folder}", "model.preset=debug-small", *sets)]
+    arguments = [
+        f"--set={each}" for each in (f"run.out_dir={folder}", "model.preset=debug-small", *sets)
+    ]
     command = [sys.executable, "-m", "composer3d", "train", str(RECIPE), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -43,8 +47,14 @@ def test_float32_learns_as_on_the_cpu(tmp_path: Path, on_cpu: list[float]) -> No
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_bfloat16_learns_as_float32_on_the_cpu(tmp_path: Path, on_cpu: list[float], checkpointing: str) -> None:
-    sets = ("run.device=cuda", "precision.compute=bfloat16", f"memory.activation_checkpoint={checkpointing}")
+def test_bfloat16_learns_as_float32_on_the_cpu(
+    tmp_path: Path, on_cpu: list[float], checkpointing: str
+) -> None:
+    sets = (
+        "run.device=cuda",
+        "precision.compute=bfloat16",
+        f"memory.activation_checkpoint={checkpointing}",
+    )
     assert worst(losses(tmp_path, *sets), on_cpu) < 2e-2
 
 
@@ -65,5 +75,15 @@ def test_parameters_on_the_host_learn_as_on_the_gpu(tmp_path: Path, zero: int) -
 
 
 def test_compiled_blocks_learn_as_eager_ones(tmp_path: Path) -> None:
-    sets = ("run.device=cuda", "precision.compute=bfloat16", "memory.activation_checkpoint=selective")
-    assert worst(losses(tmp_path / "eager", *sets), losses(tmp_path / "fast", *sets, "compile.enabled=true")) < 2e-2
+    sets = (
+        "run.device=cuda",
+        "precision.compute=bfloat16",
+        "memory.activation_checkpoint=selective",
+    )
+    assert (
+        worst(
+            losses(tmp_path / "eager", *sets),
+            losses(tmp_path / "fast", *sets, "compile.enabled=true"),
+        )
+        < 2e-2
+    )

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import composer3d
-
-ROOT = Path(__file__).parent.parent
+from tools.prove.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=leave)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder / "source")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     command = [*pip, "--no-index", "-w", str(folder), str(folder / "source")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -49,6 +56,8 @@ def test_an_installed_wheel_finds_its_recipes(wheel: Path, tmp_path: Path) -> No
         archive.extractall(tmp_path / "site")
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     command = [sys.executable, "-m", "composer3d", "check", "quickstart"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert f"# {tmp_path}/site/composer3d/recipes/quickstart.toml:" in done.stdout

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from composer3d.convert.names import hf_names, shapes
-from composer3d.hf import config_of
-from composer3d.shape import ModelShape
+from composer3d.models.llama.huggingface import config_of
+from composer3d.models.llama.names import hf_names, shapes
+from composer3d.models.llama.shape import ModelShape
 
 _CHILD = """
 import re, sys, threading, time, json
@@ -53,10 +53,16 @@ def make(folder: Path, size: float) -> None:
         parts[-1][own[name]] = torch.empty(sizes, dtype=torch.bfloat16).normal_()
         index[own[name]] = f"model-{len(parts):05d}.safetensors"
         if len(parts) > 1 and parts[-2]:
-            save_file(parts[-2], folder / f"model-{len(parts) - 1:05d}.safetensors", metadata={"format": "pt"})
+            save_file(
+                parts[-2],
+                folder / f"model-{len(parts) - 1:05d}.safetensors",
+                metadata={"format": "pt"},
+            )
             parts[-2].clear()
     save_file(parts[-1], folder / f"model-{len(parts):05d}.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
 
 
 def main() -> int:
@@ -68,7 +74,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as text:
         folder = Path(text)
         make(folder / "hf", args.gb * 1e9)
-        for src, dst, to in (("hf", "dcp", "dcp"), ("dcp", "hf2", "hf"), ("hf", "torch.pt", "torch")):
+        for src, dst, to in (
+            ("hf", "dcp", "dcp"),
+            ("dcp", "hf2", "hf"),
+            ("hf", "torch.pt", "torch"),
+        ):
             subprocess.run(["sync"], check=True)
             began = time.perf_counter()
             subprocess.run(["cp", "-r", str(folder / src), str(folder / "copy")], check=True)

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, cast
 
 import xxhash
 
-from composer3d.errors import CheckpointError, UserError
-from composer3d.files import MIB, open_plain, parse_json, read_plain
-from composer3d.shape import ModelShape
+from composer3d.models.llama.shape import ModelShape
+from composer3d.spec.errors import CheckpointError, UserError
+from composer3d.spec.files import MIB, open_plain, parse_json, read_plain
 
 FILE = "manifest.json"
 FORMAT = 1
@@ -35,13 +35,19 @@ class Manifest:
 
     step: int  # optimizer steps that were done
     world_size: int = 1
-    layout: dict[str, int] = field(default_factory=dict)  # the mesh that saved, for people: any layout can load
+    layout: dict[str, int] = field(
+        default_factory=dict
+    )  # the mesh that saved, for people: any layout can load
     model: dict[str, Any]  # see ``model_of``
     recipe: str = ""  # resolved TOML
-    data: dict[str, Any] | None = None  # the loader's state; None where a checkpoint only seeds a run with tensors
+    data: dict[str, Any] | None = (
+        None  # the loader's state; None where a checkpoint only seeds a run with tensors
+    )
     lr: float | None = None  # of the last step
     files: dict[str, tuple[int, str]] = field(default_factory=dict)  # name: (bytes, XXH3-128)
-    tensors: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # global name: (shape, dtype)
+    tensors: dict[str, tuple[tuple[int, ...], str]] = field(
+        default_factory=dict
+    )  # global name: (shape, dtype)
 
 
 def model_of(shape: ModelShape, params: str) -> dict[str, Any]:
@@ -54,7 +60,9 @@ def write(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest`` into ``folder``, and have it on the disk."""
     content = _encode({"format": FORMAT, **asdict(manifest)})
     if len(content) > _LIMIT or _values_in(content) > _VALUES:
-        raise CheckpointError(f"{folder / FILE} would be too large to be read: {len(content):,} bytes")
+        raise CheckpointError(
+            f"{folder / FILE} would be too large to be read: {len(content):,} bytes"
+        )
     (folder / FILE).write_bytes(content)
     sync(folder / FILE)
 
@@ -83,20 +91,30 @@ def read(folder: Path) -> Manifest:
         if _values_in(written) > _VALUES:
             raise ValueError(f"it holds more than {_VALUES:,} values")
         content = parse_json(written)
-        if type(content) is not dict or _encode(content) != written:  # a flipped bit can spell the same in another way
+        if (
+            type(content) is not dict or _encode(content) != written
+        ):  # a flipped bit can spell the same in another way
             raise ValueError("it is not what its digest says")
         version = content.pop("format", None)
         if version != FORMAT or type(version) is not int:
             # No damage, which a resume would pass over.
-            raise UserError(f"{place} is not of format {FORMAT}, all that this composer3d reads; use a newer one")
+            raise UserError(
+                f"{place} is not of format {FORMAT}, all that this composer3d reads; use a newer one"
+            )
         del content["digest"]
         return parse(content)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {FILE}; name a step-* folder") from None
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: it has no {FILE}; name a step-* folder"
+        ) from None
     except OSError as error:
-        raise CheckpointError(f"{place} cannot be used: it {error.strerror}; copy the checkpoint again") from None
+        raise CheckpointError(
+            f"{place} cannot be used: it {error.strerror}; copy the checkpoint again"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{place} cannot be used: {_sentence(error)}; copy the checkpoint again") from None
+        raise CheckpointError(
+            f"{place} cannot be used: {_sentence(error)}; copy the checkpoint again"
+        ) from None
 
 
 def _values_in(written: bytes) -> int:
@@ -141,11 +159,20 @@ def _text(value: Any, most: int = 1000) -> bool:
 def _plain(value: Any) -> bool:
     if type(value) is float:
         return math.isfinite(value)
-    return value is None or type(value) is bool or _text(value) or (type(value) is int and abs(value) <= 2**63)
+    return (
+        value is None
+        or type(value) is bool
+        or _text(value)
+        or (type(value) is int and abs(value) <= 2**63)
+    )
 
 
-def _each(value: Any, of_value: Callable[[Any], bool], of_name: Callable[[Any], bool] = _text) -> bool:
-    return type(value) is dict and all(of_name(name) and of_value(each) for name, each in value.items())
+def _each(
+    value: Any, of_value: Callable[[Any], bool], of_name: Callable[[Any], bool] = _text
+) -> bool:
+    return type(value) is dict and all(
+        of_name(name) and of_value(each) for name, each in value.items()
+    )
 
 
 def _pair(value: Any, first: Callable[[Any], bool], second: Callable[[Any], bool]) -> bool:
@@ -157,7 +184,12 @@ def _file_name(name: Any) -> bool:
     if not _text(name) or "\0" in name or not name.isprintable():
         return False
     path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and name not in ("", ".", FILE) and str(path) == name
+    return (
+        not path.is_absolute()
+        and ".." not in path.parts
+        and name not in ("", ".", FILE)
+        and str(path) == name
+    )
 
 
 def _digest(value: Any) -> bool:
@@ -189,12 +221,18 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (lambda value: _each(value, _plain), "numbers, texts or null by name"),
     "recipe": (lambda value: _text(value, MIB), "a text of at most 2^20 characters"),
     "data": (_data, "null, or numbers and texts by name; next_step is an integer from 0 to 2^53"),
-    "lr": (lambda value: value is None or (type(value) is float and math.isfinite(value)), "null or a finite number"),
+    "lr": (
+        lambda value: value is None or (type(value) is float and math.isfinite(value)),
+        "null or a finite number",
+    ),
     "files": (
         lambda value: _each(value, lambda pair: _pair(pair, _count, _digest), _file_name),
         "size and digest (XXH3-128) of files by their names within the folder",
     ),
-    "tensors": (lambda value: _each(value, lambda pair: _pair(pair, _shape, _text)), "shape and dtype by name"),
+    "tensors": (
+        lambda value: _each(value, lambda pair: _pair(pair, _shape, _text)),
+        "shape and dtype by name",
+    ),
 }
 
 
@@ -219,7 +257,11 @@ def damage(folder: Path, manifest: Manifest, names: Collection[str] | None = Non
             lines.append(f"{path} cannot be read ({error.strerror})")
     extra = sorted(_names_in(folder) - manifest.files.keys() - {FILE})
     lines += [f"{folder / name} is not in the manifest" for name in extra[:_SHOWN]]
-    return lines + ([f"{folder}: {len(extra) - _SHOWN} more files are not in the manifest"] if extra[_SHOWN:] else [])
+    return lines + (
+        [f"{folder}: {len(extra) - _SHOWN} more files are not in the manifest"]
+        if extra[_SHOWN:]
+        else []
+    )
 
 
 def _refuse_links(folder: Path, name: str) -> None:
@@ -238,7 +280,9 @@ def _names_in(folder: Path) -> set[str]:
     return found
 
 
-def compare(job: Mapping[str, object], saved: Mapping[str, object], place: object, way_out: str) -> None:
+def compare(
+    job: Mapping[str, object], saved: Mapping[str, object], place: object, way_out: str
+) -> None:
     """Hold what ``place`` has, by name, against what this job needs, both ways.
 
     Raises CheckpointError with the differences, of which eight are shown, and ``way_out``.

@@ -36,15 +36,26 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, reading
 from composer3d.checkpoint.torchfile import DTYPES, read_tensor, sizes_of
-from composer3d.errors import CheckpointError
-from composer3d.files import open_plain
+from composer3d.spec.errors import CheckpointError
+from composer3d.spec.files import open_plain
 
 METADATA = ".metadata"
-METADATA_LIMIT = 4 << 30  # bytes: about 200 for each part of a tensor; 70B over 1,024 ranks has 2.2 million parts
+METADATA_LIMIT = (
+    4 << 30
+)  # bytes: about 200 for each part of a tensor; 70B over 1,024 ranks has 2.2 million parts
 StorageInfo = _StorageInfo
-_PLACE, _STORED = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem._StorageInfo"
+_PLACE, _STORED = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+)
 _LAYOUT = "torch.serialization._get_layout"
-_CLASSES = {"Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"}
+_CLASSES = {
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+}
 _CLASSES |= {"StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"}
 # All that torch 2.13 and 2.15 write, under Python 3.11 (of which some pickle an enum by getattr) to 3.14.
 _NAMES = frozenset(
@@ -103,7 +114,9 @@ def _parse(path: Path) -> Any:
     with open_plain(path, follow_links=False) as file:
         size = file.seek(0, os.SEEK_END)
         if not 0 < size <= METADATA_LIMIT:
-            raise PickleError(f"it has {size:,} bytes, and at least 1 and at most {METADATA_LIMIT:,} are read")
+            raise PickleError(
+                f"it has {size:,} bytes, and at least 1 and at most {METADATA_LIMIT:,} are read"
+            )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return pickles.parse(mapped, _NAMES, longest_text=4 * _LONGEST_NAME, all_texts=None)
 
@@ -118,7 +131,9 @@ def tensors_of(read: Metadata, place: str) -> dict[str, tuple[tuple[int, ...], s
             others.append(name)
     if others:
         shown = ", ".join(map(_shown, sorted(others)[:8]))
-        raise CheckpointError(f"{place} holds objects that are no tensors, which are not loaded: {shown}")
+        raise CheckpointError(
+            f"{place} holds objects that are no tensors, which are not loaded: {shown}"
+        )
     return found
 
 
@@ -128,7 +143,11 @@ def _shown(name: str) -> str:
 
 def _state(record: Any, kind: str, path: str = "") -> dict[Any, Any]:
     """The fields of an object of class ``kind`` (or of the class at ``path``)."""
-    if type(record) is not Record or record.path != (path or f"{_PLACE}.{kind}") or record.arguments != ():
+    if (
+        type(record) is not Record
+        or record.path != (path or f"{_PLACE}.{kind}")
+        or record.arguments != ()
+    ):
         raise PickleError(f"it holds something else where a {kind} belongs")
     state = {} if record.state is None else record.state
     if type(state) is not dict or record.items is not None:
@@ -172,14 +191,24 @@ def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadat
     parts = [_state(chunk, "ChunkStorageMetadata") for chunk in chunks]
     boxes = [(sizes_of(part.get("offsets")), sizes_of(part.get("sizes"))) for part in parts]
     if not fills(shape, boxes):
-        raise PickleError(f"the parts of {_shown(name)} do not make {shape} with every element in one of them")
-    made = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-    return TensorStorageMetadata(_properties(name, state.get("properties")), torch.Size(shape), made)
+        raise PickleError(
+            f"the parts of {_shown(name)} do not make {shape} with every element in one of them"
+        )
+    made = [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes
+    ]
+    return TensorStorageMetadata(
+        _properties(name, state.get("properties")), torch.Size(shape), made
+    )
 
 
 def _properties(name: str, record: Any) -> TensorProperties:
     """Only the dtype counts; the rest, to which torch 2.15 adds the strides, describes what no checkpoint has."""
-    state = record.state if type(record) is Record and record.path == f"{_PLACE}.TensorProperties" else None
+    state = (
+        record.state
+        if type(record) is Record and record.path == f"{_PLACE}.TensorProperties"
+        else None
+    )
     if type(state) is not tuple or len(state) not in (5, 6):
         raise PickleError(f"{_shown(name)} has no properties of a tensor")
     dtype, layout = state[:2]
@@ -200,12 +229,22 @@ def _index(key: Any) -> MetadataIndex:
 def _storage(name: str, value: Any) -> _StorageInfo:
     state = _state(value, "storage", _STORED)
     path, begin, length = (state.get(field) for field in ("relative_path", "offset", "length"))
-    if type(path) is not str or path in ("", ".", "..") or Path(path).name != path or "\0" in path or len(path) > 255:
-        raise PickleError(f"{_shown(name)} lies in {path!r:.200}, which names no file of the folder")
+    if (
+        type(path) is not str
+        or path in ("", ".", "..")
+        or Path(path).name != path
+        or "\0" in path
+        or len(path) > 255
+    ):
+        raise PickleError(
+            f"{_shown(name)} lies in {path!r:.200}, which names no file of the folder"
+        )
     if type(begin) is not int or type(length) is not int or not (begin >= 0 < length):
         raise PickleError(f"{_shown(name)} lies nowhere in {path!r:.200}")
     if state.get("transform_descriptors") is not None:
-        raise PickleError(f"{_shown(name)} is transformed (compressed), which composer3d does not read")
+        raise PickleError(
+            f"{_shown(name)} is transformed (compressed), which composer3d does not read"
+        )
     return _StorageInfo(path, begin, length)
 
 
@@ -217,7 +256,9 @@ def fills(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[i
     one lies in none or in several, the difference is a polynomial of the marks that is not zero, which random marks
     of 61 bits take for zero once in 2^55 times (Schwartz and Zippel). Nobody knows the marks beforehand.
     """
-    rulers: list[defaultdict[int, int]] = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
+    rulers: list[defaultdict[int, int]] = [
+        defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape
+    ]
 
     def measure(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         product = 1
@@ -229,14 +270,17 @@ def fills(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[i
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape):
             return False
-        if any(begin + size > most for begin, size, most in zip(offsets, sizes, shape, strict=True)):
+        if any(
+            begin + size > most for begin, size, most in zip(offsets, sizes, shape, strict=True)
+        ):
             return False
         total += measure(offsets, sizes)
     return total % _PRIME == measure((0,) * len(shape), shape) % _PRIME
 
 
 def _check_parts(
-    entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata], stored: Mapping[Any, _StorageInfo]
+    entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata],
+    stored: Mapping[Any, _StorageInfo],
 ) -> None:
     """Each part of a tensor is stored once, in as many bytes as it needs, and nothing else is."""
     wanted: set[MetadataIndex] = set()
@@ -251,7 +295,11 @@ def _check_parts(
             wanted.add(index)
             size = prod(chunk.sizes) * entry.properties.dtype.itemsize
             if index not in stored or stored[index].length < size:
-                kept = f"has {stored[index].length:,} bytes of {size:,}" if index in stored else "is stored nowhere"
+                kept = (
+                    f"has {stored[index].length:,} bytes of {size:,}"
+                    if index in stored
+                    else "is stored nowhere"
+                )
                 raise PickleError(f"the part of {_shown(name)} at {tuple(chunk.offsets)} {kept}")
     for index in stored:
         if index not in wanted:
@@ -269,11 +317,15 @@ def _check_files(folder: Path, stored: Iterable[_StorageInfo]) -> None:
                 raise PickleError(f"it names {file!r:.200}, which is no plain file")
             size = found.st_size
         if info.offset < end or info.offset + info.length > size:
-            raise PickleError(f"{file!r:.200} has {size:,} bytes, but parts of tensors overlap in it or end beyond it")
+            raise PickleError(
+                f"{file!r:.200} has {size:,} bytes, but parts of tensors overlap in it or end beyond it"
+            )
         end = info.offset + info.length
 
 
-def read_part(file: BinaryIO, info: _StorageInfo, entry: TensorStorageMetadata, sizes: torch.Size) -> Tensor:
+def read_part(
+    file: BinaryIO, info: _StorageInfo, entry: TensorStorageMetadata, sizes: torch.Size
+) -> Tensor:
     """One part of a tensor. Raises ValueError where the file holds something else there."""
     part = read_tensor(file, info.offset, info.length)
     if part.shape != sizes or part.dtype != entry.properties.dtype:
@@ -300,7 +352,9 @@ def read_whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
         if part.shape == entry.size:
             return part
         whole = torch.empty(entry.size, dtype=entry.properties.dtype) if whole is None else whole
-        whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = part
+        whole[
+            tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        ] = part
     return torch.empty(entry.size, dtype=entry.properties.dtype) if whole is None else whole
 
 
@@ -308,7 +362,9 @@ class Planner(dcp.DefaultLoadPlanner):
     """Loads tensors and nothing else: torch's own would unpickle an object without a look at it."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn!r:.200} is an object and no tensor, which is not loaded")
+        raise CheckpointError(
+            f"{read_item.dest_index.fqn!r:.200} is an object and no tensor, which is not loaded"
+        )
 
 
 class Reader(StorageReader):
@@ -316,7 +372,9 @@ class Reader(StorageReader):
 
     def __init__(self, folder: Path, read: Metadata) -> None:
         self._folder, self._metadata = folder, read
-        self._sizes: dict[str, dict[torch.Size, torch.Size]] = {}  # of the parts of a tensor, by their offsets
+        self._sizes: dict[
+            str, dict[torch.Size, torch.Size]
+        ] = {}  # of the parts of a tensor, by their offsets
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -346,13 +404,18 @@ class Reader(StorageReader):
             for info, item in items:
                 if info.relative_path != opened:
                     stack.close()
-                    file, opened = stack.enter_context(open_part(self._folder, info)), info.relative_path
+                    file, opened = (
+                        stack.enter_context(open_part(self._folder, info)),
+                        info.relative_path,
+                    )
                 self._read(file, info, item, planner)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
 
-    def _read(self, file: BinaryIO, info: _StorageInfo, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read(
+        self, file: BinaryIO, info: _StorageInfo, item: ReadItem, planner: LoadPlanner
+    ) -> None:
         name = item.storage_index.fqn
         entry = self._metadata.state_dict_metadata[name]
         if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata):
@@ -362,7 +425,9 @@ class Reader(StorageReader):
                 self._sizes[name] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
             offset = item.storage_index.offset
             part = read_part(file, info, entry, self._sizes[name][torch.Size(offset or ())])
-            box = tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))
+            box = tuple(
+                slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True)
+            )
             target = planner.resolve_tensor(item).detach()
             target.copy_(part[box])
             planner.commit_tensor(item, target)

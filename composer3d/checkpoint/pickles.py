@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from composer3d.errors import CheckpointError
-from composer3d.files import MIB, FileTooLargeError, NotPlainFileError
+from composer3d.spec.errors import CheckpointError
+from composer3d.spec.files import MIB, FileTooLargeError, NotPlainFileError
 
-LONGEST_TEXT, ALL_TEXTS = 64 * MIB, 128 * MIB  # bytes: of one text of a torch file, such as a tokenizer, and of all
+LONGEST_TEXT, ALL_TEXTS = (
+    64 * MIB,
+    128 * MIB,
+)  # bytes: of one text of a torch file, such as a tokenizer, and of all
 LIMIT = 256 * MIB  # bytes of the pickle of a torch file: it takes about 200 for each tensor
 _STACK = 10_000  # values that wait for their list, tuple or dict: writers hand over 1,000 (pairs) at a time
 _WINDOW = 1 << 16  # instructions between two looks at how dense they are
@@ -104,7 +107,10 @@ class _Machine:
                         return self._stack.pop()
                     table[code]()
                 done += _WINDOW
-                if self._at - self._texts < _DENSEST * done or len(self._stack) + sum(map(len, self._below)) > _STACK:
+                if (
+                    self._at - self._texts < _DENSEST * done
+                    or len(self._stack) + sum(map(len, self._below)) > _STACK
+                ):
                     raise PickleError("it repeats instructions as no writer of checkpoints does")
         except (IndexError, struct.error):
             raise PickleError("it is cut off, or no pickle of a checkpoint") from None
@@ -204,7 +210,9 @@ class _Machine:
 
     def _push_text(self, size: int) -> None:
         self._texts += size
-        if size > self._longest_text or (self._all_texts is not None and self._texts > self._all_texts):
+        if size > self._longest_text or (
+            self._all_texts is not None and self._texts > self._all_texts
+        ):
             raise PickleError("it holds a text, or texts in all, longer than any checkpoint has")
         self._stack.append(_text(self._take(size)))
 
@@ -261,8 +269,14 @@ class _Machine:
             target.items = target.items if target.items is not None else {}
             target = target.items
         keys = values[::2]
-        if type(target) is not dict or len(values) % 2 or not {*map(type, keys)} <= {str, int, Record}:
-            raise PickleError("it sets items of what is no dict, or under keys that no checkpoint has")
+        if (
+            type(target) is not dict
+            or len(values) % 2
+            or not {*map(type, keys)} <= {str, int, Record}
+        ):
+            raise PickleError(
+                "it sets items of what is no dict, or under keys that no checkpoint has"
+            )
         target.update(zip(keys, values[1::2], strict=True))
 
     # What would be made of classes and functions.

@@ -24,16 +24,23 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from composer3d import dist as distributed
-from composer3d import log
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest
-from composer3d.checkpoint.metadata import METADATA, METADATA_LIMIT, Planner, Reader, read_metadata, tensors_of
+from composer3d.checkpoint.metadata import (
+    METADATA,
+    METADATA_LIMIT,
+    Planner,
+    Reader,
+    read_metadata,
+    tensors_of,
+)
+from composer3d.checkpoint.optimizer_state import optimizer_state
 from composer3d.checkpoint.pickles import explain
-from composer3d.errors import CheckpointError, TrainingError, UserError
-from composer3d.optim import optimizer_state
 from composer3d.parallel import Stages
-from composer3d.parallel.ties import local
+from composer3d.parallel.pipeline.ties import local_shard
+from composer3d.runtime import log
+from composer3d.runtime import process_group as distributed
+from composer3d.spec.errors import CheckpointError, TrainingError, UserError
 
 _ASSETS = "assets"  # folder of a checkpoint
 
@@ -47,16 +54,26 @@ class Store:
     Collectives run on a gloo group of the store's own: a save in the background must not meet those of training.
     """
 
-    def __init__(self, folder: Path, *, keep: int, background: bool = False, timeout_s: float = 3600.0) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int, background: bool = False, timeout_s: float = 3600.0
+    ) -> None:
         # timeout_s: how much longer than another rank's the writes of one may take.
         self.folder = folder
-        self.assets: Mapping[str, bytes] = {}  # rank 0's: files that belong to the model, without its tensors
-        self.guard: Callable[[], None] = lambda: None  # rank 0's: raises TrainingError where the folder is not ours now
+        self.assets: Mapping[
+            str, bytes
+        ] = {}  # rank 0's: files that belong to the model, without its tensors
+        self.guard: Callable[[], None] = lambda: (
+            None
+        )  # rank 0's: raises TrainingError where the folder is not ours now
         self.loaded: Path | None = None  # the checkpoint that was loaded last
         self._keep, self._background = keep, background
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # where a new thread is not
-        self._thread = ThreadPoolExecutor(1, initializer=lambda: None if gpu is None else torch.cuda.set_device(gpu))
+        gpu = (
+            torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        )  # where a new thread is not
+        self._thread = ThreadPoolExecutor(
+            1, initializer=lambda: None if gpu is None else torch.cuda.set_device(gpu)
+        )
         self._flight: Future[None] | None = None
         self._host: dict[str, Tensor] = {}
         self._damaged: set[Path] = set()
@@ -65,7 +82,11 @@ class Store:
     @property
     def failed(self) -> bool:
         """Whether the save in the background has failed, as far as this rank knows: ``wait`` raises its error."""
-        return self._flight is not None and self._flight.done() and self._flight.exception() is not None
+        return (
+            self._flight is not None
+            and self._flight.done()
+            and self._flight.exception() is not None
+        )
 
     def newest(self) -> Path | None:
         """The checkpoint with the highest step that is not known to be damaged, or None. Waits for a save to end."""
@@ -78,18 +99,28 @@ class Store:
 
         Nor is a link, a pipe or a file of such a name: a link could lead to anybody's checkpoint.
         """
-        found = (path for path in self.folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8}", path.name))
+        found = (
+            path for path in self.folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8}", path.name)
+        )
         return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
     def _warn_of_links(self) -> None:
         """Once for each: a user who has moved a checkpoint to another disk would wonder why it is not used."""
         for path in sorted(self.folder.glob("step-*")):
-            if re.fullmatch(r"step-[0-9]{8}", path.name) and path.is_symlink() and path not in self._links:
+            if (
+                re.fullmatch(r"step-[0-9]{8}", path.name)
+                and path.is_symlink()
+                and path not in self._links
+            ):
                 self._links.add(path)
                 log.get().warning(f"{path} is a link, which is not followed: move the folder there")
 
     def _whole(self) -> list[Path]:
-        return [path for path in self._steps() if path not in self._damaged and (path / manifests.FILE).exists()]
+        return [
+            path
+            for path in self._steps()
+            if path not in self._damaged and (path / manifests.FILE).exists()
+        ]
 
     def save(self, manifest: Manifest, stages: Stages, optimizer: torch.optim.AdamW) -> None:
         """Write the state after ``manifest.step`` steps, then drop the oldest checkpoints beyond ``keep``.
@@ -106,15 +137,19 @@ class Store:
         self.wait()
         state = gather_state(stages, optimizer)
         if not self._background:
-            self._write(manifest, state, {name: local(tensor) for name, tensor in state.items()})
+            self._write(
+                manifest, state, {name: local_shard(tensor) for name, tensor in state.items()}
+            )
             return
         self._flight = self._thread.submit(self._write, manifest, state, self._copy(state))
         seconds = time.perf_counter() - began
-        log.get().info(f"saving step {manifest.step} in the background: training stood still for {seconds:.3f} s")
+        log.get().info(
+            f"saving step {manifest.step} in the background: training stood still for {seconds:.3f} s"
+        )
 
     def _copy(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The local parts of ``state`` in memory of the host (pinned for a GPU's), which the next save uses again."""
-        for name, part in ((name, local(tensor)) for name, tensor in state.items()):
+        for name, part in ((name, local_shard(tensor)) for name, tensor in state.items()):
             if name not in self._host:
                 self._host[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
             self._host[name].copy_(part, non_blocking=True)
@@ -138,7 +173,9 @@ class Store:
         if flight is not None:
             flight.result()
 
-    def _write(self, manifest: Manifest, state: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
+    def _write(
+        self, manifest: Manifest, state: dict[str, Tensor], parts: dict[str, Tensor]
+    ) -> None:
         began = time.perf_counter()
         final = self.folder / f"step-{manifest.step:08d}"
         staging = final.with_suffix(".tmp")
@@ -146,9 +183,15 @@ class Store:
             self._on_first(lambda: self._prepare(staging))
             # Synced below: torch 2.13 calls fsync before it has flushed. No copy ahead: it would need a GPU's stream.
             writer = _Writer(staging, sync_files=False, per_thread_copy_ahead=0)
-            saved = dcp.save(state, storage_writer=writer, planner=_Planner(parts), process_group=self._group)
+            saved = dcp.save(
+                state, storage_writer=writer, planner=_Planner(parts), process_group=self._group
+            )
             own = distributed.on_all("writing", lambda: _seal(staging), self._group)
-            files = {name: entry for part in distributed.gather(own, self._group) for name, entry in part.items()}
+            files = {
+                name: entry
+                for part in distributed.gather(own, self._group)
+                for name, entry in part.items()
+            }
             full = replace(manifest, files=files, tensors=tensors_of(saved, str(staging)))
             self._on_first(lambda: self._publish(staging, final, full))
         except TrainingError:  # the folder is another job's now: nothing in it is ours to remove
@@ -156,7 +199,10 @@ class Store:
         except (UserError, CheckpointException) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
-            lines = [f"step {manifest.step} could not be saved in {staging}: {cause}" for cause in _causes(error)]
+            lines = [
+                f"step {manifest.step} could not be saved in {staging}: {cause}"
+                for cause in _causes(error)
+            ]
             kept = max(self._whole(), default="none")
             raise CheckpointError(
                 [*lines, f"the newest checkpoint is {kept}: the same command goes on from it"]
@@ -165,12 +211,16 @@ class Store:
 
     def _on_first(self, function: Callable[[], None]) -> None:
         """Run ``function`` on rank 0; where it fails, all ranks do."""
-        distributed.on_all("writing", function if dist.get_rank() == 0 else lambda: None, self._group)
+        distributed.on_all(
+            "writing", function if dist.get_rank() == 0 else lambda: None, self._group
+        )
 
     def _prepare(self, staging: Path) -> None:
         self.guard()
         for crashed in self.folder.glob("step-*.tmp"):
-            if re.fullmatch(r"step-[0-9]{8}(\.old)?\.tmp", crashed.name):  # an export beside them may be at work
+            if re.fullmatch(
+                r"step-[0-9]{8}(\.old)?\.tmp", crashed.name
+            ):  # an export beside them may be at work
                 _clear(crashed)
         staging.mkdir(parents=True)
         for name, content in self.assets.items():
@@ -183,7 +233,9 @@ class Store:
         manifests.sync(staging)
         self.guard()
         replaced = final.with_suffix(".old.tmp")
-        if os.path.lexists(final):  # it is damaged: a run does not come twice to a step that it has saved
+        if os.path.lexists(
+            final
+        ):  # it is damaged: a run does not come twice to a step that it has saved
             final.rename(replaced)
         staging.rename(final)
         manifests.sync(self.folder)
@@ -217,14 +269,18 @@ class Store:
         """
         if dist.get_rank() == 0:
             self._warn_of_links()
-        steps = distributed.gather(self._steps(), self._group)[0]  # rank 0's: what another node remembers may be old
+        steps = distributed.gather(self._steps(), self._group)[
+            0
+        ]  # rank 0's: what another node remembers may be old
         for path in reversed(steps):
             try:
                 return path, self.check(path)
             except CheckpointError as error:
                 self._damaged.add(path)
                 if dist.get_rank() == 0:
-                    log.get().warning("\n".join([*error.lines, f"{path} is damaged: it is passed over"]))
+                    log.get().warning(
+                        "\n".join([*error.lines, f"{path} is damaged: it is passed over"])
+                    )
         if steps:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is whole (damaged: {', '.join(path.name for path in steps)}); "
@@ -246,11 +302,20 @@ class Store:
         state = gather_state(stages, optimizer)
         if not any(name.startswith("optim.") for name in saved):
             state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
-        manifests.compare(forms(state), saved, path, "it is of another model: point checkpoint.resume elsewhere")
+        manifests.compare(
+            forms(state), saved, path, "it is of another model: point checkpoint.resume elsewhere"
+        )
         try:
-            dcp.load(state, storage_reader=Reader(path, metadata), planner=Planner(), process_group=self._group)
+            dcp.load(
+                state,
+                storage_reader=Reader(path, metadata),
+                planner=Planner(),
+                process_group=self._group,
+            )
         except CheckpointException as error:
-            raise CheckpointError([f"{path} cannot be read: {cause}" for cause in _causes(error)]) from None
+            raise CheckpointError(
+                [f"{path} cannot be read: {cause}" for cause in _causes(error)]
+            ) from None
         self.loaded = path
 
 
@@ -262,7 +327,10 @@ def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tens
 
 def forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of all whole tensors that ranks of the job hold. Collective: they hold different names."""
-    mine = {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
+    mine = {
+        name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors.items()
+    }
     return {name: form for part in distributed.gather(mine) for name, form in part.items()}
 
 
@@ -280,7 +348,9 @@ class _Planner(dcp.DefaultSavePlanner):
 class _Writer(dcp.FileSystemWriter):
     """Fails with what the system said: torch's zip writer fails once more at its end, and hides that."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
         except Exception as error:

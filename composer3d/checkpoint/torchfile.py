@@ -18,7 +18,7 @@ from torch import Tensor
 
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, Storage, reading
-from composer3d.files import MIB, open_plain
+from composer3d.spec.files import MIB, open_plain
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _STORAGES = {
@@ -37,9 +37,18 @@ _STORAGES = {
     "torch.storage.UntypedStorage": torch.uint8,  # of all newer dtypes
 }
 _TENSOR, _NEWER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
-_PARAMETER, _SIZE, _DICT = "torch._utils._rebuild_parameter", "torch.Size", "collections.OrderedDict"
-_NAMES = frozenset({_TENSOR, _NEWER, _PARAMETER, _SIZE, _DICT, *_STORAGES, *(f"torch.{name}" for name in DTYPES)})
-_DEPTH, _VALUES = 64, 200_000  # of what a file may hold: nested values, and values and dimensions in all
+_PARAMETER, _SIZE, _DICT = (
+    "torch._utils._rebuild_parameter",
+    "torch.Size",
+    "collections.OrderedDict",
+)
+_NAMES = frozenset(
+    {_TENSOR, _NEWER, _PARAMETER, _SIZE, _DICT, *_STORAGES, *(f"torch.{name}" for name in DTYPES)}
+)
+_DEPTH, _VALUES = (
+    64,
+    200_000,
+)  # of what a file may hold: nested values, and values and dimensions in all
 _DIRECTORY = 64 * MIB  # of an archive; each storage takes about 100 bytes
 _TOO_MANY = f"it nests deeper than {_DEPTH} values, or holds more than {_VALUES:,}"
 _LARGEST = 1 << 62
@@ -75,8 +84,12 @@ def load_torch(path: Path) -> Any:
     with reading(path), open_plain(path) as file:
         size = file.seek(0, 2)
         archive = _Archive(file, _Part(0, size))
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # a copy of what is written to, not of the file
-        return _Tree(archive, lambda part, dtype: _view(mapped, part, dtype)).plain(archive.content())
+        mapped = mmap.mmap(
+            file.fileno(), 0, access=mmap.ACCESS_COPY
+        )  # a copy of what is written to, not of the file
+        return _Tree(archive, lambda part, dtype: _view(mapped, part, dtype)).plain(
+            archive.content()
+        )
 
 
 def read_tensor(file: BinaryIO, begin: int, size: int) -> Tensor:
@@ -97,7 +110,9 @@ def read_tensor(file: BinaryIO, begin: int, size: int) -> Tensor:
 def _view(mapped: mmap.mmap, part: _Part, dtype: torch.dtype) -> Tensor:
     if part.size == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(mapped, dtype=dtype, count=part.size // dtype.itemsize, offset=part.begin)
+    return torch.frombuffer(
+        mapped, dtype=dtype, count=part.size // dtype.itemsize, offset=part.begin
+    )
 
 
 def _copy(file: BinaryIO, part: _Part, dtype: torch.dtype) -> Tensor:
@@ -120,7 +135,9 @@ class _Archive:
                 "where you trust it, load it with torch.load and write it with torch.save"
             )
         found = dict(self._entries(self._directory()))
-        self._name = next((name for name in found if name.endswith("/data.pkl") and name.count("/") == 1), "")
+        self._name = next(
+            (name for name in found if name.endswith("/data.pkl") and name.count("/") == 1), ""
+        )
         if not self._name:
             raise ValueError("it is an archive without a data.pkl; write it with torch.save")
         self._records = found
@@ -131,7 +148,9 @@ class _Archive:
         self._require_order()
         part = self._record("data.pkl")
         if part.size > pickles.LIMIT:
-            raise ValueError(f"its data.pkl has {part.size:,} bytes, and at most {pickles.LIMIT:,} are read")
+            raise ValueError(
+                f"its data.pkl has {part.size:,} bytes, and at most {pickles.LIMIT:,} are read"
+            )
         self._file.seek(part.begin)
         return pickles.parse(self._file.read(part.size), _NAMES, storages=True)
 
@@ -181,14 +200,18 @@ class _Archive:
         if last[:4] != b"PK\x05\x06":
             raise ValueError("it is cut off, or something was added to it; copy it again")
         size, offset = struct.unpack("<II", last[12:20])
-        if 0xFFFFFFFF in (size, offset) or last[10:12] == b"\xff\xff":  # the wide form of a large archive
+        if (
+            0xFFFFFFFF in (size, offset) or last[10:12] == b"\xff\xff"
+        ):  # the wide form of a large archive
             locator = self._read(_Part(end - 20, 20))
             wide = self._read(_Part(struct.unpack("<Q", locator[8:16])[0], 56))
             if locator[:4] != b"PK\x06\x07" or wide[:4] != b"PK\x06\x06":
                 raise ValueError("the end of its archive is damaged; copy it again")
             size, offset = struct.unpack("<QQ", wide[40:56])
         if size > _DIRECTORY:
-            raise ValueError(f"its list of records has {size:,} bytes, and at most {_DIRECTORY:,} are read")
+            raise ValueError(
+                f"its list of records has {size:,} bytes, and at most {_DIRECTORY:,} are read"
+            )
         return self._read(_Part(offset, size))
 
     def _entries(self, directory: bytes) -> Iterator[tuple[str, _Part]]:
@@ -203,16 +226,22 @@ class _Archive:
             if not name or at > len(directory) or name in seen:
                 raise ValueError("its list of records is damaged; copy it again")
             if method != 0 or size != packed:
-                raise ValueError(f"its {name!r:.100} is compressed, which torch.save never does; write it anew with it")
+                raise ValueError(
+                    f"its {name!r:.100} is compressed, which torch.save never does; write it anew with it"
+                )
             if offset + size > self._place.size:
-                raise ValueError(f"its {name!r:.100} has {size:,} bytes, more than the file; copy it again")
+                raise ValueError(
+                    f"its {name!r:.100} has {size:,} bytes, more than the file; copy it again"
+                )
             seen.add(name)
             yield name, _Part(offset, size)
 
 
 def _listed(directory: bytes, at: int) -> tuple[str, int, int, int, int, int]:
     """What a list says of the record at ``at``: name, method, sizes packed and not, offset; and where the next is."""
-    mark, method, packed, size, name_size, more_size, note_size, offset = _LISTED.unpack_from(directory, at)
+    mark, method, packed, size, name_size, more_size, note_size, offset = _LISTED.unpack_from(
+        directory, at
+    )
     begin = at + _LISTED.size
     name = directory[begin : begin + name_size].decode() if mark == b"PK\x01\x02" else ""
     more = directory[begin + name_size : begin + name_size + more_size]
@@ -241,7 +270,9 @@ class _Tree:
     def __init__(self, archive: _Archive, read: Callable[[_Part, torch.dtype], Tensor]) -> None:
         self._archive, self._read = archive, read
         self._left = _VALUES
-        self._made: dict[int, tuple[Record, Stored]] = {}  # by identity of the record, which is kept alive
+        self._made: dict[
+            int, tuple[Record, Stored]
+        ] = {}  # by identity of the record, which is kept alive
 
     def plain(self, value: Any, depth: int = 0) -> Any:
         """A value with all that it holds, of which each is visited as often as it is held."""
@@ -284,7 +315,9 @@ class _Tree:
         if record.path == _PARAMETER and record.arguments and type(record.arguments[0]) is Record:
             record = record.arguments[0]
         if record.path not in (_TENSOR, _NEWER) or not 6 <= len(record.arguments) <= 8:
-            raise PickleError(f"it makes an object of {record.path} in a way that torch.save does not")
+            raise PickleError(
+                f"it makes an object of {record.path} in a way that torch.save does not"
+            )
         storage, offset, size, stride = record.arguments[:4]
         part, dtype = self._stored(storage)
         if record.path == _NEWER:
@@ -293,9 +326,15 @@ class _Tree:
         if type(offset) is not int or not 0 <= offset < _LARGEST or len(steps) != len(shape):
             raise PickleError("it holds a tensor with strides or an offset that no tensor has")
         room = part.size // dtype.itemsize
-        reach = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1 if prod(shape) else 0
+        reach = (
+            offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1
+            if prod(shape)
+            else 0
+        )
         if max(reach, prod(shape)) > room:
-            raise PickleError(f"it holds a tensor of shape {shape} in a storage of {room} elements, which are too few")
+            raise PickleError(
+                f"it holds a tensor of shape {shape} in a storage of {room} elements, which are too few"
+            )
 
         def read() -> Tensor:
             return self._read(part, dtype).as_strided(shape, steps, offset if prod(shape) else 0)
@@ -305,14 +344,18 @@ class _Tree:
     def _stored(self, storage: Any) -> tuple[_Part, torch.dtype]:
         """Where the bytes of a tensor are, and of what dtype the pickle says that they are."""
         identity = storage.arguments if type(storage) is Storage else ()
-        if [type(each) for each in identity] != [str, Name, str, str, int] or identity[0] != "storage":
+        if [type(each) for each in identity] != [str, Name, str, str, int] or identity[
+            0
+        ] != "storage":
             raise PickleError("it holds a tensor without a storage")
         _, kind, key, _, count = identity
         if kind.path not in _STORAGES:
             raise PickleError(f"it holds a storage of {kind.path}, which is none")
         part, dtype = self._archive.storage(key), _STORAGES[kind.path]
         if count < 0 or count * dtype.itemsize != part.size:
-            raise PickleError(f"it declares a storage of {count} {dtype}, but keeps {part.size:,} bytes of it")
+            raise PickleError(
+                f"it declares a storage of {count} {dtype}, but keeps {part.size:,} bytes of it"
+            )
         return part, dtype
 
 
@@ -326,6 +369,10 @@ def sizes_of(value: Any) -> tuple[int, ...]:
     """A shape, or the like: a tuple or ``torch.Size`` of integers that are not negative and not endless."""
     if type(value) is Record and value.path == _SIZE and len(value.arguments) == 1:
         value = value.arguments[0]
-    if type(value) is not tuple or len(value) > 64 or any(type(n) is not int or not 0 <= n < _LARGEST for n in value):
+    if (
+        type(value) is not tuple
+        or len(value) > 64
+        or any(type(n) is not int or not 0 <= n < _LARGEST for n in value)
+    ):
         raise PickleError("it holds a shape that no tensor has")
     return value

@@ -10,14 +10,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from composer3d import log
 from composer3d.convert.carried import TOKENIZER_NAMES, carried_by
-from composer3d.errors import CheckpointError
-from composer3d.files import parse_json
-from composer3d.hf import config_of
+from composer3d.models.llama.huggingface import config_of
+from composer3d.models.llama.shape import ModelShape
 from composer3d.recipe.schema import Recipe
-from composer3d.shape import ModelShape
-from composer3d.token_manifest import TOKENIZER, read_manifest
+from composer3d.runtime import log
+from composer3d.spec.errors import CheckpointError
+from composer3d.spec.files import parse_json
+from composer3d.spec.token_manifest import TOKENIZER, read_manifest
 
 FOLDER = "assets"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -199,11 +199,15 @@ def _names_of(tokenizer: Json) -> dict[int, str]:
     if isinstance(vocab, dict):
         names = {number: name for name, number in vocab.items() if type(number) is int}
     elif isinstance(vocab, list):  # Unigram: pairs of a name and its score
-        rows = [(number, row[0]) for number, row in enumerate(vocab) if isinstance(row, list) and row]
+        rows = [
+            (number, row[0]) for number, row in enumerate(vocab) if isinstance(row, list) and row
+        ]
         names = {number: name for number, name in rows if isinstance(name, str)}
     added = tokenizer.get("added_tokens")
     for row in added if isinstance(added, list) else []:
-        number, name = (row.get("id"), row.get("content")) if isinstance(row, dict) else (None, None)
+        number, name = (
+            (row.get("id"), row.get("content")) if isinstance(row, dict) else (None, None)
+        )
         if type(number) is int and isinstance(name, str):
             names[number] = name
     return names

@@ -15,7 +15,7 @@ import re
 import stat
 from pathlib import Path
 
-from composer3d.files import MIB, FileTooLargeError, read_plain
+from composer3d.spec.files import MIB, FileTooLargeError, read_plain
 
 # What the repositories of Llama, Mistral and Qwen hold at Hugging Face and at Meta.
 NAMES = (
@@ -43,7 +43,9 @@ NAMES = (
 )
 # Those of them that say how text becomes tokens.
 TOKENIZER_NAMES = frozenset(
-    name for name in NAMES if name.startswith(("token", "tek", "special", "added", "vocab", "merges"))
+    name
+    for name in NAMES
+    if name.startswith(("token", "tek", "special", "added", "vocab", "merges"))
 )
 FILE_LIMIT = 64 * MIB  # the largest known tokenizer.json has 33 MB
 TOTAL_LIMIT = 128 * MIB

@@ -1,6 +1,5 @@
 """``composer3d convert``: one checkpoint in another form, a tensor at a time, and the proof that it is the same one."""
 
-import json
 import os
 import shutil
 import time
@@ -9,18 +8,25 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from composer3d.checkpoint.manifest import Manifest, model_of, sync
-from composer3d.convert.formats import Kind, Source, digest_of, name_of, nbytes, open_source, require_name
+from composer3d.convert.formats import (
+    Kind,
+    Source,
+    digest_of,
+    name_of,
+    nbytes,
+    open_source,
+    require_name,
+)
 from composer3d.convert.targets import write
-from composer3d.errors import CheckpointError
-from composer3d.models import Llama
-from composer3d.models.layers import Seq
-from composer3d.models.llama import Last
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.llama.model import Llama
+from composer3d.spec.errors import CheckpointError
 
 SHARD = 5 * 10**9  # bytes of one file of safetensors, Hugging Face's own limit
 _TOKENS = 32
@@ -54,14 +60,22 @@ def convert(
     staging = _claim(source.path, dst, folder=to != "torch")
     try:
         kinds, notes = source.kinds(), source.notes
-        if any(name.startswith("optim.") for name in kinds) and (weights_only or to in ("hf", "meta")):
+        if any(name.startswith("optim.") for name in kinds) and (
+            weights_only or to in ("hf", "meta")
+        ):
             why = "--weights-only" if weights_only else f"{to} has no place for it"
-            notes.append(f"left behind: the optimizer's state, the step and the position in the data ({why})")
+            notes.append(
+                f"left behind: the optimizer's state, the step and the position in the data ({why})"
+            )
             kinds = {name: kind for name, kind in kinds.items() if name.startswith("model.")}
             source.manifest = Manifest(step=0, model={})
         if dtype:
             wanted = getattr(torch, dtype)
-            kinds |= {name: (shape, wanted) for name, (shape, _) in kinds.items() if name.startswith("model.")}
+            kinds |= {
+                name: (shape, wanted)
+                for name, (shape, _) in kinds.items()
+                if name.startswith("model.")
+            }
         params = name_of(kinds["model.first.embed.weight"][1])
         source.manifest = replace(source.manifest, model=model_of(source.shape, params))
         digests: dict[str, str] = {}
@@ -74,17 +88,32 @@ def convert(
             synced = disk.map(sync, (*staging.rglob("*"), staging))
             written = _prove(source, staging, kinds, digests)
             list(synced)  # raises what went wrong there
-        checked = {"logits": _compare_logits(source, written, exact=dtype is None)} if logits else {}
+        checked = (
+            {"logits": _compare_logits(source, written, exact=dtype is None)} if logits else {}
+        )
         staging.rename(dst)
         sync(dst.parent)
     except BaseException as error:
         shutil.rmtree(staging) if staging.is_dir() else staging.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise CheckpointError(f"{dst} cannot be written ({error}); nothing is left of it") from None
+            raise CheckpointError(
+                f"{dst} cannot be written ({error}); nothing is left of it"
+            ) from None
         raise
     sizes = {"tensors": len(kinds), "bytes": sum(map(nbytes, kinds.values()))}
-    report = {"source": str(source.path), "from": source.kind, "target": str(dst), "to": to, **sizes, **checked}
-    return report | {"notes": notes, "carried": [*source.carried], "seconds": time.perf_counter() - began}
+    report = {
+        "source": str(source.path),
+        "from": source.kind,
+        "target": str(dst),
+        "to": to,
+        **sizes,
+        **checked,
+    }
+    return report | {
+        "notes": notes,
+        "carried": [*source.carried],
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def _require_free(dst: Path) -> None:
@@ -110,15 +139,21 @@ def _claim(src: Path, dst: Path, *, folder: bool) -> Path:
     return staging
 
 
-def _read(source: Source, kinds: dict[str, Kind], digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+def _read(
+    source: Source, kinds: dict[str, Kind], digests: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
     """Each tensor once, in the dtype that is asked for; what was read is kept as ``digests``, by our names."""
     for name, (_, dtype) in kinds.items():
         tensor = source.read(name)
         made = tensor.to(dtype)
         narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
-        if narrower and made.isinf().sum() > tensor.isinf().sum():  # and not by its extremes: these can be nan
+        if (
+            narrower and made.isinf().sum() > tensor.isinf().sum()
+        ):  # and not by its extremes: these can be nan
             way = "convert to bfloat16 or float32"
-            raise CheckpointError(f"{source.path}: {name} holds numbers that {name_of(dtype)} does not; {way}")
+            raise CheckpointError(
+                f"{source.path}: {name} holds numbers that {name_of(dtype)} does not; {way}"
+            )
         digests[name] = digest_of(made)
         yield name, made
 
@@ -127,13 +162,23 @@ def _prove(source: Source, path: Path, kinds: dict[str, Kind], digests: dict[str
     """Open what was written anew, and hold it against what was read."""
     written = open_source(path)
     found = written.kinds()
-    wrong = [name for name in sorted(kinds.keys() | found.keys()) if kinds.get(name) != found.get(name)]
-    wrong += [name for name, digest in digests.items() if name in found and digest_of(written.read(name)) != digest]
-    before, after = (replace(side.shape, head_dim=side.shape.head_width) for side in (source, written))
+    wrong = [
+        name for name in sorted(kinds.keys() | found.keys()) if kinds.get(name) != found.get(name)
+    ]
+    wrong += [
+        name
+        for name, digest in digests.items()
+        if name in found and digest_of(written.read(name)) != digest
+    ]
+    before, after = (
+        replace(side.shape, head_dim=side.shape.head_width) for side in (source, written)
+    )
     if before != after:
         wrong.append(f"the model's shape, {after} instead of {before}")
     if wrong:
-        raise CheckpointError(f"what was written is not what was read: {', '.join(wrong[:8])}; is the disk sound?")
+        raise CheckpointError(
+            f"what was written is not what was read: {', '.join(wrong[:8])}; is the disk sound?"
+        )
     return written
 
 
@@ -151,23 +196,7 @@ def _logits(side: Source) -> Tensor:
     model = Llama(side.shape, device="cpu")
     for name, parameter in model.named_parameters():
         parameter.copy_(side.read(f"model.{name}"))
-    tokens_BT = torch.randint(side.shape.vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    seq = Seq(torch.arange(_TOKENS)[None])
-    h_BTC = model.first(tokens_BT, seq)
-    for block in model.blocks.values():
-        h_BTC = block(h_BTC, seq)
-    return cast(Last, model.last).logits(h_BTC)
-
-
-def main_convert(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
-    """The command: convert and say what was done."""
-    report = convert(Path(src), Path(dst), **options)
-    if as_json:
-        print(json.dumps({"ok": True, **report}))
-        return 0
-    print(f"{report['target']}: {report['tensors']} tensors, {report['bytes']:,} bytes, in {report['seconds']:.1f} s")
-    print("proven: each was read once and written once, and what was written was read back alike")
-    if logits := report.get("logits"):
-        print("logits: " + ("bitwise equal" if logits["bitwise"] else f"relative error {logits['relative_error']:.3g}"))
-    print(*(f"{line}\n" for line in report["notes"]), sep="", end="")
-    return 0
+    tokens_BT = torch.randint(
+        side.shape.vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0)
+    )
+    return model.logits(tokens_BT, SequenceInfo(torch.arange(_TOKENS)[None]))

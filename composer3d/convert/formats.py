@@ -28,18 +28,30 @@ from composer3d.checkpoint.manifest import Manifest
 from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensors_of
 from composer3d.checkpoint.pickles import reading
 from composer3d.checkpoint.torchfile import Stored, load_torch
-from composer3d.convert import names
 from composer3d.convert.carried import NAMES, TOTAL_LIMIT, carried_by, trusted_texts
-from composer3d.errors import CheckpointError
-from composer3d.files import MIB, open_plain, read_json
-from composer3d.hf import read_shape, shape_from, shown
-from composer3d.shape import ModelShape
+from composer3d.models.llama import names
+from composer3d.models.llama.huggingface import read_shape, shape_from, shown
+from composer3d.models.llama.shape import ModelShape
+from composer3d.spec.errors import CheckpointError
+from composer3d.spec.files import MIB, open_plain, read_json
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-CODES = {code: dtype for code, dtype in _TYPES.items() if dtype}  # of safetensors, as far as this torch has them
-_HF = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+CODES = {
+    code: dtype for code, dtype in _TYPES.items() if dtype
+}  # of safetensors, as far as this torch has them
+_HF = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 # The first that a folder has says what it is; a manifest alone is a checkpoint of ours that has lost its metadata.
-_MARKS = {METADATA: "dcp", **dict.fromkeys(_HF, "hf"), "consolidated.*.pth": "meta", manifests.FILE: "dcp"}
+_MARKS = {
+    METADATA: "dcp",
+    **dict.fromkeys(_HF, "hf"),
+    "consolidated.*.pth": "meta",
+    manifests.FILE: "dcp",
+}
 _INDEX_LIMIT = 8 * MIB  # an index of Llama 405B has 0.1 MB
 _HEADER_LIMIT = 4 * MIB  # of one file of safetensors: its largest file of Llama 405B has 3 kB
 _LIMIT_FILES = 4096
@@ -93,7 +105,11 @@ class Source:
         self.reads[own] += 1
         with reading(f"{self.path}: {own!r}"):
             tensor = self.raw[own].read()
-            return names.to_meta(ours, tensor, self.shape, back=True) if self.kind == "meta" else tensor
+            return (
+                names.to_meta(ours, tensor, self.shape, back=True)
+                if self.kind == "meta"
+                else tensor
+            )
 
     def carry(self, folder: Path) -> None:
         """Take along what belongs to the model in ``folder``, and note what is left behind."""
@@ -116,26 +132,41 @@ class Source:
         for ours, shape in names.shapes(self.shape).items():
             wanted[f"model.{ours}"] = own_names[ours], shape
             for key in ("exp_avg", "exp_avg_sq", "step") if optimizer else ():
-                wanted[f"optim.{ours}.{key}"] = f"optim.{ours}.{key}", () if key == "step" else shape
+                wanted[f"optim.{ours}.{key}"] = (
+                    f"optim.{ours}.{key}",
+                    () if key == "step" else shape,
+                )
         for own, shape in wanted.values():
             entry = self.raw.get(own)
             if entry is None:
-                self.problems.append(f"{self.path} has no {own!r} {shape}, which its model needs; copy it again")
+                self.problems.append(
+                    f"{self.path} has no {own!r} {shape}, which its model needs; copy it again"
+                )
             elif entry.shape != shape:
-                self.problems.append(f"{self.path} holds {own!r} as {entry.shape}, but its model needs {shape}")
+                self.problems.append(
+                    f"{self.path} holds {own!r} as {entry.shape}, but its model needs {shape}"
+                )
             elif name_of(entry.dtype) not in DTYPES:
                 kind = f"{name_of(entry.dtype)}; it must not be quantized, but {', '.join(DTYPES)}"
                 self.problems.append(f"{self.path} holds {own!r} in {kind}")
         for own in sorted(self.raw.keys() - {own for own, _ in wanted.values()}):
-            if own != "rope.freqs" and not own.endswith(".rotary_emb.inv_freq"):  # which follow from the shape
-                self.problems.append(f"{self.path} holds {own!r}, which its model does not have; remove or rename it")
+            if own != "rope.freqs" and not own.endswith(
+                ".rotary_emb.inv_freq"
+            ):  # which follow from the shape
+                self.problems.append(
+                    f"{self.path} holds {own!r}, which its model does not have; remove or rename it"
+                )
         if not self.problems:
             self.names = {ours: own for ours, (own, _) in wanted.items()}
 
     def drop_copy(self, copy: str, original: str) -> bool:
         """Whether ``copy`` is the other bit by bit; it then is no tensor of its own. Reads both."""
         one, other = self.raw[copy], self.raw.get(original)
-        same = other is not None and one[:2] == other[:2] and digest_of(one.read()) == digest_of(other.read())
+        same = (
+            other is not None
+            and one[:2] == other[:2]
+            and digest_of(one.read()) == digest_of(other.read())
+        )
         if same:
             del self.raw[copy]
         return same
@@ -145,7 +176,11 @@ def open_source(path: Path) -> Source:
     """Open a checkpoint; a CheckpointError where it is not whole, or of no model that composer3d has."""
     source = survey(path)
     if source.problems:
-        more = [f"{path}: {len(source.problems) - 8} more problems"] if len(source.problems) > 8 else []
+        more = (
+            [f"{path}: {len(source.problems) - 8} more problems"]
+            if len(source.problems) > 8
+            else []
+        )
         raise CheckpointError([*source.problems[:8], *more])
     return source
 
@@ -162,7 +197,9 @@ def survey(path: Path) -> Source:
     try:
         kind = _kind(path)
     except OSError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read ({error}); give another path") from None
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read ({error}); give another path"
+        ) from None
     return _newest_of_run(path) if kind == "run" else _survey(path, kind)
 
 
@@ -172,7 +209,9 @@ def require_name(path: Path) -> None:
         if b"\0" in os.fsencode(path):
             raise ValueError("it holds a NUL byte")
     except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is no name of a file ({error}); give another") from None
+        raise CheckpointError(
+            f"{str(path)!r} is no name of a file ({error}); give another"
+        ) from None
 
 
 def _survey(path: Path, kind: str) -> Source:
@@ -189,7 +228,9 @@ def _kind(path: Path) -> str:
         with open_plain(path):  # a named pipe, a socket or a device is refused by its name
             pass
         if path.suffix == ".safetensors":
-            raise CheckpointError(f"{path} is one file of a checkpoint; give its folder, {path.parent}")
+            raise CheckpointError(
+                f"{path} is one file of a checkpoint; give its folder, {path.parent}"
+            )
         return "torch"
     names = os.listdir(path)
     for mark, kind in _MARKS.items():
@@ -197,7 +238,9 @@ def _kind(path: Path) -> str:
             return kind
     if checkpoints_of(path) or {"checkpoints", "metrics.jsonl", "recipe.toml"} & set(names):
         return "run"
-    raise CheckpointError(f"{path} is not a checkpoint: it has none of {', '.join(_MARKS)}, nor checkpoints/step-*")
+    raise CheckpointError(
+        f"{path} is not a checkpoint: it has none of {', '.join(_MARKS)}, nor checkpoints/step-*"
+    )
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -207,7 +250,9 @@ def checkpoints_of(folder: Path) -> list[Path]:
     """
     inner = folder / "checkpoints"
     places = (folder,) if inner.is_symlink() else (folder, inner)
-    found = [path for place in places for path in place.glob("step-*") if _STEP.fullmatch(path.name)]
+    found = [
+        path for place in places for path in place.glob("step-*") if _STEP.fullmatch(path.name)
+    ]
     plain = (path for path in found if path.is_dir() and not path.is_symlink())
     return sorted(plain, key=lambda path: path.name)
 
@@ -223,8 +268,12 @@ def _newest_of_run(folder: Path) -> Source:
         more = f" (and {len(source.problems) - 1} more)" if source.problems[1:] else ""
         passed.append(f"{path} is passed over, it is not whole: {source.problems[0]}{more}")
     if not steps:
-        raise CheckpointError(f"{folder} has no checkpoint (step-* or checkpoints/step-*); train it first")
-    raise CheckpointError([*passed[:8], f"{folder} has no checkpoint that is whole; give another run"])
+        raise CheckpointError(
+            f"{folder} has no checkpoint (step-* or checkpoints/step-*); train it first"
+        )
+    raise CheckpointError(
+        [*passed[:8], f"{folder} has no checkpoint that is whole; give another run"]
+    )
 
 
 def _open_hf(source: Source) -> None:
@@ -235,7 +284,9 @@ def _open_hf(source: Source) -> None:
     for file, listed in _hf_files(source).items():
         held = source.attempt(_tensors_of_file, folder / file) or {}
         for name in sorted(listed - held.keys()) if held else ():
-            source.problems.append(f"{folder / file} has no {name!r}, which the index says is there; download it again")
+            source.problems.append(
+                f"{folder / file} has no {name!r}, which the index says is there; download it again"
+            )
         for name in sorted(source.raw.keys() & held.keys()):
             source.problems.append(f"{folder} holds {name!r} twice, once in {file}; remove one")
         source.raw |= held
@@ -245,7 +296,11 @@ def _open_hf(source: Source) -> None:
         return
     _require_layers(source)
     own, head = names.hf_names(source.shape), "lm_head.weight"
-    if source.shape.tied and head in source.raw and not source.drop_copy(head, own["first.embed.weight"]):
+    if (
+        source.shape.tied
+        and head in source.raw
+        and not source.drop_copy(head, own["first.embed.weight"])
+    ):
         way = "its config.json ties them: set tie_word_embeddings to false, or remove it"
         source.problems.append(f"{folder} holds an {head!r} that is not the embedding, but {way}")
     if not source.problems:
@@ -267,7 +322,9 @@ def _hf_files(source: Source) -> dict[str, set[str]]:
     for name, file in listed.items():
         files.setdefault(file, set()).add(name)
     if len(files) > _LIMIT_FILES:
-        raise CheckpointError(f"{index} names {len(files):,} files; at most {_LIMIT_FILES:,} are read")
+        raise CheckpointError(
+            f"{index} names {len(files):,} files; at most {_LIMIT_FILES:,} are read"
+        )
     kept = {}
     for file, held in sorted(files.items()):
         if not _is_name(file):
@@ -295,11 +352,16 @@ def _tensors_of_file(path: Path) -> dict[str, Entry]:
         with open_plain(path) as plain:
             size = int.from_bytes(plain.read(8), "little")
         if size > _HEADER_LIMIT:
-            raise ValueError(f"its header claims {size:,} bytes, at most {_HEADER_LIMIT:,} are read")
+            raise ValueError(
+                f"its header claims {size:,} bytes, at most {_HEADER_LIMIT:,} are read"
+            )
         file = safe_open(path, framework="pt")
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         reads = {name: partial(file.get_tensor, name) for name in parts}
-        return {n: Entry(tuple(part.get_shape()), CODES[part.get_dtype()], reads[n]) for n, part in parts.items()}
+        return {
+            n: Entry(tuple(part.get_shape()), CODES[part.get_dtype()], reads[n])
+            for n, part in parts.items()
+        }
 
 
 def _require_layers(source: Source) -> None:
@@ -315,7 +377,9 @@ def _require_layers(source: Source) -> None:
 def _refuse_too_many(source: Source) -> None:
     most = _LIMIT_OF_LAYER * (source.shape.n_layers + 1)
     if len(source.raw) > most:
-        raise CheckpointError(f"{source.path} holds more than {most:,} tensors; its model has fewer")
+        raise CheckpointError(
+            f"{source.path} holds more than {most:,} tensors; its model has fewer"
+        )
 
 
 def _entries(tree: Any) -> dict[str, Entry]:
@@ -337,11 +401,15 @@ def _open_meta(source: Source) -> None:
     files = sorted(folder.glob("consolidated.*.pth"))
     for number, file in enumerate(files):
         if file.name != f"consolidated.{number:02d}.pth":
-            raise CheckpointError(f"{folder} has {file.name}, but no consolidated.{number:02d}.pth; copy all of them")
+            raise CheckpointError(
+                f"{folder} has {file.name}, but no consolidated.{number:02d}.pth; copy all of them"
+            )
     parts = [_tensors_of_file(file) for file in files]
     for file, part in zip(files, parts, strict=True):
         if part.keys() != parts[0].keys():
-            raise CheckpointError(f"{file} does not hold the names that {files[0].name} holds; copy it again")
+            raise CheckpointError(
+                f"{file} does not hold the names that {files[0].name} holds; copy it again"
+            )
     source.raw = parts[0]
     with reading(folder / "params.json", "; take the one that came with the files"):
         params = read_json(folder / "params.json")
@@ -351,14 +419,20 @@ def _open_meta(source: Source) -> None:
     sizes = {}
     for size, name in (("vocab", "output.weight"), ("ffn", "layers.0.feed_forward.w1.weight")):
         if name not in parts[0] or len(parts[0][name].shape) != 2:
-            raise CheckpointError(f"{files[0]} holds no matrix {name!r}, which its model needs; copy it again")
+            raise CheckpointError(
+                f"{files[0]} holds no matrix {name!r}, which its model needs; copy it again"
+            )
         sizes[size] = parts[0][name].shape[0] * len(files)
     source.shape = shape = names.shape_of_meta(params, **sizes, tied=False)
     source.manifest = Manifest(step=0, model={})
     _require_layers(source)
     own, whole = names.meta_names(shape), names.shapes(shape)
     if len(files) > 1:
-        source.raw |= {own[n]: _joined([part[own[n]] for part in parts], whole[n]) for n in own if own[n] in parts[0]}
+        source.raw |= {
+            own[n]: _joined([part[own[n]] for part in parts], whole[n])
+            for n in own
+            if own[n] in parts[0]
+        }
     tied = source.drop_copy("output.weight", "tok_embeddings.weight")
     source.shape = names.shape_of_meta(params, **sizes, tied=tied)
     source.match(own)
@@ -375,14 +449,20 @@ def _joined(parts: list[Entry], whole: tuple[int, ...]) -> Entry:
             raise ValueError("the files of model-parallel ranks disagree on it")
         return tensors[0] if cut is None else torch.cat(tensors, cut)
 
-    sizes = [sum(p.shape[i] for p in parts) if i == cut else size for i, size in enumerate(parts[0].shape)]
+    sizes = [
+        sum(p.shape[i] for p in parts) if i == cut else size
+        for i, size in enumerate(parts[0].shape)
+    ]
     return Entry(tuple(sizes), parts[0].dtype, read)
 
 
 def _open_torch(source: Source) -> None:
     content = load_torch(source.path)
     way = "; put a file of Hugging Face's into a folder, as pytorch_model.bin beside its config.json, Meta's as "
-    with reading(f"what convert --to torch says in {source.path}", f"{way}consolidated.00.pth beside its params.json"):
+    with reading(
+        f"what convert --to torch says in {source.path}",
+        f"{way}consolidated.00.pth beside its params.json",
+    ):
         facts, texts = content["composer3d"], content["files"]
         saved = manifests.parse(facts)
         files = trusted_texts(texts)
@@ -402,7 +482,9 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
     kept = content[DIGESTS]
     form = (kept.shape, kept.dtype) if isinstance(kept, Stored) else None
     if form != ((1 + len(source.raw), 16), torch.uint8):
-        source.problems.append(f"{source.path} has no digest for each of its tensors; copy it again")
+        source.problems.append(
+            f"{source.path} has no digest for each of its tensors; copy it again"
+        )
         return
     if not _is_carried(content["files"]):
         source.problems.append(f"{source.path} carries files that no export has; copy it again")
@@ -416,7 +498,9 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
     names_of_rows = ["what it says of its model", *map(repr, source.raw)]
     for name, have, want in zip(names_of_rows, found, wanted, strict=True):
         if have != want:
-            source.problems.append(f"{source.path}: {name} has another digest than the file says; copy it again")
+            source.problems.append(
+                f"{source.path}: {name} has another digest than the file says; copy it again"
+            )
 
 
 def _is_carried(texts: Any) -> bool:
@@ -443,7 +527,9 @@ def _open_dcp(source: Source) -> None:
     source.problems += manifests.damage(folder, saved) if saved else []
     metadata = read_metadata(folder)
     for name, (shape, dtype) in tensors_of(metadata, str(folder)).items():
-        source.raw[name] = Entry(shape, getattr(torch, dtype), partial(read_whole, folder, metadata, name))
+        source.raw[name] = Entry(
+            shape, getattr(torch, dtype), partial(read_whole, folder, metadata, name)
+        )
     if saved is None:
         return
     # Only these: a recipe in the manifest may name any folder of this machine.

@@ -8,9 +8,9 @@ from torch import Tensor
 from composer3d.checkpoint.manifest import compare
 from composer3d.checkpoint.store import forms
 from composer3d.convert.formats import Source, open_source
-from composer3d.dist import on_all
 from composer3d.parallel import Stages
 from composer3d.parallel.init import local_part
+from composer3d.runtime.process_group import on_all
 
 
 def load_hf(folder: str | Path, stages: Stages) -> None:
@@ -37,5 +37,7 @@ def _read(source: Source, own: Mapping[str, Tensor]) -> None:
     for name, parameter in own.items():
         local, offset = local_part(parameter)
         if local.numel():  # a view of the file: only this box of it comes into memory
-            box = tuple(slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True))
+            box = tuple(
+                slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True)
+            )
             local.copy_(source.read(f"model.{name}")[box])

@@ -15,14 +15,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.utils.serialization import config as serialization
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.metadata import METADATA, StorageInfo, tensors_of
 from composer3d.checkpoint.pickles import reading
 from composer3d.checkpoint.torchfile import load_torch
-from composer3d.convert import names
 from composer3d.convert.formats import (
     CODES,
     DIGESTS,
@@ -35,9 +39,10 @@ from composer3d.convert.formats import (
     name_of,
     nbytes,
 )
-from composer3d.files import parse_json
-from composer3d.hf import config_of
-from composer3d.shape import ModelShape
+from composer3d.models.llama import names
+from composer3d.models.llama.huggingface import config_of
+from composer3d.models.llama.shape import ModelShape
+from composer3d.spec.files import parse_json
 
 Kinds = dict[str, Kind]
 Stream = Iterator[tuple[str, Tensor]]
@@ -45,7 +50,9 @@ Slots = dict[str, list[tuple[Path, int]]]  # files and offsets where a tensor be
 _EMBED, _DCP = "model.first.embed.weight", "__0_0.distcp"
 
 
-def write(to: str, path: Path, source: Source, kinds: Kinds, stream: Stream, shard: int) -> list[str]:
+def write(
+    to: str, path: Path, source: Source, kinds: Kinds, stream: Stream, shard: int
+) -> list[str]:
     """Write the tensors of ``stream`` at ``path``, where nothing but an empty folder is, or an empty file for torch.
 
     ``source`` says what the model is, and carries files; ``kinds`` are what is to come, by our names; ``shard`` is the
@@ -62,7 +69,9 @@ def write(to: str, path: Path, source: Source, kinds: Kinds, stream: Stream, sha
         return _dcp(path, source.manifest, kinds, stream)
     if to == "meta":
         _write_json(path / "params.json", names.meta_params_of(source.shape))
-        return _fill(_meta(path, source.shape, kinds), stream, lambda n, t: names.to_meta(n, t, source.shape))
+        return _fill(
+            _meta(path, source.shape, kinds), stream, lambda n, t: names.to_meta(n, t, source.shape)
+        )
     with reading(f"the config.json that {source.path} carries", "; remove or mend it"):
         carried = parse_json(source.carried.get("config.json", b"{}"))
         if not isinstance(carried, dict):
@@ -72,7 +81,9 @@ def write(to: str, path: Path, source: Source, kinds: Kinds, stream: Stream, sha
     return _fill(_safetensors(path, kinds, names.hf_names(source.shape), shard), stream)
 
 
-def _fill(slots: Slots, stream: Stream, form: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor) -> list[str]:
+def _fill(
+    slots: Slots, stream: Stream, form: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
+) -> list[str]:
     """Write into files that have their full size already."""
     for name, tensor in stream:
         content = bytes_of(form(name, tensor))
@@ -95,13 +106,23 @@ def _safetensors(folder: Path, kinds: Kinds, own: dict[str, str], limit: int) ->
     slots: Slots = {}
     index, codes = {}, {dtype: code for code, dtype in CODES.items()}
     for number, shard in enumerate(shards, 1):
-        path = folder / (f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else "model.safetensors")
+        path = folder / (
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            if shards[1:]
+            else "model.safetensors"
+        )
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         begins, end = {}, 0
-        for name in sorted(shard, key=lambda name: -kinds[name][1].itemsize):  # wide ones first: all are aligned
+        for name in sorted(
+            shard, key=lambda name: -kinds[name][1].itemsize
+        ):  # wide ones first: all are aligned
             (shape, dtype), key = kinds[name], own[name.removeprefix("model.")]
             begins[name], end = end, end + nbytes(kinds[name])
-            header[key] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [begins[name], end]}
+            header[key] = {
+                "dtype": codes[dtype],
+                "shape": shape,
+                "data_offsets": [begins[name], end],
+            }
             index[key] = path.name
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -111,13 +132,20 @@ def _safetensors(folder: Path, kinds: Kinds, own: dict[str, str], limit: int) ->
         slots |= {name: [(path, 8 + len(text) + begin)] for name, begin in begins.items()}
     if shards[1:]:
         total = {"total_size": sum(map(nbytes, kinds.values()))}
-        _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index})
+        _write_json(
+            folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index}
+        )
     return slots
 
 
 def _meta(folder: Path, shape: ModelShape, kinds: Kinds) -> Slots:
-    path, own = folder / "consolidated.00.pth", {f"model.{k}": v for k, v in names.meta_names(shape).items()}
-    copy = {"output.weight": kinds[_EMBED]} if shape.tied else {}  # Meta's files hold a tied head as well
+    path, own = (
+        folder / "consolidated.00.pth",
+        {f"model.{k}": v for k, v in names.meta_names(shape).items()},
+    )
+    copy = (
+        {"output.weight": kinds[_EMBED]} if shape.tied else {}
+    )  # Meta's files hold a tied head as well
     offsets = _save_hollow(path, _hollow({own[name]: kind for name, kind in kinds.items()} | copy))
     slots = {name: [(path, offsets[own[name]])] for name in kinds}
     slots[_EMBED] += [(path, offsets[name]) for name in copy]
@@ -135,7 +163,11 @@ def _torch(path: Path, source: Source, kinds: Kinds, stream: Stream) -> list[str
     tree[DIGESTS] = torch.empty(1 + len(kinds), 16, dtype=torch.uint8)
     offsets = _save_hollow(path, tree)
     order = [name for name in offsets if name != DIGESTS]
-    digests = {"": facts_digest(json.loads(json.dumps(facts)), texts, {name: kinds[name] for name in order})}
+    digests = {
+        "": facts_digest(
+            json.loads(json.dumps(facts)), texts, {name: kinds[name] for name in order}
+        )
+    }
 
     def digested() -> Stream:
         for name, tensor in stream:
@@ -145,7 +177,9 @@ def _torch(path: Path, source: Source, kinds: Kinds, stream: Stream) -> list[str
     left = _fill({name: [(path, offsets[name])] for name in order}, digested())
     with open(path, "r+b") as file:
         file.seek(offsets[DIGESTS])
-        file.write(b"".join(bytes.fromhex(digests[name]) for name in ("", *order) if name in digests))
+        file.write(
+            b"".join(bytes.fromhex(digests[name]) for name in ("", *order) if name in digests)
+        )
     return left
 
 
@@ -176,15 +210,27 @@ def _dcp(folder: Path, manifest: manifests.Manifest, kinds: Kinds, stream: Strea
         for name, tensor in stream:
             del left[name]
             begin, origin = file.tell(), torch.Size([0] * tensor.dim())
-            _save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
+            _save(
+                tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor,
+                file,
+            )
             stored[MetadataIndex(name, origin)] = StorageInfo(_DCP, begin, file.tell() - begin)
             chunks = [ChunkStorageMetadata(origin, tensor.shape)]
-            entries[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks)
-    metadata = Metadata(entries, {name: (name,) for name in kinds}, stored, StorageMeta(), CURRENT_DCP_VERSION)
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(tensor.dtype), tensor.shape, chunks
+            )
+    metadata = Metadata(
+        entries, {name: (name,) for name in kinds}, stored, StorageMeta(), CURRENT_DCP_VERSION
+    )
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = {str(path.relative_to(folder)): (path.stat().st_size, manifests.digest_file(path)) for path in paths}
-    manifests.write(folder, replace(manifest, files=files, tensors=tensors_of(metadata, str(folder))))
+    files = {
+        str(path.relative_to(folder)): (path.stat().st_size, manifests.digest_file(path))
+        for path in paths
+    }
+    manifests.write(
+        folder, replace(manifest, files=files, tensors=tensors_of(metadata, str(folder)))
+    )
     return sorted(left)
 
 

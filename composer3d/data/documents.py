@@ -6,9 +6,9 @@ from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
-from composer3d.errors import DataError
-from composer3d.files import open_plain
 from composer3d.recipe.values import one_line
+from composer3d.spec.errors import DataError
+from composer3d.spec.files import open_plain
 
 LONGEST_TEXT = 4 << 30  # bytes of a file that is one document
 _LINE_BYTES = 16 << 20  # of a line of JSONL: what it parses to can take 30 times that in memory
@@ -33,7 +33,9 @@ def files_of(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[Pa
         return [path]
     found: list[Path] = []
     left = [str(path)]
-    while left:  # not os.walk, which recurses: folders may lie in each other more than a thousand deep
+    while (
+        left
+    ):  # not os.walk, which recurses: folders may lie in each other more than a thousand deep
         folder = left.pop()
         try:
             with os.scandir(folder) as entries:
@@ -41,16 +43,22 @@ def files_of(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[Pa
         except OSError as error:
             refuse_unreadable(error, Path(folder))
         if not os.access(folder, os.X_OK):  # its files would look like none
-            raise DataError(f"{_shown(folder)}: may not be entered; allow it, or move the folder away")
+            raise DataError(
+                f"{_shown(folder)}: may not be entered; allow it, or move the folder away"
+            )
         for entry in inner:
             if entry.is_dir(follow_symlinks=False):
                 left += [entry.path] if entry.name not in skip else []
-            elif entry.name.endswith(suffix) and os.path.isfile(entry.path):  # a link to a file is one
+            elif entry.name.endswith(suffix) and os.path.isfile(
+                entry.path
+            ):  # a link to a file is one
                 found.append(Path(entry.path))
     return sorted(found, key=Path.as_posix)
 
 
-def documents_of(files: Iterable[Path], field: str | None, *, longest: int = LONGEST_TEXT) -> Iterator[Document]:
+def documents_of(
+    files: Iterable[Path], field: str | None, *, longest: int = LONGEST_TEXT
+) -> Iterator[Document]:
     """Each file is a document; with ``field``, that string of the JSON object in each line is one, in UTF-8.
 
     Empty texts and blank lines are none. Raises DataError, naming file and line, where a file cannot be read or is no
@@ -90,7 +98,10 @@ def _text_of(line: bytes, field: str, place: str) -> bytes:
         if isinstance(entry, dict) and isinstance(entry.get(field), str):
             return entry[field].encode()
         problem = f"got {one_line(line[:800].decode(errors='replace').strip()[:200])}"
-    except (ValueError, RecursionError) as error:  # also half a surrogate pair, numbers of thousands of digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also half a surrogate pair, numbers of thousands of digits
         problem = one_line(str(error))[:300]
     form = f'{{"{one_line(field)}": "..."}}'
     raise DataError(
@@ -117,7 +128,9 @@ def refuse_long(place: str, size: int, longest: int) -> NoReturn:
 
 
 def refuse_unreadable(error: OSError, file: Path) -> NoReturn:
-    raise DataError(f"{_shown(file)}: cannot be read: {error.strerror}; make it readable or move it away") from error
+    raise DataError(
+        f"{_shown(file)}: cannot be read: {error.strerror}; make it readable or move it away"
+    ) from error
 
 
 def _shown(path: str | Path) -> str:

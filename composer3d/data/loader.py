@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from composer3d.data.tokens import Corpus
-from composer3d.errors import DataError
-from composer3d.shape import IGNORE_INDEX
+from composer3d.models.contract import IGNORE_INDEX
+from composer3d.spec.errors import DataError
 
 # What the order of samples depends on: a checkpoint that was made with another one cannot be continued. With another
 # packing it can: the samples go on as they were, and a later stage of a training may well change it.
@@ -59,7 +59,9 @@ def sample_order(n_samples: int, seed: int, first: int, count: int) -> np.ndarra
 def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(documents, positions), int64 like a ``Batch``'s, of rows whose documents end where ``ends_BT`` is true."""
     starts_BT = ends_BT.roll(1, dims=1)
-    starts_BT[:, 0] = False  # the row's own start: position 0 of document 0, whether or not a document starts there
+    starts_BT[:, 0] = (
+        False  # the row's own start: position 0 of document 0, whether or not a document starts there
+    )
     places_T = torch.arange(ends_BT.shape[1])
     return starts_BT.cumsum(1), places_T - torch.where(starts_BT, places_T, 0).cummax(1).values
 
@@ -84,7 +86,9 @@ class Loader(Dataset[Batch]):
     batch_rank: int
     batch_ranks: int
     packing: Literal["none", "documents"] = "none"
-    held: Sequence[tuple[int, int]] | None = None  # (first, count) of a row's tokens, by turns; None: all
+    held: Sequence[tuple[int, int]] | None = (
+        None  # (first, count) of a row's tokens, by turns; None: all
+    )
     next_step: int = 0
 
     def __post_init__(self) -> None:
@@ -102,7 +106,9 @@ class Loader(Dataset[Batch]):
         # A DataLoader draws a seed for workers when it starts: a generator of its own leaves torch's global one alone.
         with warnings.catch_warnings():
             # torchdata 0.11 calls it in every constructor; torch 2.13 warns and does nothing.
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message="'set_vital' is deprecated", category=UserWarning
+            )
             loader: StatefulDataLoader[Batch] = StatefulDataLoader(
                 self, batch_size=None, sampler=self._steps(), generator=torch.Generator()
             )
@@ -116,9 +122,12 @@ class Loader(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         first = step * self.global_batch + self.batch_rank * self._rows
         numbers = sample_order(len(self._samples), self.seed, first, self._rows)
-        places = np.concatenate([np.arange(first, first + count) for first, count in self.held or [(0, self.seq_len)]])
+        places = np.concatenate(
+            [np.arange(first, first + count) for first, count in self.held or [(0, self.seq_len)]]
+        )
         tokens_BT, labels_BT = (
-            torch.from_numpy(self._samples[numbers[:, None], places + shift].astype(np.int64)) for shift in (0, 1)
+            torch.from_numpy(self._samples[numbers[:, None], places + shift].astype(np.int64))
+            for shift in (0, 1)
         )
         if self.packing == "none":
             return Batch(tokens_BT, labels_BT, torch.from_numpy(places).repeat(self._rows, 1))

@@ -2,7 +2,6 @@
 
 import contextlib
 import glob
-import json
 import os
 import shutil
 import signal
@@ -19,46 +18,50 @@ import numpy as np
 from composer3d.data.documents import Document, documents_of, files_of, refuse_unreadable
 from composer3d.data.tokenizer import Tokenizer, open_tokenizer
 from composer3d.data.tokens import sync, write_manifest
-from composer3d.errors import DataError
 from composer3d.recipe.values import one_line
-from composer3d.token_manifest import digest_of
+from composer3d.spec.errors import DataError
+from composer3d.spec.token_manifest import digest_of
 
 _BATCH_BYTES = 2 << 20  # of text that is tokenized at once, and the rest of its last document
 _BATCH_DOCUMENTS = 1 << 14  # at most: each takes a thousand bytes of memory, were it empty
 _PROGRESS_S = 60.0  # between lines of progress, and on a terminal a sixth of it
 _JSON = (".json", ".ndjson")
-_NO_TEXT = {".parquet": "convert it to JSONL"}  # what would be read as prose: suffixes, and the way out
-_NO_TEXT |= dict.fromkeys(_JSON, "rename it to .jsonl if each line is an object, else convert it or move it away")
+_NO_TEXT = {
+    ".parquet": "convert it to JSONL"
+}  # what would be read as prose: suffixes, and the way out
+_NO_TEXT |= dict.fromkeys(
+    _JSON, "rename it to .jsonl if each line is an object, else convert it or move it away"
+)
 _NO_TEXT |= dict.fromkeys((".gz", ".zst", ".bz2", ".xz"), "decompress it")
 
 
-def main_prepare(*, source: str, out: str, tokenizer: str, eod: str | None, field: str | None, as_json: bool) -> int:
-    """Writes the folder ``out`` of token files (see ``tokens``), whole or not at all, and says what they hold.
+def prepare(
+    source: str, out: str, *, tokenizer: str, eod: str | None = None, field: str | None = None
+) -> dict[str, Any]:
+    """Write the folder ``out`` of token files (see ``tokens``), whole or not at all.
 
-    It is written beside itself, as ``OUT.tmp-*``, and renamed when it is on disk; an error or interrupt removes that.
-    ``field``: key of the text in JSONL, None: "text". Returns the exit status 0.
+    The folder is written as ``OUT.tmp-*`` and renamed when it is on disk. An error or an interrupt
+    removes it.
 
-    Raises DataError where the source or the tokenizer cannot be used, or ``out`` exists or cannot be written. SIGTERM
-    ends it as Ctrl-C does, by SystemExit.
+    Args:
+        source, out, tokenizer, eod: as on the command line.
+        field: the key of the text in JSONL; None: "text".
+
+    Returns:
+        What was written: ``documents``, ``tokens``, ``vocab``, ``dtype``, ``source_bytes`` and more.
+
+    Raises:
+        DataError: the source or the tokenizer cannot be used, or ``out`` exists or cannot be written.
+        SystemExit: on SIGTERM, which ends it as Ctrl-C does.
     """
-    begin = time.monotonic()
     for option, path in (("SRC", source), ("-o", out), ("--tokenizer", tokenizer)):
         _require_path(option, path)
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with contextlib.closing(open_tokenizer(tokenizer, eod)) as coder:
-            answer = _prepare(Path(source), Path(os.path.abspath(out)), coder, field)
+            return _prepare(Path(source), Path(os.path.abspath(out)), coder, field)
     finally:
         signal.signal(signal.SIGTERM, before)
-    seconds = time.monotonic() - begin
-    megabytes = answer["source_bytes"] / 1e6
-    print(
-        f"{one_line(out)}: {answer['documents']:,} documents, {answer['tokens']:,} tokens of {answer['vocab']:,} "
-        f"({answer['dtype']}), {megabytes:,.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s)"
-    )
-    if as_json:
-        print(json.dumps({"ok": True, "out": out, **answer, "seconds": seconds}))
-    return 0
 
 
 def _require_path(option: str, path: str) -> None:
@@ -77,7 +80,8 @@ def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -
         raise DataError(f"{_shown(out)} exists; remove it, or give another -o")
     for left in sorted(out.parent.glob(f"{glob.escape(out.name)}.tmp-*")):
         print(
-            f"{_shown(left)} is left of a prepare that was killed, or is running; remove it if none is", file=sys.stderr
+            f"{_shown(left)} is left of a prepare that was killed, or is running; remove it if none is",
+            file=sys.stderr,
         )
     files, field = _open_source(source, field)
     staging = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:8]}")
@@ -92,13 +96,18 @@ def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -
             "tokens": tokens,
             "documents": documents,
             "end_of_document": tokenizer.end,
-            "tokenizer": {"name": tokenizer.name, "digest": tokenizer.content and digest_of(tokenizer.content)},
+            "tokenizer": {
+                "name": tokenizer.name,
+                "digest": tokenizer.content and digest_of(tokenizer.content),
+            },
         }
         write_manifest(staging, facts)
         staging.rename(out)
         sync(out.parent)
     except OSError as error:
-        raise DataError(f"{_shown(out)} cannot be written: {error.strerror}; give another -o") from error
+        raise DataError(
+            f"{_shown(out)} cannot be written: {error.strerror}; give another -o"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return {**facts, "source_bytes": source_bytes}
@@ -107,7 +116,9 @@ def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -
 def _open_source(source: Path, field: str | None) -> tuple[list[Path], str | None]:
     """The files, and the key of the text if they are JSONL, which ``field`` makes of one file of any name."""
     if not os.path.exists(source):
-        raise DataError(f"{_shown(source)} does not exist; give a text file, a .jsonl file or a folder of one kind")
+        raise DataError(
+            f"{_shown(source)} does not exist; give a text file, a .jsonl file or a folder of one kind"
+        )
     files = files_of(source)
     if not files:
         raise DataError(f"{_shown(source)}: no files found; give a path that holds text")
@@ -115,7 +126,9 @@ def _open_source(source: Path, field: str | None) -> tuple[list[Path], str | Non
     one = field is not None and files == [source]
     for kind, file in kinds.items():
         if kind in _NO_TEXT and not (one and kind in _JSON):
-            raise DataError(f"{_shown(file)}: a {one_line(kind)} file is not read as text; {_NO_TEXT[kind]}")
+            raise DataError(
+                f"{_shown(file)}: a {one_line(kind)} file is not read as text; {_NO_TEXT[kind]}"
+            )
     if one or ".jsonl" in kinds:
         others = [file for kind, file in kinds.items() if kind != ".jsonl"]
         if len(kinds) > 1:
@@ -130,7 +143,9 @@ def _open_source(source: Path, field: str | None) -> tuple[list[Path], str | Non
     return files, None
 
 
-def _write(folder: Path, files: list[Path], field: str | None, tokenizer: Tokenizer) -> tuple[int, int, int]:
+def _write(
+    folder: Path, files: list[Path], field: str | None, tokenizer: Tokenizer
+) -> tuple[int, int, int]:
     """Everything but the manifest. Returns how many documents, tokens and bytes of the source there were."""
     if tokenizer.content is not None:
         (folder / "tokenizer.json").write_bytes(tokenizer.content)
@@ -138,7 +153,10 @@ def _write(folder: Path, files: list[Path], field: str | None, tokenizer: Tokeni
     total = sum(map(_size, files))
     pause_s = _PROGRESS_S / 6 if sys.stderr.isatty() else _PROGRESS_S
     began = told = time.monotonic()
-    with open(folder / "tokens.bin", "wb") as tokens_file, open(folder / "documents.bin", "wb") as starts_file:
+    with (
+        open(folder / "tokens.bin", "wb") as tokens_file,
+        open(folder / "documents.bin", "wb") as starts_file,
+    ):
         for batch in _batches(documents_of(files, field, longest=tokenizer.longest)):
             tokens, lengths = tokenizer.encode(batch)
             tokens_file.write(tokens.data)

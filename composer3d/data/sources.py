@@ -12,13 +12,21 @@ from typing import Literal
 
 import numpy as np
 
-from composer3d.data.documents import END_OF_DOCUMENT, Document, documents_of, files_of, refuse_end_of_document
+from composer3d.data.documents import (
+    END_OF_DOCUMENT,
+    Document,
+    documents_of,
+    files_of,
+    refuse_end_of_document,
+)
 from composer3d.data.tokens import Corpus, open_tokens
-from composer3d.errors import DataError
-from composer3d.token_manifest import digest_of
+from composer3d.spec.errors import DataError
+from composer3d.spec.token_manifest import digest_of
 
 # Of the standard library's folders: what is installed beside it, and tests, whose fixtures are no ordinary source.
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 _HELD_OUT_ONE_IN = 20
 
 
@@ -45,7 +53,9 @@ def open_corpus(
         root = Path(sysconfig.get_paths()["stdlib"])
         files = files_of(root, ".py", skip=_NOT_LIBRARY)
         held_out = split == "validation"
-        files = [file for file in files if _is_held_out(file.relative_to(root).as_posix()) == held_out]
+        files = [
+            file for file in files if _is_held_out(file.relative_to(root).as_posix()) == held_out
+        ]
         return _gather(documents_of(files, None), f"python ({split})", root, len(files))
     chosen = path if split == "train" else held_out_path
     assert chosen is not None  # a rule of recipes
@@ -53,7 +63,9 @@ def open_corpus(
     if source == "tokens":
         return open_tokens(root, name=name)
     files = files_of(root, ".jsonl" if source == "jsonl" else "")
-    return _gather(documents_of(files, field if source == "jsonl" else None), name, root, len(files))
+    return _gather(
+        documents_of(files, field if source == "jsonl" else None), name, root, len(files)
+    )
 
 
 def _is_held_out(name: str) -> bool:

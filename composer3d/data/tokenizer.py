@@ -18,11 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from composer3d.data.documents import END_OF_DOCUMENT, LONGEST_TEXT, Document, refuse_end_of_document, refuse_long
-from composer3d.errors import DataError
-from composer3d.files import read_plain
+from composer3d.data.documents import (
+    END_OF_DOCUMENT,
+    LONGEST_TEXT,
+    Document,
+    refuse_end_of_document,
+    refuse_long,
+)
 from composer3d.recipe.values import either, one_line
-from composer3d.shape import MOST_VOCAB
+from composer3d.spec.errors import DataError
+from composer3d.spec.files import read_plain
+from composer3d.spec.ranges import MOST_VOCAB
 
 _FILE_BYTES = 64 << 20  # of a tokenizer.json; the largest published ones have half of that
 _DOCUMENT_BYTES = 16 << 20  # tokenizers takes a text whole, and _MEMORY bytes for each byte of it
@@ -35,10 +41,21 @@ _ENCODE_S, _ENCODE_S_PER_MB = 2.0, 20.0
 _LOAD_MEMORY = 24  # bytes for each byte of the tokenizer.json
 _BASE_MEMORY = 256 << 20
 _THREAD_MEMORY = 8 << 20  # for each core: tokenizers runs a thread on each
-_WALL_S, _WALL = 30.0, 20  # and 20 times the processor's: for a process that waits for what never comes
+_WALL_S, _WALL = (
+    30.0,
+    20,
+)  # and 20 times the processor's: for a process that waits for what never comes
 
 # The first that a vocabulary has ends its documents: what pretraining used comes before what chats do.
-_USUAL_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>", "[EOS]")
+_USUAL_ENDS = (
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "<｜end▁of▁sentence｜>",
+    "<|im_end|>",
+    "[EOS]",
+)
 
 
 class Tokenizer:
@@ -91,7 +108,9 @@ class _FromFile(Tokenizer):
             self.content = read_plain(path, limit=_FILE_BYTES)
         except (OSError, ValueError) as error:
             why = (isinstance(error, OSError) and error.strerror) or str(error)
-            raise DataError(f"--tokenizer {self.name}: {why}; give bytes, or the path of a tokenizer.json") from None
+            raise DataError(
+                f"--tokenizer {self.name}: {why}; give bytes, or the path of a tokenizer.json"
+            ) from None
         ends = (end,) if end is not None else _USUAL_ENDS
         self._worker = _Worker(self.content, ends)
         try:
@@ -100,7 +119,9 @@ class _FromFile(Tokenizer):
                 shown = one_line(either(list(ends)))
                 raise _Failed(f"it has no {shown} to end a document; name a token of it with --eod")
             if known["vocab"] > MOST_VOCAB:
-                raise _Failed(f"it has token ids up to {known['vocab'] - 1:,}; use one below {MOST_VOCAB:,}")
+                raise _Failed(
+                    f"it has token ids up to {known['vocab'] - 1:,}; use one below {MOST_VOCAB:,}"
+                )
         except _Failed as failed:
             self.close()
             raise DataError(f"--tokenizer {self.name}: {failed}") from None
@@ -186,7 +207,9 @@ class _Worker:
         if answer[:1] != b"+":
             raise _Failed(f"{answer[1:].decode()}; give one that can represent this text")
         counts = np.frombuffer(answer, dtype="<i8", count=len(texts), offset=1)
-        return counts, np.frombuffer(answer, dtype="<u4", offset=1 + 8 * len(texts)).astype(np.int64)
+        return counts, np.frombuffer(answer, dtype="<u4", offset=1 + 8 * len(texts)).astype(
+            np.int64
+        )
 
     def close(self) -> None:
         self._process.kill()
@@ -217,7 +240,9 @@ class _Worker:
             way_out = "a pattern in it may run for ever; give another tokenizer.json"
             raise _Failed(f"it takes more than {seconds:.0f} s of processor time {what}; {way_out}")
         why = "it takes too much memory, or tokenizers cannot run it"
-        raise _Failed(f"its process ended with status {status} {what}: {why}; give another tokenizer.json")
+        raise _Failed(
+            f"its process ended with status {status} {what}: {why}; give another tokenizer.json"
+        )
 
     def _read(self, size: int, ends_at: float) -> bytes:
         pipe = self._process.stdout

@@ -64,7 +64,9 @@ def describe(coder: Any, ends: list[str]) -> dict[str, Any]:
     known: dict[str, int] = coder.get_vocab(with_added_tokens=True)
     end = next((each for each in ends if each in known), None)
     largest = max(known.values(), default=-1)  # not their number: ids may have gaps
-    with contextlib.suppress(Exception):  # it need not know these characters, but a panic is no Exception
+    with contextlib.suppress(
+        Exception
+    ):  # it need not know these characters, but a panic is no Exception
         coder.encode_batch_fast(["a b\n1é"], add_special_tokens=False)
     return {"vocab": largest + 1, "end_name": end, "end": known.get(end or "")}
 
@@ -90,7 +92,15 @@ def encode(coder: Any, batch: bytes) -> bytes:
 def limit(settings: dict[str, Any], what: str, size: int) -> None:
     """Processor time and memory for a request of ``size`` bytes. Above it, the kernel ends this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(used.ru_utime + used.ru_stime + settings[f"{what}_s"] + size * settings[f"{what}_s_per_byte"]) + 1
+    seconds = (
+        int(
+            used.ru_utime
+            + used.ru_stime
+            + settings[f"{what}_s"]
+            + size * settings[f"{what}_s_per_byte"]
+        )
+        + 1
+    )
     lower(resource.RLIMIT_CPU, seconds)
     memory = settings["memory"] + settings["tokenizer_bytes"] * settings["load_memory_per_byte"]
     if what == "encode":
@@ -101,8 +111,12 @@ def limit(settings: dict[str, Any], what: str, size: int) -> None:
 def lower(kind: int, value: int) -> None:
     """Set the soft limit; the hard one of the machine stays, so that the next request can have more."""
     _, hard = resource.getrlimit(kind)
-    with contextlib.suppress(ValueError, OSError):  # what a system cannot limit, the parent's clock does
-        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    with contextlib.suppress(
+        ValueError, OSError
+    ):  # what a system cannot limit, the parent's clock does
+        resource.setrlimit(
+            kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard)
+        )
 
 
 def text_of(error: BaseException) -> str:

@@ -14,10 +14,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from composer3d import token_manifest
-from composer3d.errors import DataError
-from composer3d.files import write_atomic
-from composer3d.token_manifest import AGAIN, FORMAT, MANIFEST, VERSION, TokenManifest, digest_of, digest_of_manifest
+from composer3d.spec import token_manifest
+from composer3d.spec.errors import DataError
+from composer3d.spec.files import write_atomic
+from composer3d.spec.token_manifest import (
+    AGAIN,
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    TokenManifest,
+    digest_of,
+    digest_of_manifest,
+)
 
 _BLOCK = 1 << 18  # tokens that are looked at together: what fits into a cache
 
@@ -26,7 +34,9 @@ _BLOCK = 1 << 18  # tokens that are looked at together: what fits into a cache
 class Corpus:
     """All tokens of one split; each document is followed by one end-of-document token, which stands nowhere else."""
 
-    tokens: np.ndarray  # 1-D, read-only: uint8 in memory, or little-endian uint16 or uint32 in a memory-mapped file
+    tokens: (
+        np.ndarray
+    )  # 1-D, read-only: uint8 in memory, or little-endian uint16 or uint32 in a memory-mapped file
     end_of_document: int
     digest: str  # hexadecimal, of the tokens; two corpora with one digest hold the same tokens
     n_documents: int
@@ -71,7 +81,11 @@ def open_tokens(folder: Path, *, name: str) -> Corpus:
     """
     manifest = token_manifest.read_manifest(folder)
     manifest.check_files()
-    chunks = [(file, number) for file, entry in manifest.files.items() for number in range(len(entry.digests))]
+    chunks = [
+        (file, number)
+        for file, entry in manifest.files.items()
+        for number in range(len(entry.digests))
+    ]
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for file, number in chunks[int(os.environ.get("LOCAL_RANK", "0")) % ranks :: ranks]:
         _verify_chunk(manifest, file, number)
@@ -97,10 +111,14 @@ def _verify_chunk(manifest: TokenManifest, name: str, number: int) -> None:
         content = _chunk(file, number)
     place = f"between bytes {begin} and {begin + token_manifest.CHUNK_BYTES}"
     if digest_of(content) != manifest.files[name].digests[number]:
-        raise DataError(f"{path} is damaged {place}: their digest is not that of {MANIFEST}; {AGAIN}")
+        raise DataError(
+            f"{path} is damaged {place}: their digest is not that of {MANIFEST}; {AGAIN}"
+        )
     if name == "tokens.bin":
         tokens = np.frombuffer(content, dtype=np.dtype(manifest.dtype).newbyteorder("<"))
-        largest = max(int(tokens[first : first + _BLOCK].max()) for first in range(0, len(tokens), _BLOCK))
+        largest = max(
+            int(tokens[first : first + _BLOCK].max()) for first in range(0, len(tokens), _BLOCK)
+        )
         if largest >= manifest.vocab:
             raise DataError(
                 f"{path} holds token {largest} {place}, but {MANIFEST} says a vocabulary of {manifest.vocab}; {AGAIN}"

@@ -1,6 +1,4 @@
-"""Single-device models. They never import torch.distributed; a ``Plan`` beside them says how they may be cut."""
+"""Models: the contract every architecture keeps, the registry of architectures, shared layers, and a folder for each.
 
-from composer3d.models.layers import Decoder, Seq
-from composer3d.models.llama import Head, Llama
-
-__all__ = ["Decoder", "Head", "Llama", "Seq"]
+Nothing is imported here, so that a shape can be read without torch.
+"""

@@ -1,7 +1,7 @@
-"""Parallelism: what a model may be cut into (``plan``), each technique, and the one place that composes them."""
+"""Parallelism. ``compose`` puts the techniques together; each has a folder or a file here."""
 
+from composer3d.models.contract import ShardingPlan
 from composer3d.parallel.compose import StepShape, compose
-from composer3d.parallel.plan import Plan
 from composer3d.parallel.stages import Stages
 
-__all__ = ["Plan", "Stages", "StepShape", "compose"]
+__all__ = ["ShardingPlan", "Stages", "StepShape", "compose"]

@@ -1,25 +1,30 @@
-"""The one place where techniques are composed, in one order, each with the reason for its place."""
+"""The one place where the techniques are composed, in one order, with the reason for each place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
-from composer3d.errors import PlanError
-from composer3d.mesh import Mesh
-from composer3d.models import Decoder, Seq
-from composer3d.parallel import ac, compile, cp, deferred, fsdp, init, pp, tp, vocab
-from composer3d.parallel.plan import Plan
+from composer3d.models.contract import Decoder, SequenceInfo, ShardingPlan
+from composer3d.parallel import checkpointing, compile, init
+from composer3d.parallel.context import api as context
+from composer3d.parallel.data import fsdp
+from composer3d.parallel.pipeline import runtime as pipeline
+from composer3d.parallel.pipeline import zero_bubble
+from composer3d.parallel.pipeline.ties import Ties, check_ties, find_ties, split_ties, tie
 from composer3d.parallel.stages import Stage, Stages, StepShape
-from composer3d.parallel.ties import Ties, check_ties, part, tie, tied
+from composer3d.parallel.tensor import styles as tensor
+from composer3d.parallel.tensor.vocab import set_loss_chunks
 from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable, PrecisionTable
-from composer3d.schedules import SCHEDULES, balanced_cut
+from composer3d.runtime.mesh import Mesh
+from composer3d.spec.errors import PlanError
+from composer3d.spec.schedules import SCHEDULES, balanced_cut
 
 
 def compose(
     model: Decoder,
-    plan: Plan,
+    plan: ShardingPlan,
     mesh: Mesh,
     *,
     parallel: ParallelTable,
@@ -29,93 +34,141 @@ def compose(
     step: StepShape,
     seed: int,
 ) -> Stages:
-    """Make ``model`` this rank's part of a job.
+    """Turn a whole model into this rank's part of a job. Collective over all ranks of ``mesh``.
 
     Args:
-        model: a model of the contract (``first``, ``blocks``, ``last``), built on the meta device in
-            ``precision.params``. It is taken apart.
-        plan: what the model says of itself.
-        mesh: the axes; collective, every rank of it calls.
-        memory, precision, compiling: absent, nothing is computed twice, everything in the model's dtype and eagerly.
-        seed: of the initial weights, which are the same whatever the layout.
+        model: on the meta device, in ``precision.params``. It is taken apart.
+        plan: how the model may be cut.
+        memory, precision, compiling: their defaults recompute nothing, keep everything in the dtype of
+            the model, and run eagerly.
+        seed: of the initial weights, which are the same on every layout.
 
     Raises:
-        PlanError: the plan does not fit the model, there are fewer blocks than stages, or parts share a parameter that
-            cannot be sharded so.
-        DeviceError: this machine cannot compile.
+        PlanError: the plan does not fit the model; there are fewer blocks than stages; or tied
+            parameters cannot be sharded or separated.
+        DeviceError: compilation is asked for, and this machine has no compiler.
     """
-    memory, precision, compiling = memory or MemoryTable(), precision or PrecisionTable(), compiling or CompileTable()
-    plan.check(model)  # on the whole model: no stage alone can tell a glob that matches nothing
-    stream = boundary(model, mesh, parallel, step)
+    memory = memory or MemoryTable()
+    precision = precision or PrecisionTable()
+    compiling = compiling or CompileTable()
+
+    plan.check(model)  # on the whole model: a stage alone cannot show that a glob matches nothing
+    activation = stage_activation(model, mesh, parallel, step)
     if precision.compute is not None:
-        stream = stream.to(getattr(torch, precision.compute))
-    vocab.loss_in_parts(model, plan, memory.loss_chunks)
-    ties = tied(model)
-    data = fsdp.mesh_of(mesh, parallel, precision, memory)
-    check_ties(ties, mesh, sharded=data is not None)
-    placement = pp.place(mesh.table.pp, parallel, step.micro_batches)
-    splits = mesh.table.pp > 1 and SCHEDULES[parallel.schedule].splits
-    builders = []
-    # 1. Cut into stages, before anything wraps a module: every later step then touches this rank's layers only.
-    modules = cut(model, placement.stages, mesh.at["pp"], parallel)
+        activation = activation.to(getattr(torch, precision.compute))
+    set_loss_chunks(model, plan, memory.loss_chunks)
+    ties = find_ties(model)
+    fsdp_mesh = fsdp.mesh_of(mesh, parallel, precision, memory)
+    check_ties(ties, mesh, sharded=fsdp_mesh is not None)
+    placement = pipeline.place_stages(mesh.sizes.pp, parallel, step.micro_batches)
+    defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits
+    dw_builders = []
+
+    # 1. Pipeline: cut into stages before anything wraps a module. All later steps then touch only
+    #    the layers of this rank.
+    modules = cut_into_stages(model, placement.stages, mesh.coords["pp"], parallel)
     for module in modules:
-        module.followers = part(module, ties)
-        # 1b. Weight gradients are put off where the schedule wants it, by what linear layers are from here on.
-        builders.append(deferred.put_off(module, module.blocks) if splits else None)
-        # 2. Tensor parallelism: it decides the shapes of parameters, which FSDP then shards further.
+        module.tied_copies = split_ties(module, ties)
+
+        # 2. Zero bubble: replace the linear layers of blocks while they still are plain modules.
+        dw_builders.append(
+            zero_bubble.defer_weight_grads(module, module.blocks) if defers else None
+        )
+
+        # 3. Tensor: it decides the shapes of the parameters, which FSDP then shards further.
+        refreshes: Mapping[str, Callable[[], None]] = {}
         if mesh.tp is not None:
-            tp.apply(module, plan, mesh.tp, parallel)
+            refreshes = tensor.apply(module, plan, mesh.tp, parallel)
             tie(module, ties)
-        # 3. Context parallelism replaces what a block calls to attend, and nothing else.
-        cp.apply(module, plan, mesh.cp_group, parallel)
-        # 4. Checkpointing wraps what a block computes by now, so that backward repeats just that.
-        ac.apply(module.blocks.values(), plan, memory)
-        # 5. Compilation makes one graph of all this, which FSDP's hooks, coming after, cannot break.
-        compile.apply(module.blocks.values(), compiling, mesh.device)
-        # 6. FSDP goes around whatever a block has become, and owns its parameters from here on.
-        if data is not None:
-            fsdp.apply(module, data, parallel, precision, memory)
-        # 7. Memory is taken last: only this rank's shards ever exist.
+
+        # 4. Context: it replaces what a block calls to attend, and nothing else.
+        context.apply(module, plan, mesh.cp_group, parallel)
+
+        # 5. Checkpointing: it wraps everything a block computes, so that backward repeats exactly that.
+        checkpointing.apply(module.blocks.values(), plan, memory)
+
+        # 6. Compile: one graph of all that. FSDP's hooks come later and stay outside of it.
+        compile.apply(module.blocks, compiling, mesh.device, _in_blocks(refreshes))
+
+        # 7. FSDP: it wraps whatever a block has become, and owns the parameters from here on.
+        if fsdp_mesh is not None:
+            fsdp.apply(module, fsdp_mesh, parallel, precision, memory)
+
+        # 8. Materialise: memory is allocated last, so only this rank's shards ever exist.
         module.to_empty(device="cpu" if memory.cpu_offload else mesh.device)
         tie(module, ties)
-        # 8. Initial weights by global name and index, so that they are the same on every layout.
-        init.initialise(module, plan, seed, skip=module.followers)
-    pipeline = None
-    if mesh.table.pp > 1:
-        pipeline = pp.Pipeline(modules, builders, mesh, parallel, placement, step.micro_batches, stream)
-    return Stages(modules, mesh, parallel, step, pipeline, Ties(ties, modules, mesh, placement.stages))
+
+        # 9. Initial weights: by global name and index, so that they do not depend on the layout.
+        init.initialise(module, plan, seed, skip=module.tied_copies)
+
+    runtime = None
+    if mesh.sizes.pp > 1:
+        runtime = pipeline.Pipeline(
+            modules, dw_builders, mesh, parallel, placement, step.micro_batches, activation
+        )
+    return Stages(
+        modules, mesh, parallel, step, runtime, Ties(ties, modules, mesh, placement.stages)
+    )
 
 
-def cut(model: Decoder, stages: Sequence[Sequence[int]], rank: int, parallel: ParallelTable) -> list[Stage]:
-    """The stages of pipeline rank ``rank``: blocks as the recipe says, or in proportion to their parameters.
+def cut_into_stages(
+    model: Decoder, stages: Sequence[Sequence[int]], rank: int, parallel: ParallelTable
+) -> list[Stage]:
+    """Make the stages of pipeline rank ``rank``; ``stages`` are the stage numbers of each rank.
 
-    Room is then left for the embedding and the head. The head multiplies all its parameters, as a block does; the
-    embedding only looks them up but updates them all: half.
+    Blocks are distributed as ``parallel.stages`` says, or else so that all stages have about the same
+    number of parameters. The embedding counts half: forward only looks its parameters up, but the
+    optimizer updates all of them. The head counts in full: it multiplies by all of them, as blocks do.
+
+    Raises PlanError where the blocks cannot be distributed so.
     """
     count = sum(len(held) for held in stages)
     if parallel.stages is not None and count > 1:
         ends = list(accumulate(parallel.stages))
         if len(ends) != count or ends[-1] != len(model.blocks) or min(parallel.stages) < 1:
-            raise PlanError(f"stages {parallel.stages} are no cut of {len(model.blocks)} blocks into {count} stages")
+            raise PlanError(
+                f"parallel.stages = {list(parallel.stages)} must be {count} numbers of at least 1, with "
+                f"the sum {len(model.blocks)}, the number of blocks"
+            )
         ranges = [range(begin, end) for begin, end in pairwise((0, *ends))]
     else:
-        costs = [_size(block) for block in model.blocks.values()]
-        ranges = balanced_cut(_size(model.first) / 2, costs, _size(model.last), count)
-    return [Stage(model, ranges[index], first=index == 0, last=index == count - 1) for index in stages[rank]]
+        ranges = balanced_cut(
+            _n_parameters(model.first) / 2,
+            [_n_parameters(block) for block in model.blocks.values()],
+            _n_parameters(model.last),
+            count,
+        )
+    return [
+        Stage(model, ranges[index], first=index == 0, last=index == count - 1)
+        for index in stages[rank]
+    ]
 
 
-def boundary(model: Decoder, mesh: Mesh, parallel: ParallelTable, step: StepShape) -> Tensor:
-    """A meta tensor shaped like what one rank passes between blocks: one micro-batch of the residual stream.
+def stage_activation(
+    model: Decoder, mesh: Mesh, parallel: ParallelTable, step: StepShape
+) -> Tensor:
+    """A meta tensor like the residual stream of one micro-batch on one rank.
 
-    It is what the model's own ``first`` makes of tokens, cut along the sequence by cp, and by tp under sequence
-    parallelism.
+    Its shape is what the model's own ``first`` returns, cut along the sequence by cp, and by tp under
+    sequence parallelism.
     """
     tokens_BT = torch.empty((step.micro_batch, step.seq_len), dtype=torch.int64, device="meta")
     with torch.no_grad():
-        h_BTC = model.first(tokens_BT, Seq(tokens_BT))
-    cuts = mesh.table.cp * (mesh.table.tp if parallel.sequence_parallel else 1)
+        h_BTC = model.first(tokens_BT, SequenceInfo(tokens_BT))
+    cuts = mesh.sizes.cp * (mesh.sizes.tp if parallel.sequence_parallel else 1)
     return h_BTC.new_empty((h_BTC.shape[0], h_BTC.shape[1] // cuts, *h_BTC.shape[2:]))
 
 
-def _size(module: nn.Module) -> int:
+def _in_blocks(
+    refreshes: Mapping[str, Callable[[], None]],
+) -> dict[str, Callable[[], None]]:
+    """Those of modules in blocks, by their names in ``blocks``."""
+    return {
+        name.removeprefix("blocks."): refresh
+        for name, refresh in refreshes.items()
+        if name.startswith("blocks.")
+    }
+
+
+def _n_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

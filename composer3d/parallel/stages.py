@@ -1,4 +1,4 @@
-"""What ``compose`` returns: this rank's part of the model, and the forward and backward of a step through it."""
+"""What ``compose`` returns: this rank's stages of the model, and how a step runs through them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,18 +8,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer3d.mesh import Mesh
-from composer3d.models import Decoder, Seq
-from composer3d.parallel import cp, fsdp, pp
-from composer3d.parallel.ties import Ties
+from composer3d.models.contract import Decoder, SequenceInfo
+from composer3d.parallel.context.ownership import shard_sequence
+from composer3d.parallel.data import fsdp
+from composer3d.parallel.pipeline.runtime import Pipeline
+from composer3d.parallel.pipeline.ties import Ties
 from composer3d.recipe.schema import ParallelTable
+from composer3d.runtime.mesh import Mesh
 
 
 class Stage(nn.Module):
     """Consecutive layers of a model, under the names they have in the whole model.
 
-    ``stage(tokens_BT or h_BTC, positions_BT=..., documents_BT=..., labels_BT=...)`` returns ``h_BTC``, or on the last
-    stage the summed loss. ``documents_BT`` are those of whole sequences, the others this rank's part of them.
+    ``stage(tokens_BT or h_BTC, positions_BT=..., documents_BT=..., labels_BT=...)`` returns ``h_BTC``,
+    or the summed loss on the last stage. ``documents_BT`` covers whole sequences; the other arguments
+    are this rank's part of them.
+
+    Attributes:
+        tied_copies: names of parameters that are copies of another stage's, each with its owner's name.
     """
 
     def __init__(self, model: Decoder, blocks: range, *, first: bool, last: bool) -> None:
@@ -28,13 +34,20 @@ class Stage(nn.Module):
         self.first: nn.Module | None = model.first if first else None
         self.blocks = nn.ModuleDict({names[i]: model.blocks[names[i]] for i in blocks})
         self.last: nn.Module | None = model.last if last else None
-        self.followers: dict[str, str] = {}  # names of copies of parameters that another stage owns (``ties.part``)
+        self.tied_copies: dict[str, str] = {}
 
     def forward(
-        self, h: Tensor, *, positions_BT: Tensor, documents_BT: Tensor | None = None, labels_BT: Tensor | None = None
+        self,
+        h: Tensor,
+        *,
+        positions_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        labels_BT: Tensor | None = None,
     ) -> Tensor:
-        # FSDP has moved them to the GPU, where each block would wait for what they say.
-        seq = Seq(positions_BT, None if documents_BT is None else documents_BT.cpu())
+        if documents_BT is not None:
+            # FSDP has moved them to the GPU; attention reads them on the CPU, once in each block.
+            documents_BT = documents_BT.cpu()
+        seq = SequenceInfo(positions_BT, documents_BT)
         if self.first is not None:
             h = self.first(h, seq)
         for block in self.blocks.values():
@@ -44,7 +57,7 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What one rank runs in a step: ``micro_batches`` of ``micro_batch`` samples of ``seq_len`` tokens."""
+    """What a rank runs in a step: ``micro_batches`` of ``micro_batch`` samples of ``seq_len`` tokens."""
 
     micro_batch: int
     micro_batches: int
@@ -53,34 +66,45 @@ class StepShape:
 
 @dataclass(eq=False)
 class Stages:
-    """This rank's stages of a composed model and how a step runs through them."""
+    """This rank's stages of a composed model.
 
-    modules: Sequence[Stage]  # first to last; their parameters keep their global names
+    Attributes:
+        modules: first to last; their parameters keep their global names.
+    """
+
+    modules: Sequence[Stage]
     mesh: Mesh
     _parallel: ParallelTable
     _step: StepShape
-    _pipeline: pp.Pipeline | None
+    _pipeline: Pipeline | None
     _ties: Ties
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank's optimizer steps, by global name: a follower is stepped, counted and saved as its owner."""
+        """The parameters of this rank by global name, without copies of tied ones.
+
+        A copy is updated, counted in the norm and saved through its owner.
+        """
         for module in self.modules:
-            yield from ((name, p) for name, p in module.named_parameters() if name not in module.followers)
+            for name, parameter in module.named_parameters():
+                if name not in module.tied_copies:
+                    yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of ``named_parameters``."""
         return (parameter for _, parameter in self.named_parameters())
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss enters the job's: of the ranks that compute it alike, one does."""
-        return self.modules[-1].last is not None and self.mesh.at["tp"] == 0
+        """Whether this rank adds its loss to the job's: one of the tp ranks that compute the same."""
+        return self.modules[-1].last is not None and self.mesh.coords["tp"] == 0
 
     def own_tokens(self, whole_BT: Tensor) -> Tensor:
-        """This rank's part of tokens, labels or positions of whole sequences: (B, T) to (B, T / cp)."""
+        """Cut this rank's part out of tokens, labels or positions: (B, T) to (B, T / cp)."""
         group = self.mesh.cp_group
         if group is None:
             return whole_BT
-        return cp.shard_sequence(whole_BT, 1, group, balanced=self._parallel.cp_balance == "zigzag")
+        balanced = self._parallel.cp_balance == "zigzag"
+        return shard_sequence(whole_BT, 1, group, balanced=balanced)
 
     def forward_backward(
         self,
@@ -90,18 +114,21 @@ class Stages:
         valid_tokens: float,
         documents_BT: Tensor | None = None,
     ) -> Tensor:
-        """Leave in ``.grad`` the gradient of (sum of the job's token losses) / ``valid_tokens``, reduced over the job.
+        """Compute the gradients of a step into ``.grad``, reduced over the whole job.
+
+        The loss is the sum of the losses of all tokens of the job, divided by ``valid_tokens``.
 
         Args:
-            tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp), this rank's rows of the
-                step and its part of them (``own_tokens``).
-            valid_tokens: labels that count, in the whole step over all ranks.
-            documents_BT: int64 (micro_batches x micro_batch, T), documents of the same rows, whole on every cp rank.
+            tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp): this rank's
+                rows of the step, and its part of each (``own_tokens``).
+            valid_tokens: the number of valid labels in the whole step, over all ranks.
+            documents_BT: int64 (micro_batches x micro_batch, T): the documents of the same rows, whole
+                on every cp rank.
 
         Returns:
-            This rank's share of that loss, a float64 scalar: ``Mesh.sum_over_world`` makes the loss of it.
+            This rank's share of the loss, a float64 scalar; ``Mesh.sum_over_world`` gives the loss.
 
-        Collectives: those of the techniques composed; afterwards no gradient is partial.
+        Collectives: those of the techniques composed. Afterwards no gradient is partial.
         """
         self._begin(training=True)
         for module in self.modules:
@@ -110,59 +137,77 @@ class Stages:
         if self._pipeline is not None:
             total = self._pipeline.step(tokens_BT, keywords, valid_tokens)
         else:
+            (module,) = self.modules
             total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-            for index, (tokens, part) in enumerate(self._split(tokens_BT, keywords)):
-                last = index == self._step.micro_batches - 1
-                fsdp.begin_micro_batch(self.modules[0], self._parallel, last=last)
-                loss = self.modules[0](tokens, **part) / valid_tokens
+            for index, (tokens, inputs) in enumerate(self._micro_batches(tokens_BT, keywords)):
+                is_last = index == self._step.micro_batches - 1
+                fsdp.begin_micro_batch(module, self._parallel, last=is_last)
+                loss = module(tokens, **inputs) / valid_tokens
                 loss.backward()
                 total += loss.detach()
         self.finish_gradients()
         return total if self.counts_loss else torch.zeros_like(total)
 
     def finish_gradients(self) -> None:
-        """Reduce what no technique has: without FSDP, gradients of replicated tp parameters are still partial sums.
+        """Reduce gradients that no technique has reduced, then add those of tied copies to their owners.
 
-        Then followers give theirs to their owners.
+        Without FSDP, the gradients of replicated tp parameters are still partial sums here.
         """
         for parameter in chain.from_iterable(module.parameters() for module in self.modules):
             grad = parameter.grad
-            if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-                whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
-                parameter.grad = grad.redistribute(placements=whole)
+            if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
+                reduced = [Replicate() if p.is_partial() else p for p in grad.placements]
+                parameter.grad = grad.redistribute(placements=reduced)
         self._ties.add_gradients()
 
     @torch.no_grad()
     def evaluate(
-        self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        positions_BT: Tensor,
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
-        """This rank's share of the summed loss of these rows: as ``forward_backward``, undivided, no gradients."""
+        """Compute this rank's share of the summed loss, undivided and without gradients.
+
+        The arguments are those of ``forward_backward``.
+        """
         self._begin(training=False)
-        micro_batches = list(self._split(tokens_BT, self._keywords(labels_BT, positions_BT, documents_BT)))
+        keywords = self._keywords(labels_BT, positions_BT, documents_BT)
+        micro_batches = list(self._micro_batches(tokens_BT, keywords))
         if self._pipeline is not None:
             total = self._pipeline.forward_only(micro_batches)
         else:
+            (module,) = self.modules
             total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-            for tokens, part in micro_batches:
-                total += self.modules[0](tokens, **part)
+            for tokens, inputs in micro_batches:
+                total += module(tokens, **inputs)
         for module in self.modules:
             fsdp.reshard(module)
         return total if self.counts_loss else torch.zeros_like(total)
 
     def _begin(self, *, training: bool) -> None:
-        """Followers take what their owners have become since (by a step, by a checkpoint), before they are used."""
         for module in self.modules:
             module.train(training)
+        # A step of the optimizer or a loaded checkpoint may have changed the owners.
         self._ties.refresh()
 
-    def _keywords(self, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None) -> dict[str, Tensor]:
-        """What this rank's stages are called with, beside their input."""
-        given = {"positions_BT": positions_BT, "documents_BT": documents_BT}
+    def _keywords(
+        self, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The keyword arguments of this rank's stages."""
+        keywords = {"positions_BT": positions_BT}
+        if documents_BT is not None:
+            keywords["documents_BT"] = documents_BT
         if self.modules[-1].last is not None:
-            given["labels_BT"] = labels_BT
-        return {name: rows for name, rows in given.items() if rows is not None}
+            keywords["labels_BT"] = labels_BT
+        return keywords
 
-    def _split(self, tokens_BT: Tensor, keywords: dict[str, Tensor]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        every = (rows.split(self._step.micro_batch) for rows in (tokens_BT, *keywords.values()))
-        for tokens, *parts in zip(*every, strict=True):
-            yield tokens, dict(zip(keywords, parts, strict=True))
+    def _micro_batches(
+        self, tokens_BT: Tensor, keywords: dict[str, Tensor]
+    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Cut the rows of a step into micro-batches."""
+        rows = self._step.micro_batch
+        for begin in range(0, tokens_BT.shape[0], rows):
+            part = slice(begin, begin + rows)
+            yield tokens_BT[part], {name: value[part] for name, value in keywords.items()}

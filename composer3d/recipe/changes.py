@@ -33,7 +33,9 @@ def values_of(text: str) -> dict[str, Any]:
         ValueError: the text is not TOML, is longer than a recipe can be, or nests too deep.
     """
     if len(text) > _TEXT_LIMIT:
-        raise ValueError(f"it has {len(text):,} characters, more than the {_TEXT_LIMIT:,} of any recipe")
+        raise ValueError(
+            f"it has {len(text):,} characters, more than the {_TEXT_LIMIT:,} of any recipe"
+        )
     try:
         document = tomli.loads(text)
     except RecursionError:

@@ -11,13 +11,15 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 
-from composer3d import files
 from composer3d.recipe.schema import Recipe
+from composer3d.spec import files
 
 _LINE_LIMIT = 64 << 20  # bytes of a line of JSONL
 _NOTE_LIMIT = 4096  # bytes of the file that says who holds a run's folder
 # Of the standard library's folders: what training passes over.
-NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 # What the drivers of NVIDIA, of AMD, of WSL and of NVIDIA's boards for embedded systems make.
 _GPU_FILES = re.compile(r"nvidia\d+|kfd|dxg|nvmap")
 
@@ -30,13 +32,21 @@ def folder_problem(recipe: Recipe) -> str | None:
             files.refuse_foreign_link(place)
         except OSError as error:
             return f"{place} {error.strerror}"
-    place = next(place for place in (folder / "checkpoints", folder, *folder.parents) if os.path.lexists(place))
+    place = next(
+        place
+        for place in (folder / "checkpoints", folder, *folder.parents)
+        if os.path.lexists(place)
+    )
     if not place.is_dir():
         return f"{place} is no folder, so that {folder} cannot be made"
     if not os.access(place, os.W_OK | os.X_OK):
         return f"{place} cannot be written by this user"
     holder = holder_of(folder)
-    return f"{folder} is in use by {holder}; wait for its end, or give this run another run.name" if holder else None
+    return (
+        f"{folder} is in use by {holder}; wait for its end, or give this run another run.name"
+        if holder
+        else None
+    )
 
 
 def holder_of(folder: Path) -> str | None:

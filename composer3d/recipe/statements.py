@@ -22,7 +22,9 @@ _LEADING = re.compile(_BLANK)
 _ENDS = {  # of a string, by its quotes: an escape, which is stepped over, or what ends it
     '"': re.compile(r'\\.|["\n]'),
     "'": re.compile(r"['\n]"),
-    '"""': re.compile(r'\\.|"{3,5}', re.DOTALL),  # two quotes may stand before the three that end it
+    '"""': re.compile(
+        r'\\.|"{3,5}', re.DOTALL
+    ),  # two quotes may stand before the three that end it
     "'''": re.compile(r"'{3,5}"),
 }
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")

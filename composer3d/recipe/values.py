@@ -52,7 +52,9 @@ def describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return either(map(show, kinds))
     if kinds:
-        return f"an array of {'' if kinds[-1] is Ellipsis else f'{len(kinds)} '}{kinds[0].__name__}s"
+        return (
+            f"an array of {'' if kinds[-1] is Ellipsis else f'{len(kinds)} '}{kinds[0].__name__}s"
+        )
     return str(kind.__name__)
 
 
@@ -92,7 +94,11 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(show(each) for each in value)}]"
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{name} = {show(each)}' for name, each in value.items())} }}" if value else "{}"
+        return (
+            f"{{ {', '.join(f'{name} = {show(each)}' for name, each in value.items())} }}"
+            if value
+            else "{}"
+        )
     return str(value)
 
 

@@ -73,14 +73,21 @@ def entry(shape: tuple[int, ...], *chunks: bytes) -> bytes:
 
 
 def index(tensor: str, *offsets: int) -> bytes:
-    return made(f"{PLACE}.MetadataIndex", held(fqn=text(tensor), offset=sizes(*offsets), index=b"N"))
+    return made(
+        f"{PLACE}.MetadataIndex", held(fqn=text(tensor), offset=sizes(*offsets), index=b"N")
+    )
 
 
 def info(file: str = "__0_0.distcp", begin: int = 0, length: int = 100) -> bytes:
-    return made(f"{FILES}._StorageInfo", held(relative_path=text(file), offset=number(begin), length=number(length)))
+    return made(
+        f"{FILES}._StorageInfo",
+        held(relative_path=text(file), offset=number(begin), length=number(length)),
+    )
 
 
-def metadata(entries: dict[bytes, bytes], stored: dict[bytes, bytes], before: bytes = b"", after: bytes = b"") -> bytes:
+def metadata(
+    entries: dict[bytes, bytes], stored: dict[bytes, bytes], before: bytes = b"", after: bytes = b""
+) -> bytes:
     state = held(
         state_dict_metadata=pairs(entries),
         planner_data=b"N",

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from store_jobs import about, job
 
 from composer3d.checkpoint import Store
-from composer3d.dist import pool_world
-from composer3d.launch import Pool
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.process_group import pool_world
+from tests.checkpoint.store_jobs import about, job
 
 
 def measure(folder: Path) -> list[tuple[float, float, float]]:
@@ -42,4 +42,7 @@ def measure(folder: Path) -> list[tuple[float, float, float]]:
 if __name__ == "__main__":
     with Pool() as pool:
         for row in pool.run(measure, {"folder": Path(sys.argv[1])}, world_size=2, limit_s=300)[0]:
-            print("at once {:.3f} s, background: stall {:.3f} s of {:.3f} s".format(*row), f"({row[1] / row[0]:.0%})")
+            print(
+                "at once {:.3f} s, background: stall {:.3f} s of {:.3f} s".format(*row),
+                f"({row[1] / row[0]:.0%})",
+            )

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composer3d.checkpoint.manifest import Manifest
-from composer3d.optim import build_optimizer
 from composer3d.parallel import Stages
 from composer3d.recipe.schema import OptimTable
+from composer3d.training.optim import build_optimizer
 
 SHAPE = (5, 3)
 
@@ -37,11 +37,20 @@ def whole(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, list[float]
     """The state as numbers, the same on every rank."""
     ((_, parameter),) = stages.named_parameters()
     tensors = {"weight": parameter.detach(), **optimizer.state[parameter]}
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).flatten().tolist() for name, t in tensors.items()}
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).flatten().tolist()
+        for name, t in tensors.items()
+    }
 
 
 def about(step: int) -> Manifest:
-    return Manifest(step=step, world_size=dist.get_world_size(), model={"model.dim": 3}, data={"at": step}, lr=0.1)
+    return Manifest(
+        step=step,
+        world_size=dist.get_world_size(),
+        model={"model.dim": 3},
+        data={"at": step},
+        lr=0.1,
+    )
 
 
 def names(folder: Path) -> list[str]:

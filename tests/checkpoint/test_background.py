@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from store_jobs import about, contents, job, names
 
-from composer3d import train
 from composer3d.checkpoint import Store, store
 from composer3d.checkpoint.manifest import read, write
-from composer3d.dist import pool_world
-from composer3d.errors import CheckpointError, UserError
-from composer3d.launch import Pool
-from composer3d.mesh import Mesh
-from composer3d.recipe.load import load
+from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import MeshTable
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.process_group import pool_world
+from composer3d.spec.errors import CheckpointError, UserError
+from composer3d.training import build, loop, run_folder
+from tests.checkpoint.store_jobs import about, contents, job, names
 
 RECIPE = """\
 run = { name = "small", seed = 3, device = "cpu" }
@@ -66,13 +66,24 @@ def save_twice(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes], bool, 
         waited = (folder / "behind" / "step-00000002").exists()
         behind.wait()
         dist.barrier()
-        assert contents(folder / "behind/step-00000002") == contents(folder / "behind/step-00000003")
-        assert contents(folder / "behind/step-00000002") != contents(folder / "at-once/step-00000001")
-        return contents(folder / "at-once/step-00000001"), contents(folder / "behind/step-00000001"), under_way, waited
+        assert contents(folder / "behind/step-00000002") == contents(
+            folder / "behind/step-00000003"
+        )
+        assert contents(folder / "behind/step-00000002") != contents(
+            folder / "at-once/step-00000001"
+        )
+        return (
+            contents(folder / "at-once/step-00000001"),
+            contents(folder / "behind/step-00000001"),
+            under_way,
+            waited,
+        )
 
 
 def test_what_is_written_is_the_state_of_the_save(pool: Pool, tmp_path: Path) -> None:
-    for at_once, behind, under_way, waited in pool.run(save_twice, {"folder": tmp_path}, world_size=2):
+    for at_once, behind, under_way, waited in pool.run(
+        save_twice, {"folder": tmp_path}, world_size=2
+    ):
         assert under_way
         assert sorted(at_once) == ["__0_0.distcp", "__1_0.distcp"]
         assert at_once == behind
@@ -124,32 +135,37 @@ def test_error_is_raised_at_the_same_step_on_every_rank(pool: Pool, tmp_path: Pa
     assert left == ["step-00000001"]
 
 
-def train_in(folder: Path, sets: list[str], *, fails: bool = False) -> tuple[int, tuple[str, ...], list[float]]:
+def train_in(
+    folder: Path, sets: list[str], *, fails: bool = False
+) -> tuple[int, tuple[str, ...], list[float]]:
     """Train the recipe of ``folder``: the steps done, what ended the run, and a random number of each step."""
     os.chdir(folder)
     drawn: list[float] = []
     with pool_world() as device:
         resolved = load("recipe.toml", sets, world_size=dist.get_world_size())
-        run = train.build(resolved.recipe, device, resolved.to_toml())
-        begun, update = run.step, train.update
+        run = build.build(resolved.recipe, device, resolved.to_toml())
+        begun, update = run.step, loop.update
 
         def step(*args: Any, **keywords: Any) -> None:
             time.sleep(0.05)
             drawn.append(torch.rand(()).item())
             update(*args, **keywords)
 
-        train.update = step
+        loop.update = step
         if fails and dist.get_rank() == 1:
             fail_in(store)
         try:
-            train.run(run)
+            loop.train(run)
         except UserError as error:
             return run.step, error.lines, drawn
         return begun, (), drawn
 
 
 def lines_of(folder: Path, out_dir: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / out_dir / "small/metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / out_dir / "small/metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_run_that_cannot_save_ends_soon_on_every_rank(pool: Pool, folder: Path) -> None:
@@ -157,7 +173,10 @@ def test_run_that_cannot_save_ends_soon_on_every_rank(pool: Pool, folder: Path) 
     one, two = pool.run(train_in, arguments, world_size=2)
     assert one[:2] == two[:2]
     assert 3 <= one[0] <= 20
-    assert "step 2 could not be saved in runs/small/checkpoints/step-00000002.tmp: rank 1: writing" in one[1][0]
+    assert (
+        "step 2 could not be saved in runs/small/checkpoints/step-00000002.tmp: rank 1: writing"
+        in one[1][0]
+    )
     assert one[1][1].startswith("the newest checkpoint is none")
 
 
@@ -175,7 +194,11 @@ def test_run_is_the_same_and_says_what_it_waited(pool: Pool, folder: Path) -> No
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[1][:3] == losses[0][:3]
     assert sum(row.get("checkpoint_s", 0) for row in lines_of(folder, "b")) > 0
-    assert names(folder / "b/small/checkpoints") == ["step-00000003", "step-00000004", "step-00000006"]
+    assert names(folder / "b/small/checkpoints") == [
+        "step-00000003",
+        "step-00000004",
+        "step-00000006",
+    ]
     written = read(folder / "b/small/checkpoints/step-00000006")
     assert (written.step, written.world_size, written.layout["dp_shard"]) == (6, 2, 2)
     assert written.data is not None
@@ -200,16 +223,16 @@ def test_damaged_newest_is_passed_over_and_written_anew(pool: Pool, folder: Path
 def claim(folder: Path) -> tuple[str, int]:
     """Two jobs of this process: what the second is told while the first has the folder."""
     with pool_world():
-        first = train.claim_folder(folder)
+        first = run_folder.claim_folder(folder)
         try:
-            train.claim_folder(folder)
+            run_folder.claim_folder(folder)
             said = "nothing"
         except UserError as error:
             (said,) = error.lines
         if first is not None:
             first.close()
         dist.barrier()
-        train.claim_folder(folder)
+        run_folder.claim_folder(folder)
         return said, os.getpid()
 
 
@@ -226,12 +249,12 @@ def start_from(folder: Path, sets: list[str], hf: str) -> tuple[int, list[str]]:
     """Build a run whose model comes from a folder: the steps done, and from where weights were read."""
     os.chdir(folder)
     asked: list[str] = []
-    train.load_hf = lambda place, stages: asked.append(str(place))
+    build.load_hf = lambda place, stages: asked.append(str(place))
     with pool_world() as device:
         recipe = load("recipe.toml", sets, world_size=1).recipe
         recipe = replace(recipe, model=replace(recipe.model, hf=hf))
-        run = train.build(recipe, device, "")
-        train.run(run)
+        run = build.build(recipe, device, "")
+        loop.train(run)
         return run.step, asked
 
 

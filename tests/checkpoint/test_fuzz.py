@@ -12,14 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from assemble import call, name, one, text
 
 from composer3d.checkpoint.manifest import FILE, Manifest, damage, read, write
 from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensors_of
 from composer3d.checkpoint.torchfile import Stored, load_torch
-from composer3d.errors import CheckpointError
+from composer3d.spec.errors import CheckpointError
+from tests.checkpoint.assemble import call, name, one, text
 
-TARGETS = ("torch.Size", "torch.float32", "torch.distributed.checkpoint.metadata.Metadata", "builtins.getattr")
+TARGETS = (
+    "torch.Size",
+    "torch.float32",
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "builtins.getattr",
+)
 SPLICES = [
     *(name(path) for path in TARGETS),
     call("os.system", text("touch marker")),
@@ -30,7 +35,20 @@ SPLICES = [
     b"0",
     b"b",
 ]
-SPLICES += [b"R", b"\x81", b"s", b"u", b"t", b"\x85", b"\x86", b"q\x00", b"h\x00", b"N\x94", b"Q", b"X\xff\xff\xff\x7f"]
+SPLICES += [
+    b"R",
+    b"\x81",
+    b"s",
+    b"u",
+    b"t",
+    b"\x85",
+    b"\x86",
+    b"q\x00",
+    b"h\x00",
+    b"N\x94",
+    b"Q",
+    b"X\xff\xff\xff\x7f",
+]
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
@@ -44,7 +62,9 @@ def flipped(content: bytes, draw: random.Random) -> bytes:
 def rewritten(content: bytes, draw: random.Random) -> bytes:
     """A few instructions of a pickle are dropped, doubled, moved or new."""
     places = [place for _, _, place in pickletools.genops(content)]
-    parts = [content[begin:end] for begin, end in zip(places, [*places[1:], len(content)], strict=True)]
+    parts = [
+        content[begin:end] for begin, end in zip(places, [*places[1:], len(content)], strict=True)
+    ]
     for _ in range(draw.choice((1, 1, 2, 5))):
         at = draw.randrange(len(parts))
         way = draw.randrange(4)
@@ -69,13 +89,24 @@ def of_metadata(folder: Path, draw: random.Random) -> None:
 
 
 def of_torch_file(folder: Path, draw: random.Random) -> None:
-    held = {"a": torch.ones(3), "b": {"c": torch.nn.Parameter(torch.ones(2, 2)), "d": [1, "x", None]}}
+    held = {
+        "a": torch.ones(3),
+        "b": {"c": torch.nn.Parameter(torch.ones(2, 2)), "d": [1, "x", None]},
+    }
     file = io.BytesIO()
     torch.save(held, file)
     content = file.getvalue()
     if draw.random() < 0.5:
         begin = content.index(b"\x80\x02")
-        end = begin + next(place for code, _, place in pickletools.genops(content[begin:]) if code.name == "STOP") + 1
+        end = (
+            begin
+            + next(
+                place
+                for code, _, place in pickletools.genops(content[begin:])
+                if code.name == "STOP"
+            )
+            + 1
+        )
         room = end - begin
         pickled = rewritten(content[begin:end], draw)[:room]
         content = content[:begin] + pickled + bytes(room - len(pickled)) + content[end:]
@@ -87,11 +118,16 @@ def of_torch_file(folder: Path, draw: random.Random) -> None:
         value = stack.pop()
         if isinstance(value, Stored):
             assert value.read().shape == value.shape
-        stack += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        stack += (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
 
 
 def of_manifest(folder: Path, draw: random.Random) -> None:
-    write(folder, Manifest(step=3, model={"model.dim": 8}, data={"next_step": 3}, files={"a": (1, "0" * 32)}))
+    write(
+        folder,
+        Manifest(step=3, model={"model.dim": 8}, data={"next_step": 3}, files={"a": (1, "0" * 32)}),
+    )
     (folder / FILE).write_bytes(flipped((folder / FILE).read_bytes(), draw))
     damage(folder, read(folder))
 

@@ -12,10 +12,18 @@ from typing import Any
 import pytest
 import xxhash
 
-from composer3d.checkpoint.manifest import FILE, Manifest, damage, digest_file, model_of, read, write
-from composer3d.errors import CheckpointError, UserError
+from composer3d.checkpoint.manifest import (
+    FILE,
+    Manifest,
+    damage,
+    digest_file,
+    model_of,
+    read,
+    write,
+)
+from composer3d.models.llama.shape import PRESETS
 from composer3d.recipe.schema import Model
-from composer3d.shape import PRESETS
+from composer3d.spec.errors import CheckpointError, UserError
 
 FULL = Manifest(
     step=3,
@@ -64,7 +72,9 @@ def remade(change: Callable[[dict[str, Any]], object]) -> bytes:
     content: dict[str, Any] = {"format": 1, **vars(FULL)}
     change(content)
     encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-    return encode({**content, "digest": xxhash.xxh3_128_hexdigest(encode(content).encode())}).encode()
+    return encode(
+        {**content, "digest": xxhash.xxh3_128_hexdigest(encode(content).encode())}
+    ).encode()
 
 
 def field(**changed: Any) -> bytes:
@@ -85,7 +95,10 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "lacking": (remade(lambda content: content.pop("tensors")), "cannot be used: it lacks tensors"),
     "unknown": (field(more=1), "cannot be used: it has a field 'more', which no manifest has"),
     "not a number": (field(lr=math.nan), "cannot be used: it holds NaN, which JSON does not have"),
-    "infinite": (field(lr=-math.inf), "cannot be used: it holds -Infinity, which JSON does not have"),
+    "infinite": (
+        field(lr=-math.inf),
+        "cannot be used: it holds -Infinity, which JSON does not have",
+    ),
     "step -1": (field(step=-1), "step is -1, but must be an integer from 0 to 2^53"),
     "step 10^30": (field(step=10**30), f"step is {10**30}, but must be an integer from 0 to 2^53"),
     "step true": (field(step=True), "step is True, but must be an integer"),
@@ -95,14 +108,26 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "layout number": (field(layout=5), "layout is 5, but must be integers from 0 to 2^53 by name"),
     "layout texts": (field(layout={"pp": "2"}), "layout is another, but must be integers"),
     "layout negative": (field(layout={"pp": -2}), "layout is another, but must be integers"),
-    "model list": (field(model=[1]), "model is another, but must be numbers, texts or null by name"),
+    "model list": (
+        field(model=[1]),
+        "model is another, but must be numbers, texts or null by name",
+    ),
     "model nested": (field(model={"model.dim": [8]}), "model is another, but must be"),
     "model wide": (field(model={"model.dim": 10**30}), "model is another, but must be"),
     "recipe": (field(recipe=None), "recipe is None, but must be a text of at most 2^20 characters"),
-    "recipe of a book": (field(recipe="x" * (2**20 + 1)), "but must be a text of at most 2^20 characters"),
-    "data text": (field(data="gASVJAAAAAAAAACMBXBvc2l4"), "data is 'gASVJAAAAAAAAACMBXBvc2l4', but must be null, or"),
+    "recipe of a book": (
+        field(recipe="x" * (2**20 + 1)),
+        "but must be a text of at most 2^20 characters",
+    ),
+    "data text": (
+        field(data="gASVJAAAAAAAAACMBXBvc2l4"),
+        "data is 'gASVJAAAAAAAAACMBXBvc2l4', but must be null, or",
+    ),
     **{
-        f"next step {value!r:.20}": (field(data={"next_step": value}), "next_step is an integer from 0 to 2^53")
+        f"next step {value!r:.20}": (
+            field(data={"next_step": value}),
+            "next_step is an integer from 0 to 2^53",
+        )
         for value in (-1, "x", 1e30, None, 2**53 + 1, True, [1])
     },
     "data digest": (field(data={"digest": 5}), "data is another, but must be"),
@@ -112,12 +137,41 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "lr text": (field(lr="1e-5"), "lr is '1e-5', but must be null or a finite number"),
     "files list": (field(files=[]), "files is another, but must be size and digest"),
     **{
-        f"files {value!r:.40}": (field(files={"a": value}), "files is another, but must be size and digest")
-        for value in (5, [5], [5, HEX, 5], [-1, HEX], ["5", HEX], [5, "0"], [5, "G" * 32], [5, None], [5.0, HEX])
+        f"files {value!r:.40}": (
+            field(files={"a": value}),
+            "files is another, but must be size and digest",
+        )
+        for value in (
+            5,
+            [5],
+            [5, HEX, 5],
+            [-1, HEX],
+            ["5", HEX],
+            [5, "0"],
+            [5, "G" * 32],
+            [5, None],
+            [5.0, HEX],
+        )
     },
     **{
-        f"file called {name!r:.20}": (field(files={name: [5, HEX]}), "by their names within the folder")
-        for name in ("", ".", "..", "../a", "/etc/passwd", "a/../../b", "a//b", "./a", "a/", "a\0", "a\x1b[2J", FILE)
+        f"file called {name!r:.20}": (
+            field(files={name: [5, HEX]}),
+            "by their names within the folder",
+        )
+        for name in (
+            "",
+            ".",
+            "..",
+            "../a",
+            "/etc/passwd",
+            "a/../../b",
+            "a//b",
+            "./a",
+            "a/",
+            "a\0",
+            "a\x1b[2J",
+            FILE,
+        )
     },
     "tensors": (field(tensors=[1]), "tensors is another, but must be shape and dtype by name"),
     **{
@@ -125,7 +179,15 @@ WRONG: dict[str, tuple[bytes, str]] = {
             field(tensors={"w": value}),
             "tensors is another, but must be shape and dtype by name",
         )
-        for value in (5, [[1]], [[-1], "float32"], [[1.5], "float32"], [[True], "float32"], [[1], 5], ["1", "float32"])
+        for value in (
+            5,
+            [[1]],
+            [[-1], "float32"],
+            [[1.5], "float32"],
+            [[True], "float32"],
+            [[1], 5],
+            ["1", "float32"],
+        )
     },
 }
 
@@ -180,7 +242,9 @@ def test_it_is_a_plain_file(folder: Path, kind: str) -> None:
 def test_folder_without_it_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path)
-    assert caught.value.lines == (f"{tmp_path} is not a checkpoint: it has no manifest.json; name a step-* folder",)
+    assert caught.value.lines == (
+        f"{tmp_path} is not a checkpoint: it has no manifest.json; name a step-* folder",
+    )
 
 
 def test_each_kind_of_damage_is_named(folder: Path) -> None:
@@ -234,7 +298,10 @@ def test_many_files_too_many_are_counted(folder: Path) -> None:
     for number in range(20):
         (folder / f"x{number:02d}").touch()
     lines = damage(folder, read(folder))
-    assert lines[7:] == [f"{folder / 'x07'} is not in the manifest", f"{folder}: 12 more files are not in the manifest"]
+    assert lines[7:] == [
+        f"{folder / 'x07'} is not in the manifest",
+        f"{folder}: 12 more files are not in the manifest",
+    ]
 
 
 def test_where_the_first_weights_came_from_makes_no_other_model() -> None:

@@ -11,18 +11,47 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-import assemble as asm
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from assemble import FILES, PLACE, call, chunk, entry, held, index, info, made, many, metadata, name, number, one, text
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from composer3d.checkpoint import metadata as metadata_module
-from composer3d.checkpoint.metadata import METADATA, Planner, Reader, fills, read_metadata, read_whole, tensors_of
-from composer3d.errors import CheckpointError
+from composer3d.checkpoint.metadata import (
+    METADATA,
+    Planner,
+    Reader,
+    fills,
+    read_metadata,
+    read_whole,
+    tensors_of,
+)
+from composer3d.spec.errors import CheckpointError
+from tests.checkpoint import assemble as asm
+from tests.checkpoint.assemble import (
+    FILES,
+    PLACE,
+    call,
+    chunk,
+    entry,
+    held,
+    index,
+    info,
+    made,
+    many,
+    metadata,
+    name,
+    number,
+    one,
+    text,
+)
 
 
 class Call:
@@ -68,7 +97,11 @@ def save(folder: Path, **more: Any) -> Path:
 def test_what_torch_writes_is_read(tmp_path: Path, alone: None) -> None:
     read = read_metadata(save(tmp_path, n=5))
     assert isinstance(read.state_dict_metadata.pop("n"), BytesStorageMetadata)
-    assert tensors_of(read, "x") == {"a": ((2, 3), "bfloat16"), "b": ((), "float32"), "c": ((0, 3), "float32")}
+    assert tensors_of(read, "x") == {
+        "a": ((2, 3), "bfloat16"),
+        "b": ((), "float32"),
+        "c": ((0, 3), "float32"),
+    }
     for tensor, value in STATE.items():
         assert torch.equal(read_whole(tmp_path, read, tensor), value)
 
@@ -82,14 +115,20 @@ def test_what_torch_writes_is_loaded(tmp_path: Path, alone: None) -> None:
 
 def test_what_is_written_by_hand_is_sound(tmp_path: Path) -> None:
     """Each of the attacks below differs from it in one thing."""
-    assert tensors_of(read_metadata(written(tmp_path, one(tmp_path))), "x") == {"w": ((2, 3), "float32")}
+    assert tensors_of(read_metadata(written(tmp_path, one(tmp_path))), "x") == {
+        "w": ((2, 3), "float32")
+    }
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_rests_meanwhile(tmp_path: Path, enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collector_rests_meanwhile(
+    tmp_path: Path, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[bool] = []
     fill = metadata_module.fills
-    monkeypatch.setattr(metadata_module, "fills", lambda *given: seen.append(gc.isenabled()) or fill(*given))
+    monkeypatch.setattr(
+        metadata_module, "fills", lambda *given: seen.append(gc.isenabled()) or fill(*given)
+    )
     before = gc.isenabled()
     try:
         gc.enable() if enabled else gc.disable()
@@ -112,7 +151,9 @@ def test_strides_of_a_later_torch_are_passed_over(tmp_path: Path) -> None:
 
 def test_an_enum_may_be_pickled_by_its_name(tmp_path: Path) -> None:
     """As Python 3.11.2 does it; nothing is looked up."""
-    by_name = call("builtins.getattr", name(f"{PLACE}._MEM_FORMAT_ENCODING"), text("TORCH_CONTIGUOUS_FORMAT"))
+    by_name = call(
+        "builtins.getattr", name(f"{PLACE}._MEM_FORMAT_ENCODING"), text("TORCH_CONTIGUOUS_FORMAT")
+    )
     whole = one(tmp_path).replace(call(f"{PLACE}._MEM_FORMAT_ENCODING", number(0)), by_name)
     assert by_name in whole
     assert tensors_of(read_metadata(written(tmp_path, whole)), "x") == {"w": ((2, 3), "float32")}
@@ -149,8 +190,14 @@ def test_class_that_is_made_a_tensor_runs_nothing(tmp_path: Path, alone: None) -
     )
     # Whatever came through: no object is unpickled.
     read = Metadata({"w": BytesStorageMetadata()}, storage_data={})
-    item = ReadItem(LoadItemType.BYTE_IO, *([dcp.metadata.MetadataIndex("w"), torch.Size([0])]) * 2, torch.Size([]))
-    with pytest.raises(CheckpointError, match="'w' is an object and no tensor, which is not loaded"):
+    item = ReadItem(
+        LoadItemType.BYTE_IO,
+        *([dcp.metadata.MetadataIndex("w"), torch.Size([0])]) * 2,
+        torch.Size([]),
+    )
+    with pytest.raises(
+        CheckpointError, match="'w' is an object and no tensor, which is not loaded"
+    ):
         Planner().load_bytes(item, io.BytesIO(content))
     with pytest.raises(CheckpointError, match="'w' is an object and no tensor"):
         Reader(tmp_path, read)._read(io.BytesIO(content), info, item, Planner())  # type: ignore[arg-type]
@@ -175,17 +222,37 @@ def test_class_that_is_made_a_tensor_runs_nothing(tmp_path: Path, alone: None) -
     ],
 )
 def test_nothing_changes_a_class_or_function(tmp_path: Path, target: str, way: str) -> None:
-    found = [Metadata.__init__, TensorProperties.__setstate__, torch.serialization._get_layout, Path.rename]
+    found = [
+        Metadata.__init__,
+        TensorProperties.__setstate__,
+        torch.serialization._get_layout,
+        Path.rename,
+    ]
     before = [found, dir(torch.Size), dir(torch.float32), vars(torch.serialization._get_layout)]
     change = {
-        "slots": asm.slots(name(target), __init__=name("torch.Size"), rename=number(1), cache=number(1)),
+        "slots": asm.slots(
+            name(target), __init__=name("torch.Size"), rename=number(1), cache=number(1)
+        ),
         "state": name(target) + held(__init__=name("torch.Size"), cache=held()) + b"b0",
         "items": name(target) + text("cache") + b"Ns0",
-        "call of the class": name(target) + b")\x81" + many(held(), held(__class__=name(target))) + b"b0",
+        "call of the class": name(target)
+        + b")\x81"
+        + many(held(), held(__class__=name(target)))
+        + b"b0",
     }[way]
     refused(written(tmp_path, one(tmp_path, before=change)))
-    after = [Metadata.__init__, TensorProperties.__setstate__, torch.serialization._get_layout, Path.rename]
-    assert [after, dir(torch.Size), dir(torch.float32), vars(torch.serialization._get_layout)] == before
+    after = [
+        Metadata.__init__,
+        TensorProperties.__setstate__,
+        torch.serialization._get_layout,
+        Path.rename,
+    ]
+    assert [
+        after,
+        dir(torch.Size),
+        dir(torch.float32),
+        vars(torch.serialization._get_layout),
+    ] == before
 
 
 @pytest.mark.parametrize(
@@ -193,13 +260,25 @@ def test_nothing_changes_a_class_or_function(tmp_path: Path, target: str, way: s
 )
 @pytest.mark.parametrize(
     ("function", "path"),
-    [(os.system, "posix.system"), (eval, "builtins.eval"), (torch.load, "torch.serialization.load")],
+    [
+        (os.system, "posix.system"),
+        (eval, "builtins.eval"),
+        (torch.load, "torch.serialization.load"),
+    ],
 )
-def test_a_call_is_refused_and_not_made(tmp_path: Path, place: Any, function: Any, path: str) -> None:
+def test_a_call_is_refused_and_not_made(
+    tmp_path: Path, place: Any, function: Any, path: str
+) -> None:
     marker = tmp_path / "marker"
-    argument = f"touch {marker}" if function is os.system else f"__import__('pathlib').Path({str(marker)!r}).touch()"
+    argument = (
+        f"touch {marker}"
+        if function is os.system
+        else f"__import__('pathlib').Path({str(marker)!r}).touch()"
+    )
     content = pickle.dumps(place(Call(function, argument)))
-    assert f"it names '{path}', which is refused: nothing of it was run" in refused(written(tmp_path, content))
+    assert f"it names '{path}', which is refused: nothing of it was run" in refused(
+        written(tmp_path, content)
+    )
     assert not marker.exists()
     if function is not torch.load:
         pickle.loads(content)
@@ -216,7 +295,9 @@ def test_reader_reads_no_metadata_again(tmp_path: Path) -> None:
 def test_objects_that_torch_would_unpickle_are_named() -> None:
     with pytest.raises(CheckpointError) as caught:
         tensors_of(Metadata({"extra": BytesStorageMetadata()}), "x")
-    assert caught.value.lines == ("x holds objects that are no tensors, which are not loaded: 'extra'",)
+    assert caught.value.lines == (
+        "x holds objects that are no tensors, which are not loaded: 'extra'",
+    )
 
 
 # What it says.
@@ -378,7 +459,8 @@ def test_files_are_plain_and_in_the_folder(tmp_path: Path, kind: str, which: str
 
 
 @pytest.mark.parametrize(
-    ("size", "said"), [(1 << 40, "at most 4,294,967,296 are read"), (1 << 32, "its byte 0 is an instruction")]
+    ("size", "said"),
+    [(1 << 40, "at most 4,294,967,296 are read"), (1 << 32, "its byte 0 is an instruction")],
 )
 def test_metadata_that_claims_to_be_huge_is_not_read(tmp_path: Path, size: int, said: str) -> None:
     with open(tmp_path / METADATA, "wb") as file:
@@ -391,15 +473,22 @@ def test_metadata_that_claims_to_be_huge_is_not_read(tmp_path: Path, size: int, 
 
 
 @pytest.mark.parametrize("spoil", ["another shape", "another dtype", "another file", "a program"])
-def test_a_part_that_is_another_than_it_says_is_not_loaded(tmp_path: Path, alone: None, spoil: str) -> None:
+def test_a_part_that_is_another_than_it_says_is_not_loaded(
+    tmp_path: Path, alone: None, spoil: str
+) -> None:
     marker = tmp_path / "marker"
     folder = save(tmp_path / "folder")
     read = read_metadata(folder)
     where = read.storage_data[dcp.metadata.MetadataIndex("a", [0, 0])]
-    other = {"another shape": torch.ones(3, 2, dtype=torch.bfloat16), "another dtype": torch.ones(2, 3)}.get(spoil)
+    other = {
+        "another shape": torch.ones(3, 2, dtype=torch.bfloat16),
+        "another dtype": torch.ones(2, 3),
+    }.get(spoil)
     file = io.BytesIO()
     torch.save(other, file)
-    content = {"another file": b"x" * where.length, "a program": program(marker)}.get(spoil, file.getvalue())
+    content = {"another file": b"x" * where.length, "a program": program(marker)}.get(
+        spoil, file.getvalue()
+    )
     (folder / where.relative_path).write_bytes(content)
     where.offset, where.length = 0, len(content)
     said = {
@@ -424,7 +513,9 @@ def counted(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int
     """``fills`` by counting every element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for offsets, sizes in boxes:
-        if any(begin + size > most for begin, size, most in zip(offsets, sizes, shape, strict=True)):
+        if any(
+            begin + size > most for begin, size, most in zip(offsets, sizes, shape, strict=True)
+        ):
             return False
         counts[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] += 1
     return bool((counts == 1).all())
@@ -439,7 +530,9 @@ def test_parts_fill_a_tensor_as_counting_says(dims: int) -> None:
     for _ in range(600):
         edges = [sorted({0, *(some(6) for _ in range(2)), 5}) for _ in range(dims)]
         sides = [list(pairwise(each)) for each in edges]
-        boxes = [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*sides)]
+        boxes = [
+            (tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*sides)
+        ]
         change, at = some(6), some(len(boxes))
         offsets, sizes = boxes[at]
         if change == 1:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from assemble import call, held, many, name, number, slots, text
 
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, Storage, parse, reading
-from composer3d.errors import CheckpointError
+from composer3d.spec.errors import CheckpointError
+from tests.checkpoint.assemble import call, held, many, name, number, slots, text
 
 NAMES = {"a.B", "os.path.join", "builtins.list"}
 
@@ -71,10 +71,17 @@ def test_nothing_of_the_process_can_be_reached(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("path", ["os.system", "a.C", "a.B.c", "builtins.eval", "composer3d.errors.UserError"])
+@pytest.mark.parametrize(
+    "path", ["os.system", "a.C", "a.B.c", "builtins.eval", "composer3d.spec.errors.UserError"]
+)
 def test_other_names_are_refused(path: str) -> None:
-    for program in (name(path) + b".", text(path.rpartition(".")[0]) + text(path.rpartition(".")[2]) + b"\x93."):
-        with pytest.raises(PickleError, match=f"^it names '{path}', which is refused: nothing of it was run$"):
+    for program in (
+        name(path) + b".",
+        text(path.rpartition(".")[0]) + text(path.rpartition(".")[2]) + b"\x93.",
+    ):
+        with pytest.raises(
+            PickleError, match=f"^it names '{path}', which is refused: nothing of it was run$"
+        ):
             parse(program, NAMES)
 
 
@@ -210,7 +217,13 @@ def test_nests_and_doubles_that_are_read_stay_as_small_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [RecursionError("x"), MemoryError(), ValueError("a\nb"), OSError(5, "Input/output error"), AssertionError()],
+    [
+        RecursionError("x"),
+        MemoryError(),
+        ValueError("a\nb"),
+        OSError(5, "Input/output error"),
+        AssertionError(),
+    ],
 )
 def test_whatever_a_file_raises_becomes_one_line(error: Exception) -> None:
     with pytest.raises(CheckpointError) as caught, reading("PLACE", "; way out"):

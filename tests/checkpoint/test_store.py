@@ -14,15 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from store_jobs import SHAPE, about, job, names, whole
 
-from composer3d import log
 from composer3d.checkpoint import Store, manifest, store
 from composer3d.checkpoint.manifest import digest_file, read
 from composer3d.checkpoint.store import gather_state
-from composer3d.dist import pool_world
-from composer3d.errors import CheckpointError
-from composer3d.launch import Pool, WorkerError
+from composer3d.runtime import log
+from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.process_group import pool_world
+from composer3d.spec.errors import CheckpointError
+from tests.checkpoint.store_jobs import SHAPE, about, job, names, whole
 
 State = dict[str, list[float]]
 
@@ -49,13 +49,21 @@ def load(path: Path, shape: tuple[int, int] = SHAPE) -> State:
         return whole(stages, optimizer)
 
 
-def refused(pool: Pool, function: Callable[..., Any], world_size: int, **arguments: Any) -> list[tuple[str, ...]]:
+def refused(
+    pool: Pool, function: Callable[..., Any], world_size: int, **arguments: Any
+) -> list[tuple[str, ...]]:
     """What each rank says of a task that a CheckpointError must end on all of them."""
     with pytest.raises(WorkerError) as caught:
         pool.run(function, arguments, world_size=world_size)
     assert set(caught.value.failures) == set(range(world_size)), caught.value
-    assert all(isinstance(error, CheckpointError) for error in caught.value.failures.values()), caught.value
-    return [error.lines for error in caught.value.failures.values() if isinstance(error, CheckpointError)]
+    assert all(isinstance(error, CheckpointError) for error in caught.value.failures.values()), (
+        caught.value
+    )
+    return [
+        error.lines
+        for error in caught.value.failures.values()
+        if isinstance(error, CheckpointError)
+    ]
 
 
 def test_the_newest_are_kept(pool: Pool, tmp_path: Path) -> None:
@@ -96,22 +104,37 @@ def test_what_is_damaged_counts_for_nothing_and_is_replaced(pool: Pool, tmp_path
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 1), (1, 2)])
-def test_what_was_saved_is_loaded_bit_for_bit(pool: Pool, tmp_path: Path, saving: int, loading: int) -> None:
+def test_what_was_saved_is_loaded_bit_for_bit(
+    pool: Pool, tmp_path: Path, saving: int, loading: int
+) -> None:
     saved = pool.run(save, {"folder": tmp_path, "steps": [7], "keep": 1}, world_size=saving)
     path = tmp_path / "step-00000007"
     assert pool.run(load, {"path": path}, world_size=loading) == [saved[0]] * loading
     written = read(path)
     files = [".metadata", *(f"__{rank}_0.distcp" for rank in range(saving))]
     assert names(path) == [*files, "manifest.json"]
-    assert written.files == {name: ((path / name).stat().st_size, digest_file(path / name)) for name in files}
+    assert written.files == {
+        name: ((path / name).stat().st_size, digest_file(path / name)) for name in files
+    }
     entries = {"model.weight": (SHAPE, "float32"), "optim.weight.step": ((), "float32")}
-    entries |= {f"optim.weight.{moment}": (SHAPE, "float32") for moment in ("exp_avg", "exp_avg_sq")}
+    entries |= {
+        f"optim.weight.{moment}": (SHAPE, "float32") for moment in ("exp_avg", "exp_avg_sq")
+    }
     assert written.tensors == entries
-    assert (written.step, written.world_size, written.data, written.lr) == (7, saving, {"at": 7}, 0.1)
+    assert (written.step, written.world_size, written.data, written.lr) == (
+        7,
+        saving,
+        {"at": 7},
+        0.1,
+    )
 
 
 def test_staging_folder_of_a_crash_is_written_anew(pool: Pool, tmp_path: Path) -> None:
-    for leftover in (tmp_path / "step-00000004.tmp", tmp_path / "step-00000004", tmp_path / "step-00000003.old.tmp"):
+    for leftover in (
+        tmp_path / "step-00000004.tmp",
+        tmp_path / "step-00000004",
+        tmp_path / "step-00000003.old.tmp",
+    ):
         leftover.mkdir()
         (leftover / "junk").write_text("from before")
     (tmp_path / "step-00000003-hf.tmp").mkdir()  # what convert is writing
@@ -128,7 +151,9 @@ def test_links_and_pipes_are_no_checkpoints(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "run/step-00000007.tmp").symlink_to(tmp_path / "other/step-00000030")
     (tmp_path / "run/step-00000040").touch()
     os.mkfifo(tmp_path / "run/step-00000050")
-    assert pool.run(newest, {"folder": tmp_path / "run"}, world_size=1) == [["step-00000005", "step-00000005"]]
+    assert pool.run(newest, {"folder": tmp_path / "run"}, world_size=1) == [
+        ["step-00000005", "step-00000005"]
+    ]
     # What is in the way of a save is put aside, and what a link leads to is left as it is.
     before = names(tmp_path / "other/step-00000030")
     pool.run(save, {"folder": tmp_path / "run", "steps": [7, 30, 40], "keep": 9}, world_size=1)
@@ -173,8 +198,12 @@ def test_a_link_is_warned_of_once(pool: Pool, tmp_path: Path) -> None:
 def test_what_is_being_written_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(newest, {"folder": tmp_path / "absent"}, world_size=1) == [[None, None]]
     pool.run(save, {"folder": tmp_path, "steps": [5], "keep": 2}, world_size=1)
-    shutil.copytree(tmp_path / "step-00000005", tmp_path / "step-00000030.tmp")  # a crash just before the rename
-    assert pool.run(newest, {"folder": tmp_path}, world_size=1) == [["step-00000005", "step-00000005"]]
+    shutil.copytree(
+        tmp_path / "step-00000005", tmp_path / "step-00000030.tmp"
+    )  # a crash just before the rename
+    assert pool.run(newest, {"folder": tmp_path}, world_size=1) == [
+        ["step-00000005", "step-00000005"]
+    ]
 
 
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json")
@@ -188,9 +217,14 @@ def flip(path: Path, bit: int) -> None:
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     **{
-        f"{name} flipped at {bit}": lambda at, n=name, b=bit: flip(at / n, b) for name in FILES for bit in (5, 4099, -1)
+        f"{name} flipped at {bit}": lambda at, n=name, b=bit: flip(at / n, b)
+        for name in FILES
+        for bit in (5, 4099, -1)
     },
-    **{f"{name} truncated": lambda at, n=name: os.truncate(at / n, (at / n).stat().st_size - 1) for name in FILES},
+    **{
+        f"{name} truncated": lambda at, n=name: os.truncate(at / n, (at / n).stat().st_size - 1)
+        for name in FILES
+    },
     **{f"{name} missing": lambda at, n=name: (at / n).unlink() for name in FILES},
     "a file too many": lambda at: (at / "__2_0.distcp").touch(),
 }
@@ -235,7 +269,9 @@ def test_damage_to_any_file_is_named_and_the_older_one_used(pool: Pool, tmp_path
         elif how == "file too many":
             assert lines == (f"{place}/__2_0.distcp is not in the manifest",)
         else:
-            said = {"truncated": " has ", "missing": " cannot be read (No such file"}.get(how, " has another digest ")
+            said = {"truncated": " has ", "missing": " cannot be read (No such file"}.get(
+                how, " has another digest "
+            )
             assert len(lines) == 1, kind
             assert lines[0].startswith(f"{place / name}{said}"), kind
     assert len(first) == 21
@@ -269,7 +305,9 @@ class Touch:
 
 
 @pytest.mark.parametrize("where", [".metadata", "__0_0.distcp"])
-def test_code_in_a_checkpoint_whose_digests_hold_is_refused(pool: Pool, tmp_path: Path, where: str) -> None:
+def test_code_in_a_checkpoint_whose_digests_hold_is_refused(
+    pool: Pool, tmp_path: Path, where: str
+) -> None:
     pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 1}, world_size=1)
     path, marker = tmp_path / "step-00000001", tmp_path / "marker"
     if where == ".metadata":
@@ -282,7 +320,9 @@ def test_code_in_a_checkpoint_whose_digests_hold_is_refused(pool: Pool, tmp_path
                 torch.save(Touch(marker), file)
                 entry.length = file.tell() - entry.offset
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    files = {name: ((path / name).stat().st_size, digest_file(path / name)) for name in read(path).files}
+    files = {
+        name: ((path / name).stat().st_size, digest_file(path / name)) for name in read(path).files
+    }
     manifest.write(path, replace(read(path), files=files))
     for lines in refused(pool, load, 2, path=path):
         assert all("posix.system" in line and "refused" in line for line in lines)
@@ -291,8 +331,14 @@ def test_code_in_a_checkpoint_whose_digests_hold_is_refused(pool: Pool, tmp_path
 
 def save_object(folder: Path) -> None:
     with pool_world():
-        dcp.save({"model.weight": torch.ones(SHAPE), "extra": [1]}, storage_writer=dcp.FileSystemWriter(folder))
-        files = {name: ((folder / name).stat().st_size, digest_file(folder / name)) for name in names(folder)}
+        dcp.save(
+            {"model.weight": torch.ones(SHAPE), "extra": [1]},
+            storage_writer=dcp.FileSystemWriter(folder),
+        )
+        files = {
+            name: ((folder / name).stat().st_size, digest_file(folder / name))
+            for name in names(folder)
+        }
         manifest.write(folder, replace(about(1), files=files))
 
 
@@ -322,10 +368,14 @@ def seed_weights(folder: Path) -> tuple[State, State, State]:
     """A checkpoint of weights alone, loaded into an optimizer that has not stepped: (weights, before, after)."""
     with pool_world():
         stages, optimizer = job(seed=0)
-        weights = {n: t for n, t in gather_state(stages, optimizer).items() if n.startswith("model.")}
+        weights = {
+            n: t for n, t in gather_state(stages, optimizer).items() if n.startswith("model.")
+        }
         path = folder / "step-00000000"
         dcp.save(weights, storage_writer=dcp.FileSystemWriter(path))
-        files = {name: ((path / name).stat().st_size, digest_file(path / name)) for name in names(path)}
+        files = {
+            name: ((path / name).stat().st_size, digest_file(path / name)) for name in names(path)
+        }
         dist.barrier()
         manifest.write(path, replace(about(0), files=files, data=None, lr=None))
         other, fresh = job(seed=1)
@@ -360,8 +410,12 @@ def save_and_fail(folder: Path, step: int, shape: tuple[int, int] = SHAPE, spoil
         Store(folder, keep=2).save(about(step), *job(seed=0, shape=shape))
 
 
-@pytest.mark.parametrize(("spoil", "ranks"), [("_seal", 2), ("sync", 2), ("write", 1), ("rename", 1)])
-def test_save_that_fails_on_one_rank_fails_on_all(pool: Pool, tmp_path: Path, spoil: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "ranks"), [("_seal", 2), ("sync", 2), ("write", 1), ("rename", 1)]
+)
+def test_save_that_fails_on_one_rank_fails_on_all(
+    pool: Pool, tmp_path: Path, spoil: str, ranks: int
+) -> None:
     pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 2}, world_size=2)
     said = refused(pool, save_and_fail, ranks, folder=tmp_path, step=2, spoil=spoil)
     prefix = "rank 1: " if ranks == 2 else ""
@@ -389,7 +443,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
+    if (
+        not shutil.which("mount")
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
         pytest.skip("a file system can only be mounted by root")
     yield path
     subprocess.run(["umount", str(path)], check=True)
@@ -400,9 +457,14 @@ def test_full_disk_keeps_the_checkpoint_before(pool: Pool, disk: Path) -> None:
     shape = (160, 300)  # 576 kB with its moments
     pool.run(save, {"folder": folder, "steps": [1], "keep": 2, "shape": shape}, world_size=2)
     for lines in refused(pool, save_and_fail, 2, folder=folder, step=2, shape=shape):
-        assert lines[0].startswith(f"step 2 could not be saved in {folder}/step-00000002.tmp: rank ")
+        assert lines[0].startswith(
+            f"step 2 could not be saved in {folder}/step-00000002.tmp: rank "
+        )
         assert "No space left on device" in lines[0]
-        assert lines[-1] == f"the newest checkpoint is {folder}/step-00000001: the same command goes on from it"
+        assert (
+            lines[-1]
+            == f"the newest checkpoint is {folder}/step-00000001: the same command goes on from it"
+        )
     assert names(folder) == ["step-00000001"]
     assert pool.run(newest, {"folder": folder}, world_size=1) == [["step-00000001"] * 2]
     # There is room again: the next save is whole.

@@ -13,13 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from assemble import call, held, many, name, number, text
 from torch import nn
 
 from composer3d.checkpoint.torchfile import Stored, load_torch, read_tensor
-from composer3d.errors import CheckpointError
+from composer3d.spec.errors import CheckpointError
+from tests.checkpoint.assemble import call, held, many, name, number, text
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+]
 DTYPES += [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn]
 
 
@@ -48,8 +56,18 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_and_form_of_a_tensor_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     base = torch.arange(24).to(dtype).view(4, 6)
-    tensors = {"whole": base, "turned": base.t(), "part": base[1:3, 2:5], "step": base[::2], "row": base[2]}
-    tensors |= {"one": base[1, 1], "none": torch.empty(0, 3, dtype=dtype), "one of one": base.clone()[:1, :1]}
+    tensors = {
+        "whole": base,
+        "turned": base.t(),
+        "part": base[1:3, 2:5],
+        "step": base[::2],
+        "row": base[2],
+    }
+    tensors |= {
+        "one": base[1, 1],
+        "none": torch.empty(0, 3, dtype=dtype),
+        "one of one": base.clone()[:1, :1],
+    }
     torch.save(tensors, tmp_path / "x.pt")
     read = load_torch(tmp_path / "x.pt")
     for key, tensor in tensors.items():
@@ -63,9 +81,20 @@ def test_state_of_a_module_is_read(tmp_path: Path) -> None:
     """With parameters, the attribute that a state_dict has, shared storages, and what stands beside weights."""
     module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     tied = module[0].weight
-    beside = {"step": 7, "lr": 1e-5, "name": "é", "none": None, "all": [True, (1, 2)], "dtype": torch.float16}
+    beside = {
+        "step": 7,
+        "lr": 1e-5,
+        "name": "é",
+        "none": None,
+        "all": [True, (1, 2)],
+        "dtype": torch.float16,
+    }
     content = OrderedDict(
-        model=module.state_dict(), parameter=tied, tied=tied.detach(), size=torch.Size([2, 3]), **beside
+        model=module.state_dict(),
+        parameter=tied,
+        tied=tied.detach(),
+        size=torch.Size([2, 3]),
+        **beside,
     )
     torch.save(content, tmp_path / "x.pt")
     read = load_torch(tmp_path / "x.pt")
@@ -89,7 +118,10 @@ def test_a_tensor_within_a_larger_file_is_read(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=r"it is |its list"):
                 read_tensor(file, begin, size)
     torch.save([torch.ones(2)] * 2, tmp_path / "x")
-    with open(tmp_path / "x", "rb") as file, pytest.raises(ValueError, match="something else than one tensor"):
+    with (
+        open(tmp_path / "x", "rb") as file,
+        pytest.raises(ValueError, match="something else than one tensor"),
+    ):
         read_tensor(file, 0, (tmp_path / "x").stat().st_size)
 
 
@@ -120,11 +152,15 @@ def test_another_class_is_refused_and_not_made(tmp_path: Path, path: str) -> Non
     marker = tmp_path / "marker"
     evil = Call(os.system, f"touch {marker}") if path == "posix.system" else Stranger()
     torch.save({"w": torch.ones(2), "more": evil}, tmp_path / "x.pt")
-    assert f"it names '{path}', which is refused: nothing of it was run" in refused(tmp_path / "x.pt")
+    assert f"it names '{path}', which is refused: nothing of it was run" in refused(
+        tmp_path / "x.pt"
+    )
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"PK", b"junk", b"PK\x03\x04junk", b"PK\x05\x06" + bytes(18)])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"PK", b"junk", b"PK\x03\x04junk", b"PK\x05\x06" + bytes(18)]
+)
 def test_what_is_no_torch_file_is_said(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "x.pt").write_bytes(content)
@@ -163,44 +199,85 @@ def archive(path: Path, pickled: bytes, method: int = zipfile.ZIP_STORED, **reco
 
 
 def tensor(
-    shape: tuple[int, ...], stride: tuple[int, ...], *, offset: int = 0, count: int = 4, key: str = "0"
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    *,
+    offset: int = 0,
+    count: int = 4,
+    key: str = "0",
 ) -> bytes:
-    identity = many(text("storage"), name("torch.FloatStorage"), text(key), text("cpu"), number(count)) + b"Q"
+    identity = (
+        many(text("storage"), name("torch.FloatStorage"), text(key), text("cpu"), number(count))
+        + b"Q"
+    )
     sizes = (many(*map(number, shape)), many(*map(number, stride)))
     return call("torch._utils._rebuild_tensor_v2", identity, number(offset), *sizes, b"\x89", b"N")
 
 
 ROOM = bytes(16)  # four numbers
 WRONG: dict[str, tuple[bytes, str]] = {
-    "more than is stored": (tensor((5,), (1,)), "a tensor of shape (5,) in a storage of 4 elements"),
+    "more than is stored": (
+        tensor((5,), (1,)),
+        "a tensor of shape (5,) in a storage of 4 elements",
+    ),
     "beyond by its offset": (tensor((4,), (1,), offset=1), "in a storage of 4 elements"),
     "beyond by its strides": (tensor((2, 2), (3, 1)), "in a storage of 4 elements"),
     "one number without end": (tensor((10**15,), (0,)), "in a storage of 4 elements"),
-    "no numbers far away": (tensor((0,), (1,), offset=-1), "strides or an offset that no tensor has"),
-    "strides of other dimensions": (tensor((2, 2), (1,)), "strides or an offset that no tensor has"),
+    "no numbers far away": (
+        tensor((0,), (1,), offset=-1),
+        "strides or an offset that no tensor has",
+    ),
+    "strides of other dimensions": (
+        tensor((2, 2), (1,)),
+        "strides or an offset that no tensor has",
+    ),
     "negative sizes": (tensor((-2, -2), (1, 1)), "a shape that no tensor has"),
     "negative strides": (tensor((2,), (-1,)), "a shape that no tensor has"),
     "sizes beyond all": (tensor((2**62,), (1,)), "a shape that no tensor has"),
-    "sizes that multiply beyond all": (tensor((2**61, 2**61), (1, 1)), "in a storage of 4 elements"),
-    "a storage beyond the file": (tensor((4,), (1,), count=10**15), "declares a storage of 1000000000000000"),
+    "sizes that multiply beyond all": (
+        tensor((2**61, 2**61), (1, 1)),
+        "in a storage of 4 elements",
+    ),
+    "a storage beyond the file": (
+        tensor((4,), (1,), count=10**15),
+        "declares a storage of 1000000000000000",
+    ),
     "a storage below its bytes": (tensor((2,), (1,), count=2), "declares a storage of 2"),
     "a negative storage": (tensor((0,), (1,), count=-4), "declares a storage of -4"),
-    "a storage that is not there": (tensor((4,), (1,), key="1"), "it has no 'data/1', to which it refers"),
+    "a storage that is not there": (
+        tensor((4,), (1,), key="1"),
+        "it has no 'data/1', to which it refers",
+    ),
     "a storage elsewhere": (tensor((4,), (1,), key="../../x"), "it has no 'data/../../x'"),
     "no storage": (
         call("torch._utils._rebuild_tensor_v2", b"N", number(0), many(), many(), b"\x89", b"N"),
         "a tensor without a storage",
     ),
-    "a storage alone": (many(text("storage"), number(1)) + b"Q", "a storage that belongs to no tensor"),
+    "a storage alone": (
+        many(text("storage"), number(1)) + b"Q",
+        "a storage that belongs to no tensor",
+    ),
     "another call": (call("torch.Size", many(text("a"))), "a shape that no tensor has"),
-    "a parameter of nothing": (call("torch._utils._rebuild_parameter"), "in a way that torch.save does not"),
+    "a parameter of nothing": (
+        call("torch._utils._rebuild_parameter"),
+        "in a way that torch.save does not",
+    ),
     "a parameter of itself": (
         b"]q\x00" + name("torch._utils._rebuild_parameter") + b"h\x00\x85R",
         "in a way that torch.save does not",
     ),
-    "a Storage called": (call("torch.FloatStorage", number(10**12)), "in a way that torch.save does not"),
-    "dict with calls": (call("collections.OrderedDict", many(number(1))), "in a way that torch.save does not"),
-    "keys that are objects": (b"}" + call("collections.OrderedDict") + b"Ns", "a dict whose keys are no texts"),
+    "a Storage called": (
+        call("torch.FloatStorage", number(10**12)),
+        "in a way that torch.save does not",
+    ),
+    "dict with calls": (
+        call("collections.OrderedDict", many(number(1))),
+        "in a way that torch.save does not",
+    ),
+    "keys that are objects": (
+        b"}" + call("collections.OrderedDict") + b"Ns",
+        "a dict whose keys are no texts",
+    ),
     "itself": (b"]q\x00h\x00a", "it nests deeper than 64"),
     "deep": (b"N" + b"\x85" * 65, "it nests deeper than 64"),
     "doubled": (b")" + b"q\x00h\x00\x86" * 30, "or holds more than 200,000"),
@@ -216,7 +293,11 @@ def test_what_a_pickle_declares_is_held_against_the_file(tmp_path: Path, case: s
 
 
 def test_what_is_written_by_hand_is_sound(tmp_path: Path) -> None:
-    archive(tmp_path / "x.pt", b"\x80\x02" + held(w=tensor((2, 2), (2, 1))) + b".", _0=struct.pack("<4f", 1, 2, 3, 4))
+    archive(
+        tmp_path / "x.pt",
+        b"\x80\x02" + held(w=tensor((2, 2), (2, 1))) + b".",
+        _0=struct.pack("<4f", 1, 2, 3, 4),
+    )
     assert load_torch(tmp_path / "x.pt")["w"].read().tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
@@ -245,14 +326,19 @@ def test_a_tensor_held_many_times_is_made_once_and_counts_each_time(tmp_path: Pa
 def test_a_part_that_is_no_tensor_is_not_walked(tmp_path: Path) -> None:
     """Its top is looked at first: what follows could not be a tensor."""
     archive(tmp_path / "x.pt", b"\x80\x02" + b")" + b"q\x00h\x00\x86" * 30 + b".", _0=ROOM)
-    with open(tmp_path / "x.pt", "rb") as file, pytest.raises(ValueError, match="something else than one tensor"):
+    with (
+        open(tmp_path / "x.pt", "rb") as file,
+        pytest.raises(ValueError, match="something else than one tensor"),
+    ):
         read_tensor(file, 0, (tmp_path / "x.pt").stat().st_size)
 
 
 def test_a_compressed_pickle_is_not_blown_up(tmp_path: Path) -> None:
     archive(tmp_path / "x.pt", b"\x80\x02" + bytes(10**8), zipfile.ZIP_DEFLATED)
     assert (tmp_path / "x.pt").stat().st_size < 10**6
-    assert "its 'x/data.pkl' is compressed, which torch.save never does" in refused(tmp_path / "x.pt")
+    assert "its 'x/data.pkl' is compressed, which torch.save never does" in refused(
+        tmp_path / "x.pt"
+    )
 
 
 def patched(path: Path, change: Callable[[bytearray, int], object]) -> Path:
@@ -265,13 +351,18 @@ def patched(path: Path, change: Callable[[bytearray, int], object]) -> Path:
 
 
 def put(form: str, *values: Any, at: int) -> Callable[[bytearray, int], object]:
-    return lambda content, begin: struct.pack_into(form, content, begin + at if at >= 0 else len(content) + at, *values)
+    return lambda content, begin: struct.pack_into(
+        form, content, begin + at if at >= 0 else len(content) + at, *values
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (put("<II", 10**9, 10**9, at=20), "its 'x/data.pkl' has 1,000,000,000 bytes, more than the file"),
+        (
+            put("<II", 10**9, 10**9, at=20),
+            "its 'x/data.pkl' has 1,000,000,000 bytes, more than the file",
+        ),
         (put("<I", 10**9, at=20), "is compressed"),
         (put("<II", 0xFFFFFFFF, 0xFFFFFFFF, at=20), "has 0 bytes|more than the file|cut off"),
         (put("<I", 10**9, at=42), "more than the file"),
@@ -282,8 +373,14 @@ def put(form: str, *values: Any, at: int) -> Callable[[bytearray, int], object]:
         (put("<I", 10**9, at=-6), "it is cut off"),
         (put("<II", 0xFFFFFFFF, 0xFFFFFFFF, at=-10), "the end of its archive is damaged|cut off"),
         (put("<H", 5, at=-2), ""),
-        (lambda content, begin: content.extend(b"more"), "it is cut off, or something was added to it"),
-        (lambda content, begin: content.__delitem__(slice(-1, None)), "it is cut off, or something was added to it"),
+        (
+            lambda content, begin: content.extend(b"more"),
+            "it is cut off, or something was added to it",
+        ),
+        (
+            lambda content, begin: content.__delitem__(slice(-1, None)),
+            "it is cut off, or something was added to it",
+        ),
         (lambda content, begin: content.__setitem__(slice(30, 40), b"y" * 10), ""),
     ],
 )
@@ -293,7 +390,9 @@ def test_a_list_of_records_that_lies_is_refused(tmp_path: Path, change: Any, sai
         line = refused(path)
         assert any(each in line for each in said.split("|")), line
     else:
-        assert load_torch(path) == {"a": 1}  # a comment's length and a name beside the list count for nothing
+        assert load_torch(path) == {
+            "a": 1
+        }  # a comment's length and a name beside the list count for nothing
 
 
 def test_two_records_of_a_name_are_refused(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.convert.carried import NAMES
 from composer3d.convert.formats import Source, open_source
-from composer3d.convert.names import hf_names, shapes
 from composer3d.convert.targets import write
-from composer3d.hf import config_of
-from composer3d.shape import ModelShape
+from composer3d.models.llama.huggingface import config_of
+from composer3d.models.llama.names import hf_names, shapes
+from composer3d.models.llama.shape import ModelShape
 
 SHAPE = ModelShape(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn=48, vocab=67, rope_theta=1e4)
 CARRIED = {
@@ -27,7 +27,10 @@ NAMES_IN_ORDER = [name for name in NAMES if name in {"config.json", *CARRIED}]
 
 def weights(shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(size, generator=generator).to(dtype) for name, size in shapes(shape).items()}
+    return {
+        name: torch.randn(size, generator=generator).to(dtype)
+        for name, size in shapes(shape).items()
+    }
 
 
 def make_hf(folder: Path, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> Path:
@@ -36,7 +39,10 @@ def make_hf(folder: Path, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.
     own = hf_names(shape)
     held = {own[name]: tensor for name, tensor in weights(shape, dtype).items()}
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
-    config = config_of(shape, str(dtype).removeprefix("torch.")) | {"eos_token_id": 7, "max_position_embeddings": 99}
+    config = config_of(shape, str(dtype).removeprefix("torch.")) | {
+        "eos_token_id": 7,
+        "max_position_embeddings": 99,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     for name, content in CARRIED.items():
         (folder / name).write_bytes(content)

@@ -6,14 +6,14 @@ import socket
 from pathlib import Path
 
 import pytest
-from made import CARRIED, make_dcp, make_hf, same, tensors
 
 from composer3d.convert import carried
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
-from composer3d.errors import CheckpointError
-from composer3d.hf import read_shape
+from composer3d.models.llama.huggingface import read_shape
+from composer3d.spec.errors import CheckpointError
+from tests.convert.made import CARRIED, make_dcp, make_hf, same, tensors
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 
@@ -162,7 +162,10 @@ def test_a_recipe_in_a_checkpoint_names_no_folder_to_read(tmp_path: Path) -> Non
     report = convert(tmp_path / "a", tmp_path / "b", "hf")
     assert report["carried"] == []
     assert report["notes"][0] == f"{tmp_path / 'a'} has no assets: no tokenizer is carried along"
-    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 def test_assets_that_are_a_link_are_not_read(tmp_path: Path) -> None:
@@ -171,7 +174,8 @@ def test_assets_that_are_a_link_are_not_read(tmp_path: Path) -> None:
     source_notes = inspect(tmp_path / "a")
     assert source_notes["carried"] == []
     assert (
-        f"{tmp_path / 'a'}/assets is a link, which is not followed: nothing is carried along" in source_notes["notes"]
+        f"{tmp_path / 'a'}/assets is a link, which is not followed: nothing is carried along"
+        in source_notes["notes"]
     )
 
 
@@ -180,7 +184,9 @@ def test_a_configuration_that_is_carried_must_be_an_object(tmp_path: Path) -> No
     convert(folder, tmp_path / "meta", "meta")
     for text in ("[]", "[" * 100_000, '{"eos_token_id": NaN}'):
         (tmp_path / "meta/config.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"the config.json that .*meta carries cannot be read: ValueError"):
+        with pytest.raises(
+            CheckpointError, match=r"the config.json that .*meta carries cannot be read: ValueError"
+        ):
             convert(tmp_path / "meta", tmp_path / "b", "hf")
         assert not (tmp_path / "b").exists()
 
@@ -188,7 +194,9 @@ def test_a_configuration_that_is_carried_must_be_an_object(tmp_path: Path) -> No
 def test_code_of_the_author_is_not_named_in_an_export(tmp_path: Path) -> None:
     folder = make_hf(tmp_path / "a")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "x--modeling.X"}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"auto_map": {"AutoModel": "x--modeling.X"}})
+    )
     convert(folder, tmp_path / "b", "hf")
     assert "auto_map" not in json.loads((tmp_path / "b/config.json").read_text())
     assert open_source(tmp_path / "b").kind == "hf"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from made import CARRIED, NAMES_IN_ORDER, SHAPE, make_dcp, make_hf, same, tensors, weights
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,11 +21,21 @@ from composer3d.cli import main
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
-from composer3d.convert.names import hf_names, meta_names, to_meta
-from composer3d.dist import pool_world
-from composer3d.errors import CheckpointError
-from composer3d.launch import Pool
-from composer3d.shape import ModelShape
+from composer3d.models.llama.names import hf_names, meta_names, to_meta
+from composer3d.models.llama.shape import ModelShape
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.process_group import pool_world
+from composer3d.spec.errors import CheckpointError
+from tests.convert.made import (
+    CARRIED,
+    NAMES_IN_ORDER,
+    SHAPE,
+    make_dcp,
+    make_hf,
+    same,
+    tensors,
+    weights,
+)
 
 FORMS = ("hf", "meta", "torch", "dcp")
 TIED = replace(SHAPE, tied=True, rope_factor=32.0, head_dim=8)
@@ -50,7 +59,9 @@ def test_every_direction_keeps_every_bit(tmp_path: Path, first: str, last: str) 
     assert same(tensors(tmp_path / "b"), expected)
     if last == "hf":
         own = hf_names(SHAPE)
-        assert same(load_file(tmp_path / "b/model.safetensors"), {own[n]: t for n, t in weights().items()})
+        assert same(
+            load_file(tmp_path / "b/model.safetensors"), {own[n]: t for n, t in weights().items()}
+        )
         assert json.loads((tmp_path / "b/config.json").read_text()) == json.loads(
             (tmp_path / "hf/config.json").read_text()
         )
@@ -68,13 +79,17 @@ def test_every_direction_keeps_every_bit(tmp_path: Path, first: str, last: str) 
         assert same(live, expected)
 
 
-@pytest.mark.parametrize("shape", [TIED, QWEN3, replace(SHAPE, window=9)], ids=["tied", "qwen3", "window"])
+@pytest.mark.parametrize(
+    "shape", [TIED, QWEN3, replace(SHAPE, window=9)], ids=["tied", "qwen3", "window"]
+)
 def test_other_shapes_come_back(tmp_path: Path, shape: ModelShape) -> None:
     make_hf(tmp_path / "hf", shape)
     forms = ("dcp", "meta", "torch", "hf") if shape is TIED else ("dcp", "torch", "hf")
     for before, form in zip(("hf", *forms), forms, strict=False):
         convert(tmp_path / before, tmp_path / (form if form != "hf" else "end"), form)
-    assert same(load_file(tmp_path / "end/model.safetensors"), load_file(tmp_path / "hf/model.safetensors"))
+    assert same(
+        load_file(tmp_path / "end/model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
+    )
     if shape is TIED:
         held = torch.load(tmp_path / "meta/consolidated.00.pth", weights_only=True)
         assert torch.equal(held["output.weight"], held["tok_embeddings.weight"])
@@ -107,11 +122,15 @@ def test_optimizer_state_goes_along_and_comes_back(tmp_path: Path) -> None:
     assert "optim.last.norm.weight.step" in tensors(tmp_path / "c")
 
 
-@pytest.mark.parametrize(("to", "only"), [("hf", False), ("meta", False), ("torch", True), ("dcp", True)])
+@pytest.mark.parametrize(
+    ("to", "only"), [("hf", False), ("meta", False), ("torch", True), ("dcp", True)]
+)
 def test_optimizer_state_is_left_behind_by_name(tmp_path: Path, to: str, only: bool) -> None:
     make_dcp(tmp_path / "a")
     _, note = convert(tmp_path / "a", tmp_path / "b", to, weights_only=only)["notes"]
-    assert note.startswith("left behind: the optimizer's state, the step and the position in the data (")
+    assert note.startswith(
+        "left behind: the optimizer's state, the step and the position in the data ("
+    )
     source = open_source(tmp_path / "b")
     assert all(name.startswith("model.") for name in source.names)
     assert (source.manifest.step, source.manifest.data, source.manifest.lr) == (0, None, None)
@@ -152,7 +171,9 @@ def test_large_models_are_cut_into_files(tmp_path: Path) -> None:
     assert all(sum(t.nbytes for t in part.values()) <= 8000 for part in held)
     assert index["metadata"]["total_size"] == sum(t.nbytes for part in held for t in part.values())
     convert(tmp_path / "b", tmp_path / "c", "hf")
-    assert same(load_file(tmp_path / "c/model.safetensors"), load_file(tmp_path / "hf/model.safetensors"))
+    assert same(
+        load_file(tmp_path / "c/model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
+    )
 
 
 def test_pytorch_bin_is_read(tmp_path: Path) -> None:
@@ -176,7 +197,12 @@ def test_meta_files_of_model_parallel_ranks_are_joined(tmp_path: Path, embedding
     convert(make_hf(tmp_path / "hf", shape), tmp_path / "meta", "meta")
     file = tmp_path / "meta/consolidated.00.pth"
     held = torch.load(file, weights_only=True) | {"rope.freqs": torch.ones(4)}
-    dims = {"attention.wo.weight": 1, "feed_forward.w2.weight": 1, "norm.weight": None, "rope.freqs": None}
+    dims = {
+        "attention.wo.weight": 1,
+        "feed_forward.w2.weight": 1,
+        "norm.weight": None,
+        "rope.freqs": None,
+    }
     dims["tok_embeddings.weight"] = embedding
     for rank in range(2):
         part = {}
@@ -185,7 +211,9 @@ def test_meta_files_of_model_parallel_ranks_are_joined(tmp_path: Path, embedding
             part[name] = tensor if dim is None else tensor.chunk(2, dim)[rank].clone()
         torch.save(part, tmp_path / f"meta/consolidated.{rank:02d}.pth")
     convert(tmp_path / "meta", tmp_path / "b", "hf")
-    assert same(load_file(tmp_path / "b/model.safetensors"), load_file(tmp_path / "hf/model.safetensors"))
+    assert same(
+        load_file(tmp_path / "b/model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
+    )
     part["norm.weight"] = part["norm.weight"] + 1
     torch.save(part, tmp_path / "meta/consolidated.01.pth")
     with pytest.raises(CheckpointError, match="ranks disagree on it"):
@@ -205,7 +233,9 @@ def save_sharded(folder: Path) -> None:
 
 def test_parts_that_ranks_have_saved_are_put_together(pool: Pool, tmp_path: Path) -> None:
     pool.run(save_sharded, {"folder": tmp_path / "a"}, world_size=2)
-    files = {f.name: (f.stat().st_size, manifests.digest_file(f)) for f in (tmp_path / "a").iterdir()}
+    files = {
+        f.name: (f.stat().st_size, manifests.digest_file(f)) for f in (tmp_path / "a").iterdir()
+    }
     manifests.write(tmp_path / "a", Manifest(step=3, model=model_of(SHAPE, "float32"), files=files))
     assert len(files) == 3
     convert(tmp_path / "a", tmp_path / "b", "torch")
@@ -241,14 +271,19 @@ def test_a_tied_head_that_is_the_embedding_is_dropped(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], root: Path) -> None:
     make_dcp(tmp_path / "a")
-    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "hf", "--logits"]) == 0
+    assert (
+        main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "hf", "--logits"]) == 0
+    )
     out = capsys.readouterr().out
     assert f"{tmp_path / 'b'}: 21 tensors, " in out
     assert "logits: bitwise equal" in out
     assert "left behind: the optimizer's state" in out
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "hf", "--json"]) == 2
     said = json.loads(capsys.readouterr().out)
-    assert said == {"ok": False, "errors": [f"{tmp_path / 'b'} exists; give a DST that does not, or remove it"]}
+    assert said == {
+        "ok": False,
+        "errors": [f"{tmp_path / 'b'} exists; give a DST that does not, or remove it"],
+    }
     script = [
         sys.executable,
         root / "tools/convert_checkpoint.py",
@@ -307,19 +342,26 @@ def test_a_run_stands_for_its_newest_whole_checkpoint(
         report = convert(source, tmp_path / f"{source.name}-export", "hf")
         assert report["source"] == str(steps[2])
         assert report["notes"][0] == f"{steps[2]} is the newest whole checkpoint of {source}"
-    assert same(tensors(tmp_path / "run-export"), {f"model.{name}": tensor for name, tensor in weights().items()})
+    assert same(
+        tensors(tmp_path / "run-export"),
+        {f"model.{name}": tensor for name, tensor in weights().items()},
+    )
     convert(run, run / "export", "hf")  # beside its checkpoints
     (steps[2] / "__0_0.distcp").write_bytes(b"x")
     (steps[1] / "manifest.json").unlink()
     assert main(["inspect", str(run)]) == 0
     out = capsys.readouterr().out
     assert f"{steps[0]} is the newest whole checkpoint of {run}\n" in out
-    assert f"{steps[2]} is passed over, it is not whole: {steps[2]}/__0_0.distcp has 1 bytes, " in out
+    assert (
+        f"{steps[2]} is passed over, it is not whole: {steps[2]}/__0_0.distcp has 1 bytes, " in out
+    )
     assert f"{steps[1]} is passed over, it is not whole: " in out
     assert main(["convert", str(run), str(tmp_path / "c"), "--to", "hf"]) == 0
     assert f"{steps[0]} is the newest whole checkpoint of {run}\n" in capsys.readouterr().out
     monkeypatch.chdir(run)
-    assert convert(Path("."), tmp_path / "d", "hf")["source"] == str(Path("checkpoints") / steps[0].name)
+    assert convert(Path("."), tmp_path / "d", "hf")["source"] == str(
+        Path("checkpoints") / steps[0].name
+    )
 
 
 def test_a_run_without_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
@@ -337,7 +379,9 @@ def test_a_run_without_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
     for command in (lambda: convert(run, tmp_path / "b", "hf"), lambda: inspect(run)):
         with pytest.raises(CheckpointError) as caught:
             command()
-        assert caught.value.lines == (f"{run} has no checkpoint (step-* or checkpoints/step-*); train it first",)
+        assert caught.value.lines == (
+            f"{run} has no checkpoint (step-* or checkpoints/step-*); train it first",
+        )
 
 
 _MEASURE = """
@@ -364,7 +408,10 @@ def test_memory_is_a_few_of_the_largest_tensors(tmp_path: Path, to: str, dtype: 
     make_hf(tmp_path / "hf", shape, torch.bfloat16)
     size = (tmp_path / "hf/model.safetensors").stat().st_size
     command = [sys.executable, "-c", _MEASURE, tmp_path / "hf", tmp_path / "b", to, dtype]
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is given back, however the heap lies
+    env = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+    }  # what is freed is given back, however the heap lies
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env)
     assert size > 120e6
     assert int(done.stdout) < 40e6, f"{done.stdout} of {size}"

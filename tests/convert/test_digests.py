@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from made import make_dcp, same, tensors
 
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
-from composer3d.errors import CheckpointError
+from composer3d.spec.errors import CheckpointError
+from tests.convert.made import make_dcp, same, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -70,20 +70,34 @@ def test_a_flipped_bit_of_a_tensor_is_found(export: Path) -> None:
 )
 def test_what_it_says_of_its_model_is_held_to_a_digest(export: Path, change: Any) -> None:
     remade(export, change)
-    said = f"{export}: what it says of its model has another digest than the file says; copy it again"
+    said = (
+        f"{export}: what it says of its model has another digest than the file says; copy it again"
+    )
     assert inspect(export)["problems"] == [said]
 
 
 @pytest.mark.parametrize(
-    "files", [{"x.json": "{}"}, {"merges.txt": ["{}"]}, {"merges.txt": 1}, [], None, {"merges.txt": "x" * 2000}]
+    "files",
+    [
+        {"x.json": "{}"},
+        {"merges.txt": ["{}"]},
+        {"merges.txt": 1},
+        [],
+        None,
+        {"merges.txt": "x" * 2000},
+    ],
 )
 def test_files_that_no_export_carries_are_refused_before_they_are_digested(
     export: Path, files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("composer3d.convert.formats.TOTAL_LIMIT", 1000)
-    monkeypatch.setattr("composer3d.convert.formats.facts_digest", lambda *given: pytest.fail("it was digested"))
+    monkeypatch.setattr(
+        "composer3d.convert.formats.facts_digest", lambda *given: pytest.fail("it was digested")
+    )
     remade(export, lambda held: held.update(files=files))
-    assert inspect(export)["problems"] == [f"{export} carries files that no export has; copy it again"]
+    assert inspect(export)["problems"] == [
+        f"{export} carries files that no export has; copy it again"
+    ]
 
 
 def test_other_files_in_an_export_of_before_are_dropped(export: Path) -> None:
@@ -102,12 +116,17 @@ def test_many_names_over_one_storage_are_refused_before_they_are_digested(
         held["digests"] = torch.zeros(len(held["digests"]) + 100, 16, dtype=torch.uint8)
 
     remade(export, change)
-    monkeypatch.setattr("composer3d.convert.formats.digest_of", lambda tensor: pytest.fail("it was digested"))
-    assert f"{export} has fewer bytes than its tensors; copy it again" in inspect(export)["problems"]
+    monkeypatch.setattr(
+        "composer3d.convert.formats.digest_of", lambda tensor: pytest.fail("it was digested")
+    )
+    assert (
+        f"{export} has fewer bytes than its tensors; copy it again" in inspect(export)["problems"]
+    )
 
 
 @pytest.mark.parametrize(
-    "digests", [torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(0), [1], None, "x", torch.zeros(10**4)]
+    "digests",
+    [torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(0), [1], None, "x", torch.zeros(10**4)],
 )
 def test_digests_that_are_none_are_refused(export: Path, digests: Any) -> None:
     remade(export, lambda held: held.update(digests=digests))
@@ -138,7 +157,12 @@ def test_an_export_of_before_is_read_with_a_note(export: Path) -> None:
     ],
 )
 def test_facts_that_cannot_be_are_said(export: Path, facts: Any, said: str) -> None:
-    remade(export, lambda held: held.update(composer3d=held["composer3d"] | facts if type(facts) is dict else facts))
+    remade(
+        export,
+        lambda held: held.update(
+            composer3d=held["composer3d"] | facts if type(facts) is dict else facts
+        ),
+    )
     found = inspect(export)
     assert not found["whole"]
     (problem,) = found["problems"]

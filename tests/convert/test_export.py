@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from made import SHAPE, make_hf
 
-from composer3d import cli, train
+from composer3d import cli
 from composer3d.checkpoint import manifest as manifests
 from composer3d.convert.assets import assets_of, byte_tokenizer
 from composer3d.convert.convert import convert
-from composer3d.dist import pool_world
-from composer3d.launch import Pool
-from composer3d.recipe.load import load
+from composer3d.recipe.resolve import load
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.process_group import pool_world
+from composer3d.training.build import build
+from composer3d.training.loop import train
+from tests.convert.made import SHAPE, make_hf
 
 END = "<|endoftext|>"
 TEXT = "def f(x):\n    return 'äöü 中文 🙂' + str(x)\n"
@@ -33,7 +35,7 @@ def run_recipe(path: str, out: str) -> None:
     """Train a recipe on one rank, to its end."""
     resolved = load(path, [f"run.out_dir={out}"])
     with pool_world() as device:
-        train.run(train.build(resolved.recipe, device, resolved.to_toml()))
+        train(build(resolved.recipe, device, resolved.to_toml()))
 
 
 def write_recipe(path: Path, data: str, **tables: str) -> Path:
@@ -42,7 +44,8 @@ def write_recipe(path: Path, data: str, **tables: str) -> Path:
         f'[run]\nname = "x"\nsteps = {tables.pop("steps", "1")}\ndevice = "cpu"\n'
         f"[model]\n{tables.pop('model', model)}\n"
         f"[data]\nseq_len = 24\nglobal_batch = 2\n{data}\n"
-        "[metrics]\ntensorboard = false\n" + "".join(f"[{t}]\n{rest}\n" for t, rest in tables.items())
+        "[metrics]\ntensorboard = false\n"
+        + "".join(f"[{t}]\n{rest}\n" for t, rest in tables.items())
     )
     return path
 
@@ -70,7 +73,9 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
     """Token files of a few documents."""
     folder = tmp_path_factory.mktemp("data")
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 20}) + "\n" for _ in range(9)))
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": TEXT * 20}) + "\n" for _ in range(9))
+    )
     command = ["prepare", str(folder / "text.jsonl"), "-o", str(folder / "tokens")]
     assert cli.main([*command, "--tokenizer", str(tokenizer_file)]) == 0
     return folder / "tokens"
@@ -141,7 +146,9 @@ def test_transformers_loads_a_run_and_stops_at_the_end_of_a_document(
     assert generated(model, tokenizer, "def f") == 9
 
 
-def test_bytes_have_an_exact_tokenizer(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_have_an_exact_tokenizer(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "text.txt").write_text(TEXT * 9)
     recipe = write_recipe(tmp_path / "x.toml", f'source = "text"\npath = "{tmp_path}/text.txt"')
     pool.run(run_recipe, {"path": str(recipe), "out": str(tmp_path)}, world_size=1)
@@ -149,7 +156,12 @@ def test_bytes_have_an_exact_tokenizer(pool: Pool, tmp_path: Path, monkeypatch: 
     model, tokenizer = load_export(tmp_path / "out", monkeypatch)
     assert tokenizer(TEXT)["input_ids"] == list(TEXT.encode())
     assert tokenizer.decode(list(TEXT.encode())) == TEXT
-    assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == 0
+    assert (
+        tokenizer.eos_token_id
+        == model.config.eos_token_id
+        == model.generation_config.eos_token_id
+        == 0
+    )
     assert model.config.pad_token_id is None  # or transformers would not train the end of documents
     assert (model.config.bos_token_id, model.generation_config.pad_token_id) == (None, 0)
     always(model, 0)
@@ -205,14 +217,18 @@ def start_folder(tmp_path: Path, tokenizer: bytes) -> Path:
     """A folder of Hugging Face's with a chat model's ids, whose tokenizer is given."""
     folder = make_hf(tmp_path / "start", replace(SHAPE, vocab=512))
     config = json.loads((folder / "config.json").read_text()) | {"notes": "mine", "pad_token_id": 0}
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 2], "bos_token_id": 1}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"eos_token_id": [7, 2], "bos_token_id": 1})
+    )
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 7}')
     (folder / "tokenizer.json").write_bytes(tokenizer)
     (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     return folder
 
 
-def test_a_start_from_a_folder_carries_its_files(tmp_path: Path, prepared: Path, tokenizer_file: Path) -> None:
+def test_a_start_from_a_folder_carries_its_files(
+    tmp_path: Path, prepared: Path, tokenizer_file: Path
+) -> None:
     folder = start_folder(tmp_path, tokenizer_file.read_bytes())
     data = f'source = "tokens"\npath = "{prepared}"'
     recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
@@ -239,7 +255,9 @@ def test_another_tokenizer_of_the_data_replaces_the_folders(tmp_path: Path, prep
     assert "temperature" not in json.loads(found["generation_config.json"])
 
 
-def test_a_resumed_run_keeps_what_its_checkpoint_carries(tmp_path: Path, prepared: Path, tokenizer_file: Path) -> None:
+def test_a_resumed_run_keeps_what_its_checkpoint_carries(
+    tmp_path: Path, prepared: Path, tokenizer_file: Path
+) -> None:
     folder = start_folder(tmp_path, tokenizer_file.read_bytes())
     data = f'source = "tokens"\npath = "{prepared}"'
     recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
@@ -259,9 +277,16 @@ def test_the_longest_sequence(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     data = f'source = "text"\npath = "{tmp_path}/text.txt"'
     model = 'preset = "debug-tiny"\n'
-    for more, longest in (("", 24), ("rope_factor = 2.0\nrope_context = 100", 200), ("rope_context = 9", 24)):
+    for more, longest in (
+        ("", 24),
+        ("rope_factor = 2.0\nrope_context = 100", 200),
+        ("rope_context = 9", 24),
+    ):
         recipe = recipe_of(tmp_path, data, model=model + more)
-        assert json.loads(assets_of(recipe, 0, None)["config.json"])["max_position_embeddings"] == longest
+        assert (
+            json.loads(assets_of(recipe, 0, None)["config.json"])["max_position_embeddings"]
+            == longest
+        )
 
 
 def test_a_checkpoint_from_before_converts_with_a_note(trained: Path, tmp_path: Path) -> None:

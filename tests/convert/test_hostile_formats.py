@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import SHAPE, make_dcp, make_hf
 
-from composer3d import hf
 from composer3d.cli import main
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import _HEADER_LIMIT
 from composer3d.convert.inspect import inspect
-from composer3d.errors import CheckpointError
-from composer3d.shape import ModelShape
+from composer3d.models.llama import huggingface as hf
+from composer3d.models.llama.shape import ModelShape
+from composer3d.spec.errors import CheckpointError
+from tests.convert.made import SHAPE, make_dcp, make_hf
 
 SECONDS, MEMORY_KB = 1.0, 200_000
 
@@ -48,12 +48,57 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 99,
 }
 HUGE = 10**400  # as JSON, 401 digits
-ODD_VALUES = [None, "8", "false", [], {}, [[]], True, -1, 0, 0.5, 7, -1.5, 1e308, HUGE, -HUGE, "\ud800\0", ["\n"]]
+ODD_VALUES = [
+    None,
+    "8",
+    "false",
+    [],
+    {},
+    [[]],
+    True,
+    -1,
+    0,
+    0.5,
+    7,
+    -1.5,
+    1e308,
+    HUGE,
+    -HUGE,
+    "\ud800\0",
+    ["\n"],
+]
 READ = [
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("vocab_size", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act"),
-    *("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "layer_types"),
-    *("max_window_layers", "quantization_config", "partial_rotary_factor", "model_type", "per_layer_config"),
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
+    *(
+        "vocab_size",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "hidden_act",
+    ),
+    *(
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "sliding_window",
+        "use_sliding_window",
+        "layer_types",
+    ),
+    *(
+        "max_window_layers",
+        "quantization_config",
+        "partial_rotary_factor",
+        "model_type",
+        "per_layer_config",
+    ),
 ]
 
 
@@ -74,7 +119,10 @@ def shape_or_lines(config: dict[str, Any]) -> ModelShape | None:
 
 @pytest.mark.parametrize("key", READ)
 def test_any_value_of_a_key_is_a_shape_or_a_line(key: str, cheap: None) -> None:
-    bases = [LLAMA, LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}]
+    bases = [
+        LLAMA,
+        LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
+    ]
     for base in bases:
         for value in ODD_VALUES:
             if shape := shape_or_lines(base | {key: value}):
@@ -83,9 +131,16 @@ def test_any_value_of_a_key_is_a_shape_or_a_line(key: str, cheap: None) -> None:
                 assert type(shape.norm_eps) is type(shape.rope_theta) is float
 
 
-@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
+@pytest.mark.parametrize(
+    "key", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+)
 def test_any_value_of_a_stretch_is_a_shape_or_a_line(key: str, cheap: None) -> None:
-    scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    scaled = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
     for value in ODD_VALUES:
         config = LLAMA | {"rope_scaling": {"rope_type": "llama3", **scaled, key: value}}
         if shape := shape_or_lines(config):
@@ -100,24 +155,45 @@ REFUSED: dict[str, tuple[str, str]] = {
     "theta below 0": ('"rope_theta": -1', "rope_theta = -1 must be "),
     "theta 0": ('"rope_theta": 0', "rope_theta = 0 must be "),
     "theta nan": ('"rope_theta": NaN', "cannot be read (it holds NaN"),
-    "theta infinite": ('"rope_theta": 1e400', "rope_theta = Infinity is not supported; it must be a number"),
+    "theta infinite": (
+        '"rope_theta": 1e400',
+        "rope_theta = Infinity is not supported; it must be a number",
+    ),
     "Infinity": ('"x": -Infinity', "cannot be read (it holds -Infinity"),
-    "tied in words": ('"tie_word_embeddings": "false"', '"false" is not supported; it must be true, false or absent'),
+    "tied in words": (
+        '"tie_word_embeddings": "false"',
+        '"false" is not supported; it must be true, false or absent',
+    ),
     "window in words": ('"use_sliding_window": "false"', "it must be true, false or absent"),
     "odd heads": ('"head_dim": 15', "head_dim = 15 must be even"),
-    "odd heads by ratio": ('"hidden_size": 60', "heads are their ratio wide, which must be an even integer"),
+    "odd heads by ratio": (
+        '"hidden_size": 60',
+        "heads are their ratio wide, which must be an even integer",
+    ),
     "no ratio": ('"hidden_size": 62', "heads are their ratio wide, which must be an even integer"),
-    "groups": ('"num_key_value_heads": 3', "num_key_value_heads = 3 must divide num_attention_heads = 4"),
+    "groups": (
+        '"num_key_value_heads": 3',
+        "num_key_value_heads = 3 must divide num_attention_heads = 4",
+    ),
     "no groups": (
         '"num_key_value_heads": 0',
         "num_key_value_heads = 0 is not supported; it must be a positive integer",
     ),
-    "list of positions": ('"rope_scaling": [1]', "rope_scaling = [1] is not supported; it must be an object"),
-    "number of positions": ('"rope_parameters": 5', "rope_parameters = 5 is not supported; it must be an object"),
+    "list of positions": (
+        '"rope_scaling": [1]',
+        "rope_scaling = [1] is not supported; it must be an object",
+    ),
+    "number of positions": (
+        '"rope_parameters": 5',
+        "rope_parameters = 5 is not supported; it must be an object",
+    ),
     "list of kinds": ('"layer_types": 5', "layer_types = 5 is not supported; it must be one of "),
     "other kinds": ('"layer_types": ["x", "x", "x"]', "is not supported; it must be one of "),
     "kinds of others": ('"layer_types": ["full_attention"]', "sliding_attention for each layer"),
-    "model": ('"model_type": ["llama"]', 'model_type = ["llama"] is not supported; it must be llama, '),
+    "model": (
+        '"model_type": ["llama"]',
+        'model_type = ["llama"] is not supported; it must be llama, ',
+    ),
     "digits": (f'"vocab_size": {HUGE}', "(401 characters)"),
     "more digits": ('"vocab_size": 1' + "0" * 5000, "cannot be read (Exceeds the limit"),
     "depth": ('"x": ' + "[" * 100_000, "cannot be read (it nests too deep)"),
@@ -138,7 +214,12 @@ def test_a_configuration_is_refused_in_a_line(tmp_path: Path, case: str, cheap: 
     assert len(line) < 500
 
 
-SIZES = {"num_hidden_layers": 10**7, "vocab_size": 10**12, "hidden_size": 2**40, "intermediate_size": 10**15}
+SIZES = {
+    "num_hidden_layers": 10**7,
+    "vocab_size": 10**12,
+    "hidden_size": 2**40,
+    "intermediate_size": 10**15,
+}
 
 
 @pytest.mark.parametrize("key", SIZES)
@@ -159,7 +240,10 @@ def test_layers_without_tensors_build_no_model(tmp_path: Path, cheap: None) -> N
     with pytest.raises(CheckpointError) as caught:
         convert(folder, tmp_path / "b", "dcp")
     (line,) = caught.value.lines
-    assert line == f"{folder} holds tensors of 2 layers, but its model has {most}; copy the missing files"
+    assert (
+        line
+        == f"{folder} holds tensors of 2 layers, but its model has {most}; copy the missing files"
+    )
 
 
 def _in_range(name: str, value: int) -> bool:
@@ -173,7 +257,9 @@ def safetensors(folder: Path, header: bytes, size: int | None = None, data: byte
 
 
 def entries(*rows: tuple[str, list[int], list[int]]) -> bytes:
-    return json.dumps({n: {"dtype": "F32", "shape": s, "data_offsets": o} for n, s, o in rows}).encode()
+    return json.dumps(
+        {n: {"dtype": "F32", "shape": s, "data_offsets": o} for n, s, o in rows}
+    ).encode()
 
 
 HEADERS: dict[str, Callable[[Path], None]] = {
@@ -183,8 +269,12 @@ HEADERS: dict[str, Callable[[Path], None]] = {
     "no JSON": lambda f: safetensors(f, b"\xff\xfe\0\0"),
     "a list": lambda f: safetensors(f, b"[]"),
     "deep": lambda f: safetensors(f, b'{"x": ' + b"[" * 100_000),
-    "overlap": lambda f: safetensors(f, entries(("a", [2], [0, 8]), ("b", [2], [4, 12])), data=b"\0" * 12),
-    "gap": lambda f: safetensors(f, entries(("a", [2], [0, 8]), ("b", [2], [16, 24])), data=b"\0" * 24),
+    "overlap": lambda f: safetensors(
+        f, entries(("a", [2], [0, 8]), ("b", [2], [4, 12])), data=b"\0" * 12
+    ),
+    "gap": lambda f: safetensors(
+        f, entries(("a", [2], [0, 8]), ("b", [2], [16, 24])), data=b"\0" * 24
+    ),
     "beyond": lambda f: safetensors(f, entries(("a", [2], [0, 8])), data=b"\0" * 4),
     "backwards": lambda f: safetensors(f, entries(("a", [2], [8, 0])), data=b"\0" * 8),
     "negative": lambda f: safetensors(f, entries(("a", [-2], [0, 8])), data=b"\0" * 8),
@@ -227,7 +317,9 @@ def test_headers_and_tensors_are_bounded(tmp_path: Path) -> None:
     safetensors(folder, header + b" " * room, data=data)
     convert(folder, tmp_path / "b", "torch")
     safetensors(folder, header + b" " * (room + 1), data=data)
-    with pytest.raises(CheckpointError, match=r"its header claims 4,194,305 bytes, at most 4,194,304 are read"):
+    with pytest.raises(
+        CheckpointError, match=r"its header claims 4,194,305 bytes, at most 4,194,304 are read"
+    ):
         convert(folder, tmp_path / "c", "torch")
     safetensors(folder, entries(*((f"{i}", [0], [0, 0]) for i in range(49))))
     with pytest.raises(CheckpointError, match=r"a holds more than 48 tensors; its model has fewer"):
@@ -246,7 +338,9 @@ def _is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert time.process_time() - began < SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEMORY_KB
     assert 1 <= len(caught.value.lines) <= 9
-    assert all(len(line) < 600 and "\n" not in line for line in caught.value.lines), caught.value.lines
+    assert all(len(line) < 600 and "\n" not in line for line in caught.value.lines), (
+        caught.value.lines
+    )
     assert not (tmp_path / "b").exists()
     assert not (tmp_path / "b.tmp").exists()
     capsys.readouterr()
@@ -279,7 +373,9 @@ INDEX: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", INDEX)
-def test_an_index_is_refused_in_a_line(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_is_refused_in_a_line(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_hf(tmp_path / "a")
     (folder / "model.safetensors").rename(folder / "model.safetensors.kept")
     os.mkfifo(folder / "pipe.safetensors")
@@ -287,16 +383,26 @@ def test_an_index_is_refused_in_a_line(tmp_path: Path, case: str, capsys: pytest
     (folder / "model.safetensors.index.json").write_text(json.dumps(INDEX[case]))
     if case == "absent names":
         (folder / "model.safetensors.kept").rename(folder / "model.safetensors.kept.safetensors")
-        content = {"weight_map": dict.fromkeys(INDEX[case]["weight_map"], "model.safetensors.kept.safetensors")}
+        content = {
+            "weight_map": dict.fromkeys(
+                INDEX[case]["weight_map"], "model.safetensors.kept.safetensors"
+            )
+        }
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
     _is_refused(folder, tmp_path, capsys)
     if case in ("up", "dot", "dots", "empty", "root"):
-        with pytest.raises(CheckpointError, match="which is not a name of a file in its folder: it is not opened"):
+        with pytest.raises(
+            CheckpointError, match="which is not a name of a file in its folder: it is not opened"
+        ):
             convert(folder, tmp_path / "b", "dcp")
 
 
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"weight_map": {"x": NaN}}'], ids=["cut", "deep", "nan"])
-def test_an_index_that_is_no_json(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, '{"weight_map": {"x": NaN}}'], ids=["cut", "deep", "nan"]
+)
+def test_an_index_that_is_no_json(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_hf(tmp_path / "a")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text)
@@ -331,16 +437,22 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("case", PARAMS)
-def test_params_json_is_refused_in_a_line(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_params_json_is_refused_in_a_line(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
     file = tmp_path / "a/params.json"
     more = PARAMS[case]
-    file.write_text(json.dumps(json.loads(file.read_text()) | more if isinstance(more, dict) else more))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | more if isinstance(more, dict) else more)
+    )
     _is_refused(tmp_path / "a", tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
-def test_named_pipes_in_a_folder_of_metas(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_pipes_in_a_folder_of_metas(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
     (tmp_path / "a" / name).unlink()
     os.mkfifo(tmp_path / "a" / name)
@@ -401,11 +513,16 @@ def test_folders_that_may_not_be_read_or_written(tmp_path: Path) -> None:
                 path.chmod(0o755)
             os.seteuid(65534)
         for path in (tmp_path / "closed", tmp_path / "closed/a"):
-            for command in (lambda p=path: inspect(p), lambda p=path: convert(p, tmp_path / "open/b", "hf")):
+            for command in (
+                lambda p=path: inspect(p),
+                lambda p=path: convert(p, tmp_path / "open/b", "hf"),
+            ):
                 with pytest.raises(CheckpointError, match="Permission denied") as caught:
                     command()
                 assert len(caught.value.lines) == 1
-        with pytest.raises(CheckpointError, match=r"closed/b.* cannot be written .*Permission denied"):
+        with pytest.raises(
+            CheckpointError, match=r"closed/b.* cannot be written .*Permission denied"
+        ):
             convert(tmp_path / "open", tmp_path / "closed/b", "hf")
     finally:
         os.seteuid(me)
@@ -414,14 +531,21 @@ def test_folders_that_may_not_be_read_or_written(tmp_path: Path) -> None:
         (tmp_path / "closed").chmod(0o700)
 
 
-def test_a_shape_in_a_manifest_is_held_to_the_same_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shape_in_a_manifest_is_held_to_the_same_ranges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from dataclasses import replace
 
     from composer3d.checkpoint import manifest as manifests
 
     folder = make_dcp(tmp_path / "a")
     saved = manifests.read(folder)
-    for key, value in (("model.n_layers", 10**7), ("model.tied", "false"), ("model.norm_eps", -1), ("model.dim", None)):
+    for key, value in (
+        ("model.n_layers", 10**7),
+        ("model.tied", "false"),
+        ("model.norm_eps", -1),
+        ("model.dim", None),
+    ):
         manifests.write(folder, replace(saved, model={**saved.model, key: value}))
         _is_refused(folder, tmp_path, capsys)
     assert SHAPE.n_layers == 2

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from made import SHAPE, make_dcp, make_hf, weights
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -23,7 +22,8 @@ from composer3d.convert import convert as module
 from composer3d.convert import formats, targets
 from composer3d.convert.convert import convert
 from composer3d.convert.inspect import inspect
-from composer3d.errors import CheckpointError
+from composer3d.spec.errors import CheckpointError
+from tests.convert.made import SHAPE, make_dcp, make_hf, weights
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,11 @@ def swap(folder: Path) -> None:
 
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
 SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "no weights": ("hf", lambda f: (f / "model.safetensors").unlink(), "a is not a checkpoint: it has none of "),
+    "no weights": (
+        "hf",
+        lambda f: (f / "model.safetensors").unlink(),
+        "a is not a checkpoint: it has none of ",
+    ),
     "no config": ("hf", lambda f: (f / "config.json").unlink(), "config.json cannot be read ("),
     "unknown model": (
         "hf",
@@ -84,7 +88,11 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: cut_off(f / "model.safetensors"),
         "; cut off, or no safetensors: copy it again",
     ),
-    "empty file": ("hf", lambda f: (f / "model.safetensors").write_bytes(b""), "a/model.safetensors cannot be read: "),
+    "empty file": (
+        "hf",
+        lambda f: (f / "model.safetensors").write_bytes(b""),
+        "a/model.safetensors cannot be read: ",
+    ),
     "missing tensor": (
         "hf",
         lambda f: tensors(f / "model.safetensors", lambda t: t.pop(NORM)),
@@ -102,12 +110,16 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "quantized": (
         "hf",
-        lambda f: tensors(f / "model.safetensors", lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})),
+        lambda f: tensors(
+            f / "model.safetensors", lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})
+        ),
         "a holds 'model.norm.weight' in int8; it must not be quantized, but float32, bfloat16, float16, float64",
     ),
     "another head": (
         "tied",
-        lambda f: tensors(f / "model.safetensors", lambda t: t.update({"lm_head.weight": t[EMBED] + 1})),
+        lambda f: tensors(
+            f / "model.safetensors", lambda t: t.update({"lm_head.weight": t[EMBED] + 1})
+        ),
         "a holds an 'lm_head.weight' that is not the embedding, but its config.json ties them: set ",
     ),
     "missing shard": (
@@ -127,7 +139,9 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "twice": (
         "sharded",
-        lambda f: tensors(f / "model-00001-of-00003.safetensors", lambda t: t.update({NORM: torch.ones(32)})),
+        lambda f: tensors(
+            f / "model-00001-of-00003.safetensors", lambda t: t.update({NORM: torch.ones(32)})
+        ),
         "a holds 'model.norm.weight' twice, once in model-00003-of-00003.safetensors; remove one",
     ),
     "broken index": (
@@ -152,12 +166,16 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "scalar": (
         "meta",
-        lambda f: parts(f / "consolidated.00.pth", lambda t: t.update({"output.weight": torch.tensor(1.0)})),
+        lambda f: parts(
+            f / "consolidated.00.pth", lambda t: t.update({"output.weight": torch.tensor(1.0)})
+        ),
         "consolidated.00.pth holds no matrix 'output.weight', which its model needs; copy it again",
     ),
     "sparse": (
         "torch",
-        lambda f: parts(f, lambda t: t["model"].update({"last.norm.weight": torch.ones(32).to_sparse()})),
+        lambda f: parts(
+            f, lambda t: t["model"].update({"last.norm.weight": torch.ones(32).to_sparse()})
+        ),
         "a cannot be read: it names 'torch._utils._rebuild_sparse_tensor', which is refused: nothing of it was run",
     ),
     "width in words": (
@@ -165,8 +183,16 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: parts(f, lambda t: t["composer3d"]["model"].update({"model.head_dim": "8"})),
         'head_dim = "8" must be an integer or null',
     ),
-    "no params": ("meta", lambda f: (f / "params.json").unlink(), "a/params.json cannot be read: FileNotFoundError: "),
-    "params lack": ("meta", lambda f: rewrite(f / "params.json", lambda p: p.pop("dim")), "params.json lacks dim"),
+    "no params": (
+        "meta",
+        lambda f: (f / "params.json").unlink(),
+        "a/params.json cannot be read: FileNotFoundError: ",
+    ),
+    "params lack": (
+        "meta",
+        lambda f: rewrite(f / "params.json", lambda p: p.pop("dim")),
+        "params.json lacks dim",
+    ),
     "missing rank": (
         "meta",
         lambda f: (f / "consolidated.00.pth").rename(f / "consolidated.01.pth"),
@@ -204,9 +230,17 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: (f / "__0_0.distcp").write_bytes((f / "__0_0.distcp").read_bytes()[:-1] + b"x"),
         "__0_0.distcp has another digest than the manifest says",
     ),
-    "missing file": ("dcp", lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read (No such file"),
+    "missing file": (
+        "dcp",
+        lambda f: (f / "__0_0.distcp").unlink(),
+        "__0_0.distcp cannot be read (No such file",
+    ),
     "file too many": ("dcp", lambda f: (f / "junk").touch(), "a/junk is not in the manifest"),
-    "another's metadata": ("dcp", swap, "a holds 'model.first.embed.weight' as (66, 32), but its model needs (67, 32)"),
+    "another's metadata": (
+        "dcp",
+        swap,
+        "a holds 'model.first.embed.weight' as (66, 32), but its model needs (67, 32)",
+    ),
     "one file": (
         "dcp",
         lambda f: (shutil.rmtree(f), f.mkdir(), (f / "x").touch()),
@@ -230,7 +264,9 @@ def make(tmp_path: Path, form: str) -> Path:
     return made
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")  # torch 2.15 says what it does
+@pytest.mark.filterwarnings(
+    "ignore:Validating sparse tensor invariants:UserWarning"
+)  # torch 2.15 says what it does
 @pytest.mark.parametrize("case", SOURCES)
 def test_a_source_that_is_not_what_it_claims(tmp_path: Path, case: str) -> None:
     form, harm, message = SOURCES[case]
@@ -264,14 +300,18 @@ def test_one_file_of_safetensors_is_no_checkpoint(tmp_path: Path) -> None:
     file = make_hf(tmp_path / "hf") / "model.safetensors"
     with pytest.raises(CheckpointError) as caught:
         convert(file, tmp_path / "b", "dcp")
-    assert caught.value.lines == (f"{file} is one file of a checkpoint; give its folder, {tmp_path / 'hf'}",)
+    assert caught.value.lines == (
+        f"{file} is one file of a checkpoint; give its folder, {tmp_path / 'hf'}",
+    )
 
 
 def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_hf(tmp_path / "a")
     reason = PermissionError(errno.EACCES, "Permission denied", "x")
     monkeypatch.setattr(formats, "carried_by", lambda folder: (_ for _ in ()).throw(reason))
-    with pytest.raises(CheckpointError, match=r"a as hf cannot be read: PermissionError: .*Permission denied: 'x'"):
+    with pytest.raises(
+        CheckpointError, match=r"a as hf cannot be read: PermissionError: .*Permission denied: 'x'"
+    ):
         convert(tmp_path / "a", tmp_path / "b", "dcp")
 
 
@@ -294,7 +334,9 @@ class Evil:
 
 
 @pytest.mark.parametrize("form", ["bin", "meta", "torch", "dcp", "chunk"])
-def test_a_strangers_program_is_not_run(tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strangers_program_is_not_run(
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     marker = tmp_path / "marker"
     evil = Evil(marker)
     if form == "bin":
@@ -314,11 +356,16 @@ def test_a_strangers_program_is_not_run(tmp_path: Path, form: str, capsys: pytes
         else:  # the metadata is sound; the tensor it points to is a program
             metadata = pickle.loads((path / ".metadata").read_bytes())
             with open(path / "__0_0.distcp", "r+b") as stream:
-                torch.save([evil, torch.ones(2048)], stream)  # as long as the tensor that it stands for
+                torch.save(
+                    [evil, torch.ones(2048)], stream
+                )  # as long as the tensor that it stands for
                 place = metadata.storage_data[MetadataIndex("model.first.embed.weight", [0, 0])]
                 place.offset, place.length = 0, stream.tell()
             (path / ".metadata").write_bytes(pickle.dumps(metadata))
-        files = {name: ((path / name).stat().st_size, manifests.digest_file(path / name)) for name in saved.files}
+        files = {
+            name: ((path / name).stat().st_size, manifests.digest_file(path / name))
+            for name in saved.files
+        }
         manifests.write(path, replace(saved, files=files))
     assert main(["convert", str(path), str(tmp_path / "b"), "--to", "hf"]) == 2
     said = capsys.readouterr().err
@@ -342,7 +389,9 @@ def test_a_strangers_program_is_not_run(tmp_path: Path, form: str, capsys: pytes
     ],
     ids=["dst", "link", "staging"],
 )  # fmt: skip
-def test_nothing_is_written_over(tmp_path: Path, prepare: Callable[[Path], object], message: str) -> None:
+def test_nothing_is_written_over(
+    tmp_path: Path, prepare: Callable[[Path], object], message: str
+) -> None:
     make_hf(tmp_path / "a")
     prepare(tmp_path)
     before = sorted(tmp_path.iterdir())
@@ -373,11 +422,14 @@ def test_numbers_that_a_dtype_does_not_hold(tmp_path: Path) -> None:
         norm = torch.tensor([beside, 1e5]).repeat(16)
         tensors(tmp_path / "a/model.safetensors", lambda t, norm=norm: t.update({NORM: norm}))
         with pytest.raises(
-            CheckpointError, match=r"last\.norm\.weight holds numbers that float16 does not; convert to bfloat16"
+            CheckpointError,
+            match=r"last\.norm\.weight holds numbers that float16 does not; convert to bfloat16",
         ):
             convert(tmp_path / "a", tmp_path / "b", "hf", dtype="float16")
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    tensors(tmp_path / "a/model.safetensors", lambda t: t.update({NORM: torch.full((32,), torch.inf)}))
+    tensors(
+        tmp_path / "a/model.safetensors", lambda t: t.update({NORM: torch.full((32,), torch.inf)})
+    )
     convert(tmp_path / "a", tmp_path / "b", "hf", dtype="float16")
 
 
@@ -389,37 +441,55 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, to: str) -> None:
     for room in (1000, 9000, 70_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
         try:
-            with pytest.raises(CheckpointError, match=r"b cannot be written \(.*\); nothing is left of it"):
+            with pytest.raises(
+                CheckpointError, match=r"b cannot be written \(.*\); nothing is left of it"
+            ):
                 convert(tmp_path / "a", tmp_path / "b", to)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_the_proof_finds_what_was_written_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_finds_what_was_written_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_hf(tmp_path / "a")
     write = targets.bytes_of
-    monkeypatch.setattr(targets, "bytes_of", lambda tensor: write(tensor * 2 if len(tensor) == 67 else tensor))
+    monkeypatch.setattr(
+        targets, "bytes_of", lambda tensor: write(tensor * 2 if len(tensor) == 67 else tensor)
+    )
     with pytest.raises(CheckpointError) as caught:
         convert(tmp_path / "a", tmp_path / "b", "hf")
     wrong = "model.first.embed.weight, model.last.head.weight"
-    assert caught.value.lines == (f"what was written is not what was read: {wrong}; is the disk sound?",)
+    assert caught.value.lines == (
+        f"what was written is not what was read: {wrong}; is the disk sound?",
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-def test_the_proof_counts_reads_and_writes(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_counts_reads_and_writes(
+    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_hf(tmp_path / "a")
     read = module.Source.read
-    monkeypatch.setattr(module.Source, "read", lambda self, name: (read(self, name), read(self, name))[0])
+    monkeypatch.setattr(
+        module.Source, "read", lambda self, name: (read(self, name), read(self, name))[0]
+    )
     with pytest.raises(CheckpointError, match="is not complete"):
         convert(tmp_path / "a", tmp_path / "b", to)
     monkeypatch.setattr(module.Source, "read", read)
     stream, skip = module._read, "model.last.norm.weight"
-    monkeypatch.setattr(module, "_read", lambda *given: (pair for pair in stream(*given) if pair[0] != skip))
-    with pytest.raises(CheckpointError, match=r"is not complete: \['model.last.norm.weight'\] not written"):
+    monkeypatch.setattr(
+        module, "_read", lambda *given: (pair for pair in stream(*given) if pair[0] != skip)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"is not complete: \['model.last.norm.weight'\] not written"
+    ):
         convert(tmp_path / "a", tmp_path / "b", to)
-    monkeypatch.setattr(module, "_read", lambda *given: (pair for pair in stream(*given) for _ in range(2)))
+    monkeypatch.setattr(
+        module, "_read", lambda *given: (pair for pair in stream(*given) for _ in range(2))
+    )
     with pytest.raises(KeyError):
         convert(tmp_path / "a", tmp_path / "b", to)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -429,6 +499,8 @@ def test_logits_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     make_hf(tmp_path / "a")
     logits = iter([torch.ones(3), torch.tensor([1, 1, 1.001])])
     monkeypatch.setattr(module, "_logits", lambda side: next(logits))
-    with pytest.raises(CheckpointError, match=r"the copy's logits are not the source's: relative error 0\.000577"):
+    with pytest.raises(
+        CheckpointError, match=r"the copy's logits are not the source's: relative error 0\.000577"
+    ):
         convert(tmp_path / "a", tmp_path / "b", "torch", logits=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

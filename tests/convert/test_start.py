@@ -12,30 +12,45 @@ from torch.distributed.tensor import DTensor
 
 from composer3d.convert import start
 from composer3d.convert.formats import Source
-from composer3d.convert.names import hf_names, shapes
-from composer3d.dist import pool_world
-from composer3d.errors import CheckpointError
-from composer3d.hf import config_of
-from composer3d.launch import Pool
-from composer3d.mesh import Mesh
+from composer3d.models.llama.huggingface import config_of
+from composer3d.models.llama.names import hf_names, shapes
+from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel.init import local_part
-from composer3d.recipe.load import load
-from composer3d.shape import ModelShape
-from composer3d.train import build_stages
+from composer3d.recipe.resolve import load
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.process_group import pool_world
+from composer3d.spec.errors import CheckpointError
+from composer3d.training.build import build_stages
 
 # Sizes that three ranks do not divide.
-SHAPE: dict[str, Any] = {"dim": 40, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn": 56, "vocab": 259}
+SHAPE: dict[str, Any] = {
+    "dim": 40,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn": 56,
+    "vocab": 259,
+}
 
 
-def written(folder: Path, *, files: int = 2, dtype: torch.dtype = torch.float32, **more: Any) -> None:
+def written(
+    folder: Path, *, files: int = 2, dtype: torch.dtype = torch.float32, **more: Any
+) -> None:
     """Random weights of a shape in ``files`` files, and its config.json."""
     shape = ModelShape(**SHAPE | more)
     generator = torch.Generator().manual_seed(3)
     names = hf_names(shape)
-    tensors = {names[n]: torch.randn(s, generator=generator).to(dtype) for n, s in shapes(shape).items()}
+    tensors = {
+        names[n]: torch.randn(s, generator=generator).to(dtype) for n, s in shapes(shape).items()
+    }
     folder.mkdir(exist_ok=True)
-    (folder / "x.toml").write_text(f'[model]\nhf = "{folder}"\n[data]\nmicro_batch = 2\nglobal_batch = 16\n')
-    (folder / "config.json").write_text(json.dumps(config_of(shape, str(dtype).removeprefix("torch."))))
+    (folder / "x.toml").write_text(
+        f'[model]\nhf = "{folder}"\n[data]\nmicro_batch = 2\nglobal_batch = 16\n'
+    )
+    (folder / "config.json").write_text(
+        json.dumps(config_of(shape, str(dtype).removeprefix("torch.")))
+    )
     put(folder, tensors, files)
 
 
@@ -43,14 +58,24 @@ def put(folder: Path, tensors: dict[str, Tensor], files: int = 2) -> None:
     if files == 1:
         save_file(tensors, folder / "model.safetensors")
         return
-    index = {name: f"model-{number % files + 1:05}.safetensors" for number, name in enumerate(tensors)}
+    index = {
+        name: f"model-{number % files + 1:05}.safetensors" for number, name in enumerate(tensors)
+    }
     for file in set(index.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if index[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if index[name] == file}, folder / file
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 class Counting:
@@ -92,7 +117,11 @@ LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "uneven shards of tp": (6, [*SHARDS, "mesh.tp=2"], {"vocab": 260}),
     "columns of an uneven vocabulary": (4, ["mesh.dp_shard=2", "mesh.tp=2"], {}),
     "pp with shards, tied": (4, ["mesh.pp=2", "mesh.dp_shard=2"], {"tied": True}),
-    "stages in a V, with cp": (4, ["mesh.pp=2", "mesh.cp=2", "parallel.schedule=ZBVZeroBubble"], {}),
+    "stages in a V, with cp": (
+        4,
+        ["mesh.pp=2", "mesh.cp=2", "parallel.schedule=ZBVZeroBubble"],
+        {},
+    ),
 }
 
 
@@ -103,7 +132,9 @@ def test_every_rank_reads_its_part_and_no_more(pool: Pool, tmp_path: Path, layou
     results = pool.run(loaded, {"folder": str(tmp_path), "sets": sets}, world_size=world)
     assert [wrong for wrong, _, _ in results] == [[]] * world
     assert all(read == held > 0 for _, held, read in results)
-    assert max(read for _, _, read in results) < 0.8 * sum(tensor.nbytes for tensor in tensors_of(tmp_path).values())
+    assert max(read for _, _, read in results) < 0.8 * sum(
+        tensor.nbytes for tensor in tensors_of(tmp_path).values()
+    )
 
 
 def test_other_dtypes_are_converted(pool: Pool, tmp_path: Path) -> None:
@@ -124,7 +155,9 @@ def refused(folders: list[str]) -> list[list[str]]:
             with pytest.raises(CheckpointError) as caught:
                 start.load_hf(folder, stages)
             told.append(list(caught.value.lines))
-            untouched = all(torch.equal(*pair) for pair in zip(before, stages.parameters(), strict=True))
+            untouched = all(
+                torch.equal(*pair) for pair in zip(before, stages.parameters(), strict=True)
+            )
             assert untouched, folder
     return told
 
@@ -179,10 +212,16 @@ def test_what_does_not_fit_is_refused_on_every_rank(pool: Pool, tmp_path: Path) 
 def test_tensors_that_say_nothing_new_are_ignored(pool: Pool, tmp_path: Path) -> None:
     written(tmp_path, tied=True)
     tensors = tensors_of(tmp_path)
-    tensors |= {HEAD: tensors[EMBED].clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}
+    tensors |= {
+        HEAD: tensors[EMBED].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5),
+    }
     put(tmp_path, tensors)
     sets = ["mesh.pp=2"]
-    assert [wrong for wrong, _, _ in pool.run(loaded, {"folder": str(tmp_path), "sets": sets}, world_size=2)] == [
+    assert [
+        wrong
+        for wrong, _, _ in pool.run(loaded, {"folder": str(tmp_path), "sets": sets}, world_size=2)
+    ] == [
         [],
         [],
     ]

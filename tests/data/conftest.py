@@ -18,7 +18,10 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<pad>", END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=400,
+        special_tokens=["<pad>", END],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     coder.train_from_iterator([text], trainer)
     coder.enable_truncation(5)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer3d.data import Batch, Corpus, Loader, loader, sample_order
-from composer3d.errors import DataError
+from composer3d.spec.errors import DataError
 
 SEQ_LEN = 4
 
@@ -18,11 +18,17 @@ SEQ_LEN = 4
 def corpus_of(tokens: bytes) -> Corpus:
     array = np.frombuffer(tokens, dtype=np.uint8)
     return Corpus(
-        tokens=array, digest=hashlib.blake2b(tokens).hexdigest(), end_of_document=0, n_documents=1, name="test"
+        tokens=array,
+        digest=hashlib.blake2b(tokens).hexdigest(),
+        end_of_document=0,
+        n_documents=1,
+        name="test",
     )
 
 
-CORPUS = corpus_of(bytes(range(1, 78)))  # 19 samples of 4; every sample starts with a token of its own
+CORPUS = corpus_of(
+    bytes(range(1, 78))
+)  # 19 samples of 4; every sample starts with a token of its own
 
 
 def loader_of(batch_rank: int = 0, batch_ranks: int = 1, **options: int) -> Loader:
@@ -31,7 +37,9 @@ def loader_of(batch_rank: int = 0, batch_ranks: int = 1, **options: int) -> Load
 
 
 def rows(batches: list[Batch]) -> torch.Tensor:
-    return torch.cat([torch.cat([b.tokens_BT, b.labels_BT, b.positions_BT], dim=1) for b in batches])
+    return torch.cat(
+        [torch.cat([b.tokens_BT, b.labels_BT, b.positions_BT], dim=1) for b in batches]
+    )
 
 
 def steps_of_ranks(batch_ranks: int, n_steps: int, state: dict | None = None) -> torch.Tensor:
@@ -53,7 +61,28 @@ def test_each_epoch_is_a_permutation_of_its_own() -> None:
 
 def test_order_is_the_one_of_earlier_releases() -> None:
     # A checkpoint holds a step, not an order: were the generator to change, a resumed run would see samples twice.
-    assert sample_order(8, 0, 0, 20).tolist() == [2, 4, 3, 6, 5, 0, 1, 7, 1, 3, 7, 6, 0, 4, 2, 5, 5, 2, 6, 0]
+    assert sample_order(8, 0, 0, 20).tolist() == [
+        2,
+        4,
+        3,
+        6,
+        5,
+        0,
+        1,
+        7,
+        1,
+        3,
+        7,
+        6,
+        0,
+        4,
+        2,
+        5,
+        5,
+        2,
+        6,
+        0,
+    ]
 
 
 @settings(deadline=None, max_examples=50)
@@ -63,10 +92,15 @@ def test_order_is_the_one_of_earlier_releases() -> None:
     first=st.integers(0, 200),
     cuts=st.lists(st.integers(0, 60)),
 )
-def test_order_does_not_depend_on_how_it_is_asked_for(n_samples: int, seed: int, first: int, cuts: list[int]) -> None:
+def test_order_does_not_depend_on_how_it_is_asked_for(
+    n_samples: int, seed: int, first: int, cuts: list[int]
+) -> None:
     whole = sample_order(n_samples, seed, first, sum(cuts))
     starts = first + np.cumsum([0, *cuts])
-    parts = [sample_order(n_samples, seed, int(start), cut) for start, cut in zip(starts, cuts, strict=False)]
+    parts = [
+        sample_order(n_samples, seed, int(start), cut)
+        for start, cut in zip(starts, cuts, strict=False)
+    ]
     assert whole.dtype == np.int64
     assert whole.tolist() == [number for part in parts for number in part]
     for epoch in range(-(-first // n_samples), (first + sum(cuts)) // n_samples):
@@ -78,7 +112,9 @@ def test_labels_are_the_inputs_shifted() -> None:
     batch = next(loader_of())
     starts = CORPUS.tokens[sample_order(19, 3, 0, 8) * SEQ_LEN]
     for name, offset in [("tokens_BT", 0), ("labels_BT", 1)]:
-        expected = torch.tensor([[int(start) + offset + t for t in range(SEQ_LEN)] for start in starts])
+        expected = torch.tensor(
+            [[int(start) + offset + t for t in range(SEQ_LEN)] for start in starts]
+        )
         assert torch.equal(getattr(batch, name), expected)
     assert torch.equal(batch.positions_BT, torch.arange(SEQ_LEN).expand(8, SEQ_LEN))
     for tensor in (batch.tokens_BT, batch.labels_BT, batch.positions_BT):
@@ -100,14 +136,22 @@ def test_ranks_together_hold_the_same_rows_in_the_same_order(batch_ranks: int) -
     assert torch.equal(steps_of_ranks(batch_ranks, 6), steps_of_ranks(1, 6))
 
 
-@pytest.mark.parametrize("done", [0, 1, 2, 3, 5])  # 19 samples, 8 a step: step 2 crosses into the second epoch
+@pytest.mark.parametrize(
+    "done", [0, 1, 2, 3, 5]
+)  # 19 samples, 8 a step: step 2 crosses into the second epoch
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 4), (4, 1)])
 def test_resume_continues_exactly(done: int, before: int, after: int) -> None:
     saved = loader_of(before - 1, before)
     for _ in range(done):
         next(saved)
     state = saved.state_dict()
-    assert state == {"next_step": done, "digest": CORPUS.digest, "seq_len": SEQ_LEN, "global_batch": 8, "seed": 3}
+    assert state == {
+        "next_step": done,
+        "digest": CORPUS.digest,
+        "seq_len": SEQ_LEN,
+        "global_batch": 8,
+        "seed": 3,
+    }
     assert torch.equal(steps_of_ranks(after, 4, state), steps_of_ranks(1, done + 4)[done * 8 :])
     assert torch.equal(rows([next(loader_of(next_step=done))]), steps_of_ranks(1, 1, state))
 
@@ -124,7 +168,9 @@ def test_other_data_is_refused() -> None:
     state = loader_of().state_dict()
     changed = corpus_of(bytes(range(1, 77)) + b"!")
     other = Loader(changed, seq_len=SEQ_LEN, global_batch=8, seed=3, batch_rank=0, batch_ranks=1)
-    with pytest.raises(DataError, match=r"corpus test has digest .* the data has changed since") as caught:
+    with pytest.raises(
+        DataError, match=r"corpus test has digest .* the data has changed since"
+    ) as caught:
         other.load_state_dict(state)
     assert CORPUS.digest in caught.value.lines[0]
     assert changed.digest in caught.value.lines[0]
@@ -133,20 +179,26 @@ def test_other_data_is_refused() -> None:
 @pytest.mark.parametrize(("key", "value"), [("seq_len", 8), ("global_batch", 16), ("seed", 4)])
 def test_another_order_is_refused(key: str, value: int) -> None:
     state = loader_of().state_dict()
-    with pytest.raises(DataError, match=rf"data\.{key} = {value}, but the checkpoint was made with {state[key]}"):
+    with pytest.raises(
+        DataError, match=rf"data\.{key} = {value}, but the checkpoint was made with {state[key]}"
+    ):
         loader_of(**{key: value}).load_state_dict(state)
 
 
 @pytest.mark.parametrize(("n_tokens", "n_samples"), [(5, 1), (8, 1), (9, 2)])
 def test_samples_of_a_corpus(n_tokens: int, n_samples: int) -> None:
     corpus = corpus_of(bytes(range(n_tokens)))
-    batch = next(Loader(corpus, seq_len=SEQ_LEN, global_batch=3, seed=0, batch_rank=0, batch_ranks=1))
+    batch = next(
+        Loader(corpus, seq_len=SEQ_LEN, global_batch=3, seed=0, batch_rank=0, batch_ranks=1)
+    )
     assert batch.tokens_BT.shape == (3, SEQ_LEN)
     assert set(batch.tokens_BT[:, 0].tolist()) == {SEQ_LEN * sample for sample in range(n_samples)}
 
 
 def test_too_small_a_corpus_is_refused() -> None:
-    with pytest.raises(DataError, match=r"corpus test has 4 tokens: too few for data\.seq_len = 4, which needs 5"):
+    with pytest.raises(
+        DataError, match=r"corpus test has 4 tokens: too few for data\.seq_len = 4, which needs 5"
+    ):
         Loader(corpus_of(b"four"), seq_len=4, global_batch=8, seed=0, batch_rank=0, batch_ranks=1)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from composer3d import cli
 from composer3d.data import Batch, Corpus, Loader, open_corpus
-from composer3d.shape import IGNORE_INDEX
+from composer3d.models.contract import IGNORE_INDEX
 
 END = 2
 
@@ -23,7 +23,15 @@ def batch_of(tokens: list[int], seq_len: int, packing: str) -> Batch:
     corpus = Corpus(tokens=array, end_of_document=END, digest="", n_documents=1, name="test")
     rows = (len(tokens) - 1) // seq_len
     return next(
-        Loader(corpus, seq_len=seq_len, global_batch=rows, seed=1, batch_rank=0, batch_ranks=1, packing=packing)
+        Loader(
+            corpus,
+            seq_len=seq_len,
+            global_batch=rows,
+            seed=1,
+            batch_rank=0,
+            batch_ranks=1,
+            packing=packing,
+        )
     )
 
 
@@ -40,11 +48,18 @@ def split(row: list[int], following: list[int]) -> tuple[list[int], list[int], l
 
 
 @settings(deadline=None, max_examples=60)
-@given(seq_len=st.integers(1, 12), tokens=st.lists(st.sampled_from([0, 1, END, 3, 60_000]), min_size=13, max_size=80))
+@given(
+    seq_len=st.integers(1, 12),
+    tokens=st.lists(st.sampled_from([0, 1, END, 3, 60_000]), min_size=13, max_size=80),
+)
 def test_rows_are_split_where_documents_end(seq_len: int, tokens: list[int]) -> None:
     packed, plain = (batch_of(tokens, seq_len, packing) for packing in ("documents", "none"))
-    assert torch.equal(packed.tokens_BT, plain.tokens_BT)  # the samples and their order are the same
-    rows = [split(*row) for row in zip(plain.tokens_BT.tolist(), plain.labels_BT.tolist(), strict=True)]
+    assert torch.equal(
+        packed.tokens_BT, plain.tokens_BT
+    )  # the samples and their order are the same
+    rows = [
+        split(*row) for row in zip(plain.tokens_BT.tolist(), plain.labels_BT.tolist(), strict=True)
+    ]
     assert packed.documents_BT is not None
     assert [[*row] for row in zip(*rows, strict=True)] == [
         part.tolist() for part in (packed.documents_BT, packed.positions_BT, packed.labels_BT)
@@ -67,7 +82,9 @@ def test_every_source_names_its_end_of_document(tmp_path: Path, bpe: Path) -> No
     for name in ("a", "b", "c"):
         (tmp_path / "text" / name).write_text(f"text of {name}\n" * 5)
     out = tmp_path / "tokens"
-    assert cli.main(["prepare", str(tmp_path / "text"), "-o", str(out), "--tokenizer", str(bpe)]) == 0
+    assert (
+        cli.main(["prepare", str(tmp_path / "text"), "-o", str(out), "--tokenizer", str(bpe)]) == 0
+    )
     for corpus, end in (
         (open_corpus("text", tmp_path / "text", split="train"), 0),
         (open_corpus("tokens", out, split="train"), 1),
@@ -104,7 +121,9 @@ tensorboard = false
 
 def test_layouts_train_alike_on_packed_documents(tmp_path: Path) -> None:
     for name, count in (("train", 60), ("held-out", 30)):
-        lines = [json.dumps({"text": f"{name} {i}: " + "abc "[: i % 5] * (i % 11)}) for i in range(count)]
+        lines = [
+            json.dumps({"text": f"{name} {i}: " + "abc "[: i % 5] * (i % 11)}) for i in range(count)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     (tmp_path / "recipe.toml").write_text(RECIPE)
     losses = {}
@@ -113,12 +132,24 @@ def test_layouts_train_alike_on_packed_documents(tmp_path: Path) -> None:
         ("one", "data.packing=documents"),
         ("several", "data.packing=documents", "mesh.cp=2", "mesh.pp=2", "data.micro_batch=2"),
     ):
-        command = [sys.executable, "-m", "composer3d", "train", "recipe.toml", f"--set=run.out_dir={name}"]
+        command = [
+            sys.executable,
+            "-m",
+            "composer3d",
+            "train",
+            "recipe.toml",
+            f"--set=run.out_dir={name}",
+        ]
         command += [f"--set={each}" for each in sets]
         done = run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
-        rows = [json.loads(line) for line in (tmp_path / name / "packed/metrics.jsonl").read_text().splitlines()]
-        losses[name] = [row[key] for key in ("loss", "validation_loss") for row in rows if key in row]
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / name / "packed/metrics.jsonl").read_text().splitlines()
+        ]
+        losses[name] = [
+            row[key] for key in ("loss", "validation_loss") for row in rows if key in row
+        ]
         assert len(losses[name]) == 4
     assert losses["several"] == pytest.approx(losses["one"], rel=1e-5)
     assert all(abs(a - b) > 1e-4 for a, b in zip(losses["plain"], losses["one"], strict=True))

@@ -18,9 +18,28 @@ from composer3d import cli
 from composer3d.data import open_corpus, prepare, tokenizer
 
 END = "<|endoftext|>"
-TEXTS = ["def f(x):\r\n\treturn x\n", "héllo 日本語 😀\x00", f"it says {END} and <pad>", " ", "parser = " * 50]
-FILES = {"a.txt": TEXTS[0], "b/c.md": TEXTS[1], "b.d": TEXTS[2], "e": TEXTS[3], "f": TEXTS[4], "empty": ""}
-IN_ORDER = [TEXTS[0], TEXTS[2], TEXTS[1], TEXTS[3], TEXTS[4]]  # of relative paths: "." sorts before "/"
+TEXTS = [
+    "def f(x):\r\n\treturn x\n",
+    "héllo 日本語 😀\x00",
+    f"it says {END} and <pad>",
+    " ",
+    "parser = " * 50,
+]
+FILES = {
+    "a.txt": TEXTS[0],
+    "b/c.md": TEXTS[1],
+    "b.d": TEXTS[2],
+    "e": TEXTS[3],
+    "f": TEXTS[4],
+    "empty": "",
+}
+IN_ORDER = [
+    TEXTS[0],
+    TEXTS[2],
+    TEXTS[1],
+    TEXTS[3],
+    TEXTS[4],
+]  # of relative paths: "." sorts before "/"
 
 
 def write_texts(folder: Path) -> Path:
@@ -64,13 +83,21 @@ def documents_of(folder: Path) -> list[np.ndarray]:
     assert (starts[0], starts[-1]) == (0, len(tokens))
     assert len(tokens) == manifest["tokens"]
     assert set(tokens[starts[1:] - 1]) == {manifest["end_of_document"]}
-    assert np.count_nonzero(tokens == manifest["end_of_document"]) == manifest["documents"] == len(starts) - 1
+    assert (
+        np.count_nonzero(tokens == manifest["end_of_document"])
+        == manifest["documents"]
+        == len(starts) - 1
+    )
     return [tokens[start : stop - 1] for start, stop in pairwise(starts)]
 
 
 @pytest.mark.parametrize("kind", ["texts", "file", "lines", "folder of lines"])
 def test_tokens_decode_to_the_source(
-    tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path,
+    bpe: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
     monkeypatch.setattr(prepare, "_BATCH_BYTES", 30)  # several batches of several documents
     source, expected = write_texts(tmp_path / "in"), IN_ORDER
@@ -85,7 +112,10 @@ def test_tokens_decode_to_the_source(
         source, expected = tmp_path / "j", TEXTS[2:] + TEXTS[:2]
     answer = run(capsys, source, tmp_path / "out", "--tokenizer", str(bpe))
     coder = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    decoded = [coder.decode(ids.tolist(), skip_special_tokens=False) for ids in documents_of(tmp_path / "out")]
+    decoded = [
+        coder.decode(ids.tolist(), skip_special_tokens=False)
+        for ids in documents_of(tmp_path / "out")
+    ]
     assert decoded == expected
     assert answer["end_of_document"] == coder.token_to_id(END) == 1
     assert (answer["vocab"], answer["dtype"]) == (coder.get_vocab_size(), "uint16")
@@ -112,7 +142,9 @@ def test_bytes_are_the_tokens_of_the_sources_that_are_read_as_bytes(
     assert answer["vocab"] == 256
 
 
-def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_vocabulary_takes_four_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = {"</s>": 0, "<eos>": 3, "low": 65_535, "high": 65_536}
     Tokenizer(models.WordLevel(words, unk_token="</s>")).save(str(tmp_path / "t.json"))
     (tmp_path / "a").write_text("high")
@@ -138,7 +170,13 @@ def test_the_same_source_gives_the_same_digest(
         monkeypatch.setattr(prepare, "_BATCH_BYTES", batch)
         run(capsys, lines, tmp_path / out, "--tokenizer", str(bpe))
         digests.append(open_corpus("tokens", tmp_path / out, split="train").digest)
-    run(capsys, write_lines(tmp_path / "y.jsonl", TEXTS[1:]), tmp_path / "c", "--tokenizer", str(bpe))
+    run(
+        capsys,
+        write_lines(tmp_path / "y.jsonl", TEXTS[1:]),
+        tmp_path / "c",
+        "--tokenizer",
+        str(bpe),
+    )
     assert digests[0] == digests[1] != open_corpus("tokens", tmp_path / "c", split="train").digest
 
 
@@ -148,7 +186,11 @@ def test_the_same_source_gives_the_same_digest(
         (KeyboardInterrupt(), 130, None),
         (signal.SIGTERM, 143, None),
         (RuntimeError("crash"), None, None),
-        (OSError(errno.EROFS, "Read-only file system"), 2, "cannot be written: Read-only file system; give another -o"),
+        (
+            OSError(errno.EROFS, "Read-only file system"),
+            2,
+            "cannot be written: Read-only file system; give another -o",
+        ),
     ],
     ids=repr,
 )
@@ -196,7 +238,9 @@ def test_what_is_interrupted_leaves_nothing_and_starts_again(
     assert open_corpus("tokens", out, split="train").n_documents == 4
 
 
-def test_what_is_there_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_is_never_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write_lines(tmp_path / "x.jsonl", ["a"])
     run(capsys, source, tmp_path / "out", "--tokenizer", "bytes")
     said = refused(capsys, source, tmp_path / "out", "--tokenizer", "bytes")
@@ -215,7 +259,9 @@ def test_of_two_at_once_the_second_is_refused(
         whole(folder, facts)
 
     monkeypatch.setattr(prepare, "write_manifest", slow)
-    assert cli.main(["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
+    assert (
+        cli.main(["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
+    )
     said = f"{tmp_path / 'out'} cannot be written: Directory not empty; give another -o\n"
     assert capsys.readouterr() == ("", said)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["of_the_first", "out", "x.jsonl"]
@@ -240,10 +286,18 @@ def test_progress_is_a_line_now_and_then(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_lines(tmp_path / "x.jsonl", ["a" * 999_980] * 3)
-    for seconds, said in ((60.0, []), (0.0, ["1 documents, 999,981 tokens, 1 of 3 MB, 0:00:00 left"])):
+    for seconds, said in (
+        (60.0, []),
+        (0.0, ["1 documents, 999,981 tokens, 1 of 3 MB, 0:00:00 left"]),
+    ):
         monkeypatch.setattr(prepare, "_BATCH_BYTES", 1)
         monkeypatch.setattr(prepare, "_PROGRESS_S", seconds)
-        assert cli.main(["prepare", str(source), "-o", str(tmp_path / str(seconds)), "--tokenizer", "bytes"]) == 0
+        assert (
+            cli.main(
+                ["prepare", str(source), "-o", str(tmp_path / str(seconds)), "--tokenizer", "bytes"]
+            )
+            == 0
+        )
         assert capsys.readouterr().err.splitlines()[:1] == said
 
 
@@ -253,7 +307,10 @@ def test_what_a_killed_one_left_is_told_of_a_name_with_brackets(
     source = write_lines(tmp_path / "x.jsonl", ["a"])
     for left in ("o[1].tmp-ours", "o1.tmp-not-ours"):
         (tmp_path / left).mkdir()
-    assert cli.main(["prepare", str(source), "-o", str(tmp_path / "o[1]"), "--tokenizer", "bytes"]) == 0
+    assert (
+        cli.main(["prepare", str(source), "-o", str(tmp_path / "o[1]"), "--tokenizer", "bytes"])
+        == 0
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{tmp_path / 'o[1].tmp-ours'} is left of")
 
@@ -289,11 +346,23 @@ def test_what_a_killed_one_left_is_told_of_a_name_with_brackets(
             [],
             r"in/b.json: a .json file is not read as text; rename it to .jsonl if",
         ),
-        ({"in/a.jsonl": b"{}", "in/b.NDJSON": b"{}"}, [], "in/b.NDJSON: a .ndjson file is not read as text; rename it"),
+        (
+            {"in/a.jsonl": b"{}", "in/b.NDJSON": b"{}"},
+            [],
+            "in/b.NDJSON: a .ndjson file is not read as text; rename it",
+        ),
         ({"in/a.txt.gz": b"x"}, [], "in/a.txt.gz: a .gz file is not read as text; decompress it"),
-        ({"in/a.parquet": b"x"}, [], "in/a.parquet: a .parquet file is not read as text; convert it to JSONL"),
+        (
+            {"in/a.parquet": b"x"},
+            [],
+            "in/a.parquet: a .parquet file is not read as text; convert it to JSONL",
+        ),
         ({"in/a": b"x\0y"}, [], "in/a: byte 0 at offset 1 would end a document there;"),
-        ({"in/a.jsonl": b'\n{"text": "a\\u0000"}'}, [], "in/a.jsonl:2: byte 0 at offset 1 would end a document there;"),
+        (
+            {"in/a.jsonl": b'\n{"text": "a\\u0000"}'},
+            [],
+            "in/a.jsonl:2: byte 0 at offset 1 would end a document there;",
+        ),
         (
             {"in/a.jsonl": b'{"body": "a"}'},
             [],
@@ -328,7 +397,12 @@ def test_what_a_killed_one_left_is_told_of_a_name_with_brackets(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_prepared_is_refused(
-    tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str], files: dict[str, bytes], more: list[str], said: str
+    tmp_path: Path,
+    bpe: Path,
+    capsys: pytest.CaptureFixture[str],
+    files: dict[str, bytes],
+    more: list[str],
+    said: str,
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -338,13 +412,25 @@ def test_what_cannot_be_prepared_is_refused(
     assert re.search(said, refused(capsys, tmp_path / "in", tmp_path / "out", *more))
 
 
-def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_without_an_end_of_document_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Tokenizer(models.WordLevel({"a": 0, "q": 1}, unk_token="q")).save(str(tmp_path / "t.json"))
     (tmp_path / "a").write_text("a")
-    said = refused(capsys, tmp_path / "a", tmp_path / "out", "--tokenizer", str(tmp_path / "t.json"))
+    said = refused(
+        capsys, tmp_path / "a", tmp_path / "out", "--tokenizer", str(tmp_path / "t.json")
+    )
     assert "it has no <|end_of_text|>, <|endoftext|>, </s>," in said
     assert said.endswith("to end a document; name a token of it with --eod")
-    run(capsys, tmp_path / "a", tmp_path / "out", "--tokenizer", str(tmp_path / "t.json"), "--eod", "q")
+    run(
+        capsys,
+        tmp_path / "a",
+        tmp_path / "out",
+        "--tokenizer",
+        str(tmp_path / "t.json"),
+        "--eod",
+        "q",
+    )
     assert documents_of(tmp_path / "out")[0].tolist() == [0]
 
 
@@ -356,8 +442,16 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path, capsy
             "z",
             r"/b or soon after: --tokenizer \S+: WordLevel error: .*; give one",
         ),
-        (models.BPE({"a": 0, "</s>": 1}, []), "zz", r"/b: no character of it has a token in \S+; take the document"),
-        (models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"), "z", "/b: its tokens hold </s>, which would end a"),
+        (
+            models.BPE({"a": 0, "</s>": 1}, []),
+            "zz",
+            r"/b: no character of it has a token in \S+; take the document",
+        ),
+        (
+            models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"),
+            "z",
+            "/b: its tokens hold </s>, which would end a",
+        ),
     ],
     ids=["an error", "no token", "the unknown is the end"],
 )
@@ -399,19 +493,27 @@ def test_a_document_that_would_take_all_memory_is_refused(
     run(capsys, write_lines(lines, ["abcde"]), tmp_path / "out", *named)
 
 
-def test_a_field_makes_a_file_of_any_name_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_field_makes_a_file_of_any_name_jsonl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("a.json", "a.ndjson", "a"):
         source = write_lines(tmp_path / name, ["a", "b"])
         run(capsys, source, tmp_path / f"{name} out", "--tokenizer", "bytes", "--field", "text")
         assert len(documents_of(tmp_path / f"{name} out")) == 2
     (tmp_path / "b.jsonl.gz").write_bytes(b"x")
-    said = refused(capsys, tmp_path / "b.jsonl.gz", tmp_path / "out", "--tokenizer", "bytes", "--field", "text")
+    said = refused(
+        capsys, tmp_path / "b.jsonl.gz", tmp_path / "out", "--tokenizer", "bytes", "--field", "text"
+    )
     assert said.endswith("b.jsonl.gz: a .gz file is not read as text; decompress it")
 
 
-def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_cannot_be_looked_at_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = refused(capsys, tmp_path / ("x" * 300), tmp_path / "out", "--tokenizer", "bytes")
-    assert said.endswith("xxx does not exist; give a text file, a .jsonl file or a folder of one kind")
+    assert said.endswith(
+        "xxx does not exist; give a text file, a .jsonl file or a folder of one kind"
+    )
     source = write_lines(tmp_path / "x.jsonl", ["a"])
     said = refused(capsys, source, tmp_path / ("x" * 300), "--tokenizer", "bytes")
     assert said.endswith("xxx cannot be written: File name too long; give another -o")
@@ -419,8 +521,13 @@ def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path, capsys: pyte
     assert "an argument is empty" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux's /proc")
-def test_memory_does_not_grow_with_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(),
+    reason="the peak of memory is read from Linux's /proc",
+)
+def test_memory_does_not_grow_with_the_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def memory_mib(key: str) -> int:
         return (
             next(

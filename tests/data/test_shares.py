@@ -1,7 +1,6 @@
 """The loader of every rank holds the tokens that its stages take for theirs: both packings, every order of cp."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,14 +9,15 @@ import torch
 from torch import Tensor
 
 from composer3d.data import Batch
-from composer3d.mesh import coordinates
 from composer3d.parallel import Stages
-from composer3d.recipe.load import load
+from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.train import make_loader
-from composer3d.verify_data import corpus_batch, make_corpus
+from composer3d.runtime.mesh import coordinates
+from composer3d.training.batches import make_loader
+from composer3d.verify.data import corpus_batch, make_corpus
+from tools.prove.paths import RECIPE as RECIPE_PATH
 
-RECIPE = Path(__file__).parent.parent / "verify.toml"
+RECIPE = RECIPE_PATH
 SEED, STEPS = 5, 4  # the corpus of a proof takes up less than two
 
 
@@ -68,7 +68,7 @@ def problems(recipe: Recipe) -> list[str]:
                 part = getattr(whole, name)[rows]
                 for rule in (
                     own_tokens(recipe, mesh, part),
-                    documented_tokens(recipe, mesh.at["cp"], part),
+                    documented_tokens(recipe, mesh.coords["cp"], part),
                 ):
                     if not torch.equal(getattr(mine, name), rule):
                         found.append(f"{name} of rank {rank} in step {step}")
@@ -95,10 +95,11 @@ def test_a_loader_holds_the_rows_of_its_batch_rank(packing: str) -> None:
 
 @pytest.mark.parametrize("packing", ["none", "documents"])
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
-def test_positions_that_a_rank_counts_itself_are_seen(cp: int, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from faults.data import give_positions_from_the_start_of_the_part
-
+def test_positions_that_a_rank_counts_itself_are_seen(
+    cp: int, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from composer3d.data import Loader
+    from tools.prove.faults.data import give_positions_from_the_start_of_the_part
 
     monkeypatch.setattr(Loader, "__getitem__", Loader.__getitem__)  # put back afterwards
     give_positions_from_the_start_of_the_part()

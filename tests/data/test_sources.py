@@ -14,8 +14,8 @@ import pytest
 
 from composer3d.data import documents, open_corpus, sources
 from composer3d.data.documents import files_of
-from composer3d.errors import DataError
 from composer3d.recipe import machine
+from composer3d.spec.errors import DataError
 
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
@@ -33,7 +33,14 @@ def train(path: Path) -> sources.Corpus:
 
 
 def test_folder_is_read_in_order_of_relative_path(tmp_path: Path) -> None:
-    files = {"b.txt": b"two", "a/z.md": b"one\xff", "c": b"", ".hidden": b"x", ".git/config": b"x", "a.d/y": b"zero"}
+    files = {
+        "b.txt": b"two",
+        "a/z.md": b"one\xff",
+        "c": b"",
+        ".hidden": b"x",
+        ".git/config": b"x",
+        "a.d/y": b"zero",
+    }
     corpus = train(write(tmp_path, files))
     # "." sorts before "/": whole paths are compared, not folder by folder.
     assert corpus.tokens.tobytes() == b"zero\0one\xff\0two\0"
@@ -54,7 +61,9 @@ def test_single_file(tmp_path: Path) -> None:
 
 def test_validation_reads_the_held_out_path(tmp_path: Path) -> None:
     write(tmp_path, {"a.txt": b"train", "b.txt": b"held out"})
-    corpus = open_corpus("text", tmp_path / "a.txt", split="validation", held_out_path=tmp_path / "b.txt")
+    corpus = open_corpus(
+        "text", tmp_path / "a.txt", split="validation", held_out_path=tmp_path / "b.txt"
+    )
     assert corpus.tokens.tobytes() == b"held out\0"
 
 
@@ -69,12 +78,20 @@ def test_digest_follows_the_tokens(tmp_path: Path) -> None:
 
 def test_python_splits_are_disjoint_and_deterministic() -> None:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    both = [file.relative_to(stdlib).as_posix() for file in files_of(stdlib, ".py", skip=sources._NOT_LIBRARY)]
-    names = {split: [name for name in both if sources._is_held_out(name) == (split != "train")] for split in SPLITS}
+    both = [
+        file.relative_to(stdlib).as_posix()
+        for file in files_of(stdlib, ".py", skip=sources._NOT_LIBRARY)
+    ]
+    names = {
+        split: [name for name in both if sources._is_held_out(name) == (split != "train")]
+        for split in SPLITS
+    }
     assert both == sorted(both)
     assert {"argparse.py", "asyncio/events.py", "json/decoder.py"} <= set(both)
     outside = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    assert not [name for name in both if outside & set(Path(name).parts) or not name.endswith(".py")]
+    assert not [
+        name for name in both if outside & set(Path(name).parts) or not name.endswith(".py")
+    ]
     assert 0.02 < len(names["validation"]) / len(both) < 0.1
 
     corpora = {split: open_corpus("python", None, split=split) for split in SPLITS}
@@ -89,7 +106,9 @@ def test_python_holds_out_by_name_alone(tmp_path: Path, monkeypatch: pytest.Monk
     names = [f"m{i}.py" for i in range(60)]
     held_out = [name for name in names if sources._is_held_out(name)]
     assert held_out == ["m15.py", "m18.py", "m25.py", "m34.py"]
-    write(tmp_path, {name: name.encode() for name in names} | {"test/m15.py": b"x", "m15.txt": b"x"})
+    write(
+        tmp_path, {name: name.encode() for name in names} | {"test/m15.py": b"x", "m15.txt": b"x"}
+    )
     monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     corpus = open_corpus("python", None, split="validation")
     assert corpus.tokens.tobytes() == b"".join(name.encode() + b"\0" for name in sorted(held_out))
@@ -111,7 +130,9 @@ def test_byte_zero_is_refused_with_its_place(tmp_path: Path) -> None:
         ({"a": b""}, "a", r"/a: no text .*: all 1 files are empty"),
     ],
 )
-def test_nothing_to_read_is_refused(tmp_path: Path, files: dict[str, bytes], path: str, problem: str) -> None:
+def test_nothing_to_read_is_refused(
+    tmp_path: Path, files: dict[str, bytes], path: str, problem: str
+) -> None:
     write(tmp_path, files)
     with pytest.raises(DataError, match=problem):
         train(tmp_path / path)
@@ -130,7 +151,9 @@ def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
-def test_a_read_that_fails_halfway_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
+def test_a_read_that_fails_halfway_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any
+) -> None:
     write(tmp_path, {"a.jsonl": b"x"})
 
     class Broken(io.BytesIO):
@@ -147,9 +170,13 @@ def test_a_read_that_fails_halfway_names_its_file(tmp_path: Path, monkeypatch: p
         open_corpus(source, tmp_path, split="train")
 
 
-def test_a_folder_that_may_not_be_entered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_entered_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, {"a": b"x", "in/b": b"x"})
-    monkeypatch.setattr(documents.os, "access", lambda path, mode: not str(path).endswith("in"))  # root enters any
+    monkeypatch.setattr(
+        documents.os, "access", lambda path, mode: not str(path).endswith("in")
+    )  # root enters any
     with pytest.raises(DataError, match=r"^\S+/in: may not be entered; allow it, or"):
         train(tmp_path)
 
@@ -171,7 +198,10 @@ def test_jsonl_is_read_line_by_line_in_order_of_relative_path(tmp_path: Path) ->
     assert one.tokens.tobytes() == "first \U0001f600\n\0".encode()
     (tmp_path / "t.txt").write_bytes(b"first")
     write(tmp_path, {"j": b'{"body": "first"}'})  # a file may have any name
-    assert open_corpus("jsonl", tmp_path / "j", split="train", field="body").digest == train(tmp_path / "t.txt").digest
+    assert (
+        open_corpus("jsonl", tmp_path / "j", split="train", field="body").digest
+        == train(tmp_path / "t.txt").digest
+    )
 
 
 NEEDED = r'must be a JSON object such as \{"body": "\.\.\."\}: '
@@ -180,7 +210,10 @@ NEEDED = r'must be a JSON object such as \{"body": "\.\.\."\}: '
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"plain text", f"{NEEDED}Expecting value: line 1 column 1.*; mend the line, or name the key of the text with"),
+        (
+            b"plain text",
+            f"{NEEDED}Expecting value: line 1 column 1.*; mend the line, or name the key of the text with",
+        ),
         (b'{"body": "a"', f"{NEEDED}Expecting ',' delimiter"),
         (b'{"body": "\xff"}', f"{NEEDED}'utf-8' codec can't decode byte 0xff"),
         (b"[" * 200_000, NEEDED),
@@ -188,14 +221,25 @@ NEEDED = r'must be a JSON object such as \{"body": "\.\.\."\}: '
         (b'["body"]', rf'{NEEDED}got \["body"\]'),
         (b'{"text": "a", "id": 1}', rf'{NEEDED}got \{{"text": "a", "id": 1\}}; mend'),
         (b'{"body": null}', rf'{NEEDED}got \{{"body": null\}}; mend'),
-        (json.dumps({"body": list(range(99))}).encode(), rf'{NEEDED}got \{{"body": \[0, 1, [0-9, ]{{50,}}; mend'),
-        (b'{"body": "ab\\ud800"}', f"{NEEDED}'utf-8' codec can't encode character .* in position 2: surrogates"),
+        (
+            json.dumps({"body": list(range(99))}).encode(),
+            rf'{NEEDED}got \{{"body": \[0, 1, [0-9, ]{{50,}}; mend',
+        ),
+        (
+            b'{"body": "ab\\ud800"}',
+            f"{NEEDED}'utf-8' codec can't encode character .* in position 2: surrogates",
+        ),
         (b'{"body": "a\\u0000"}', "byte 0 at offset 1 would end a document there; remove"),
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_a_line_that_holds_no_text_is_refused_with_its_place(tmp_path: Path, line: bytes, problem: str) -> None:
-    write(tmp_path, {"a.jsonl": b'{"body": "fine"}\n', "b.jsonl": b'{"body": "fine"}\n\n' + line + b"\n"})
+def test_a_line_that_holds_no_text_is_refused_with_its_place(
+    tmp_path: Path, line: bytes, problem: str
+) -> None:
+    write(
+        tmp_path,
+        {"a.jsonl": b'{"body": "fine"}\n', "b.jsonl": b'{"body": "fine"}\n\n' + line + b"\n"},
+    )
     with pytest.raises(DataError, match=rf"b\.jsonl:3: {problem}") as caught:
         open_corpus("jsonl", tmp_path, split="train", field="body")
     assert caught.value.lines[0].startswith(f"{tmp_path / 'b.jsonl'}:3: ")
@@ -205,9 +249,14 @@ def test_a_line_that_holds_no_text_is_refused_with_its_place(tmp_path: Path, lin
 
 @pytest.mark.parametrize(
     ("files", "problem"),
-    [({"j/a.txt": b"x"}, "no files found"), ({"j/a.jsonl": b'{"text": ""}\n\n'}, "all 1 files are empty")],
+    [
+        ({"j/a.txt": b"x"}, "no files found"),
+        ({"j/a.jsonl": b'{"text": ""}\n\n'}, "all 1 files are empty"),
+    ],
 )
-def test_jsonl_without_text_is_refused(tmp_path: Path, files: dict[str, bytes], problem: str) -> None:
+def test_jsonl_without_text_is_refused(
+    tmp_path: Path, files: dict[str, bytes], problem: str
+) -> None:
     write(tmp_path, files)
     with pytest.raises(DataError, match=rf"/j: no text for corpus .*: {problem}"):
         open_corpus("jsonl", tmp_path / "j", split="train")
@@ -233,15 +282,20 @@ def deep(tmp_path: Path) -> Iterator[Callable[[int, str], Path]]:
     subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
 
 
-def test_folders_may_lie_in_each_other_deeper_than_python_recurses(deep: Callable[[int, str], Path]) -> None:
+def test_folders_may_lie_in_each_other_deeper_than_python_recurses(
+    deep: Callable[[int, str], Path],
+) -> None:
     path = deep(1500, "d")
     assert train(path).tokens.tobytes() == b"deep\0"
-    assert machine.count_bytes("text", str(path), "text", enough=10) is None  # check leaves it to training
+    assert (
+        machine.count_bytes("text", str(path), "text", enough=10) is None
+    )  # check leaves it to training
 
 
 def test_folders_beyond_the_longest_path_are_refused(deep: Callable[[int, str], Path]) -> None:
     with pytest.raises(
-        DataError, match=r" characters\): cannot be read: File name too long; make it readable or move it away$"
+        DataError,
+        match=r" characters\): cannot be read: File name too long; make it readable or move it away$",
     ):
         train(deep(30, "d" * 200))
 
@@ -250,10 +304,14 @@ def test_folders_beyond_the_longest_path_are_refused(deep: Callable[[int, str], 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
 def test_a_pipe_is_no_text(tmp_path: Path, source: Any) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(DataError, match=r"/pipe\.jsonl: cannot be read: is a named pipe, not a plain file; make it"):
+    with pytest.raises(
+        DataError, match=r"/pipe\.jsonl: cannot be read: is a named pipe, not a plain file; make it"
+    ):
         open_corpus(source, tmp_path / "pipe.jsonl", split="train")
     write(tmp_path, {"a.jsonl": b'{"text": "a"}'})
-    assert open_corpus(source, tmp_path, split="train").n_documents == 1  # in a folder it is passed over
+    assert (
+        open_corpus(source, tmp_path, split="train").n_documents == 1
+    )  # in a folder it is passed over
 
 
 def test_a_line_is_read_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +319,8 @@ def test_a_line_is_read_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.Monk
     write(tmp_path, {"a.jsonl": line * 2 + b'{"text": "' + b"a" * 100})
     monkeypatch.setattr(documents, "_LINE_BYTES", len(line))
     with pytest.raises(
-        DataError, match=rf"/a\.jsonl:3: the line is longer than {len(line)} bytes, .*; cut it into several$"
+        DataError,
+        match=rf"/a\.jsonl:3: the line is longer than {len(line)} bytes, .*; cut it into several$",
     ):
         open_corpus("jsonl", tmp_path, split="train")
 
@@ -279,6 +338,7 @@ def test_a_text_above_its_limit_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "a", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(
-        DataError, match=r"/a: one document of 1_099_511_627_776 bytes, .* use at most 4_294_967_296, or"
+        DataError,
+        match=r"/a: one document of 1_099_511_627_776 bytes, .* use at most 4_294_967_296, or",
     ):
         train(tmp_path)

@@ -14,13 +14,19 @@ from tokenizers import Tokenizer
 from composer3d import cli
 from composer3d.data.documents import Document
 from composer3d.data.tokenizer import open_tokenizer
-from composer3d.errors import DataError
+from composer3d.spec.errors import DataError
 
 
 def write(folder: Path, **changed: Any) -> str:
     """A tokenizer.json of two words; ``changed``: keys of it."""
     model = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1, "<unk>": 2}, "unk_token": "<unk>"}
-    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+    }
     whole |= {"pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model}
     (folder / "t.json").write_text(json.dumps(whole | changed))
     return str(folder / "t.json")
@@ -44,7 +50,10 @@ AT_LOAD = {
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}},
         "it panics: index out of bounds",
     ),
-    "chunks of nothing": ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "it panics: chunk size must be"),
+    "chunks of nothing": (
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        "it panics: chunk size must be",
+    ),
     "all memory": (
         {"normalizer": {"type": "Sequence", "normalizers": [times(100)] * 6}},
         "(its process ended with status -6 when it is loaded: it takes too much memory|it takes too much memory)",
@@ -53,8 +62,14 @@ AT_LOAD = {
         {"model": {"type": "WordLevel", "vocab": {"a": 2**32 - 1, "</s>": 1}, "unk_token": "a"}},
         "it has token ids up to 4,294,967,295; use one below 16,777,216",
     ),
-    "no end": ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "it has no <.end_of_text.>,"),
-    "no regex": ({"pre_tokenizer": split("(")}, "Cannot instantiate Tokenizer from buffer: Oniguruma error"),
+    "no end": (
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
+        "it has no <.end_of_text.>,",
+    ),
+    "no regex": (
+        {"pre_tokenizer": split("(")},
+        "Cannot instantiate Tokenizer from buffer: Oniguruma error",
+    ),
 }
 AT_TEXT = {
     "a pattern that gives up": (
@@ -71,7 +86,9 @@ AT_TEXT = {
 
 
 @pytest.mark.parametrize(("changed", "said"), AT_LOAD.values(), ids=AT_LOAD)
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_loaded_is_refused(
+    tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
     path = write(tmp_path, **changed)
     with pytest.raises(DataError, match=rf"^--tokenizer {path}: {said}") as caught:
         open_tokenizer(path, None)
@@ -80,11 +97,15 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path, changed: dict[str, Any
 
 
 @pytest.mark.parametrize(("changed", "text", "said"), AT_TEXT.values(), ids=AT_TEXT)
-def test_what_a_text_brings_down_is_refused(tmp_path: Path, changed: dict[str, Any], text: bytes, said: str) -> None:
+def test_what_a_text_brings_down_is_refused(
+    tmp_path: Path, changed: dict[str, Any], text: bytes, said: str
+) -> None:
     coder = open_tokenizer(write(tmp_path, **changed), None)
     try:
         assert coder.encode([document(b"b")])[0].tolist() == [2, 1]
-        with pytest.raises(DataError, match=rf"^a.txt or soon after: --tokenizer \S+: {said}") as caught:
+        with pytest.raises(
+            DataError, match=rf"^a.txt or soon after: --tokenizer \S+: {said}"
+        ) as caught:
             coder.encode([document(text)])
     finally:
         coder.close()
@@ -99,19 +120,31 @@ def test_a_text_that_takes_for_ever_is_refused_by_processor_time(
     coder = open_tokenizer(write(tmp_path, pre_tokenizer=split(r"(?<r>a\g<r>*)+z")), None)
     try:
         begin = time.monotonic()
-        with pytest.raises(DataError, match="it takes more than 0 s of processor time on 260 bytes of text; a pattern"):
+        with pytest.raises(
+            DataError,
+            match="it takes more than 0 s of processor time on 260 bytes of text; a pattern",
+        ):
             coder.encode([document(b"x" * 200 + b"a" * 60)])
-        assert time.monotonic() - begin < 60  # seconds, on a busy machine; without the limit it does not end
+        assert (
+            time.monotonic() - begin < 60
+        )  # seconds, on a busy machine; without the limit it does not end
     finally:
         coder.close()
 
 
-def test_prepare_says_it_in_one_line_and_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_prepare_says_it_in_one_line_and_leaves_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = write(tmp_path, pre_tokenizer=split("(x+x+)+y"))
     (tmp_path / "a.txt").write_text("x" * 100)
     out = tmp_path / "out"
-    assert cli.main(["prepare", str(tmp_path / "a.txt"), "-o", str(out), "--tokenizer", tokenizer]) == 2
-    out_text, err = capfd.readouterr()  # of the processes too: a panic of Rust writes to standard error
+    assert (
+        cli.main(["prepare", str(tmp_path / "a.txt"), "-o", str(out), "--tokenizer", tokenizer])
+        == 2
+    )
+    out_text, err = (
+        capfd.readouterr()
+    )  # of the processes too: a panic of Rust writes to standard error
     assert out_text == ""
     assert len(err.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "t.json"]
@@ -141,7 +174,10 @@ def test_a_tokenizer_is_a_plain_file_of_a_bounded_size(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with open(tmp_path / "large", "wb") as file:
         file.truncate(1 << 40)
-    for name, said in (("pipe", "is a named pipe, not a plain file"), ("large", "is larger than 67,108,864 bytes")):
+    for name, said in (
+        ("pipe", "is a named pipe, not a plain file"),
+        ("large", "is larger than 67,108,864 bytes"),
+    ):
         with pytest.raises(DataError, match=rf"^--tokenizer \S+/{name}: {said}.*; give bytes"):
             open_tokenizer(str(tmp_path / name), None)
 
@@ -152,6 +188,8 @@ def children() -> list[str]:
     for task in Path("/proc/self/task").iterdir():
         for child in (task / "children").read_text().split():
             command = Path(f"/proc/{child}/cmdline")
-            if command.exists() and (not command.read_bytes() or b"tokenizer_worker" in command.read_bytes()):
+            if command.exists() and (
+                not command.read_bytes() or b"tokenizer_worker" in command.read_bytes()
+            ):
                 found.append(child)
     return found

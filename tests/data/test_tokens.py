@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from composer3d import token_manifest
 from composer3d.data import Loader, open_corpus, tokens
-from composer3d.errors import DataError
-from composer3d.token_manifest import digest_of, digest_of_manifest
+from composer3d.spec import token_manifest
+from composer3d.spec.errors import DataError
+from composer3d.spec.token_manifest import digest_of, digest_of_manifest
 
 N = 1_000
 CHUNK = 512  # bytes: four of them in tokens.bin
@@ -29,7 +29,12 @@ def make(folder: Path, ids: np.ndarray, **changed: Any) -> Path:
     (folder / "tokens.bin").write_bytes(ids.tobytes())
     (folder / "documents.bin").write_bytes(np.array([0, len(ids)], dtype="<i8").tobytes())
     (folder / "tokenizer.json").write_text("{}")
-    facts = {"dtype": ids.dtype.name, "vocab": int(ids.max()) + 1, "tokens": len(ids), "documents": 1}
+    facts = {
+        "dtype": ids.dtype.name,
+        "vocab": int(ids.max()) + 1,
+        "tokens": len(ids),
+        "documents": 1,
+    }
     facts |= {"end_of_document": 7, "tokenizer": {"name": "t", "digest": digest_of(b"{}")}}
     tokens.write_manifest(folder, {**facts, **changed})
     return folder
@@ -51,9 +56,14 @@ def test_a_loader_reads_rows_of_the_map(tmp_path: Path, dtype: str) -> None:
     assert isinstance(corpus.tokens, np.memmap)
     assert corpus.tokens.dtype == np.dtype(dtype)
     seq_len, n_samples = 37, 27  # 27 x 37 = 999: the last sample ends with the last token
-    loader = Loader(corpus, seq_len=seq_len, global_batch=n_samples, seed=1, batch_rank=0, batch_ranks=1)
+    loader = Loader(
+        corpus, seq_len=seq_len, global_batch=n_samples, seed=1, batch_rank=0, batch_ranks=1
+    )
     batch = next(loader)
-    rows = {int(row[0]) // step: row for row in torch.cat([batch.tokens_BT, batch.labels_BT[:, -1:]], dim=1)}
+    rows = {
+        int(row[0]) // step: row
+        for row in torch.cat([batch.tokens_BT, batch.labels_BT[:, -1:]], dim=1)
+    }
     assert sorted(rows) == [sample * seq_len for sample in range(n_samples)]
     for first, row in rows.items():
         assert row.tolist() == [(first + i) * step for i in range(seq_len + 1)]
@@ -63,10 +73,16 @@ def test_a_loader_reads_rows_of_the_map(tmp_path: Path, dtype: str) -> None:
 
 def test_a_loader_refuses_too_few_tokens_and_other_data(tmp_path: Path, folder: Path) -> None:
     order = {"global_batch": 2, "seed": 1, "batch_rank": 0, "batch_ranks": 1}
-    with pytest.raises(DataError, match=rf"corpus \S+/t \(train\) has {N} tokens: too few for data.seq_len = {N}"):
+    with pytest.raises(
+        DataError, match=rf"corpus \S+/t \(train\) has {N} tokens: too few for data.seq_len = {N}"
+    ):
         Loader(opened(folder), seq_len=N, **order)
     state = Loader(opened(folder), seq_len=N - 1, **order).state_dict()
-    same = make(tmp_path / "same", np.arange(N, dtype="<u2"), tokenizer={"name": "moved", "digest": digest_of(b"{}")})
+    same = make(
+        tmp_path / "same",
+        np.arange(N, dtype="<u2"),
+        tokenizer={"name": "moved", "digest": digest_of(b"{}")},
+    )
     Loader(opened(same), seq_len=N - 1, **order).load_state_dict(state)
     other = make(tmp_path / "other", np.arange(1, N + 1, dtype="<u2"))
     with pytest.raises(DataError, match="the data has changed since"):
@@ -94,8 +110,14 @@ def grow(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (flip(0), rf"is damaged between bytes 0 and {CHUNK}: their digest is not that of tokens.json;"),
-        (flip(-1), r"is damaged between bytes \d+ and \d+: their digest is not that of tokens.json;"),
+        (
+            flip(0),
+            rf"is damaged between bytes 0 and {CHUNK}: their digest is not that of tokens.json;",
+        ),
+        (
+            flip(-1),
+            r"is damaged between bytes \d+ and \d+: their digest is not that of tokens.json;",
+        ),
         (cut, r"has \d+ bytes, but tokens.json says \d+ bytes;"),
         (grow, r"has \d+ bytes, but tokens.json says \d+ bytes;"),
         (Path.unlink, r"is missing, but tokens.json says \d+ bytes;"),
@@ -107,7 +129,9 @@ def test_a_damaged_file_is_refused_by_its_name(
 ) -> None:
     assert opened(folder).n_documents == 1
     damage(folder / name)
-    with pytest.raises(DataError, match=rf"t/{name} {said} make the folder again with composer3d prepare"):
+    with pytest.raises(
+        DataError, match=rf"t/{name} {said} make the folder again with composer3d prepare"
+    ):
         opened(folder)
 
 
@@ -138,15 +162,23 @@ def test_no_byte_of_the_manifest_can_change_unseen(folder: Path) -> None:
         (b"\xff\xfe\xff", r"t/tokens\.json cannot be used \('utf-16-le' codec can't decode"),
         (b"[]", r"t/tokens\.json cannot be used \(it must be an object, not a list\); make"),
         (b"{}", r"t/tokens\.json cannot be used \(it lacks version\); make"),
-        (b'{"version": 2, "digest": ""}', r"t/tokens\.json cannot be used \(.* version 2, this composer3d reads 1\)"),
+        (
+            b'{"version": 2, "digest": ""}',
+            r"t/tokens\.json cannot be used \(.* version 2, this composer3d reads 1\)",
+        ),
         (b'{"version": true}', r"cannot be used \(it has version true, this composer3d reads 1\)"),
-        (b'{"version": Infinity}', r"cannot be used \(it holds Infinity, which JSON does not have\)"),
+        (
+            b'{"version": Infinity}',
+            r"cannot be used \(it holds Infinity, which JSON does not have\)",
+        ),
         (b"[" * 100_000, r"cannot be used \(it nests too deep\)"),
         (b"9" * 5_000, r"cannot be used \(Exceeds the limit"),
         (b" " * (9 << 20), r"cannot be used \(is larger than 8,388,608 bytes"),
     ],
 )
-def test_a_manifest_that_cannot_be_used_is_refused(folder: Path, content: bytes | None, said: str) -> None:
+def test_a_manifest_that_cannot_be_used_is_refused(
+    folder: Path, content: bytes | None, said: str
+) -> None:
     (folder / "tokens.json").unlink()
     if content is not None:
         (folder / "tokens.json").write_bytes(content)
@@ -177,7 +209,9 @@ def test_the_ranks_of_a_node_share_the_check(
     assert f"tokens.bin is damaged between bytes {at // CHUNK * CHUNK} and" in saw[0]
 
 
-def test_a_process_of_a_pool_checks_all_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_a_pool_checks_all_by_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "3")
     flip(0)(folder / "tokens.bin")
@@ -191,7 +225,9 @@ def test_a_token_above_the_vocabulary_is_refused(tmp_path: Path, dtype: str, at:
     ids = np.full(N, 9, dtype=dtype)
     ids[at] = 10
     assert opened(make(tmp_path / "whole", ids, vocab=11)).n_documents == 1
-    with pytest.raises(DataError, match=r"tokens\.bin holds token 10 between bytes \d+ and \d+, but .* of 10; make"):
+    with pytest.raises(
+        DataError, match=r"tokens\.bin holds token 10 between bytes \d+ and \d+, but .* of 10; make"
+    ):
         opened(make(tmp_path / "t", ids, vocab=10))
 
 
@@ -213,13 +249,20 @@ def test_documents_are_in_order(tmp_path: Path, starts: list[int]) -> None:
     for name in ("tokens.json", "documents.bin"):
         (folder / name).unlink()
     (folder / "documents.bin").write_bytes(np.array(starts, dtype="<i8").tobytes())  # three chunks
-    facts = {"dtype": "uint16", "vocab": N, "tokens": N, "documents": len(starts) - 1, "end_of_document": 7}
+    facts = {
+        "dtype": "uint16",
+        "vocab": N,
+        "tokens": N,
+        "documents": len(starts) - 1,
+        "end_of_document": 7,
+    }
     tokens.write_manifest(folder, {**facts, "tokenizer": {"name": "t", "digest": digest_of(b"{}")}})
     if starts[:2] == [0, 1] and starts == sorted(set(starts)) and starts[-1] == N:
         assert opened(folder).n_documents == 151
     else:
         with pytest.raises(
-            DataError, match=rf"documents\.bin does not cut {N} tokens into 15[01] documents in order; make"
+            DataError,
+            match=rf"documents\.bin does not cut {N} tokens into 15[01] documents in order; make",
         ):
             opened(folder)
 
@@ -228,7 +271,10 @@ def test_large_files_may_be_links_and_the_tokenizer_may_not(folder: Path, tmp_pa
     for name in ("tokens.bin", "documents.bin", "tokenizer.json"):
         (folder / name).rename(tmp_path / name)
         (folder / name).symlink_to(tmp_path / name)
-    with pytest.raises(DataError, match=r"t/tokenizer\.json is a symbolic link, which is not followed here; put the"):
+    with pytest.raises(
+        DataError,
+        match=r"t/tokenizer\.json is a symbolic link, which is not followed here; put the",
+    ):
         opened(folder)
     (folder / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").rename(folder / "tokenizer.json")
@@ -240,7 +286,9 @@ def test_large_files_may_be_links_and_the_tokenizer_may_not(folder: Path, tmp_pa
 def test_a_pipe_is_no_file_of_tokens(folder: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(DataError, match=rf"t/{name} (cannot be used \()?is a named pipe, not a plain file"):
+    with pytest.raises(
+        DataError, match=rf"t/{name} (cannot be used \()?is a named pipe, not a plain file"
+    ):
         opened(folder)
 
 
@@ -248,20 +296,38 @@ WRONG_MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     "format": ({"format": "other"}, 'its format is "other", not "composer3d tokens"'),
     "dtype": ({"dtype": "object"}, 'dtype is "object", not uint16 or uint32'),
     "dtype of a list": ({"dtype": ["<u2"]}, "dtype is a list, not uint16 or uint32"),
-    "vocab beyond the dtype": ({"vocab": 65_537}, "vocab is 65537, not a whole number from 1 to 65536"),
+    "vocab beyond the dtype": (
+        {"vocab": 65_537},
+        "vocab is 65537, not a whole number from 1 to 65536",
+    ),
     "vocab of a text": ({"vocab": "9"}, 'vocab is "9", not a whole number'),
     "vocab of a bool": ({"vocab": True}, "vocab is true, not a whole number"),
     "tokens below 0": ({"tokens": -1}, "tokens is -1, not a whole number"),
     "tokens of a float": ({"tokens": 1000.0}, "tokens is 1000.0, not a whole number"),
-    "tokens beyond all disks": ({"tokens": 10**18}, "tokens is 1000000000000000000, not a whole number"),
+    "tokens beyond all disks": (
+        {"tokens": 10**18},
+        "tokens is 1000000000000000000, not a whole number",
+    ),
     "no documents": ({"documents": 0}, "documents is 0, not a whole number from 1 to 1000"),
-    "more documents than tokens": ({"documents": 1001}, "documents is 1001, not a whole number from 1 to 1000"),
-    "end beyond the vocabulary": ({"end_of_document": N}, "end_of_document is 1000, not a whole number from 0 to 999"),
+    "more documents than tokens": (
+        {"documents": 1001},
+        "documents is 1001, not a whole number from 1 to 1000",
+    ),
+    "end beyond the vocabulary": (
+        {"end_of_document": N},
+        "end_of_document is 1000, not a whole number from 0 to 999",
+    ),
     "end below 0": ({"end_of_document": -1}, "end_of_document is -1, not a whole number"),
     "tokenizer of a text": ({"tokenizer": "t"}, 'tokenizer must be an object, not "t"'),
     "tokenizer without digest": ({"tokenizer": {"name": "t"}}, "tokenizer lacks digest"),
-    "tokenizer of no name": ({"tokenizer": {"name": 1, "digest": None}}, "tokenizer.name is 1, not a text"),
-    "digest of other form": ({"tokenizer": {"name": "t", "digest": "00"}}, 'tokenizer.digest holds "00", not a digest'),
+    "tokenizer of no name": (
+        {"tokenizer": {"name": 1, "digest": None}},
+        "tokenizer.name is 1, not a text",
+    ),
+    "digest of other form": (
+        {"tokenizer": {"name": "t", "digest": "00"}},
+        'tokenizer.digest holds "00", not a digest',
+    ),
     "digest of another": (
         {"tokenizer": {"name": "t", "digest": "0" * 32}},
         "tokenizer.digest is not that of tokenizer.json",
@@ -277,7 +343,9 @@ WRONG_MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("changed", "said"), WRONG_MANIFESTS.values(), ids=WRONG_MANIFESTS)
-def test_no_value_of_a_manifest_is_trusted(folder: Path, changed: dict[str, Any], said: str) -> None:
+def test_no_value_of_a_manifest_is_trusted(
+    folder: Path, changed: dict[str, Any], said: str
+) -> None:
     manifest = json.loads((folder / "tokens.json").read_text()) | changed
     manifest["digest"] = digest_of_manifest(manifest)
     (folder / "tokens.json").write_text(json.dumps(manifest))
@@ -291,7 +359,10 @@ WRONG_FILES: dict[str, tuple[dict[str, Any], str]] = {
     "a digest less": ({"digests": ["0" * 32] * 3}, r"digests must be a list of 4"),
     "a digest more": ({"digests": ["0" * 32] * 5}, r"digests must be a list of 4"),
     "digests of a text": ({"digests": "0" * 4}, r"digests must be a list of 4"),
-    "digests of numbers": ({"digests": [0] * 4}, r"digests holds 0, not a digest of 32 hexadecimal digits"),
+    "digests of numbers": (
+        {"digests": [0] * 4},
+        r"digests holds 0, not a digest of 32 hexadecimal digits",
+    ),
     "upper case": ({"digests": ["A" * 32] * 4}, r'digests holds "A{32}", not a digest'),
     "an odd size": ({"bytes": 1999}, r"bytes is 1999, but its tokens and documents make 2000"),
     "no size": ({"bytes": 0}, r"bytes is 0, not a whole number"),
@@ -307,7 +378,9 @@ def test_no_file_of_a_manifest_is_trusted(folder: Path, changed: dict[str, Any],
     manifest["files"]["tokens.bin"] |= changed
     manifest["digest"] = digest_of_manifest(manifest)
     (folder / "tokens.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=rf"tokens\.json cannot be used \(files\.tokens\.bin.?{said}"):
+    with pytest.raises(
+        DataError, match=rf"tokens\.json cannot be used \(files\.tokens\.bin.?{said}"
+    ):
         opened(folder)
 
 
@@ -317,5 +390,7 @@ def test_a_manifest_names_no_other_files(folder: Path, name: str) -> None:
     manifest["files"][name] = manifest["files"]["tokens.bin"]
     manifest["digest"] = digest_of_manifest(manifest)
     (folder / "tokens.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=r"cannot be used \(files has .*, which does not belong there\)"):
+    with pytest.raises(
+        DataError, match=r"cannot be used \(files has .*, which does not belong there\)"
+    ):
         opened(folder)

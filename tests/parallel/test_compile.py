@@ -14,19 +14,20 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from composer3d.dist import pool_world
-from composer3d.errors import DeviceError
-from composer3d.launch import Pool
-from composer3d.mesh import Mesh
-from composer3d.models import Llama
+from composer3d.models.llama.model import Llama
+from composer3d.models.llama.plan import sharding_plan
+from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel import StepShape, compile, compose
-from composer3d.parallel.plans import llama_plan
 from composer3d.recipe.schema import CompileTable, MemoryTable, MeshTable, ParallelTable
-from composer3d.shape import ModelShape
-from composer3d.verify import verify_layout
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.process_group import pool_world
+from composer3d.spec.errors import DeviceError
+from composer3d.verify.proof import verify_layout
+from tools.prove.paths import RECIPE as RECIPE_PATH
 
 CPU = torch.device("cpu")
-RECIPE = str(Path(__file__).parents[1] / "verify.toml")
+RECIPE = str(RECIPE_PATH)
 SHAPE = ModelShape(dim=16, n_layers=12, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
 
 
@@ -47,8 +48,13 @@ def strictly(backend: str, cache: str) -> None:
         "mesh.pp=2 mesh.dp_shard=2 parallel.schedule=Interleaved1F1B precision.compute=float32",
     ],
 )
-def test_compiled_layout_is_exact(pool: Pool, references: Path, tmp_path: Path, layout: str) -> None:
-    sets, fault = ["compile.enabled=true", *layout.split()], partial(strictly, "aot_eager", str(tmp_path))
+def test_compiled_layout_is_exact(
+    pool: Pool, references: Path, tmp_path: Path, layout: str
+) -> None:
+    sets, fault = (
+        ["compile.enabled=true", *layout.split()],
+        partial(strictly, "aot_eager", str(tmp_path)),
+    )
     verdict = verify_layout(pool, references, RECIPE, sets, dtype="float64", steps=2, fault=fault)
     assert verdict.passed, verdict
 
@@ -63,7 +69,10 @@ def _compiler() -> None:
 
 @pytest.mark.usefixtures("_compiler")
 def test_machine_code_is_exact(pool: Pool, references: Path, tmp_path: Path) -> None:
-    sets, fault = ["compile.enabled=true", "memory.cpu_offload=true"], partial(strictly, "inductor", str(tmp_path))
+    sets, fault = (
+        ["compile.enabled=true", "memory.cpu_offload=true"],
+        partial(strictly, "inductor", str(tmp_path)),
+    )
     verdict = verify_layout(pool, references, RECIPE, sets, dtype="float32", steps=2, fault=fault)
     assert verdict.passed, verdict
     assert verdict.max_grad_rel_err is not None
@@ -76,7 +85,7 @@ def count_graphs(checkpointing: Any, tensor_parallel: int) -> list[int]:
     with pool_world() as device:
         stages = compose(
             Llama(SHAPE),
-            llama_plan(SHAPE),
+            sharding_plan(SHAPE),
             Mesh.build(MeshTable(dp_shard=1, tp=tensor_parallel), device),
             parallel=ParallelTable(),
             memory=MemoryTable(activation_checkpoint=checkpointing),
@@ -98,7 +107,10 @@ def count_graphs(checkpointing: Any, tensor_parallel: int) -> list[int]:
 @pytest.mark.parametrize(("checkpointing", "tensor_parallel"), [("none", 1), ("full", 2)])
 def test_blocks_share_a_graph(pool: Pool, checkpointing: str, tensor_parallel: int) -> None:
     arguments = {"checkpointing": checkpointing, "tensor_parallel": tensor_parallel}
-    assert pool.run(count_graphs, arguments, world_size=tensor_parallel) == [[1, 2, 2, 2]] * tensor_parallel
+    assert (
+        pool.run(count_graphs, arguments, world_size=tensor_parallel)
+        == [[1, 2, 2, 2]] * tensor_parallel
+    )
 
 
 def without_compiler() -> None:
@@ -107,7 +119,9 @@ def without_compiler() -> None:
 
 def test_no_compiler_is_said_before_training(pool: Pool, references: Path) -> None:
     sets = ["compile.enabled=true", "data.global_batch=2"]
-    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float64", steps=1, fault=without_compiler)
+    verdict = verify_layout(
+        pool, references, RECIPE, sets, dtype="float64", steps=1, fault=without_compiler
+    )
     assert verdict.refused
     assert verdict.error == (
         "compile.enabled = true needs a C++ compiler on a CPU, and there is no 'no-such-compiler' on this machine; "
@@ -117,5 +131,7 @@ def test_no_compiler_is_said_before_training(pool: Pool, references: Path) -> No
 
 def test_no_triton_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "find_spec", lambda name: None)
-    with pytest.raises(DeviceError, match="needs Triton on a GPU, and this Python has none; install it, or use"):
+    with pytest.raises(
+        DeviceError, match="needs Triton on a GPU, and this Python has none; install it, or use"
+    ):
         compile.check_toolchain(torch.device("cuda"))

@@ -11,32 +11,35 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer3d.dist import pool_world
-from composer3d.errors import PlanError
-from composer3d.launch import Pool, WorkerError
-from composer3d.mesh import Mesh
-from composer3d.models import Llama
-from composer3d.optim import build_optimizer
-from composer3d.parallel import Plan, Stages, StepShape, compose
-from composer3d.parallel.plans import llama_plan
-from composer3d.recipe.load import load
+from composer3d.models.llama.model import Llama
+from composer3d.models.llama.plan import sharding_plan
+from composer3d.models.llama.shape import ModelShape
+from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
+from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import MemoryTable, MeshTable, ParallelTable, PrecisionTable, Recipe
-from composer3d.shape import ModelShape
-from composer3d.train import build_stages, compute_gradients, update
-from composer3d.verify import verify_layout
-from composer3d.verify_data import random_batch
-from composer3d.verify_worker import _mine
+from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.process_group import pool_world
+from composer3d.spec.errors import PlanError
+from composer3d.training.build import build_stages
+from composer3d.training.loop import compute_gradients, update
+from composer3d.training.optim import build_optimizer
+from composer3d.verify.data import random_batch
+from composer3d.verify.proof import verify_layout
+from composer3d.verify.worker import _mine
+from tools.prove.paths import RECIPE as RECIPE_PATH
+from tools.prove.paths import ROOT
 
 SHAPE = ModelShape(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
-RECIPE = Path(__file__).parents[1] / "verify.toml"
-CSV = Path(__file__).parents[2] / "recipes" / "zb-h1-2x4.csv"
+RECIPE = RECIPE_PATH
+CSV = ROOT / "recipes" / "zb-h1-2x4.csv"
 MICRO_BATCHES = 4
 
 
-def composed(mesh: Mesh, *, plan: Plan | None = None, **tables: Any) -> Stages:
+def composed(mesh: Mesh, *, plan: ShardingPlan | None = None, **tables: Any) -> Stages:
     step = StepShape(micro_batch=1, micro_batches=MICRO_BATCHES, seq_len=8)
     tables = {"parallel": ParallelTable()} | tables
-    return compose(Llama(SHAPE), plan or llama_plan(SHAPE), mesh, step=step, seed=0, **tables)
+    return compose(Llama(SHAPE), plan or sharding_plan(SHAPE), mesh, step=step, seed=0, **tables)
 
 
 def take_a_step(stages: Stages) -> None:
@@ -52,7 +55,9 @@ def count_sends(zero: int, pp: int, compute: str | None) -> Counter[tuple[str, t
         right = getattr(dist, name, None)
 
         def counted(*arguments: Any, **keywords: Any) -> Any:
-            sent = next(each for each in (*arguments, *keywords.values()) if isinstance(each, torch.Tensor))
+            sent = next(
+                each for each in (*arguments, *keywords.values()) if isinstance(each, torch.Tensor)
+            )
             counts[kind, sent.dtype] += 1
             return right(*arguments, **keywords)  # type: ignore[misc]
 
@@ -88,13 +93,21 @@ UNITS = SHAPE.n_layers + 2
 def test_zero_says_how_often_parameters_are_gathered_and_gradients_reduced(
     pool: Pool, zero: int, gathers: int, reductions: int
 ) -> None:
-    for counts in pool.run(count_sends, {"zero": zero, "pp": 1, "compute": "bfloat16"}, world_size=2):
-        assert counts == {("all-gather", torch.bfloat16): gathers, ("reduce-scatter", torch.float32): reductions}
+    for counts in pool.run(
+        count_sends, {"zero": zero, "pp": 1, "compute": "bfloat16"}, world_size=2
+    ):
+        assert counts == {
+            ("all-gather", torch.bfloat16): gathers,
+            ("reduce-scatter", torch.float32): reductions,
+        }
 
 
 def test_a_pipeline_reduces_once_at_every_zero(pool: Pool) -> None:
     for counts in pool.run(count_sends, {"zero": 3, "pp": 2, "compute": None}, world_size=4):
-        assert counts["reduce-scatter", torch.float32] in (2, 3)  # the units of a stage: 5 over the two
+        assert counts["reduce-scatter", torch.float32] in (
+            2,
+            3,
+        )  # the units of a stage: 5 over the two
 
 
 class Operators(TorchDispatchMode):
@@ -113,7 +126,9 @@ def count_operators(mode: str) -> Counter[str]:
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(dp_shard=1), device)
         stages = composed(mesh, memory=MemoryTable(activation_checkpoint=mode))  # type: ignore[arg-type]
-        assert [name for name, _ in stages.named_parameters()] == [name for name, _ in Llama(SHAPE).named_parameters()]
+        assert [name for name, _ in stages.named_parameters()] == [
+            name for name, _ in Llama(SHAPE).named_parameters()
+        ]
         with Operators() as operators:
             take_a_step(stages)
         return operators.counts
@@ -121,7 +136,8 @@ def count_operators(mode: str) -> Counter[str]:
 
 def test_checkpointing_computes_again_what_it_says(pool: Pool) -> None:
     counts = {
-        mode: pool.run(count_operators, {"mode": mode}, world_size=1)[0] for mode in ("none", "selective", "full")
+        mode: pool.run(count_operators, {"mode": mode}, world_size=1)[0]
+        for mode in ("none", "selective", "full")
     }
     blocks = SHAPE.n_layers * MICRO_BATCHES
     attention = "_scaled_dot_product_flash_attention_for_cpu"
@@ -131,17 +147,23 @@ def test_checkpointing_computes_again_what_it_says(pool: Pool) -> None:
         "full": 2 * blocks,
     }
     # The plan's globs name what they mean: biased projections and the ring as well.
-    plan = llama_plan(SHAPE)
+    plan = sharding_plan(SHAPE)
     for operator in (torch.ops.aten.addmm.default, torch.ops.composer3d.ring_attention.default):
         assert any(fnmatchcase(str(operator), glob) for glob in plan.save)
     # Seven products a block; backward has two for each of them. The last one's output is not needed again.
     products = {mode: each["mm"] - counts["none"]["mm"] for mode, each in counts.items()}
     assert products["selective"] == 0
     assert 6 * blocks <= products["full"] <= 7 * blocks
-    assert [counts[mode]["silu"] for mode in ("none", "selective", "full")] == [blocks, 2 * blocks, 2 * blocks]
+    assert [counts[mode]["silu"] for mode in ("none", "selective", "full")] == [
+        blocks,
+        2 * blocks,
+        2 * blocks,
+    ]
 
 
-def train_in(recipe: Recipe, steps: int) -> tuple[list[float], list[float], set[torch.dtype], set[torch.dtype]]:
+def train_in(
+    recipe: Recipe, steps: int
+) -> tuple[list[float], list[float], set[torch.dtype], set[torch.dtype]]:
     """Losses and norms of ``steps`` steps, the dtypes that blocks return, and those of parameters and gradients."""
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)
@@ -206,7 +228,9 @@ def test_bfloat16_composed_learns_as_bfloat16_on_one_process(
     pool: Pool, alone: tuple[list[float], list[float]], layout: str, of_loss: float, of_norm: float
 ) -> None:
     recipe = small(*layout.split())
-    for losses, norms, seen, kept in pool.run(train_in, {"recipe": recipe, "steps": 20}, world_size=recipe.world_size):
+    for losses, norms, seen, kept in pool.run(
+        train_in, {"recipe": recipe, "steps": 20}, world_size=recipe.world_size
+    ):
         assert (seen, kept) == ({torch.bfloat16}, {torch.float32})
         assert apart(losses, alone[0]) < of_loss
         assert apart(norms, alone[1]) < of_norm
@@ -222,10 +246,14 @@ def test_bfloat16_composed_learns_as_bfloat16_on_one_process(
         "mesh.pp=2 mesh.dp_shard=2 mesh.tp=2 parallel.schedule=Interleaved1F1B memory.activation_checkpoint=full",
     ],
 )
-def test_mixed_precision_is_composed_as_it_is_on_one_process(pool: Pool, references: Path, layout: str) -> None:
+def test_mixed_precision_is_composed_as_it_is_on_one_process(
+    pool: Pool, references: Path, layout: str
+) -> None:
     """float32 compute over float64 parameters: what is reduced or kept in a narrow dtype shows beyond 1e-5."""
     sets = [*layout.split(), "precision.compute=bfloat16"]
-    verdict = verify_layout(pool, references, str(RECIPE), sets, dtype="float64", steps=2, compute="float32")
+    verdict = verify_layout(
+        pool, references, str(RECIPE), sets, dtype="float64", steps=2, compute="float32"
+    )
     assert verdict.max_grad_rel_err is not None, verdict
     assert 1e-9 < verdict.max_grad_rel_err < 1e-5
     assert (verdict.loss_rel_err or 1.0) < 1e-6
@@ -234,15 +262,22 @@ def test_mixed_precision_is_composed_as_it_is_on_one_process(pool: Pool, referen
 
 def blocks_held(table: MeshTable, parallel: ParallelTable) -> list[list[str]]:
     with pool_world() as device:
-        return [list(stage.blocks) for stage in composed(Mesh.build(table, device), parallel=parallel).modules]
+        return [
+            list(stage.blocks)
+            for stage in composed(Mesh.build(table, device), parallel=parallel).modules
+        ]
 
 
 def test_stages_lie_where_the_cut_says(pool: Pool) -> None:
     table = MeshTable(pp=2, dp_shard=1)
-    held = pool.run(blocks_held, {"table": table, "parallel": ParallelTable(stages=(1, 2))}, world_size=2)
+    held = pool.run(
+        blocks_held, {"table": table, "parallel": ParallelTable(stages=(1, 2))}, world_size=2
+    )
     assert held == [[["0"]], [["1", "2"]]]
     table = MeshTable(pp=1, dp_shard=1)
-    assert pool.run(blocks_held, {"table": table, "parallel": ParallelTable()}, world_size=1) == [[["0", "1", "2"]]]
+    assert pool.run(blocks_held, {"table": table, "parallel": ParallelTable()}, world_size=1) == [
+        [["0", "1", "2"]]
+    ]
     arguments = {"table": MeshTable(pp=2, dp_shard=1), "parallel": ParallelTable(stages=(2, 2))}
     with pytest.raises(WorkerError) as caught:
         pool.run(blocks_held, arguments, world_size=2)
@@ -255,10 +290,15 @@ def compose_without_a_seam() -> None:
         model = Llama(SHAPE)
         for block in model.blocks.values():
             del block.attn.attend
-        plan = replace(llama_plan(SHAPE), attend=None)
+        plan = replace(sharding_plan(SHAPE), attend=None)
         step = StepShape(micro_batch=1, micro_batches=2, seq_len=8)
         compose(
-            model, plan, Mesh.build(MeshTable(dp_shard=1, cp=2), device), parallel=ParallelTable(), step=step, seed=0
+            model,
+            plan,
+            Mesh.build(MeshTable(dp_shard=1, cp=2), device),
+            parallel=ParallelTable(),
+            step=step,
+            seed=0,
         )
 
 
@@ -268,7 +308,7 @@ def compose_tied_blocks() -> None:
         model.blocks["2"].ffn.w1.weight = model.blocks["0"].ffn.w1.weight
         step = StepShape(micro_batch=1, micro_batches=2, seq_len=8)
         mesh = Mesh.build(MeshTable(dp_shard=2), device)
-        compose(model, llama_plan(SHAPE), mesh, parallel=ParallelTable(), step=step, seed=0)
+        compose(model, sharding_plan(SHAPE), mesh, parallel=ParallelTable(), step=step, seed=0)
 
 
 @pytest.mark.parametrize(

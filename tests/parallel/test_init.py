@@ -11,18 +11,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from composer3d.dist import pool_world
-from composer3d.launch import Pool
+from composer3d.models.contract import Constant, Normal, ShardingPlan
 from composer3d.parallel import init
-from composer3d.parallel.plan import Constant, Normal, Plan
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.process_group import pool_world
 
-PLAN = Plan(tensor={}, init={"norm.*": Constant(1.5), "*": Normal(0.02)})
+PLAN = ShardingPlan(tensor={}, init={"norm.*": Constant(1.5), "*": Normal(0.02)})
 
 
-def filled(shape: tuple[int, ...], *, offset: tuple[int, ...] | None = None, of: tuple[int, ...] = ()) -> Tensor:
+def filled(
+    shape: tuple[int, ...], *, offset: tuple[int, ...] | None = None, of: tuple[int, ...] = ()
+) -> Tensor:
     """The box of ``shape`` at ``offset`` of a tensor of shape ``of``; the whole tensor where these are absent."""
     local = torch.full(shape, math.nan, dtype=torch.float64)
-    init.fill_normal(local, of or shape, offset or (0,) * len(shape), std=0.5, key=init._key(3, "weight"))
+    init.fill_normal(
+        local, of or shape, offset or (0,) * len(shape), std=0.5, key=init._key(3, "weight")
+    )
     return local
 
 
@@ -36,7 +40,9 @@ def initialised(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[st
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def shard_and_gather(mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]) -> bool:
+def shard_and_gather(
+    mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
+) -> bool:
     """Whether the shards that ranks fill on their own make the tensor that one process fills."""
     with pool_world():
         mesh = init_device_mesh("cpu", mesh_shape)
@@ -61,7 +67,9 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[slice]]:
 
 
 @given(box=boxes(), chunk=st.sampled_from([1, 7, 1 << 20]))
-def test_a_part_is_what_the_whole_has_there(box: tuple[tuple[int, ...], list[slice]], chunk: int) -> None:
+def test_a_part_is_what_the_whole_has_there(
+    box: tuple[tuple[int, ...], list[slice]], chunk: int
+) -> None:
     shape, slices = box
     whole = filled(shape)
     assert not whole.isnan().any()
@@ -104,7 +112,9 @@ def test_numbers_are_normal() -> None:
         assert abs((numbers[lag:] * numbers[:-lag]).mean().item()) < 5 / math.sqrt(count)
     # Kolmogorov-Smirnov, at 0.1 %.
     expected = torch.special.ndtr(numbers.sort().values)
-    assert (expected - (torch.arange(count) + 0.5) / count).abs().max().item() < 1.95 / math.sqrt(count)
+    assert (expected - (torch.arange(count) + 0.5) / count).abs().max().item() < 1.95 / math.sqrt(
+        count
+    )
 
 
 def test_extreme_bits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +128,10 @@ def test_indices_beyond_32_bits_have_numbers_of_their_own() -> None:
     numbers = init.normal_of(torch.tensor([5, 5 + 2**32, 5 + 2**40]), key=0)
     assert len(numbers.unique()) == 3
     far = filled((1, 4), of=(200_000, 128_256), offset=(150_000, 100))
-    assert torch.equal(far[0] / 0.5, init.normal_of(150_000 * 128_256 + 100 + torch.arange(4), init._key(3, "weight")))
+    assert torch.equal(
+        far[0] / 0.5,
+        init.normal_of(150_000 * 128_256 + 100 + torch.arange(4), init._key(3, "weight")),
+    )
 
 
 def test_names_and_seeds_give_other_numbers() -> None:
@@ -130,11 +143,15 @@ def test_names_and_seeds_give_other_numbers() -> None:
         assert a.std().item() == pytest.approx(0.02, rel=0.06)
         for b in tensors[:index]:
             assert not (a == b).any()
-            assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()) < 5 / 64
+            assert (
+                abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()) < 5 / 64
+            )
 
 
 def test_a_constant_is_that_number() -> None:
-    assert torch.equal(initialised({"norm": (7,)})["norm.weight"], torch.full((7,), 1.5, dtype=torch.float64))
+    assert torch.equal(
+        initialised({"norm": (7,)})["norm.weight"], torch.full((7,), 1.5, dtype=torch.float64)
+    )
 
 
 def test_float32_is_float64_rounded() -> None:

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from composer3d.token_manifest import digest_of, digest_of_manifest
+from composer3d.spec.token_manifest import digest_of, digest_of_manifest
 
 TINY = '[model]\npreset = "debug-tiny"\n'  # lines 1 and 2: dim 64, 4 layers, 4 heads, 2 kv heads, ffn 160, vocab 256
 PRESETS = (
@@ -14,9 +14,7 @@ PRESETS = (
     "qwen3-14b, qwen3-32b"
 )
 TABLES = "run, model, mesh, parallel, memory, precision, compile, data, optim, checkpoint, metrics, validation"
-SCHEDULES = (
-    '"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV" or "csv"'
-)
+SCHEDULES = '"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV" or "csv"'
 
 
 class Wrong(NamedTuple):
@@ -31,7 +29,14 @@ class Wrong(NamedTuple):
 
 def shape(**changed: object) -> str:
     """A [model] without a preset: the table on line 1, its keys on lines 2 to 7."""
-    sizes = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn": 160, "vocab": 256} | changed
+    sizes = {
+        "dim": 64,
+        "n_layers": 4,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn": 160,
+        "vocab": 256,
+    } | changed
     return "[model]\n" + "".join(f"{name} = {size}\n" for name, size in sizes.items())
 
 
@@ -51,7 +56,10 @@ def token_files(folder: str, *, tokenizer: bytes = b"{}", **changed: Any) -> dic
         "documents": 1,
         "end_of_document": 0,
         "tokenizer": {"name": "t.json", "digest": digest_of(tokenizer)},
-        "files": {name: {"bytes": len(content), "digests": [digest_of(content)]} for name, content in files.items()},
+        "files": {
+            name: {"bytes": len(content), "digests": [digest_of(content)]}
+            for name, content in files.items()
+        },
     }
     manifest |= changed
     manifest["digest"] = digest_of_manifest(manifest)

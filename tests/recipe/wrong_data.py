@@ -1,9 +1,13 @@
 """Recipes whose run, optimizer or data breaks a rule."""
 
-from wrong import TINY, Wrong, token_files
+from tests.recipe.wrong import TINY, Wrong, token_files
 
 RUN = [
-    Wrong("steps", TINY + "[run]\nsteps = 0\n", ["x.toml:4: run.steps = 0 must be from 1 to 1_000_000_000"]),
+    Wrong(
+        "steps",
+        TINY + "[run]\nsteps = 0\n",
+        ["x.toml:4: run.steps = 0 must be from 1 to 1_000_000_000"],
+    ),
     Wrong("seed", TINY + "[run]\nseed = -1\n", ["x.toml:4: run.seed = -1 must be at least 0"]),
     Wrong(
         "name",
@@ -58,7 +62,9 @@ RUN = [
     Wrong(
         "decay",
         TINY + "[optim]\nwarmup = 10\ndecay = 10\n",
-        ["x.toml:5: optim.decay = 10 must be above optim.warmup = 10 (x.toml:4): the decay starts there"],
+        [
+            "x.toml:5: optim.decay = 10 must be above optim.warmup = 10 (x.toml:4): the decay starts there"
+        ],
     ),
     Wrong(
         "constant with decay",
@@ -102,16 +108,21 @@ RUN = [
     Wrong(
         "wsd before its warmup ends",
         TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 5\nwarmup = 20\ndecay = 10\n',
-        ["x.toml:7: optim.decay = 10 must be above optim.warmup = 20 (x.toml:6): the decay starts there"],
+        [
+            "x.toml:7: optim.decay = 10 must be above optim.warmup = 20 (x.toml:6): the decay starts there"
+        ],
     ),
     Wrong(
         "wsd whose end is its warmup's",
         TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 5\nwarmup = 20\ndecay = 20\n',
-        ["x.toml:7: optim.decay = 20 must be above optim.warmup = 20 (x.toml:6): the decay starts there"],
+        [
+            "x.toml:7: optim.decay = 20 must be above optim.warmup = 20 (x.toml:6): the decay starts there"
+        ],
     ),
     Wrong(
         "counts",
-        TINY + "[checkpoint]\nkeep = 0\nevery = -1\n[metrics]\nevery = 0\n[validation]\nsteps = 0\nevery = -2\n",
+        TINY
+        + "[checkpoint]\nkeep = 0\nevery = -1\n[metrics]\nevery = 0\n[validation]\nsteps = 0\nevery = -2\n",
         [
             "x.toml:5: checkpoint.every = -1 must be from 0 to 1_000_000_000",
             "x.toml:4: checkpoint.keep = 0 must be from 1 to 1_000_000",
@@ -194,7 +205,11 @@ DATA = [
     ),
     Wrong(
         "changed tokens.json",
-        WHOLE | {"x.toml": TOKENS, "t/tokens.json": str(WHOLE["t/tokens.json"]).replace("t.json", "u.json")},
+        WHOLE
+        | {
+            "x.toml": TOKENS,
+            "t/tokens.json": str(WHOLE["t/tokens.json"]).replace("t.json", "u.json"),
+        },
         [f"{UNUSABLE}/tokens.json cannot be used (it does not have its own digest); {AGAIN}"],
     ),
     Wrong(
@@ -212,7 +227,9 @@ DATA = [
     ),
     Wrong(
         "another tokenizer",
-        WHOLE | token_files("v", tokenizer=b"[]") | {"x.toml": TOKENS + '[validation]\npath = "v"\n'},
+        WHOLE
+        | token_files("v", tokenizer=b"[]")
+        | {"x.toml": TOKENS + '[validation]\npath = "v"\n'},
         [
             'x.toml:8: validation.path = "v" was made with another tokenizer or end of document than data.path; make '
             "it again with the same"
@@ -221,7 +238,9 @@ DATA = [
     Wrong(
         "token files as text",
         WHOLE | {"x.toml": TEXT},
-        ['x.toml:5: data.path = "t" holds tokens.json, made by composer3d prepare; use data.source = "tokens"'],
+        [
+            'x.toml:5: data.path = "t" holds tokens.json, made by composer3d prepare; use data.source = "tokens"'
+        ],
     ),
     Wrong(
         "token files as held-out JSONL",
@@ -230,7 +249,9 @@ DATA = [
             "t": '{"text": "some words"}',
             "v/tokens.json": "",
         },
-        ['x.toml:8: validation.path = "v" holds tokens.json, made by composer3d prepare; use data.source = "tokens"'],
+        [
+            'x.toml:8: validation.path = "v" holds tokens.json, made by composer3d prepare; use data.source = "tokens"'
+        ],
     ),
     Wrong(
         "validation path for python",

@@ -1,9 +1,11 @@
 """Layouts that cannot be run: context parallelism, pipeline schedules and cuts, zero, precision."""
 
-from wrong import TINY, Wrong
+from tests.recipe.wrong import TINY, Wrong
 
 LAYOUTS = [
-    Wrong("no cp", TINY + "[mesh]\ncp = 0\n", ["x.toml:4: mesh.cp = 0 must be from 1 to 1_048_576"]),
+    Wrong(
+        "no cp", TINY + "[mesh]\ncp = 0\n", ["x.toml:4: mesh.cp = 0 must be from 1 to 1_048_576"]
+    ),
     Wrong(
         "cp, sequence",
         TINY + "[data]\nseq_len = 30\n[mesh]\ncp = 4\n",
@@ -73,7 +75,8 @@ LAYOUTS = [
     ),
     Wrong(
         "uneven rounds",
-        TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "Interleaved1F1B"\n[data]\nglobal_batch = 5\n',
+        TINY
+        + '[mesh]\npp = 2\n[parallel]\nschedule = "Interleaved1F1B"\n[data]\nglobal_batch = 5\n',
         [
             "x.toml:8: data.global_batch = 5 over data.micro_batch = 1 (default) x mesh.dp_replicate = 1 (default) x "
             'mesh.dp_shard = 1 (default) gives a rank 5 micro-batches, but parallel.schedule = "Interleaved1F1B" '
@@ -102,7 +105,9 @@ LAYOUTS = [
     Wrong(
         "csv without a file",
         TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\n',
-        ['x.toml:6: parallel.schedule = "csv" needs parallel.schedule_csv: the file of the schedule'],
+        [
+            'x.toml:6: parallel.schedule = "csv" needs parallel.schedule_csv: the file of the schedule'
+        ],
     ),
     Wrong(
         "a file without csv",
@@ -146,16 +151,21 @@ LAYOUTS = [
     Wrong(
         "half precision",
         TINY + '[precision]\ncompute = "float16"\n',
-        ['x.toml:4: \'precision.compute\' must be "float32", "float64" or "bfloat16", got "float16"'],
+        [
+            'x.toml:4: \'precision.compute\' must be "float32", "float64" or "bfloat16", got "float16"'
+        ],
     ),
     Wrong(
         "checkpointing of another name",
         TINY + '[memory]\nactivation_checkpoint = "op"\n',
-        ['x.toml:4: \'memory.activation_checkpoint\' must be "none", "selective" or "full", got "op"'],
+        [
+            'x.toml:4: \'memory.activation_checkpoint\' must be "none", "selective" or "full", got "op"'
+        ],
     ),
     Wrong(
         "compiled backward in two halves",
-        TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "ZBVZeroBubble"\n[compile]\nenabled = true\n',
+        TINY
+        + '[mesh]\npp = 2\n[parallel]\nschedule = "ZBVZeroBubble"\n[compile]\nenabled = true\n',
         [
             "x.toml:8: compile.enabled = true makes one graph of a block's backward, which parallel.schedule = "
             '"ZBVZeroBubble" (x.toml:6) runs in two halves; use compile.enabled = false, or parallel.schedule = '

@@ -1,20 +1,42 @@
 """Recipes that cannot be read: wrong types, unknown names, overrides that are none, files that are no recipes."""
 
-from wrong import SCHEDULES, TABLES, TINY, Wrong
+from tests.recipe.wrong import SCHEDULES, TABLES, TINY, Wrong
 
 TOP = f"a recipe has base and the tables {TABLES}"
 
 TYPES = [
-    Wrong("str for int", TINY + '[mesh]\ntp = "four"\n', ["x.toml:4: 'mesh.tp' must be int, got \"four\""]),
-    Wrong("bool for int", TINY + "[mesh]\ntp = true\n", ["x.toml:4: 'mesh.tp' must be int, got true"]),
-    Wrong("float for int", TINY + "[mesh]\ntp = 2.0\n", ["x.toml:4: 'mesh.tp' must be int, got 2.0"]),
     Wrong(
-        "int for bool", TINY + "[metrics]\ntensorboard = 1\n", ["x.toml:4: 'metrics.tensorboard' must be bool, got 1"]
+        "str for int",
+        TINY + '[mesh]\ntp = "four"\n',
+        ["x.toml:4: 'mesh.tp' must be int, got \"four\""],
+    ),
+    Wrong(
+        "bool for int", TINY + "[mesh]\ntp = true\n", ["x.toml:4: 'mesh.tp' must be int, got true"]
+    ),
+    Wrong(
+        "float for int", TINY + "[mesh]\ntp = 2.0\n", ["x.toml:4: 'mesh.tp' must be int, got 2.0"]
+    ),
+    Wrong(
+        "int for bool",
+        TINY + "[metrics]\ntensorboard = 1\n",
+        ["x.toml:4: 'metrics.tensorboard' must be bool, got 1"],
     ),
     Wrong("int for str", TINY + "[run]\nname = 7\n", ["x.toml:4: 'run.name' must be str, got 7"]),
-    Wrong("bool for float", TINY + "[optim]\nlr = false\n", ["x.toml:4: 'optim.lr' must be float, got false"]),
-    Wrong("nan", TINY + "[optim]\nlr = nan\n", ["x.toml:4: 'optim.lr' must be a finite float, got nan"]),
-    Wrong("infinity", TINY + "[optim]\nclip = -inf\n", ["x.toml:4: 'optim.clip' must be a finite float, got -inf"]),
+    Wrong(
+        "bool for float",
+        TINY + "[optim]\nlr = false\n",
+        ["x.toml:4: 'optim.lr' must be float, got false"],
+    ),
+    Wrong(
+        "nan",
+        TINY + "[optim]\nlr = nan\n",
+        ["x.toml:4: 'optim.lr' must be a finite float, got nan"],
+    ),
+    Wrong(
+        "infinity",
+        TINY + "[optim]\nclip = -inf\n",
+        ["x.toml:4: 'optim.clip' must be a finite float, got -inf"],
+    ),
     Wrong(
         "int beyond float",
         TINY + f"[optim]\nlr = 1{'0' * 400}\n",
@@ -55,10 +77,24 @@ TYPES = [
         TINY + '[optim]\nbetas = [\n  0.9,\n  "a",\n]\n',
         ["x.toml:4: 'optim.betas' must be an array of 2 floats, got [0.9, \"a\"]"],
     ),
-    Wrong("optional str", TINY + "[data]\npath = 3\n", ["x.toml:4: 'data.path' must be str, got 3"]),
-    Wrong("optional int", TINY + '[optim]\ndecay = "late"\n', ["x.toml:4: 'optim.decay' must be int, got \"late\""]),
-    Wrong("table for int", TINY + "[mesh.tp]\nsize = 2\n", ["x.toml:3: 'mesh.tp' must be int, got { size = 2 }"]),
-    Wrong("value for table", "mesh = 4\n" + TINY, ["x.toml:1: 'mesh' must be a table, [mesh] with its keys, got 4"]),
+    Wrong(
+        "optional str", TINY + "[data]\npath = 3\n", ["x.toml:4: 'data.path' must be str, got 3"]
+    ),
+    Wrong(
+        "optional int",
+        TINY + '[optim]\ndecay = "late"\n',
+        ["x.toml:4: 'optim.decay' must be int, got \"late\""],
+    ),
+    Wrong(
+        "table for int",
+        TINY + "[mesh.tp]\nsize = 2\n",
+        ["x.toml:3: 'mesh.tp' must be int, got { size = 2 }"],
+    ),
+    Wrong(
+        "value for table",
+        "mesh = 4\n" + TINY,
+        ["x.toml:1: 'mesh' must be a table, [mesh] with its keys, got 4"],
+    ),
     Wrong(
         "array of tables",
         TINY + "[[mesh]]\ntp = 2\n",
@@ -93,7 +129,9 @@ NAMES = [
         ["x.toml:4: unknown key 'parallel.shedule'; did you mean 'schedule'?"],
     ),
     Wrong(
-        "in the wrong table", TINY + "[run]\nlr = 1e-3\n", ["x.toml:4: unknown key 'run.lr'; did you mean 'optim.lr'?"]
+        "in the wrong table",
+        TINY + "[run]\nlr = 1e-3\n",
+        ["x.toml:4: unknown key 'run.lr'; did you mean 'optim.lr'?"],
     ),
     Wrong(
         "of two tables",
@@ -106,11 +144,19 @@ NAMES = [
     Wrong(
         "near nothing",
         TINY + "[mesh]\nzzz = 2\n",
-        ["x.toml:4: unknown key 'mesh.zzz'; the keys of [mesh] are pp, dp_replicate, dp_shard, cp, tp"],
+        [
+            "x.toml:4: unknown key 'mesh.zzz'; the keys of [mesh] are pp, dp_replicate, dp_shard, cp, tp"
+        ],
     ),
-    Wrong("without its table", "tp = 2\n" + TINY, ["x.toml:1: unknown key 'tp'; did you mean 'mesh.tp'?"]),
     Wrong(
-        "unknown table", TINY + "[paralel]\nzero = 1\n", ["x.toml:3: unknown table 'paralel'; did you mean 'parallel'?"]
+        "without its table",
+        "tp = 2\n" + TINY,
+        ["x.toml:1: unknown key 'tp'; did you mean 'mesh.tp'?"],
+    ),
+    Wrong(
+        "unknown table",
+        TINY + "[paralel]\nzero = 1\n",
+        ["x.toml:3: unknown table 'paralel'; did you mean 'parallel'?"],
     ),
     Wrong(
         "table near nothing",
@@ -125,9 +171,19 @@ NAMES = [
 ]
 
 SETS = [
-    Wrong("set: type", TINY, ["--set mesh.tp=four: 'mesh.tp' must be int, got \"four\""], ("mesh.tp=four",)),
+    Wrong(
+        "set: type",
+        TINY,
+        ["--set mesh.tp=four: 'mesh.tp' must be int, got \"four\""],
+        ("mesh.tp=four",),
+    ),
     Wrong("set: empty", TINY, ["--set mesh.tp=: 'mesh.tp' must be int, got \"\""], ("mesh.tp=",)),
-    Wrong("set: quoted number", TINY, ['--set mesh.tp="2": \'mesh.tp\' must be int, got "2"'], ('mesh.tp="2"',)),
+    Wrong(
+        "set: quoted number",
+        TINY,
+        ['--set mesh.tp="2": \'mesh.tp\' must be int, got "2"'],
+        ('mesh.tp="2"',),
+    ),
     Wrong(
         "set: choice",
         TINY,
@@ -141,7 +197,12 @@ SETS = [
         ("mesh.tp=1\npp=2",),
     ),
     Wrong("set: no value", TINY, ["--set mesh.tp: write it as table.key=value"], ("mesh.tp",)),
-    Wrong("set: unknown", TINY, ["--set mesh.tpp=2: unknown key 'mesh.tpp'; did you mean 'tp'?"], ("mesh.tpp=2",)),
+    Wrong(
+        "set: unknown",
+        TINY,
+        ["--set mesh.tpp=2: unknown key 'mesh.tpp'; did you mean 'tp'?"],
+        ("mesh.tpp=2",),
+    ),
     Wrong("set: no table", TINY, ["--set steps=2: write it as table.key=value"], ("steps=2",)),
     Wrong(
         "set: near a table",
@@ -159,8 +220,16 @@ SETS = [
 
 FILES = [
     Wrong("no value", TINY + "[mesh]\ntp =\n", ["x.toml:4: not TOML: Invalid value (column 5)"]),
-    Wrong("open string", TINY + '[run]\nname = "a\n', ["x.toml:4: not TOML: Illegal character '\\n' (column 10)"]),
-    Wrong("key twice", TINY + "[mesh]\ntp = 1\ntp = 2\n", ["x.toml:5: not TOML: Cannot overwrite a value (column 7)"]),
+    Wrong(
+        "open string",
+        TINY + '[run]\nname = "a\n',
+        ["x.toml:4: not TOML: Illegal character '\\n' (column 10)"],
+    ),
+    Wrong(
+        "key twice",
+        TINY + "[mesh]\ntp = 1\ntp = 2\n",
+        ["x.toml:5: not TOML: Cannot overwrite a value (column 7)"],
+    ),
     Wrong(
         "table twice",
         TINY + "[mesh]\ntp = 1\n[mesh]\npp = 2\n",
@@ -201,13 +270,19 @@ FILES = [
         {"x.toml": 'base = "y.toml"\n', "y.toml": '# b\nbase = "x.toml"\n'},
         ['y.toml:2: base = "x.toml" makes a circle; remove one base'],
     ),
-    Wrong("circle of one", 'base = "x.toml"\n', ['x.toml:1: base = "x.toml" makes a circle; remove one base']),
+    Wrong(
+        "circle of one",
+        'base = "x.toml"\n',
+        ['x.toml:1: base = "x.toml" makes a circle; remove one base'],
+    ),
     Wrong(
         "two bases",
         'base = ["a.toml", "b.toml"]\n',
         ['x.toml:1: \'base\' must be the path of one recipe, got ["a.toml", "b.toml"]'],
     ),
-    Wrong("empty base", 'base = ""\n', ["x.toml:1: 'base' must be the path of one recipe, got \"\""]),
+    Wrong(
+        "empty base", 'base = ""\n', ["x.toml:1: 'base' must be the path of one recipe, got \"\""]
+    ),
     Wrong(
         "wrong in a base",
         {"x.toml": 'base = "sub/y.toml"\n' + TINY, "sub/y.toml": "[run]\nsteps = 1.5\n"},

@@ -2,19 +2,28 @@
 
 import json
 
-from wrong import PRESETS, TINY, Wrong, shape
-from wrong_data import DATA, RUN
-from wrong_layouts import LAYOUTS
+from tests.recipe.wrong import PRESETS, TINY, Wrong, shape
+from tests.recipe.wrong_data import DATA, RUN
+from tests.recipe.wrong_layouts import LAYOUTS
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
 HF = json.dumps(SIZES | {"model_type": "llama", "vocab_size": 300})
-HF_BIASED = json.dumps(SIZES | {"model_type": "llama", "vocab_size": 300, "attention_bias": True, "mlp_bias": True})
+HF_BIASED = json.dumps(
+    SIZES | {"model_type": "llama", "vocab_size": 300, "attention_bias": True, "mlp_bias": True}
+)
 
 MODEL = [
     Wrong(
         "no model",
         "[run]\nsteps = 1\n",
-        [f"x.toml: model lacks dim, n_layers, n_heads, n_kv_heads, ffn, vocab; give them, or a preset: {PRESETS}"],
+        [
+            f"x.toml: model lacks dim, n_layers, n_heads, n_kv_heads, ffn, vocab; give them, or a preset: {PRESETS}"
+        ],
     ),
     Wrong(
         "model lacks",
@@ -29,7 +38,9 @@ MODEL = [
     Wrong(
         "heads",
         shape(n_heads=12),
-        ["x.toml:4: model.n_heads = 12 must divide model.dim = 64 (x.toml:2); use 1, 2, 4, 8, 16 or 32"],
+        [
+            "x.toml:4: model.n_heads = 12 must divide model.dim = 64 (x.toml:2); use 1, 2, 4, 8, 16 or 32"
+        ],
     ),
     Wrong(
         "odd heads",
@@ -57,12 +68,17 @@ MODEL = [
     Wrong("no heads", shape(n_heads=0), ["x.toml:4: model.n_heads = 0 must be from 1 to 65_536"]),
     Wrong(
         "odd head_dim",
-        shape(n_heads=12, n_kv_heads=3, head_dim=15),  # heads need not fill dim, where their width is given
-        ["x.toml:8: model.head_dim = 15 must be even, because RoPE turns its halves, and from 2 to 16_384"],
+        shape(
+            n_heads=12, n_kv_heads=3, head_dim=15
+        ),  # heads need not fill dim, where their width is given
+        [
+            "x.toml:8: model.head_dim = 15 must be even, because RoPE turns its halves, and from 2 to 16_384"
+        ],
     ),
     Wrong(
         "rope and window",
-        TINY + "window = -1\nrope_factor = 0.5\nrope_low_freq = 0\nrope_high_freq = -1\nrope_context = 0\n",
+        TINY
+        + "window = -1\nrope_factor = 0.5\nrope_low_freq = 0\nrope_high_freq = -1\nrope_context = 0\n",
         [
             "x.toml:3: model.window = -1 must be from 0 to 134_217_728",
             "x.toml:4: model.rope_factor = 0.5 must be from 1 to 1_000_000",
@@ -141,7 +157,8 @@ MESH = [
         "tp, heads from the base",
         {
             "x.toml": 'base = "sub/base.toml"\n\n[mesh]\ntp = 3\n',
-            "sub/base.toml": shape(n_heads=32, n_kv_heads=32, ffn=192, vocab=768) + "[data]\nseq_len = 192\n",
+            "sub/base.toml": shape(n_heads=32, n_kv_heads=32, ffn=192, vocab=768)
+            + "[data]\nseq_len = 192\n",
         },
         [
             "x.toml:4: mesh.tp = 3 must divide model.n_heads = 32 (sub/base.toml:4); use 1, 2, 4, 8, 16 or 32",

@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import sequence
-from bench.jobs import Job, JobError, Result, TitanJob, composer3d_job, measure, plain_job
-from composer3d import hardware
-from composer3d.errors import UserError
-from composer3d.planner import counts
-from composer3d.recipe.load import load
+from composer3d.models.llama import counts
+from composer3d.recipe.resolve import load
+from composer3d.spec import hardware
+from composer3d.spec.errors import UserError
+from tools.bench import sequence
+from tools.bench.jobs import Job, JobError, Result, TitanJob, composer3d_job, measure, plain_job
 
 HERE = Path(__file__).parent
 CPU, GPU = HERE / "bench.toml", HERE / "gpu.toml"
@@ -55,7 +55,9 @@ LAYOUTS = {
         peer="2 8 1 --parallelism.context-parallel-degree 2",
         attention="mask",
     ),
-    "dp2xtp2": Layout(sets=("mesh.dp_shard=2", "mesh.tp=2", "data.micro_batch=4"), peer=f"4 8 2 {_TP}"),
+    "dp2xtp2": Layout(
+        sets=("mesh.dp_shard=2", "mesh.tp=2", "data.micro_batch=4"), peer=f"4 8 2 {_TP}"
+    ),
     "dp2xtp2xpp2": Layout(
         sets=("mesh.dp_shard=2", "mesh.tp=2", "mesh.pp=2", "parallel.zero=1", "data.micro_batch=1"),
         peer=f"8 8 2 {_TP} {_PP} 1",
@@ -90,13 +92,19 @@ def train(args: argparse.Namespace) -> int:
     result = measure(lambda folder: [composer3d_job(args.python, args.recipe, sets, folder)])
     answer = asdict(result)
     del answer["peak_gpu_gib"]
-    print(json.dumps(answer) if args.json else "\n".join(f"{key:<24}{value:10.3f}" for key, value in answer.items()))
+    print(
+        json.dumps(answer)
+        if args.json
+        else "\n".join(f"{key:<24}{value:10.3f}" for key, value in answer.items())
+    )
     return 0
 
 
 def one(args: argparse.Namespace) -> int:
     sets = (*LAYOUTS["one"].sets, *_common(args))
-    row = compare("one", {"plain": plain(args, CPU, sets), "composer3d": ours(args, CPU, sets)}, args.repeats)
+    row = compare(
+        "one", {"plain": plain(args, CPU, sets), "composer3d": ours(args, CPU, sets)}, args.repeats
+    )
     return report(args, [row])
 
 
@@ -109,7 +117,9 @@ def layouts(args: argparse.Namespace) -> int:
 
     rows = [
         compare(
-            name, {"ideal": ideal, "composer3d": ours(args, CPU, (*LAYOUTS[name].sets, *_common(args)))}, args.repeats
+            name,
+            {"ideal": ideal, "composer3d": ours(args, CPU, (*LAYOUTS[name].sets, *_common(args)))},
+            args.repeats,
         )
         for name in args.only or [name for name in LAYOUTS if name != "one"]
     ]
@@ -118,9 +128,19 @@ def layouts(args: argparse.Namespace) -> int:
 
 def peers(args: argparse.Namespace) -> int:
     def titan(layout: Layout, folder: Path) -> list[Job]:
-        env = {"PY": "venv/bin/python", "STEPS": str(args.steps), "WARM": "3", "TMO": "1700", "ATTN": layout.attention}
+        env = {
+            "PY": "venv/bin/python",
+            "STEPS": str(args.steps),
+            "WARM": "3",
+            "TMO": "1700",
+            "ATTN": layout.attention,
+        }
         command = ["bash", "bench.sh", *layout.peer.split()]
-        return [TitanJob(command=command, cwd=args.titan, output=folder / "output", env=env | ONE_THREAD)]
+        return [
+            TitanJob(
+                command=command, cwd=args.titan, output=folder / "output", env=env | ONE_THREAD
+            )
+        ]
 
     rows = []
     for name in args.only or LAYOUTS:
@@ -130,23 +150,35 @@ def peers(args: argparse.Namespace) -> int:
             "composer3d": ours(args, CPU, (*layout.sets, *_common(args))),
         }
         rows.append(compare(name, sides, args.repeats))
-    return report(args, rows, torchtitan=_version(str(args.titan / "venv/bin/python"), "torchtitan"))
+    return report(
+        args, rows, torchtitan=_version(str(args.titan / "venv/bin/python"), "torchtitan")
+    )
 
 
 def gpu(args: argparse.Namespace) -> int:
     probe = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    name = subprocess.run([args.python, "-c", probe], capture_output=True, text=True, check=True).stdout.strip()
+    name = subprocess.run(
+        [args.python, "-c", probe], capture_output=True, text=True, check=True
+    ).stdout.strip()
     if not name:
-        raise UserError("bench.py gpu: torch sees no CUDA GPU on this machine; 'one' and 'layouts' run on CPU")
+        raise UserError(
+            "bench.py gpu: torch sees no CUDA GPU on this machine; 'one' and 'layouts' run on CPU"
+        )
     rows = []
     device = hardware.find(name)
     for precision, choice in PRECISIONS.items():
         sets = (*choice, *_common(args))
         recipe = load(GPU, sets).recipe
-        row = compare(precision, {"plain": plain(args, GPU, sets), "composer3d": ours(args, GPU, sets)}, args.repeats)
+        row = compare(
+            precision,
+            {"plain": plain(args, GPU, sets), "composer3d": ours(args, GPU, sets)},
+            args.repeats,
+        )
         peak = hardware.peak_flops(device, precision) if device else None
         for side in row.get("sides", {}).values():
-            flops = side["tokens_per_s"]["median"] * counts.flops_per_token(recipe.model, recipe.data.seq_len)
+            flops = side["tokens_per_s"]["median"] * counts.flops_per_token(
+                recipe.model, recipe.data.seq_len
+            )
             side["mfu"] = flops / peak if peak else None
         rows.append(row)
     return report(args, rows, gpu=name)
@@ -176,7 +208,10 @@ def compare(name: str, sides: Mapping[str, Side], repeats: int) -> dict[str, Any
         for repeat in range(repeats):
             for side, make in sides.items():
                 results[side].append(measure(make))
-                print(f"{name} {side} {repeat + 1}/{repeats}: {results[side][-1].tokens_per_s:.0f}", file=sys.stderr)
+                print(
+                    f"{name} {side} {repeat + 1}/{repeats}: {results[side][-1].tokens_per_s:.0f}",
+                    file=sys.stderr,
+                )
     except (JobError, UserError) as error:
         return {"name": name, "error": str(error)}
     base, other = ([result.tokens_per_s for result in each] for each in results.values())
@@ -199,13 +234,20 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def report(args: argparse.Namespace, rows: list[dict[str, Any]], **more: str) -> int:
     """Print the machine and the rows; 1 where a run failed or was refused."""
-    about = {"date": datetime.date.today().isoformat(), **machine(), "torch": _version(args.python, "torch"), **more}
+    about = {
+        "date": datetime.date.today().isoformat(),
+        **machine(),
+        "torch": _version(args.python, "torch"),
+        **more,
+    }
     about |= {"repeats": args.repeats, "steps": args.steps}
     if args.json:
         print(json.dumps(about | {"rows": rows}))
     else:
         print(", ".join(f"{key} {value}" for key, value in about.items()))
-        print("| run | side | tokens/s (range) | step s | launch to step 1, s | peak GiB | MFU | ratio (range) |")
+        print(
+            "| run | side | tokens/s (range) | step s | launch to step 1, s | peak GiB | MFU | ratio (range) |"
+        )
         print("|---|---|---|---|---|---|---|---|")
         for row in rows:
             print("\n".join(_lines(row)))
@@ -217,7 +259,10 @@ def _lines(row: dict[str, Any]) -> list[str]:
         return [f"| {row['name']} | failed: {row['error'].splitlines()[0]} |"]
     lines: list[str] = []
     for side, figures in row["sides"].items():
-        speed, memory = figures["tokens_per_s"], figures.get("peak_gpu_gib", figures["peak_rss_gib"])
+        speed, memory = (
+            figures["tokens_per_s"],
+            figures.get("peak_gpu_gib", figures["peak_rss_gib"]),
+        )
         ratio = "{median:.3f} ({min:.3f}..{max:.3f})".format(**row["ratio"]) if lines else ""
         cells = (
             row["name"],
@@ -244,31 +289,60 @@ def machine() -> dict[str, Any]:
 
 def _version(python: str, package: str) -> str:
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench.py", description="Measures composer3d against what it should reach.")
+    parser = argparse.ArgumentParser(
+        prog="bench.py", description="Measures composer3d against what it should reach."
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(command: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
         new = commands.add_parser(command.__name__, help=does, description=does)
         new.set_defaults(command=command)
-        new.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-        new.add_argument("--set", metavar="TABLE.KEY=VALUE", action="append", default=[], help="override a value")
-        new.add_argument("--steps", metavar="N", type=_count, default=12, help="steps of a run, the first 3 untimed")
-        new.add_argument("--python", metavar="PATH", default=sys.executable, help="interpreter that runs composer3d")
+        new.add_argument(
+            "--json", action="store_true", help="print one JSON object as the last line"
+        )
+        new.add_argument(
+            "--set", metavar="TABLE.KEY=VALUE", action="append", default=[], help="override a value"
+        )
+        new.add_argument(
+            "--steps",
+            metavar="N",
+            type=_count,
+            default=12,
+            help="steps of a run, the first 3 untimed",
+        )
+        new.add_argument(
+            "--python",
+            metavar="PATH",
+            default=sys.executable,
+            help="interpreter that runs composer3d",
+        )
         if command is not train:
-            new.add_argument("--repeats", metavar="N", type=_count, default=5, help="runs of each side")
+            new.add_argument(
+                "--repeats", metavar="N", type=_count, default=5, help="runs of each side"
+            )
         return new
 
     add(train, "measure a recipe").add_argument("recipe", metavar="RECIPE", type=Path)
     add(one, "one process against the hand-written loop of plain.py")
-    names: dict[str, Any] = {"metavar": "NAME,...", "type": _names, "help": f"of {', '.join(LAYOUTS)}"}
-    add(layouts, "each layout against two single processes that share the batch").add_argument("--only", **names)
+    names: dict[str, Any] = {
+        "metavar": "NAME,...",
+        "type": _names,
+        "help": f"of {', '.join(LAYOUTS)}",
+    }
+    add(layouts, "each layout against two single processes that share the batch").add_argument(
+        "--only", **names
+    )
     peer = add(peers, "each layout against torchtitan")
     peer.add_argument("--only", **names)
-    peer.add_argument("--titan", metavar="DIR", type=Path, required=True, help="folder with bench.sh and venv/")
+    peer.add_argument(
+        "--titan", metavar="DIR", type=Path, required=True, help="folder with bench.sh and venv/"
+    )
     sequence.arguments(add(sequence.cp, "attention of one sequence over ranks against one process"))
     add(gpu, "bfloat16 and float32 on one GPU against the hand-written loop")
     return parser

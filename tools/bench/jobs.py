@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from composer3d.recipe.load import load
+from composer3d.recipe.resolve import load
 
 LIMIT_S = 1800.0
 _TREE_EVERY_S = 0.5  # looking for processes costs some milliseconds; their peaks only grow, so that it may be rare
@@ -30,8 +30,12 @@ class Result:
 
     tokens_per_s: float  # of the whole job: tokens of a step / step_s
     step_s: float  # median over the steps after the warm-up, without checkpoints
-    launch_to_first_step_s: float  # from the start of the command to the end of the first optimizer step
-    peak_rss_gib: float  # largest peak of any one process of the job; pages that forks share count in each
+    launch_to_first_step_s: (
+        float  # from the start of the command to the end of the first optimizer step
+    )
+    peak_rss_gib: (
+        float  # largest peak of any one process of the job; pages that forks share count in each
+    )
     peak_gpu_gib: float | None = None  # that torch allocated
 
 
@@ -53,9 +57,13 @@ class Job:
     def start(self) -> "subprocess.Popen[bytes]":
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self.begin = time.monotonic()
-        env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | self.env
+        env = {
+            key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
+        } | self.env
         with self.output.open("wb") as out:
-            return subprocess.Popen(self.command, cwd=self.cwd, env=env, stdout=out, stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                self.command, cwd=self.cwd, env=env, stdout=out, stderr=subprocess.STDOUT
+            )
 
     def saw_first_step(self) -> bool:
         file = self.metrics
@@ -132,7 +140,9 @@ def run_together(jobs: Sequence[Job]) -> None:
                 if now - jobs[0].begin > LIMIT_S:
                     raise JobError(f"not done after {LIMIT_S:.0f} s")
             seen = [job.saw_first_step() for job in jobs]
-            time.sleep(0.25 if all(seen) else 0.02)  # after the first step out of the way of what is measured
+            time.sleep(
+                0.25 if all(seen) else 0.02
+            )  # after the first step out of the way of what is measured
     finally:
         for _, process in running:
             end(process)
@@ -164,7 +174,9 @@ def processes() -> dict[int, int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended since
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]  # after the name, which may hold anything
+            state, parent = (
+                stat.read_text().rpartition(")")[2].split()[:2]
+            )  # after the name, which may hold anything
             if state not in "XZ":
                 parents[int(stat.parent.name)] = int(parent)
     return parents
@@ -191,7 +203,12 @@ def peak_kib(pid: int) -> int:
 def composer3d_job(python: str, recipe: Path, sets: Sequence[str], folder: Path) -> Job:
     """``composer3d train`` as a user starts it, writing into ``folder``; nothing but the last step saves."""
     resolved = load(recipe, sets).recipe.run
-    forced = [f"run.out_dir={folder}", "metrics.every=1", "metrics.tensorboard=false", "checkpoint.resume=none"]
+    forced = [
+        f"run.out_dir={folder}",
+        "metrics.every=1",
+        "metrics.tensorboard=false",
+        "checkpoint.resume=none",
+    ]
     forced += ["checkpoint.every=0", "checkpoint.every_minutes=0", "validation.every=0"]
     flags = [part for each in [*sets, *forced] for part in ("--set", each)]
     return Job(

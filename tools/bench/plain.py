@@ -38,7 +38,9 @@ def rotate(x_bthd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self, *, dim: int, n_heads: int, n_kv_heads: int, ffn: int, norm_eps: float) -> None:
+    def __init__(
+        self, *, dim: int, n_heads: int, n_kv_heads: int, ffn: int, norm_eps: float
+    ) -> None:
         super().__init__()
         self.head_dim = dim // n_heads
         kv_dim = n_kv_heads * self.head_dim
@@ -59,7 +61,9 @@ class Block(nn.Module):
         if q.is_cuda and q.dtype == torch.float32:  # no fused kernel takes grouped heads there
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
         h = h + self.wo(out.transpose(1, 2).flatten(2))
         x = self.ffn_norm(h)
         return h + self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -69,7 +73,14 @@ class Llama(nn.Module):
     """``model(tokens, labels)``, both (B, T): the mean loss. Parameters are registered in the order of the forward."""
 
     def __init__(
-        self, *, seq_len: int, n_layers: int, vocab: int, rope_theta: float, compute: torch.dtype, **block: Any
+        self,
+        *,
+        seq_len: int,
+        n_layers: int,
+        vocab: int,
+        rope_theta: float,
+        compute: torch.dtype,
+        **block: Any,
     ) -> None:
         super().__init__()
         dim, eps = block["dim"], block["norm_eps"]
@@ -79,7 +90,9 @@ class Llama(nn.Module):
         self.norm = Norm(dim, eps=eps)
         self.head = Linear(dim, vocab)
         half = dim // block["n_heads"] // 2
-        angle = torch.outer(torch.arange(seq_len).float(), rope_theta ** (-torch.arange(half).float() / half))
+        angle = torch.outer(
+            torch.arange(seq_len).float(), rope_theta ** (-torch.arange(half).float() / half)
+        )
         self.register_buffer("cos", angle.cos()[:, None].to(compute))
         self.register_buffer("sin", angle.sin()[:, None].to(compute))
         for parameter in self.parameters():
@@ -115,12 +128,16 @@ def train(setup: Setup) -> None:
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
-    data = torch.randint(256, (1_000_000,))  # in memory; the texts composer3d trains on are bytes too
+    data = torch.randint(
+        256, (1_000_000,)
+    )  # in memory; the texts composer3d trains on are bytes too
     with Path(setup.out).open("w") as out:
         for step in range(1, setup.steps + 1):
             begin = time.perf_counter()
             starts = torch.randint(len(data) - setup.seq_len, (setup.global_batch,)).tolist()
-            rows = torch.stack([data[start : start + setup.seq_len + 1] for start in starts]).to(device)
+            rows = torch.stack([data[start : start + setup.seq_len + 1] for start in starts]).to(
+                device
+            )
             optimizer.zero_grad(set_to_none=True)
             total = torch.zeros((), device=device)
             for micro in rows.split(setup.micro_batch):
@@ -129,7 +146,11 @@ def train(setup: Setup) -> None:
                 total += loss.detach()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
             optimizer.step()
-            line = {"step": step, "loss": total.item(), "grad_norm": norm.item()}  # waits for a GPU to finish the step
+            line = {
+                "step": step,
+                "loss": total.item(),
+                "grad_norm": norm.item(),
+            }  # waits for a GPU to finish the step
             line["step_s"] = time.perf_counter() - begin
             line["tokens_per_s"] = setup.global_batch * setup.seq_len / line["step_s"]
             out.write(json.dumps(line | {"memory_gib": peak_gib(device)}) + "\n")

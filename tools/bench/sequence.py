@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer3d.dist import pool_world
-from composer3d.launch import Pool
-from composer3d.mesh import Mesh
-from composer3d.models import Seq
-from composer3d.parallel.cp import METHODS, attend_over, ring_attention
-from composer3d.recipe.load import load
-from composer3d.train import build_stages
+from composer3d.models.contract import SequenceInfo
+from composer3d.parallel.context.api import METHODS, attend_over, ring_attention
+from composer3d.recipe.resolve import load
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.process_group import pool_world
+from composer3d.training.build import build_stages
 
 HEADS, KV_HEADS, WIDTH = 8, 8, 32  # Ulysses cuts key-value heads too, here over up to 8 ranks
 MIB = 2**20
@@ -35,9 +35,13 @@ def cp(args: argparse.Namespace) -> int:
     As many whole sequences as there are cores, one on each, say what that many cores are worth.
     """
     rows = []
-    kinds = [(ranks, method) for ranks in args.ranks for method in (METHODS if ranks > 1 else (ALONE,))]
+    kinds = [
+        (ranks, method) for ranks in args.ranks for method in (METHODS if ranks > 1 else (ALONE,))
+    ]
     kinds.insert(1, (os.cpu_count() or 1, ALONE))
-    print("| tokens | ranks | method | forward + backward s | of one process's | peak MiB a rank | MiB sent a rank |")
+    print(
+        "| tokens | ranks | method | forward + backward s | of one process's | peak MiB a rank | MiB sent a rank |"
+    )
     print("|---|---|---|---|---|---|---|")
     with Pool() as pool:
         for tokens in args.tokens:
@@ -50,7 +54,9 @@ def cp(args: argparse.Namespace) -> int:
                 row: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "method": method}
                 row |= {key: statistics.median(run[key] for run in taken) for key in taken[0]}
                 pairs = zip(taken, runs[kinds[0]], strict=True)
-                row["time_ratio"] = statistics.median(run["seconds"] / one["seconds"] for run, one in pairs)
+                row["time_ratio"] = statistics.median(
+                    run["seconds"] / one["seconds"] for run, one in pairs
+                )
                 rows.append(row)
                 print(
                     f"| {tokens} | {ranks} | {method} | {row['seconds']:.3f} | {row['time_ratio']:.2f} | "
@@ -60,10 +66,14 @@ def cp(args: argparse.Namespace) -> int:
         memory: dict[int, float] = {}
         for ranks in args.ranks if args.step_tokens else ():
             task = {"tokens": args.step_tokens, "ranks": ranks}
-            memory[ranks] = max(pool.run("bench.sequence:step_memory", task, world_size=ranks, limit_s=1800.0))
+            memory[ranks] = max(
+                pool.run("bench.sequence:step_memory", task, world_size=ranks, limit_s=1800.0)
+            )
             share = memory[ranks] * ranks / memory[args.ranks[0]]
             each = f"{memory[ranks] / MIB:.0f} MiB on each of {ranks}"
-            print(f"a step of {args.step_tokens} tokens: {each}, {share:.2f} of one process's in all")
+            print(
+                f"a step of {args.step_tokens} tokens: {each}, {share:.2f} of one process's in all"
+            )
     if args.json:
         print(
             json.dumps(
@@ -95,7 +105,9 @@ def step_memory(tokens: int, ranks: int) -> float:
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)
         stages = build_stages(recipe, mesh)
-        whole = torch.randint(recipe.model.vocab, (1, tokens), generator=torch.Generator().manual_seed(1))
+        whole = torch.randint(
+            recipe.model.vocab, (1, tokens), generator=torch.Generator().manual_seed(1)
+        )
         mine = [stages.own_tokens(x) for x in (whole, whole, torch.arange(tokens)[None])]
         for _ in range(2):  # the first warms up
             gc.collect()
@@ -126,7 +138,9 @@ def measure(method: str, tokens: int, documents: int) -> dict[str, float]:
 
         def attend() -> Tensor:
             if method == ALONE:
-                return attend_over(None)(*leaves, seq=Seq(torch.arange(tokens)[None], ids), window=0)
+                return attend_over(None)(
+                    *leaves, seq=SequenceInfo(torch.arange(tokens)[None], ids), window=0
+                )
             return ring_attention(*leaves, group=group, method=method, document_ids=ids)
 
         for _ in range(2):  # the first warms up
@@ -163,8 +177,12 @@ def counting() -> Iterator[list[int]]:
 
     wrapped: dict[str, Callable[..., Any]] = {
         "all_gather_single": counted("all_gather_single", lambda x, size: (size - 1) * x.nbytes),
-        "reduce_scatter_single": counted("reduce_scatter_single", lambda x, size: (size - 1) * x.nbytes // size),
-        "all_to_all_single": counted("all_to_all_single", lambda x, size: (size - 1) * x.nbytes // size),
+        "reduce_scatter_single": counted(
+            "reduce_scatter_single", lambda x, size: (size - 1) * x.nbytes // size
+        ),
+        "all_to_all_single": counted(
+            "all_to_all_single", lambda x, size: (size - 1) * x.nbytes // size
+        ),
         "batch_isend_irecv": batch,
     }
     for name, wrapper in wrapped.items():
@@ -196,9 +214,19 @@ def numbers(text: str) -> list[int]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", metavar="N,...", type=numbers, default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--ranks", metavar="N,...", type=numbers, default=[1, 2, 4, 8], help="the first should be 1")
     parser.add_argument(
-        "--step-tokens", metavar="N", type=int, default=8192, help="of the memory of a whole step; 0: none"
+        "--tokens", metavar="N,...", type=numbers, default=[4096, 8192, 16384, 32768]
     )
-    parser.add_argument("--documents", metavar="N", type=int, default=0, help="pack documents of N tokens; 0: none")
+    parser.add_argument(
+        "--ranks", metavar="N,...", type=numbers, default=[1, 2, 4, 8], help="the first should be 1"
+    )
+    parser.add_argument(
+        "--step-tokens",
+        metavar="N",
+        type=int,
+        default=8192,
+        help="of the memory of a whole step; 0: none",
+    )
+    parser.add_argument(
+        "--documents", metavar="N", type=int, default=0, help="pack documents of N tokens; 0: none"
+    )

@@ -1,0 +1,32 @@
+"""The state of the optimizer as flat names and tensors, as checkpoints hold it."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def optimizer_state(
+    optimizer: torch.optim.AdamW, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, Tensor]:
+    """The state of AdamW as live tensors, to save or to load into in place.
+
+    ``optim.NAME.exp_avg`` and ``optim.NAME.exp_avg_sq`` have the shape and the placements of the parameter
+    NAME; ``optim.NAME.step`` is a float32 scalar. A parameter that has not been updated yet gets the zero
+    state of its first update. A parameter that does not require a gradient has no state.
+
+    Args:
+        named_parameters: global names, and the parameters that the optimizer was built with.
+    """
+    flat: dict[str, Tensor] = {}
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            flat[f"optim.{name}.{key}"] = state[key]
+    return flat

@@ -1,0 +1,82 @@
+"""``composer3d verify``: prove that layouts compute what one process computes."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from composer3d.recipe.values import one_line
+from composer3d.runtime.launch import Pool, temporary_folder
+from composer3d.spec.errors import UserError
+from composer3d.spec.files import MIB, read_plain
+from composer3d.verify.judge import Verdict
+from composer3d.verify.proof import verify_layout
+
+
+def main_verify(
+    *, recipe: str, sets: Sequence[str], dtype: str, steps: int, layouts: str | None, as_json: bool
+) -> int:
+    """Prove the recipe's layout, or each layout of the file ``layouts``, and print the verdicts.
+
+    Returns:
+        0 if all layouts passed, 1 if one did not, 2 if the recipe's own layout is refused.
+    """
+    begin = time.monotonic()
+    lines = [""] if layouts is None else _read_layouts(layouts)
+    verdicts = []
+    with Pool() as pool, temporary_folder("composer3d-verify-") as folder:
+        for line in lines:
+            verdict = verify_layout(
+                pool, folder, recipe, [*sets, *line.split()], dtype=dtype, steps=steps
+            )
+            verdicts.append(verdict)
+            _print_verdict(verdict, line)
+
+    passed = all(verdict.passed for verdict in verdicts)
+    if len(verdicts) > 1:
+        exact = sum(verdict.passed for verdict in verdicts)
+        seconds = time.monotonic() - begin
+        print(f"{exact} of {len(verdicts)} layouts are exact, in {seconds:.0f} s")
+    if as_json:
+        results = [asdict(verdict) for verdict in verdicts]
+        answer = results[0] if layouts is None else {"passed": passed, "results": results}
+        print(json.dumps(answer))
+    if passed:
+        return 0
+    return 2 if layouts is None and verdicts[0].refused else 1
+
+
+def _read_layouts(path: str) -> list[str]:
+    """The lines of a file of layouts, without comments and empty lines."""
+    shown = f"--layouts {one_line(path)}"
+    try:
+        text = read_plain(path, limit=MIB).decode()
+    except OSError as error:
+        raise UserError(f"{shown}: cannot be read ({error.strerror or error})") from None
+    except ValueError as error:
+        raise UserError(f"{shown}: cannot be read ({error})") from None
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    layouts = [line for line in lines if line]
+    if not layouts:
+        raise UserError(f"{shown}: has no layout; write one a line, such as: mesh.tp=2 mesh.pp=2")
+    return layouts
+
+
+def _print_verdict(verdict: Verdict, line: str) -> None:
+    shown = line or verdict.layout
+    if verdict.refused:
+        print(f"refused {shown}", flush=True)
+    else:
+        errors = {
+            "loss": verdict.loss_rel_err,
+            "norm": verdict.grad_norm_rel_err,
+            "grad": verdict.max_grad_rel_err,
+            "weight": verdict.max_weight_rel_err,
+        }
+        numbers = "  ".join(
+            f"{name} {'-' if error is None else f'{error:.0e}'}" for name, error in errors.items()
+        )
+        word = "exact  " if verdict.passed else "WRONG  "
+        print(f"{word} {shown}  ({verdict.dtype})  {numbers}", flush=True)
+    if verdict.error:
+        print(f"        {verdict.error}", flush=True)

@@ -1,0 +1,125 @@
+"""Grouped-query attention, and the seam ``attend`` that context parallelism replaces.
+
+Shapes are in the names: B batch, T sequence, C model width, H query heads, K key-value heads, D head
+width. S is the number of keys where it differs from T.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.layers.rope import Rope, rotate, shared_rope_table
+
+# attend(q_BHTD, k_BKTD, v_BKTD, *, seq, window) -> out_BHTD
+Attend = Callable[..., Tensor]
+
+
+def attend_sdpa(
+    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: SequenceInfo, window: int
+) -> Tensor:
+    """Causal attention of whole sequences on one device: the default of the seam ``attend``.
+
+    A query attends to the keys of its own document at or before its own place in the row; with
+    ``window`` above 0, only to the last ``window`` of these, its own included.
+
+    Args:
+        q_BHTD, k_BKTD, v_BKTD: queries, keys and values. H is a multiple of K; query head h reads
+            key-value head h // (H / K).
+        seq: its ``documents_BT`` are read.
+        window: 0 is no window.
+
+    Returns:
+        (B, H, T, D).
+    """
+    length, documents_BT = q_BHTD.shape[2], seq.documents_BT
+    has_window = 0 < window < length
+    if documents_BT is None and not has_window:
+        return sdpa(q_BHTD, k_BKTD, v_BKTD)
+    mask = torch.ones(length, length, dtype=torch.bool, device=q_BHTD.device).tril()
+    if window:
+        mask = mask.triu(1 - window)
+    if documents_BT is not None:
+        same_B1TT = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
+        mask = mask & same_B1TT.to(mask.device)
+    return sdpa(q_BHTD, k_BKTD, v_BKTD, bias_of(mask, q_BHTD.dtype), is_causal=False)
+
+
+def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what to add to the scores: 0 where ``mask`` is true, minus infinity elsewhere."""
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -torch.inf)
+
+
+def sdpa(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = True,
+) -> Tensor:
+    """Call torch's attention for grouped heads so that a memory-efficient kernel can serve it."""
+    groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+    flash = bias is None and q_BHTD.dtype in (torch.bfloat16, torch.float16)
+    if groups > 1 and q_BHTD.is_cuda and not flash:
+        # On CUDA only the flash kernel takes grouped heads, and it takes neither a bias nor float32.
+        # The other kernels would build all scores for them, so the heads are repeated.
+        k_BKSD = k_BKSD.repeat_interleave(groups, dim=1)
+        v_BKSD = v_BKSD.repeat_interleave(groups, dim=1)
+        groups = 1
+    return F.scaled_dot_product_attention(
+        q_BHTD, k_BKSD, v_BKSD, attn_mask=bias, is_causal=is_causal, enable_gqa=groups > 1
+    )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
+
+    Args:
+        dim: width C of the residual stream.
+        n_heads, n_kv_heads: query heads and key-value heads.
+        rope: positions and head width, one object for all blocks of a model.
+        bias: biases of the query, key and value projections (Qwen 2).
+        qk_norm: RMSNorm of each head's query and key before rotation (Qwen 3, arXiv 2505.09388).
+        norm_eps: epsilon of those norms.
+        window: sliding window (Mistral 7B, arXiv 2310.06825); 0 is none.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        rope: Rope,
+        bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
+        window: int = 0,
+    ) -> None:
+        super().__init__()
+        self.rope = rope  # one object: a compiled block finds the shared table by its identity
+        self.window = window
+        width = rope.head_dim
+        self.wq = nn.Linear(dim, n_heads * width, bias=bias)
+        self.wk = nn.Linear(dim, n_kv_heads * width, bias=bias)
+        self.wv = nn.Linear(dim, n_kv_heads * width, bias=bias)
+        self.wo = nn.Linear(n_heads * width, dim, bias=False)
+        self.q_norm = nn.RMSNorm(width, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(width, eps=norm_eps) if qk_norm else nn.Identity()
+        self.attend: Attend = attend_sdpa
+
+    def forward(self, x_BTC: Tensor, *, seq: SequenceInfo) -> Tensor:
+        # The projections decide the number of heads: under tensor parallelism, this rank's share.
+        width = self.rope.head_dim
+        q = self.wq(x_BTC).unflatten(-1, (-1, width))
+        k = self.wk(x_BTC).unflatten(-1, (-1, width))
+        v = self.wv(x_BTC).unflatten(-1, (-1, width))
+        table = shared_rope_table(self.rope, seq, q.dtype)
+        q, k = rotate(self.q_norm(q), table), rotate(self.k_norm(k), table)
+        out_BHTD = self.attend(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq=seq, window=self.window
+        )
+        return self.wo(out_BHTD.transpose(1, 2).flatten(2))

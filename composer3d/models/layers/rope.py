@@ -1,0 +1,60 @@
+"""Rotary position embedding (RoPE), Su et al. 2021 (RoFormer, arXiv 2104.09864)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from composer3d.models.contract import SequenceInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """The settings of rotary positions, one object for all blocks of a model.
+
+    ``factor`` above 1 stretches long wavelengths as in Llama 3.1 (Hugging Face: ``rope_type``
+    "llama3"). A pair of numbers that turns fewer than ``low_freq`` times in ``context`` tokens, the
+    context length before the stretch, turns ``factor`` times slower. One that turns at least
+    ``high_freq`` times is left as it is. Between the two, the speed is interpolated.
+    """
+
+    head_dim: int
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    context: int = 8192
+
+
+Table = tuple[Tensor, Tensor]
+
+
+def rope_table(rope: Rope, positions_BT: Tensor, dtype: torch.dtype) -> Table:
+    """Compute (cos, sin) for ``rotate``: each (B, T, 1, D) in ``dtype``, the first half of sin negated.
+
+    The angles are computed in float32 or wider: bfloat16 cannot tell positions above 256 apart.
+    """
+    half, wide = rope.head_dim // 2, torch.promote_types(dtype, torch.float32)
+    speed_D = rope.theta ** (-torch.arange(half, device=positions_BT.device, dtype=wide) / half)
+    if rope.factor != 1:
+        turns_D = speed_D * (rope.context / (2 * math.pi))
+        kept_D = ((turns_D - rope.low_freq) / (rope.high_freq - rope.low_freq)).clamp(0, 1)
+        speed_D = speed_D * (kept_D + (1 - kept_D) / rope.factor)
+    angle_BT1D = positions_BT.to(wide)[:, :, None, None] * speed_D
+    cos, sin = angle_BT1D.cos().to(dtype), angle_BT1D.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def shared_rope_table(rope: Rope, seq: SequenceInfo, dtype: torch.dtype) -> Table:
+    """Return the ``rope_table`` of the positions in ``seq``. Only the first block computes it."""
+    if (rope, dtype) not in seq.shared:
+        seq.shared[rope, dtype] = rope_table(rope, seq.positions_BT, dtype)
+    return seq.shared[rope, dtype]
+
+
+def rotate(x_BTHD: Tensor, table: Table) -> Tensor:
+    """Rotate the pairs (x[i], x[i + D/2]) by a ``rope_table``: Hugging Face's half-split form."""
+    cos_BT1D, sin_BT1D = table
+    rolled_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_BTHD * cos_BT1D, rolled_BTHD, sin_BT1D)

@@ -1,0 +1,106 @@
+"""The Llama decoder: Touvron et al. 2023 (arXiv 2302.13971), the Llama 3 herd (arXiv 2407.21783).
+
+Parameters have one global name each, whatever the layout: ``first.embed.weight``,
+``blocks.7.attn.wq.weight``, ``last.head.weight``. Tied embedding and head are one parameter, under the
+name of the embedding. Mistral, Qwen 2 and Qwen 3 are the same code with another shape.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from composer3d.models.contract import Decoder, DecoderBlock, SequenceInfo
+from composer3d.models.layers.attention import Attention
+from composer3d.models.layers.ffn import FeedForward
+from composer3d.models.layers.head import Head
+from composer3d.models.layers.rope import Rope, shared_rope_table
+from composer3d.models.llama.shape import ModelShape
+
+
+def rope_of(shape: ModelShape) -> Rope:
+    """The rotary positions of a shape."""
+    return Rope(
+        head_dim=shape.head_width,
+        theta=shape.rope_theta,
+        factor=shape.rope_factor,
+        low_freq=shape.rope_low_freq,
+        high_freq=shape.rope_high_freq,
+        context=shape.rope_context,
+    )
+
+
+class First(nn.Module):
+    """``first(tokens_BT, seq) -> h_BTC``: the embedding."""
+
+    def __init__(self, vocab: int, dim: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+
+    def forward(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
+        return self.embed(tokens_BT)
+
+
+class Block(DecoderBlock):
+    """One pre-norm decoder block: ``block(h_BTC, seq) -> h_BTC``."""
+
+    def __init__(self, shape: ModelShape, rope: Rope) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attn = Attention(
+            dim=shape.dim,
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            rope=rope,
+            bias=shape.qkv_bias,
+            qk_norm=shape.qk_norm,
+            norm_eps=shape.norm_eps,
+            window=shape.window,
+        )
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.ffn = FeedForward(shape.dim, shape.ffn)
+
+    def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
+        shared_rope_table(self.attn.rope, seq, dtype)
+
+    def forward(self, h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
+        h_BTC = h_BTC + self.attn(self.attn_norm(h_BTC), seq=seq)
+        return h_BTC + self.ffn(self.ffn_norm(h_BTC))
+
+
+class Last(nn.Module):
+    """``last(h_BTC, seq, labels_BT) -> loss``: final norm, head, and the summed cross-entropy."""
+
+    def __init__(self, vocab: int, dim: int, norm_eps: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.head = Head(vocab, dim)
+
+    def logits(self, h_BTC: Tensor) -> Tensor:
+        """Compute the logits (B, T, vocabulary) on one process."""
+        return self.head.logits(self.norm(h_BTC))
+
+    def forward(self, h_BTC: Tensor, seq: SequenceInfo, labels_BT: Tensor) -> Tensor:
+        return self.head(self.norm(h_BTC), labels_BT)
+
+
+class Llama(Decoder):
+    """A Llama of one ``ModelShape``, with uninitialised parameters.
+
+    Args:
+        shape: the sizes of the whole model.
+        dtype: of all parameters.
+        device: where the parameters are allocated; "meta" allocates nothing.
+    """
+
+    def __init__(
+        self, shape: ModelShape, *, dtype: torch.dtype = torch.float32, device: str = "meta"
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        rope = rope_of(shape)
+        with torch.device(device):
+            self.first = First(shape.vocab, shape.dim)
+            self.blocks = nn.ModuleDict({str(i): Block(shape, rope) for i in range(shape.n_layers)})
+            self.last = Last(shape.vocab, shape.dim, shape.norm_eps)
+        if shape.tied:
+            self.last.head.weight = self.first.embed.weight
+        self.to(dtype)

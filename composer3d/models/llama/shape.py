@@ -1,0 +1,94 @@
+"""The shape of a Llama as plain numbers, and one row for each preset. No torch here."""
+
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from composer3d.spec.ranges import (
+    HEAD_DIM,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_TOKENS,
+    MOST_VOCAB,
+    MOST_WIDTH,
+    above,
+    between,
+    key,
+)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a Llama-style decoder. All counts are of the whole model, before anything is sharded."""
+
+    dim: int = key(MISSING, "width of the residual stream", between(1, MOST_WIDTH))
+    n_layers: int = key(MISSING, "number of blocks", between(1, MOST_LAYERS))
+    n_heads: int = key(MISSING, "query heads", between(1, MOST_HEADS))
+    n_kv_heads: int = key(
+        MISSING,
+        "key-value heads; fewer than n_heads is grouped-query attention",
+        between(1, MOST_HEADS),
+    )
+    ffn: int = key(MISSING, "width of the gated feed-forward", between(1, 4 * MOST_WIDTH))
+    vocab: int = key(MISSING, "size of the vocabulary", between(1, MOST_VOCAB))
+    rope_theta: float = key(500_000.0, "base of the rotary embedding", between(1, 10**12))
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm", between(1e-20, 1))
+    head_dim: int | None = key(None, "width of a head; absent: dim / n_heads", HEAD_DIM)
+    tied: bool = key(False, "embedding and head are one parameter, first.embed.weight")
+    qk_norm: bool = key(
+        False, "RMSNorm of each head's query and key, before rotation, as in Qwen 3"
+    )
+    qkv_bias: bool = key(False, "biases of the query, key and value projections, as in Qwen 2")
+    window: int = key(
+        0,
+        "sliding window: a token sees itself and window - 1 before it; 0: all",
+        between(0, MOST_TOKENS),
+    )
+    rope_factor: float = key(
+        1.0,
+        "stretch of long rotary wavelengths, as in Llama 3.1; 1 does nothing",
+        between(1, 1_000_000),
+    )
+    rope_low_freq: float = key(
+        1.0, "wavelengths above rope_context / this are stretched in full", above(0, 1_000_000)
+    )
+    rope_high_freq: float = key(
+        4.0, "wavelengths below rope_context / this are not stretched", above(0, 1_000_000)
+    )
+    rope_context: int = key(
+        8192, "context length that the model had before the stretch", between(1, MOST_TOKENS)
+    )
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.n_heads
+
+
+_LLAMA_3_2: dict[str, Any] = {"rope_factor": 32.0, "tied": True}
+_QWEN_3: dict[str, Any] = {"head_dim": 128, "qk_norm": True, "norm_eps": 1e-6}
+
+# From the config.json that is published with each model. 405B, like all of 3.1, has Llama 3's sizes ("The Llama 3 Herd
+# of Models", table 3) and stretched positions. llama-175b is no published model but GPT-3's depth, width and heads
+# (Brown et al. 2020, table 2.1) in Llama's architecture, with the vocabulary of Narayanan et al. 2021: its gated ffn of
+# 8/3 dim holds as many parameters as GPT-3's of 4 dim.
+PRESETS: dict[str, ModelShape] = {
+    # dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta
+    "debug-tiny": ModelShape(64, 4, 4, 2, 160, 256, 1e4),
+    "debug-small": ModelShape(128, 4, 4, 2, 384, 256, 1e4),
+    "debug-bench": ModelShape(256, 8, 8, 4, 768, 2048, 1e4),
+    "llama3-8b": ModelShape(4096, 32, 32, 8, 14336, 128256),
+    "llama3-70b": ModelShape(8192, 80, 64, 8, 28672, 128256),
+    "llama3-405b": ModelShape(16384, 126, 128, 8, 53248, 128256, rope_factor=8.0),
+    "llama3.1-8b": ModelShape(4096, 32, 32, 8, 14336, 128256, rope_factor=8.0),
+    "llama3.1-70b": ModelShape(8192, 80, 64, 8, 28672, 128256, rope_factor=8.0),
+    "llama3.2-1b": ModelShape(2048, 16, 32, 8, 8192, 128256, head_dim=64, **_LLAMA_3_2),
+    "llama3.2-3b": ModelShape(3072, 28, 24, 8, 8192, 128256, head_dim=128, **_LLAMA_3_2),
+    "llama-175b": ModelShape(12288, 96, 96, 96, 32768, 51200),
+    "mistral-7b": ModelShape(4096, 32, 32, 8, 14336, 32000, 1e4, window=4096),
+    "mistral-7b-v0.3": ModelShape(4096, 32, 32, 8, 14336, 32768, 1e6),
+    "qwen3-0.6b": ModelShape(1024, 28, 16, 8, 3072, 151936, 1e6, tied=True, **_QWEN_3),
+    "qwen3-1.7b": ModelShape(2048, 28, 16, 8, 6144, 151936, 1e6, tied=True, **_QWEN_3),
+    "qwen3-4b": ModelShape(2560, 36, 32, 8, 9728, 151936, 1e6, tied=True, **_QWEN_3),
+    "qwen3-8b": ModelShape(4096, 36, 32, 8, 12288, 151936, 1e6, **_QWEN_3),
+    "qwen3-14b": ModelShape(5120, 40, 40, 8, 17408, 151936, 1e6, **_QWEN_3),
+    "qwen3-32b": ModelShape(5120, 64, 64, 8, 25600, 151936, 1e6, **_QWEN_3),
+}

@@ -1,0 +1,57 @@
+"""Activation checkpointing: a block keeps its input, and backward computes the rest again.
+
+Chen et al. 2016 (arXiv 1604.06174); selective: Korthikanti et al. 2022 (arXiv 2205.05198). Only the
+non-reentrant form works with FSDP's hooks and pipeline schedules.
+"""
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from composer3d.models.contract import ShardingPlan
+from composer3d.recipe.schema import MemoryTable
+
+
+def apply(blocks: Iterable[nn.Module], plan: ShardingPlan, memory: MemoryTable) -> None:
+    """Checkpoint each of ``blocks``, in place. Parameters keep their names.
+
+    "full" keeps only a block's input; "selective" also keeps the outputs of the operators in the plan's
+    ``save``. The collectives inside a block run once more in backward, unless ``save`` names them.
+    """
+    if memory.activation_checkpoint == "none":
+        return
+    context_fn: Callable[[], Any] = noop_context_fn
+    if memory.activation_checkpoint == "selective":
+        context_fn = partial(create_selective_checkpoint_contexts, save_policy(plan.save))
+    for block in blocks:
+        block.forward = partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,  # no block draws random numbers in forward
+            context_fn=context_fn,
+        )
+
+
+def save_policy(globs: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
+    """The policy that saves the outputs of operators that match ``globs`` and recomputes all others."""
+
+    @cache
+    def is_saved(operator: Any) -> bool:
+        return any(fnmatchcase(str(operator), glob) for glob in globs)
+
+    def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        if is_saved(operator):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy

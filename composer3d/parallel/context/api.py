@@ -1,0 +1,218 @@
+"""Context parallelism: attention of one sequence that lies over several ranks, in one of three ways.
+
+- ring: keys and values travel round a ring of ranks; the next ones are on their way while a block is
+  computed. Liu et al. 2023 (Ring Attention, arXiv 2310.01889).
+- allgather: every rank gathers all keys and values first. Llama 3 (arXiv 2407.21783, section 3.3.2).
+- ulysses: an all-to-all gives each rank the whole sequence for some of the heads; a second one gives it
+  back its part of the output. Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509).
+
+``ownership`` decides which tokens a rank holds, ``tiles`` which scores it computes.
+
+Shapes: T is the length of the whole sequence and n = T / cp that of a rank's part; queries (B, H, n, D),
+keys and values (B, K, n, D), rotated by their positions in the whole sequence, and not yet repeated for
+grouped queries.
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composer3d.models.contract import SequenceInfo, ShardingPlan
+from composer3d.models.layers.attention import Attend, sdpa
+from composer3d.parallel.context.ownership import join_parts, parts_of_all_ranks
+from composer3d.parallel.context.ring import attend_over_ring
+from composer3d.parallel.context.tiles import NO_WINDOW, NOT_CAUSAL
+from composer3d.recipe.schema import ParallelTable
+from composer3d.runtime.torch_private import group_by_name
+from composer3d.spec.errors import PlanError
+
+Method = Literal["ring", "allgather", "ulysses"]
+METHODS: tuple[str, ...] = get_args(Method)
+
+
+def apply(
+    stage: nn.Module,
+    plan: ShardingPlan,
+    group: dist.ProcessGroup | None,
+    parallel: ParallelTable,
+) -> None:
+    """Replace ``attend`` of every module in ``stage`` that attends, by attention over ``group``.
+
+    Without a group (one rank holds whole sequences), this is attention of packed documents and windows
+    that builds no mask of a whole sequence.
+
+    Raises:
+        PlanError: there is a group, and the plan names no module that attends.
+    """
+    if plan.attend is None and group is not None:
+        raise PlanError(
+            "the plan names no module that attends, which context parallelism needs; use mesh.cp = 1"
+        )
+    attend = attend_over(group, parallel.cp_method, balanced=parallel.cp_balance == "zigzag")
+    for name, module in stage.named_modules():
+        if plan.attends(name):
+            module.attend = attend
+
+
+def attend_over(
+    group: dist.ProcessGroup | None, method: Method = "ring", *, balanced: bool = True
+) -> Attend:
+    """Make the function for the seam ``attend``; None: of one rank that holds whole sequences."""
+
+    def attend(
+        q_BHnD: Tensor, k_BKnD: Tensor, v_BKnD: Tensor, *, seq: SequenceInfo, window: int
+    ) -> Tensor:
+        return ring_attention(
+            q_BHnD,
+            k_BKnD,
+            v_BKnD,
+            group=group,
+            document_ids=seq.documents_BT,
+            window=window,
+            method=method,
+            balanced=balanced,
+        )
+
+    return attend
+
+
+def ring_attention(
+    q_BHnD: Tensor,
+    k_BKnD: Tensor,
+    v_BKnD: Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    causal: bool = True,
+    document_ids: Tensor | None = None,
+    window: int = 0,
+    method: Method = "ring",
+    balanced: bool = True,
+) -> Tensor:
+    """Compute attention over a sequence that is cut over ``group``; returns this rank's (B, H, n, D).
+
+    Args:
+        q_BHnD, k_BKnD, v_BKnD: this rank's parts, as ``shard_sequence(whole, 2, group)`` cuts them, of
+            one dtype. H is a multiple of K; query head h reads key-value head h // (H / K).
+        group: None: this rank holds whole sequences.
+        causal: a query sees the keys up to its own position; otherwise all keys.
+        document_ids: integers (B, T) of the whole sequence, the same on all ranks, best on the CPU. A
+            document is a run of equal numbers, and a query sees only the keys of its own document.
+        window: a causal query sees the last ``window`` keys up to its own; 0: all of them.
+        method: "ring", "allgather" or "ulysses"; all compute the same.
+        balanced: whether parts are in balanced (zigzag) order.
+
+    Collectives and bytes a rank sends, where Q is the size of its queries, KV of its keys and values and
+    dKV of their gradients in float32 (float64 for float64):
+        ring: forward (cp - 1) KV; backward (cp - 1) (KV + dKV); to the next rank, while it computes.
+        allgather: forward (cp - 1) KV; backward (cp - 1) (KV + dKV).
+        ulysses: (cp - 1) / cp (2 Q + KV) in each direction.
+
+    Ring and allgather are the operator ``composer3d::ring_attention``, which selective activation
+    checkpointing can save. Backward keeps q, k, v, the output and its logsumexp (B, H, n).
+
+    Raises:
+        ValueError: shapes do not fit together, or heads or tokens do not divide.
+    """
+    size = 1 if group is None else group.size()
+    _check(q_BHnD, k_BKnD, v_BKnD, document_ids, size, method, balanced)
+    if window < 0 or (window and not causal):
+        raise ValueError(
+            f"window = {window} with causal = {causal}: it must be 0, or with causal = True the "
+            "number of keys that a query sees"
+        )
+    q, k, v = q_BHnD, k_BKnD, v_BKnD
+    if q.stride(-1) != 1:
+        q = q.contiguous()  # kernels read whole rows
+    if not causal:
+        window = NOT_CAUSAL
+    elif window >= q.shape[2] * size:
+        window = NO_WINDOW
+
+    if size == 1 and document_ids is None and window <= 0:
+        return sdpa(q, k, v, is_causal=causal)
+    if group is not None and size > 1 and method == "ulysses":
+        return _ulysses(q, k, v, group, causal, document_ids, max(window, 0), balanced)
+    group_name = group.group_name if group is not None and size > 1 else ""
+    return attend_over_ring(q, k, v, document_ids, window, method, balanced, group_name)[0]
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    size: int,
+    method: str,
+    balanced: bool,
+) -> None:
+    """Raise ValueError where a kernel would read outside of a tensor, or leave a part of it out."""
+    (rows, heads, tokens, _), kv_heads = q.shape, k.shape[1]
+    if k.shape != v.shape or k.shape != (rows, kv_heads, *q.shape[2:]) or heads % kv_heads:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(
+            f"q, k and v are {shapes}; they must be (B, H, n, D), (B, K, n, D) and (B, K, n, D), and H "
+            "a multiple of K"
+        )
+    if method not in METHODS:
+        raise ValueError(f'method = "{method}" must be "ring", "allgather" or "ulysses"')
+    if balanced and size > 1 and tokens % 2:
+        raise ValueError(
+            f"each rank holds {tokens} tokens; balanced order needs an even number: cut the sequence "
+            "with shard_sequence, or use balanced=False"
+        )
+    if documents is not None and documents.shape != (rows, tokens * size):
+        raise ValueError(
+            f"document_ids are {tuple(documents.shape)}; they must be {(rows, tokens * size)}"
+        )
+    if method == "ulysses" and (heads % size or kv_heads % size):
+        raise ValueError(
+            f"ulysses cuts heads over {size} ranks, which must divide the {heads} query heads and the "
+            f"{kv_heads} key-value heads"
+        )
+
+
+def _ulysses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    causal: bool,
+    documents: Tensor | None,
+    window: int,
+    balanced: bool,
+) -> Tensor:
+    """Exchange tokens for heads, attend to whole sequences with a share of the heads, exchange back."""
+    size = group.size()
+    by_rank = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
+    received = _exchange(torch.cat(by_rank, 2), group.group_name)
+    whole = join_parts(received, 2, balanced)
+    q, k, v = whole.split([x.shape[1] // size for x in (q, k, v)], 1)
+    out = ring_attention(q, k, v, group=None, causal=causal, document_ids=documents, window=window)
+    parts = parts_of_all_ranks(out, 2, size, balanced)
+    return _exchange(parts, group.group_name).movedim(0, 1).flatten(1, 2)
+
+
+@torch.library.custom_op("composer3d::all_to_all", mutates_args=())
+def _exchange(x: Tensor, group_name: str) -> Tensor:
+    """All-to-all of (size, ...): part r of this rank goes to rank r, as its part ``this rank``."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=group_by_name(group_name))
+    return out
+
+
+@_exchange.register_fake
+def _(x: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group_name = inputs[1]
+
+
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _exchange(grad, ctx.group_name), None
+
+
+_exchange.register_autograd(_exchange_back, setup_context=_save_group)

@@ -1,0 +1,146 @@
+"""Attention of one block of queries with one block of keys, forward and backward.
+
+Next to the output, the forward returns the logsumexp of each row of scores. With it, outputs of several
+blocks of keys can be merged, and the backward of a block needs nothing of the other blocks but the
+output and logsumexp of the whole row (Dao et al. 2022, FlashAttention, arXiv 2205.14135).
+
+Shapes: queries, ``out`` and their gradients (B, H, T, D); keys and values (B, K, S, D); ``lse``
+(B, H, T); ``mask`` (B, 1, T, S), true where a query sees a key. H is a multiple of K, and query head h
+reads key-value head h // (H / K). A causal block is square; a mask, where given, includes what is
+causal. ``lse`` is in ``wide(dtype)``, the rest in the dtype of the queries. No collectives.
+"""
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from composer3d.models.layers.attention import bias_of
+
+_aten = torch.ops.aten
+
+
+class Kernel(Enum):
+    """What computes a block. The value is its name for people."""
+
+    CPU_FLASH = "CPU flash"
+    CUDA_FLASH = "CUDA flash"
+    REFERENCE = "plain scores"  # builds all scores of a block
+
+
+def kernel_of(q: Tensor) -> Kernel:
+    """The kernel for blocks of such queries without a mask."""
+    if not q.is_cuda:
+        return Kernel.CPU_FLASH
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    is_recent = is_half and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if is_recent and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return Kernel.CUDA_FLASH
+    return Kernel.REFERENCE
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which blocks are summed: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute ``(out, lse)`` of this block alone. A query without keys gives 0 and minus infinity.
+
+    The last dimension of all inputs is contiguous.
+    """
+    kernel = kernel_of(q)
+    if kernel is Kernel.CPU_FLASH:
+        bias = None if mask is None else bias_of(mask, q.dtype)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal and mask is None, attn_mask=bias
+        )
+        if mask is not None:
+            # The kernel gives 0 for a query without keys, which would merge as a key of score 0.
+            lse = lse.masked_fill(~mask.any(-1), -torch.inf)
+        return out, lse
+    if kernel is Kernel.CUDA_FLASH and mask is None:
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    return attend_reference(q, k, v, causal=causal, mask=mask)
+
+
+def attend_block_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute this block's contribution to the gradients of q, k and v.
+
+    Args:
+        grad: the gradient of ``out``.
+        out, lse: of the whole rows, merged over all blocks.
+    """
+    kernel = kernel_of(q)
+    if kernel is Kernel.CPU_FLASH:
+        bias = None if mask is None else bias_of(mask, q.dtype)
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal and mask is None, attn_mask=bias
+        )
+    if kernel is Kernel.CUDA_FLASH and mask is None:
+        lse = lse.contiguous()
+        # Rows are not packed, so there are no cumulative lengths. Without dropout the state of the
+        # random generator is not read: any tensor stands in for it.
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, lse, lse
+        )
+    return attend_reference_backward(grad, q, k, v, out, lse, causal=causal, mask=mask)
+
+
+def attend_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``attend_block`` with all scores in memory: where flash does not go, and to test the others."""
+    scores = _scores(q, k, causal, mask)
+    lse = scores.logsumexp(-1, keepdim=True)
+    finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf minus -inf would be NaN
+    out = (scores - finite_lse).exp() @ _by_kv_head(v, v)
+    return out.flatten(1, 2).to(q.dtype), lse.squeeze(-1).flatten(1, 2)
+
+
+def attend_reference_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``attend_block_backward`` with all scores in memory."""
+    grads, outs, queries = (_by_kv_head(x, k) for x in (grad, out, q))
+    keys, values = _by_kv_head(k, k), _by_kv_head(v, v)
+    row_lse = lse.unflatten(1, (k.shape[1], -1))[..., None]
+    weights = (_scores(q, k, causal, mask) - row_lse).exp()
+    row_dot = (grads * outs).sum(-1, keepdim=True)
+    dscores = weights * (grads @ values.mT - row_dot) * q.shape[-1] ** -0.5
+    dq = (dscores @ keys).flatten(1, 2)
+    dk = (dscores.mT @ queries).sum(2)
+    dv = (weights.mT @ grads).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _by_kv_head(x: Tensor, kv: Tensor) -> Tensor:
+    """Group the heads of ``x`` by the key-value head they read: (B, K, H / K, T, D), in ``wide``."""
+    return x.to(wide(x.dtype)).unflatten(1, (kv.shape[1], -1))
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    scores = _by_kv_head(q, k) @ _by_kv_head(k, k).mT * q.shape[-1] ** -0.5
+    if mask is None and causal:
+        mask = torch.ones(1, 1, *scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if mask is None else scores.masked_fill(~mask[:, :, None], -torch.inf)

@@ -1,0 +1,197 @@
+"""The rectangles of attention scores that a rank computes.
+
+A rank's queries attend to some keys that it has at hand: its own, or those of another rank. ``tiles``
+cuts the visible scores into rectangles, and into squares with a causal diagonal, which kernels compute
+without a mask. Only at the far edge of a sliding window a mask is needed, of ``BAND`` x ``BAND``
+booleans at most.
+
+Rectangles are enough with packed documents too: a document is a run of consecutive tokens, so a chunk
+of queries and an earlier chunk of keys have at most one document in common.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from composer3d.parallel.context.ownership import OwnedRange
+
+BAND = 256  # queries that share their keys at the edge of a window
+NO_WINDOW = 0  # a query sees all keys of its document up to its own
+NOT_CAUSAL = -1  # a query sees all keys of its document
+
+Positions = tuple[int, int]  # from the first position to the one after the last
+Starts = (
+    tuple[tuple[int, ...], ...] | None
+)  # of each row's documents but the first; None: one document
+
+
+class Tile(NamedTuple):
+    """One call of a kernel: some queries and some keys, by their places in the ranks' shards.
+
+    ``rows`` are samples of the micro-batch. A causal tile is a square on the diagonal. ``mask`` is
+    (1, 1, queries, keys), true where a query sees a key; None: every query sees every key, or, in a
+    causal tile, those up to its own.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    causal: bool
+    mask: Tensor | None = None
+
+
+class _Run(NamedTuple):
+    """Consecutive tokens of one document on one rank. ``shift`` is position minus place."""
+
+    shift: int
+    positions: Positions
+    document: int
+
+
+class _Rectangle(NamedTuple):
+    """Positions of queries and keys that see each other.
+
+    ``kind``: "diagonal" is a causal square; in "full" every query sees every key; in "edge" the sliding
+    window ends inside.
+    """
+
+    queries: Positions
+    keys: Positions
+    kind: Literal["diagonal", "full", "edge"]
+
+
+def starts_of(documents_BT: Tensor | None) -> Starts:
+    """The places in each row where its second and later documents start: where the number changes."""
+    if documents_BT is None:
+        return None
+    starts = []
+    for row in documents_BT.cpu():
+        changes = row.diff().nonzero().flatten() + 1
+        starts.append(tuple(changes.tolist()))
+    return tuple(starts)
+
+
+@lru_cache(
+    maxsize=256
+)  # documents differ in each micro-batch, and an entry may hold hundreds of tiles
+def tiles(
+    queries: tuple[OwnedRange, ...],
+    keys: tuple[OwnedRange, ...],
+    starts: Starts,
+    window: int,
+    device: torch.device,
+    banded: bool = False,
+) -> tuple[Tile, ...]:
+    """Cut the scores that ``queries`` have with ``keys`` into tiles, those on the diagonal first.
+
+    Args:
+        queries, keys: the tokens of the two ranks.
+        starts: from ``starts_of``.
+        window: a query sees the last ``window`` keys up to its own; or ``NO_WINDOW``, ``NOT_CAUSAL``.
+        device: of the masks.
+        banded: limit a tile to ``BAND`` queries, for a kernel that builds all scores of a tile.
+    """
+    found: list[Tile] = []
+    for row, cuts in enumerate(((),) if starts is None else starts):
+        rows = slice(None) if starts is None else slice(row, row + 1)
+        key_runs: dict[int, list[_Run]] = {}
+        for key_run in reversed(list(_runs(keys, cuts))):
+            key_runs.setdefault(key_run.document, []).append(key_run)
+        for query_run in _runs(queries, cuts):
+            for key_run in key_runs.get(query_run.document, ()):
+                for rectangle in _visible(query_run.positions, key_run.positions, window, banded):
+                    found.append(
+                        _tile(rows, rectangle, query_run.shift, key_run.shift, window, device)
+                    )
+
+    may_join = starts is None and window <= 0 and not banded and len(found) > 1
+    if may_join and (queries == keys or not any(tile.causal for tile in found)):
+        # The chunks lie side by side in the shards, so one call of the kernel covers all of them.
+        # Places ascend with positions, so the diagonal of the joined tile is causal as well.
+        return (
+            Tile(
+                rows=slice(None),
+                queries=_hull([tile.queries for tile in found]),
+                keys=_hull([tile.keys for tile in found]),
+                causal=queries == keys and window == NO_WINDOW,
+            ),
+        )
+    return tuple(found)
+
+
+def _tile(
+    rows: slice,
+    rectangle: _Rectangle,
+    query_shift: int,
+    key_shift: int,
+    window: int,
+    device: torch.device,
+) -> Tile:
+    (q0, q1), (k0, k1) = rectangle.queries, rectangle.keys
+    mask = None
+    if rectangle.kind == "edge":
+        mask = _window_mask(q0 - k0, q1 - q0, k1 - k0, window, device)
+    return Tile(
+        rows=rows,
+        queries=slice(q0 - query_shift, q1 - query_shift),
+        keys=slice(k0 - key_shift, k1 - key_shift),
+        causal=rectangle.kind == "diagonal",
+        mask=mask,
+    )
+
+
+def _hull(slices: list[slice]) -> slice:
+    return slice(min(part.start for part in slices), max(part.stop for part in slices))
+
+
+@lru_cache
+def _window_mask(
+    distance: int, queries: int, keys: int, window: int, device: torch.device
+) -> Tensor:
+    """The mask of a tile at a window's edge; ``distance`` is from its first key to its first query."""
+    mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+    return mask.triu(distance - window + 1)
+
+
+def _runs(owned: tuple[OwnedRange, ...], cuts: tuple[int, ...]) -> Iterator[_Run]:
+    """Cut a rank's tokens where documents start."""
+    for place, first, count in owned:
+        end = first + count
+        inner = cuts[bisect_right(cuts, first) : bisect_right(cuts, end - 1)]
+        for run_begin, run_end in pairwise((first, *inner, end)):
+            document = bisect_right(cuts, run_begin)
+            yield _Run(shift=first - place, positions=(run_begin, run_end), document=document)
+
+
+def _visible(q: Positions, k: Positions, window: int, banded: bool) -> Iterator[_Rectangle]:
+    """The rectangles in which queries ``q`` see keys ``k``, both runs of one document.
+
+    The keys include those of all queries, or of none of them.
+    """
+    (q0, q1), (k0, k1) = q, k
+    has_edge = 0 < window < q1 - k0
+    if has_edge:
+        step = min(window, BAND)
+    else:
+        step = BAND if banded else q1 - q0
+
+    for begin in range(q0, q1, step):
+        end = min(begin + step, q1)
+        if window == NOT_CAUSAL:
+            yield _Rectangle((begin, end), k, "full")
+            continue
+        if k0 <= begin < k1:
+            yield _Rectangle((begin, end), (begin, end), "diagonal")
+        keys_before = min(begin, k1)
+        first_seen_by_all = max(k0, end - window) if has_edge else k0
+        if first_seen_by_all < keys_before:
+            yield _Rectangle((begin, end), (first_seen_by_all, keys_before), "full")
+        first_seen = max(k0, begin - window + 1)
+        if has_edge and first_seen < min(first_seen_by_all, keys_before):
+            edge = (first_seen, min(first_seen_by_all, keys_before))
+            yield _Rectangle((begin, end), edge, "edge")

@@ -1,0 +1,1 @@
+"""Data parallelism: parameters are sharded and replicated by FSDP2."""

@@ -1,0 +1,148 @@
+"""Sharded data parallelism: FSDP2 and HSDP, set up so that gradients are summed and never averaged.
+
+Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), Zhao et al. 2023 (FSDP, arXiv 2304.11277). The loss is
+already divided by the number of valid tokens of the whole step; FSDP's own division by the number of
+ranks would divide it a second time.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from composer3d.parallel.pipeline.ties import find_ties
+from composer3d.recipe.schema import MemoryTable, ParallelTable, PrecisionTable
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.torch_private import accumulate_unsharded_grads
+
+
+def mesh_of(
+    mesh: Mesh, parallel: ParallelTable, precision: PrecisionTable, memory: MemoryTable
+) -> DeviceMesh | None:
+    """The mesh that FSDP shards over (last dim) and replicates over (first of two dims).
+
+    A single rank needs FSDP for mixed precision and for offload, where it holds the master parameters
+    and casts or copies them as it gathers. None: FSDP has nothing to do.
+    """
+    if parallel.zero == 0 and mesh.fsdp is not None:
+        return mesh.replicas()
+    if mesh.fsdp is None and (precision.compute is not None or memory.cpu_offload):
+        return mesh.device_mesh["fsdp"]
+    return mesh.fsdp
+
+
+def apply(
+    stage: nn.Module,
+    mesh: DeviceMesh,
+    parallel: ParallelTable,
+    precision: PrecisionTable,
+    memory: MemoryTable,
+) -> None:
+    """Shard ``stage`` over the last dim of ``mesh`` and replicate it over the first of two, in place.
+
+    Units are ``first``, every block, and ``last``. If ``first`` and ``last`` share a parameter, the
+    stage itself is the unit of both.
+
+    Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before their tp
+    placement; ``Shard(1)`` where tp cuts the rows unevenly. They are gathered in ``precision.compute``.
+    Gradients are reduced in ``precision.params``.
+
+    Collectives of a unit and step: an all-gather of its parameters, once; with ``zero = 3``, in forward
+    and in backward of each micro-batch. A reduce-scatter of its gradients, once; with ``zero`` 2 and 3,
+    in each micro-batch. Then an all-reduce over the replicating dim. Under pp, torch keeps gathered
+    parameters and whole gradients until the last micro-batch at every level.
+
+    With ``memory.cpu_offload``, shards stay in the host's memory (pinned for a GPU). They are copied to
+    the device before each all-gather, and gradients from it after each reduce-scatter.
+    """
+    compute_dtype = reduce_dtype = None
+    if precision.compute is not None:
+        compute_dtype = getattr(torch, precision.compute)
+        reduce_dtype = getattr(torch, precision.params)
+    mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    offload_policy = OffloadPolicy()
+    if memory.cpu_offload:
+        offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+
+    children = dict(stage.named_children())
+    first, last = children.get("first"), children.get("last")
+    if find_ties(stage):
+        first = last = None
+    modules = [first, *children["blocks"].children(), last]
+    in_order = [module for module in modules if module is not None]
+    for module in (*in_order, stage):
+        # Backward starts with `last`: parameters dropped after its forward would be gathered at once.
+        reshard = parallel.zero == 3 and module is not last and module is not stage
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            shard_placement_fn=_shard_columns_if_rows_are_uneven,
+        )
+
+    # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is the
+    # `last` of the previous micro-batch: a useless all-gather. So every unit names what it prefetches;
+    # the first one names itself, which is gathered already.
+    for previous, module in zip((in_order[0], *in_order), in_order, strict=False):
+        cast(FSDPModule, module).set_modules_to_backward_prefetch([cast(FSDPModule, previous)])
+    for unit in units(stage):
+        unit.set_gradient_divide_factor(1.0)
+        # FSDP would multiply by 1 in the collective (PREMUL_SUM), which gloo cannot do.
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:
+    """Shard the columns of a matrix whose rows tp cuts unevenly, such as a vocabulary.
+
+    Two cuts of one dim make a ``_StridedShard``. With uneven rows it gives wrong offsets: of 259 rows over
+    tp 2 and fsdp 3, the last rank holds rows 216 to 258, and torch 2.13 says 217 to 258.
+    """
+    whole: Tensor = parameter
+    if not isinstance(whole, DTensor) or not whole.placements[0].is_shard(0):
+        return None
+    return Shard(1) if whole.shape[0] % whole.device_mesh.size() else None
+
+
+def units(stage: nn.Module) -> list[FSDPModule]:
+    """The modules of ``stage`` that FSDP gathers, each as a whole."""
+    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+
+
+def begin_micro_batch(stage: nn.Module, parallel: ParallelTable, *, last: bool) -> None:
+    """Tell FSDP whether the next backward is the last of the step; under pp, torch's runtime does.
+
+    With ``zero`` 0 and 1, whole gradients and parameters are kept until then; with 2, parameters are.
+    """
+    if isinstance(stage, FSDPModule):
+        stage.set_requires_gradient_sync(last or parallel.zero >= 2)
+        stage.set_reshard_after_backward(last or parallel.zero == 3)
+        stage.set_is_last_backward(last)
+
+
+def flush_deferred_grads(stage: nn.Module) -> None:
+    """Move gradients computed outside of a backward to where FSDP sums micro-batches.
+
+    In mixed precision that sum is in ``precision.params``. Otherwise nothing moves.
+    """
+    for unit in units(stage):
+        accumulate_unsharded_grads(unit)
+
+
+def reshard(stage: nn.Module) -> None:
+    """Drop gathered parameters after an evaluation, which has no backward that would drop them.
+
+    The optimizer changes the shards, and a later forward would use the old gathered values.
+    """
+    for unit in units(stage):
+        unit.reshard()

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the layers are cut over the ranks of ``mesh.pp``. Begin with ``runtime``."""

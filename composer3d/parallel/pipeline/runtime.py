@@ -1,0 +1,203 @@
+"""Pipeline parallelism on ``torch.distributed.pipelining``.
+
+Shapes are static. Labels and positions are passed to each stage by keyword, from its own loader, and no
+logits are sent. ``spec.schedules`` says where each schedule comes from.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from composer3d.recipe.schema import ParallelTable
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.process_group import check_same
+from composer3d.runtime.torch_private import ScheduleOfActions, plan_actions
+from composer3d.spec import schedules
+from composer3d.spec.errors import PlanError
+
+
+class Placement(NamedTuple):
+    """Where the stages are.
+
+    Attributes:
+        stages: the stage numbers of each pipeline rank, in order.
+        csv_rows: the actions of each pipeline rank, if the schedule is a CSV file.
+    """
+
+    stages: list[list[int]]
+    csv_rows: list[list[str]]
+
+
+def place_stages(pp: int, parallel: ParallelTable, micro_batches: int) -> Placement:
+    """Decide which pipeline rank holds which stages.
+
+    Collective for a CSV schedule: all ranks must have read the same file.
+
+    Raises:
+        PlanError: the schedule cannot run this number of micro-batches, or its file does not fit.
+        MeshError: ranks have read different files.
+    """
+    name, per_rank = parallel.schedule, parallel.stages_per_rank
+    if pp == 1:
+        return Placement([[0]], [])
+    if name == "csv":
+        path = parallel.schedule_csv or ""
+        rows = schedules.read_csv(path)
+        check_same("the schedule in parallel.schedule_csv", rows)
+        stages = schedules.check_csv(rows, path, pp=pp, each=per_rank, micro_batches=micro_batches)
+        return Placement(stages, rows)
+    need = schedules.micro_batches_wrong(name, micro_batches, pp, f"{pp} ranks")
+    if need is not None:
+        raise PlanError(f"{name} has {micro_batches} micro-batches, but needs {need}")
+    v = schedules.SCHEDULES[name].v
+    stages = [schedules.stages_of(rank, pp, per_rank, v=v) for rank in range(pp)]
+    return Placement(stages, [])
+
+
+class Pipeline:
+    """Runs this rank's stages: a training step on torch's runtime, an evaluation in ticks.
+
+    Args:
+        modules: the stages of this rank, first to last. Each is called with tokens (stage 0) or the
+            residual stream, and keywords.
+        dw_builders: for each stage, what returns its deferred weight gradients
+            (``zero_bubble.defer_weight_grads``), or None.
+        placement: from ``place_stages``.
+        stage_activation: a meta tensor with the shape and dtype of what is passed between stages: one
+            micro-batch, this rank's shard.
+
+    Gradients are not scaled: the loss is divided once, by the number of valid tokens. In a step, a rank
+    sends micro_batches x ``stage_activation`` in each direction across every boundary of its stages.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        dw_builders: Sequence[Callable[[], Callable[[], None]] | None],
+        mesh: Mesh,
+        parallel: ParallelTable,
+        placement: Placement,
+        micro_batches: int,
+        stage_activation: Tensor,
+    ) -> None:
+        self._mesh = mesh
+        self._placement = placement
+        self._stage_activation = stage_activation
+        own_stages = placement.stages[mesh.coords["pp"]]
+        self._modules = dict(zip(own_stages, modules, strict=True))
+        self._valid_tokens = 1.0
+        self._schedule = self._make_schedule(dw_builders, parallel, micro_batches)
+
+    def _make_schedule(
+        self,
+        dw_builders: Sequence[Callable[[], Callable[[], None]] | None],
+        parallel: ParallelTable,
+        micro_batches: int,
+    ) -> Any:
+        mesh, placement = self._mesh, self._placement
+        n_stages = sum(len(held) for held in placement.stages)
+        shape, dtype = self._stage_activation.shape, self._stage_activation.dtype
+        # Examples of what each stage takes and returns. They must require grad where a gradient flows.
+        activation = torch.empty(shape, dtype=dtype, device=mesh.device, requires_grad=True)
+        loss = torch.zeros((), device=mesh.device, requires_grad=True)
+        # Tokens come from the loader, not from a stage: the shape of their example is never read.
+        tokens = torch.empty(shape, dtype=torch.int64, device=mesh.device)
+
+        stages: list[Any] = []
+        for (index, module), dw_builder in zip(self._modules.items(), dw_builders, strict=True):
+            stages.append(
+                PipelineStage(
+                    module,
+                    index,
+                    n_stages,
+                    mesh.device,
+                    input_args=(tokens if index == 0 else activation,),
+                    output_args=(loss if index == n_stages - 1 else activation,),
+                    group=mesh.pp_group,
+                    dw_builder=dw_builder,
+                )
+            )
+
+        schedule_class: Any = ScheduleOfActions
+        if not placement.csv_rows:
+            schedule_class = get_schedule_class(parallel.schedule)
+        takes_one_stage = issubclass(schedule_class, PipelineScheduleSingle)
+        schedule = schedule_class(
+            stages[0] if takes_one_stage else stages,
+            micro_batches,
+            lambda loss, _: loss / self._valid_tokens,
+            scale_grads=False,
+        )
+        if placement.csv_rows:
+            plan_actions(schedule, placement.csv_rows)
+        return schedule
+
+    def step(self, tokens_BT: Tensor, keywords: dict[str, Tensor], valid_tokens: float) -> Tensor:
+        """Run forward and backward of all micro-batches of a step.
+
+        Args:
+            tokens_BT, keywords: of all micro-batches; ``labels_BT`` is a keyword on the last stage.
+            valid_tokens: what the loss is divided by.
+
+        Returns:
+            The sum of the losses on the rank of the last stage, 0 on the others; float64.
+        """
+        self._valid_tokens = valid_tokens
+        losses: list[Tensor] = []
+        arguments: dict[str, Any] = dict(keywords)
+        if "labels_BT" in keywords:
+            # The last stage computes the loss itself, but the runtime calls loss_fn only with a target.
+            arguments["target"] = keywords["labels_BT"]
+            arguments["losses"] = losses
+        inputs = (tokens_BT,) if 0 in self._modules else ()
+        self._schedule.step(*inputs, **arguments, return_outputs=False)
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        return total + sum(loss.detach().to(torch.float64) for loss in losses)
+
+    def forward_only(self, micro_batches: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> Tensor:
+        """Run micro-batches without gradients.
+
+        In each tick a rank runs one of its stages, then sends the result and receives what the others
+        have computed for it, in one batch. With separate sends and receives, two NCCL ranks could wait
+        for each other.
+
+        Args:
+            micro_batches: the tokens (read by stage 0) and the keywords of each.
+
+        Returns:
+            The sum of the losses on the rank of the last stage, 0 on the others; float64.
+        """
+        rank, group, device = self._mesh.coords["pp"], self._mesh.pp_group, self._mesh.device
+        rank_of = {
+            stage: number for number, held in enumerate(self._placement.stages) for stage in held
+        }
+        inputs: dict[tuple[int, int], Tensor] = {}  # by stage and micro-batch
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for tick in schedules.forward_order(self._placement.stages, len(micro_batches)):
+            ops = []
+            for stage, number in filter(None, tick):
+                source, target = rank_of[stage], rank_of.get(stage + 1)
+                if source == rank:
+                    tokens_BT, keywords = micro_batches[number]
+                    stage_input = tokens_BT if stage == 0 else inputs.pop((stage, number))
+                    output = self._modules[stage](stage_input, **keywords)
+                    if target is None:
+                        total += output
+                    elif target == rank:
+                        inputs[stage + 1, number] = output
+                    else:
+                        message = output.contiguous()
+                        ops.append(dist.P2POp(dist.isend, message, group=group, group_peer=target))
+                elif target == rank:
+                    message = torch.empty_like(self._stage_activation, device=device)
+                    inputs[stage + 1, number] = message
+                    ops.append(dist.P2POp(dist.irecv, message, group=group, group_peer=source))
+            if ops:
+                for request in dist.batch_isend_irecv(ops):
+                    request.wait()
+        return total

@@ -1,0 +1,157 @@
+"""Tied parameters: one parameter with two names, and its copy where the pipeline separates the two uses.
+
+An embedding that is also the head (Press & Wolf 2017, arXiv 1608.05859) is owned by the first stage. The
+last stage holds a copy. The copy gets the owner's values before each step or evaluation, and sends its
+gradient to the owner afterwards. So there is one name, one optimizer state and one term in the gradient
+norm, all on the first stage.
+
+``ties`` is everywhere a mapping from the second name of a tied parameter to its first.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer3d.runtime.mesh import Mesh
+from composer3d.spec.errors import PlanError
+
+
+def find_ties(model: nn.Module) -> dict[str, str]:
+    """Find the tied parameters: from each further name to the one ``named_parameters`` gives."""
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        name: first_name[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first_name[id(parameter)] != name
+    }
+
+
+def check_ties(ties: Mapping[str, str], mesh: Mesh, *, sharded: bool) -> None:
+    """Check that FSDP and the pipeline can handle the ties.
+
+    Raises PlanError where parameters are tied in another way than between ``first`` and ``last``.
+    """
+    at_the_ends = all(
+        alias.startswith("last.") and owner.startswith("first.") for alias, owner in ties.items()
+    )
+    if (sharded or mesh.sizes.pp > 1) and not at_the_ends:
+        raise PlanError(
+            "FSDP and pipeline stages can tie parameters of `first` and `last` only; untie the others, "
+            "or use mesh.pp = 1 and mesh.dp_shard = 1"
+        )
+
+
+def tie(stage: nn.Module, ties: Mapping[str, str]) -> None:
+    """Make tied names one parameter again, where a step of ``compose`` has made two of it.
+
+    Names of which the stage holds only one are left alone.
+    """
+    held = dict(stage.named_parameters(remove_duplicate=False))
+    for alias, owner in ties.items():
+        if alias in held and owner in held:
+            _set_parameter(stage, alias, held[owner])
+
+
+def split_ties(stage: nn.Module, ties: Mapping[str, str]) -> dict[str, str]:
+    """Give ``stage`` a copy of each tied parameter that another stage owns.
+
+    Returns:
+        The names of the copies, each with the name of its owner.
+    """
+    held = dict(stage.named_parameters(remove_duplicate=False))
+    copies = {alias: owner for alias, owner in ties.items() if alias in held and owner not in held}
+    for alias in copies:
+        parameter = held[alias]
+        copy = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+        _set_parameter(stage, alias, copy)
+    return copies
+
+
+def _set_parameter(stage: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, attribute = name.rpartition(".")
+    stage.get_submodule(module).register_parameter(attribute, parameter)
+
+
+class Ties:
+    """The exchange between owners on the first stage and their copies on the last stage.
+
+    Args:
+        ties: the same on all ranks.
+        modules: this rank's stages.
+        stages: the stage numbers of each pipeline rank; one rank may hold both ends.
+
+    A rank's shard of a copy corresponds to the owner's shard on the first stage's rank with the same
+    other coordinates. Each method sends the bytes of the local shards once, over pp.
+    """
+
+    def __init__(
+        self,
+        ties: Mapping[str, str],
+        modules: Sequence[nn.Module],
+        mesh: Mesh,
+        stages: Sequence[Sequence[int]],
+    ) -> None:
+        self._mesh = mesh
+        last = max(max(held) for held in stages)
+        first_rank = next(rank for rank, held in enumerate(stages) if 0 in held)
+        last_rank = next(rank for rank, held in enumerate(stages) if last in held)
+        self._peer = last_rank if mesh.coords["pp"] == first_rank else first_rank
+
+        # (owner, copy) of each tie of which this rank holds at least one; None: the peer holds it.
+        self._pairs: list[tuple[nn.Parameter | None, nn.Parameter | None]] = []
+        if last > 0:
+            held_here = {
+                name: parameter
+                for module in modules
+                for name, parameter in module.named_parameters()
+            }
+            for alias, owner in ties.items():
+                pair = held_here.get(owner), held_here.get(alias)
+                if pair != (None, None):
+                    self._pairs.append(pair)
+
+    def refresh(self) -> None:
+        """Give the owners' values to the copies."""
+        for owner, copy in self._pairs:
+            values = self._transfer(owner, copy)
+            if copy is not None:
+                local_shard(copy).copy_(values)
+
+    def add_gradients(self) -> None:
+        """Add the copies' gradients to those of their owners, and drop them on the copies."""
+        for owner, copy in self._pairs:
+            values = self._transfer(None if copy is None else copy.grad, owner)
+            if owner is not None:
+                total = local_shard(owner.grad)
+                total.add_(values.to(total.device))  # with offload it is in the host's memory
+            if copy is not None:
+                copy.grad = None
+
+    def _transfer(self, source: Tensor | None, target: Tensor | None) -> Tensor:
+        """Return the local shard of ``source``, sent by the peer where this rank has only ``target``.
+
+        A rank that has only ``source`` sends it.
+        """
+        if source is not None and target is not None:
+            return local_shard(source)
+        shard = local_shard(target if source is None else source)
+        group, device = self._mesh.pp_group, self._mesh.device
+        if source is not None:
+            message = shard.to(device).contiguous()
+            transfer = dist.P2POp(dist.isend, message, group=group, group_peer=self._peer)
+        else:
+            message = torch.empty_like(shard, device=device, memory_format=torch.contiguous_format)
+            transfer = dist.P2POp(dist.irecv, message, group=group, group_peer=self._peer)
+        for request in dist.batch_isend_irecv([transfer]):
+            request.wait()
+        return message
+
+
+def local_shard(tensor: Tensor | None) -> Tensor:
+    """This rank's elements of a tensor, as live memory without a gradient."""
+    assert tensor is not None
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

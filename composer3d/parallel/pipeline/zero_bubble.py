@@ -1,0 +1,95 @@
+"""Deferred weight gradients: backward computes the gradients of inputs, and those of weights later.
+
+Qi et al. 2023 (zero bubble, arXiv 2401.10241). The previous stage waits for the gradients of inputs
+only. A schedule computes the gradients of weights where a rank would otherwise be idle.
+
+torch does this by splitting the backward of a whole stage, without FSDP's hooks, and loses gradients.
+Here a stage has an ordinary backward, in which the linear layers of its blocks skip the gradient of
+their weights and note the work for later. Norms, embedding and head have an ordinary backward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composer3d.parallel.data import fsdp
+
+Work = Callable[[], None]
+
+
+class DeferredLinear(nn.Linear):
+    """A linear layer whose backward appends the work for its weight and bias to ``deferred``."""
+
+    def __init__(self, linear: nn.Linear, deferred: list[Work]) -> None:
+        super().__init__(1, 1, device="meta")  # replaced by the parameters of ``linear``
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.deferred = deferred
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _DeferredLinear.apply(input, self.weight, self.bias, self.deferred)
+
+
+class _DeferredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: list[Work]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        # Kept by reference: under activation checkpointing ``saved_tensors`` returns a copy, and a
+        # gradient that is given to a copy is lost.
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        (grad,) = grads
+        weight, bias = ctx.weight, ctx.bias
+
+        def compute_weight_grads() -> None:
+            grad_rows = grad.flatten(0, -2)
+            # ``backward`` and not an assignment: between the parameter and the weight as it was used
+            # there may be the local part of a DTensor, or a slice.
+            if bias is None:
+                torch.autograd.backward([weight], [grad_rows.T @ x.flatten(0, -2)])
+            else:
+                weight_grad, bias_grad = grad_rows.T @ x.flatten(0, -2), grad_rows.sum(0)
+                torch.autograd.backward([weight, bias], [weight_grad, bias_grad])
+
+        ctx.deferred.append(compute_weight_grads)
+        ctx.weight = ctx.bias = None
+        return grad @ weight, None, None, None
+
+
+def defer_weight_grads(stage: nn.Module, blocks: nn.Module) -> Callable[[], Work]:
+    """Replace the linear layers of ``blocks`` by ``DeferredLinear``, before anything wraps a module.
+
+    Returns:
+        The ``dw_builder`` of the stage, for torch's pipeline runtime. It is called after the backward of
+        a micro-batch, and returns the work that this backward has deferred. Until that is done, the
+        inputs and output gradients of the linear layers stay in memory.
+    """
+    deferred: list[Work] = []
+    replacements: dict[nn.Module, DeferredLinear] = {}  # a module may have several names
+    for name, module in list(blocks.named_modules(remove_duplicate=False)):
+        if type(module) is nn.Linear:
+            if module not in replacements:
+                replacements[module] = DeferredLinear(module, deferred)
+            blocks.set_submodule(name, replacements[module])
+
+    def take_deferred_work() -> Work:
+        works = tuple(deferred)
+        deferred.clear()
+
+        def finish() -> None:
+            for work in works:
+                work()
+            fsdp.flush_deferred_grads(stage)
+
+        return finish
+
+    return take_deferred_work

@@ -1,0 +1,108 @@
+"""The collectives of tensor parallelism, each with its transpose as backward.
+
+n is the number of tp ranks. The sequence is dim 1 of (B, T, C).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from composer3d.parallel.tensor.vocab import own_rows
+
+SEQUENCE_DIM = 1
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+def gather_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the whole sequence from the ranks' consecutive shards.
+
+    Backward sums the ranks' gradients and keeps this rank's shard. A rank sends (n - 1) shards in
+    either direction.
+    """
+    return _WithTranspose.apply(x_BTC, group, _all_gather, _reduce_scatter)
+
+
+def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum ``x_BTC`` over the ranks and keep this rank's shard of the sequence.
+
+    Backward gathers the gradients: the transpose of ``gather_sequence``.
+    """
+    return _WithTranspose.apply(x_BTC, group, _reduce_scatter, _all_gather)
+
+
+def sum_gradients(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return ``x_BTC``, which all ranks hold; backward sums the gradients of the ranks."""
+    return _WithTranspose.apply(x_BTC, group, _identity, _all_reduce)
+
+
+def sum_outputs(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum ``x_BTC`` over the ranks. Backward returns the gradient, which all ranks hold."""
+    return _WithTranspose.apply(x_BTC, group, _all_reduce, _identity)
+
+
+def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
+    """Gather all ``columns`` from the ranks' chunks of them.
+
+    Backward keeps this rank's chunk: all ranks continue with the same values. A rank sends (n - 1)
+    chunks, the last one padded to the size of the others; nothing in backward.
+    """
+    _, own_columns = own_rows(columns, group)
+    chunk = -(-columns // group.size())
+    padded_NV = F.pad(x_NV, (0, chunk - own_columns))
+    return _WithTranspose.apply(padded_NV, group, _all_gather, _own_chunk)[:, :columns]
+
+
+def no_collective(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return ``x``."""
+    return x
+
+
+class _WithTranspose(torch.autograd.Function):
+    """A collective whose backward is another collective, its transpose."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        collective: Collective,
+        transpose: Collective,
+    ) -> Tensor:
+        ctx.group, ctx.transpose = group, transpose
+        return collective(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.transpose(grads[0], ctx.group), None, None, None
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty((group.size(), *x.shape))
+    dist.all_gather_single(out.flatten(0, 1), x.contiguous(), group=group)
+    return out.movedim(0, SEQUENCE_DIM).flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    by_rank = x.unflatten(SEQUENCE_DIM, (group.size(), -1)).movedim(SEQUENCE_DIM, 0).contiguous()
+    out = x.new_empty(by_rank.shape[1:])
+    dist.reduce_scatter_single(out, by_rank.flatten(0, 1), group=group)
+    return out
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def _identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A view, not ``x`` itself: autograd does not take an input as the output of a function.
+    return x.view_as(x)
+
+
+def _own_chunk(x_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x_NV.chunk(group.size(), 1)[group.rank()]

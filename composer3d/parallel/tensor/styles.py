@@ -1,0 +1,247 @@
+"""Tensor parallelism from the plan's table: columns and rows, with a sequence parallel residual stream.
+
+Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198).
+
+Collectives of a block and micro-batch over tp, forward: two all-gathers and two reduce-scatters of the
+residual stream, or two all-reduces without sequence parallelism. Backward has their transposes. The
+embedding has one reduce-scatter (or all-reduce), the head one all-gather (or none), and the loss those of
+``vocab.cross_entropy``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from composer3d.models.contract import ShardingPlan, Style
+from composer3d.models.layers.head import cross_entropy
+from composer3d.parallel.tensor import vocab
+from composer3d.parallel.tensor.collectives import (
+    Collective,
+    gather_columns,
+    gather_sequence,
+    no_collective,
+    scatter_sum,
+    sum_gradients,
+    sum_outputs,
+)
+from composer3d.recipe.schema import ParallelTable
+from composer3d.runtime.torch_private import own_parameters
+from composer3d.spec.errors import PlanError
+
+# forward(module, *inputs) on this rank's shards
+LocalForward = Callable[..., Tensor]
+
+
+def apply(
+    stage: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parallel: ParallelTable
+) -> Mapping[str, Callable[[], None]]:
+    """Cut the modules of ``stage`` over the 1-D tp ``mesh``, in place. No collective.
+
+    ``stage`` is on the meta device, or holds the same values on all ranks. Afterwards every parameter is
+    a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)`` for rows,
+    ``Replicate()`` for norms and for key-value heads that are fewer than ranks.
+
+    Returns:
+        By module name, a function that must run before a compiled block does: its graph reads this
+        rank's shards from where the function puts them.
+
+    Raises:
+        PlanError: the plan leaves a parameter uncut; a head lacks its seam; or neither of tp and the
+            number of key-value heads divides the other.
+    """
+    styles = {}
+    for name, _ in stage.named_modules():
+        style = plan.style_of(name)
+        if style is not None:
+            styles[name] = _style(style, plan, mesh, parallel)
+    parallelize_module(stage, mesh, dict(styles), src_data_rank=None)
+
+    uncut = [
+        name for name, parameter in stage.named_parameters() if not isinstance(parameter, DTensor)
+    ]
+    if uncut:
+        raise PlanError(
+            [f"the plan's tensor table leaves parameter {name!r} uncut" for name in uncut]
+        )
+    return {name: style.refresh for name, style in styles.items()}
+
+
+@dataclass
+class Local(ParallelStyle):
+    """Run a module's own forward on this rank's shards as plain tensors, between two collectives.
+
+    The parameters are DTensors, so that FSDP, the gradient norm, the optimizer and checkpoints know
+    their place in the whole tensor. The arithmetic does not pay for DTensor's dispatch.
+
+    Attributes:
+        placement: of every parameter over tp.
+        grad_placement: of their gradients where it differs: ``Partial()`` if the ranks saw different
+            tokens or heads.
+        pre_collective, post_collective: applied to the input and to the output.
+        select: takes what the module computes with from its local parameter.
+        make_forward: called once with the module before it is cut; returns the forward to run.
+    """
+
+    placement: Placement
+    grad_placement: Placement | None = None
+    pre_collective: Collective = no_collective
+    post_collective: Collective = no_collective
+    select: Callable[[Tensor], Tensor] | None = None
+    make_forward: Callable[[nn.Module, dist.ProcessGroup], LocalForward] | None = None
+    _module: nn.Module | None = field(default=None, init=False)
+    _prepared: dict[str, Tensor | None] | None = field(default=None, init=False)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+        forward_locally: LocalForward = type(module).forward
+        if self.make_forward is not None:
+            forward_locally = self.make_forward(module, group)
+        self._module = module
+
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            value = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=None)
+            cut = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, cut)
+
+        def forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+            with_shards = module
+            shards = self._local_shards() if self._prepared is None else self._prepared
+            if shards:
+                # A shallow copy of the module with the shards as its parameters, new in each call: FSDP
+                # replaces the DTensors between calls, and those must stay in the module itself.
+                with_shards = object.__new__(type(module))
+                with_shards.__dict__ = {**module.__dict__, "_parameters": shards}
+            out = forward_locally(
+                with_shards, self.pre_collective(x, group), *arguments, **keywords
+            )
+            return self.post_collective(out, group)
+
+        module.forward = forward
+        return module
+
+    def refresh(self) -> None:
+        """Read this rank's shards for a compiled block; afterwards ``forward`` does not read them.
+
+        A graph cannot do so itself: torch 2.13 loses the mesh of a DTensor in the graph's backward. It
+        runs before every forward, because FSDP replaces the parameters.
+        """
+        self._prepared = self._local_shards()
+
+    def _local_shards(self) -> dict[str, Tensor | None]:
+        """The module's own parameters as plain tensors of this rank."""
+        assert self._module is not None
+        grad_placements = [self.grad_placement or self.placement]
+        shards: dict[str, Tensor | None] = {}
+        for name, parameter in own_parameters(self._module).items():
+            if parameter is None:
+                shards[name] = None
+                continue
+            shard = cast(DTensor, parameter).to_local(grad_placements=grad_placements)
+            shards[name] = shard if self.select is None else self.select(shard)
+        return shards
+
+
+def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: ParallelTable) -> Local:
+    """The placements and collectives of a style. Between modules the residual stream is a plain tensor."""
+    sequence_parallel = parallel.sequence_parallel
+    gather, reduce = sum_gradients, sum_outputs
+    if sequence_parallel:
+        gather, reduce = gather_sequence, scatter_sum
+    match style:
+        case "embedding":
+            return Local(Shard(0), post_collective=reduce, make_forward=_embedding_forward)
+        case "norm":
+            return Local(Replicate(), grad_placement=Partial() if sequence_parallel else None)
+        case "head_norm":  # a rank sees some of the heads: its gradient is a part of the sum
+            return Local(Replicate(), grad_placement=Partial())
+        case "gather":  # one all-gather serves all projections that read this input
+            return Local(Replicate(), pre_collective=gather)
+        case "column":
+            return Local(Shard(0))
+        case "kv_column":
+            assert plan.kv_heads is not None  # ShardingPlan.check
+            return _kv_column(plan.kv_heads, mesh)
+        case "row":
+            return Local(Shard(1), post_collective=reduce)
+        case "head":
+            return Local(
+                Shard(0),
+                pre_collective=gather,
+                make_forward=partial(_head_forward, loss_parallel=parallel.loss_parallel),
+            )
+
+
+def _embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> LocalForward:
+    """The lookup in this rank's rows. Tokens of other ranks' rows give 0, before the ranks are summed."""
+    first, count = vocab.own_rows(module.get_parameter("weight").shape[0], group)
+    lookup = type(module).forward
+
+    def forward(module: nn.Module, tokens_BT: Tensor, *arguments: Any) -> Tensor:
+        row_BT = tokens_BT - first
+        is_elsewhere_BT = (row_BT < 0) | (row_BT >= count)
+        rows_BTC = lookup(module, row_BT.masked_fill(is_elsewhere_BT, 0), *arguments)
+        return rows_BTC.masked_fill(is_elsewhere_BT[..., None], 0)
+
+    return forward
+
+
+def _head_forward(head: Any, group: dist.ProcessGroup, *, loss_parallel: bool) -> LocalForward:
+    """The head's own forward, with a ``cross_entropy`` for logits whose columns are cut."""
+    name = type(head).__name__
+    if not hasattr(head, "cross_entropy"):
+        raise PlanError(
+            f"tensor parallelism cuts a head at its seam `cross_entropy`, which {name} lacks: compute the "
+            "loss in the head as composer3d.models.layers.head.Head does, or use mesh.tp = 1"
+        )
+    own_loss = head.cross_entropy
+    if loss_parallel and own_loss is not cross_entropy:
+        raise PlanError(
+            f"{name} has a loss of its own, which needs whole logits; use parallel.loss_parallel = false"
+        )
+    columns = head.weight.shape[0]
+    if loss_parallel:
+        first, _ = vocab.own_rows(columns, group)
+        head.cross_entropy = partial(vocab.cross_entropy, first=first, group=group)
+    else:
+
+        def loss_of_whole_logits(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+            return own_loss(gather_columns(logits_NV, columns, group), labels_N)
+
+        head.cross_entropy = loss_of_whole_logits
+    return type(head).forward
+
+
+def _kv_column(kv_heads: int, mesh: DeviceMesh) -> Local:
+    """Columns of key-value heads. With fewer heads than ranks, a rank computes the one it needs.
+
+    Ranks that read the same head each have a part of its gradient, so all of them hold all parameters.
+    """
+    tp, rank = mesh.size(), mesh.get_local_rank()
+    if kv_heads % tp == 0:
+        return Local(Shard(0))
+    if tp % kv_heads:
+        raise PlanError(
+            f"mesh.tp = {tp} and {kv_heads} key-value heads: one must divide the other; "
+            f"use mesh.tp = {kv_heads}"
+        )
+    # Rank r holds consecutive query heads, and query head h reads key-value head h // (heads / kv_heads).
+    head = rank * kv_heads // tp
+    return Local(
+        Replicate(),
+        grad_placement=Partial(),
+        select=lambda parameter: parameter.chunk(kv_heads)[head],
+    )

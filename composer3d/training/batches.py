@@ -1,0 +1,69 @@
+"""Batches for training and validation: the recipe's data, this rank's loader, and a batch on the device."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from composer3d.data import Batch, Corpus, Loader, open_corpus
+from composer3d.models.contract import IGNORE_INDEX
+from composer3d.parallel import Stages
+from composer3d.parallel.context.ownership import owned_ranges
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime.mesh import Mesh
+
+
+def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
+    """Open the training data, and the validation data if the recipe validates.
+
+    Raises DataError where either cannot be used.
+    """
+    data, validation = recipe.data, recipe.validation
+    open_split = partial(open_corpus, data.source, data.path, field=data.field)
+    held_out = None
+    if validation.every:
+        held_out = open_split(split="validation", held_out_path=validation.path)
+    return open_split(split="train"), held_out
+
+
+def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loader:
+    """Make the loader of this rank: its rows of each global batch, and its tokens of each row."""
+    owned = owned_ranges(
+        mesh.coords["cp"],
+        recipe.mesh.cp,
+        recipe.data.seq_len // recipe.mesh.cp,
+        balanced=recipe.parallel.cp_balance == "zigzag",
+    )
+    return Loader(
+        corpus,
+        seq_len=recipe.data.seq_len,
+        global_batch=recipe.data.global_batch,
+        seed=seed,
+        batch_rank=mesh.batch_rank,
+        batch_ranks=mesh.batch_ranks,
+        packing=recipe.data.packing,
+        held=[(tokens.position, tokens.length) for tokens in owned],
+    )
+
+
+class DeviceBatch(NamedTuple):
+    """A rank's batch on its device. ``documents_BT`` stays on the CPU, where attention reads it."""
+
+    tokens_BT: Tensor
+    labels_BT: Tensor
+    positions_BT: Tensor
+    documents_BT: Tensor | None
+    valid_tokens: Tensor  # this rank's share: summed over all ranks, each valid label counts once
+
+
+def move_to_device(stages: Stages, batch: Batch) -> DeviceBatch:
+    """Move a batch to this rank's device and count its valid labels. No collective."""
+    device = stages.mesh.device
+    tokens_BT = batch.tokens_BT.to(device, non_blocking=True)
+    labels_BT = batch.labels_BT.to(device, non_blocking=True)
+    positions_BT = batch.positions_BT.to(device, non_blocking=True)
+    valid_tokens = (labels_BT != IGNORE_INDEX).sum()
+    if not stages.counts_loss:
+        valid_tokens = torch.zeros_like(valid_tokens)
+    return DeviceBatch(tokens_BT, labels_BT, positions_BT, batch.documents_BT, valid_tokens)

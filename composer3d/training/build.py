@@ -1,0 +1,156 @@
+"""From a recipe to a ``Run``: one rank's model, optimizer, data, checkpoints and metrics."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from composer3d.checkpoint import Store
+from composer3d.convert.assets import assets_of
+from composer3d.convert.start import load_hf
+from composer3d.data import Corpus, Loader
+from composer3d.models.llama import counts
+from composer3d.models.llama.model import Llama
+from composer3d.models.llama.plan import sharding_plan
+from composer3d.parallel import Stages, StepShape, compose
+from composer3d.parallel.context import kernels
+from composer3d.recipe.schema import Recipe
+from composer3d.reliability.lock import Claim
+from composer3d.runtime import log, process_group
+from composer3d.runtime.mesh import Mesh
+from composer3d.spec import hardware
+from composer3d.training.batches import make_loader, open_data
+from composer3d.training.metrics import Metrics
+from composer3d.training.optim import build_optimizer
+from composer3d.training.resume import resume
+from composer3d.training.run_folder import claim_folder, write_recipe
+
+
+@dataclass
+class Run:
+    """The whole run of one rank."""
+
+    recipe: Recipe
+    resolved_toml: str  # the recipe with the origin of each value
+    claim: Claim | None  # on the run's folder, on rank 0; it ends with ``train`` or the process
+    stages: Stages
+    optimizer: torch.optim.AdamW
+    loader: Loader
+    held_out: Corpus | None  # the validation data
+    store: Store
+    metrics: Metrics
+    step: int  # optimizer steps done
+
+
+def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
+    """Build the run on this rank, and resume it if the recipe says so. Collective over all ranks.
+
+    Args:
+        recipe: the whole recipe; this is the only place of a training that reads all of it.
+        device: of this rank.
+        resolved_toml: the recipe as text, kept in the run's folder and in its checkpoints.
+
+    Raises:
+        UserError: the data or a checkpoint do not fit the recipe, or another job has the folder.
+    """
+    mesh = Mesh.build(recipe.mesh, device)
+    is_main = mesh.rank == 0
+    folder = Path(recipe.run.out_dir) / recipe.run.name
+    claim = claim_folder(folder)
+
+    corpus, held_out = process_group.on_all("data", lambda: open_data(recipe))
+    digests = {"train": corpus.digest, "validation": held_out and held_out.digest}
+    process_group.check_same("the data", digests)
+    loader = make_loader(recipe, mesh, corpus, seed=recipe.data.seed)
+
+    stages = build_stages(recipe, mesh)
+    optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
+
+    store = Store(
+        folder / "checkpoints",
+        keep=recipe.checkpoint.keep,
+        background=recipe.checkpoint.async_save,
+        timeout_s=60 * recipe.checkpoint.timeout_minutes,
+    )
+    if claim is not None:
+        store.guard = claim.check
+    steps_done = resume(recipe, store, stages, optimizer, loader)
+    if steps_done is None and recipe.model.hf is not None:
+        load_hf(recipe.model.hf, stages)
+    find_assets = partial(assets_of, recipe, corpus.end_of_document, store.loaded)
+    store.assets = process_group.on_all("assets", find_assets if is_main else dict)
+    store.warm_up(stages, optimizer)
+
+    # Only now: a recipe that cannot resume must not replace the one that made the run.
+    keep_recipe = partial(write_recipe, folder, resolved_toml, steps_done=steps_done or 0)
+    process_group.on_all("recipe.toml", keep_recipe if is_main else lambda: None)
+    _log_attention(recipe, device)
+    metrics = process_group.on_all(
+        "metrics", lambda: _make_metrics(recipe, mesh, folder, claim, start_step=steps_done or 0)
+    )
+    return Run(
+        recipe=recipe,
+        resolved_toml=resolved_toml,
+        claim=claim,
+        stages=stages,
+        optimizer=optimizer,
+        loader=loader,
+        held_out=held_out,
+        store=store,
+        metrics=metrics,
+        step=steps_done or 0,
+    )
+
+
+def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
+    """Compose the recipe's model on this rank. Collective over all ranks."""
+    data = recipe.data
+    return compose(
+        Llama(recipe.model, dtype=getattr(torch, recipe.precision.params)),
+        sharding_plan(recipe.model),
+        mesh,
+        parallel=recipe.parallel,
+        memory=recipe.memory,
+        precision=recipe.precision,
+        compiling=recipe.compile,
+        step=StepShape(
+            micro_batch=data.micro_batch,
+            micro_batches=recipe.micro_batches,
+            seq_len=data.seq_len,
+        ),
+        seed=recipe.run.seed,
+    )
+
+
+def _log_attention(recipe: Recipe, device: torch.device) -> None:
+    """Log which kernel attends, where it is not simply torch's own attention."""
+    if recipe.mesh.cp == 1 and recipe.data.packing == "none":
+        return
+    dtype = getattr(torch, recipe.precision.computes_in)
+    queries = torch.empty(0, recipe.model.head_width, dtype=dtype, device=device)
+    parallel = recipe.parallel
+    log.get().info(
+        f"attention: {parallel.cp_method} over cp {recipe.mesh.cp}, {parallel.cp_balance}; "
+        f"its kernel: {kernels.kernel_of(queries)}"
+    )
+
+
+def _make_metrics(
+    recipe: Recipe, mesh: Mesh, folder: Path, claim: Claim | None, *, start_step: int
+) -> Metrics:
+    device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
+    row = hardware.find(device_name)
+    return Metrics(
+        folder,
+        recipe.metrics,
+        total_steps=recipe.run.steps,
+        tokens_per_step=recipe.data.global_batch * recipe.data.seq_len,
+        world_size=mesh.world_size,
+        flops_per_token=counts.flops_per_token(recipe.model, recipe.data.seq_len),
+        peak_flops=hardware.peak_flops(row, recipe.precision.computes_in) if row else None,
+        device_type=mesh.device.type,
+        main=mesh.rank == 0,
+        may_write=claim.is_held if claim is not None else lambda: True,
+        start_step=start_step,
+    )

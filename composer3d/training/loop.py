@@ -1,0 +1,163 @@
+"""The training loop. It reads top to bottom, as a step happens."""
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+
+from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.data import Batch
+from composer3d.data.loader import number_documents
+from composer3d.parallel.context.ownership import parts_of_all_ranks
+from composer3d.recipe.schema import CheckpointTable, Recipe
+from composer3d.reliability.signals import stop_signals
+from composer3d.runtime import log
+from composer3d.spec.errors import TrainingError
+from composer3d.training.build import Run
+from composer3d.training.optim import learning_rate
+from composer3d.training.step import compute_gradients, update, validate
+
+
+def train(run: Run) -> int:
+    """Train to the last step, or until a signal asks to stop. Either way the last step is saved.
+
+    Returns:
+        0, or the number of the signal.
+
+    Raises:
+        TrainingError: a loss or a gradient is not finite, or the run's folder was taken away.
+    """
+    total_steps = run.recipe.run.steps
+    if run.step >= total_steps:
+        log.get().info(
+            f"nothing to do: {run.step} of {total_steps} steps are done; raise run.steps to train on"
+        )
+    try:
+        with stop_signals() as signals:
+            stopped_by = _loop(run, total_steps, signals)
+            with run.metrics.timer("checkpoint"):
+                run.store.wait()
+    finally:
+        run.metrics.close()
+    if run.claim is not None:
+        run.claim.close()
+    return stopped_by
+
+
+def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
+    recipe, stages, metrics = run.recipe, run.stages, run.metrics
+    mesh = stages.mesh
+    cadence = Cadence(recipe.checkpoint, time.monotonic())
+
+    while run.step < total_steps:
+        # A step's random numbers depend on its number alone, on any layout and after any resume.
+        torch.manual_seed((recipe.run.seed << 32) + run.step & 2**63 - 1)
+
+        with metrics.timer("data"):
+            batch = next(run.loader)
+
+        loss, norm = compute_gradients(stages, batch)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            # Both are sums over all ranks, so every rank takes this branch or none does.
+            raise TrainingError(_not_finite(run, loss, norm))
+
+        lr = learning_rate(run.step, recipe.optim, total_steps)
+        update(stages, run.optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
+        run.step += 1
+        is_last = run.step == total_steps
+
+        metrics.step(
+            run.step, loss=loss, grad_norm=norm, lr=lr, extra=partial(cp_imbalance, recipe, batch)
+        )
+
+        # A save is collective, but clocks differ and a signal may reach one rank alone: all agree here.
+        signal_seen, save_failed, time_is_up = map(
+            int,
+            mesh.max_over_world(
+                signals[0] if signals else 0,
+                run.store.failed,
+                mesh.rank == 0 and cadence.is_time(),
+            ),
+        )
+        if save_failed:
+            run.store.wait()  # raises the error of the save
+
+        # Saved before validation: a validation that fails, or is cut off by a signal, loses nothing.
+        if is_last or signal_seen or time_is_up or cadence.is_step(run.step):
+            with metrics.timer("checkpoint"):
+                run.store.save(_manifest(run, lr), stages, run.optimizer)
+            cadence.saved()
+
+        if signal_seen and not is_last:
+            log.get().info(
+                f"stopped by signal {signal_seen} after step {run.step}; "
+                "the same command goes on from there"
+            )
+            return signal_seen
+
+        if run.held_out is not None and (is_last or run.step % recipe.validation.every == 0):
+            with metrics.timer("validation"):
+                validation_loss = validate(recipe, stages, run.held_out)
+            metrics.validation(run.step, validation_loss)
+    return 0
+
+
+@dataclass
+class Cadence:
+    """When a checkpoint is due: after a number of steps or of minutes, whichever comes first."""
+
+    table: CheckpointTable
+    saved_at_s: float  # ``time.monotonic`` at the last save, or at the start
+
+    def is_time(self) -> bool:
+        """Whether ``every_minutes`` have passed on this process's clock."""
+        minutes = self.table.every_minutes
+        return minutes > 0 and time.monotonic() - self.saved_at_s >= 60 * minutes
+
+    def is_step(self, step: int) -> bool:
+        """Whether a checkpoint is due after step ``step``."""
+        return self.table.every > 0 and step % self.table.every == 0
+
+    def saved(self) -> None:
+        """Start counting the minutes again."""
+        self.saved_at_s = time.monotonic()
+
+
+def cp_imbalance(recipe: Recipe, batch: Batch) -> dict[str, float]:
+    """Measure how unevenly packed documents spread attention over context parallel ranks.
+
+    Returns:
+        ``cp_balance``: the number of scores of the busiest rank over the mean, 1 at best. Empty
+        without documents, and for Ulysses, where every rank has the same work.
+    """
+    cp, parallel, documents_BT = recipe.mesh.cp, recipe.parallel, batch.documents_BT
+    if cp == 1 or documents_BT is None or parallel.cp_method == "ulysses":
+        return {}
+    _, position_BT = number_documents(documents_BT != documents_BT.roll(-1, 1))
+    visible_keys_BT = (position_BT + 1).clamp(1, recipe.model.window or None)
+    is_balanced = parallel.cp_balance == "zigzag"
+    scores = parts_of_all_ranks(visible_keys_BT, 1, cp, is_balanced).sum((1, 2))
+    return {"cp_balance": (scores.max() * cp / scores.sum()).item()}
+
+
+def _not_finite(run: Run, loss: float, norm: float) -> str:
+    return (
+        f"step {run.step + 1}: loss {loss}, gradient norm {norm} are not finite; the newest checkpoint "
+        f"is {run.store.newest() or 'none'}; lower optim.lr, lengthen optim.warmup or set optim.clip, "
+        "and start again"
+    )
+
+
+def _manifest(run: Run, lr: float) -> Manifest:
+    recipe = run.recipe
+    return Manifest(
+        step=run.step,
+        world_size=recipe.world_size,
+        layout=asdict(recipe.mesh),
+        model=model_of(recipe.model, recipe.precision.params),
+        recipe=run.resolved_toml,
+        data=run.loader.state_dict(),
+        lr=lr,
+    )

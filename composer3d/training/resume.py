@@ -1,0 +1,137 @@
+"""Resuming: which checkpoint a run goes on from, and what its recipe may change since then."""
+
+from pathlib import Path
+
+import torch
+
+from composer3d.checkpoint import Store
+from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.data import Loader
+from composer3d.parallel import Stages
+from composer3d.recipe.changes import Change, changes
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime import log
+from composer3d.spec.errors import CheckpointError
+from composer3d.training.optim import learning_rate
+
+
+def resume(
+    recipe: Recipe,
+    store: Store,
+    stages: Stages,
+    optimizer: torch.optim.AdamW,
+    loader: Loader,
+) -> int | None:
+    """Load the run's newest whole checkpoint, or the one in ``checkpoint.resume``. Collective.
+
+    What the recipe has changed since the checkpoint was made is logged. A run that resumes its own
+    checkpoint must keep its seeds, its data and its model. A new run that starts from another run's
+    checkpoint may have another ``run.seed``.
+
+    Returns:
+        The number of steps done, 0 for a checkpoint of weights alone; None if there is nothing to
+        load.
+
+    Raises:
+        CheckpointError: it is damaged, belongs to another model, or the recipe asks for a new start
+            although the run has checkpoints.
+        DataError: it was made with other data.
+    """
+    found = _choose(recipe, store)
+    if found is None:
+        log.get().info(f"no checkpoint in {store.folder}: starting from the beginning")
+        return None
+    path, manifest = found
+    _require_same_model(path, manifest, recipe)
+    changed = _changes_since(path, manifest, recipe)
+    is_own = path.resolve().parent == store.folder.resolve()
+    for change in changed:
+        if change.key == "run.seed" and is_own:
+            raise CheckpointError(
+                f"{path} was made with run.seed = {change.then}, but the recipe says {change.now}: "
+                "a run keeps its seed; set it back, or give the run another run.name"
+            )
+    if manifest.data is not None:
+        # Before anything is loaded: it refuses other data and another order of samples.
+        try:
+            loader.load_state_dict(manifest.data)
+        except KeyError as key:
+            raise CheckpointError(
+                f"{path}: the state of its loader lacks {key}; it cannot be resumed"
+            ) from None
+
+    store.load(path, stages, optimizer)
+
+    if changed:
+        shown = [f"  {change.key}: {change.then} -> {change.now}" for change in changed]
+        log.get().info("\n".join([f"the recipe differs from that of {path}:", *shown]))
+    if manifest.data is None:
+        log.get().info(f"starting from the weights of {path}")
+        return 0
+    if stages.mesh.rank == 0:
+        _warn_of_another_rate(manifest, recipe)
+    log.get().info(f"resumed from {path}: {manifest.step} of {recipe.run.steps} steps are done")
+    return manifest.step
+
+
+def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
+    """Choose the checkpoint to load. Once a run has checkpoints of its own, it resumes the newest.
+
+    So a run that started from another run's checkpoint does not start over when it is started again.
+    """
+    wanted = recipe.checkpoint.resume
+    newest = store.find()
+    if wanted == "auto":
+        return newest
+    if wanted == "none":
+        if newest is not None:
+            raise CheckpointError(_starts_over(recipe, store, newest[0], "its checkpoints"))
+        return None
+    path = Path(wanted)
+    is_own = path.resolve().parent == store.folder.resolve()
+    if newest is None:
+        return path, store.check(path)
+    if is_own and path.name != newest[0].name:
+        raise CheckpointError(_starts_over(recipe, store, newest[0], "what is newer"))
+    return newest
+
+
+def _starts_over(recipe: Recipe, store: Store, newest: Path, obstacle: str) -> str:
+    return (
+        f'checkpoint.resume = "{recipe.checkpoint.resume}", but {store.folder} goes on from '
+        f"{newest.name}; give the run another run.name, or remove {obstacle}"
+    )
+
+
+def _require_same_model(path: Path, manifest: Manifest, recipe: Recipe) -> None:
+    lines = [
+        f"{path} was made with {key} = {manifest.model.get(key)}, but the recipe says {value}"
+        for key, value in model_of(recipe.model, recipe.precision.params).items()
+        if manifest.model.get(key) != value
+    ]
+    if lines:
+        raise CheckpointError(
+            [*lines, "a checkpoint can only be resumed with its own model; set these back"]
+        )
+
+
+def _changes_since(path: Path, manifest: Manifest, recipe: Recipe) -> list[Change]:
+    if not manifest.recipe:  # the weights of a checkpoint that no run of composer3d has made
+        return []
+    try:
+        return changes(manifest.recipe, recipe)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: the recipe in its manifest cannot be read: {error}"
+        ) from None
+
+
+def _warn_of_another_rate(manifest: Manifest, recipe: Recipe) -> None:
+    """Warn if the learning-rate schedule gives the last step another rate than it was taken with."""
+    lr = learning_rate(manifest.step - 1, recipe.optim, recipe.run.steps)
+    if manifest.lr is not None and lr != manifest.lr:
+        log.get().warning(
+            f"step {manifest.step} was taken with a learning rate of {manifest.lr:.3g}, but the recipe "
+            f"now gives it {lr:.3g}: its schedule has changed (the decay ends at optim.decay, or at "
+            "run.steps where that is absent)"
+        )

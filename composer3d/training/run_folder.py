@@ -1,0 +1,66 @@
+"""The folder of a run: claimed by one job, and the recipe that is kept in it."""
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from composer3d.recipe.changes import values_of
+from composer3d.reliability.lock import Claim, read_note
+from composer3d.runtime import process_group
+from composer3d.spec import files
+from composer3d.spec.errors import UserError
+
+
+def claim_folder(folder: Path) -> Claim | None:
+    """Make the run's folder, lock it for this job, and check that all ranks see the same folder.
+
+    Collective. Returns the claim on rank 0, and None on the others.
+
+    Raises:
+        UserError: on every rank, where the folder cannot be written, another job has locked it, or
+            the nodes do not share it.
+    """
+    process_group.on_all("run.out_dir", lambda: _refuse_foreign_links(folder))
+    is_main = dist.get_rank() == 0
+    claim = process_group.on_all("run.out_dir", lambda: Claim(folder) if is_main else None)
+    try:
+        note = read_note(folder)
+    except OSError as error:
+        note = f"no note of the job ({error.strerror})"
+    process_group.check_same(f"the folder {folder} (run.out_dir)", note)
+    return claim
+
+
+def _refuse_foreign_links(folder: Path) -> None:
+    for path in (folder, folder / "checkpoints"):
+        try:
+            files.refuse_foreign_link(path)
+        except OSError as error:
+            raise UserError(f"run.out_dir: {path} {error.strerror}") from None
+
+
+def write_recipe(folder: Path, resolved_toml: str, *, steps_done: int) -> None:
+    """Write ``recipe.toml`` into the run's folder.
+
+    If it replaces a recipe with other values, that one is kept as ``recipe-STEP.toml``, where STEP is
+    ``steps_done``. A file of that name that exists already stays: it is the recipe that made those
+    steps. Nothing is written through a link.
+    """
+    path = folder / "recipe.toml"
+    if steps_done:
+        kept = folder / f"recipe-{steps_done:08d}.toml"
+        try:
+            former = files.read_plain(path, limit=files.MIB, follow_links=False)
+        except (FileNotFoundError, files.NotPlainFileError):
+            former = resolved_toml.encode()
+        if not _same_values(former, resolved_toml) and not os.path.lexists(kept):
+            files.write_atomic(kept, former)
+    files.write_atomic(path, resolved_toml)
+
+
+def _same_values(former: bytes, resolved_toml: str) -> bool:
+    try:
+        return values_of(former.decode()) == values_of(resolved_toml)
+    except ValueError:
+        return False

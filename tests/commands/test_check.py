@@ -1,0 +1,493 @@
+"""The command line: ``check``, its exit status, and what it leaves unloaded."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import composer3d
+from composer3d import cli
+from composer3d.data import sources
+from composer3d.recipe import machine
+from composer3d.recipe import resolve as load_module
+from composer3d.recipe.schema import TABLES
+from composer3d.spec.errors import TrainingError
+from tests.recipe.wrong import token_files
+from tools.prove.paths import LAYOUTS, ROOT
+from tools.prove.paths import RECIPE as RECIPE_PATH
+
+RECIPE = str(ROOT / "recipes" / "debug-8-dp-tp-pp.toml")
+
+
+def test_check_prints_the_recipe_and_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(
+            ["check", RECIPE, "--gpus", "8", "--set", "data.micro_batch=2", "--set", "run.steps=10"]
+        )
+        == 0
+    )
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert f"{'micro_batch = 2':<30} # --set data.micro_batch=2" in out
+    assert f"{'tp = 2':<30} # {RECIPE}:" in out
+    summary = {line[2:15].strip(): line[16:] for line in out.splitlines()[-4:]}
+    assert summary == {
+        "world size": "8 (pp 2 x dp_shard 2 x tp 2)",
+        "global batch": "8 = micro_batch 2 x 2 micro-batches x 2 data-parallel ranks",
+        "tokens": "512 a step, 5,120 in 10 steps",
+        "parameters": "205,376",
+    }
+
+
+def test_check_without_a_world_says_what_it_leaves_open(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, hints in (
+        (["--set=mesh.dp_shard=-1"], 1),
+        (["--set=mesh.dp_shard=-1", "--gpus=8"], 0),
+        ([], 0),
+    ):
+        assert cli.main(["check", RECIPE, *argv]) == 0
+        assert capsys.readouterr().out.count("--gpus N") == hints
+
+
+def test_a_failed_run_has_its_own_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def diverged(*args: object, **kwargs: object) -> None:
+        raise TrainingError("loss is nan")
+
+    monkeypatch.setattr(load_module, "load", diverged)
+    assert cli.main(["check", RECIPE]) == 1
+    assert capsys.readouterr() == ("", "loss is nan\n")
+
+
+def test_check_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", RECIPE, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["ok"] is True
+    assert answer["world_size"] == 8
+    assert answer["recipe"]["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert answer["origins"]["model.dim"] == "preset debug-tiny"
+
+
+def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--schema"]) == 0
+    out = capsys.readouterr().out
+    for table, cls in TABLES.items():
+        section = out.split(f"[{table}]\n")[1].split("\n\n")[0].splitlines()
+        assert [line.split()[0] for line in section] == list(cls.__dataclass_fields__)
+    assert (
+        "zero = 3                   0, 1, 2 or 3                0: replicas; 1: shards, gathered"
+        in out
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["chek", RECIPE],
+        ["check"],
+        ["check", ""],
+        ["check", RECIPE, "--gpus", "0"],
+        ["check", RECIPE, "--gpu", "8"],
+        ["verify", RECIPE, "--dtype", "float16"],
+        ["verify", RECIPE, "--steps", "none"],
+        ["train"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_exits_with_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert "composer3d" in err
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize("argv", [["check", "none.toml"], ["check", "--no-such-option"]])
+def test_only_rank_0_prints(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(argv) == 2
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err
+
+
+def test_an_interrupt_has_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(load_module, "load", interrupted)
+    assert cli.main(["check", RECIPE]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def processes_of(group: int) -> list[int]:
+    """The processes of a process group that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended since
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            found += (
+                [int(stat.parent.name)] if state not in "XZ" and int(its_group) == group else []
+            )
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("when", ["while the forkserver imports torch", "while workers run"])
+def test_an_interrupted_verify_ends_quietly_with_all_its_processes(when: str) -> None:
+    layouts = ["--layouts", str(LAYOUTS)]
+    command = [
+        sys.executable,
+        "-m",
+        "composer3d",
+        "verify",
+        str(RECIPE_PATH),
+        *layouts,
+    ]
+    pipe = subprocess.PIPE
+    # Ctrl-C goes to every process of the terminal's group.
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as program:
+        assert program.stdout is not None
+        if when == "while workers run":
+            assert program.stdout.readline().startswith("exact")
+        else:
+            until = time.monotonic() + 60
+            while (
+                len(processes_of(program.pid)) < 3 and time.monotonic() < until
+            ):  # and a resource tracker
+                time.sleep(0.02)
+        os.killpg(program.pid, signal.SIGINT)
+        _, err = program.communicate(timeout=120)
+        assert (program.returncode, err) == (130, "")
+        until = time.monotonic() + 30
+        while processes_of(program.pid) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert processes_of(program.pid) == []
+
+
+def test_version_is_said_without_torch() -> None:
+    code = "import sys; from composer3d import cli; cli.main(['--version']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    words = f"composer3d {composer3d.__version__} (torch {metadata.version('torch')}, Python "
+    assert done.stdout.startswith(words)
+    assert composer3d.__version__ == metadata.version("composer3d")
+
+
+@pytest.mark.parametrize(
+    ("sets", "way_out"),
+    [
+        (["--set", "mesh.tp", "5"], "write --set mesh.tp=5"),
+        (["--set", "mesh.tp", "=", "5"], "write --set mesh.tp=5"),
+        (["--set", "mesh.tp", "=5"], "write --set mesh.tp=5"),
+        (["--set", "mesh.tp"], "write --set mesh.tp=VALUE"),
+        (["--set", "mesh.tp", "--json"], "write --set mesh.tp=VALUE"),
+        (["--set", "tp", "5"], "write --set TABLE.KEY=VALUE"),
+        (["--set=.."], "write it as table.key=value"),
+        (["--set=mesh.tp"], "write it as table.key=value"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_set_says_how_to_write_it(
+    sets: list[str], way_out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", RECIPE, *sets]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"--set {sets[0][6:] or sets[1]}: ")
+    assert line.endswith(way_out)
+
+
+def test_a_set_without_its_value_does_not_take_the_recipe_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["train", "--set", "mesh.tp", RECIPE]) == 2
+    assert capsys.readouterr().err.endswith("write --set mesh.tp=VALUE\n")
+
+
+@pytest.mark.parametrize("name", ["a\0b.toml", "a\udcffb.toml"], ids=ascii)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["check", "{}"],
+        ["check", RECIPE, "--set", "run.out_dir={}"],
+        ["train", "{}"],
+        ["verify", "{}"],
+        ["verify", RECIPE, "--layouts", "{}"],
+        ["prepare", "{}", "-o", "out", "--tokenizer", "bytes"],
+        ["prepare", RECIPE, "-o", "{}", "--tokenizer", "bytes"],
+        ["prepare", RECIPE, "-o", "out", "--tokenizer", "{}"],
+        ["convert", "{}", "out", "--to", "hf"],
+        ["convert", RECIPE, "{}", "--to", "hf"],
+        ["inspect", "{}"],
+    ],
+    ids=lambda argv: " ".join(argv).replace(RECIPE, "RECIPE"),
+)
+def test_a_name_that_is_no_text_is_refused_by_every_command(
+    argv: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([part.format(name) for part in argv]) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == ""
+    assert line.startswith(
+        ("composer3d: the argument ", "--set run.out_dir=a\\udcffb.toml: write it in UTF-8")
+    )
+    assert line.isprintable()
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    code = "import sys; from composer3d import cli; cli.main(['--version']); print('tensor \\ud800 \\xe9')"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == r"tensor \ud800 \xe9"
+
+
+TINY = '[run]\nname = "a"\ndevice = "cpu"\n[model]\npreset = "debug-tiny"\n'
+
+
+def check(
+    capsys: pytest.CaptureFixture[str], *sets: str, text: str = TINY, more: Sequence[str] = ()
+) -> list[str]:
+    """What ``check`` says of a recipe in the working directory that it refuses; no line where it does not."""
+    Path("x.toml").write_text(text)
+    status = cli.main(["check", "x.toml", *(f"--set={each}" for each in sets), *more])
+    lines = capsys.readouterr().err.splitlines()
+    assert status == (2 if lines else 0)
+    return lines
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens"),
+    [("text", 21), ("jsonl", 9), ("tokens", 100), ("python", None)],
+)
+def test_check_finds_a_sequence_that_is_longer_than_the_data(
+    here: Path, capsys: pytest.CaptureFixture[str], source: str, tokens: int | None
+) -> None:
+    sets = [f"data.source={source}", "data.packing=none"]
+    folder = here / "data"
+    folder.mkdir()
+    (folder / ".hidden").write_bytes(b"x" * 1000)
+    if source == "text":
+        (folder / "a").write_bytes(b"x" * 9)
+        (folder / "b").write_bytes(b"x" * 10)
+        (folder / "empty").touch()
+    elif source == "jsonl":
+        (folder / "a.jsonl").write_text(
+            '{"text": "ab\\u00e9"}\n\n{"text": ""}\n{"text": "cde", "more": 1}\n'
+        )
+        (folder / "other.txt").write_bytes(b"x" * 1000)
+    elif source == "tokens":
+        for name, content in token_files("data").items():
+            (here / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    if tokens is not None:
+        sets.append("data.path=data")
+        assert check(capsys, *sets, f"data.seq_len={tokens - 1}") == []
+    else:
+        tokens = 10**8
+    (line,) = check(capsys, *sets, f"data.seq_len={tokens}")
+    assert line.startswith(
+        f"--set data.seq_len={tokens}: data.seq_len = {tokens} needs {tokens + 1} tokens, but "
+    )
+    assert line.endswith("; shorten data.seq_len or give more text")
+    if source != "python":
+        assert f'data.path = "data" has {tokens};' in line
+
+
+def test_check_finds_that_the_held_out_text_is_too_short(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "long").write_bytes(b"x" * 300)
+    (here / "short").write_bytes(b"x" * 100)
+    sets = ["data.source=text", "data.path=long", "validation.path=short", "validation.every=5"]
+    (line,) = check(capsys, *sets)
+    assert 'data.seq_len = 256 needs 257 tokens, but validation.path = "short" has 101;' in line
+    assert check(capsys, *sets, "data.seq_len=64") == []
+
+
+def test_check_passes_over_what_training_passes_over() -> None:
+    assert machine.NOT_LIBRARY == sources._NOT_LIBRARY
+
+
+def test_check_finds_a_folder_that_cannot_be_made(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "file").touch()
+    (line,) = check(capsys, "run.out_dir=file")
+    assert (
+        line
+        == "--set run.out_dir=file: run.out_dir: file is no folder, so that file/a cannot be made"
+    )
+    (here / "runs").mkdir()
+    (here / "runs/a").touch()
+    (line,) = check(capsys)
+    assert line == "x.toml:1: run.out_dir: runs/a is no folder, so that runs/a cannot be made"
+    assert check(capsys, "run.out_dir=new/deep/er") == []
+    assert not (here / "new").exists()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "runs" and access(path, mode))
+    (line,) = check(capsys, "run.name=b")
+    assert line == "x.toml:1: run.out_dir: runs cannot be written by this user"
+
+
+@pytest.mark.parametrize("locked", ["lock", "."])  # the file, or the folder itself
+def test_check_finds_a_folder_in_use(
+    here: Path, capsys: pytest.CaptureFixture[str], locked: str
+) -> None:
+    folder = here / "runs/a"
+    folder.mkdir(parents=True)
+    (folder / "lock").write_text("process 7 on there")
+    assert check(capsys) == []
+    descriptor = os.open(folder / locked, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (line,) = check(capsys)
+        assert (
+            "runs/a is in use by process 7 on there; wait for its end, or give this run another run.name"
+            in line
+        )
+    finally:
+        os.close(descriptor)
+    assert check(capsys) == []
+
+
+def test_check_finds_a_device_that_is_not_there(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = ["null", "nvidiactl", "nvidia-uvm"]
+    monkeypatch.setattr(machine.os, "listdir", lambda path: listed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (line,) = check(capsys, "run.device=cuda")
+    assert line.startswith(
+        '--set run.device=cuda: run.device = "cuda", but this machine shows no GPU; use --gpus N'
+    )
+    assert check(capsys, "run.device=cuda", more=["--gpus", "1"]) == []
+    assert check(capsys, "run.device=auto") == []
+    for name in ("nvidia0", "kfd", "dxg"):
+        listed[0] = name
+        assert check(capsys, "run.device=cuda") == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert len(check(capsys, "run.device=cuda")) == 1
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart.toml", "recipes/quickstart.toml"])
+def test_recipes_of_our_own_are_found_by_name(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert cli.main(["check", name]) == 0
+    assert "# parameters    853,120" in capsys.readouterr().out
+    assert cli.main(["check", "recipes/debug-2-dp"]) == 0  # with its base
+    (here / "quickstart.toml").write_text(TINY)  # a file of the user's comes first
+    assert cli.main(["check", "quickstart.toml"]) == 0
+    assert 'name = "a"' in capsys.readouterr().out
+
+
+def test_a_name_of_no_recipe_lists_those_there_are(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", "quikstart"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "quikstart: no such file, nor a recipe of composer3d; those are debug-1-single, "
+    )
+    assert cli.main(["check", "../quickstart"]) == 2
+
+
+def test_help_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--help"]) == 0
+    assert "RECIPE" in capsys.readouterr().out
+
+
+def test_commands_are_dispatched_with_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    fake = type(sys)("composer3d.fake")
+    fake.main_train = lambda path, sets: seen.append((path, sets)) or 0  # type: ignore[attr-defined]
+    fake.main_verify = lambda **given: seen.append(given) or 1  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "composer3d.commands.train", fake)
+    monkeypatch.setitem(sys.modules, "composer3d.verify.proof", fake)
+    assert cli.main(["train", "x.toml", "--set", "a.b=1", "--set", "c.d=2"]) == 0
+    assert cli.main(["verify", "x.toml", "--dtype", "float32", "--layouts", "f.txt", "--json"]) == 1
+    verify = {
+        "recipe": "x.toml",
+        "sets": [],
+        "dtype": "float32",
+        "steps": 3,
+        "layouts": "f.txt",
+        "as_json": True,
+    }
+    assert seen == [("x.toml", ["a.b=1", "c.d=2"]), verify]
+
+
+def test_check_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from composer3d import cli; status = cli.main(['check', sys.argv[1]]);"
+        "print(status, sorted({'torch', 'numpy', 'tensorboard'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, RECIPE], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "composer3d", "check", "nowhere/x.toml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "nowhere/x.toml: No such file or directory\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "unbuffered", ["", "1"]
+)  # it meets the broken pipe when it ends, or when it prints
+def test_a_reader_that_goes_away_ends_a_command_quietly(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "composer3d", "check", RECIPE]
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as program:
+        assert program.stdout is not None
+        program.stdout.close()  # before it has anything to write, as `| head` does later
+        assert program.stderr is not None
+        assert (program.stderr.read(), program.wait(60)) == (b"", 141)
+
+
+def test_a_pipe_that_is_not_the_output_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(load_module, "load", broken)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["check", RECIPE])

@@ -1,0 +1,378 @@
+"""Models of transformers as they are and in our words: shapes, names and logits; and what is refused.
+
+transformers takes seconds to import, so that all that needs it is in this file.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.llama import huggingface as hf
+from composer3d.models.llama.model import Last, Llama
+from composer3d.models.llama.names import hf_names, shapes
+from composer3d.models.llama.shape import PRESETS, ModelShape
+from composer3d.spec.errors import CheckpointError
+
+transformers = pytest.importorskip("transformers")
+
+_SCALED = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, **_SCALED}
+_GROUPS = {"num_key_value_heads": 2}
+_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama 3.1": ("Llama", {**_GROUPS, "rope_parameters": _LLAMA3}),
+    "llama 3.2": (
+        "Llama",
+        {**_GROUPS, "rope_parameters": _LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True},
+    ),
+    "llama, wide heads": ("Llama", {**_GROUPS, "head_dim": 24, "rms_norm_eps": 1e-5}),
+    "mistral, windows": ("Mistral", {**_GROUPS, "sliding_window": 7}),
+    "mistral, none": ("Mistral", {**_GROUPS, "sliding_window": None, "head_dim": 8}),
+    "qwen 2": (
+        "Qwen2",
+        {**_GROUPS, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}},
+    ),
+    "qwen 2, windows": ("Qwen2", {**_GROUPS, **_WINDOW}),
+    "qwen 3": ("Qwen3", {**_GROUPS, "head_dim": 32}),
+    "qwen 3, windows": (
+        "Qwen3",
+        {**_GROUPS, **_WINDOW, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 131,
+}
+
+
+def config_of(name: str) -> Any:
+    family, more = MODELS[name]
+    return getattr(transformers, f"{family}Config")(
+        **SMALL, max_position_embeddings=256, **{"num_key_value_heads": 4} | more
+    )
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model as transformers saves it."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(request.param))
+    with (
+        torch.no_grad()
+    ):  # norms and biases start as ones and zeros, which would hide each other's places
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    path = tmp_path_factory.mktemp("hf")
+    model.save_pretrained(path)
+    return path
+
+
+def ours_from(folder: Path) -> Llama:
+    shape = hf.read_shape(folder)
+    model = Llama(shape).to_empty(device="cpu")
+    if shape.tied:
+        model.last.head.weight = model.first.embed.weight
+    held, names = load_file(folder / "model.safetensors"), hf_names(shape)
+    assert set(names.values()) == held.keys()
+    assert {name: tuple(held[names[name]].shape) for name in names} == shapes(shape)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(held[names[name]])
+    return model
+
+
+def theirs_from(folder: Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype="float32"
+    )
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Llama, tokens_BT: torch.Tensor) -> torch.Tensor:
+    seq = SequenceInfo(torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT))
+    h_BTC = model.first(tokens_BT, seq)
+    for block in model.blocks.values():
+        h_BTC = block(h_BTC, seq)
+    return cast(Last, model.last).logits(h_BTC)
+
+
+@torch.no_grad()
+def test_logits_are_theirs(folder: Path) -> None:
+    ours, theirs = ours_from(folder), theirs_from(folder)
+    # Within a window and beyond it, and beyond the context that the model had before its positions were stretched.
+    for length in (4, 33, 200):
+        tokens_BT = torch.randint(SMALL["vocab_size"], (2, length))
+        wanted = theirs(tokens_BT, use_cache=False).logits
+        worst = (logits(ours, tokens_BT) - wanted).abs().max() / wanted.abs().max()
+        assert worst < 1e-5, length
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("carries", [False, True])
+def test_they_load_what_we_describe(folder: Path, tmp_path: Path, carries: bool) -> None:
+    shape, before = hf.read_shape(folder), json.loads((folder / "config.json").read_text())
+    config = hf.config_of(shape, "float32", before | {"notes": "mine"} if carries else None)
+    assert hf.shape_of(config) == shape
+    assert "rope_parameters" not in config  # transformers 4 does not know it
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    again, first = theirs_from(tmp_path), theirs_from(folder)
+    assert type(again) is type(first) or not carries
+    assert again.config.dtype == torch.float32
+    assert (again.config.vocab_size, config.get("notes")) == (
+        SMALL["vocab_size"],
+        "mine" if carries else None,
+    )
+    tokens_BT = torch.randint(SMALL["vocab_size"], (2, 40))
+    assert torch.equal(again(tokens_BT).logits, first(tokens_BT).logits)
+    if shape.window == 0 or again.config.model_type != "llama":
+        assert again.generate(
+            tokens_BT[:, :9], max_new_tokens=9, do_sample=False, pad_token_id=0
+        ).shape == (2, 18)
+
+
+MINIMAL = {key: value for key, value in SMALL.items() if key != "vocab_size"} | {"vocab_size": 99}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "more", [{}, {"use_sliding_window": True, "num_hidden_layers": 29}], ids=["least", "windows"]
+)
+def test_what_is_absent_is_what_they_take(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    heads = 32  # which the absent num_key_value_heads of each kind divides
+    config = MINIMAL | {"model_type": kind, "num_attention_heads": heads} | more
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    if len(set(getattr(theirs, "layer_types", None) or [])) > 1:
+        with pytest.raises(
+            CheckpointError, match=r"layer_types = .* must be the same for all layers"
+        ):
+            hf.read_shape(tmp_path)
+        return
+    shape = hf.read_shape(tmp_path)
+    assert shape.n_kv_heads == theirs.num_key_value_heads
+    assert shape.head_width == getattr(theirs, "head_dim", 64 // heads)
+    assert (shape.norm_eps, shape.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": shape.rope_theta}
+    assert shape.window == (getattr(theirs, "sliding_window", None) or 0)
+    assert theirs.hidden_act == "silu"
+
+
+LLAMA = MINIMAL | {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7e4, **_SCALED}},
+        {"rope_theta": 7e4, "rope_scaling": {"rope_type": "llama3", **_SCALED}},
+        {
+            "rope_theta": 7e4,
+            "rope_scaling": {"type": "llama3", **_SCALED},
+            "rope_parameters": {"rope_type": "default"},
+        },
+        {
+            "rope_theta": 1.0,
+            "rope_scaling": {"rope_type": "llama3", "type": "yarn", "rope_theta": 7e4, **_SCALED},
+        },
+    ],
+    ids=["new", "old", "older", "theta within"],
+)
+def test_positions_in_every_form(written: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(LLAMA | {"max_position_embeddings": 256} | written)
+    )
+    shape = hf.read_shape(tmp_path)
+    stretch = (
+        shape.rope_theta,
+        shape.rope_factor,
+        shape.rope_low_freq,
+        shape.rope_high_freq,
+        shape.rope_context,
+    )
+    assert stretch == (7e4, 8.0, 1.0, 4.0, 16)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert stretch == (theirs["rope_theta"], *(theirs[key] for key in _SCALED))
+    assert theirs["rope_type"] == "llama3"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_come_back(preset: str) -> None:
+    shape = PRESETS[preset]
+    plain = (
+        replace(shape, head_dim=None) if shape.head_width * shape.n_heads == shape.dim else shape
+    )
+    config = hf.config_of(shape, "bfloat16")
+    assert hf.shape_of(config) == plain
+    theirs = transformers.AutoConfig.for_model(**config)
+    assert (theirs.head_dim, theirs.num_key_value_heads) == (shape.head_width, shape.n_kv_heads)
+    assert (
+        theirs.architectures[0]
+        in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    )
+
+
+def test_sizes_that_no_llama_of_theirs_may_have() -> None:
+    shape = ModelShape(dim=60, n_layers=2, n_heads=8, n_kv_heads=2, ffn=96, vocab=99, head_dim=16)
+    config = hf.config_of(shape, "float32")
+    assert hf.shape_of(config) == shape
+    assert transformers.AutoConfig.for_model(**config).model_type == "mistral"
+
+
+def test_what_came_with_another_shape_gives_ids_and_the_longest_sequence() -> None:
+    carried = LLAMA | {
+        "bos_token_id": 7,
+        "eos_token_id": [8, 9],
+        "max_position_embeddings": 77,
+        "notes": "mine",
+    }
+    shape = replace(hf.shape_of(carried), ffn=128)
+    config = hf.config_of(shape, "bfloat16", carried)
+    assert hf.shape_of(config) == shape
+    assert (config["bos_token_id"], config["eos_token_id"], config["max_position_embeddings"]) == (
+        7,
+        [8, 9],
+        77,
+    )
+    assert "notes" not in config
+
+
+WANTED = "is not supported; it must be"
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "another model": (
+        {"model_type": "mixtral"},
+        [f'model_type = "mixtral" {WANTED} llama, mistral, qwen2 or qwen3'],
+    ),
+    "no model": (
+        {"model_type": None},
+        [f"model_type = null {WANTED} llama, mistral, qwen2 or qwen3"],
+    ),
+    "two at once": (
+        {"hidden_act": "gelu", "mlp_bias": True},
+        [f'hidden_act = "gelu" {WANTED} "silu"', f"mlp_bias = true {WANTED} false, null or absent"],
+    ),
+    "a bias": ({"attention_bias": True}, [f"attention_bias = true {WANTED} false, null or absent"]),
+    "a bias of qwen 3": (
+        {"model_type": "qwen3", "attention_bias": True},
+        [f"attention_bias = true {WANTED} false, null or absent"],
+    ),
+    "a window of llama": (
+        {"sliding_window": 8},
+        [f"sliding_window = 8 {WANTED} false, null or absent"],
+    ),
+    "no size": ({"hidden_size": None}, [f"hidden_size = null {WANTED} a positive integer"]),
+    "a size in words": ({"vocab_size": "99"}, [f'vocab_size = "99" {WANTED} a positive integer']),
+    "heads of half a width": (
+        {"head_dim": 7.5},
+        [f"head_dim = 7.5 {WANTED} a positive integer, null or absent"],
+    ),
+    "heads of no width": (
+        {"head_dim": 0},
+        [f"head_dim = 0 {WANTED} a positive integer, null or absent"],
+    ),
+    "quantized": (
+        {"quantization_config": 1},
+        [f"quantization_config = 1 {WANTED} false, null or absent"],
+    ),
+    "yarn": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        [f'rope_scaling.rope_type = "yarn" {WANTED} "default" or "llama3"'],
+    ),
+    "half a stretch": (
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+            }
+        },
+        [f"rope_parameters.original_max_position_embeddings = null {WANTED} a positive integer"],
+    ),
+    "two contexts": (
+        {
+            "rope_scaling": {"type": "llama3", **_SCALED, "original_max_position_embeddings": 5},
+            "original_max_position_embeddings": 16,
+        },
+        [
+            f"original_max_position_embeddings = 16 {WANTED} rope_scaling.original_max_position_embeddings = 5"
+        ],
+    ),
+    "positions by layer": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+        [
+            f'rope_parameters = {{"full_attention": {{"rope_theta": 1000000.0}}}} {WANTED} without these keys, '
+            "its rope_type is default"
+        ],
+    ),
+    "part of a head": (
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        [f"partial_rotary_factor = 0.5 {WANTED} 1"],
+    ),
+    "windows of some layers": (
+        {
+            "model_type": "qwen2",
+            "num_key_value_heads": 4,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+        },
+        [
+            f'layer_types = ["full_attention", "sliding_attention"] {WANTED} the same for all layers '
+            "(max_window_layers = 0)"
+        ],
+    ),
+    "a window of nothing": (
+        {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 0},
+        [f"sliding_window = 0 {WANTED} a positive integer"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_we_do_not_compute_is_named(case: str, tmp_path: Path) -> None:
+    more, lines = REFUSED[case]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA | more))
+    with pytest.raises(CheckpointError) as caught:
+        hf.read_shape(tmp_path)
+    assert list(caught.value.lines) == [f"{file}: {line}" for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (None, "No such file"),
+        ("{", "Expecting property name"),
+    ],
+    ids=["none", "no JSON"],
+)
+def test_a_config_that_cannot_be_read(text: str | None, cause: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(
+        CheckpointError,
+        match=f"config.json cannot be read .*{cause}.*give a folder in Hugging Face's",
+    ):
+        hf.read_shape(tmp_path)
+
+
+def test_a_shape_that_no_model_of_theirs_has() -> None:
+    with pytest.raises(CheckpointError, match="both qk_norm and qkv_bias; convert to torch or dcp"):
+        hf.config_of(replace(PRESETS["debug-tiny"], qk_norm=True, qkv_bias=True), "float32")

@@ -1,0 +1,167 @@
+"""The table of names, Meta's rotary pairs and its params.json."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer3d.models.layers.rope import rope_table, rotate
+from composer3d.models.llama import names
+from composer3d.models.llama.model import Llama, rope_of
+from composer3d.models.llama.shape import PRESETS, ModelShape
+from composer3d.spec.errors import CheckpointError
+
+SHAPE = ModelShape(dim=48, n_layers=12, n_heads=4, n_kv_heads=2, ffn=80, vocab=99)
+WQ = "blocks.11.attn.wq.weight"
+
+
+def test_every_parameter_has_a_name_of_its_own() -> None:
+    shape = replace(SHAPE, qk_norm=True, qkv_bias=True)
+    found = names.hf_names(shape)
+    assert list(found) == list(names.shapes(shape))
+    assert len(set(found.values())) == len(found) == 12 * 14 + 3
+    assert found[WQ] == "model.layers.11.self_attn.q_proj.weight"
+    assert found["blocks.2.attn.wk.bias"] == "model.layers.2.self_attn.k_proj.bias"
+    assert "last.head.weight" not in names.hf_names(replace(SHAPE, tied=True))
+    meta = names.meta_names(SHAPE)
+    assert len(set(meta.values())) == len(meta) == 12 * 9 + 3
+    assert meta[WQ] == "layers.11.attention.wq.weight"
+    assert [
+        meta[name] for name in ("first.embed.weight", "last.norm.weight", "last.head.weight")
+    ] == [
+        "tok_embeddings.weight",
+        "norm.weight",
+        "output.weight",
+    ]
+
+
+def test_shapes_are_those_of_the_model() -> None:
+    """They are told from one block; the model has them all."""
+    for more in ({}, {"qk_norm": True, "qkv_bias": True, "head_dim": 6}, {"tied": True}):
+        shape = replace(SHAPE, **more)
+        built = {
+            name: tuple(parameter.shape) for name, parameter in Llama(shape).named_parameters()
+        }
+        assert list(names.shapes(shape).items()) == list(built.items())
+
+
+def interleaved(x_TD: Tensor, theta: float) -> Tensor:
+    """Meta's rotation: neighbours are the two parts of a complex number."""
+    half = x_TD.shape[-1] // 2
+    speed_D = 1.0 / theta ** (torch.arange(half, dtype=torch.float64) / half)
+    angle_TD = torch.arange(x_TD.shape[0], dtype=torch.float64)[:, None] * speed_D
+    turned = torch.view_as_complex(x_TD.unflatten(-1, (half, 2))) * torch.polar(
+        torch.ones_like(angle_TD), angle_TD
+    )
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def test_scores_of_metas_heads_are_ours() -> None:
+    width = SHAPE.head_width
+    x_TC = torch.randn(7, SHAPE.dim, dtype=torch.float64)
+    ours = {kind: torch.randn(48, 48, dtype=torch.float64) for kind in ("wq", "wk", "wv")}
+    meta = {
+        kind: names.to_meta(f"blocks.0.attn.{kind}.weight", whole, SHAPE)
+        for kind, whole in ours.items()
+    }
+    assert torch.equal(meta["wv"], ours["wv"])
+    for kind in ("wq", "wk"):
+        assert not torch.equal(meta[kind], ours[kind])
+        assert torch.equal(
+            names.to_meta(f"blocks.0.attn.{kind}.weight", meta[kind], SHAPE, back=True), ours[kind]
+        )
+    table = rope_table(
+        rope_of(replace(SHAPE, rope_theta=100.0)), torch.arange(7)[None], torch.float64
+    )
+    q, k = (rotate((x_TC @ ours[kind].T).view(1, 7, 4, width), table)[0] for kind in ("wq", "wk"))
+    for head in range(4):
+        a, b = (
+            interleaved((x_TC @ meta[kind].T).view(7, 4, width)[:, head], 100.0)
+            for kind in ("wq", "wk")
+        )
+        torch.testing.assert_close(q[:, head] @ k[:, head].T, a @ b.T, rtol=1e-12, atol=1e-12)
+
+
+def width_in_meta(dim: int, params: dict[str, Any]) -> int:
+    hidden = int(params["ffn_dim_multiplier"] * int(2 * (4 * dim) / 3))
+    of: int = params["multiple_of"]
+    return of * ((hidden + of - 1) // of)
+
+
+@given(dim=st.integers(4, 1 << 15), ffn=st.integers(2, 1 << 17))
+def test_metas_code_makes_the_same_width(dim: int, ffn: int) -> None:
+    shape = ModelShape(dim=2 * dim, n_layers=1, n_heads=1, n_kv_heads=1, ffn=ffn, vocab=9)
+    assert width_in_meta(2 * dim, names.meta_params_of(shape)) == ffn
+
+
+@pytest.mark.parametrize(
+    "preset", ["llama3-8b", "llama3.1-70b", "llama3.2-1b", "llama3.2-3b", "debug-tiny"]
+)
+def test_params_come_back(preset: str) -> None:
+    shape = replace(PRESETS[preset], head_dim=None)
+    params = names.meta_params_of(PRESETS[preset])
+    assert names.shape_of_meta(params, vocab=shape.vocab, ffn=shape.ffn, tied=shape.tied) == shape
+
+
+# As published: Llama 2 70B, Llama 3.1 8B, Llama 3.2 1B.
+LLAMA_2 = {
+    "dim": 8192,
+    "multiple_of": 4096,
+    "ffn_dim_multiplier": 1.3,
+    "n_heads": 64,
+    "n_kv_heads": 8,
+    "n_layers": 80,
+}
+LLAMA_3 = {
+    "norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "use_scaled_rope": True,
+    "vocab_size": 128256,
+    "n_kv_heads": 8,
+}
+
+
+def test_what_meta_published_is_read() -> None:
+    params: dict[str, Any] = LLAMA_2 | {"norm_eps": 1e-05, "vocab_size": -1}
+    assert width_in_meta(8192, params) == 28672
+    two = names.shape_of_meta(params, vocab=32000, ffn=28672, tied=False)
+    assert two == replace(PRESETS["llama3-70b"], vocab=32000, rope_theta=1e4)
+    del params["n_kv_heads"]
+    assert names.shape_of_meta(params, vocab=32000, ffn=28672, tied=False).n_kv_heads == 64
+    three = names.shape_of_meta(
+        LLAMA_3 | {"dim": 4096, "n_layers": 32, "n_heads": 32}, vocab=128256, ffn=14336, tied=False
+    )
+    assert three == PRESETS["llama3.1-8b"]
+    small = names.shape_of_meta(
+        LLAMA_3 | {"dim": 2048, "n_layers": 16, "n_heads": 32}, vocab=128256, ffn=8192, tied=True
+    )
+    assert small == replace(PRESETS["llama3.2-1b"], head_dim=None)
+
+
+def test_params_without_sizes_are_refused() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"params.json lacks dim, n_heads, n_kv_heads; take the one that came"
+    ):
+        names.shape_of_meta({"n_layers": 2}, vocab=9, ffn=8, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"qkv_bias": True}, "qkv_bias = True"),
+        ({"qk_norm": True}, "qk_norm = True"),
+        ({"window": 8}, "window = 8"),
+        ({"head_dim": 16}, "head_dim = 16"),
+        ({"rope_factor": 4.0}, r"rope_\* = \(4.0, 1.0, 4.0, 8192\)"),
+        ({"rope_factor": 8.0, "rope_context": 4096}, r"rope_\* = \(8.0, 1.0, 4.0, 4096\)"),
+    ],
+)
+def test_what_meta_cannot_hold_is_named(more: dict[str, Any], named: str) -> None:
+    with pytest.raises(
+        CheckpointError, match=f"Meta's form of Llama has no {named}; convert to hf"
+    ):
+        names.meta_names(replace(SHAPE, **more))

@@ -1,0 +1,120 @@
+"""A plan against its model: everything that does not fit is told at once."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from composer3d.models.contract import Constant, Normal
+from composer3d.models.llama.model import Llama
+from composer3d.models.llama.plan import sharding_plan
+from composer3d.models.llama.shape import PRESETS
+from composer3d.parallel import ShardingPlan
+from composer3d.spec.errors import PlanError
+
+
+class Tiny(nn.Module):
+    """Parameters ``up.weight``, ``down.weight`` and ``norm.weight``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 4, bias=False)
+        self.down = nn.Linear(4, 2, bias=False)
+        self.norm = nn.RMSNorm(2)
+
+
+def test_everything_that_does_not_fit_is_told_at_once() -> None:
+    plan = ShardingPlan(
+        tensor={"": "gather", "u?": "column", "blocks.*": "row", "norm": "gather"},
+        init={
+            "up.weight": Normal(1.0),
+            "*.bias": Constant(0.0),
+            "down.*": Normal(1.0),
+            "norm": Constant(1.0),
+        },
+    )
+    with pytest.raises(PlanError) as caught:
+        plan.check(Tiny())
+    assert (
+        caught.value.lines
+        == (
+            "the plan's tensor glob 'blocks.*' matches no module of Tiny",
+            "the plan's init glob '*.bias' matches no parameter of Tiny",
+            "the plan's init glob 'norm' matches no parameter of Tiny",  # a module, not a parameter
+            "no glob of the plan's tensor table covers parameter 'down.weight'",
+            "no glob of the plan's tensor table covers parameter 'norm.weight'",  # "gather" cuts no parameter
+            "no glob of the plan's init table covers parameter 'norm.weight'",
+        )
+    )
+
+
+def test_a_plan_that_fits_is_accepted() -> None:
+    tensor = {"": "gather", "up": "column", "down": "row", "norm": "norm"}
+    plan = ShardingPlan(tensor=tensor, init={"*": Normal(1.0)})  # type: ignore[arg-type]
+    plan.check(Tiny())
+    assert [plan.style_of(name) for name in ("up", "down", "norm")] == ["column", "row", "norm"]
+
+
+@pytest.mark.parametrize("preset", ["debug-tiny", "llama3-405b"])
+def test_llama_has_a_plan(preset: str) -> None:
+    plan = sharding_plan(PRESETS[preset])
+    plan.check(Llama(PRESETS[preset]))
+    assert plan.style_of("blocks.1.attn.wq") == "column"
+    assert plan.style_of("blocks.1.attn.wk") == "kv_column"
+    assert plan.kv_heads == PRESETS[preset].n_kv_heads
+
+
+def test_key_value_columns_need_the_count_of_heads() -> None:
+    plan = ShardingPlan(
+        tensor={"": "gather", "up": "column", "down": "kv_column", "norm": "norm"},
+        init={"*": Normal(1.0)},
+    )
+    with pytest.raises(PlanError, match='gives modules the style "kv_column" and no kv_heads'):
+        plan.check(Tiny())
+    replace(plan, kv_heads=2).check(Tiny())
+
+
+def test_columns_need_what_gathers_their_input() -> None:
+    plan = ShardingPlan(
+        tensor={"up": "column", "down": "row", "norm": "norm"}, init={"*": Normal(1.0)}
+    )
+    with pytest.raises(
+        PlanError, match="the plan cuts 'up' into columns: nothing above it is of style \"gather\""
+    ):
+        plan.check(Tiny())
+
+
+def test_the_first_glob_that_matches_counts() -> None:
+    narrow, wide = Constant(1.0), Normal(0.02)
+    assert (
+        ShardingPlan(tensor={}, init={"*norm.weight": narrow, "*": wide}).init_of(
+            "last.norm.weight"
+        )
+        == narrow
+    )
+    assert (
+        ShardingPlan(tensor={}, init={"*": wide, "*norm.weight": narrow}).init_of(
+            "last.norm.weight"
+        )
+        == wide
+    )
+    assert ShardingPlan(tensor={}, init={"*": wide}).init_of("head.weight") == wide
+    assert (
+        ShardingPlan(tensor={}, init={"*Norm.weight": narrow}).init_of("last.norm.weight") is None
+    )
+
+
+def test_projections_into_the_residual_stream_start_smaller_with_depth() -> None:
+    plan = sharding_plan(PRESETS["llama3-8b"])
+    into = Normal(0.02 / 8)  # 1 / sqrt(2 * 32)
+    assert (
+        plan.init_of("blocks.31.attn.wo.weight") == plan.init_of("blocks.0.ffn.w2.weight") == into
+    )
+    assert (
+        plan.init_of("blocks.31.attn.wq.weight") == plan.init_of("last.head.weight") == Normal(0.02)
+    )
+    assert (
+        plan.init_of("blocks.3.ffn_norm.weight")
+        == plan.init_of("last.norm.weight")
+        == Constant(1.0)
+    )

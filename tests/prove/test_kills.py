@@ -1,0 +1,138 @@
+"""A training that is killed goes on as if nothing had happened: a part of ``tools/kill``, and that it can fail."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer3d.runtime.launch import Pool
+from tools.prove.kills import run as kill
+from tools.prove.kills.trap import Event
+
+SCENARIOS = {scenario.name: scenario for scenario in kill.SCENARIOS}
+
+
+@pytest.fixture(scope="module")
+def killer(pool: Pool) -> Iterator[kill.Killer]:
+    with kill.Killer(pool) as out:
+        yield out
+
+
+@pytest.fixture(scope="module")
+def points(killer: kill.Killer) -> kill.Points:
+    return kill.Points(killer, SCENARIOS["save"])
+
+
+def of_each_kind(events: list[Event]) -> list[Event]:
+    """The last event of each kind of operation, and the rename that publishes."""
+    last = {event.what: event for event in events}
+    return [
+        *last.values(),
+        *(event for event in events if event.path.endswith(f".tmp -> step-{kill.BASE + 1:08d}")),
+    ]
+
+
+def test_the_points_are_all_of_a_save(points: kill.Points) -> None:
+    assert len(points.events) >= 60
+    assert {event.what for event in points.events} >= {
+        "create",
+        "write",
+        "fsync",
+        "rename",
+        "mkdir",
+        "unlink",
+        "rmdir",
+    }
+    assert sum(scenario.before != "empty" for scenario in kill.SCENARIOS) >= 5
+
+
+def test_killed_in_a_save(points: kill.Points) -> None:
+    kills = [points.kill(event) for event in of_each_kind(points.events)]
+    assert [each for each in kills if each.problem is not None] == []
+    assert {each.resumed for each in kills} == {kill.BASE, kill.BASE + 1}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "save in the background",
+        "save over a damaged one",
+        "save after a kill",
+        "2 ranks, background, rank 1 dies",
+    ],
+)
+def test_killed_in_a_save_of_another_kind(killer: kill.Killer, name: str) -> None:
+    points = kill.Points(killer, SCENARIOS[name])
+    renames = [event for event in points.events if event.what == "rename"] or points.events[-1:]
+    kills = [points.kill(event) for event in renames]
+    assert [each for each in kills if each.problem is not None] == []
+
+
+def test_killed_at_random(killer: kill.Killer) -> None:
+    chosen = kill.instants(100)
+    assert sum(world == 2 for _, world, *_ in chosen) == 10
+    kills = [kill.kill_at_random(killer, *chosen[number]) for number in (3, 5, 20)]
+    assert [each for each in kills if each.problem is not None] == []
+
+
+def test_what_is_renamed_is_on_the_disk(points: kill.Points) -> None:
+    assert kill.not_durable(points.events) == []
+    for sync in [event for event in points.events if event.what == "fsync"]:
+        assert kill.not_durable([event for event in points.events if event != sync]), sync
+
+
+def resume_from_the_oldest() -> None:
+    from composer3d.checkpoint import Store
+
+    Store._steps, right = lambda self: right(self)[:1], Store._steps
+
+
+def skip_a_step_of_data() -> None:
+    from composer3d.data import Loader
+
+    def wrong(self: Any, state: dict[str, Any]) -> None:
+        right(self, state | {"next_step": state["next_step"] + 1})
+
+    Loader.load_state_dict, right = wrong, Loader.load_state_dict
+
+
+def forget_a_moment() -> None:
+    from composer3d.checkpoint import Store
+
+    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+        right(self, path, stages, optimizer)
+        next(iter(optimizer.state.values()))["exp_avg"].zero_()
+
+    Store.load, right = wrong, Store.load
+
+
+def leave_the_old() -> None:
+    shutil.rmtree = lambda path, **_: None
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (resume_from_the_oldest, "it resumed from step"),
+        (skip_a_step_of_data, "its losses are"),
+        (forget_a_moment, "its losses are|its last state is"),
+        (leave_the_old, "it leaves|it does not start again"),
+    ],
+)
+def test_a_store_that_is_wrong_is_seen(
+    killer: kill.Killer,
+    points: kill.Points,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[], None],
+    says: str,
+) -> None:
+    monkeypatch.setattr(killer, "_fault", fault)
+    (publishing,) = [
+        event for event in points.events if event.path.endswith(f" -> step-{kill.BASE + 1:08d}")
+    ]
+    problem = points.kill(publishing).problem
+    assert problem is not None
+    assert re.search(says, problem)

@@ -1,0 +1,96 @@
+"""What one layout saves another resumes: a part of ``tools/resume_matrix``, and that each of its checks can fail."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer3d.recipe.resolve import load
+from composer3d.runtime.launch import Pool
+from tools.prove import resume as resume_matrix
+from tools.prove.faults.resume import (
+    forget_the_second_moments,
+    go_on_a_step_earlier,
+    go_on_a_step_later,
+    swap_two_moments,
+)
+
+PART = ("one process", "zero 2 x 3", "pp 2 1F1B, tp 2", "cp 3, tp 2")
+
+
+@pytest.fixture(scope="module")
+def matrix(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> resume_matrix.Matrix:
+    out = resume_matrix.Matrix(pool, tmp_path_factory.mktemp("resume"))
+    for name in PART:
+        assert out.save(name) == []
+    return out
+
+
+def test_the_layouts_are_many_and_legal(tmp_path: Path) -> None:
+    assert len(resume_matrix.LAYOUTS) >= 12
+    assert {processes for processes, _ in resume_matrix.LAYOUTS.values()} == {1, 2, 3, 4, 6, 8}
+    (tmp_path / "recipe.toml").write_text(resume_matrix.RECIPE.format(corpus="none"))
+    for processes, sets in resume_matrix.LAYOUTS.values():
+        recipe = load(
+            tmp_path / "recipe.toml", [*sets], world_size=processes, check_files=False
+        ).recipe
+        assert recipe.world_size == processes
+
+
+@pytest.mark.parametrize("name", PART)
+def test_a_layout_resumes_what_others_saved(matrix: resume_matrix.Matrix, name: str) -> None:
+    cells = matrix.resume(name)
+    assert [cell.source for cell in cells] == list(PART)
+    assert [cell for cell in cells if not cell.good] == []
+    assert next(cell for cell in cells if cell.source == name).deviation == 0.0
+
+
+def skip_a_sample() -> None:
+    from composer3d.data import loader
+
+    loader.sample_order, right = (
+        lambda n, seed, first, count: right(n, seed, first + 1, count),
+        loader.sample_order,
+    )
+
+
+def train_ranks_on_each_others_samples() -> None:
+    """The samples of a step are right, but the parts of the batch have changed places."""
+    from composer3d.data import loader
+
+    def wrong(n: int, seed: int, first: int, count: int) -> Any:
+        step, at = divmod(first, resume_matrix.BATCH)
+        return right(
+            n, seed, step * resume_matrix.BATCH + (at + count) % resume_matrix.BATCH, count
+        )
+
+    loader.sample_order, right = wrong, loader.sample_order
+
+
+@pytest.mark.parametrize(
+    ("fault", "tensors", "losses", "samples"),
+    [
+        (swap_two_moments, r"blocks\.1\.attn\.w[kv]\.weight exp_avg", True, False),
+        (forget_the_second_moments, r".* exp_avg_sq", True, False),
+        (go_on_a_step_later, None, True, True),
+        (go_on_a_step_earlier, None, True, True),
+        (skip_a_sample, None, True, True),
+        (train_ranks_on_each_others_samples, None, False, True),
+    ],
+)
+def test_what_is_wrong_is_seen(
+    matrix: resume_matrix.Matrix,
+    fault: Callable[[], None],
+    tensors: str | None,
+    losses: bool,
+    samples: bool,
+) -> None:
+    on, source = PART[:2] if fault is not train_ranks_on_each_others_samples else PART[1::-1]
+    (cell,) = matrix.resume(on, fault, [source])
+    assert not cell.good
+    assert all(re.fullmatch(tensors or "none", name) for name in cell.wrong)
+    assert bool(cell.wrong) == (tensors is not None)
+    assert (cell.deviation > resume_matrix.BOUND) == losses
+    assert (not cell.same_samples) == samples

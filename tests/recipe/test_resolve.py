@@ -1,0 +1,241 @@
+"""What a recipe becomes: inheritance, overrides, defaults, presets, and where each value came from."""
+
+import json
+import math
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+import tomli
+
+from composer3d.models.llama.shape import PRESETS
+from composer3d.recipe.resolve import Resolved, load
+from composer3d.recipe.rules.layout import violations
+from composer3d.recipe.schema import TABLES, Model
+from composer3d.recipe.values import FIELDS
+from tools.prove.paths import ROOT
+
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+WORLDS = {
+    "debug-1-single": 1,
+    "debug-2-dp": 2,
+    "debug-4-dp-tp": 4,
+    "debug-8-dp-tp-pp": 8,
+    "quickstart": 8,
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def one(name: str, text: str) -> str:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, newline="")
+        return name
+
+    return one
+
+
+def layered(write) -> str:
+    write(
+        "low.toml",
+        '[model]\npreset = "debug-tiny"\nffn = 192\n[run]\nsteps = 5\nseed = 3\n[optim]\nbetas = [0.8, 0.9]\n',
+    )
+    write("sub/mid.toml", 'base = "../low.toml"\n[run]\nsteps = 6\nname = "mid"\n')
+    return write("x.toml", 'base = "sub/mid.toml"\nmesh = { tp = 2 }\n[run]\nname = "x"\n')
+
+
+def test_the_nearest_file_wins_and_an_override_beats_it(write) -> None:
+    resolved = load(layered(write), ["run.seed=7", "optim.lr=1", "run.seed=8"])
+    recipe, origins = resolved.recipe, resolved.origins
+    assert (recipe.run.name, recipe.run.steps, recipe.run.seed, recipe.mesh.tp) == ("x", 6, 8, 2)
+    assert origins["run.name"] == "x.toml:4"
+    assert origins["run.steps"] == "sub/mid.toml:3"
+    assert origins["run.seed"] == "--set run.seed=8"
+    assert origins["mesh.tp"] == "x.toml:2"
+    assert origins["optim.betas"] == "sub/../low.toml:8"
+    assert origins["optim.eps"] == "default"
+    assert recipe.optim.betas == (0.8, 0.9)
+    assert isinstance(recipe.optim.lr, float)
+
+
+def test_a_preset_gives_what_the_recipe_does_not(write) -> None:
+    resolved = load(layered(write))
+    assert resolved.recipe.model == Model(
+        **asdict(replace(PRESETS["debug-tiny"], ffn=192)), preset="debug-tiny"
+    )
+    assert resolved.origins["model.ffn"] == "sub/../low.toml:3"
+    assert (
+        resolved.origins["model.dim"] == resolved.origins["model.rope_theta"] == "preset debug-tiny"
+    )
+    assert resolved.origins["model.norm_eps"] == resolved.origins["model.window"] == "default"
+    assert resolved.place("model.dim") == "sub/../low.toml:2"
+    assert resolved.origins["model.preset"] == "sub/../low.toml:2"
+
+
+def test_a_shape_without_preset_takes_the_defaults_of_the_rest(write) -> None:
+    path = write(
+        "x.toml",
+        "[model]\ndim = 64\nn_layers = 2\nn_heads = 2\nn_kv_heads = 1\nffn = 96\nvocab = 300\n",
+    )
+    resolved = load(path)
+    shape = Model(dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn=96, vocab=300)
+    assert resolved.recipe.model == shape
+    assert resolved.origins["model.rope_theta"] == "default"
+
+
+def test_a_folder_of_hugging_face_gives_what_the_recipe_does_not(write, tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    config = {
+        "model_type": "mistral",
+        "vocab_size": 300,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e6,
+    } | sizes
+    write("m/config.json", json.dumps(config))
+    path = write("x.toml", '[run]\nsteps = 5\n[model]\nhf = "m"\nwindow = 16\nnorm_eps = 1e-5\n')
+    resolved = load(path, ["model.n_layers=1"])
+    sizes = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn": 96, "vocab": 300}
+    assert resolved.recipe.model == Model(**sizes, rope_theta=1e6, norm_eps=1e-5, window=16, hf="m")
+    origins = {key.removeprefix("model."): origin for key, origin in resolved.origins.items()}
+    assert origins["dim"] == origins["rope_theta"] == "config.json of m"
+    assert (origins["window"], origins["norm_eps"], origins["hf"]) == (
+        "x.toml:5",
+        "x.toml:6",
+        "x.toml:4",
+    )
+    assert (origins["n_layers"], origins["tied"]) == ("--set model.n_layers=1", "default")
+    assert resolved.place("model.dim") == "x.toml:4"
+    assert round_trip(resolved, tmp_path / "again.toml").recipe == resolved.recipe
+    (tmp_path / "m/config.json").unlink()
+    (
+        tmp_path / "m"
+    ).rmdir()  # a resolved recipe has the shape itself: a run goes on without the folder
+    assert round_trip(resolved, tmp_path / "again.toml").recipe == resolved.recipe
+
+
+def test_place_of_what_is_not_written_is_its_table_or_the_file(write) -> None:
+    resolved = load(layered(write))
+    assert resolved.place("mesh.pp") == "x.toml:2"
+    assert resolved.place("run.device") == "x.toml:3"
+    assert resolved.place("data.seq_len") == "x.toml"
+
+
+def test_origins_cover_the_whole_recipe(write) -> None:
+    resolved = load(layered(write))
+    assert list(resolved.origins) == [
+        f"{table}.{entry.name}"
+        for table in TABLES
+        for entry in fields(getattr(resolved.recipe, table))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("run.name=a b", "name", "a b"),
+        ('run.name="a b"', "name", "a b"),
+        ("run.name='\"a\"'", "name", '"a"'),
+        ("run.name=4", "name", "4"),
+        ("run.name=true", "name", "true"),
+        ("run.name=a=b", "name", "a=b"),
+        ('run.name="', "name", '"'),
+        (" run.name = a", "name", "a"),
+        ("run.steps=1_000", "steps", 1000),
+        ("run.steps = 0x10", "steps", 16),
+        ("run.device=cpu", "device", "cpu"),
+        ('run.device="cpu"', "device", "cpu"),
+    ],
+)
+def test_overrides_are_text_for_str_and_toml_for_the_rest(
+    write, text: str, key: str, value: object
+) -> None:
+    resolved = load(layered(write), [text])
+    assert getattr(resolved.recipe.run, key) == value
+    assert resolved.origins[f"run.{key}"] == f"--set {text}"
+
+
+def test_what_is_left_of_the_world_shards(write) -> None:
+    path = layered(write)
+    assert load(path).recipe.mesh.dp_shard == 1
+    resolved = load(path, world_size=8)
+    assert resolved.recipe.mesh.dp_shard == 4
+    assert resolved.recipe.world_size == 8
+    assert resolved.origins["mesh.dp_shard"] == "default, what is left of 8 processes"
+    assert load(path, ["mesh.dp_shard=-1", "mesh.pp=2"], world_size=8).recipe.mesh.dp_shard == 2
+
+
+def test_a_byte_order_mark_and_carriage_returns_are_read(write) -> None:
+    path = write("x.toml", '\ufeff[model]\r\npreset = "debug-tiny"\r\n[run]\r\nsteps = 9\r\n')
+    assert load(path).origins["run.steps"] == "x.toml:4"
+
+
+def test_a_checkpoint_may_be_named_by_its_folder(write, tmp_path: Path) -> None:
+    path = layered(write)
+    assert load(path, [f"checkpoint.resume={tmp_path}"]).recipe.checkpoint.resume == str(tmp_path)
+
+
+def round_trip(resolved: Resolved, path: Path, world_size: int | None = None) -> Resolved:
+    path.write_text(resolved.to_toml())
+    return load(path, world_size=world_size)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_loads_and_comes_back_equal(path: Path, tmp_path: Path) -> None:
+    resolved = load(path)
+    assert violations(resolved.recipe) == []
+    assert round_trip(resolved, tmp_path / "again.toml").recipe == resolved.recipe
+    world = WORLDS.get(path.stem) or next(
+        int(part) for part in path.stem.split("-") if part.isdigit()
+    )
+    assert load(path, world_size=world).recipe.world_size == world
+    assert resolved.recipe.run.name == path.stem
+    assert len(path.read_text().splitlines()) <= 40
+
+
+def test_hard_values_come_back_equal(write, tmp_path: Path) -> None:
+    sets = [
+        "run.name='\" # é 𝛼",
+        "run.out_dir='\"# é 𝛼",
+        "data.source=jsonl",
+        "data.path=x.toml",
+        "data.field='\"\\ \t\n# é \x7f 𝛼",
+        "optim.lr=1e-300",
+        "optim.eps=5e-324",
+        "optim.clip=1e-22",
+        "optim.min_lr=0",
+        "run.seed=9223372036854775807",
+        "parallel.loss_parallel=false",
+        "optim.decay=50",
+    ]
+    resolved = load(layered(write), [text.replace("\\", "") for text in sets])
+    assert resolved.recipe.optim.eps == math.ulp(0.0)
+    again = round_trip(resolved, tmp_path / "again.toml")
+    assert again.recipe == resolved.recipe
+    assert all(
+        "again.toml:" in origin for key, origin in again.origins.items() if tomli_has(tmp_path, key)
+    )
+
+
+def tomli_has(folder: Path, key: str) -> bool:
+    table, name = key.split(".")
+    return name in tomli.loads((folder / "again.toml").read_text())[table]
+
+
+def test_to_toml_says_where_each_value_came_from(write) -> None:
+    written = load(layered(write), ["run.seed=7"]).to_toml().splitlines()
+    trimmed = [" ".join(line.split()) for line in written]
+    assert "seed = 7 # --set run.seed=7" in trimmed
+    assert "steps = 6 # sub/mid.toml:3" in trimmed
+    assert "dim = 64 # preset debug-tiny" in trimmed
+    assert "# path is absent # default" in trimmed
+
+
+def test_every_key_is_documented() -> None:
+    assert all(entry.metadata.get("doc") for entry in FIELDS.values())

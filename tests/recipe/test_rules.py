@@ -1,0 +1,114 @@
+"""The rules on values alone: the planner calls them without a file."""
+
+from dataclasses import replace
+
+import pytest
+
+from composer3d.recipe.resolve import load
+from composer3d.recipe.rules.layout import RANGES, RULES, violations
+from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import FIELDS, mention
+from tools.prove.paths import ROOT
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return load(ROOT / "recipes" / "debug-8-dp-tp-pp.toml").recipe
+
+
+def changed(recipe: Recipe, **values: object) -> Recipe:
+    """``mesh__tp=3`` replaces one value."""
+    for key, value in values.items():
+        table, name = key.split("__")
+        recipe = replace(recipe, **{table: replace(getattr(recipe, table), **{name: value})})
+    return recipe
+
+
+def keys_broken(recipe: Recipe) -> list[str]:
+    return [violation.key for violation in violations(recipe)]
+
+
+def test_rules_name_keys_of_the_schema() -> None:
+    assert set(RANGES) | {key for keys, _ in RULES for key in keys} <= set(FIELDS)
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {key for key, entry in FIELDS.items() if entry.type in (int, float)}
+    assert len(numbers) > 30
+    assert numbers <= set(RANGES)
+
+
+def test_a_violation_mentions_each_key_that_it_blames(recipe: Recipe) -> None:
+    wrong = changed(recipe, mesh__tp=3)
+    found = violations(wrong)
+    assert [(violation.key, violation.others[0]) for violation in found] == [
+        ("mesh.tp", "model.n_heads"),
+        ("mesh.tp", "model.n_kv_heads"),
+        ("mesh.tp", "model.ffn"),
+        ("data.seq_len", "mesh.tp"),
+    ]
+    for violation in found:
+        assert mention(wrong, violation.key) in violation.message(wrong)
+        assert mention(wrong, violation.others[0]) in violation.message(wrong)
+
+
+def test_a_refused_value_is_not_divided_by(recipe: Recipe) -> None:
+    zeros = {
+        key.replace(".", "__"): 0
+        for key, entry in FIELDS.items()
+        if entry.type is int or key.startswith("model.n")
+    }
+    broken = keys_broken(changed(recipe, **zeros))
+    assert len(broken) == len(set(broken)) > 10
+    assert "mesh.tp" in broken
+
+
+def test_an_open_axis_leaves_its_rules_out(recipe: Recipe) -> None:
+    assert keys_broken(changed(recipe, mesh__dp_shard=-1, data__global_batch=7)) == []
+    assert keys_broken(changed(recipe, mesh__dp_shard=-2)) == ["mesh.dp_shard"]
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        {"parallel__schedule": "GPipe", "data__global_batch": 2},
+        {"mesh__pp": 1, "data__global_batch": 2},
+        {"mesh__pp": 3, "data__global_batch": 6},
+        {"parallel__sequence_parallel": False, "data__seq_len": 33},
+        {"mesh__tp": 1, "data__seq_len": 33},
+        {"mesh__tp": 4},  # above the key-value heads
+        {"model__window": 15, "mesh__cp": 2},
+        {"model__vocab": 257},
+        {"model__vocab": 257, "mesh__dp_shard": 64, "data__global_batch": 256},
+        {
+            "model__vocab": 257,
+            "mesh__dp_shard": 1,
+            "mesh__cp": 3,
+            "parallel__zero": 0,
+            "data__seq_len": 240,
+        },
+        {"parallel__zero": 0, "mesh__dp_shard": 1, "mesh__dp_replicate": 2},
+        {"optim__warmup": 20},
+        {"optim__min_lr": 1e-3},
+        {"optim__betas": (0.0, 0.999)},
+        {"optim__clip": 0.0, "optim__weight_decay": 0.0},
+        {"data__source": "text", "data__path": "t"},
+        {
+            "data__source": "text",
+            "data__path": "t",
+            "validation__every": 5,
+            "validation__path": "v",
+        },
+    ],
+    ids=str,
+)
+def test_what_is_just_legal_is_accepted(recipe: Recipe, good: dict[str, object]) -> None:
+    assert violations(changed(recipe, **good)) == []
+
+
+def test_the_way_out_of_tp_is_a_way_out(recipe: Recipe) -> None:
+    wrong = changed(recipe, mesh__tp=8)
+    message = violations(wrong)[0].message(wrong)
+    legal = [int(word.strip(",")) for word in message.split("use ")[1].split() if word != "or"]
+    assert legal == [1, 2, 4]
+    assert all(violations(changed(recipe, mesh__tp=tp)) == [] for tp in legal)

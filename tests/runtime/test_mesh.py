@@ -1,0 +1,154 @@
+"""Who a rank is on the mesh, and which ranks it talks to on each axis."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer3d.recipe.schema import MeshTable
+from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.mesh import AXES, Mesh, coordinates, identity
+from composer3d.runtime.process_group import pool_world
+from composer3d.spec.errors import MeshError
+
+
+def build_mesh(table: MeshTable) -> dict[str, Any]:
+    """What one rank knows of its mesh, as plain data."""
+    with pool_world() as device:
+        mesh = Mesh.build(table, device)
+        groups = {
+            axis: dist.get_process_group_ranks(mesh.device_mesh.get_group(axis))
+            for axis in ("pp", "fsdp", "tp")
+        }
+        return {
+            **groups,
+            "cp_group": mesh.cp_group and dist.get_process_group_ranks(mesh.cp_group),
+            "replicas": mesh.replicas().mesh.tolist(),
+            "pp_group": dist.get_process_group_ranks(mesh.pp_group),
+            "fsdp_mesh": None if mesh.fsdp is None else mesh.fsdp.mesh.tolist(),
+            "tp_mesh": None if mesh.tp is None else mesh.tp.mesh.tolist(),
+            "at": list(mesh.coords.values()),
+            "batch": (mesh.batch_rank, mesh.batch_ranks),
+            "stage_ranks": mesh.stage_ranks,
+            "identity": mesh.identity,
+        }
+
+
+def reduce_scalars() -> tuple[list[float], list[float]]:
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(dp_shard=2), device)
+        rank = mesh.rank
+        sums = mesh.sum_over_world(
+            1 + 2**-40, torch.tensor(rank + 1, dtype=torch.int64), torch.tensor(0.5 * rank)
+        )
+        return sums, mesh.max_over_world([15, 2][rank], [-3.0, -2.5][rank])
+
+
+@settings(deadline=None)
+@given(st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES}))
+def test_coordinates_are_row_major_with_tp_innermost(sizes: dict[str, int]) -> None:
+    table = MeshTable(**sizes)
+    world = torch.arange(torch.Size(sizes.values()).numel()).view(*(sizes[axis] for axis in AXES))
+    for rank in range(0, world.numel(), max(1, world.numel() // 50)):
+        at = coordinates(rank, table)
+        assert tuple(at) == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        assert world[tuple(at.values())].item() == rank
+
+
+def test_adjacent_ranks_share_tp() -> None:
+    table = MeshTable(pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2)
+    at = [coordinates(rank, table) for rank in range(16)]
+    assert [place["tp"] for place in at] == [0, 1] * 8
+    assert [place["cp"] for place in at] == [0, 0, 1, 1] * 4
+    assert [place["pp"] for place in at] == [0] * 8 + [1] * 8
+
+
+def test_a_rank_says_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = MeshTable(pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2)
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    assert identity(11, table) == "rank 11 (pp1 dp0 cp1 tp1, node 0)"
+    monkeypatch.setenv("GROUP_RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert identity(13, table, "cuda") == "rank 13 (pp1 dp1 cp0 tp1, node 1 gpu 5)"
+    assert identity(7, MeshTable(dp_replicate=2, dp_shard=4)) == "rank 7 (pp0 dp7 cp0 tp0, node 1)"
+
+
+def test_a_world_of_another_size_is_refused_with_the_arithmetic(pool: Pool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=1, tp=3)}, world_size=2)
+    assert isinstance(caught.value.user_error, MeshError)
+    assert caught.value.user_error.lines == (
+        "mesh pp 2 x dp_replicate 1 x dp_shard 1 x cp 1 x tp 3 = 6 processes, but the world has 2; "
+        "start 6 processes, or change an axis of [mesh]",
+    )
+
+
+def test_groups_of_three_axes(pool: Pool) -> None:
+    ranks = pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=2, tp=2)}, world_size=8)
+    assert [rank["tp"] for rank in ranks] == [[r - r % 2, r - r % 2 + 1] for r in range(8)]
+    assert [rank["fsdp"] for rank in ranks] == [
+        [0, 2],
+        [1, 3],
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+        [4, 6],
+        [5, 7],
+    ]
+    assert [rank["pp"] for rank in ranks] == [[r % 4, r % 4 + 4] for r in range(8)]
+    assert all(rank["pp_group"] == rank["pp"] for rank in ranks)
+    assert all(
+        rank["fsdp_mesh"] == rank["fsdp"] and rank["tp_mesh"] == rank["tp"] for rank in ranks
+    )
+    assert ranks[6]["at"] == [1, 0, 1, 0, 0]
+    assert ranks[6]["identity"].startswith("rank 6 (pp1 dp1 cp0 tp0, node ")
+    assert [rank["batch"] for rank in ranks] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
+    assert {rank["stage_ranks"] for rank in ranks} == {4}
+
+
+def test_replicas_are_the_outer_axis_of_what_shards_parameters(pool: Pool) -> None:
+    ranks = pool.run(
+        build_mesh, {"table": MeshTable(dp_replicate=2, dp_shard=2, tp=2)}, world_size=8
+    )
+    assert ranks[0]["fsdp_mesh"] == [[0, 2], [4, 6]]
+    assert ranks[7]["fsdp_mesh"] == [[1, 3], [5, 7]]
+    assert [rank["batch"] for rank in ranks] == [(dp, 4) for dp in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert {rank["stage_ranks"] for rank in ranks} == {8}
+
+
+def test_context_parallel_ranks_share_the_rows_of_a_batch(pool: Pool) -> None:
+    ranks = pool.run(
+        build_mesh, {"table": MeshTable(pp=1, dp_replicate=2, dp_shard=2, cp=2)}, world_size=8
+    )
+    assert [rank["cp_group"] for rank in ranks] == [[r - r % 2, r - r % 2 + 1] for r in range(8)]
+    assert [rank["batch"] for rank in ranks] == [(dp, 4) for dp in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert ranks[5]["fsdp_mesh"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert ranks[5]["replicas"] == [[rank] for rank in range(8)]
+    ranks = pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=1, cp=2, tp=2)}, world_size=8)
+    assert [rank["cp_group"] for rank in ranks] == [
+        [0, 2],
+        [1, 3],
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+        [4, 6],
+        [5, 7],
+    ]
+    assert ranks[3]["replicas"] == [[1], [3]]
+
+
+def test_an_axis_of_one_has_no_mesh(pool: Pool) -> None:
+    for rank in pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=1)}, world_size=2):
+        assert rank["fsdp_mesh"] is None
+        assert rank["cp_group"] is None
+        assert rank["tp_mesh"] is None
+
+
+def test_scalars_are_reduced_in_float64(pool: Pool) -> None:
+    expected = ([2 + 2**-39, 3.0, 0.5], [15.0, -2.5])
+    assert pool.run(reduce_scalars, {}, world_size=2) == [expected, expected]

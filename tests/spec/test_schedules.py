@@ -1,0 +1,122 @@
+"""How layers are cut into stages: against every cut there is, and on the layouts that are published."""
+
+import os
+import time
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer3d.models.llama.counts import parts
+from composer3d.models.llama.shape import PRESETS
+from composer3d.spec.errors import PlanError
+from composer3d.spec.schedules import (
+    balanced_cut,
+    check_csv,
+    micro_batches_near,
+    micro_batches_wrong,
+    read_csv,
+)
+
+COSTS = st.integers(0, 12)
+
+
+def costs(ranges: list[range], first: float, blocks: list[int], last: float) -> list[float]:
+    """The cost of each stage, counted anew."""
+    sums = [float(sum(blocks[i] for i in each)) for each in ranges]
+    sums[0] += first
+    sums[-1] += last
+    return sums
+
+
+def every_cut(count: int, stages: int) -> list[list[range]]:
+    cuts = [(0, *inner, count) for inner in combinations(range(1, count), stages - 1)]
+    return [[range(a, b) for a, b in pairwise(ends)] for ends in cuts]
+
+
+@settings(deadline=None)
+@given(first=COSTS, blocks=st.lists(COSTS, min_size=1, max_size=9), last=COSTS, data=st.data())
+def test_no_cut_has_a_faster_slowest_stage_or_is_as_even(
+    first: int, blocks: list[int], last: int, data: st.DataObject
+) -> None:
+    stages = data.draw(st.integers(1, len(blocks)))
+    cut = balanced_cut(first, blocks, last, stages)
+    assert len(cut) == stages
+    assert all(len(each) >= 1 for each in cut)
+    assert [i for each in cut for i in each] == list(range(len(blocks)))
+
+    def rank(each: list[range]) -> tuple[int, int]:
+        sums = costs(each, first, blocks, last)
+        return max(sums), sum(cost * cost for cost in sums)
+
+    assert rank(cut) == min(map(rank, every_cut(len(blocks), stages)))
+
+
+def test_room_is_left_for_the_embedding_and_the_head() -> None:
+    assert [len(each) for each in balanced_cut(1.0, [1.0] * 6, 1.0, 4)] == [1, 2, 2, 1]
+    # The cut of the Llama 3 report, section 3.3.2: one layer less on the first and on the last stage.
+    shape = PRESETS["llama3-405b"]
+    each = parts(shape)
+    cut = balanced_cut(
+        each.embedding / 2, [each.block] * shape.n_layers, each.last_norm + each.head, 16
+    )
+    assert [len(stage) for stage in cut] == [7, *[8] * 14, 7]
+
+
+def test_costly_block_gets_a_stage_of_its_own() -> None:
+    assert balanced_cut(0, [1, 1, 9, 1, 1], 0, 3) == [range(0, 2), range(2, 3), range(3, 5)]
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(
+        PlanError,
+        match=r"^2 layers cannot be cut into 3 pipeline stages; use mesh\.pp of at most 2$",
+    ):
+        balanced_cut(0, [1, 1], 0, 3)
+    assert balanced_cut(5, [1, 1], 5, 2) == [range(0, 1), range(1, 2)]
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", "DualPipeV", "Interleaved1F1B", "InterleavedZeroBubble"]
+)
+def test_the_nearest_numbers_of_micro_batches_are_those_of_a_search(schedule: str) -> None:
+    for pp in range(2, 9):
+        good = [
+            count for count in range(1, 200) if micro_batches_wrong(schedule, count, pp, "") is None
+        ]
+        for count in sorted(set(range(1, 150)) - set(good)):
+            below, above = (
+                [each for each in good if each < count][-1:],
+                [each for each in good if each > count][:1],
+            )
+            assert micro_batches_near(schedule, count, pp) == below + above
+
+
+def test_a_schedule_in_which_one_rank_runs_at_a_time_is_held_in_linear_time(tmp_path: Path) -> None:
+    """Every action waits for the one before it: of 300 ranks, one can go on at a time."""
+    ranks, count = 300, 100
+    first = ",".join(f"0F{number},0B{number}" for number in range(count))
+    rows = [first] + [
+        first.replace("0F", f"{rank}F").replace("0B", f"{rank}B") for rank in range(1, ranks)
+    ]
+    file = tmp_path / "own.csv"
+    file.write_text("\n".join(rows))
+    begin = time.process_time()
+    stages = check_csv(read_csv(str(file)), str(file), pp=ranks, each=1, micro_batches=count)
+    assert stages == [[rank] for rank in range(ranks)]
+    assert time.process_time() - begin < 4
+
+
+@pytest.mark.timeout(10)  # opening a pipe would wait forever
+def test_a_file_of_a_schedule_is_plain_and_of_a_bounded_size(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(
+        PlanError, match=r"pipe cannot be read \(is a named pipe, not a plain file\)$"
+    ):
+        read_csv(str(tmp_path / "pipe"))
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(PlanError, match=r"large cannot be read \(is larger than 4,194,304 bytes"):
+        read_csv(str(tmp_path / "large"))

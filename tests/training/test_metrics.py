@@ -1,0 +1,398 @@
+import json
+import logging
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+from composer3d.recipe.schema import MetricsTable
+from composer3d.runtime import log
+from composer3d.spec.errors import UserError
+from composer3d.training.metrics import FILE, Metrics
+
+QUIET = MetricsTable(every=1, tensorboard=False)
+
+
+def _metrics(run_dir: Path, table: MetricsTable = QUIET, **changes: Any) -> Metrics:
+    if changes.get("main", True):
+        run_dir.mkdir(exist_ok=True, parents=True)
+    plain = {
+        "total_steps": 10,
+        "tokens_per_step": 1000,
+        "world_size": 4,
+        "flops_per_token": 2e6,
+        "peak_flops": None,
+        "device_type": "cpu",
+        "main": True,
+        "start_step": 0,
+    }
+    return Metrics(run_dir, table, **{**plain, **changes})
+
+
+def _run(metrics: Metrics, steps: range) -> None:
+    for step in steps:
+        metrics.step(step, loss=10.0 / step, grad_norm=0.5, lr=1e-3)
+    metrics.close()
+
+
+def _lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_first_every_and_last_step_are_logged_with_exact_numbers(tmp_path: Path) -> None:
+    _run(_metrics(tmp_path, MetricsTable(every=4, tensorboard=False)), range(1, 11))
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 4, 8, 10]
+    assert [line["loss"] for line in _lines(tmp_path)] == [10.0 / step for step in (1, 4, 8, 10)]
+
+
+def test_throughput_leaves_out_validation_and_checkpoints(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    metrics = _metrics(
+        tmp_path, MetricsTable(every=2, tensorboard=False), peak_flops=1e12, start_step=3
+    )
+    clock[0] += 5.0
+    metrics.step(4, loss=1.0, grad_norm=1.0, lr=1.0)
+    with metrics.timer("checkpoint"):
+        clock[0] += 7.0
+    for step in (5, 6):
+        with metrics.timer("data"):
+            clock[0] += 0.5
+        clock[0] += 1.5
+        if step == 5:
+            with metrics.timer("validation"):
+                clock[0] += 11.0
+        metrics.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+    with metrics.timer("checkpoint"):
+        clock[0] += 3.0
+    metrics.close()
+    first, second, tail = _lines(tmp_path)
+    assert (first["step"], first["tokens_per_s"], first["step_s"]) == (4, 200.0, 5.0)
+    assert (second["tokens_per_s"], second["tokens_per_s_per_rank"]) == (500.0, 125.0)
+    assert (second["step_s"], second["data_s"]) == (2.0, 0.5)
+    assert (second["validation_s"], second["checkpoint_s"]) == (11.0, 7.0)
+    assert second["tflops_per_rank"] == pytest.approx(125.0 * 2e6 / 1e12)
+    assert second["mfu"] == pytest.approx(125.0 * 2e6 / 1e12)
+    assert tail == {"step": 6, "checkpoint_s": 3.0}
+
+
+def test_console_says_progress_speed_and_time_left(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup("", main=True)
+    metrics = _metrics(tmp_path, total_steps=1000, tokens_per_step=82_400)
+    clock[0] += 60.0  # the first step warms up and must not count in the time left
+    metrics.step(1, loss=2.34117, grad_norm=0.8149, lr=2.94e-4)
+    clock[0] += 2.0
+    metrics.step(2, loss=2.34117, grad_norm=0.8149, lr=2.94e-4)
+    metrics.validation(2, 2.5)
+    first, second, validation = capsys.readouterr().err.splitlines()
+    assert first.startswith(
+        "step    1/1000   0%  loss 2.3412  norm 0.81  lr 2.9e-04  1,373 tok/s  "
+    )
+    assert second.startswith(
+        "step    2/1000   0%  loss 2.3412  norm 0.81  lr 2.9e-04  41,200 tok/s  0.0206 TFLOP/s  mfu n/a"
+    )
+    assert re.search(r"  mem \d+\.\d GiB  left 0:33:16$", second)
+    assert validation == "step    2/1000   0%  validation loss 2.5000"
+
+
+def test_mfu_is_shown_where_the_peak_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    log.setup("", main=True)
+    metrics = _metrics(tmp_path, peak_flops=2e9)
+    clock[0] += 1.0
+    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    assert "  mfu 25.0%  " in capsys.readouterr().err
+
+
+def test_resume_drops_what_came_after_its_step(tmp_path: Path) -> None:
+    first = _metrics(tmp_path)
+    first.validation(0, 5.0)
+    _run(first, range(1, 8))
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 8, "lo')  # a killed process
+    _run(_metrics(tmp_path, start_step=5), range(6, 11))
+    assert [line["step"] for line in _lines(tmp_path)] == list(range(11))
+    _run(_metrics(tmp_path), range(1, 3))
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    metrics = _metrics(tmp_path / "run", MetricsTable(), main=False)
+    with metrics.timer("data"):
+        pass
+    metrics.validation(1, 1.0)
+    _run(metrics, range(1, 3))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
+    metrics = _metrics(tmp_path)
+    metrics.step(1, loss=float("nan"), grad_norm=float("inf"), lr=1.0)
+    assert (_lines(tmp_path)[0]["loss"], _lines(tmp_path)[0]["grad_norm"]) == (None, None)
+
+
+def test_tensorboard_has_one_curve_after_a_resume(tmp_path: Path) -> None:
+    table = MetricsTable(every=1)
+    first = _metrics(tmp_path, table)
+    first.validation(3, 2.0)
+    _run(first, range(1, 8))
+    second = _metrics(tmp_path, table, start_step=5)
+    for step in range(6, 11):
+        second.step(step, loss=float(step), grad_norm=0.5, lr=1e-3)
+    second.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    curve = [(event.step, event.value) for event in events.Scalars("loss/train")]
+    assert [step for step, _ in curve] == list(range(1, 11))
+    assert curve[5:] == [(step, float(step)) for step in range(6, 11)]
+    assert [event.value for event in events.Scalars("loss/validation")] == [2.0]
+    assert set(events.Tags()["scalars"]) >= {
+        "optim/lr",
+        "optim/grad_norm",
+        "speed/tokens_per_s",
+        "speed/tokens_per_s_per_rank",
+        "speed/tflops_per_rank",
+        "time/step_s",
+        "time/data_s",
+        "time/checkpoint_s",
+        "memory/peak_gib",
+    }
+    assert "speed/mfu" not in events.Tags()["scalars"]
+
+
+def test_memory_is_the_resident_peak_on_cpu(tmp_path: Path) -> None:
+    _run(_metrics(tmp_path), range(1, 2))
+    assert (
+        0.05 < _lines(tmp_path)[0]["memory_gib"] < 64
+    )  # torch alone takes a tenth of a GiB; a wrong unit is 1024 off
+
+
+def test_tensorboard_is_not_imported_until_it_is_needed() -> None:
+    code = "import sys, composer3d.training.metrics; sys.exit('tensorboard' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("main", "expected"),
+    [
+        (True, ["plain", "[rank 3 (tp1)] warning: two", "[rank 3 (tp1)] warning: lines"]),
+        (False, ["[rank 3 (tp1)] warning: two", "[rank 3 (tp1)] warning: lines"]),
+    ],
+)
+def test_log_names_the_rank(
+    main: bool, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup("rank 9", main=True)
+    log.setup("rank 3 (tp1)", main=main)  # replaces the first
+    log.get().info("plain")
+    log.get().warning("two\nlines")
+    assert capsys.readouterr().err.splitlines() == expected
+    assert log.get() is logging.getLogger("composer3d")
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """A disk that is full: no file of this process grows beyond ``size`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+LARGE = 8 << 20  # what else this process writes is smaller
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(log.get(), "warning", said.append)
+    return said
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_a_full_disk_does_not_end_a_run_nor_leaves_half_a_line(
+    tmp_path: Path, warnings: list[str], room: int
+) -> None:
+    metrics = _metrics(tmp_path, MetricsTable(every=1, tensorboard=True))
+    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    os.truncate(tmp_path / FILE, LARGE)
+    with files_end_at(LARGE + room):
+        for step in (2, 3):
+            metrics.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+    assert (tmp_path / FILE).stat().st_size == LARGE
+    metrics.close()
+    assert [text.partition(" are not")[0] for text in warnings] == [
+        "the metrics of step 2",
+        "the metrics of step 3",
+    ]
+    assert ("File too large" if room == 0 else "No space left on device") in warnings[0]
+
+
+def test_a_full_disk_at_the_start_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    line = b'{"step": 1, "loss": 1.0}\n'
+    (tmp_path / FILE).write_bytes(line * (LARGE // len(line) + 100))
+    before = (tmp_path / FILE).read_bytes()
+    with files_end_at(LARGE), pytest.raises(OSError, match="File too large"):
+        _metrics(tmp_path, start_step=5)
+    assert (tmp_path / FILE).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+GOOD = b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n'
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"\x00\xff\xfe binary junk",
+        b"[1, 2, 3]\n",
+        b'{"step": "3"}\n',
+        b'{"step": true}\n',
+        b'{"step": -3}\n',
+        b'{"step": 3.0}\n',
+        b'{"step": 2, "loss": NaN}\n',
+        b'{"loss": 1.0}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"step": ' + b"9" * 10_000 + b"}\n",
+        b'{"step": 1, "lo{"step": 2}\n',
+        b"0" * 300_000,
+        b"\0" * 4096,
+        '{"step": 2, "é": 1}\n'.encode("latin-1"),
+    ],
+    ids=lambda odd: ascii(odd[:20]),
+)
+@pytest.mark.parametrize("start_step", [0, 2])
+def test_an_odd_file_is_kept_beside(
+    tmp_path: Path, warnings: list[str], odd: bytes, start_step: int
+) -> None:
+    (tmp_path / f"{FILE}.1").write_text("another one")
+    (tmp_path / FILE).write_bytes(GOOD + odd)
+    _metrics(tmp_path, start_step=start_step).close()
+    assert (tmp_path / FILE).read_bytes() == (GOOD if start_step else b"")
+    assert (tmp_path / f"{FILE}.2").read_bytes() == GOOD + odd
+    assert (tmp_path / f"{FILE}.1").read_text() == "another one"
+    assert warnings == [
+        f"{tmp_path / FILE} holds what is no line of metrics: it is kept as {tmp_path / FILE}.2"
+    ]
+
+
+@pytest.mark.parametrize("torn", [b"", b"\n", b"{", b'{"st', b'{"step": 3, "loss": 1'], ids=ascii)
+def test_what_a_killed_process_tore_is_not_odd(
+    tmp_path: Path, warnings: list[str], torn: bytes
+) -> None:
+    (tmp_path / FILE).write_bytes(GOOD + torn)
+    _metrics(tmp_path, start_step=2).close()
+    assert (tmp_path / FILE).read_bytes() == GOOD
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert warnings == []
+
+
+def test_gigabytes_are_kept_and_not_read(tmp_path: Path, warnings: list[str]) -> None:
+    (tmp_path / FILE).touch()
+    os.truncate(tmp_path / FILE, 200 << 30)
+    begin = time.monotonic()
+    _metrics(tmp_path, start_step=2).close()
+    assert time.monotonic() - begin < 2
+    assert (tmp_path / FILE).stat().st_size == 0
+    assert (tmp_path / f"{FILE}.1").stat().st_size == 200 << 30
+    assert "is larger than 1,073,741,824 bytes: it is kept as" in warnings[0]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "dangling link"])
+def test_what_is_no_plain_file_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    run_dir.mkdir()
+    other.write_bytes(GOOD)
+    make: dict[str, Callable[[Path], object]] = {
+        "pipe": os.mkfifo,
+        "folder": Path.mkdir,
+        "link": lambda path: path.symlink_to(other),
+        "dangling link": lambda path: path.symlink_to(tmp_path / "nothing"),
+    }
+    make[kind](run_dir / FILE)
+    with pytest.raises(UserError, match="the run writes its metrics there: move it away") as caught:
+        _metrics(run_dir, start_step=1)
+    assert len(caught.value.lines) == 1
+    assert other.read_bytes() == GOOD
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_link_that_comes_while_a_run_trains_is_not_followed(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    (tmp_path / "other").touch()
+    metrics = _metrics(tmp_path)
+    (tmp_path / FILE).unlink()
+    (tmp_path / FILE).symlink_to(tmp_path / "other")
+    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    assert (tmp_path / "other").read_bytes() == b""
+    assert "is a symbolic link, which is not followed here" in warnings[0]
+
+
+def test_tensorboard_shows_a_run_by_its_name(tmp_path: Path) -> None:
+    table = MetricsTable(every=1)
+    _run(_metrics(tmp_path / "first", table), range(1, 4))
+    _run(_metrics(tmp_path / "second", table), range(1, 4))
+    shown = EventMultiplexer()
+    shown.AddRunsFromDirectory(str(tmp_path))
+    shown.Reload()
+    assert set(shown.Runs()) == {"first", "second"}
+    assert [event.step for event in shown.Scalars("first", "loss/train")] == [1, 2, 3]
+
+
+def test_event_files_of_an_earlier_version_go_on_in_one_run(tmp_path: Path) -> None:
+    table, old = MetricsTable(every=1), tmp_path / "run" / "tensorboard"
+    _run(_metrics(old, table), range(1, 8))
+    (old / FILE).unlink()
+    _run(_metrics(tmp_path / "run", table, start_step=5), range(6, 11))
+    assert not old.exists()
+    shown = EventMultiplexer()
+    shown.AddRunsFromDirectory(str(tmp_path))
+    shown.Reload()
+    assert set(shown.Runs()) == {"run"}
+    assert [event.step for event in shown.Scalars("run", "loss/train")] == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    "kind", ["link to a folder", "a user's file in it", "link in it", "plain file"]
+)
+def test_of_an_old_folder_nothing_else_is_moved(tmp_path: Path, kind: str) -> None:
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    run_dir.mkdir()
+    other.mkdir()
+    (other / "events.out.tfevents.1").write_text("of someone else")
+    old = run_dir / "tensorboard"
+    if kind == "link to a folder":
+        old.symlink_to(other)
+    elif kind == "plain file":
+        old.touch()
+    else:
+        old.mkdir()
+        (old / "events.out.tfevents.2").symlink_to(other / "events.out.tfevents.1")
+        (old / "notes").touch()
+    before = sorted(run_dir.rglob("*"))
+    _metrics(run_dir, MetricsTable()).close()
+    assert set(before) <= set(run_dir.rglob("*"))
+    assert (other / "events.out.tfevents.1").read_text() == "of someone else"

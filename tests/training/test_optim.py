@@ -1,0 +1,249 @@
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composer3d.checkpoint.optimizer_state import optimizer_state
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import OptimTable
+from composer3d.training.optim import build_optimizer, learning_rate, set_lr
+
+NAMES = ("blocks.0.attn.wq.weight", "blocks.0.attn_norm.weight")
+
+
+@pytest.fixture
+def one_rank_world() -> Iterator[None]:
+    """A world of one without threads or sockets: enough for DTensors that hold everything."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((6, 4), (4,))
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
+        for name, shape in zip(NAMES, shapes, strict=True)
+    }
+
+
+def _take_steps(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], steps: range
+) -> None:
+    for step in steps:
+        for parameter in parameters.values():
+            parameter.grad = torch.sin(parameter.detach() * (step + 1))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (
+            OptimTable(lr=1.0, warmup=4, schedule="constant"),
+            {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 99: 1.0},
+        ),
+        (
+            OptimTable(lr=1.0, min_lr=0.2),
+            {
+                0: 0.6 + 0.4 * math.cos(math.pi * 0.01),
+                49: 0.6,
+                98: 0.6 + 0.4 * math.cos(math.pi * 0.99),
+                99: 0.2,
+            },
+        ),
+        (
+            OptimTable(lr=1.0, warmup=10),
+            {0: 0.1, 9: 1.0, 10: 0.5 + 0.5 * math.cos(math.pi / 90), 54: 0.5, 99: 0.0, 100: 0.0},
+        ),
+        (
+            OptimTable(lr=1.0, warmup=2, decay=10, min_lr=0.1),
+            {0: 0.5, 1: 1.0, 5: 0.55, 9: 0.1, 10: 0.1, 50: 0.1},
+        ),
+        (OptimTable(lr=1.0, warmup=5, decay=5, min_lr=0.1), {4: 1.0, 5: 0.1}),
+        (
+            OptimTable(lr=1.0, schedule="linear"),
+            {0: 0.99, 1: 0.98, 74: 0.25, 98: 0.01, 99: 0.0, 100: 0.0},
+        ),
+        (
+            OptimTable(lr=1.0, schedule="linear", warmup=2, decay=10, min_lr=0.2),
+            {0: 0.5, 1: 1.0, 2: 0.9, 3: 0.8, 5: 0.6, 8: 0.3, 9: 0.2, 10: 0.2, 99: 0.2},
+        ),
+        (OptimTable(lr=1.0, schedule="linear", warmup=100), {98: 0.99, 99: 1.0, 100: 0.0}),
+        (
+            OptimTable(lr=1.0, schedule="wsd", warmup=10, decay=80, decay_steps=20, min_lr=0.5),
+            {
+                4: 0.5,
+                9: 1.0,
+                10: 1.0,
+                59: 1.0,
+                60: 0.975,
+                69: 0.75,
+                78: 0.525,
+                79: 0.5,
+                80: 0.5,
+                99: 0.5,
+            },
+        ),
+        (
+            OptimTable(lr=1.0, schedule="wsd"),
+            {0: 1.0, 89: 1.0, 90: 0.9, 94: 0.5, 98: 0.1, 99: 0.0, 100: 0.0},
+        ),
+        (OptimTable(lr=1.0, schedule="wsd", decay_steps=1, min_lr=0.1), {0: 1.0, 98: 1.0, 99: 0.1}),
+        (
+            OptimTable(lr=1.0, schedule="wsd", decay=5),
+            {0: 1.0, 3: 1.0, 4: 0.0, 5: 0.0},
+        ),  # a tenth: at least a step
+        (
+            OptimTable(lr=1.0, schedule="wsd", warmup=95),
+            {94: 1.0, 95: 0.8, 98: 0.2, 99: 0.0, 100: 0.0},
+        ),
+        (
+            OptimTable(lr=1.0, schedule="wsd", warmup=5, decay=10, decay_steps=5),
+            {4: 1.0, 5: 0.8, 8: 0.2, 9: 0.0},
+        ),
+    ],
+)
+def test_learning_rate_at_its_corners(table: OptimTable, expected: dict[int, float]) -> None:
+    assert {step: learning_rate(step, table, 100) for step in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["optim.schedule=wsd", "optim.warmup=5", "optim.decay_steps=15"],  # of 20 steps
+        ["optim.schedule=wsd", "optim.warmup=5", "optim.decay=9", "optim.decay_steps=4"],
+        ["optim.schedule=wsd", "optim.warmup=20"],
+        ["optim.schedule=linear", "optim.warmup=5", "optim.decay=6", "optim.min_lr=1e-3"],
+        ["optim.schedule=constant"],
+    ],
+    ids=" ".join,
+)
+def test_schedules_that_just_fit_are_accepted(root: Path, sets: list[str]) -> None:
+    table = load(root / "recipes" / "debug-1-single.toml", sets).recipe.optim
+    assert all(0 <= learning_rate(step, table, 20) <= table.lr for step in range(25))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_learning_rate_never_rises_after_the_warmup(schedule: Any) -> None:
+    table = OptimTable(schedule=schedule, warmup=10, min_lr=1e-5)
+    rates = [learning_rate(step, table, 60) for step in range(80)]
+    assert rates[59:] == [1e-5] * 21  # from step number 60 on, counted from 1
+    assert rates[58] > 1e-5
+    assert max(rates) == rates[9] == table.lr
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[10] < rates[9] or schedule == "wsd"
+
+
+def test_only_matrices_are_decayed() -> None:
+    parameters = _parameters()
+    optimizer = build_optimizer(parameters.items(), OptimTable(lr=0.1, weight_decay=0.5))
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)  # nothing but decay moves a weight
+    optimizer.step()
+    assert len(optimizer.param_groups) == 2
+    torch.testing.assert_close(parameters[NAMES[0]].detach(), before[NAMES[0]] * (1 - 0.1 * 0.5))
+    assert torch.equal(parameters[NAMES[1]], before[NAMES[1]])
+
+
+def test_set_lr_reaches_every_group() -> None:
+    parameters = _parameters()
+    optimizer = build_optimizer(parameters.items(), OptimTable())
+    set_lr(optimizer, 0.0)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    _take_steps(optimizer, parameters, range(1))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_state_that_is_loaded_in_place_continues_bitwise(dtype: torch.dtype) -> None:
+    table = OptimTable(lr=1e-2)
+    kept = _parameters(dtype)
+    optimizer = build_optimizer(kept.items(), table)
+    _take_steps(optimizer, kept, range(3))
+    saved = {
+        name: tensor.clone() for name, tensor in optimizer_state(optimizer, kept.items()).items()
+    }
+    assert set(saved) == {
+        f"optim.{name}.{key}" for name in NAMES for key in ("exp_avg", "exp_avg_sq", "step")
+    }
+    assert saved[f"optim.{NAMES[0]}.step"].item() == 3
+
+    resumed = _parameters(dtype, seed=1)
+    with torch.no_grad():
+        for name, parameter in resumed.items():
+            parameter.copy_(kept[name])
+    # Built in the other order: state belongs to names, not to positions.
+    other = build_optimizer(reversed(resumed.items()), table)
+    target = optimizer_state(other, resumed.items())
+    assert all(not tensor.any() for tensor in target.values())
+    for name, tensor in target.items():
+        tensor.copy_(saved[name])
+
+    _take_steps(optimizer, kept, range(3, 6))
+    _take_steps(other, resumed, range(3, 6))
+    assert all(torch.equal(kept[name], resumed[name]) for name in NAMES)
+    assert all(
+        torch.equal(tensor, optimizer_state(other, resumed.items())[name])
+        for name, tensor in optimizer_state(optimizer, kept.items()).items()
+    )
+
+
+def test_zero_state_is_that_of_torch() -> None:
+    table = OptimTable()
+    fresh, asked = _parameters(), _parameters()
+    plain, ours = build_optimizer(fresh.items(), table), build_optimizer(asked.items(), table)
+    optimizer_state(ours, asked.items())
+    _take_steps(plain, fresh, range(2))
+    _take_steps(ours, asked, range(2))
+    for name in NAMES:
+        assert torch.equal(fresh[name], asked[name])
+        for key, tensor in plain.state[fresh[name]].items():
+            mine = ours.state[asked[name]][key]
+            assert (tensor.dtype, tensor.device, tensor.stride()) == (
+                mine.dtype,
+                mine.device,
+                mine.stride(),
+            )
+            assert torch.equal(tensor, mine)
+
+
+@pytest.mark.usefixtures("one_rank_world")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_and_dtensors_of_several_meshes_step_as_plain_tensors_do(
+    dtype: torch.dtype,
+) -> None:
+    flat, square = init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1))
+    table = OptimTable(lr=1e-2)
+    plain = _parameters(dtype)
+    plain |= {
+        name: nn.Parameter(torch.ones(3, 2, dtype=dtype))
+        for name in ("first.embed.weight", "last.head.weight")
+    }
+    mixed = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in plain.items()}
+    mixed[NAMES[0]] = nn.Parameter(distribute_tensor(mixed[NAMES[0]].detach(), flat, [Shard(0)]))
+    mixed["last.head.weight"] = nn.Parameter(
+        distribute_tensor(mixed["last.head.weight"].detach(), square, [Shard(0), Replicate()])
+    )
+    reference, optimizer = (
+        build_optimizer(plain.items(), table),
+        build_optimizer(mixed.items(), table),
+    )
+    state = optimizer_state(optimizer, mixed.items())
+    assert isinstance(state[f"optim.{NAMES[0]}.exp_avg"], DTensor)
+    _take_steps(reference, plain, range(3))
+    _take_steps(optimizer, mixed, range(3))
+    for name, parameter in mixed.items():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(whole, plain[name]), name

@@ -1,0 +1,452 @@
+"""Twin tests: every layout against one process in float64, and planted faults that must be seen."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+from composer3d import cli
+from composer3d.recipe.resolve import load
+from composer3d.recipe.rules.layout import violations
+from composer3d.recipe.schema import MeshTable, Recipe
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.mesh import coordinates
+from composer3d.spec.errors import UserError
+from composer3d.verify.judge import Known, Piece, Verdict, judge
+from composer3d.verify.proof import describe, verify_layout
+from composer3d.verify.shrink import shrink
+from tools.prove.faults.catch import catch
+from tools.prove.faults.checks import CHECKS
+from tools.prove.faults.table import FAULTS, Fault
+from tools.prove.paths import LAYOUTS
+from tools.prove.paths import RECIPE as RECIPE_PATH
+
+RECIPE = str(RECIPE_PATH)
+LAYOUTS = [
+    line.strip()
+    for line in LAYOUTS.read_text().splitlines()
+    if line.strip() and not line.startswith("#")
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_is_exact(pool: Pool, references: Path, layout: str) -> None:
+    verdict = verify_layout(pool, references, RECIPE, layout.split(), dtype="float64", steps=3)
+    assert verdict.passed, verdict
+    errors = (
+        verdict.loss_rel_err,
+        verdict.grad_norm_rel_err,
+        verdict.max_grad_rel_err,
+        verdict.max_weight_rel_err,
+    )
+    assert all(error is not None and error <= 1e-9 for error in errors), verdict
+
+
+@pytest.mark.parametrize(
+    "layout", ["mesh.tp=2", "mesh.pp=2 mesh.dp_shard=2 mesh.tp=2", "mesh.dp_replicate=2"]
+)
+def test_layout_is_exact_in_float32(pool: Pool, references: Path, layout: str) -> None:
+    verdict = verify_layout(pool, references, RECIPE, layout.split(), dtype="float32", steps=3)
+    assert verdict.passed, verdict
+    assert verdict.max_grad_rel_err is not None
+    assert verdict.max_grad_rel_err > 1e-9  # it did run in float32
+
+
+# Half of those that take a job of several processes or of many steps, by their names: tools/mutate plants all.
+PLANTED = [
+    fault
+    for fault in FAULTS
+    if fault.check in ("model", "weights") or crc32(fault.title.encode()) % 2 == 0
+]
+
+
+@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.title)
+def test_planted_fault_is_seen(pool: Pool, references: Path, fault: Fault) -> None:
+    caught = catch(pool, references, fault)
+    assert caught.seen, caught.told
+
+
+@pytest.mark.parametrize("check", sorted(CHECKS))
+def test_checks_of_faults_find_nothing_where_nothing_is_planted(pool: Pool, check: str) -> None:
+    assert pool.run(f"tools.prove.faults.checks:{check}", {"plant": None}, world_size=1) == [[]]
+
+
+MESH = MeshTable(dp_shard=2, tp=2)
+SMALL = load(RECIPE, ["mesh.dp_shard=2", "mesh.tp=2"]).recipe
+KNOWN = Known(
+    noise=[{}],
+    norms={
+        kind: [{"last.a": 2.0, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")
+    },
+    shapes={"last.a": [4], "last.b": [4, 4], "last.c": [1]},
+    clips=[True],
+)
+
+
+def judged(
+    change: dict[int, dict[str, Piece | None]] | None = None,
+    known: Known = KNOWN,
+    stages: tuple[int, ...] = (0, 0, 0, 0),
+    **more: Any,
+) -> Verdict:
+    """The verdict on 4 ranks, with other pieces by rank and name: ``a`` is cut over tp, ``b`` over dp_shard.
+
+    ``stages``: the pipeline rank of each. ``more`` replaces what ranks say beside their pieces; ``dtype`` is the
+    verdict's.
+    """
+    ranks, dtype = [], more.pop("dtype", "float64")
+    for rank in range(4):
+        at = coordinates(rank, MESH) | {"pp": stages[rank]}
+        pieces = [
+            Piece(0, "gradient", "last.a", (2 * at["tp"],), (2,), 0.0, 2.0, 2.0),
+            Piece(0, "gradient", "last.b", (2 * at["dp_shard"], 0), (2, 4), 0.0, 8.0, 8.0),
+            Piece(0, "gradient", "last.c", (0,), (1,), 0.0, 1.0, 1.0),
+        ]
+        changed = [(change or {}).get(rank, {}).get(piece.name, piece) for piece in pieces]
+        every = [piece for piece in changed if piece is not None]
+        every += [piece._replace(kind="weight") for piece in pieces]
+        scalars = {"loss": [0.0, 0.0], "norm": [0.0], "clipped": [0.0], "rates": None}
+        own = {"identity": f"rank {rank}", "at": at, **scalars, "pieces": every}
+        ranks.append(own | more)
+    return judge(Verdict(passed=False, world_size=4, layout="", dtype=dtype), ranks, SMALL, known)
+
+
+def test_boxes_that_agree_are_exact() -> None:
+    verdict = judged()
+    assert verdict.passed
+    assert verdict.error is None
+    assert verdict.max_grad_rel_err == 0.0
+
+
+def test_error_of_a_tensor_is_that_of_its_boxes_together() -> None:
+    # Of ranks 0 and 2, which hold the same box, the worse counts: sqrt(0.09 + 0.16) / 2.
+    piece = Piece(0, "gradient", "last.a", (0,), (2,), 0.09, 2.0, 2.0)
+    verdict = judged(
+        {
+            0: {"last.a": piece},
+            2: {"last.a": piece._replace(diff=0.04)},
+            3: {"last.a": piece._replace(offset=(2,), diff=0.16)},
+        }
+    )
+    assert verdict.max_grad_rel_err == pytest.approx(0.25)
+    assert verdict.error is not None
+    assert verdict.error.startswith("gradient of last.a at step 1 is off by 2.5e-01 on rank 3")
+    assert verdict.error.endswith("; only on ranks 0, 2, 3; 1 of 3 are off: last.a")
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.25])
+def test_factor_on_all_shards_names_the_axes(factor: float) -> None:
+    off = Piece(0, "gradient", "last.a", (0,), (2,), 2 * (factor - 1) ** 2, 2.0, 2 * factor)
+    verdict = judged({rank: {"last.a": off._replace(offset=(rank % 2 * 2,))} for rank in range(4)})
+    assert verdict.error is not None
+    suspects = "dp_shard or tp" if factor == 2.0 else "dp_shard x tp or micro-batches"
+    assert f"it is {factor:g} times the reference, suspect {suspects};" in verdict.error
+
+
+def test_ranks_that_are_off_are_told_by_what_they_share() -> None:
+    piece = Piece(0, "gradient", "last.a", (2,), (2,), 1.0, 2.0, 2.0)
+    verdict = judged({1: {"last.a": piece}, 3: {"last.a": piece}})
+    assert verdict.error is not None
+    assert "only on ranks 1, 3 with tp1" in verdict.error
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({1: {"last.a": None}, 3: {"last.a": None}}, "ranks hold only 2 of 4 elements of last.a"),
+        (
+            {rank: {"last.c": None} for rank in range(4)},
+            "ranks hold only 0 of 1 elements of last.c",
+        ),
+        (
+            {1: {"last.a": Piece(0, "gradient", "last.a", (1,), (2,), 0.0, 2.0, 2.0)}},
+            r"ranks hold parts of last.a that overlap: \[2\] at \[0\], \[2\] at \[1\]",
+        ),
+        (
+            {
+                2: {
+                    "last.c": Piece(
+                        0, "gradient", "last.c", (), (0,), float("inf"), 0.0, 0.0, "is missing"
+                    )
+                }
+            },
+            "gradient of last.c at step 1 is missing on rank 2; only on rank 2 with dp_shard1 tp0",
+        ),
+        (
+            {
+                2: {
+                    "last.c": Piece(
+                        0, "gradient", "last.c", (0,), (1,), float("nan"), 1.0, float("nan")
+                    )
+                }
+            },
+            "gradient of last.c at step 1 is off by inf on rank 2",
+        ),
+    ],
+    ids=["lost shard", "lost tensor", "overlap", "missing", "not a number"],
+)
+def test_what_ranks_do_not_hold_fails(
+    change: dict[int, dict[str, Piece | None]], words: str
+) -> None:
+    verdict = judged(change)
+    assert not verdict.passed
+    assert verdict.max_grad_rel_err is None
+    assert verdict.error is not None
+    assert re.search(words, verdict.error), verdict.error
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"loss": [0.0]}, "validation loss is off by inf"),
+        ({"norm": []}, "gradient norm at step 1 is off by inf"),
+        ({"loss": [float("nan"), 0.0]}, "loss at step 1 is off by nan"),
+        ({"norm": [2e-9]}, "gradient norm at step 1 is off by 2.0e-09"),
+    ],
+    ids=["no validation", "no norm", "not a number", "norm"],
+)
+def test_numbers_that_ranks_do_not_have_fail(more: dict[str, Any], words: str) -> None:
+    verdict = judged(**more)
+    assert not verdict.passed
+    assert words in (verdict.error or "")
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("loss", 1e-6), ("norm", 1e-5), ("clipped", 5e-7)])
+def test_numbers_in_float32_have_bounds_of_their_own(kind: str, bound: float) -> None:
+    rest = [0.0] * (kind == "loss")  # the validation's
+    assert judged(dtype="float32", **{kind: [0.9 * bound, *rest]}).passed
+    assert not judged(dtype="float32", **{kind: [1.1 * bound, *rest]}).passed
+
+
+def test_a_norm_that_was_not_clipped_has_the_bound_of_a_norm() -> None:
+    known = KNOWN._replace(clips=[False])
+    assert judged(known=known, dtype="float32", clipped=[9e-6]).passed
+    assert not judged(known=known, dtype="float32", clipped=[1.1e-5]).passed
+    assert not judged(known=known, clipped=[1.1e-9]).passed
+
+
+def test_a_wrong_learning_rate_fails_a_proof_in_which_all_else_is_right() -> None:
+    verdict = judged(rates="learning rate of step 51 is 1, not 2")
+    assert not verdict.passed
+    assert verdict.error == "learning rate of step 51 is 1, not 2"
+
+
+def test_a_replica_that_holds_nothing_is_seen() -> None:
+    """The other ranks hold every element, so that none is missing in the whole."""
+    verdict = judged({3: {"last.c": None}})
+    assert not verdict.passed
+    assert verdict.error is not None
+    assert "last.c is missing on rank 3, while others of its stage hold it" in verdict.error
+
+
+def test_a_tensor_of_two_stages_is_seen() -> None:
+    """Rank 3 holds the same boxes as rank 1, as a replica would, but belongs to another stage."""
+    verdict = judged(stages=(0, 0, 0, 1))
+    assert not verdict.passed
+    assert verdict.error is not None
+    assert "pipeline ranks 0, 1 hold last." in verdict.error
+
+
+def test_a_tensor_of_rounding_alone_may_be_off_by_a_rounding() -> None:
+    """The gradient of a query that sees one key is zero: what is left of it says nothing, and has no relative error."""
+    norms = {
+        kind: [{"last.a": 1e-19, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")
+    }
+    known = KNOWN._replace(norms=norms)
+
+    def off_by(error: float) -> Verdict:
+        pieces = [
+            Piece(0, "gradient", "last.a", (at,), (2,), error**2 / 2, 0.0, 0.0) for at in (0, 2)
+        ]
+        return judged({rank: {"last.a": pieces[rank % 2]} for rank in range(4)}, known)
+
+    assert off_by(3e-19).passed
+    assert off_by(8e-16).passed
+    assert not off_by(2e-15).passed
+    # Of what is more than a rounding the relative error counts, down to 1e-12 of the norm of all.
+    norms["gradient"][0]["last.a"] = 1e-14
+    assert not off_by(1e-20).passed
+
+
+def test_float32_may_differ_by_what_it_differs_by_itself() -> None:
+    def off_by(error: float, noise: float) -> Verdict:
+        pieces = [
+            Piece(0, "gradient", "last.a", (at,), (2,), (2 * error) ** 2 / 2, 2.0, 2.0)
+            for at in (0, 2)
+        ]
+        change: dict[int, dict[str, Piece | None]] = {
+            rank: {"last.a": pieces[rank % 2]} for rank in range(4)
+        }
+        return judged(change, KNOWN._replace(noise=[{"last.a": 2 * noise}]), dtype="float32")
+
+    assert off_by(0.9e-5, 0.0).passed
+    assert not off_by(1.1e-5, 0.0).passed
+    assert off_by(7e-5, 1e-5).passed
+    assert not off_by(9e-5, 1e-5).passed
+    # Where float32 tells nothing apart any more, nothing passes for exact: neither an infinite noise, nor what is none.
+    for noise in (1.0, float("inf"), float("nan")):
+        assert not off_by(2e-3, noise).passed
+    verdict = judged(
+        {0: {"last.c": Piece(0, "gradient", "last.c", (0,), (1,), 2e-10, 1.0, 1.0)}},
+        dtype="float64",
+    )
+    assert not verdict.passed
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_reference_that_is_not_finite_proves_nothing(number: float) -> None:
+    norms = {
+        kind: [{"last.a": number, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")
+    }
+    piece = Piece(0, "gradient", "last.a", (0,), (2,), number - number, number, number)
+    change: dict[int, dict[str, Piece | None]] = {
+        rank: {"last.a": piece._replace(offset=(rank % 2 * 2,))} for rank in range(4)
+    }
+    assert not judged(change, KNOWN._replace(norms=norms)).passed
+
+
+def test_refused_layout_says_why(pool: Pool, references: Path) -> None:
+    verdict = verify_layout(pool, references, RECIPE, ["mesh.tp=3"], dtype="float64", steps=1)
+    assert verdict.refused
+    assert not verdict.passed
+    assert verdict.error is not None
+    assert "mesh.tp = 3 must divide model.n_heads = 8" in verdict.error
+
+
+def test_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = tmp_path / "layouts.txt"
+    layouts.write_text("# two\nmesh.dp_shard=2 data.global_batch=4\n\nmesh.tp=3\n")
+    status = cli.main(["verify", RECIPE, "--steps", "1", "--layouts", str(layouts), "--json"])
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert status == 1
+    assert not answer["passed"]
+    assert [(r["passed"], r["refused"], r["world_size"]) for r in answer["results"]] == [
+        (True, False, 2),
+        (False, True, 0),
+    ]
+    keys = "passed world_size layout dtype loss_rel_err grad_norm_rel_err max_grad_rel_err max_weight_rel_err"
+    assert set(answer["results"][0]) == {*keys.split(), "worst_parameter", "refused", "error"}
+
+
+def test_shrinking_keeps_what_matters(root: Path) -> None:
+    for path in sorted((root / "recipes").glob("*.toml")):
+        full = load(path).recipe
+        for small in shrink(full):
+            assert small.world_size <= 16
+            assert not violations(small)
+            assert small.model.dim <= 512
+            assert (small.model.n_kv_heads < small.model.n_heads) == (
+                full.model.n_kv_heads < full.model.n_heads
+            )
+            assert (small.model.n_layers % small.mesh.pp > 0) == (
+                full.model.n_layers % full.mesh.pp > 0
+            )
+            for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+                assert (getattr(small.mesh, axis) > 1) <= (getattr(full.mesh, axis) > 1)
+
+
+def shrunk(*sets: str) -> Recipe:
+    (small,) = shrink(load(RECIPE, list(sets), check_files=False).recipe)
+    return small
+
+
+@pytest.mark.parametrize(
+    ("tp", "kv_heads", "small_tp", "small_kv_heads"),
+    [
+        (8, 4, 8, 4),
+        (16, 4, 4, 2),
+        (32, 8, 4, 2),
+        (32, 2, 4, 2),
+        (32, 1, 2, 1),
+        (4, 8, 2, 4),
+        (8, 8, 2, 2),
+    ],
+)
+def test_shrinking_keeps_key_value_heads_fewer_than_ranks(
+    tp: int, kv_heads: int, small_tp: int, small_kv_heads: int
+) -> None:
+    model = (
+        f"mesh.tp={tp}",
+        "model.n_heads=32",
+        f"model.n_kv_heads={kv_heads}",
+        "model.dim=256",
+        "model.ffn=512",
+    )
+    wide = () if tp == 8 > kv_heads else ("mesh.dp_shard=8",)
+    small = shrunk(*model, *wide)
+    assert (small.mesh.tp, small.model.n_kv_heads) == (small_tp, small_kv_heads)
+
+
+def test_shrinking_keeps_the_switches() -> None:
+    sets = [
+        "mesh.tp=2",
+        "model.vocab=50257",
+        "memory.loss_chunks=16",
+        "data.packing=documents",
+        "memory.cpu_offload=true",
+    ]
+    small = shrunk(*sets)
+    assert small.model.vocab % 2 == 1
+    assert small.model.vocab >= 256
+    assert small.memory.loss_chunks == 3
+    for word in ("loss in 3 chunks", "offload", "packing documents", "tp 2"):
+        assert word in describe(small)
+    assert shrunk("mesh.tp=2", "model.vocab=50258").model.vocab == 256
+    assert "compile" in describe(shrunk("compile.enabled=true"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "micro_batches", "expected"),
+    [
+        ("1F1B", 4, 64, 8),
+        ("Interleaved1F1B", 8, 40, 16),
+        ("InterleavedZeroBubble", 4, 6, 6),
+        ("DualPipeV", 8, 16, 16),
+        ("ZBVZeroBubble", 4, 3, 3),
+        ("LoopedBFS", 4, 2, 2),
+    ],
+)
+def test_shrinking_keeps_enough_micro_batches(
+    schedule: str, pp: int, micro_batches: int, expected: int
+) -> None:
+    sets = [
+        f"mesh.pp={pp}",
+        f"parallel.schedule={schedule}",
+        "data.micro_batch=1",
+        "model.n_layers=16",
+    ]
+    small = shrunk(*sets, f"data.global_batch={micro_batches}")
+    assert small.mesh.pp == pp
+    assert small.micro_batches == expected
+
+
+def csv_of(folder: Path, pp: int) -> str:
+    """A schedule of one stage a rank and 12 micro-batches: all forwards, then all backwards."""
+    lines = [
+        ",".join(f"{rank}{what}{number}" for what in "FB" for number in range(12))
+        for rank in range(pp)
+    ]
+    path = folder / "schedule.csv"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_shrinking_keeps_the_pipeline_of_a_file(tmp_path: Path) -> None:
+    def smalls(pp: int, *sets: str) -> list[Recipe]:
+        given = [
+            "parallel.schedule=csv",
+            f"parallel.schedule_csv={csv_of(tmp_path, pp)}",
+            "parallel.virtual_stages=1",
+        ]
+        size = ["data.micro_batch=1", f"mesh.pp={pp}", "model.n_layers=20"]
+        return shrink(load(RECIPE, [*given, *size, *sets], check_files=False).recipe)
+
+    for small in smalls(8, "mesh.dp_shard=4", "mesh.tp=2", "data.global_batch=48"):
+        assert (small.mesh.pp, small.micro_batches, small.world_size) == (8, 12, 16)
+    (small,) = smalls(3, "mesh.dp_shard=4", "mesh.tp=2", "data.global_batch=48")
+    assert (small.mesh.pp, small.mesh.dp_shard, small.mesh.tp, small.micro_batches) == (3, 2, 2, 12)
+    with pytest.raises(UserError, match="is for 18 pipeline ranks"):
+        smalls(18, "data.global_batch=12")

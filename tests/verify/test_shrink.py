@@ -1,0 +1,211 @@
+"""Shrinking as a property: what decides how a recipe is computed is the same of a small recipe as of the full one."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from composer3d.recipe.resolve import load
+from composer3d.recipe.rules.layout import violations
+from composer3d.recipe.schema import AXES, MeshTable, Recipe
+from composer3d.verify.shrink import LIMIT, shrink
+from tools.prove.paths import RECIPE as RECIPE_PATH
+
+BASE = load(str(RECIPE_PATH), [], check_files=False).recipe
+
+
+def recipes(count: int, most: int, seed: int) -> Iterator[Recipe]:
+    """Legal recipes whose mesh has at most ``most`` ranks, of sizes that shards mostly do not divide."""
+    draw = random.Random(seed)
+    while count:
+        mesh = MeshTable(
+            pp=draw.choice((1, 1, 2, 3, 4, 8)),
+            dp_replicate=draw.choice((1, 1, 1, 2, 4)),
+            dp_shard=draw.choice((1, 2, 3, 4, 5, 6, 7, 8, 16)),
+            cp=draw.choice((1, 1, 1, 2, 3, 4, 6)),
+            tp=draw.choice((1, 2, 3, 4, 6, 8, 16)),
+        )
+        n_kv_heads = draw.choice((1, 2, 3, 4, 8, 12, 16))
+        n_heads, width = (
+            n_kv_heads * draw.choice((1, 2, 3, 4, 6)),
+            draw.choice((2, 4, 6, 8, 10, 12, 64, 128)),
+        )
+        dim = draw.choice((n_heads * width, n_heads * width, draw.randrange(8, 3000)))
+        seq_len = mesh.cp * draw.choice((1, 1, 7, 16, 30, 48, 640, 4096))
+        micro_batch = draw.choice((1, 2, 4))
+        recipe = replace(
+            BASE,
+            mesh=mesh,
+            model=replace(
+                BASE.model,
+                dim=dim,
+                n_heads=n_heads,
+                n_kv_heads=n_kv_heads,
+                head_dim=None if dim == n_heads * width and draw.random() < 0.8 else width,
+                ffn=mesh.tp * draw.randrange(1, 2000),
+                vocab=draw.choice(
+                    (draw.randrange(256, 60000), mesh.tp * draw.randrange(256, 9000))
+                ),
+                n_layers=draw.randrange(1, 40),
+                qk_norm=draw.random() < 0.5,
+                window=draw.choice(
+                    (0, 0, 1, 2, 3, seq_len // (2 * mesh.cp), seq_len // 2, seq_len - 1, seq_len)
+                ),
+            ),
+            parallel=replace(
+                BASE.parallel,
+                zero=draw.choice((3, 3, 1, 0)),
+                schedule=draw.choice(
+                    ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
+                ),
+                cp_method=draw.choice(("ring", "allgather", "ulysses")),
+                cp_balance=draw.choice(("zigzag", "contiguous")),
+                sequence_parallel=draw.random() < 0.6,
+            ),
+            memory=replace(BASE.memory, loss_chunks=draw.choice((1, 4))),
+            data=replace(
+                BASE.data,
+                seq_len=seq_len,
+                micro_batch=micro_batch,
+                global_batch=micro_batch * mesh.batch_ranks * draw.choice((1, 2, 3, 5, 8, 24)),
+            ),
+        )
+        if mesh.world_size <= most and not violations(recipe):
+            yield recipe
+            count -= 1
+
+
+def holds(recipe: Recipe) -> dict[str, object]:
+    """What every small recipe shares with the full one, whatever its mesh."""
+    model, data = recipe.model, recipe.data
+    stream = model.head_width * model.n_heads
+    seen = model.window if 0 < model.window < data.seq_len else 0
+    return {
+        "heads in groups": model.n_kv_heads < model.n_heads,
+        "heads wider than the stream": stream > model.dim,
+        "heads narrower than the stream": stream < model.dim,
+        "window": seen > 0,
+        "window of one": seen == 1,
+        "one token": data.seq_len == 1,
+        "several micro-batches": recipe.micro_batches > 1,
+        "several samples": data.micro_batch > 1,
+        "chunks of the loss": recipe.memory.loss_chunks > 1,
+    }
+
+
+def of_cp(recipe: Recipe) -> dict[str, object]:
+    chunks = recipe.mesh.cp * (2 if recipe.parallel.cp_balance == "zigzag" else 1)
+    chunk, window, seq_len = recipe.data.seq_len // chunks, recipe.model.window, recipe.data.seq_len
+    return {
+        "window beyond a chunk": chunk < window < seq_len,
+        "window beyond two": chunk + 1 < window < seq_len,
+    }
+
+
+def of_pp(recipe: Recipe) -> dict[str, object]:
+    return {
+        "uneven layers": recipe.model.n_layers % (recipe.mesh.pp * recipe.parallel.stages_per_rank)
+        > 0
+    }
+
+
+def of_tp(recipe: Recipe) -> dict[str, object]:
+    model, tp = recipe.model, recipe.mesh.tp
+    return {
+        "key-value heads": (model.n_kv_heads > tp) - (model.n_kv_heads < tp),
+        "one key-value head": model.n_kv_heads == 1,
+        "vocabulary": model.vocab % tp > 0,
+    }
+
+
+@pytest.mark.parametrize(("lr", "proven"), [(1e-6, 1e-4), (1e-3, 1e-3), (1.0, 1e-2)])
+def test_the_updates_of_a_proof_are_neither_tiny_nor_wild(lr: float, proven: float) -> None:
+    (small,) = shrink(replace(BASE, optim=replace(BASE.optim, lr=lr, min_lr=lr, eps=1e-15)))
+    assert (small.optim.lr, small.optim.min_lr, small.optim.eps) == (proven, min(lr, proven), 1e-12)
+
+
+def test_a_ring_that_forwards_keys_stays_one_that_does() -> None:
+    rings = [
+        full
+        for full in recipes(250, 4096, 3)
+        if full.mesh.cp > 2 and full.parallel.cp_method == "ring"
+    ]
+    assert len(rings) > 20
+    for full in rings:
+        assert max(small.mesh.cp for small in shrink(full)) > 2, full
+
+
+def test_a_window_over_a_whole_sequence_is_kept() -> None:
+    full = replace(BASE, model=replace(BASE.model, window=13), data=replace(BASE.data, seq_len=16))
+    (small,) = shrink(full)
+    assert (small.data.seq_len, small.model.window) == (16, 13)
+
+
+def rows_over(recipe: Recipe, shards: int) -> dict[str, list[bool]]:
+    """Of each parameter, on the first and the last rank of tp: do shards divide its rows, is one left without."""
+    model, tp = recipe.model, recipe.mesh.tp
+    kv_rows = model.n_kv_heads * model.head_width
+    chunk = -(-model.vocab // tp)
+    every = {
+        "norm, wo, w2": [model.dim],
+        "wq": [model.n_heads * model.head_width // tp],
+        "wk, wv": [kv_rows if model.n_kv_heads < tp else kv_rows // tp],
+        "w1, w3": [model.ffn // tp],
+        "embed, head": [chunk],
+        "embed, head, last rank": [model.vocab - chunk * (tp - 1)],
+    }
+    if model.qk_norm:
+        every["q_norm, k_norm"] = [model.head_width]
+    return {
+        name: [
+            value
+            for count in rows
+            for value in (count % shards == 0, -(-count // shards) * (shards - 1) >= count)
+        ]
+        for name, rows in every.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("most", "seed"), [(LIMIT, 1), (4096, 2)], ids=["whole mesh", "large mesh"]
+)
+def test_a_small_recipe_is_like_the_full_one(most: int, seed: int) -> None:
+    for full in recipes(250, most, seed):
+        for small in shrink(full):
+            assert small.world_size <= LIMIT
+            assert not violations(small)
+            assert all(
+                (getattr(small.mesh, axis) > 1) <= (getattr(full.mesh, axis) > 1) for axis in AXES
+            )
+            assert holds(small) == holds(full), (full, small)
+            for axis, of_axis in (("tp", of_tp), ("cp", of_cp), ("pp", of_pp)):
+                if getattr(small.mesh, axis) > 1:
+                    assert of_axis(small) == of_axis(full), (full, small)
+            if full.world_size <= LIMIT:
+                assert small.mesh == full.mesh
+                assert small.data.seq_len % 2 == full.data.seq_len % 2
+
+
+@pytest.mark.parametrize(
+    ("most", "seed"), [(LIMIT, 1), (4096, 2)], ids=["whole mesh", "large mesh"]
+)
+def test_fsdp_cuts_every_tensor_of_a_small_recipe_as_in_the_full_one(most: int, seed: int) -> None:
+    number, lost = 0, []
+    for full in recipes(250, most, seed):
+        shards = full.mesh.dp_shard * full.mesh.cp
+        if shards == 1 or full.parallel.zero == 0:
+            continue
+        smalls = [(small, small.mesh.dp_shard * small.mesh.cp) for small in shrink(full)]
+        for name, cut in rows_over(full, shards).items():
+            if "embed" in name and cut[1]:
+                continue  # rows of 256 words or more go to all of 16 ranks
+            number += 1
+            if not any(
+                cut == rows_over(small, count)[name] for small, count in smalls if count > 1
+            ):
+                lost.append(
+                    (name, cut, full.mesh, full.model, [small.model for small, _ in smalls])
+                )
+    assert number > 500
+    assert lost == []

@@ -1,0 +1,436 @@
+"""Checks of what ``verify`` has on both of its sides, or not at all: rotation, first weights,
+resume, conversion.
+
+Each runs in a worker of one process, with a fault planted or without one, and returns what it has
+found wrong. What is right is written out here, and shares no code with the package.
+"""
+
+import cmath
+import hashlib
+import json
+import math
+import random
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from composer3d.convert.convert import convert
+from composer3d.data import Corpus
+from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
+from composer3d.models.llama.model import Llama
+from composer3d.models.llama.plan import sharding_plan
+from composer3d.models.llama.shape import ModelShape
+from composer3d.parallel import init
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime.process_group import pool_world
+from composer3d.spec.errors import CheckpointError
+from composer3d.training.build import build
+from composer3d.training.loop import train
+from composer3d.verify.data import corpus_batch, rate
+
+Plant = Callable[[], None] | None
+BOUND = 1e-9
+
+SHAPES = {
+    "plain": ModelShape(
+        dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn=48, vocab=67, rope_theta=5e5
+    ),
+    "stretched": ModelShape(
+        dim=32,
+        n_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        ffn=48,
+        vocab=67,
+        rope_theta=1e2,
+        rope_factor=8.0,
+        rope_context=64,
+    ),
+    "with norms": ModelShape(
+        dim=32, n_layers=1, n_heads=4, n_kv_heads=1, ffn=48, vocab=67, head_dim=12, qk_norm=True
+    ),
+}
+
+
+def model(plant: Plant) -> list[str]:
+    """Hold the logits of a model against a Llama of loops and complex numbers."""
+    if plant is not None:
+        plant()
+    found = []
+    for name, shape in SHAPES.items():
+        ours = random_model(shape)
+        tokens = torch.randint(
+            shape.vocab, (40,), generator=torch.Generator().manual_seed(1)
+        ).tolist()
+        positions = [
+            300 + 7 * number for number in range(len(tokens))
+        ]  # beyond what bfloat16 can count
+        seq = SequenceInfo(torch.tensor([positions]))
+        with torch.no_grad():
+            h = ours.first(torch.tensor([tokens]), seq)
+            for block in ours.blocks.values():
+                h = block(h, seq)
+            logits = ours.last.logits(h)[0]
+            weights = {key: value.detach() for key, value in ours.named_parameters()}
+            wanted = plain_logits(shape, weights, tokens, positions)
+        error = ((logits - wanted).norm() / wanted.norm()).item()
+        if not error <= BOUND:
+            found.append(f"logits of the {name} model are off by {error:.1e}")
+    return found
+
+
+def random_model(shape: ModelShape) -> Llama:
+    """In float64, with weights far from their first values: norms and biases too."""
+    made = Llama(shape, dtype=torch.float64, device="cpu")
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0.0, 0.3, generator=generator)
+    return made
+
+
+def plain_logits(
+    shape: ModelShape, weights: dict[str, Tensor], tokens: list[int], positions: list[int]
+) -> Tensor:
+    """A Llama as its papers write it, for one sequence: (T, vocabulary)."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt() * weights[name]
+
+    def project(x: Tensor, name: str, heads: int) -> Tensor:
+        return (x @ weights[f"{name}.weight"].T).view(len(tokens), heads, -1)
+
+    turns = rotations(shape, positions)
+    h = weights["first.embed.weight"][tokens]
+    for number in range(shape.n_layers):
+        block = f"blocks.{number}"
+        x = norm(h, f"{block}.attn_norm.weight")
+        q = project(x, f"{block}.attn.wq", shape.n_heads)
+        k = project(x, f"{block}.attn.wk", shape.n_kv_heads)
+        v = project(x, f"{block}.attn.wv", shape.n_kv_heads)
+        if shape.qk_norm:
+            q, k = norm(q, f"{block}.attn.q_norm.weight"), norm(k, f"{block}.attn.k_norm.weight")
+        q, k = turn(q, turns), turn(k, turns)
+        heads = []
+        for head in range(shape.n_heads):
+            shared = head // (shape.n_heads // shape.n_kv_heads)
+            scores = q[:, head] @ k[:, shared].T / math.sqrt(shape.head_width)
+            hidden = torch.ones_like(scores).triu(1).bool()
+            heads.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[:, shared])
+        h = h + torch.cat(heads, -1) @ weights[f"{block}.attn.wo.weight"].T
+        x = norm(h, f"{block}.ffn_norm.weight")
+        gate, up = (x @ weights[f"{block}.ffn.{name}.weight"].T for name in ("w1", "w3"))
+        h = h + (F.silu(gate) * up) @ weights[f"{block}.ffn.w2.weight"].T
+    return norm(h, "last.norm.weight") @ weights["last.head.weight"].T
+
+
+def rotations(shape: ModelShape, positions: list[int]) -> Tensor:
+    """(T, D / 2): e^(i angle) of each position and pair, with long wavelengths stretched as in Llama 3.1."""
+    half = shape.head_width // 2
+    rows = []
+    for position in positions:
+        row = []
+        for pair in range(half):
+            speed = shape.rope_theta ** (-pair / half)
+            wavelength = 2 * math.pi / speed
+            if wavelength > shape.rope_context / shape.rope_low_freq:
+                speed /= shape.rope_factor
+            elif wavelength > shape.rope_context / shape.rope_high_freq:
+                low, high = shape.rope_low_freq, shape.rope_high_freq
+                kept = (shape.rope_context / wavelength - low) / (high - low)
+                speed = (1 - kept) * speed / shape.rope_factor + kept * speed
+            row.append(cmath.exp(1j * position * speed))
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.complex128)
+
+
+def turn(x: Tensor, turns: Tensor) -> Tensor:
+    """The pairs (x[i], x[i + D/2]) of (T, heads, D), as complex numbers, times ``turns``."""
+    a, b = x.chunk(2, -1)
+    turned = torch.complex(a, b) * turns[:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def weights(plant: Plant) -> list[str]:
+    """Hold first weights against splitmix64 and Box-Muller in Python's own numbers."""
+    if plant is not None:
+        plant()
+    found = []
+    for seed in (0, 7):
+        shape = SHAPES["plain"]
+        ours = Llama(shape, dtype=torch.float64, device="cpu")
+        init.initialise(ours, sharding_plan(shape), seed)
+        for name, parameter in ours.named_parameters():
+            count = min(50, parameter.numel())
+            got = parameter.detach().flatten()[:count]
+            wanted = torch.tensor(
+                [first_weight(shape, seed, name, index) for index in range(count)]
+            )
+            if not torch.allclose(got, wanted.double(), rtol=1e-6, atol=1e-9):
+                found.append(f"first weights of {name} with seed {seed} are not those of the rule")
+    return found
+
+
+def first_weight(shape: ModelShape, seed: int, name: str, index: int) -> float:
+    if name.endswith("norm.weight"):
+        return 1.0
+    std = 0.02 / math.sqrt(2 * shape.n_layers) if re.search(r"\.(wo|w2)\.", name) else 0.02
+    mask = (1 << 64) - 1
+    key = int.from_bytes(
+        hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little"
+    )
+    x = ((index + 1) * 0x9E3779B97F4A7C15 + key) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    x ^= x >> 31
+    one, two = (((x >> shift & 0x3FFFFFF) + 0.5 * (shift == 38)) / 2**26 for shift in (38, 12))
+    return std * math.sqrt(-2 * math.log(one)) * math.cos(2 * math.pi * two)
+
+
+RECIPE = """\
+[run]
+name = "check"
+device = "cpu"
+[model]
+preset = "debug-tiny"
+n_layers = 2
+[precision]
+params = "float64"
+[data]
+source = "jsonl"
+path = "train.jsonl"
+seq_len = 16
+global_batch = 6
+micro_batch = 2
+packing = "documents"
+seed = 3
+[optim]
+lr = 1e-3
+warmup = 2
+decay = 7
+min_lr = 1e-4
+clip = 0.5
+[validation]
+every = 2
+steps = 2
+path = "validation.jsonl"
+[metrics]
+every = 1
+tensorboard = false
+"""
+SAVED, STEPS = 3, 6
+
+
+def training(plant: Plant) -> list[str]:
+    """Train 3 steps, end, start again, train 3 more: hold all of it against plain PyTorch without an end."""
+    torch.set_num_threads(1)
+    if plant is not None:
+        plant()
+    with tempfile.TemporaryDirectory(prefix="composer3d-check-") as name, pool_world() as device:
+        folder = Path(name)
+        text, held_out = (
+            write_text(folder / f"{split}.jsonl", split) for split in ("train", "validation")
+        )
+        (folder / "recipe.toml").write_text(RECIPE)
+        places = [f"data.path={folder}/train.jsonl", f"validation.path={folder}/validation.jsonl"]
+        for steps in (SAVED, STEPS):
+            sets = [*places, f"run.out_dir={folder}", f"run.steps={steps}"]
+            resolved = load(folder / "recipe.toml", sets)
+            run = build(resolved.recipe, device, resolved.to_toml())
+            train(run)
+        lines = (folder / "check" / "metrics.jsonl").read_text().splitlines()
+        measured = [json.loads(line) for line in lines]
+        ended = {name: p.detach().clone() for name, p in run.stages.named_parameters()}
+    wanted, final = train_plainly(resolved.recipe, text, held_out)
+    found = []
+    for key, values in wanted.items():
+        got = {row["step"]: row[key] for row in measured if key in row}
+        if got.keys() != values.keys():
+            found.append(f"{key} is there for steps {sorted(got)}, not {sorted(values)}")
+            continue
+        off = [
+            step
+            for step, value in values.items()
+            if not abs(got[step] - value) <= BOUND * abs(value)
+        ]
+        if off:
+            found.append(f"{key} of step {off[0]} is {got[off[0]]}, not {values[off[0]]}")
+    for name, tensor in final.items():
+        error = ((ended[name] - tensor).norm() / tensor.norm()).item()
+        if not error <= BOUND:
+            found.append(f"{name} is off by {error:.1e} in the end")
+    return found
+
+
+def write_text(path: Path, split: str) -> Corpus:
+    """JSONL of documents of uneven lengths, and the tokens that they are: bytes, and 0 after each."""
+    generator = random.Random(f"{split} of a check")
+    sizes = [generator.choice((1, 2, 5, 15, 16, 40)) for _ in range(12)]
+    texts = ["".join(generator.choices("abcdefgh ", k=size)) for size in sizes]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokens = b"".join(text.encode() + b"\0" for text in texts)
+    return Corpus(np.frombuffer(tokens, dtype=np.uint8), 0, "", len(texts), split)
+
+
+def train_plainly(
+    recipe: Recipe, text: Corpus, held_out: Corpus
+) -> tuple[dict[str, dict[int, float]], dict[str, Tensor]]:
+    """What ``metrics.jsonl`` must say of each step, and the weights in the end."""
+    table = recipe.optim
+    ours = Llama(recipe.model, dtype=torch.float64, device="cpu")
+    init.initialise(ours, sharding_plan(recipe.model), recipe.run.seed)
+    matrices = [p for p in ours.parameters() if p.ndim > 1]
+    vectors = [p for p in ours.parameters() if p.ndim == 1]
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": table.weight_decay}]
+    groups.append({"params": vectors, "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, betas=table.betas, eps=table.eps, foreach=False)
+    out: dict[str, dict[int, float]] = {
+        "loss": {},
+        "grad_norm": {},
+        "lr": {},
+        "validation_loss": {},
+    }
+    for step in range(STEPS):
+        batch = corpus_batch(recipe, text, seed=recipe.data.seed, step=step)
+        loss = ours(*batch) / (batch.labels_BT != IGNORE_INDEX).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in ours.parameters()))
+        for p in ours.parameters():
+            p.grad *= min(1.0, table.clip / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(recipe, step)
+        optimizer.step()
+        done = step + 1
+        facts = {"loss": loss.item(), "grad_norm": norm, "lr": rate(recipe, step)}
+        if done % recipe.validation.every == 0 or done in (SAVED, STEPS):
+            facts["validation_loss"] = validate_plainly(ours, recipe, held_out)
+        for key, value in facts.items():
+            out[key][done] = value
+    return out, {name: p.detach() for name, p in ours.named_parameters()}
+
+
+@torch.no_grad()
+def validate_plainly(ours: Llama, recipe: Recipe, held_out: Corpus) -> float:
+    """The sum of all losses over the number of all labels that count."""
+    steps = range(recipe.validation.steps)
+    batches = [corpus_batch(recipe, held_out, seed=0, step=step) for step in steps]
+    labels = sum(int((batch.labels_BT != IGNORE_INDEX).sum()) for batch in batches)
+    return sum(ours(*batch).item() for batch in batches) / labels
+
+
+# Names of a model of two blocks, as Hugging Face and as Meta publish it.
+HF_NAMES = {
+    "first.embed.weight": "model.embed_tokens.weight",
+    "last.norm.weight": "model.norm.weight",
+    "last.head.weight": "lm_head.weight",
+}
+META_NAMES = {
+    "first.embed.weight": "tok_embeddings.weight",
+    "last.norm.weight": "norm.weight",
+    "last.head.weight": "output.weight",
+}
+for _block in (0, 1):
+    for _ours, _hf, _meta in (
+        ("attn_norm", "input_layernorm", "attention_norm"),
+        ("attn.wq", "self_attn.q_proj", "attention.wq"),
+        ("attn.wk", "self_attn.k_proj", "attention.wk"),
+        ("attn.wv", "self_attn.v_proj", "attention.wv"),
+        ("attn.wo", "self_attn.o_proj", "attention.wo"),
+        ("ffn_norm", "post_attention_layernorm", "ffn_norm"),
+        ("ffn.w1", "mlp.gate_proj", "feed_forward.w1"),
+        ("ffn.w2", "mlp.down_proj", "feed_forward.w2"),
+        ("ffn.w3", "mlp.up_proj", "feed_forward.w3"),
+    ):
+        HF_NAMES[f"blocks.{_block}.{_ours}.weight"] = f"model.layers.{_block}.{_hf}.weight"
+        META_NAMES[f"blocks.{_block}.{_ours}.weight"] = f"layers.{_block}.{_meta}.weight"
+
+
+def conversion(plant: Plant) -> list[str]:
+    """Convert weights to Hugging Face's files and to Meta's: hold both against names written out here."""
+    shape = SHAPES["plain"]
+    held = {
+        name: parameter.detach().float()
+        for name, parameter in random_model(shape).named_parameters()
+    }
+    with tempfile.TemporaryDirectory(prefix="composer3d-check-") as name:
+        folder = Path(name)
+        write_hf(folder / "source", shape, held)
+        if plant is not None:
+            plant()
+        try:
+            convert(folder / "source", folder / "ours", "torch")
+            convert(folder / "ours", folder / "hf", "hf")
+            convert(folder / "ours", folder / "meta", "meta")
+        except CheckpointError as error:
+            return [f"convert refuses its own work: {line}" for line in error.lines]
+        ours = torch.load(folder / "ours", weights_only=True)["model"]
+        hf = load_file(folder / "hf" / "model.safetensors")
+        meta = torch.load(folder / "meta" / "consolidated.00.pth", weights_only=True)
+    in_meta = {META_NAMES[key]: as_meta(shape, key, value) for key, value in held.items()}
+    return [
+        *differences("torch", ours, held),
+        *differences("hf", hf, {HF_NAMES[key]: value for key, value in held.items()}),
+        *differences("meta", meta, in_meta),
+    ]
+
+
+def write_hf(folder: Path, shape: ModelShape, held: dict[str, Tensor]) -> None:
+    """A checkpoint as Hugging Face publishes it."""
+    folder.mkdir()
+    save_file({HF_NAMES[key]: value for key, value in held.items()}, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "vocab_size": shape.vocab,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.norm_eps,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def as_meta(shape: ModelShape, name: str, whole: Tensor) -> Tensor:
+    """Row by row: pair i of a head lies at i and i + D/2 in ours, at 2 i and 2 i + 1 in Meta's."""
+    if not name.endswith(("attn.wq.weight", "attn.wk.weight")):
+        return whole
+    width = shape.head_width
+    rows = []
+    for row in range(whole.shape[0]):
+        head, place = divmod(row, width)
+        pair, second = divmod(place, 2)
+        rows.append(head * width + pair + second * (width // 2))
+    return whole[rows]
+
+
+def differences(form: str, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    """Names that only one side has, and tensors that are not bitwise the other's."""
+    found = [f"{form}: {name} is there alone" for name in sorted(got.keys() ^ wanted.keys())]
+    both = sorted(got.keys() & wanted.keys())
+    return found + [
+        f"{form}: {name} is another" for name in both if not torch.equal(got[name], wanted[name])
+    ]
+
+
+CHECKS: dict[str, Callable[[Plant], list[str]]] = {
+    "model": model,
+    "weights": weights,
+    "training": training,
+    "conversion": conversion,
+}

@@ -1,0 +1,97 @@
+"""``bash tools/float32 [--count N] [--part I/N]``: random layouts in float32, none of which may be called wrong.
+
+A layout is a random row of the covering matrix with random settings of the optimizer, a random seed, and sizes that
+the matrix does not vary. They are drawn by a fixed seed, small worlds more often. Exit status: 0 where all are exact.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from composer3d.recipe.resolve import load
+from composer3d.runtime.launch import Pool
+from composer3d.spec.errors import UserError
+from composer3d.verify.proof import verify_layout
+from tools.prove.matrix import cover as matrix
+from tools.prove.paths import RECIPE
+
+STEPS = 3
+# What is drawn beside a row; the first value is the most frequent one.
+MORE: dict[str, tuple[str, ...]] = {
+    "data.seq_len": ("48", "1", "7", "16", "96"),
+    "model.window": ("", "1", "5"),
+    "model.dim": ("", "128", "320"),
+    "model.head_dim": ("", "12"),
+    "model.norm_eps": ("1e-5", "1e-6", "1e-2"),
+    "optim.lr": ("3e-4", "1e-2", "1e-5"),
+    "optim.eps": ("1e-8", "1e-15", "1e-4"),
+    "optim.betas": ("[0.9, 0.95]", "[0.0, 0.999]", "[0.95, 0.0]"),
+    "optim.weight_decay": ("0.1", "0.0", "1.0"),
+    "optim.clip": ("1.0", "0.0"),
+}
+
+
+def layouts(count: int, seed: int = 32) -> Iterator[list[str]]:
+    """Overrides of ``tests/verify.toml``: the same for a count and a seed, those of a lower count being the first."""
+    generator = random.Random(seed)
+    while count:
+        row = matrix.complete((), generator)
+        # A quarter as many of twice the world, and few that are compiled: a minute of all cores each.
+        if row is None or generator.random() > (
+            0.01 if row["compile"] == "yes" else 4 / matrix.world(row) ** 2
+        ):
+            continue
+        sets = [*matrix.sets(row), f"run.seed={generator.randrange(1 << 30)}"]
+        for key, values in MORE.items():
+            value = values[0] if generator.random() < 0.5 else generator.choice(values)
+            if value and is_legal([*sets, f"{key}={value}"]):
+                sets.append(f"{key}={value}")
+        yield sets
+        count -= 1
+
+
+def world(sets: list[str]) -> int:
+    """How many processes a layout has."""
+    return load(RECIPE, sets, check_files=False).recipe.world_size
+
+
+def is_legal(sets: list[str]) -> bool:
+    try:
+        load(RECIPE, sets, check_files=False)
+    except UserError:
+        return False
+    return True
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tools/float32", description=(__doc__ or "").partition(": ")[2]
+    )
+    parser.add_argument(
+        "--count", type=int, default=200, metavar="N", help="layouts, 200 where it is absent"
+    )
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="every Nth of them, from the Ith on"
+    )
+    options = parser.parse_args(arguments)
+    first, every = map(int, options.part.split("/"))
+    chosen = list(layouts(options.count))[first - 1 :: every]
+    begin, good = time.monotonic(), 0
+    with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-float32-") as folder:
+        for number, sets in enumerate(chosen, 1):
+            verdict = verify_layout(
+                pool, Path(folder), str(RECIPE), sets, dtype="float32", steps=STEPS
+            )
+            good += verdict.passed
+            word, error = "exact" if verdict.passed else "WRONG", verdict.max_grad_rel_err
+            shown = "-" if error is None else f"{error:.0e}"
+            print(f"{number:>3} {word}  gradients {shown}  {verdict.layout}", flush=True)
+            if not verdict.passed:
+                print(f"    {verdict.error}\n    {' '.join(sets)}", flush=True)
+    print(
+        f"{good} of {len(chosen)} layouts are exact in float32, in {(time.monotonic() - begin) / 60:.1f} minutes"
+    )
+    return 0 if good == len(chosen) else 1

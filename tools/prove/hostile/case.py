@@ -1,0 +1,213 @@
+"""A hostile case, the command that meets it, and everything the command must not do.
+
+Each case runs ``composer3d`` in a process of its own, forked from one that has imported torch. The process reports its
+exit status, what it printed, its CPU time and its peak memory. Three traps show code that ran and files that were
+touched outside of the case's folder:
+
+- a pickled or registered payload creates ``EXECUTED`` (a marker file) when it runs;
+- ``outside`` holds files with a secret; their access times are set to 0 and are looked at afterwards;
+- an audit hook notes every file that is opened for writing, every process that is started and every connection.
+"""
+
+import contextlib
+import io
+import os
+import re
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from composer3d.cli import main
+from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.starter import STORE
+
+LIMIT_CPU_S = 5.0
+LIMIT_WALL_S = 60.0  # many times the CPU time, for a machine that does other work too
+LIMIT_MIB = 500.0
+SECRET = "a secret that nobody may read"
+MARKER = "EXECUTED"
+_EXITS = (1, 2)
+_NEVER_READ_NS = 10**9  # the access time of a file that nobody has read
+
+
+@dataclass(frozen=True)
+class Case:
+    """One hostile input.
+
+    Attributes:
+        name: unique; also the name of its folder.
+        make: writes the input into an empty folder and returns the arguments of ``composer3d``. Beside that folder lie
+            ``base`` (sound files to copy from) and ``outside`` (files that must not be touched).
+        says: a regular expression that what is printed must match; None where only the traps count, because the
+            input may also be harmless (a random change of a byte).
+        statuses: exit statuses that are right.
+        title: what the case is, where its name does not say that.
+    """
+
+    name: str
+    make: Callable[[Path], list[str]]
+    says: str | None
+    statuses: tuple[int, ...] = _EXITS
+    title: str = ""
+
+
+@dataclass
+class Outcome:
+    """What a command did."""
+
+    status: int | None = None
+    output: str = ""
+    cpu_s: float = 0.0
+    peak_mib: float = 0.0
+    traceback: str = ""
+    touched: list[str] = field(default_factory=list)
+
+
+def marker_of(folder: Path) -> Path:
+    """The file that code of a hostile input creates when it runs."""
+    return folder.parent / "outside" / f"{MARKER}-{folder.name}"
+
+
+def prepare_outside(root: Path) -> None:
+    """Make the files that no case may touch."""
+    outside = root / "outside"
+    outside.mkdir(exist_ok=True)
+    for name in ("secret.txt", "tokenizer.json", "metrics.jsonl", "model.safetensors"):
+        (outside / name).write_text(SECRET)
+    _state_of(outside)
+
+
+def problems_of(case: Case, root: Path, pool: Pool) -> list[str]:
+    """Run ``case`` in a new folder below ``root``, and say everything that is wrong with what happened."""
+    folder, outside = root / case.name, root / "outside"
+    folder.mkdir()
+    arguments = case.make(folder)
+    _state_of(outside)  # what making the case has read does not count
+    before = _state_of(outside)
+    outcome = run(arguments, folder, pool)
+    after = _state_of(outside)
+    problems = []
+    if marker_of(folder).exists():
+        problems.append("it ran code of the hostile input")
+        marker_of(folder).unlink()
+    elif after != before:
+        problems.append(f"it read or wrote {outside}")
+    problems += [f"it touched {path}" for path in outcome.touched]
+    if outcome.traceback:
+        problems.append(f"it raised:\n{outcome.traceback}")
+    if "Traceback" in outcome.output or "panicked" in outcome.output:
+        problems.append("it printed a traceback")
+    if SECRET in outcome.output or any(map(_holds_secret, folder.rglob("*"))):
+        problems.append("it copied a secret from outside")
+    if outcome.status not in (*case.statuses, *([0] if case.says is None else [])):
+        problems.append(f"it exited with {outcome.status}, not with {case.statuses}")
+    if case.says is not None and not re.search(case.says, outcome.output):
+        problems.append(f"it did not say {case.says!r}")
+    if outcome.cpu_s > LIMIT_CPU_S:
+        problems.append(f"it took {outcome.cpu_s:.1f} s of CPU time")
+    if outcome.peak_mib > LIMIT_MIB:
+        problems.append(f"it took {outcome.peak_mib:.0f} MiB of memory")
+    if problems:
+        problems.append(f"composer3d {' '.join(map(repr, arguments))} printed:\n{outcome.output}")
+    return problems
+
+
+def run(arguments: list[str], folder: Path, pool: Pool) -> Outcome:
+    """Run ``composer3d`` with ``arguments`` in ``folder``, in a process of its own that has torch already."""
+    task = {"arguments": arguments, "folder": str(folder)}
+    try:
+        outcome: Outcome = pool.run(serve, task, world_size=1, limit_s=LIMIT_WALL_S)[0]
+        return outcome
+    except WorkerError as error:  # it died, or gave no answer
+        return Outcome(traceback=str(error))
+
+
+def serve(arguments: list[str], folder: str) -> Outcome:
+    """Run ``composer3d`` in this process, which ends afterwards, and say what it did."""
+    os.chdir(folder)
+    sys.argv = ["composer3d"]
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", STORE):
+        os.environ.pop(name, None)
+    outcome = Outcome()
+    output = io.StringIO()
+    _watch(Path(folder), outcome.touched)
+    begin = time.process_time()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            outcome.status = main(arguments)
+        except SystemExit as stop:
+            outcome.status = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            outcome.traceback = traceback.format_exc()
+    outcome.cpu_s = time.process_time() - begin
+    outcome.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    outcome.output = output.getvalue()
+    return outcome
+
+
+def _watch(folder: Path, touched: list[str]) -> None:
+    """Note files that are opened for writing, renamed or removed outside of ``folder``, processes and connections."""
+    allowed = (str(folder.resolve()), "/dev/null", "/dev/shm", "/tmp/torch", "/tmp/composer3d-")
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            paths = [path] if isinstance(flags, int) and flags & writing else []
+        elif event in ("os.rename", "os.link", "os.symlink"):
+            paths = list(arguments[:2])
+        elif event in ("os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"):
+            paths = list(arguments[:1])
+        elif event == "subprocess.Popen" and list(arguments[1][:2]) == [sys.executable, "-P"]:
+            # The process of a tokenizer: a file of the package, and nothing that a case names.
+            if (
+                not str(arguments[1][2]).endswith("composer3d/data/tokenizer_worker.py")
+                or len(arguments[1]) != 3
+            ):
+                touched.append(f"{event} {arguments!r:.200}")
+            return
+        elif event in ("os.system", "os.exec", "subprocess.Popen", "socket.connect"):
+            touched.append(f"{event} {arguments!r:.200}")
+            return
+        else:
+            return
+        for path in paths:
+            if isinstance(path, str | bytes | os.PathLike):
+                where = os.path.realpath(os.fsdecode(path))
+                is_thread_name = re.fullmatch(r"/proc/\d+/(task/\d+/)?comm", where)
+                if not (where.startswith(allowed) or is_thread_name or "__pycache__" in where):
+                    touched.append(f"{event} {where}")
+
+    sys.addaudithook(note)
+
+
+def _state_of(outside: Path) -> list[tuple[str, int, int, bool]]:
+    """Name, size, time of change of every file, and whether it was read since the last call.
+
+    The access time is set back to 0: the usual ``relatime`` lets the next read set it again.
+    """
+    state = []
+    for path in sorted(outside.iterdir()):
+        found = path.lstat()
+        was_read = found.st_atime_ns != _NEVER_READ_NS
+        state.append((path.name, found.st_size, found.st_mtime_ns, was_read))
+        os.utime(path, ns=(_NEVER_READ_NS, found.st_mtime_ns))
+    return state
+
+
+def _holds_secret(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 24:
+        return False
+    return SECRET.encode() in path.read_bytes()
+
+
+def chosen(cases: list[Case], one_in: int) -> Iterator[Case]:
+    """A fixed part of ``cases``: every ``one_in``-th by name, so that new cases do not move the others."""
+    for number, case in enumerate(sorted(cases, key=lambda case: case.name)):
+        if number % one_in == 0:
+            yield case

@@ -1,0 +1,640 @@
+"""Checkpoints and torch files that a stranger made, opened by ``train`` (as its seed), ``inspect`` and ``convert``.
+
+Whoever makes a file can also make the digests that go with it: every checkpoint here is sealed again after the change.
+"""
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+)
+
+from tools.prove.hostile.base import CHECKPOINT
+from tools.prove.hostile.case import Case, marker_of
+
+Change = Callable[[Path], object]
+_EMBED = "model.first.embed.weight"
+_SEED = 20261122
+
+
+class Call:
+    """Calls ``function(*arguments)`` where it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+def touch(folder: Path) -> Call:
+    """Creates the marker of the case in ``folder`` when it is unpickled."""
+    return Call(os.system, f"touch {marker_of(folder)}")
+
+
+def command(name: str, path: str) -> list[str]:
+    """How a user meets the checkpoint or file ``path``."""
+    if name == "resume":
+        sets = [f"checkpoint.resume={path}", "data.path=../base/tokens"]
+        return [
+            "train",
+            "../base/recipe.toml",
+            *(word for each in sets for word in ("--set", each)),
+        ]
+    return ["inspect", path] if name == "inspect" else ["convert", path, "out", "--to", "hf"]
+
+
+def seal(folder: Path) -> None:
+    """Have the manifest say what the files of ``folder`` now are."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in manifest["files"]:
+        path = folder / name
+        if path.is_file():
+            content = path.read_bytes()
+            manifest["files"][name] = [len(content), xxhash.xxh3_128_hexdigest(content)]
+    write_manifest(folder, manifest)
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write ``manifest`` with a digest of its own."""
+
+    def canonical(content: dict[str, Any]) -> bytes:
+        return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+    manifest.pop("digest", None)
+    digest = xxhash.xxh3_128_hexdigest(canonical(manifest))
+    (folder / "manifest.json").write_bytes(canonical(manifest | {"digest": digest}))
+
+
+def checkpoint_case(name: str, change: Change, says: str | None, *commands: str) -> list[Case]:
+    """The checkpoint after ``change``, in each of ``commands`` (all three where none is named)."""
+
+    def maker(met: str) -> Callable[[Path], list[str]]:
+        def make(folder: Path) -> list[str]:
+            evil = folder / "evil"
+            shutil.copytree(folder.parent / "base" / CHECKPOINT, evil)
+            change(evil)
+            manifest = evil / "manifest.json"
+            if manifest.is_file() and not manifest.is_symlink() and not name.startswith("manifest"):
+                seal(evil)
+            return command(met, "evil")
+
+        return make
+
+    return [
+        Case(f"{name}-{met}", maker(met), says)
+        for met in commands or ("resume", "inspect", "convert")
+    ]
+
+
+# Pickles that are programs.
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_TENSOR, _BYTES, _FORMAT = (
+    _global(_METADATA, name)
+    for name in ("TensorStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING")
+)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _set_attribute(owner: bytes, name: str, value: bytes) -> bytes:
+    """Opcodes that set an attribute of what ``owner`` pushes: BUILD with a state of slots calls setattr."""
+    return owner + b"(N}" + _text(name) + value + b"st" + b"b0"
+
+
+def _class_as_tensor(evil: Path) -> None:
+    """Make the enum of memory formats a subclass of both kinds of entry; its member passes as a tensor.
+
+    DCP's reader then takes the entry for bytes, and hands them to ``torch.load(weights_only=False)``.
+    """
+    metadata = pickle.loads((evil / ".metadata").read_bytes())
+    payload = pickle.dumps(touch(evil.parent))
+    name = next(iter(metadata.state_dict_metadata))
+    entry = metadata.state_dict_metadata[name]
+    data = evil / "__0_0.distcp"
+    begin = data.stat().st_size
+    buffer = io.BytesIO()
+    torch.save({"a": 1}, buffer)
+    with zipfile.ZipFile(buffer) as sound, zipfile.ZipFile(data.with_suffix(".zip"), "w") as zipped:
+        for item in sound.namelist():
+            zipped.writestr(item, payload if item.endswith("data.pkl") else sound.read(item))
+    with open(data, "ab") as file:
+        file.write(data.with_suffix(".zip").read_bytes())
+    length = data.stat().st_size - begin
+    data.with_suffix(".zip").unlink()
+    metadata.storage_data[MetadataIndex(name)] = _StorageInfo(data.name, begin, length)
+    del metadata.state_dict_metadata[name]
+    fields = {"properties": entry.properties, "size": entry.size, "chunks": entry.chunks}
+    kept = struct.pack("<I", 100_000)  # a place in the memo that nothing else uses
+    program = (
+        b"\x80\x02}("
+        + _items(fields)
+        + b"u"
+        + b"r"
+        + kept
+        + b"0"
+        # Only now: with other bases, members of the enum can no longer be compared, as their making does.
+        + pickle.dumps(metadata, 2)[2:-1]
+        + b"}"
+        + _text("state_dict_metadata")
+        + b"}("
+        + _items(metadata.state_dict_metadata)
+        + _set_attribute(_FORMAT, "__bases__", b"(" + _TENSOR + _BYTES + b"t")
+        + _text(name)
+        + _FORMAT
+        + b"(K\x00tR"
+        + b"j"
+        + kept
+        + b"b"
+        + b"us"
+        + b"b."
+    )
+    (evil / ".metadata").write_bytes(program)
+
+
+def _items(values: dict[str, Any]) -> bytes:
+    """Keys and values as opcodes between a mark and SETITEMS."""
+    return b"".join(_text(key) + pickle.dumps(value, 2)[2:-1] for key, value in values.items())
+
+
+def _replaced_method(owner: tuple[str, str], name: str) -> Change:
+    def change(evil: Path) -> None:
+        program = b"\x80\x02" + _set_attribute(_global(*owner), name, _TENSOR)
+        rest = (evil / ".metadata").read_bytes()
+        (evil / ".metadata").write_bytes(program + pickle.dumps(pickle.loads(rest), 2)[2:])
+
+    return change
+
+
+def _program(body: Callable[[Path], object]) -> Change:
+    """``.metadata`` is the pickle of what ``body`` returns, or its bytes."""
+
+    def change(evil: Path) -> None:
+        content = body(evil)
+        raw = content if isinstance(content, bytes) else pickle.dumps(content)
+        (evil / ".metadata").write_bytes(raw)
+
+    return change
+
+
+def _with(field: str) -> Change:
+    """A call inside of sound metadata, in the field of that name."""
+
+    def change(evil: Path) -> None:
+        metadata: Metadata = pickle.loads((evil / ".metadata").read_bytes())
+        call: Any = touch(evil.parent)
+        if field == "planner_data":
+            metadata.planner_data = call
+        elif field == "storage_meta":
+            metadata.storage_meta = call
+        elif field == "key":
+            metadata.state_dict_metadata[call] = BytesStorageMetadata()
+        elif field == "size":
+            metadata.state_dict_metadata[_EMBED].size = call
+        elif field == "dtype":
+            metadata.state_dict_metadata[_EMBED].properties.dtype = call
+        else:
+            metadata.storage_data[call] = _StorageInfo("__0_0.distcp", 0, 1)
+        (evil / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return change
+
+
+def _nested(depth: int) -> bytes:
+    return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
+
+
+def _memo_bomb(evil: Path) -> bytes:
+    """Lists of lists of the same list: 10^30 items once somebody walks through them."""
+    return b"\x80\x02]q\x00" + b"".join(b"](" + b"h\x00" * 10 + b"eq\x00" for _ in range(30)) + b"."
+
+
+PROGRAMS: dict[str, tuple[Change, str]] = {
+    "class-as-tensor": (_class_as_tensor, "evil"),
+    "metadata-init": (_replaced_method((_METADATA, "Metadata"), "__init__"), "evil"),
+    "metadata-setstate": (
+        _replaced_method((_METADATA, "TensorProperties"), "__setstate__"),
+        "evil",
+    ),
+    "chunk-class": (_replaced_method((_METADATA, "ChunkStorageMetadata"), "sizes"), "evil"),
+    "size-class": (_replaced_method(("torch", "Size"), "numel"), "evil"),
+    "function": (_replaced_method(("torch.serialization", "_get_layout"), "x"), "evil"),
+    "whole": (_program(lambda evil: touch(evil.parent)), r"posix\.system|cannot be read"),
+    "eval": (
+        _program(lambda evil: Call(eval, f"open({str(marker_of(evil.parent))!r}, 'w')")),
+        "evil",
+    ),
+    "torch-load": (_program(lambda evil: Call(torch.load, str(evil / "x"))), "evil"),
+    "deep": (_program(lambda evil: _nested(200_000)), "evil"),
+    "memo-bomb": (_program(_memo_bomb), "evil"),
+    "long": (_program(lambda evil: b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."), "evil"),
+    "text": (_program(lambda evil: b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"."), "evil"),
+    "frame": (_program(lambda evil: b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"."), "evil"),
+    "doubled": (_program(lambda evil: (evil / ".metadata").read_bytes() * 2), None),  # type: ignore[dict-item]
+    "persistent": (_program(lambda evil: b"\x80\x02X\x01\x00\x00\x00aQ."), "evil"),
+    "extension": (_program(lambda evil: b"\x80\x02\x82\x01."), "evil"),
+    **{
+        f"call-in-{field}": (_with(field), "evil")
+        for field in ("planner_data", "storage_meta", "key", "size", "dtype", "storage")
+    },
+}
+
+
+# Metadata that is data, and wrong.
+
+
+def _edit(edit: Callable[[Metadata], object]) -> Change:
+    def change(evil: Path) -> None:
+        metadata: Metadata = pickle.loads((evil / ".metadata").read_bytes())
+        edit(metadata)
+        (evil / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return change
+
+
+def _entry(metadata: Metadata) -> Any:
+    return metadata.state_dict_metadata[_EMBED]
+
+
+def _storage(metadata: Metadata) -> tuple[MetadataIndex, _StorageInfo]:
+    return next((k, v) for k, v in metadata.storage_data.items() if k.fqn == _EMBED)
+
+
+def _stored_as(**fields: Any) -> Callable[[Metadata], object]:
+    def edit(metadata: Metadata) -> None:
+        key, info = _storage(metadata)
+        values = {"relative_path": info.relative_path, "offset": info.offset, "length": info.length}
+        metadata.storage_data[key] = _StorageInfo(**values | fields)
+
+    return edit
+
+
+def _chunks(
+    make: Callable[[torch.Size], list[tuple[tuple[int, ...], tuple[int, ...]]]],
+) -> Callable[[Metadata], object]:
+    def edit(metadata: Metadata) -> None:
+        entry, (_, info) = _entry(metadata), _storage(metadata)
+        entry.chunks = [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in make(entry.size)
+        ]
+        for chunk in entry.chunks:
+            metadata.storage_data[MetadataIndex(_EMBED, chunk.offsets)] = info
+
+    return edit
+
+
+STRUCTURES: dict[str, Callable[[Metadata], object]] = {
+    "no-chunks": _chunks(lambda size: []),
+    "half": _chunks(lambda size: [((0, 0), (size[0] // 2, size[1]))]),
+    "twice": _chunks(lambda size: [((0, 0), tuple(size))] * 2),
+    "overlap": _chunks(
+        lambda size: [((0, 0), (size[0] - 1, size[1])), ((1, 0), (size[0] - 1, size[1]))]
+    ),
+    "beyond": _chunks(lambda size: [((1, 0), tuple(size))]),
+    "thin": _chunks(lambda size: [((0, 0), (size[0], 0))]),
+    "many": _chunks(lambda size: [((0, 0), (1, 1))] * 50_000),
+    "one-dimension": _chunks(lambda size: [((0,), (size[0] * size[1],))]),
+    "no-storage": lambda metadata: metadata.storage_data.pop(_storage(metadata)[0]),
+    "elsewhere": _stored_as(relative_path="../../outside/secret.txt"),
+    "absolute": _stored_as(relative_path="/etc/passwd"),
+    "folder": _stored_as(relative_path="."),
+    "empty-name": _stored_as(relative_path=""),
+    "number-name": _stored_as(relative_path=5),
+    "nul-name": _stored_as(relative_path="a\0b"),
+    "negative-offset": _stored_as(offset=-8),
+    "huge-offset": _stored_as(offset=2**70),
+    "huge-length": _stored_as(length=2**62),
+    "zero-length": _stored_as(length=0),
+    "text-offset": _stored_as(offset="0"),
+    "huge-size": lambda metadata: setattr(_entry(metadata), "size", torch.Size((2**40, 2**20))),
+    "size-list": lambda metadata: setattr(_entry(metadata), "size", [1, 2]),
+    "no-properties": lambda metadata: setattr(_entry(metadata), "properties", None),
+    "no-entries": lambda metadata: metadata.state_dict_metadata.clear(),
+    "bytes-entry": lambda metadata: metadata.state_dict_metadata.update(
+        {_EMBED: BytesStorageMetadata()}
+    ),
+    "extra-bytes": lambda metadata: metadata.state_dict_metadata.update(
+        {"extra": BytesStorageMetadata()}
+    ),
+    "number-key": lambda metadata: metadata.state_dict_metadata.update({5: _entry(metadata)}),  # type: ignore[dict-item]
+    "storage-none": lambda metadata: setattr(metadata, "storage_data", None),
+    "storage-list": lambda metadata: setattr(metadata, "storage_data", [1]),
+}
+
+
+# What lies in the folder.
+
+
+def replace_by_link(name: str) -> Change:
+    """Put a link to a secret in place of a file."""
+
+    def change(evil: Path) -> None:
+        (evil / name).unlink(missing_ok=True)
+        (evil / name).symlink_to(evil.parent.parent / "outside" / "secret.txt")
+
+    return change
+
+
+def replace_by_pipe(name: str) -> Change:
+    """Put a named pipe in place of a file."""
+
+    def change(evil: Path) -> None:
+        (evil / name).unlink(missing_ok=True)
+        os.mkfifo(evil / name)
+
+    return change
+
+
+def _sparse(name: str, size: int) -> Change:
+    def change(evil: Path) -> None:
+        with open(evil / name, "wb") as file:
+            file.truncate(size)
+
+    return change
+
+
+FOLDERS: dict[str, Change] = {
+    **{
+        f"link-{name}": replace_by_link(name)
+        for name in (".metadata", "__0_0.distcp", "manifest.json")
+    },
+    **{
+        f"pipe-{name}": replace_by_pipe(name)
+        for name in (".metadata", "__0_0.distcp", "manifest.json")
+    },
+    "pipe-extra": replace_by_pipe("extra"),
+    "link-extra": replace_by_link("extra"),
+}
+
+
+def _manifest(field: str, value: Any) -> Change:
+    """A field of the manifest; ``a/b`` is field b of the object that is field a."""
+
+    def change(evil: Path) -> None:
+        manifest = json.loads((evil / "manifest.json").read_text())
+        owner, *path = manifest, *field.split("/")
+        *above, last = path
+        for name in above:
+            owner = owner[name]
+        owner[last] = value
+        write_manifest(evil, manifest)
+
+    return change
+
+
+def _raw_manifest(content: bytes) -> Change:
+    return lambda evil: (evil / "manifest.json").write_bytes(content)
+
+
+_WRONG_NUMBERS = (-1, "x", 1e30, None, [], True, 10**30)
+MANIFESTS: dict[str, Change] = {
+    **{
+        f"next-step-{n}": _manifest("data/next_step", value)
+        for n, value in enumerate(_WRONG_NUMBERS)
+    },
+    **{f"step-{n}": _manifest("step", value) for n, value in enumerate(_WRONG_NUMBERS)},
+    **{f"lr-{n}": _manifest("lr", value) for n, value in enumerate(("x", -1e400, [], {}))},
+    **{
+        f"layout-{n}": _manifest("layout", value)
+        for n, value in enumerate((5, [], {"pp": "x"}, {"pp": -1}, None))
+    },
+    **{
+        f"files-{n}": _manifest("files", value)
+        for n, value in enumerate((5, [], {"a": 1}, {"../x": [1, "a"]}, None))
+    },
+    **{
+        f"tensors-{n}": _manifest("tensors", value)
+        for n, value in enumerate((5, [], {"a": 1}, {"a": [1, 2]}))
+    },
+    **{
+        f"model-{n}": _manifest("model", value)
+        for n, value in enumerate((5, [], {}, {"model.dim": "x"}))
+    },
+    "model-layers": _manifest("model/model.n_layers", 10**7),
+    "model-dim": _manifest("model/model.dim", 10**18),
+    "model-dim-negative": _manifest("model/model.dim", -4),
+    "model-tied": _manifest("model/model.tied", "false"),
+    "world-size": _manifest("world_size", -3),
+    "recipe-number": _manifest("recipe", 5),
+    "recipe-broken": _manifest("recipe", "[[["),
+    "recipe-deep": _manifest("recipe", "a = " + "[" * 50_000),
+    "unknown-field": _manifest("extra", 1),
+    "format": _manifest("format", 10**30),
+    "deep": _raw_manifest(b"[" * 200_000),
+    "digits": _raw_manifest(b'{"step": ' + b"9" * 100_000 + b"}"),
+    "list": _raw_manifest(b"[]"),
+    "empty": _raw_manifest(b""),
+    "constant": _raw_manifest(b"NaN"),
+    "bytes": _raw_manifest(bytes(range(256)) * 10),
+    "sparse": _sparse("manifest.json", 1 << 36),
+}
+
+
+def _another_folder(name: str) -> Change:
+    """A recipe inside the checkpoint that names a folder outside of it."""
+
+    def change(evil: Path) -> None:
+        outside = evil.parent.parent / "outside"
+        recipe = f'[model]\nhf = "{outside}"\n[data]\nsource = "tokens"\npath = "{outside}"\n'
+        if name == "assets":
+            shutil.rmtree(evil / "assets")
+            (evil / "assets").symlink_to(outside)
+        _manifest("recipe", recipe)(evil)
+
+    return change
+
+
+# Files of torch.save.
+
+
+def torch_case(name: str, change: Callable[[Path], object], says: str | None) -> list[Case]:
+    """The one-file export after ``change``, in ``inspect`` and ``convert``."""
+
+    def maker(met: str) -> Callable[[Path], list[str]]:
+        def make(folder: Path) -> list[str]:
+            shutil.copy(folder.parent / "base/one.pt", folder / "evil.pt")
+            change(folder / "evil.pt")
+            return command(met, "evil.pt")
+
+        return make
+
+    return [Case(f"torch-{name}-{met}", maker(met), says) for met in ("inspect", "convert")]
+
+
+def _saved(edit: Callable[[Any, Path], Any]) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        content = torch.load(path, weights_only=True)
+        changed = edit(content, path.parent)
+        torch.save(content if changed is None else changed, path)
+
+    return change
+
+
+def _pickled(body: Callable[[Path], bytes], *, compress: bool = False) -> Callable[[Path], object]:
+    """Replace ``data.pkl`` of the file by ``body(folder)``."""
+
+    def change(path: Path) -> None:
+        method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
+        with zipfile.ZipFile(path) as sound:
+            items = {item: _raw_item(sound, item) for item in sound.namelist()}
+        with zipfile.ZipFile(path, "w", method) as zipped:
+            for item, content in items.items():
+                zipped.writestr(item, body(path.parent) if item.endswith("data.pkl") else content)
+
+    return change
+
+
+def _raw_item(archive: zipfile.ZipFile, item: str) -> bytes:
+    """The bytes of an item. Our export leaves its checksums of tensors empty, and torch does not look at them."""
+    with archive.open(item) as file:
+        file._expected_crc = None  # type: ignore[attr-defined]
+        return file.read()
+
+
+def _fact(field: str, value: Any) -> Callable[[Path], object]:
+    def edit(content: Any, folder: Path) -> None:
+        content["composer3d"][field] = value
+
+    return _saved(edit)
+
+
+def _bomb(folder: Path) -> bytes:
+    return b"\x80\x02]" + b"N0" * 50_000_000 + b"."
+
+
+TORCH: dict[str, Callable[[Path], object]] = {
+    "call": _saved(lambda content, folder: {**content, "x": touch(folder)}),
+    "call-as-key": _saved(lambda content, folder: {touch(folder): 1}),
+    "program": _pickled(lambda folder: pickle.dumps(touch(folder))),
+    "deep": _pickled(lambda folder: _nested(200_000)),
+    "memo-bomb": _pickled(_memo_bomb),
+    "long": _pickled(lambda folder: b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."),
+    "compressed": _pickled(_bomb, compress=True),
+    "layout-number": _fact("layout", 5),
+    "step-text": _fact("step", "x"),
+    "step-huge": _fact("step", 10**30),
+    "step-negative": _fact("step", -1),
+    "model-list": _fact("model", [1]),
+    "model-none": _fact("model", None),
+    "data-text": _fact("data", "x"),
+    "recipe-number": _fact("recipe", 5),
+    "unknown": _fact("extra", 5),
+    "no-facts": _saved(lambda content, folder: content.pop("composer3d") and None),
+    "facts-number": _saved(lambda content, folder: content.update(composer3d=5)),
+    "facts-tensor": _saved(lambda content, folder: content.update(composer3d=torch.ones(2))),
+    "files-number": _saved(lambda content, folder: content.update(files=5)),
+    "files-elsewhere": _saved(
+        lambda content, folder: content.update(files={"../tokenizer.json": "x"})
+    ),
+    "files-number-name": _saved(lambda content, folder: content.update(files={5: "x"})),
+    "tensor": _saved(lambda content, folder: torch.ones(3)),
+    "list": _saved(lambda content, folder: [torch.ones(3)]),
+    "sparse-tensor": _saved(
+        lambda content, folder: content["model"].update(x=torch.ones(2, 2).to_sparse())
+    ),
+    "meta-tensor": _saved(
+        lambda content, folder: content["model"].update(x=torch.empty(3, device="meta"))
+    ),
+    "expanded": _saved(
+        lambda content, folder: content["model"].update(
+            {
+                "first.embed.weight": torch.ones(1).expand(
+                    content["model"]["first.embed.weight"].shape
+                )
+            }
+        )
+    ),
+    "empty": lambda path: path.write_bytes(b""),
+    "junk": lambda path: path.write_bytes(bytes(range(256)) * 100),
+    "torn": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "legacy": lambda path: torch.save(
+        {"x": touch(path.parent)}, path, _use_new_zipfile_serialization=False
+    ),
+    "sparse": lambda path: os.truncate(path, 1 << 36),
+}
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+# Random changes by a fixed seed: most are damage, some are harmless, none may do harm.
+
+
+def _flipped(name: str, seed: int) -> Change:
+    def change(evil: Path) -> None:
+        generator = random.Random(seed)
+        content = bytearray((evil / name).read_bytes())
+        for _ in range(generator.choice((1, 2, 8))):
+            content[generator.randrange(len(content))] = generator.randrange(256)
+        if generator.random() < 0.2:
+            del content[generator.randrange(len(content)) :]
+        (evil / name).write_bytes(bytes(content))
+
+    return change
+
+
+def _cases() -> list[Case]:
+    cases: list[Case] = []
+    for name, (change, says) in PROGRAMS.items():
+        cases += checkpoint_case(f"program-{name}", change, says)
+    for name, edit in STRUCTURES.items():
+        cases += checkpoint_case(f"structure-{name}", _edit(edit), "evil")
+    for name, change in FOLDERS.items():
+        cases += checkpoint_case(f"folder-{name}", change, "evil")
+    for name, change in MANIFESTS.items():
+        # A recipe in a manifest is only shown: one that is no TOML does no harm.
+        says = None if name.startswith("recipe-") else "evil"
+        cases += checkpoint_case(f"manifest-{name}", change, says, "resume", "inspect")
+    for name in ("hf", "assets"):
+        cases += checkpoint_case(f"manifest-names-{name}", _another_folder(name), None)
+    for name, change in TORCH.items():
+        cases += torch_case(name, change, "evil.pt|out")
+    cases += torch_case("pipe", _pipe, "plain file")
+    for number in range(60):
+        change = _flipped(".metadata", _SEED + number)
+        cases += checkpoint_case(
+            f"flip-{number:02d}", change, None, ("resume", "inspect", "convert")[number % 3]
+        )
+    for number in range(30):
+        change = _flipped("manifest.json", _SEED + number)
+        cases += checkpoint_case(
+            f"manifest-flip-{number:02d}", change, None, ("resume", "inspect")[number % 2]
+        )
+    for number in range(30):
+
+        def flip(path: Path, seed: int = _SEED + number) -> None:
+            _flipped(path.name, seed)(path.parent)
+
+        cases += torch_case(f"flip-{number:02d}", flip, None)[number % 2 : number % 2 + 1]
+    return cases
+
+
+CASES = _cases()

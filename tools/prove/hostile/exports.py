@@ -1,0 +1,364 @@
+"""Folders of Hugging Face's and Meta's form, and run folders, that a stranger made or changed."""
+
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.prove.hostile.case import Case
+from tools.prove.hostile.checkpoints import command, replace_by_link, replace_by_pipe, touch
+
+Change = Callable[[Path], object]
+_SEED = 20261122
+
+
+def _case(form: str, name: str, change: Change, says: str | None, *commands: str) -> list[Case]:
+    """A sound folder of ``form`` after ``change``, in each of ``commands``."""
+
+    def maker(met: str) -> Callable[[Path], list[str]]:
+        def make(folder: Path) -> list[str]:
+            evil = folder / "evil"
+            shutil.copytree(folder.parent / "base" / form, evil)
+            change(evil)
+            if met == "start":
+                sets = ["model.hf=evil", "data.path=../base/tokens"]
+                recipe = (folder.parent / "base/recipe.toml").read_text()
+                kept = [
+                    line
+                    for line in recipe.splitlines()
+                    if not line.startswith(("preset", "dim", "n_lay", "ffn"))
+                ]
+                (folder / "recipe.toml").write_text("\n".join(kept))
+                return [
+                    "train",
+                    "recipe.toml",
+                    *(word for each in sets for word in ("--set", each)),
+                ]
+            return command(met, "evil")
+
+        return make
+
+    return [
+        Case(f"{form}-{name}-{met}", maker(met), says) for met in commands or ("inspect", "convert")
+    ]
+
+
+# config.json and params.json
+
+
+def _config(file: str, key: str, value: Any) -> Change:
+    def change(evil: Path) -> None:
+        config = json.loads((evil / file).read_text())
+        config[key] = value
+        (evil / file).write_text(json.dumps(config))
+
+    return change
+
+
+def _text(file: str, content: str) -> Change:
+    return lambda evil: (evil / file).write_text(content)
+
+
+_HUGE = 10**18
+CONFIGS: dict[str, tuple[str, Any]] = {
+    "layers-1e7": ("num_hidden_layers", 10**7),
+    "layers-huge": ("num_hidden_layers", _HUGE),
+    "layers-negative": ("num_hidden_layers", -2),
+    "layers-text": ("num_hidden_layers", "2"),
+    "layers-float": ("num_hidden_layers", 2.0),
+    "layers-bool": ("num_hidden_layers", True),
+    "layers-none": ("num_hidden_layers", None),
+    "hidden-huge": ("hidden_size", _HUGE),
+    "hidden-zero": ("hidden_size", 0),
+    "heads-huge": ("num_attention_heads", _HUGE),
+    "heads-list": ("num_attention_heads", [4]),
+    "heads-three": ("num_attention_heads", 3),
+    "kv-heads-three": ("num_key_value_heads", 3),
+    "kv-heads-negative": ("num_key_value_heads", -1),
+    "head-dim-odd": ("head_dim", 7),
+    "head-dim-huge": ("head_dim", _HUGE),
+    "head-dim-text": ("head_dim", "8"),
+    "ffn-huge": ("intermediate_size", _HUGE),
+    "vocab-huge": ("vocab_size", 10**12),
+    "vocab-none": ("vocab_size", None),
+    "eps-negative": ("rms_norm_eps", -1.0),
+    "eps-zero": ("rms_norm_eps", 0),
+    "eps-text": ("rms_norm_eps", "x"),
+    "eps-list": ("rms_norm_eps", [1e-5]),
+    "theta-negative": ("rope_theta", -1.0),
+    "theta-text": ("rope_theta", "x"),
+    "theta-list": ("rope_theta", []),
+    "theta-object": ("rope_theta", {"a": 1}),
+    "tied-text": ("tie_word_embeddings", "false"),
+    "tied-number": ("tie_word_embeddings", 2),
+    "rope-list": ("rope_scaling", [1]),
+    "rope-text": ("rope_scaling", "x"),
+    "rope-number": ("rope_scaling", 5),
+    "rope-factor-huge": ("rope_scaling", {"rope_type": "llama3", "factor": 1e300}),
+    "rope-type-list": ("rope_scaling", {"rope_type": [1]}),
+    "parameters-number": ("rope_parameters", 5),
+    "type-list": ("model_type", [1]),
+    "type-object": ("model_type", {}),
+    "type-none": ("model_type", None),
+    "type-unknown": ("model_type", "\u001b[2J"),
+    "act": ("hidden_act", "gelu"),
+    "act-list": ("hidden_act", ["silu"]),
+    "quantized": ("quantization_config", {"bits": 4}),
+    "window-text": ("sliding_window", "x"),
+    "partial": ("partial_rotary_factor", 0.5),
+    "mlp-bias": ("mlp_bias", True),
+}
+TEXTS = {
+    "digits": '{"hidden_size": ' + "9" * 400 + "}",
+    "more-digits": '{"hidden_size": ' + "9" * 100_000 + "}",
+    "deep": "[" * 100_000,
+    "deep-objects": '{"a":' * 100_000,
+    "constant": '{"rms_norm_eps": Infinity}',
+    "nan": '{"rope_theta": NaN}',
+    "float-digits": '{"rope_theta": 1' + "0" * 400 + "}",
+    "list": "[]",
+    "number": "5",
+    "empty": "",
+    "surrogate": '{"model_type": "\\ud800"}',
+    "nul": '{"model_type": "\\u0000"}',
+    "twice": '{"model_type": "llama", "model_type": "bert"}',
+    "megabytes": '{"model_type": "' + "a" * (1 << 23) + '"}',
+}
+PARAMS: dict[str, tuple[str, Any]] = {
+    "layers-1e7": ("n_layers", 10**7),
+    "layers-text": ("n_layers", "2"),
+    "layers-negative": ("n_layers", -1),
+    "dim-huge": ("dim", _HUGE),
+    "dim-list": ("dim", [32]),
+    "heads-zero": ("n_heads", 0),
+    "heads-float": ("n_heads", 4.5),
+    "kv-heads-text": ("n_kv_heads", "x"),
+    "eps-negative": ("norm_eps", -1),
+    "eps-text": ("norm_eps", "x"),
+    "theta-text": ("rope_theta", "x"),
+    "theta-negative": ("rope_theta", -5.0),
+    "factor-text": ("use_scaled_rope", "x"),
+}
+
+# safetensors and its index
+
+
+def _header(edit: Callable[[dict[str, Any]], object]) -> Change:
+    def change(evil: Path) -> None:
+        path = evil / "model.safetensors"
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        edit(header)
+        written = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(written)) + written + content[8 + length :])
+
+    return change
+
+
+def _raw(content: Callable[[bytes], bytes]) -> Change:
+    def change(evil: Path) -> None:
+        path = evil / "model.safetensors"
+        path.write_bytes(content(path.read_bytes()))
+
+    return change
+
+
+_NORM = "model.norm.weight"
+HEADERS: dict[str, Change] = {
+    "overlap": _header(lambda h: h[_NORM].update(data_offsets=[0, 128])),
+    "beyond": _header(lambda h: h[_NORM].update(data_offsets=[1 << 40, (1 << 40) + 128])),
+    "negative": _header(lambda h: h[_NORM].update(data_offsets=[-128, 0])),
+    "shape-huge": _header(lambda h: h[_NORM].update(shape=[1 << 62])),
+    "shape-negative": _header(lambda h: h[_NORM].update(shape=[-32])),
+    "dtype": _header(lambda h: h[_NORM].update(dtype="X8")),
+    "text-entry": _header(lambda h: h.update({_NORM: "x"})),
+    "extra": _header(lambda h: h.update({"x\u0000y": h[_NORM]})),
+    "many": _header(lambda h: h.update({f"x{i}": h[_NORM] for i in range(20_000)})),
+    "length-huge": _raw(lambda content: struct.pack("<Q", 1 << 62) + content[8:]),
+    "length-long": _raw(lambda content: struct.pack("<Q", 1 << 30) + content[8:]),
+    "length-zero": _raw(lambda content: struct.pack("<Q", 0) + content[8:]),
+    "deep": _raw(lambda content: struct.pack("<Q", 200_000) + b"[" * 200_000),
+    "empty": _raw(lambda content: b""),
+    "short": _raw(lambda content: content[:7]),
+    "pickle": _raw(lambda content: b"\x80\x02cos\nsystem\n(X\x01\x00\x00\x00xtR."),
+}
+
+
+def _index(content: Any) -> Change:
+    def change(evil: Path) -> None:
+        (evil / "model.safetensors").rename(evil / "model-1.safetensors")
+        text = content if isinstance(content, str) else json.dumps(content)
+        (evil / "model.safetensors.index.json").write_text(text)
+
+    return change
+
+
+INDEXES: dict[str, Any] = {
+    "list": [],
+    "map-list": {"weight_map": [1]},
+    "map-number": {"weight_map": 5},
+    "map-none": {"weight_map": None},
+    "number-file": {"weight_map": {_NORM: 5}},
+    "list-file": {"weight_map": {_NORM: []}},
+    "elsewhere": {"weight_map": {_NORM: "../../outside/model.safetensors"}},
+    "absolute": {"weight_map": {_NORM: "/etc/passwd"}},
+    "nul": {"weight_map": {_NORM: "a\0b"}},
+    "surrogate": {"weight_map": {_NORM: "\ud800"}},
+    "dot": {"weight_map": {_NORM: "."}},
+    "empty-name": {"weight_map": {_NORM: ""}},
+    "long": {"weight_map": {_NORM: "a" * 5000}},
+    "many": {"weight_map": {f"x{number}": f"f{number}" for number in range(50_000)}},
+    "deep": "[" * 100_000,
+    "constant": "NaN",
+}
+
+# Links, pipes and devices
+
+
+def _device(name: str) -> Change:
+    def change(evil: Path) -> None:
+        (evil / name).unlink(missing_ok=True)
+        (evil / name).symlink_to("/dev/zero")
+
+    return change
+
+
+_CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "README.md",
+    "LICENSE",
+)
+LINKS = {
+    f"link-{name}": replace_by_link(name)
+    for name in (*_CARRIED, "private.txt", "notes.md", "x.json")
+}
+PIPES = {f"pipe-{name}": replace_by_pipe(name) for name in (*_CARRIED, "x.json")}
+NEEDED = {
+    f"{kind}-{name}": make(name)
+    for kind, make in (("pipe", replace_by_pipe), ("device", _device))
+    for name in ("config.json", "model.safetensors")
+}
+
+
+def _pickled(evil: Path) -> None:
+    (evil / "model.safetensors").unlink()
+    torch.save({"x": touch(evil.parent)}, evil / "pytorch_model.bin")
+
+
+# A run's folder that somebody prepared
+
+
+def _run_case(name: str, change: Change, says: str | None, *sets: str) -> Case:
+    def make(folder: Path) -> list[str]:
+        run = folder / "runs/victim"
+        run.mkdir(parents=True)
+        change(run)
+        words = [word for each in ("data.path=../base/tokens", *sets) for word in ("--set", each)]
+        return ["train", "../base/recipe.toml", *words]
+
+    return Case(f"run-{name}", make, says)
+
+
+def _outside_link(name: str, target: str) -> Change:
+    def change(run: Path) -> None:
+        (run / name).symlink_to(run.parents[2] / "outside" / target)
+
+    return change
+
+
+def _continued(name: str, content: bytes) -> Change:
+    """A run that has a checkpoint, and a file that somebody changed since."""
+
+    def change(run: Path) -> None:
+        shutil.copytree(run.parents[2] / "base/runs/victim/checkpoints", run / "checkpoints")
+        (run / name).write_bytes(content)
+
+    return change
+
+
+def _fifo(run: Path, name: str) -> None:
+    os.mkfifo(run / name)
+
+
+METRICS = {
+    "junk": bytes(range(256)) * 50,
+    "lists": b"[1]\n5\nnull\n",
+    "text-step": b'{"step": "x"}\n',
+    "no-step": b'{"loss": 1}\n',
+    "constants": b'{"step": NaN}\n{"step": Infinity}\n',
+    "deep": b"[" * 200_000 + b"\n",
+    "digits": b'{"step": ' + b"9" * 10_000 + b"}\n",
+    "torn": b'{"step": 1}\n{"ste',
+}
+
+
+def _flip(file: str, seed: int) -> Change:
+    def change(evil: Path) -> None:
+        generator = random.Random(seed)
+        content = bytearray((evil / file).read_bytes())
+        for _ in range(generator.choice((1, 3, 10))):
+            content[generator.randrange(min(len(content), 3000))] = generator.randrange(256)
+        (evil / file).write_bytes(bytes(content))
+
+    return change
+
+
+def _cases() -> list[Case]:
+    cases: list[Case] = []
+    for name, (key, value) in CONFIGS.items():
+        cases += _case(
+            "hf", f"config-{name}", _config("config.json", key, value), "evil", "inspect", "start"
+        )
+    for name, content in TEXTS.items():
+        cases += _case(
+            "hf", f"config-text-{name}", _text("config.json", content), "evil", "convert", "start"
+        )
+    for name, (key, value) in PARAMS.items():
+        cases += _case("meta", f"params-{name}", _config("params.json", key, value), "params.json")
+    for name, content in TEXTS.items():
+        cases += _case(
+            "meta", f"params-text-{name}", _text("params.json", content), "params.json", "inspect"
+        )
+    for name, change in HEADERS.items():
+        cases += _case("hf", f"header-{name}", change, "evil")
+    for name, content in INDEXES.items():
+        cases += _case("hf", f"index-{name}", _index(content), "evil")
+    for name, change in {**LINKS, **PIPES}.items():
+        cases += _case("hf", name, change, None, "convert")
+    for name, change in NEEDED.items():
+        cases += _case("hf", f"needed-{name}", change, "evil", "inspect", "convert", "start")
+    cases += _case("hf", "pickle", _pickled, "evil")
+    cases += _case(
+        "meta",
+        "pickle",
+        lambda evil: torch.save({"x": touch(evil.parent)}, evil / "consolidated.00.pth"),
+        "evil",
+    )
+    for number in range(30):
+        file = ("config.json", "model.safetensors")[number % 2]
+        cases += _case("hf", f"flip-{number:02d}", _flip(file, _SEED + number), None, "inspect")
+
+    for name, target in (
+        ("lock", "secret.txt"),
+        ("recipe.toml", "secret.txt"),
+        ("metrics.jsonl", "metrics.jsonl"),
+        ("metrics.new", "secret.txt"),
+        ("metrics.jsonl.new", "secret.txt"),
+    ):
+        cases.append(_run_case(f"link-{name}", _outside_link(name, target), None))
+        cases.append(_run_case(f"pipe-{name}", lambda run, name=name: _fifo(run, name), None))
+    for name, content in METRICS.items():
+        cases.append(_run_case(f"metrics-{name}", _continued("metrics.jsonl", content), None))
+    return cases
+
+
+CASES = _cases()

@@ -1,0 +1,1060 @@
+"""Recipes, data and tokenizers that somebody made to harm: what each is refused with.
+
+Each is refused with one line, status 2, or where a recipe has several problems with a line for each.
+"""
+
+import base64
+import json
+import os
+import re
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from composer3d.spec.token_manifest import digest_of, digest_of_manifest
+from tools.prove.hostile import case
+
+
+def Case(name: str, make: Callable[[Path], list[str]], says: str) -> case.Case:
+    """``name`` becomes the name of a folder; ``^`` and ``$`` in ``says`` are those of a line. The status is 2."""
+    plain = re.sub(r"[^A-Za-z0-9_.=-]+", "-", name)[:120]
+    early = "^composer3d: the argument .* holds a NUL byte or bytes that are not UTF-8"  # of a command line
+    return case.Case(plain, make, f"(?m)({says}|{early})", statuses=(2,))
+
+
+TINY = '[model]\npreset = "debug-tiny"\n'
+SIZES = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn": 160, "vocab": 256}
+AGAIN = "make the folder again with composer3d prepare$"
+SURROGATE = (
+    "caf\udce9"  # a byte that is not UTF-8, as Python shows one of a command line or a folder
+)
+NO_FILE = "is (a named pipe|a socket|a device|a folder|a named pipe or a socket), not a plain file"
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def sparse(path: Path, size: int) -> Path:
+    with open(path, "wb") as file:
+        file.truncate(size)
+    return path
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = os.getcwd()
+        os.chdir(path.parent)  # the name of a socket has at most 107 bytes
+        try:
+            made.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+NO_PLAIN: dict[str, Callable[[Path], None]] = {
+    "pipe": pipe,
+    "device": device,
+    "folder": folder,
+    "socket": listening,
+}
+
+
+def recipe(
+    text: str | bytes, *sets: str, command: tuple[str, ...] = ("check",)
+) -> Callable[[Path], list[str]]:
+    """A case whose only file is a recipe."""
+
+    def make(where: Path) -> list[str]:
+        path = write(where / "x.toml", text)
+        return [*command, str(path), *(f"--set={each}" for each in sets)]
+
+    return make
+
+
+def table_of(key: str, value: str) -> str:
+    """A whole recipe that gives one key another value."""
+    table, name = key.split(".")
+    if table == "model":
+        shape = dict(SIZES) | ({name: value} if name in SIZES else {})
+        rest = "" if name in SIZES else f"{name} = {value}\n"
+        return "[model]\n" + "".join(f"{each} = {size}\n" for each, size in shape.items()) + rest
+    return f"{TINY}[{table}]\n{name} = {value}\n"
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+INTS = {
+    "model.dim": (1, 2**20),
+    "model.n_layers": (1, 10_000),
+    "model.n_heads": (1, 2**16),
+    "model.n_kv_heads": (1, 2**16),
+    "model.ffn": (1, 2**22),
+    "model.vocab": (1, 2**24),
+    "model.window": (0, 2**27),
+    "model.rope_context": (1, 2**27),
+    "run.steps": (1, 10**9),
+    "mesh.pp": (1, 2**20),
+    "mesh.dp_replicate": (1, 2**20),
+    "mesh.dp_shard": (1, 2**20),
+    "mesh.cp": (1, 2**20),
+    "mesh.tp": (1, 2**20),
+    "parallel.virtual_stages": (1, 10_000),
+    "memory.loss_chunks": (1, 2**16),
+    "data.seq_len": (1, 2**27),
+    "data.global_batch": (1, 2**30),
+    "data.micro_batch": (1, 2**20),
+    "optim.warmup": (0, 10**9),
+    "optim.decay": (1, 10**9),
+    "checkpoint.every": (0, 10**9),
+    "checkpoint.keep": (1, 10**6),
+    "metrics.every": (1, 10**9),
+    "validation.every": (0, 10**9),
+    "validation.steps": (1, 10**6),
+}
+FLOATS = {
+    "model.rope_theta": ("0.5", "1e13"),
+    "model.norm_eps": ("-1.0", "2.0"),
+    "model.rope_factor": ("0.0", "1e9"),
+    "model.rope_low_freq": ("0.0", "1e300"),
+    "model.rope_high_freq": ("-1.0", "1e300"),
+    "optim.lr": ("-1.0", "1e300"),
+    "optim.eps": ("0.0", "1e12"),
+    "optim.weight_decay": ("-1.0", "1e9"),
+    "optim.clip": ("-1.0", "1e300"),
+    "optim.min_lr": ("-1.0", "1e300"),
+}
+
+
+def _values() -> list[case.Case]:
+    cases = []
+    for key, (least, most) in INTS.items():
+        for value in (least - 1 if key != "mesh.dp_shard" else -2, most + 1, 2**63 - 1):
+            says = rf"x\.toml:\d+: {key} = {value} must be from {least:_} to {most:_}"
+            cases.append(Case(f"{key} = {value}", recipe(table_of(key, str(value))), says))
+        says = rf"x\.toml:\d+: '{key}' must be an int of 64 bits, got 1{{24}}"
+        cases.append(Case(f"{key} of 24 digits", recipe(table_of(key, "1" * 24)), says))
+    for key, values in FLOATS.items():
+        for value in values:
+            says = rf"x\.toml:\d+: {key} = \S+ must be (from|above) "
+            cases.append(Case(f"{key} = {value}", recipe(table_of(key, value)), says))
+        for value in ("nan", "inf", "-inf"):
+            says = rf"x\.toml:\d+: '{key}' must be a finite float, got {value}"
+            cases.append(Case(f"{key} = {value}", recipe(table_of(key, value)), says))
+    more = {
+        "model.head_dim": ["1", "7", str(2**40)],
+        "run.seed": ["-1"],
+        "data.seed": ["-1"],
+        "optim.betas": ["[0.9, nan]", "[1.0, 0.9]", "[0.9, inf]", "[-0.1, 0.9]"],
+        "model.rope_theta": ['"1e4"', "true"],
+        "model.tied": ['"false"'],
+        "run.steps": ["1e30", "1" * 5000, "true"],
+    }
+    for key, values in more.items():
+        for value in values:
+            says = rf"x\.toml(:\d+)?: ('?{key}'? (= \S+ |= \[.*\] )?must|not TOML that can be read: Exceeds)"
+            cases.append(Case(f"{key} = {value[:30]}", recipe(table_of(key, value)), says))
+    products = {
+        "a world beyond all": "[mesh]\npp = 4\ndp_replicate = 1024\ndp_shard = 1024\ncp = 1024\ntp = 4\n",
+        "a billion micro-batches": (
+            '[mesh]\npp = 3\n[data]\nglobal_batch = 1073741823\n[parallel]\nschedule = "Interleaved1F1B"\n'
+        ),
+        "a pipeline as deep": "[mesh]\npp = 1048576\n[data]\nglobal_batch = 1048576\n",
+        "as many virtual stages": '[mesh]\npp = 4\n[parallel]\nvirtual_stages = 10000\nschedule = "LoopedBFS"\n',
+        "a warmup beyond the run": "[optim]\nwarmup = 1000000000\n",
+    }
+    for name, text in products.items():
+        cases.append(
+            Case(
+                name,
+                recipe(TINY + text),
+                r"x\.toml:\d+: \S+ = \S+ .*(must|more than|needs|world of)",
+            )
+        )
+    return cases
+
+
+# --- texts of recipes -------------------------------------------------------------------------------------------------
+
+PATH_KEYS = (
+    "data.path",
+    "validation.path",
+    "parallel.schedule_csv",
+    "model.hf",
+    "run.out_dir",
+    "checkpoint.resume",
+)
+BEFORE = {
+    "data.path": '[data]\nsource = "text"\n',
+    "validation.path": '[data]\nsource = "text"\npath = "."\n[validation]\n',
+    "parallel.schedule_csv": '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\n',
+    "run.out_dir": "[run]\n",
+    "checkpoint.resume": "[checkpoint]\n",
+}
+BAD_TEXTS = {
+    "a NUL byte": r'"a\u0000b"',
+    "a line break": r'"a\nb"',
+    "an escape": r'"a\u001b[2Jb"',
+    "nothing": '""',
+}
+
+
+def _texts() -> list[case.Case]:
+    cases = []
+    for key in PATH_KEYS:
+        name = key.split(".")[1]
+        for what, value in (BAD_TEXTS | {"5,000 letters": f'"{"x" * 5000}"'}).items():
+            text = (
+                f"[model]\n{name} = {value}\n"
+                if key == "model.hf"
+                else f"{TINY}{BEFORE[key]}{name} = {value}\n"
+            )
+            says = rf"x\.toml:\d+: {key} = .* must be a path of 1 to 4096 characters, without control characters$"
+            cases.append(Case(f"{key} of {what}", recipe(text), says))
+        says = rf"^--set {key}=caf\S+: write it in UTF-8$"
+        cases.append(Case(f"{key} of no UTF-8", recipe(TINY, f"{key}={SURROGATE}"), says))
+    for what, value in (
+        BAD_TEXTS | {"300 letters": f'"{"x" * 300}"', "300 bytes": f'"{"é" * 150}"'}
+    ).items():
+        says = r"x\.toml:4: run\.name = .* names the folder of the run: it must not be empty"
+        cases.append(Case(f"run.name of {what}", recipe(f"{TINY}[run]\nname = {value}\n"), says))
+    for number, value in enumerate(("..", ".", "a/b", "/etc", "a\\b", "  ")):
+        says = r"x\.toml:4: run\.name = .* names the folder of the run"
+        cases.append(
+            Case(
+                f"run.name that is no name {number}",
+                recipe(f"{TINY}[run]\nname = '{value}'\n"),
+                says,
+            )
+        )
+    says = r"x\.toml:3: 'base' must be the path of one recipe"
+    for what, value in (
+        BAD_TEXTS | {"a number": "7", "a list": "[[[[]]]]", "a table": "{ a = 1 }"}
+    ).items():
+        cases.append(Case(f"base of {what}", recipe(f"# a\n\nbase = {value}\n"), says))
+
+    size = 256 << 10
+    unread = r"x\.toml: not TOML that can be read: "
+    lines = "".join(f"  {number},\n" for number in range(3000))
+    texts: dict[str, tuple[str | bytes, str]] = {
+        "3,000 lines of an array": (
+            f"{TINY}[parallel]\nstages = [\n{lines}]\n",
+            r"x\.toml:4: parallel\.stages = \[0, 1, .* \([\d,]+ characters\) has 3000 stages",
+        ),
+        "3,000 lines of texts": (
+            f"{TINY}[parallel]\nstages = [\n" + '  """a""",\n' * 3000 + "]\n",
+            r"x\.toml:4: 'parallel\.stages' must be an array of ints, got",
+        ),
+        "open brackets": (
+            "x = " + "[" * (size - 4),
+            unread + "line 1 nests brackets deeper than 16",
+        ),
+        "open braces": (
+            "x = " + "{a = " * (size // 5 - 4),
+            unread + "line 1 nests brackets deeper than 16",
+        ),
+        "a deep array": (
+            f"{TINY}x = {'[' * 300}{']' * 300}\n",
+            unread + "line 3 nests brackets deeper than 16",
+        ),
+        "a deep header": (
+            f"[{'a.' * 1000}b]\n",
+            unread + "line 1 nests the parts of a key deeper than 16",
+        ),
+        "a deep key": (
+            "a." * (size // 2 - 4) + "b = 1",
+            unread + "line 1 nests the parts of a key",
+        ),
+        "a deep key of a table": (
+            "x = { " + "a." * 9999 + "b = 1 }",
+            unread + "line 1 nests the parts of a key",
+        ),
+        "keys by the thousand": (
+            "".join(f"k{number} = 1\n" for number in range(size // 14)),
+            unread + "it has more than 4_000 statements",
+        ),
+        "unknown keys": (
+            TINY + "[run]\n" + "".join(f"k{number} = 1\n" for number in range(3900)),
+            r"x\.toml:\d+: the recipe has 100 problems up to here; mend them first",
+        ),
+        "unknown tables": (
+            "".join(f"[t{number}]\n" for number in range(3900)),
+            "the recipe has 100 problems up to here; mend them first",
+        ),
+        "quotes": ("x = " + '"' * (size - 4), r"x\.toml:1: not TOML: "),
+        "literal quotes": ("x = " + "'" * (size - 4), r"x\.toml:1: not TOML: "),
+        "a string without end": (
+            'x = """' + "a\n" * (size // 2 - 8),
+            r"x\.toml:\d+: not TOML: Unterminated string",
+        ),
+        "a long key": (
+            f"{TINY}[run]\n{'x' * (size - 99)} = 1",
+            r"x\.toml:4: unknown key 'run\.x+\.\.\. \([\d,]+ characters\)'",
+        ),
+        "a long text": (
+            f"{TINY}[run]\nname = '{'x' * (size - 100)}'\n",
+            r"x\.toml:4: run\.name = \"x{290,}\.\.\. ",
+        ),
+        "a long number": ("x = " + "9" * (size - 8), unread + "Exceeds the limit"),
+        "a long exponent": (
+            f"{TINY}[optim]\nlr = 1e{'9' * 9999}\n",
+            r"x\.toml:4: 'optim\.lr' must be a finite float",
+        ),
+        "a long date": (
+            f"{TINY}[run]\nsteps = 1979-05-27T00:32:00.{'9' * 9999}\n",
+            r"x\.toml:4: 'run\.steps' must be int, got 1979-05-27",
+        ),
+        "a NUL byte": ("[run]\nname = 'a\0b'\n", r"x\.toml:2: not TOML: "),
+        "half a pair": (r"[run]" + "\n" + r'name = "\ud800"' + "\n", r"x\.toml:2: not TOML: "),
+        "UTF-16": ("[run]\n".encode("utf-16"), unread),
+        "bytes": (bytes(range(256)) * 16, unread),
+        "too large": (b"#" * (size + 1), r"x\.toml: is larger than 262,144 bytes"),
+    }
+    cases += [Case(f"recipe of {name}", recipe(text), says) for name, (text, says) in texts.items()]
+    deep = "[" * 300 + "]" * 300
+    cases += [
+        Case(
+            "an override that is deep",
+            recipe(TINY, f"mesh.tp={deep}"),
+            r"^--set mesh\.tp=\[+.*must be int, got",
+        ),
+        Case(
+            "an override of two",
+            recipe(TINY, "mesh.tp=1\nmesh.pp=2"),
+            r"^--set mesh\.tp=1\\nmesh\.pp=2: .* must be int",
+        ),
+        Case(
+            "an override of digits",
+            recipe(TINY, f"mesh.tp={'9' * 9999}"),
+            r"^--set mesh\.tp=9+.*: .* must be int",
+        ),
+        Case(
+            "an override of a long key",
+            recipe(TINY, f"mesh.{'x' * 99_999}=1"),
+            r"^--set mesh\.x+.*unknown key",
+        ),
+        Case(
+            "an override without a key",
+            recipe(TINY, "=" * 99_999),
+            r"^--set =+.*: write it as table\.key=value$",
+        ),
+    ]
+    return cases
+
+
+def _files() -> list[case.Case]:
+    cases = []
+
+    def put(name: str, kind: Callable[[Path], None], text: str) -> Callable[[Path], list[str]]:
+        def make(where: Path) -> list[str]:
+            kind(where / name)
+            return ["check", str(write(where / "x.toml", text.replace("HERE", str(where))))]
+
+        return make
+
+    for what, kind in NO_PLAIN.items():
+
+        def alone(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
+            kind(where / "x.toml")
+            return ["check", str(where / "x.toml")]
+
+        def layouts(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
+            kind(where / "l.txt")
+            return ["verify", str(write(where / "x.toml", TINY)), "--layouts", str(where / "l.txt")]
+
+        def tokenizer(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
+            kind(where / "t.json")
+            return prepare(where, write(where / "a.txt", "a"), tokenizer=where / "t.json")
+
+        csv = '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\nschedule_csv = "HERE/y"\n'
+        cases += [
+            Case(f"recipe is a {what}", alone, rf"x\.toml: {NO_FILE}$"),
+            Case(
+                f"base is a {what}",
+                put("y", kind, 'base = "y"\n'),
+                rf"x\.toml:1: base cannot be read: .*/y: {NO_FILE}$",
+            ),
+            Case(
+                f"schedule is a {what}",
+                put("y", kind, TINY + csv),
+                rf"the schedule .*/y cannot be read \({NO_FILE}\)$",
+            ),
+            Case(
+                f"layouts is a {what}",
+                layouts,
+                rf"^--layouts .*/l\.txt: cannot be read \({NO_FILE}\)$",
+            ),
+            Case(
+                f"tokenizer is a {what}",
+                tokenizer,
+                rf"^--tokenizer .*/t\.json: {NO_FILE}; give bytes",
+            ),
+        ]
+        if what != "folder":
+            for source in ("text", "jsonl"):
+                text = f'{TINY}[data]\nsource = "{source}"\npath = "HERE/y"\n'
+                says = r'x\.toml:5: data\.path = ".*/y" is neither a file nor a folder; give'
+                cases.append(Case(f"{source} is a {what}", put("y", kind, text), says))
+
+            def source_of_prepare(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
+                kind(where / "y")
+                return prepare(where, where / "y")
+
+            cases.append(
+                Case(
+                    f"prepare of a {what}",
+                    source_of_prepare,
+                    rf"/y: cannot be read: {NO_FILE}; make it",
+                )
+            )
+
+    def chain(where: Path) -> list[str]:
+        for number in range(40):
+            write(where / f"{number}.toml", f'base = "{number + 1}.toml"\n')
+        return ["check", str(write(where / "40.toml", TINY).with_name("0.toml"))]
+
+    def wide_chain(where: Path) -> list[str]:
+        for number in range(20):
+            write(where / f"{number}.toml", f'base = "{number + 1}.toml"\n{"#" * 30_000}\n')
+        return ["check", str(write(where / "20.toml", TINY).with_name("0.toml"))]
+
+    def loop(where: Path) -> list[str]:
+        (where / "x.toml").symlink_to("x.toml")
+        return ["check", str(where / "x.toml")]
+
+    def circle_by_link(where: Path) -> list[str]:
+        (where / "y.toml").symlink_to("x.toml")
+        return ["check", str(write(where / "x.toml", 'base = "y.toml"\n'))]
+
+    def layouts_too_large(where: Path) -> list[str]:
+        sparse(where / "l.txt", 1 << 40)
+        return ["verify", str(write(where / "x.toml", TINY)), "--layouts", str(where / "l.txt")]
+
+    def schedule(content: bytes) -> Callable[[Path], list[str]]:
+        def make(where: Path) -> list[str]:
+            path = write(where / "y.csv", content)
+            text = f'{TINY}[mesh]\npp = 2\n[parallel]\nschedule = "csv"\nschedule_csv = "{path}"\n'
+            return ["check", str(write(where / "x.toml", text))]
+
+        return make
+
+    def of(name: str) -> Callable[[Path], list[str]]:
+        return lambda where: ["check", str(where / name)]
+
+    cases += [
+        Case(
+            "a chain of 40 bases",
+            chain,
+            r"32\.toml:1: base = \"33\.toml\" is base number 33; use at most 32$",
+        ),
+        Case(
+            "bases of a megabyte",
+            wide_chain,
+            r"\d+\.toml: the recipe and its bases are larger than 262_144 bytes$",
+        ),
+        Case("a recipe that links to itself", loop, r"x\.toml: Too many levels of symbolic links$"),
+        Case(
+            "a circle by a link",
+            circle_by_link,
+            r'x\.toml:1: base = "y\.toml" makes a circle; remove one base$',
+        ),
+        Case(
+            "a recipe of a terabyte",
+            lambda where: ["check", str(sparse(where / "x.toml", 1 << 40))],
+            "is larger than",
+        ),
+        Case("a recipe of no UTF-8", of(SURROGATE), r"caf\S+: No such file or directory$"),
+        Case("a recipe of two lines", of("a\nb"), r"/a\\nb: No such file or directory$"),
+        Case("a recipe of 300 letters", of("x" * 300), r"x{300}: File name too long$"),
+        Case("a recipe of a NUL byte", of("a\0b"), r"a\\u0000b: no file has such a name"),
+        Case(
+            "layouts of a terabyte",
+            layouts_too_large,
+            r"^--layouts .*: cannot be read \(is larger than 1,048,576 bytes",
+        ),
+        Case(
+            "a schedule of garbage",
+            schedule(os.urandom(0) + b"\xff" * 999),
+            r"cannot be read \('utf-8' codec",
+        ),
+        Case(
+            "a schedule of long numbers",
+            schedule(b"0F" + b"9" * 9999 + b"\n1F0\n"),
+            r":1: '0F9+\.\.\. is no action",
+        ),
+        Case(
+            "a schedule of many lines",
+            schedule(b"0F0\n" * 99_999),
+            r"has 99999 lines, one for each pipeline rank",
+        ),
+        Case(
+            "a schedule of many cells",
+            schedule(b"0F0," * 999_999 + b"\n1F0\n"),
+            r":1 has 999999 cells, but 1 stages",
+        ),
+        Case(
+            "a schedule that is too large",
+            schedule(b"0F0," * (1 << 20) + b"\n"),
+            r"is larger than 4,194,304 bytes",
+        ),
+    ]
+    return cases
+
+
+# --- token folders ----------------------------------------------------------------------------------------------------
+
+
+def prepare(where: Path, source: Path, *more: str, tokenizer: str | Path = "bytes") -> list[str]:
+    return ["prepare", str(source), "-o", str(where / "out"), "--tokenizer", str(tokenizer), *more]
+
+
+def manifest_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+    return {
+        "format": "composer3d tokens",
+        "version": 1,
+        "dtype": "uint16",
+        "vocab": 256,
+        "tokens": 100,
+        "documents": 1,
+        "end_of_document": 0,
+        "tokenizer": {"name": "t.json", "digest": digest_of(files["tokenizer.json"])},
+        "files": {
+            name: {"bytes": len(content), "digests": [digest_of(content)]}
+            for name, content in files.items()
+        },
+    }
+
+
+def tokens(
+    change: Callable[[dict[str, Any]], object] = lambda manifest: None,
+    after: Callable[[Path], object] = lambda where: None,
+    text: str | bytes | None = None,
+) -> Callable[[Path], list[str]]:
+    """A folder of token files whose manifest is changed, and signed anew; ``after`` is done to the folder."""
+
+    def make(where: Path) -> list[str]:
+        files = {
+            "tokens.bin": struct.pack("<100H", *[1] * 99, 0),
+            "documents.bin": struct.pack("<2q", 0, 100),
+            "tokenizer.json": b"{}",
+        }
+        for name, content in files.items():
+            write(where / "t" / name, content)
+        manifest = manifest_of(files)
+        change(manifest)
+        manifest.setdefault("digest", digest_of_manifest(manifest))
+        write(where / "t" / "tokens.json", json.dumps(manifest) if text is None else text)
+        after(where / "t")
+        data = f'[data]\nsource = "tokens"\npath = {json.dumps(str(where / "t"))}\n'
+        return ["check", str(write(where / "x.toml", TINY + data))]
+
+    return make
+
+
+def put(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Set a key, dotted, of a manifest; ``files.tokens.bin`` is named as ``files/tokens.bin``."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        *outer, name = key.split("/")
+        for each in outer:
+            manifest = manifest[each]
+        manifest[name] = value
+
+    return change
+
+
+def drop(key: str) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        *outer, name = key.split("/")
+        for each in outer:
+            manifest = manifest[each]
+        del manifest[name]
+
+    return change
+
+
+def _tokens() -> list[case.Case]:
+    unusable = r'x\.toml:5: data\.path = ".*/t" cannot be used: .*/t/tokens\.json cannot be used \('
+    values: dict[str, list[Any]] = {
+        "format": ["other", 1, None, ["composer3d tokens"]],
+        "version": [0, 2, "1", 1.0, True, None, 10**30, [1], {"a": 1}],
+        "dtype": [
+            "uint8",
+            "<u2",
+            "object",
+            "O",
+            "float64",
+            2,
+            None,
+            ["uint16"],
+            {"a": "uint16"},
+            "u" * 9999,
+        ],
+        "vocab": [0, -1, 65_537, 10**30, "256", 256.0, None, True, [256], {}],
+        "tokens": [0, -100, 99, 101, 10**30, "100", 100.5, None, True, []],
+        "documents": [0, -1, 2, 101, 10**30, "1", 1.0, None, True, {}],
+        "end_of_document": [-1, 256, 10**30, "0", 0.0, None, False, []],
+        "tokenizer": [
+            None,
+            "t.json",
+            [],
+            {},
+            {"name": "t"},
+            {"name": 1, "digest": None},
+            {"name": "t", "digest": 1},
+        ],
+        "tokenizer/digest": [None, "", "0" * 32, "z" * 32, "0" * 31, 7, ["0" * 32]],
+        "files": [None, [], {}, "tokens.bin", {"tokens.bin": None}],
+        "files/tokens.bin": [None, [], {}, 200, {"bytes": 200}, {"digests": []}],
+        "files/tokens.bin/bytes": [0, -200, 199, 201, 10**30, "200", 200.0, None, True],
+        "files/tokens.bin/digests": [
+            [],
+            None,
+            "0" * 32,
+            ["0" * 31],
+            ["Z" * 32],
+            [None],
+            ["0" * 32] * 2,
+            {"0": "0"},
+        ],
+        "files/documents.bin/bytes": [0, 15, 24, None],
+        "files/documents.bin/digests": [[], [[]], ["0" * 64]],
+        "files/tokenizer.json/bytes": [0, 1 << 40, -1],
+        "files/tokenizer.json/digests": [[], ["0" * 32]],
+        "files/..": [{"bytes": 200, "digests": ["0" * 32]}],
+        "files/\0": [{"bytes": 200, "digests": ["0" * 32]}],
+        "files/caf\udce9": [{"bytes": 200, "digests": ["0" * 32]}],
+        "more": [1],
+        "digest": ["0" * 32, "", None, 5, []],
+    }
+    cases = [
+        Case(
+            f"tokens.json: {key!a} = {str(value)[:40]!a} ({number})",
+            tokens(put(key, value)),
+            unusable,
+        )
+        for key, each in values.items()
+        for number, value in enumerate(each)
+    ]
+    for name in ("../secret", "/etc/passwd", "a/b"):
+
+        def add(manifest: dict[str, Any], name: str = name) -> None:
+            manifest["files"][name] = manifest["files"]["tokens.bin"]
+
+        cases.append(
+            Case(
+                f"tokens.json names {name}",
+                tokens(add),
+                unusable + "files has .* does not belong there",
+            )
+        )
+    for key in (
+        "version",
+        "dtype",
+        "vocab",
+        "files",
+        "tokenizer",
+        "files/tokens.bin",
+        "files/documents.bin",
+    ):
+        cases.append(Case(f"tokens.json without {key}", tokens(drop(key)), unusable + ".* lacks "))
+    texts: dict[str, tuple[str | bytes, str]] = {
+        "nothing": ("", "Expecting value"),
+        "a torn object": ('{"version": 1', "Expecting"),
+        "brackets": ("[" * 100_000, "it nests too deep"),
+        "braces": ('{"a":' * 100_000, "it nests too deep"),
+        "an array": ("[]", "it must be an object, not a list"),
+        "null": ("null", "it must be an object, not null"),
+        "Infinity": ('{"version": Infinity}', "it holds Infinity, which JSON does not have"),
+        "NaN": ('{"version": NaN}', "it holds NaN, which JSON does not have"),
+        "1e999": ('{"version": 1e999}', "it has version Infinity"),
+        "400 digits": ('{"version": 1' + "0" * 400 + "}", "it has version 1000"),
+        "5,000 digits": ('{"version": ' + "9" * 5_000 + "}", "Exceeds the limit"),
+        "no UTF-8": (b'{"version": "\xff"}', ".*codec can't decode"),
+        "bytes": (bytes(range(128, 256)) * 99, "(.*codec can't decode|Expecting)"),
+        "half a pair": (r'{"version": "\ud800"}', r"it has version .*ud800"),
+        "too much": (b" " * (9 << 20), "is larger than 8,388,608 bytes"),
+        "a long text": ('{"version": "' + "x" * 999_999 + '"}', r"it has version .{100}"),
+        "many lists": ("[" + "[]," * 999_999 + "[]]", "it must be an object, not a list"),
+    }
+    cases += [
+        Case(f"tokens.json of {name}", tokens(text=text), unusable + said)
+        for name, (text, said) in texts.items()
+    ]
+
+    def replace(name: str, kind: Callable[[Path], None]) -> Callable[[Path], None]:
+        def after(where: Path) -> None:
+            (where / name).unlink()
+            kind(where / name)
+
+        return after
+
+    for what, kind in NO_PLAIN.items():
+        cases.append(
+            Case(
+                f"tokens.json is a {what}",
+                tokens(after=replace("tokens.json", kind)),
+                unusable + NO_FILE,
+            )
+        )
+        for name in ("tokens.bin", "documents.bin", "tokenizer.json"):
+            said = rf"x\.toml:5: data\.path = .* cannot be used: .*/t/{name} (is|cannot)"
+            cases.append(Case(f"{name} is a {what}", tokens(after=replace(name, kind)), said))
+    for name in ("tokens.bin", "documents.bin", "tokenizer.json"):
+        prefix = rf"x\.toml:5: data\.path = .* cannot be used: .*/t/{name} "
+        cases += [
+            Case(
+                f"{name} is missing",
+                tokens(after=lambda where, name=name: (where / name).unlink()),
+                prefix + "is missing",
+            ),
+            Case(
+                f"{name} is huge",
+                tokens(after=lambda where, name=name: sparse(where / name, 1 << 40)),
+                prefix + "has 1099511627776 bytes",
+            ),
+            Case(
+                f"{name} is empty",
+                tokens(after=lambda where, name=name: sparse(where / name, 0)),
+                prefix + "has 0 bytes",
+            ),
+        ]
+    link = replace("tokenizer.json", lambda path: path.symlink_to("/etc/hostname"))
+    cases.append(
+        Case(
+            "tokenizer.json is a link",
+            tokens(after=link),
+            r"tokenizer\.json is a symbolic link, which is not",
+        )
+    )
+    return cases
+
+
+# --- sources and tokenizers -------------------------------------------------------------------------------------------
+
+
+def lines(content: bytes, *more: str) -> Callable[[Path], list[str]]:
+    return lambda where: prepare(where, write(where / "a.jsonl", content), *more)
+
+
+def tokenizer(changed: Mapping[str, Any], text: bytes = b"a") -> Callable[[Path], list[str]]:
+    """A tokenizer.json of two words with other keys, and a text for it."""
+
+    def make(where: Path) -> list[str]:
+        model = {
+            "type": "WordLevel",
+            "vocab": {"a": 0, "</s>": 1, "<unk>": 2},
+            "unk_token": "<unk>",
+        }
+        whole = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+        }
+        whole |= {"pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model}
+        path = write(where / "t.json", json.dumps(whole | dict(changed)))
+        return prepare(where, write(where / "a.txt", text), tokenizer=path)
+
+    return make
+
+
+def split(regex: str) -> dict[str, Any]:
+    return {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": regex},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    }
+
+
+def times(number: int, of: str = "a") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": of}, "content": "a" * number}
+
+
+def charsmap(content: bytes) -> dict[str, Any]:
+    return {
+        "normalizer": {
+            "type": "Precompiled",
+            "precompiled_charsmap": base64.b64encode(content).decode(),
+        }
+    }
+
+
+def _sources() -> list[case.Case]:
+    needed = r'/a\.jsonl:1: must be a JSON object such as \{"text": "\.\.\."\}: '
+    texts: dict[str, tuple[bytes, str]] = {
+        "a million brackets": (b"[" * 1_000_000, needed),
+        "a million braces": (b'{"a":' * 1_000_000, needed),
+        "half a pair": (rb'{"text": "\ud800"}', needed + "'utf-8' codec can't encode"),
+        "half a pair elsewhere": (rb'["\ud800"]', needed + "got"),
+        "5,000 digits": (b"9" * 5_000, needed + "Exceeds the limit"),
+        "no UTF-8": (b'{"text": "\xff"}', needed + "'utf-8' codec"),
+        "no UTF-8 elsewhere": (b'["\xff"]', needed),
+        "UTF-16": ('{"text": "a"}\n'.encode("utf-16"), needed),
+        "a NUL byte": (
+            rb'{"text": "a\u0000b"}',
+            r"/a\.jsonl:1: byte 0 at offset 1 would end a document there",
+        ),
+        "a number": (b'{"text": 1}', needed + "got"),
+        "a long line": (
+            b'{"text": "' + b"x" * (16 << 20) + b'"}',
+            r"/a\.jsonl:1: the line is longer than 16_777_216 bytes",
+        ),
+        "a line of escapes": (b'["\\u001b[2J\\n"]\r', needed + "got"),
+        "a line of controls": (b'["a"]\x0b\x0c', needed),
+    }
+    cases = [Case(f"JSONL of {name}", lines(text), said) for name, (text, said) in texts.items()]
+
+    def huge_line(where: Path) -> list[str]:
+        return prepare(where, sparse(where / "a.jsonl", 1 << 40))
+
+    def huge_text(where: Path) -> list[str]:
+        return prepare(where, sparse(where / "a.txt", 1 << 40))
+
+    def inside(name: str, content: bytes) -> Callable[[Path], list[str]]:
+        def make(where: Path) -> list[str]:
+            (where / "in").mkdir()
+            with open(os.fsencode(where / "in") + b"/" + os.fsencode(name), "wb") as file:
+                file.write(content)
+            return prepare(where, where / "in")
+
+        return make
+
+    def links(where: Path) -> list[str]:
+        (where / "in").mkdir()
+        (where / "in" / "self").symlink_to(".")
+        (where / "in" / "a.txt").symlink_to("a.txt")
+        (where / "in" / "zero").symlink_to("/dev/zero")
+        pipe(where / "in" / "pipe")
+        return prepare(where, where / "in")
+
+    def link_to_itself(where: Path) -> list[str]:
+        (where / "a.txt").symlink_to("a.txt")
+        return prepare(where, where / "a.txt")
+
+    def named(option: str, name: str) -> Callable[[Path], list[str]]:
+        def make(where: Path) -> list[str]:
+            arguments = prepare(where, write(where / "a.txt", "a\0"))
+            arguments[{"SRC": 1, "-o": 3, "--tokenizer": 5}[option]] = str(where / name)
+            return arguments
+
+        return make
+
+    cases += [
+        Case(
+            "JSONL of a terabyte",
+            huge_line,
+            r"/a\.jsonl:1: the line is longer than 16_777_216 bytes",
+        ),
+        Case(
+            "a text of a terabyte",
+            huge_text,
+            r"/a\.txt: one document of 1_099_511_627_776 bytes, which must fit into",
+        ),
+        Case("a name of no UTF-8", inside(SURROGATE, b"a\0"), r"/in/caf\S+: byte 0 at offset 1"),
+        Case("a name of two lines", inside("a\nb", b"a\0"), r"/in/a\\nb: byte 0 at offset 1"),
+        Case(
+            "a suffix of no UTF-8",
+            inside("a.json\udce9", b"a\0"),
+            r"/in/a\.json\S+: byte 0 at offset 1",
+        ),
+        Case(
+            "links, a device and a pipe",
+            links,
+            r"/in: no files found; give a path that holds text$",
+        ),
+        Case(
+            "a text that links to itself",
+            link_to_itself,
+            r"/a\.txt does not exist; give a text file",
+        ),
+        Case(
+            "a source of a NUL byte",
+            named("SRC", "a\0b"),
+            r"^SRC .*a\\u0000b: no file can have such a name",
+        ),
+        Case(
+            "a folder of a NUL byte",
+            named("-o", "a\0b"),
+            r"^-o .*a\\u0000b: no file can have such a name",
+        ),
+        Case(
+            "a tokenizer of a NUL byte",
+            named("--tokenizer", "a\0b"),
+            r"^--tokenizer .*: no file can have such a name",
+        ),
+        Case(
+            "a source of half a pair",
+            named("SRC", "a\ud800"),
+            r"^SRC .*: no file can have such a name",
+        ),
+        Case(
+            "a folder of half a pair",
+            named("-o", "a\ud800"),
+            r"^-o .*: no file can have such a name",
+        ),
+        Case(
+            "a source of no UTF-8",
+            named("SRC", SURROGATE),
+            r"/caf\S+ does not exist; give a text file",
+        ),
+        Case(
+            "a source of two lines",
+            named("SRC", "a\nb"),
+            r"/a\\nb does not exist; give a text file",
+        ),
+        Case(
+            "a folder of 300 letters",
+            named("-o", "x" * 300),
+            r"x{300} cannot be written: File name too long",
+        ),
+        Case(
+            "a field of two lines",
+            lines(b'{"a": 1}', "--field", "a\nb"),
+            r'/a\.jsonl:1: must be a JSON object such as \{"a\\nb": "\.\.\."\}',
+        ),
+    ]
+    return cases
+
+
+def _tokenizers() -> list[case.Case]:
+    refused = r"^--tokenizer .*/t\.json: "
+    panics = refused + "it panics: "
+    unreadable = refused + "Cannot instantiate Tokenizer from buffer"
+    died = (
+        r"(its process ended with status -6 .*: it takes too much memory|it takes too much memory)"
+    )
+    word = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    at_text = r"^.*/a\.txt or soon after: --tokenizer .*/t\.json: "
+    return [
+        Case("charsmap out of bounds", tokenizer(charsmap(b"\4\0\0\0\1\2\3\4abc")), panics),
+        Case(
+            "charsmap of garbage",
+            tokenizer(charsmap(b"\xff" * 64)),
+            refused + "(it panics|its process ended|it takes)",
+        ),
+        Case(
+            "chunks of nothing",
+            tokenizer({"pre_tokenizer": {"type": "FixedLength", "length": 0}}),
+            panics,
+        ),
+        Case(
+            "a pattern that does not end",
+            tokenizer(split("(x+x+)+y"), b"x" * 100),
+            at_text + "it panics: Onig",
+        ),
+        Case(
+            "another one",
+            tokenizer(split("^(a|a?)+$"), b"a" * 60 + b"!"),
+            at_text + "it panics: Onig",
+        ),
+        Case("a pattern of brackets", tokenizer(split("(" * 50_000 + ")" * 50_000)), unreadable),
+        Case("a pattern that calls itself", tokenizer(split(r"(?<r>\g<r>|a)")), unreadable),
+        Case("no pattern", tokenizer(split("(")), unreadable),
+        Case(
+            "all memory by six rules",
+            tokenizer({"normalizer": {"type": "Sequence", "normalizers": [times(100)] * 6}}),
+            refused + died,
+        ),
+        Case(
+            "all memory by one rule",
+            tokenizer({"normalizer": times(1_000_000, "x")}, b"x" * 999),
+            at_text + died,
+        ),
+        Case(
+            "token ids of 2^32",
+            tokenizer({"model": word | {"vocab": {"a": 2**32 - 1, "</s>": 1}}}),
+            refused + "it has token ids",
+        ),
+        Case("token ids of 2^40", tokenizer({"model": word | {"vocab": {"a": 2**40}}}), unreadable),
+        Case("token ids below 0", tokenizer({"model": word | {"vocab": {"a": -1}}}), unreadable),
+        Case("no end of document", tokenizer({"model": word}), refused + "it has no "),
+        Case(
+            "an empty vocabulary",
+            tokenizer({"model": word | {"vocab": {}}}),
+            refused + "it has no ",
+        ),
+        Case("no model", tokenizer({"model": None}), unreadable),
+        Case("another model", tokenizer({"model": {"type": "Pickle"}}), unreadable),
+        Case(
+            "unigrams of nothing",
+            tokenizer({"model": {"type": "Unigram", "unk_id": 0, "vocab": []}}),
+            unreadable,
+        ),
+        Case(
+            "unigrams without unknown",
+            tokenizer({"model": {"type": "Unigram", "unk_id": 99, "vocab": [["a", -1.0]]}}),
+            unreadable,
+        ),
+        Case(
+            "merges of nothing",
+            tokenizer({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}),
+            unreadable,
+        ),
+        Case(
+            "a text of no UTF-8",
+            tokenizer({}, b"a\xffb"),
+            r"/a\.txt: byte 0xff at offset 1 is not UTF-8",
+        ),
+        Case(
+            "a text beyond memory",
+            tokenizer({}, b"a" * ((16 << 20) + 1)),
+            r"/a\.txt: one document of 16_777_217 bytes",
+        ),
+        *(
+            Case(f"tokenizer.json of {name}", _raw_tokenizer(content), refused + said)
+            for name, content, said in (
+                ("nothing", b"", "Cannot instantiate"),
+                ("brackets", b"[" * 100_000, "Cannot instantiate"),
+                ("braces", b'{"a":' * 100_000, "Cannot instantiate"),
+                ("deep rules", _deep_rules(), "Cannot instantiate"),
+                ("bytes", bytes(range(256)) * 9, "Cannot instantiate"),
+                ("no UTF-8", b'{"version": "\xff"}', "Cannot instantiate"),
+                ("half a pair", rb'{"version": "\ud800"}', "Cannot instantiate"),
+                ("a pickle", b"\x80\x04cos\nsystem\n(S'true'\ntR.", "Cannot instantiate"),
+            )
+        ),
+        Case(
+            "tokenizer.json of a terabyte",
+            lambda where: prepare(
+                where, write(where / "a.txt", "a"), tokenizer=sparse(where / "t.json", 1 << 40)
+            ),
+            refused + "is larger than 67,108,864 bytes",
+        ),
+    ]
+
+
+def _raw_tokenizer(content: bytes) -> Callable[[Path], list[str]]:
+    return lambda where: prepare(
+        where, write(where / "a.txt", "a"), tokenizer=write(where / "t.json", content)
+    )
+
+
+def _deep_rules() -> bytes:
+    rule = b'{"type": "Sequence", "normalizers": ['
+    return (
+        b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": '
+        + rule * 9_999
+    )
+
+
+CASES = [*_values(), *_texts(), *_files(), *_tokens(), *_sources(), *_tokenizers()]

@@ -1,0 +1,1 @@
+"""The covering matrix: which layouts are proven (``cover``), and what is written about them."""

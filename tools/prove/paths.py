@@ -1,0 +1,11 @@
+"""Files that the proofs and the tests read."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RECIPE = ROOT / "tools" / "prove" / "verify.toml"  # the small recipe whose layouts are proven
+LAYOUTS = ROOT / "tools" / "prove" / "layouts.txt"
+MATRIX = ROOT / "tools" / "prove" / "matrix" / "matrix.txt"
+MATRIX_PAGE = ROOT / "docs" / "matrix.md"
+FAULTS = ROOT / "tools" / "prove" / "faults"
+HOSTILE = ROOT / "tools" / "prove" / "hostile"
