@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, cast
 import xxhash
 
 from composer3d.models.llama.shape import ModelShape
+from composer3d.runtime.files import sync
 from composer3d.spec.errors import CheckpointError, UserError
 from composer3d.spec.files import MIB, open_plain, parse_json, read_plain
 
@@ -65,15 +66,6 @@ def write(folder: Path, manifest: Manifest) -> None:
         )
     (folder / FILE).write_bytes(content)
     sync(folder / FILE)
-
-
-def sync(path: Path) -> None:
-    """Have what was written to a file, or the names in a folder, on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _encode(content: dict[str, Any]) -> bytes:

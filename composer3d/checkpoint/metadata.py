@@ -22,7 +22,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, StorageReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, reading
 from composer3d.checkpoint.torchfile import DTYPES, read_tensor, sizes_of
+from composer3d.runtime.torch_private import StorageInfo
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import open_plain
 
@@ -43,7 +43,6 @@ METADATA = ".metadata"
 METADATA_LIMIT = (
     4 << 30
 )  # bytes: about 200 for each part of a tensor; 70B over 1,024 ranks has 2.2 million parts
-StorageInfo = _StorageInfo
 _PLACE, _STORED = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
@@ -86,7 +85,7 @@ def read_metadata(folder: Path) -> Metadata:
         listed, kept = _dict(state, "state_dict_metadata"), _dict(state, "storage_data")
         _require_room(listed.values(), len(kept))
         entries = {_name(name): _entry(name, entry) for name, entry in listed.items()}
-        stored: dict[Any, _StorageInfo] = {}
+        stored: dict[Any, StorageInfo] = {}
         for key, value in kept.items():
             index = _index(key)
             if index in stored:
@@ -226,7 +225,7 @@ def _index(key: Any) -> MetadataIndex:
     return MetadataIndex(_name(state.get("fqn")), None if offset is None else sizes_of(offset))
 
 
-def _storage(name: str, value: Any) -> _StorageInfo:
+def _storage(name: str, value: Any) -> StorageInfo:
     state = _state(value, "storage", _STORED)
     path, begin, length = (state.get(field) for field in ("relative_path", "offset", "length"))
     if (
@@ -245,7 +244,7 @@ def _storage(name: str, value: Any) -> _StorageInfo:
         raise PickleError(
             f"{_shown(name)} is transformed (compressed), which composer3d does not read"
         )
-    return _StorageInfo(path, begin, length)
+    return StorageInfo(path, begin, length)
 
 
 def fills(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
@@ -280,7 +279,7 @@ def fills(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[i
 
 def _check_parts(
     entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata],
-    stored: Mapping[Any, _StorageInfo],
+    stored: Mapping[Any, StorageInfo],
 ) -> None:
     """Each part of a tensor is stored once, in as many bytes as it needs, and nothing else is."""
     wanted: set[MetadataIndex] = set()
@@ -306,7 +305,7 @@ def _check_parts(
             raise PickleError(f"it stores a part of {_shown(index.fqn)} that no tensor has")
 
 
-def _check_files(folder: Path, stored: Iterable[_StorageInfo]) -> None:
+def _check_files(folder: Path, stored: Iterable[StorageInfo]) -> None:
     """The bytes of each part lie in a plain file of the folder, and in no other part."""
     file, size, end = "", 0, 0
     for info in sorted(stored, key=lambda info: (info.relative_path, info.offset)):
@@ -324,7 +323,7 @@ def _check_files(folder: Path, stored: Iterable[_StorageInfo]) -> None:
 
 
 def read_part(
-    file: BinaryIO, info: _StorageInfo, entry: TensorStorageMetadata, sizes: torch.Size
+    file: BinaryIO, info: StorageInfo, entry: TensorStorageMetadata, sizes: torch.Size
 ) -> Tensor:
     """One part of a tensor. Raises ValueError where the file holds something else there."""
     part = read_tensor(file, info.offset, info.length)
@@ -335,7 +334,7 @@ def read_part(
     return part
 
 
-def open_part(folder: Path, info: _StorageInfo) -> BinaryIO:
+def open_part(folder: Path, info: StorageInfo) -> BinaryIO:
     """The file in which a part lies."""
     return open_plain(folder / info.relative_path, follow_links=False)
 
@@ -414,7 +413,7 @@ class Reader(StorageReader):
         return done
 
     def _read(
-        self, file: BinaryIO, info: _StorageInfo, item: ReadItem, planner: LoadPlanner
+        self, file: BinaryIO, info: StorageInfo, item: ReadItem, planner: LoadPlanner
     ) -> None:
         name = item.storage_index.fqn
         entry = self._metadata.state_dict_metadata[name]

@@ -40,6 +40,7 @@ from composer3d.parallel import Stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.runtime import log
 from composer3d.runtime import process_group as distributed
+from composer3d.runtime.files import sync
 from composer3d.spec.errors import CheckpointError, TrainingError, UserError
 
 _ASSETS = "assets"  # folder of a checkpoint
@@ -226,11 +227,11 @@ class Store:
         for name, content in self.assets.items():
             (staging / _ASSETS).mkdir(exist_ok=True)
             (staging / _ASSETS / name).write_bytes(content)
-        manifests.sync(self.folder.parent)
+        sync(self.folder.parent)
 
     def _publish(self, staging: Path, final: Path, manifest: Manifest) -> None:
         manifests.write(staging, manifest)
-        manifests.sync(staging)
+        sync(staging)
         self.guard()
         replaced = final.with_suffix(".old.tmp")
         if os.path.lexists(
@@ -238,7 +239,7 @@ class Store:
         ):  # it is damaged: a run does not come twice to a step that it has saved
             final.rename(replaced)
         staging.rename(final)
-        manifests.sync(self.folder)
+        sync(self.folder)
         self._damaged.discard(final)
         _clear(replaced)
         others = [path for path in self._whole() if path != final]
@@ -368,9 +369,9 @@ def _seal(staging: Path) -> dict[str, tuple[int, str]]:
         assets = [*staging.glob(f"{_ASSETS}/*")]
         own += [staging / METADATA, *assets]
         if assets:
-            manifests.sync(staging / _ASSETS)
+            sync(staging / _ASSETS)
     for path in own:
-        manifests.sync(path)
+        sync(path)
     if rank == 0 and (size := (staging / METADATA).stat().st_size) > METADATA_LIMIT:
         raise CheckpointError(
             f"{METADATA} would have {size:,} bytes for all parts of tensors, and at most {METADATA_LIMIT:,} are read "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer3d.checkpoint.manifest import Manifest, model_of, sync
+from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.convert.formats import (
     Kind,
     Source,
@@ -26,6 +26,7 @@ from composer3d.convert.formats import (
 from composer3d.convert.targets import write
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.model import Llama
+from composer3d.runtime.files import sync
 from composer3d.spec.errors import CheckpointError
 
 SHARD = 5 * 10**9  # bytes of one file of safetensors, Hugging Face's own limit

@@ -17,8 +17,9 @@ import numpy as np
 
 from composer3d.data.documents import Document, documents_of, files_of, refuse_unreadable
 from composer3d.data.tokenizer import Tokenizer, open_tokenizer
-from composer3d.data.tokens import sync, write_manifest
+from composer3d.data.tokens import write_manifest
 from composer3d.recipe.values import one_line
+from composer3d.runtime.files import sync
 from composer3d.spec.errors import DataError
 from composer3d.spec.token_manifest import digest_of
 

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from composer3d.runtime.files import sync, write_atomic
 from composer3d.spec import token_manifest
 from composer3d.spec.errors import DataError
-from composer3d.spec.files import write_atomic
 from composer3d.spec.token_manifest import (
     AGAIN,
     FORMAT,
@@ -60,13 +60,6 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     manifest["digest"] = digest_of_manifest(manifest)
     write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def open_tokens(folder: Path, *, name: str) -> Corpus:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from composer3d.runtime import log
+from composer3d.runtime.files import open_own
 from composer3d.spec.errors import TrainingError, UserError
-from composer3d.spec.files import open_own, read_plain
+from composer3d.spec.files import read_plain
 
 FILE = "lock"
 _PATIENCE_S = 1.0

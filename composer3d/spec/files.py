@@ -1,16 +1,13 @@
-"""Reading and writing files that someone else may have made or placed.
+"""Reading files that someone else may have made or placed. No torch here.
 
-Every function raises OSError (its ``strerror`` is a sentence for people) or ValueError, so that a caller turns it into
-an error of its own kind with the place and the way out. No torch here.
+Every function raises OSError (its ``strerror`` is a sentence for people) or ValueError, so that a caller
+can turn it into an error of its own kind, with the place and the way out.
 """
 
 import errno
 import json
 import os
 import stat
-import uuid
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, BinaryIO
 
 MIB = 1 << 20
@@ -50,9 +47,9 @@ def open_plain(path: str | os.PathLike[str], *, follow_links: bool = True) -> Bi
         OSError: it is missing or cannot be read.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-    descriptor = _open(path, flags)
+    descriptor = open_descriptor(path, flags)
     try:
-        _require_plain(descriptor, path)
+        require_plain(descriptor, path)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -95,53 +92,6 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it nests too deep") from None
 
 
-def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[bytes]) -> None:
-    """Replace ``path`` by a plain file with ``content``, in one piece or in several, whole or not at all.
-
-    The content goes to a new file beside ``path``, which is synced and renamed over it. A link at ``path`` is replaced;
-    nothing is ever written through it.
-
-    Raises OSError where the folder cannot be written; ``path`` is as it was then.
-    """
-    target = Path(path)
-    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    descriptor = _open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            content = content.encode() if isinstance(content, str) else content
-            file.writelines([content] if isinstance(content, bytes) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, target)
-    except BaseException:
-        staging.unlink(missing_ok=True)
-        raise
-
-
-def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:
-    """Open a plain file for reading and writing, and create it where it is missing. Links are refused, not followed.
-
-    ``append``: every write goes to the end.
-
-    Raises NotPlainFileError where ``path`` is a link, folder, pipe or device, and OSError where it cannot be written.
-    """
-    flags = (
-        os.O_RDWR
-        | os.O_CREAT
-        | os.O_NONBLOCK
-        | os.O_NOFOLLOW
-        | os.O_CLOEXEC
-        | (os.O_APPEND if append else 0)
-    )
-    descriptor = _open(path, flags)
-    try:
-        _require_plain(descriptor, path)
-        return os.fdopen(descriptor, "a+b" if append else "r+b")
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
 def refuse_foreign_link(path: str | os.PathLike[str]) -> None:
     """Accept a symbolic link only where root or the user of this process made it, as Linux does in /tmp.
 
@@ -156,7 +106,7 @@ def refuse_foreign_link(path: str | os.PathLike[str]) -> None:
         raise NotPlainFileError(errno.ELOOP, problem, os.fspath(path))
 
 
-def _open(path: str | os.PathLike[str], flags: int) -> int:
+def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
     try:
         return os.open(path, flags, 0o666)
     except OSError as error:
@@ -170,7 +120,7 @@ def _open(path: str | os.PathLike[str], flags: int) -> int:
         raise
 
 
-def _require_plain(descriptor: int, path: str | os.PathLike[str]) -> None:
+def require_plain(descriptor: int, path: str | os.PathLike[str]) -> None:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")

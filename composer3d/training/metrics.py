@@ -27,8 +27,9 @@ import torch
 
 from composer3d.recipe.schema import MetricsTable
 from composer3d.runtime import log
+from composer3d.runtime.files import open_own, write_atomic
 from composer3d.spec.errors import UserError
-from composer3d.spec.files import open_own, open_plain, parse_json, write_atomic
+from composer3d.spec.files import open_plain, parse_json
 
 FILE = "metrics.jsonl"
 _FILE_LIMIT = 1 << 30  # bytes of metrics.jsonl, two million lines and more

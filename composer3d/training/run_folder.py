@@ -8,6 +8,7 @@ import torch.distributed as dist
 from composer3d.recipe.changes import values_of
 from composer3d.reliability.lock import Claim, read_note
 from composer3d.runtime import process_group
+from composer3d.runtime.files import write_atomic
 from composer3d.spec import files
 from composer3d.spec.errors import UserError
 
@@ -55,8 +56,8 @@ def write_recipe(folder: Path, resolved_toml: str, *, steps_done: int) -> None:
         except (FileNotFoundError, files.NotPlainFileError):
             former = resolved_toml.encode()
         if not _same_values(former, resolved_toml) and not os.path.lexists(kept):
-            files.write_atomic(kept, former)
-    files.write_atomic(path, resolved_toml)
+            write_atomic(kept, former)
+    write_atomic(path, resolved_toml)
 
 
 def _same_values(former: bytes, resolved_toml: str) -> bool:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from composer3d.data import Batch, Corpus
-from composer3d.parallel import Stages
-from composer3d.parallel import grad_norm
+from composer3d.parallel import Stages, grad_norm
 from composer3d.recipe.schema import Recipe
 from composer3d.training.batches import make_loader, move_to_device
 from composer3d.training.optim import set_lr
@@ -27,7 +26,9 @@ def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:
     local_loss = stages.forward_backward(
         tokens_BT, labels_BT, positions_BT, max(valid_tokens, 1.0), documents_BT
     )
-    loss, norm_sq = mesh.sum_over_world(local_loss, grad_norm.local_grad_norm_sq(stages.parameters(), mesh))
+    loss, norm_sq = mesh.sum_over_world(
+        local_loss, grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
+    )
     return loss, math.sqrt(norm_sq) if norm_sq >= 0 else math.nan
 
 

@@ -20,8 +20,7 @@ from composer3d.data import Batch, Corpus
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
-from composer3d.parallel import Stages, init
-from composer3d.parallel import grad_norm
+from composer3d.parallel import Stages, grad_norm, init
 from composer3d.recipe.schema import PrecisionTable, Recipe
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world

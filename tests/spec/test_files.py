@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.runtime.files import open_own, write_atomic
 from composer3d.spec.files import (
     FileTooLargeError,
     NotPlainFileError,
-    open_own,
     open_plain,
     read_json,
     read_plain,
     refuse_foreign_link,
-    write_atomic,
 )
 
 

@@ -73,17 +73,17 @@ def test_masked_kernels_agree_with_plain_scores(
     block = (grad, q, k, v, out, lse.to(kernels.wide(dtype)))
     wide = [x.double() for x in block]
     got, expected = (
-        kernels.attend_block(q, k, v, causal=True, seen=seen),
+        kernels.attend_block(q, k, v, causal=True, mask=seen),
         plain_scores(*wide[1:4], seen),
     )
     for mine, plain in zip(
-        kernels.attend_reference(*wide[1:4], causal=True, seen=seen), expected, strict=True
+        kernels.attend_reference(*wide[1:4], causal=True, mask=seen), expected, strict=True
     ):
         torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
     assert torch.equal(got[1].isneginf().cpu(), ~seen.any(-1).expand(2, heads, 48).cpu())
     assert not got[0][got[1].isneginf()].any()
-    grads = kernels.attend_block_backward(*block, causal=True, seen=seen)
-    wanted = kernels.attend_reference_backward(*wide, causal=True, seen=seen)
+    grads = kernels.attend_block_backward(*block, causal=True, mask=seen)
+    wanted = kernels.attend_reference_backward(*wide, causal=True, mask=seen)
     for a, b in zip(
         (got[0], got[1].exp(), *grads), (expected[0], expected[1].exp(), *wanted), strict=True
     ):
