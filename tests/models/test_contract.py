@@ -69,7 +69,7 @@ def test_key_value_columns_need_the_count_of_heads() -> None:
         tensor={"": "gather", "up": "column", "down": "kv_column", "norm": "norm"},
         init={"*": Normal(1.0)},
     )
-    with pytest.raises(PlanError, match='gives modules the style "kv_column" and no kv_heads'):
+    with pytest.raises(PlanError, match='has modules of style "kv_column", so it must give kv_heads'):
         plan.check(Tiny())
     replace(plan, kv_heads=2).check(Tiny())
 
@@ -79,7 +79,7 @@ def test_columns_need_what_gathers_their_input() -> None:
         tensor={"up": "column", "down": "row", "norm": "norm"}, init={"*": Normal(1.0)}
     )
     with pytest.raises(
-        PlanError, match="the plan cuts 'up' into columns: nothing above it is of style \"gather\""
+        PlanError, match="the plan cuts 'up' into columns, so a module above it needs style \"gather\""
     ):
         plan.check(Tiny())
 

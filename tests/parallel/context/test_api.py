@@ -322,10 +322,13 @@ def check_refusals() -> None:
         group = group_of_all()
         q, k, v, _ = (ownership.shard_sequence(x, 2, group) for x in inputs(6, 3, 16))
         with pytest.raises(
-            ValueError, match="ulysses cuts 6 query and 3 key-value heads over 2 ranks"
+            ValueError,
+            match="ulysses cuts heads over 2 ranks, which must divide the 6 query heads and the 3 key-value heads",
         ):
             api.ring_attention(q, k, v, group=group, method="ulysses")
-        with pytest.raises(ValueError, match="7 tokens a rank are no two chunks"):
+        with pytest.raises(
+            ValueError, match="each rank holds 7 tokens; balanced order needs an even number"
+        ):
             api.ring_attention(*(x[:, :, :7] for x in (q, k, v)), group=group)
         with pytest.raises(ValueError, match=r"document_ids are \(1, 16\); they must be \(2, 16\)"):
             api.ring_attention(q, k, v, group=group, document_ids=torch.zeros(1, 16))
@@ -446,10 +449,15 @@ def test_shapes_that_kernels_would_read_beyond_are_refused() -> None:
         "other rows": (q, k[:1], v[:1]),
     }
     for name, parts in wrong.items():
-        with pytest.raises(ValueError, match=r"must be \(B, H, n, D\) and twice \(B, K, n, D\)"):
+        with pytest.raises(
+            ValueError, match=r"they must be \(B, H, n, D\), \(B, K, n, D\) and \(B, K, n, D\)"
+        ):
             print(name, api.ring_attention(*parts, group=None, document_ids=ids).shape)
     for causal, window in ((True, -1), (False, 3)):
-        with pytest.raises(ValueError, match="must be 0, or the keys that a causal query sees"):
+        with pytest.raises(
+            ValueError,
+            match="it must be 0, or with causal = True the number of keys that a query sees",
+        ):
             api.ring_attention(q, k, v, group=None, document_ids=ids, causal=causal, window=window)
 
 

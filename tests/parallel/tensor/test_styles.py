@@ -227,7 +227,8 @@ def test_ranks_share_key_value_heads(
 
 def test_key_value_heads_that_fit_no_way_are_refused(pool: Pool) -> None:
     with pytest.raises(
-        WorkerError, match=r"2 key-value heads go into 3 tp ranks neither way; use mesh\.tp = 2"
+        WorkerError,
+        match=r"mesh\.tp = 3 and 2 key-value heads: one must divide the other; use mesh\.tp = 2",
     ):
         pool.run(placements, {"shape": SHAPE}, world_size=3)
 
@@ -235,14 +236,17 @@ def test_key_value_heads_that_fit_no_way_are_refused(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("plain", "needs the seam `cross_entropy` to be cut over tp; Linear has none"),
+        (
+            "plain",
+            "cuts a head at its seam `cross_entropy`, which Linear lacks: compute the loss in the head",
+        ),
         (
             "own loss",
-            r"the loss of Head is its own and needs whole logits; use parallel.loss_parallel = false",
+            r"Head has a loss of its own, which needs whole logits; use parallel.loss_parallel = false",
         ),
         (
             "short",
-            r"4 rows of a vocabulary leave the last of 3 tp ranks none; use a lower mesh\.tp",
+            r"a vocabulary of 4 rows leaves no row for the last of 3 tp ranks; use a lower mesh\.tp",
         ),
     ],
 )

@@ -363,6 +363,7 @@ def test_loss_in_parts_needs_a_head_that_takes_them() -> None:
     model.last.head = nn.Linear(3, 3)  # type: ignore[assignment]
     vocab.set_loss_chunks(model, sharding_plan(SHAPE), 1)
     with pytest.raises(
-        PlanError, match=r"Llama has no head with `chunks`; use memory\.loss_chunks = 1, not 2"
+        PlanError,
+        match=r"memory\.loss_chunks = 2: Llama has no head with the attribute `chunks`; use memory\.loss_chunks = 1",
     ):
         vocab.set_loss_chunks(model, sharding_plan(SHAPE), 2)
