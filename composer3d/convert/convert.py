@@ -26,7 +26,7 @@ from composer3d.convert.formats import (
 from composer3d.convert.targets import write
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.model import Llama
-from composer3d.runtime.files import sync
+from composer3d.runtime.files import publish, sync
 from composer3d.spec.errors import CheckpointError
 
 SHARD = 5 * 10**9  # bytes of one file of safetensors, Hugging Face's own limit
@@ -92,8 +92,7 @@ def convert(
         checked = (
             {"logits": _compare_logits(source, written, exact=dtype is None)} if logits else {}
         )
-        staging.rename(dst)
-        sync(dst.parent)
+        publish(staging, dst)
     except BaseException as error:
         shutil.rmtree(staging) if staging.is_dir() else staging.unlink(missing_ok=True)
         if isinstance(error, OSError):

@@ -19,7 +19,7 @@ from composer3d.data.documents import Document, documents_of, files_of, refuse_u
 from composer3d.data.tokenizer import Tokenizer, open_tokenizer
 from composer3d.data.tokens import write_manifest
 from composer3d.recipe.values import one_line
-from composer3d.runtime.files import sync
+from composer3d.runtime.files import publish
 from composer3d.spec.errors import DataError
 from composer3d.spec.token_manifest import digest_of
 
@@ -103,8 +103,7 @@ def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -
             },
         }
         write_manifest(staging, facts)
-        staging.rename(out)
-        sync(out.parent)
+        publish(staging, out)
     except OSError as error:
         raise DataError(
             f"{_shown(out)} cannot be written: {error.strerror}; give another -o"

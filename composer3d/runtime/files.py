@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and never through a link that someone else has placed.
+"""Write files whole or not at all, and never through a link that somebody else has placed.
 
 Every function raises OSError, whose ``strerror`` is a sentence for people.
 """
@@ -13,7 +13,7 @@ from composer3d.spec.files import open_descriptor, require_plain
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until the content of a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -21,14 +21,32 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[bytes]) -> None:
-    """Replace ``path`` by a plain file with ``content``, in one piece or in several, whole or not at all.
+def publish(staging: Path, final: Path) -> None:
+    """Give a finished file or folder its final name, and wait until that name is on the disk.
 
-    The content goes to a new file beside ``path``, which is synced and renamed over it. A link at ``path`` is replaced;
-    nothing is ever written through it.
-
-    Raises OSError where the folder cannot be written; ``path`` is as it was then.
+    Args:
+        staging: the file or folder. It lies beside ``final``, and everything in it has been synced;
+            otherwise a power failure could leave something incomplete under the final name.
+        final: the new path. If ``staging`` is a folder, nothing is there yet.
     """
+    staging.rename(final)
+    sync(final.parent)
+
+
+def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[bytes]) -> None:
+    """Replace ``path`` by a plain file with ``content``, whole or not at all.
+
+    The content goes to a new file beside ``path``, which is synced and renamed over it. If ``path``
+    is a link, the link itself is replaced; nothing is ever written through it.
+
+    Args:
+        content: all of it, or an iterable of pieces.
+
+    Raises:
+        OSError: the folder cannot be written. ``path`` is unchanged.
+    """
+    if isinstance(content, str):
+        content = content.encode()
     target = Path(path)
     staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     descriptor = open_descriptor(
@@ -36,7 +54,6 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[b
     )
     try:
         with os.fdopen(descriptor, "wb") as file:
-            content = content.encode() if isinstance(content, str) else content
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -47,20 +64,19 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[b
 
 
 def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:
-    """Open a plain file for reading and writing, and create it where it is missing. Links are refused, not followed.
+    """Open a plain file for reading and writing, and create it if it is missing.
 
-    ``append``: every write goes to the end.
+    Args:
+        path: the file. A link is refused, not followed.
+        append: whether every write goes to the end.
 
-    Raises NotPlainFileError where ``path`` is a link, folder, pipe or device, and OSError where it cannot be written.
+    Raises:
+        NotPlainFileError: ``path`` is a link, folder, pipe or device.
+        OSError: ``path`` cannot be written.
     """
-    flags = (
-        os.O_RDWR
-        | os.O_CREAT
-        | os.O_NONBLOCK
-        | os.O_NOFOLLOW
-        | os.O_CLOEXEC
-        | (os.O_APPEND if append else 0)
-    )
+    flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    if append:
+        flags |= os.O_APPEND
     descriptor = open_descriptor(path, flags)
     try:
         require_plain(descriptor, path)

@@ -1,0 +1,80 @@
+"""Files are written whole or not at all, and never through a link."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer3d.runtime.files import open_own, publish, write_atomic
+from composer3d.spec.files import NotPlainFileError
+
+
+@pytest.mark.timeout(10)  # opening a pipe would wait forever
+def test_only_plain_files_are_opened_for_writing(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/null")):
+        with pytest.raises(NotPlainFileError, match="plain file"):
+            open_own(path)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    secret, link = tmp_path / "secret", tmp_path / "link"
+    secret.write_text("secret")
+    link.symlink_to(secret)
+    with pytest.raises(NotPlainFileError, match="symbolic link"):
+        open_own(link, append=True)
+    write_atomic(link, "mine")
+    assert secret.read_text() == "secret"
+    assert not link.is_symlink()
+    assert link.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "secret"]
+
+
+def test_own_files_are_created_and_appended_to(tmp_path: Path) -> None:
+    for text in (b"one", b"two"):
+        with open_own(tmp_path / "log", append=True) as file:
+            file.write(text)
+    assert (tmp_path / "log").read_bytes() == b"onetwo"
+
+
+def test_content_in_pieces_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    write_atomic(target, (piece for piece in (b"one", b"two")))
+    assert target.read_bytes() == b"onetwo"
+
+    def broken() -> Iterator[bytes]:
+        yield b"half"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(target, broken())
+    assert target.read_bytes() == b"onetwo"
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_published_name_is_synced_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, final = tmp_path / "folder.tmp", tmp_path / "folder"
+    staging.mkdir()
+    (staging / "file").write_text("content")
+    operations: list[tuple[str, object]] = []
+    rename, fsync = os.rename, os.fsync
+
+    def record_rename(source: Any, target: Any, **options: Any) -> None:
+        operations.append(("rename", os.fspath(target)))
+        rename(source, target, **options)
+
+    def record_fsync(descriptor: int) -> None:
+        operations.append(("fsync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "rename", record_rename)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    publish(staging, final)
+    assert operations == [("rename", str(final)), ("fsync", tmp_path.stat().st_ino)]
+    assert (final / "file").read_text() == "content"
+    assert not staging.exists()
