@@ -1,4 +1,4 @@
-"""The wheel: what a user gets who installs composer3d without its repository."""
+"""The public names of ``composer3d``, and the wheel that a user installs without the repository."""
 
 import os
 import shutil
@@ -11,6 +11,38 @@ import pytest
 
 import composer3d
 from tools.prove.paths import ROOT
+
+
+def test_importing_composer3d_does_not_import_torch() -> None:
+    code = (
+        "import sys, composer3d\n"
+        "names_are_listed = set(composer3d.__all__) <= set(dir(composer3d))\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)), names_are_listed)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[] True\n"
+
+
+def test_every_public_name_resolves_to_an_object_with_a_docstring() -> None:
+    names = [name for name in composer3d.__all__ if name != "__version__"]
+    assert sorted(names) == sorted(composer3d._MODULES)
+    for name in names:
+        value = getattr(composer3d, name)
+        assert value.__name__ == name
+        assert value.__module__ == composer3d._MODULES[name]
+        assert value.__doc__
+        assert getattr(composer3d, name) is value
+
+
+def test_an_unknown_name_is_refused_as_in_any_module() -> None:
+    with pytest.raises(
+        AttributeError, match=r"^module 'composer3d' has no attribute 'no_such_name'$"
+    ):
+        _ = composer3d.no_such_name
+    with pytest.raises(ImportError, match="cannot import name 'no_such_name' from 'composer3d'"):
+        exec("from composer3d import no_such_name")
 
 
 @pytest.fixture(scope="module")
