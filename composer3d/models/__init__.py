@@ -1,4 +1,4 @@
-"""Models: the contract every architecture keeps, the registry of architectures, shared layers, and a folder for each.
+"""Models: the contract, the registry, shared layers, and a folder for each architecture.
 
 Nothing is imported here, so that a shape can be read without torch.
 """

@@ -1,7 +1,8 @@
 """The contract of a model: what every parallelism asks of it, and nothing about any architecture.
 
-A model is a ``Decoder``: single-device code in three parts. Blocks get a ``SequenceInfo`` beside the
-residual stream. A ``ShardingPlan`` tells every parallelism, once and as data, how the model may be cut.
+A model is a ``Decoder``: single-device code in three parts. Blocks get a ``SequenceInfo`` beside
+the residual stream. A ``ShardingPlan`` tells every parallelism, once and as data, how the model
+may be cut.
 """
 
 from collections.abc import Mapping
@@ -36,14 +37,30 @@ class SequenceInfo:
         self.shared: dict[Any, Any] = {}
 
 
+def hidden(
+    first: nn.Module | None, blocks: nn.ModuleDict, tokens_BT_or_h_BTC: Tensor, seq: SequenceInfo
+) -> Tensor:
+    """Run ``first``, where there is one, and ``blocks``; returns h_BTC.
+
+    This is the forward pass of a whole model and of a pipeline stage.
+    """
+    h = tokens_BT_or_h_BTC
+    if first is not None:
+        h = first(h, seq)
+    for block in blocks.values():
+        h = block(h, seq)
+    return h
+
+
 class DecoderBlock(nn.Module):
     """A block: ``block(h_BTC, seq) -> h_BTC``. Any module will do; this class adds ``prepare``."""
 
     def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
-        """Fill ``seq.shared`` before the block is compiled and before each call of a compiled block.
+        """Fill ``seq.shared``. It runs before each call of a compiled block, outside of its graph.
 
-        All blocks run one compiled graph, which may read ``seq.shared`` and must not fill it: the graph
-        of the first block would differ from those after it. ``dtype`` is that of the residual stream.
+        All blocks run one compiled graph, which may read ``seq.shared`` and must not fill it: the
+        graph of the first block would differ from those after it. ``dtype`` is that of the
+        residual stream.
         """
 
 
@@ -57,8 +74,8 @@ class Decoder(nn.Module):
       knows the number of valid tokens by which it must be divided.
 
     A pipeline stage keeps these three names, so a parameter has one global name on every layout. A
-    module that attends across tokens calls its attribute ``attend`` (see ``layers.attention``), which
-    context parallelism replaces.
+    module that attends across tokens calls its attribute ``attend`` (see ``layers.attention``),
+    which context parallelism replaces.
     """
 
     first: nn.Module
@@ -67,10 +84,7 @@ class Decoder(nn.Module):
 
     def hidden(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
         """Run everything before ``last`` on one process; returns h_BTC."""
-        h_BTC = self.first(tokens_BT, seq)
-        for block in self.blocks.values():
-            h_BTC = block(h_BTC, seq)
-        return h_BTC
+        return hidden(self.first, self.blocks, tokens_BT, seq)
 
     def forward(
         self,
@@ -103,10 +117,10 @@ class Decoder(nn.Module):
 #   gather     a module without parameters of its own around columns: gathers their input once
 #   column     output features cut; must lie below a module of style "gather"
 #   kv_column  as column, by key-value heads, which may be fewer than ranks
-#   row        input features cut; the outputs of all ranks are summed
-#   head       rows of the vocabulary cut. It is called with (h_BTC, labels_BT) and returns the summed
-#              loss; it has ``weight``, the seam ``cross_entropy(logits_NV, labels_N)`` and, to be
-#              computed in parts, ``chunks``, as ``models.layers.head.Head`` has
+#   row        input features cut; the outputs of all ranks are summed, so it can have no bias
+#   head       rows of the vocabulary cut. It is called with (h_BTC, labels_BT) and returns the
+#              summed loss; it has ``weight``, the seam ``cross_entropy(logits_NV, labels_N)`` and,
+#              to be computed in parts, ``chunks``, as ``models.layers.head.Head`` has
 Style = Literal["embedding", "norm", "head_norm", "gather", "column", "kv_column", "row", "head"]
 
 
@@ -175,8 +189,18 @@ class ShardingPlan:
             }
             if self.style_of(name) in ("column", "kv_column") and "gather" not in styles_above:
                 lines.append(
-                    f'the plan cuts {name!r} into columns, so a module above it needs style "gather"'
+                    f"the plan cuts {name!r} into columns, so a module above it needs style "
+                    '"gather"'
                 )
+
+        for name, module in model.named_modules():
+            if self.style_of(name) == "row":
+                lines += [
+                    f'{name!r} has style "row" and a parameter {parameter!r} that is no matrix: '
+                    "every tp rank would add it; leave it out, or add it after the module"
+                    for parameter, value in module.named_parameters(recurse=False)
+                    if value.ndim != 2
+                ]
 
         if "kv_column" in self.tensor.values() and self.kv_heads is None:
             lines.append('the plan has modules of style "kv_column", so it must give kv_heads')

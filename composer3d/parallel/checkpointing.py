@@ -24,8 +24,9 @@ from composer3d.recipe.schema import MemoryTable
 def apply(blocks: Iterable[nn.Module], plan: ShardingPlan, memory: MemoryTable) -> None:
     """Checkpoint each of ``blocks``, in place. Parameters keep their names.
 
-    "full" keeps only a block's input; "selective" also keeps the outputs of the operators in the plan's
-    ``save``. The collectives inside a block run once more in backward, unless ``save`` names them.
+    "full" keeps only a block's input; "selective" also keeps the outputs of the operators in the
+    plan's ``save``. The collectives inside a block run once more in backward, unless ``save``
+    names them.
     """
     if memory.activation_checkpoint == "none":
         return
@@ -43,7 +44,7 @@ def apply(blocks: Iterable[nn.Module], plan: ShardingPlan, memory: MemoryTable) 
 
 
 def save_policy(globs: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """The policy that saves the outputs of operators that match ``globs`` and recomputes all others."""
+    """The policy that saves outputs of operators that match ``globs``, and no others."""
 
     @cache
     def is_saved(operator: Any) -> bool:

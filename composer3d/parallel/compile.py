@@ -1,8 +1,8 @@
 """torch.compile of each block on its own: a graph that all blocks of a rank share.
 
-Ansel et al. 2024 (PyTorch 2, ASPLOS). All blocks run the same code on parameters of the same shapes: the
-first is compiled, the others find its graph. A rank compiles two graphs, one for training and one for
-validation, whatever the number of blocks.
+Ansel et al. 2024 (PyTorch 2, ASPLOS). All blocks run the same code on parameters of the same
+shapes: the first is compiled, the others find its graph. A rank compiles two graphs, one for
+training and one for validation, whatever the number of blocks.
 """
 
 import os
@@ -61,8 +61,8 @@ def check_toolchain(device: torch.device) -> None:
     way_out = "or use compile.enabled = false"
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise DeviceError(
-            f"compile.enabled = true needs a C++ compiler on a CPU, and there is no {compiler!r} on this "
-            f"machine; install one, name another in the environment variable CXX, {way_out}"
+            f"compile.enabled = true needs a C++ compiler on a CPU, and there is no {compiler!r} "
+            f"on this machine; install one, name another in the environment variable CXX, {way_out}"
         )
     if device.type == "cuda" and find_spec("triton") is None:
         raise DeviceError(

@@ -39,8 +39,8 @@ def compose(
     Args:
         model: on the meta device, in ``precision.params``. It is taken apart.
         plan: how the model may be cut.
-        memory, precision, compiling: their defaults recompute nothing, keep everything in the dtype of
-            the model, and run eagerly.
+        memory, precision, compiling: their defaults recompute nothing, keep everything in the
+            dtype of the model, and run eagerly.
         seed: of the initial weights, which are the same on every layout.
 
     Raises:
@@ -61,7 +61,7 @@ def compose(
     fsdp_mesh = fsdp.mesh_of(mesh, parallel, precision, memory)
     check_ties(ties, mesh, sharded=fsdp_mesh is not None)
     placement = pipeline.place_stages(mesh.sizes.pp, parallel, step.micro_batches)
-    defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits
+    defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
     dw_builders = []
 
     # 1. Pipeline: cut into stages before anything wraps a module. All later steps then touch only
@@ -84,7 +84,7 @@ def compose(
         # 4. Context: it replaces what a block calls to attend, and nothing else.
         context.apply(module, plan, mesh.cp_group, parallel)
 
-        # 5. Checkpointing: it wraps everything a block computes, so that backward repeats exactly that.
+        # 5. Checkpointing: it wraps everything a block computes, and backward repeats that.
         checkpointing.apply(module.blocks.values(), plan, memory)
 
         # 6. Compile: one graph of all that. FSDP's hooks come later and stay outside of it.
@@ -116,9 +116,10 @@ def cut_into_stages(
 ) -> list[Stage]:
     """Make the stages of pipeline rank ``rank``; ``stages`` are the stage numbers of each rank.
 
-    Blocks are distributed as ``parallel.stages`` says, or else so that all stages have about the same
-    number of parameters. The embedding counts half: forward only looks its parameters up, but the
-    optimizer updates all of them. The head counts in full: it multiplies by all of them, as blocks do.
+    Blocks are distributed as ``parallel.stages`` says, or else so that all stages have about the
+    same number of parameters. The embedding counts half: forward only looks its parameters up, but
+    the optimizer updates all of them. The head counts in full: it multiplies by all of them, as
+    blocks do.
 
     Raises PlanError where the blocks cannot be distributed so.
     """
@@ -127,8 +128,8 @@ def cut_into_stages(
         ends = list(accumulate(parallel.stages))
         if len(ends) != count or ends[-1] != len(model.blocks) or min(parallel.stages) < 1:
             raise PlanError(
-                f"parallel.stages = {list(parallel.stages)} must be {count} numbers of at least 1, with "
-                f"the sum {len(model.blocks)}, the number of blocks"
+                f"parallel.stages = {list(parallel.stages)} must be {count} numbers of at least 1, "
+                f"with the sum {len(model.blocks)}, the number of blocks"
             )
         ranges = [range(begin, end) for begin, end in pairwise((0, *ends))]
     else:
@@ -149,8 +150,8 @@ def stage_activation(
 ) -> Tensor:
     """A meta tensor like the residual stream of one micro-batch on one rank.
 
-    Its shape is what the model's own ``first`` returns, cut along the sequence by cp, and by tp under
-    sequence parallelism.
+    Its shape is what the model's own ``first`` returns, cut along the sequence by cp, and by tp
+    under sequence parallelism.
     """
     tokens_BT = torch.empty((step.micro_batch, step.seq_len), dtype=torch.int64, device="meta")
     with torch.no_grad():

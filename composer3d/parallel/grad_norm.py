@@ -1,4 +1,4 @@
-"""One norm over the gradients of all parameters, in which every element counts once on every mesh."""
+"""One norm over all gradients, in which every element counts once on every mesh."""
 
 from collections.abc import Iterable
 
@@ -12,9 +12,10 @@ from composer3d.runtime.mesh import Mesh
 def local_grad_norm_sq(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """This rank's share of the squared norm: the sum over all ranks is the squared norm.
 
-    The parameters of a pipeline stage are on world / pp ranks. If a gradient is cut into n shards, each
-    element is on (world / pp) / n of these ranks, and each of them counts the inverse of that. A plain
-    tensor is one shard, which all of them hold. Parameters without a gradient have no part in it.
+    The parameters of a pipeline stage are on world / pp ranks. If a gradient is cut into n shards,
+    each element is on (world / pp) / n of these ranks, and each of them counts the inverse of
+    that. A plain tensor is one shard, which all of them hold. Parameters without a gradient have
+    no part in it.
 
     Returns:
         A float64 scalar on the mesh's device, wherever the gradients are. No collective:
@@ -41,7 +42,8 @@ def local_grad_norm_sq(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor
 def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
     """Scale all gradients in place so that their norm is at most ``max_norm``; 0 does not scale.
 
-    ``norm`` is the norm of all gradients, the same on every rank. Pascanu et al. 2013 (arXiv 1211.5063).
+    ``norm`` is the norm of all gradients, the same on every rank. Pascanu et al. 2013 (arXiv
+    1211.5063).
     """
     if max_norm <= 0 or norm <= max_norm:
         return

@@ -1,9 +1,10 @@
 """Initial weights that do not depend on the layout.
 
 Each element is a function of the seed, the parameter's name and the element's global index. The
-generator is counter-based, in the manner of Salmon et al. 2011 ("Parallel random numbers: as easy as 1,
-2, 3"): splitmix64 (Steele et al. 2014) hashes the index to 64 bits, and Box-Muller turns two halves of
-26 bits into a normal number. A rank computes its own shard only, so no rank ever holds a whole parameter.
+generator is counter-based, in the manner of Salmon et al. 2011 ("Parallel random numbers: as easy
+as 1, 2, 3"): splitmix64 (Steele et al. 2014) hashes the index to 64 bits, and Box-Muller turns two
+halves of 26 bits into a normal number. A rank computes its own shard only, so no rank ever holds a
+whole parameter.
 """
 
 import hashlib
@@ -49,7 +50,7 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def fill_normal(
     local: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], *, std: float, key: int
 ) -> None:
-    """Fill ``local`` with normal numbers: the box of a tensor of ``shape`` that begins at ``offset``.
+    """Fill ``local`` with normal numbers: the box at ``offset`` of a tensor of ``shape``.
 
     ``key`` distinguishes the tensors of a run.
     """
@@ -80,7 +81,7 @@ def normal_of(index: Tensor, key: int) -> Tensor:
 
 
 def _splitmix64(index: Tensor, key: int) -> Tensor:
-    # int64 wraps around as unsigned arithmetic does. A right shift needs a mask to be a logical one.
+    # int64 wraps around as unsigned arithmetic does; masks make the right shifts logical ones.
     x = (index + 1) * _INCREMENT + key
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MULTIPLIER_1
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MULTIPLIER_2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer3d.models.contract import Decoder, SequenceInfo
+from composer3d.models.contract import Decoder, SequenceInfo, hidden
 from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.pipeline.runtime import Pipeline
@@ -20,12 +20,13 @@ from composer3d.runtime.mesh import Mesh
 class Stage(nn.Module):
     """Consecutive layers of a model, under the names they have in the whole model.
 
-    ``stage(tokens_BT or h_BTC, positions_BT=..., documents_BT=..., labels_BT=...)`` returns ``h_BTC``,
-    or the summed loss on the last stage. ``documents_BT`` covers whole sequences; the other arguments
-    are this rank's part of them.
+    ``stage(tokens_BT or h_BTC, positions_BT=..., documents_BT=..., labels_BT=...)`` returns
+    ``h_BTC``, or the summed loss on the last stage. ``documents_BT`` covers whole sequences; the
+    other arguments are this rank's part of them.
 
     Attributes:
-        tied_copies: names of parameters that are copies of another stage's, each with its owner's name.
+        tied_copies: names of parameters that are copies of another stage's, each with its owner's
+        name.
     """
 
     def __init__(self, model: Decoder, blocks: range, *, first: bool, last: bool) -> None:
@@ -48,16 +49,13 @@ class Stage(nn.Module):
             # FSDP has moved them to the GPU; attention reads them on the CPU, once in each block.
             documents_BT = documents_BT.cpu()
         seq = SequenceInfo(positions_BT, documents_BT)
-        if self.first is not None:
-            h = self.first(h, seq)
-        for block in self.blocks.values():
-            h = block(h, seq)
+        h = hidden(self.first, self.blocks, h, seq)
         return h if self.last is None else self.last(h, seq, labels_BT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What a rank runs in a step: ``micro_batches`` of ``micro_batch`` samples of ``seq_len`` tokens."""
+    """The size of a rank's step: micro-batches, samples in each, and tokens in a sample."""
 
     micro_batch: int
     micro_batches: int
@@ -119,11 +117,11 @@ class Stages:
         The loss is the sum of the losses of all tokens of the job, divided by ``valid_tokens``.
 
         Args:
-            tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp): this rank's
-                rows of the step, and its part of each (``own_tokens``).
+            tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp): this
+                rank's rows of the step, and its part of each (``own_tokens``).
             valid_tokens: the number of valid labels in the whole step, over all ranks.
-            documents_BT: int64 (micro_batches x micro_batch, T): the documents of the same rows, whole
-                on every cp rank.
+            documents_BT: int64 (micro_batches x micro_batch, T): the documents of the same rows,
+                whole on every cp rank.
 
         Returns:
             This rank's share of the loss, a float64 scalar; ``Mesh.sum_over_world`` gives the loss.
@@ -149,7 +147,7 @@ class Stages:
         return total if self.counts_loss else torch.zeros_like(total)
 
     def finish_gradients(self) -> None:
-        """Reduce gradients that no technique has reduced, then add those of tied copies to their owners.
+        """Reduce gradients that no technique has reduced, and give those of copies to the owners.
 
         Without FSDP, the gradients of replicated tp parameters are still partial sums here.
         """

@@ -8,8 +8,8 @@ from typing import Any
 
 from composer3d.runtime import log
 
-# A terminal's Ctrl-C reaches a rank twice, directly and through the launcher. Only a signal this long
-# after the first one is a second request.
+# A terminal's Ctrl-C reaches a rank twice, directly and through the launcher. Only a signal this
+# long after the first one is a second request.
 _INSIST_S = 5.0
 
 
@@ -28,7 +28,8 @@ def stop_signals() -> Iterator[list[int]]:
         if len(received) == 1:
             first_s = time.monotonic()
             log.get().info(
-                f"signal {number}: ending this step; again in {_INSIST_S:.0f} s or later to end at once"
+                f"signal {number}: ending this step; again in {_INSIST_S:.0f} s or later to end at "
+                "once"
             )
         elif time.monotonic() - first_s > _INSIST_S:
             signal.signal(number, signal.SIG_DFL)

@@ -1,7 +1,8 @@
-"""The mesh: named axes over the ranks of a job, as a value that is passed around. There is no global one.
+"""The mesh: named axes over the ranks of a job, as a value that is passed around. There is no
+global one.
 
-The axes, outermost to innermost, are ``recipe.schema.AXES``. The innermost axis has adjacent ranks: its
-traffic is the most frequent and the hardest to hide.
+The axes, outermost to innermost, are ``recipe.schema.AXES``. The innermost axis has adjacent
+ranks: its traffic is the most frequent and the hardest to hide.
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,9 @@ class Mesh:
         rank: of this process in the job.
         device: of this process.
         device_mesh: torch's mesh with the dims (pp, dp_replicate, fsdp, tp), where fsdp is
-            dp_shard x cp. Context parallel ranks hold different tokens of the same samples, so their
-            gradients are summed, and their parameters sharded, together with those of dp_shard.
+            dp_shard x cp. Context parallel ranks hold different tokens of the same samples, so
+            their gradients are summed, and their parameters sharded, together with those of
+            dp_shard.
     """
 
     sizes: MeshTable
@@ -46,8 +48,8 @@ class Mesh:
             shown = " x ".join(f"{axis} {getattr(sizes, axis)}" for axis in AXES)
             raise MeshError(
                 f"mesh {shown} = {sizes.world_size} processes, but the world has "
-                f"{dist.get_world_size()}; start {sizes.world_size} processes, or change an axis of "
-                "[mesh]"
+                f"{dist.get_world_size()}; start {sizes.world_size} processes, or change an axis "
+                "of [mesh]"
             )
         device_mesh = init_device_mesh(
             device.type,

@@ -48,7 +48,9 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """Split the one dim of ``mesh`` into dims of these sizes and names. Collective: it forms groups."""
+    """Split the one dim of ``mesh`` into dims of these sizes and names. Collective: it forms
+    groups.
+    """
     return mesh._unflatten(0, tuple(sizes), tuple(names))
 
 

@@ -1,4 +1,6 @@
-"""Batches for training and validation: the recipe's data, this rank's loader, and a batch on the device."""
+"""Batches for training and validation: the recipe's data, this rank's loader, and a batch on the
+device.
+"""
 
 from functools import partial
 from typing import NamedTuple

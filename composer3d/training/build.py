@@ -10,9 +10,7 @@ from composer3d.checkpoint import Store
 from composer3d.convert.assets import assets_of
 from composer3d.convert.start import load_hf
 from composer3d.data import Corpus, Loader
-from composer3d.models.llama import counts
-from composer3d.models.llama.model import Llama
-from composer3d.models.llama.plan import sharding_plan
+from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages, StepShape, compose
 from composer3d.parallel.context import kernels
 from composer3d.recipe.schema import Recipe
@@ -74,7 +72,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         timeout_s=60 * recipe.checkpoint.timeout_minutes,
     )
     if claim is not None:
-        store.guard = claim.check
+        store.guard = claim.require_held
     steps_done = resume(recipe, store, stages, optimizer, loader)
     if steps_done is None and recipe.model.hf is not None:
         load_hf(recipe.model.hf, stages)
@@ -105,10 +103,11 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
 
 def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     """Compose the recipe's model on this rank. Collective over all ranks."""
-    data = recipe.data
+    data, shape = recipe.data, recipe.model
+    model_of = architecture(shape.architecture)
     return compose(
-        Llama(recipe.model, dtype=getattr(torch, recipe.precision.params)),
-        sharding_plan(recipe.model),
+        model_of.build(shape, dtype=getattr(torch, recipe.precision.params), device="meta"),
+        resolve(model_of.plan)(shape),
         mesh,
         parallel=recipe.parallel,
         memory=recipe.memory,
@@ -141,13 +140,14 @@ def _make_metrics(
 ) -> Metrics:
     device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
     row = hardware.find(device_name)
+    flops_per_token = resolve(architecture(recipe.model.architecture).flops_per_token)
     return Metrics(
         folder,
         recipe.metrics,
         total_steps=recipe.run.steps,
         tokens_per_step=recipe.data.global_batch * recipe.data.seq_len,
         world_size=mesh.world_size,
-        flops_per_token=counts.flops_per_token(recipe.model, recipe.data.seq_len),
+        flops_per_token=flops_per_token(recipe.model, recipe.data.seq_len),
         peak_flops=hardware.peak_flops(row, recipe.precision.computes_in) if row else None,
         device_type=mesh.device.type,
         main=mesh.rank == 0,

@@ -32,7 +32,8 @@ def train(run: Run) -> int:
     total_steps = run.recipe.run.steps
     if run.step >= total_steps:
         log.get().info(
-            f"nothing to do: {run.step} of {total_steps} steps are done; raise run.steps to train on"
+            f"nothing to do: {run.step} of {total_steps} steps are done; raise run.steps to train "
+            "on"
         )
     try:
         with stop_signals() as signals:
@@ -72,7 +73,8 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
             run.step, loss=loss, grad_norm=norm, lr=lr, extra=partial(cp_imbalance, recipe, batch)
         )
 
-        # A save is collective, but clocks differ and a signal may reach one rank alone: all agree here.
+        # A save is collective, but clocks differ and a signal may reach one rank alone: all agree
+        # here.
         signal_seen, save_failed, time_is_up = map(
             int,
             mesh.max_over_world(
@@ -84,7 +86,8 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
         if save_failed:
             run.store.wait()  # raises the error of the save
 
-        # Saved before validation: a validation that fails, or is cut off by a signal, loses nothing.
+        # Saved before validation: a validation that fails, or is cut off by a signal, loses
+        # nothing.
         if is_last or signal_seen or time_is_up or cadence.is_step(run.step):
             with metrics.timer("checkpoint"):
                 run.store.save(_manifest(run, lr), stages, run.optimizer)
@@ -144,9 +147,9 @@ def cp_imbalance(recipe: Recipe, batch: Batch) -> dict[str, float]:
 
 def _not_finite(run: Run, loss: float, norm: float) -> str:
     return (
-        f"step {run.step + 1}: loss {loss}, gradient norm {norm} are not finite; the newest checkpoint "
-        f"is {run.store.newest() or 'none'}; lower optim.lr, lengthen optim.warmup or set optim.clip, "
-        "and start again"
+        f"step {run.step + 1}: loss {loss}, gradient norm {norm} are not finite; the newest "
+        f"checkpoint is {run.store.newest() or 'none'}; lower optim.lr, lengthen optim.warmup or "
+        "set optim.clip, and start again"
     )
 
 

@@ -77,10 +77,11 @@ def resume(
 def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
     """Choose the checkpoint to load. Once a run has checkpoints of its own, it resumes the newest.
 
-    So a run that started from another run's checkpoint does not start over when it is started again.
+    So a run that started from another run's checkpoint does not start over when it is started
+    again.
     """
     wanted = recipe.checkpoint.resume
-    newest = store.find()
+    newest = store.newest_whole()
     if wanted == "auto":
         return newest
     if wanted == "none":
@@ -131,7 +132,7 @@ def _warn_of_another_rate(manifest: Manifest, recipe: Recipe) -> None:
     lr = learning_rate(manifest.step - 1, recipe.optim, recipe.run.steps)
     if manifest.lr is not None and lr != manifest.lr:
         log.get().warning(
-            f"step {manifest.step} was taken with a learning rate of {manifest.lr:.3g}, but the recipe "
-            f"now gives it {lr:.3g}: its schedule has changed (the decay ends at optim.decay, or at "
-            "run.steps where that is absent)"
+            f"step {manifest.step} was taken with a learning rate of {manifest.lr:.3g}, but the "
+            f"recipe now gives it {lr:.3g}: its schedule has changed (the decay ends at "
+            "optim.decay, or at run.steps where that is absent)"
         )

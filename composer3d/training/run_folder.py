@@ -44,9 +44,9 @@ def _refuse_foreign_links(folder: Path) -> None:
 def write_recipe(folder: Path, resolved_toml: str, *, steps_done: int) -> None:
     """Write ``recipe.toml`` into the run's folder.
 
-    If it replaces a recipe with other values, that one is kept as ``recipe-STEP.toml``, where STEP is
-    ``steps_done``. A file of that name that exists already stays: it is the recipe that made those
-    steps. Nothing is written through a link.
+    If it replaces a recipe with other values, that one is kept as ``recipe-STEP.toml``, where STEP
+    is ``steps_done``. A file of that name that exists already stays: it is the recipe that made
+    those steps. Nothing is written through a link.
     """
     path = folder / "recipe.toml"
     if steps_done:

@@ -18,7 +18,8 @@ def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:
     Returns:
         The job's loss (the mean over all valid tokens) and the norm of all gradients.
 
-    Collectives: those of ``Stages.forward_backward``, and two all-reduces of scalars over all ranks.
+    Collectives: those of ``Stages.forward_backward``, and two all-reduces of scalars over all
+    ranks.
     """
     mesh = stages.mesh
     tokens_BT, labels_BT, positions_BT, documents_BT, local_valid = move_to_device(stages, batch)
@@ -35,7 +36,9 @@ def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:
 def update(
     stages: Stages, optimizer: torch.optim.Optimizer, *, norm: float, max_norm: float, lr: float
 ) -> None:
-    """Clip the gradients to ``max_norm`` and update the weights. ``norm`` is the same on all ranks."""
+    """Clip the gradients to ``max_norm`` and update the weights. ``norm`` is the same on all
+    ranks.
+    """
     grad_norm.scale_gradients(stages.parameters(), norm=norm, max_norm=max_norm)
     set_lr(optimizer, lr)
     optimizer.step()
@@ -44,9 +47,9 @@ def update(
 def validate(recipe: Recipe, stages: Stages, held_out: Corpus) -> float:
     """Compute the mean loss over the valid tokens of ``validation.steps`` global batches.
 
-    The batches are drawn from the whole held-out text. They are the same in every validation of every
-    run, whatever ``data.seed`` is. Collectives: those of ``Stages.evaluate`` for each batch, and one
-    all-reduce over all ranks.
+    The batches are drawn from the whole held-out text. They are the same in every validation of
+    every run, whatever ``data.seed`` is. Collectives: those of ``Stages.evaluate`` for each batch,
+    and one all-reduce over all ranks.
     """
     loader = make_loader(recipe, stages.mesh, held_out, seed=0)
     losses, valid_tokens = [], []

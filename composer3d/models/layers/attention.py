@@ -1,7 +1,7 @@
 """Grouped-query attention, and the seam ``attend`` that context parallelism replaces.
 
-Shapes are in the names: B batch, T sequence, C model width, H query heads, K key-value heads, D head
-width. S is the number of keys where it differs from T.
+Shapes are in the names: B batch, T sequence, C model width, H query heads, K key-value heads, D
+head width. S is the number of keys where it differs from T.
 """
 
 from collections.abc import Callable
@@ -64,8 +64,8 @@ def sdpa(
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     flash = bias is None and q_BHTD.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and q_BHTD.is_cuda and not flash:
-        # On CUDA only the flash kernel takes grouped heads, and it takes neither a bias nor float32.
-        # The other kernels would build all scores for them, so the heads are repeated.
+        # On CUDA only the flash kernel takes grouped heads, and it takes neither a bias nor
+        # float32. The other kernels would build all scores for them, so the heads are repeated.
         k_BKSD = k_BKSD.repeat_interleave(groups, dim=1)
         v_BKSD = v_BKSD.repeat_interleave(groups, dim=1)
         groups = 1

@@ -55,9 +55,10 @@ class Head(nn.Module):
 class _LossInParts(torch.autograd.Function):
     """A loss summed over parts of the tokens. Only one part's logits are in memory at a time.
 
-    Backward computes the logits of each part again. It sums the gradient of the weight over the parts
-    in float32 or wider and rounds once at the end: in bfloat16, each part would lose what is smaller
-    than the rounding of the sum so far. During backward that sum takes one weight's memory in float32.
+    Backward computes the logits of each part again. It sums the gradient of the weight over the
+    parts in float32 or wider and rounds once at the end: in bfloat16, each part would lose what is
+    smaller than the rounding of the sum so far. During backward that sum takes one weight's memory
+    in float32.
     """
 
     @staticmethod

@@ -31,7 +31,9 @@ Table = tuple[Tensor, Tensor]
 
 
 def rope_table(rope: Rope, positions_BT: Tensor, dtype: torch.dtype) -> Table:
-    """Compute (cos, sin) for ``rotate``: each (B, T, 1, D) in ``dtype``, the first half of sin negated.
+    """Compute (cos, sin) for ``rotate``, each (B, T, 1, D) in ``dtype``.
+
+    The first half of sin is negated.
 
     The angles are computed in float32 or wider: bfloat16 cannot tell positions above 256 apart.
     """

@@ -1,8 +1,8 @@
 """The Llama decoder: Touvron et al. 2023 (arXiv 2302.13971), the Llama 3 herd (arXiv 2407.21783).
 
 Parameters have one global name each, whatever the layout: ``first.embed.weight``,
-``blocks.7.attn.wq.weight``, ``last.head.weight``. Tied embedding and head are one parameter, under the
-name of the embedding. Mistral, Qwen 2 and Qwen 3 are the same code with another shape.
+``blocks.7.attn.wq.weight``, ``last.head.weight``. Tied embedding and head are one parameter, under
+the name of the embedding. Mistral, Qwen 2 and Qwen 3 are the same code with another shape.
 """
 
 import torch

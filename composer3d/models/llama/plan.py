@@ -35,6 +35,7 @@ def sharding_plan(shape: ModelShape) -> ShardingPlan:
         init=init,
         kv_heads=shape.n_kv_heads,
         attend="blocks.*.attn",
-        # Matrix products and attention are expensive. Norms, rotations and the gate are cheap to compute again.
+        # Matrix products and attention are expensive. Norms, rotations and the gate are cheap to
+        # compute again.
         save=("aten.mm.*", "aten.addmm.*", "aten._scaled_dot_product_*", "composer3d.*"),
     )

@@ -1,35 +1,16 @@
 """The shape of a Llama as plain numbers, and one row for each preset. No torch here."""
 
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from composer3d.spec.ranges import (
-    HEAD_DIM,
-    MOST_HEADS,
-    MOST_LAYERS,
-    MOST_TOKENS,
-    MOST_VOCAB,
-    MOST_WIDTH,
-    above,
-    between,
-    key,
-)
+from composer3d.models.shape import DecoderShape
+from composer3d.spec.ranges import HEAD_DIM, MOST_TOKENS, above, between, key
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a Llama-style decoder. All counts are of the whole model, before anything is sharded."""
+class ModelShape(DecoderShape):
+    """Sizes of a Llama-style decoder, with a gated feed-forward layer and rotary positions."""
 
-    dim: int = key(MISSING, "width of the residual stream", between(1, MOST_WIDTH))
-    n_layers: int = key(MISSING, "number of blocks", between(1, MOST_LAYERS))
-    n_heads: int = key(MISSING, "query heads", between(1, MOST_HEADS))
-    n_kv_heads: int = key(
-        MISSING,
-        "key-value heads; fewer than n_heads is grouped-query attention",
-        between(1, MOST_HEADS),
-    )
-    ffn: int = key(MISSING, "width of the gated feed-forward", between(1, 4 * MOST_WIDTH))
-    vocab: int = key(MISSING, "size of the vocabulary", between(1, MOST_VOCAB))
     rope_theta: float = key(500_000.0, "base of the rotary embedding", between(1, 10**12))
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", between(1e-20, 1))
     head_dim: int | None = key(None, "width of a head; absent: dim / n_heads", HEAD_DIM)
@@ -57,10 +38,6 @@ class ModelShape:
     rope_context: int = key(
         8192, "context length that the model had before the stretch", between(1, MOST_TOKENS)
     )
-
-    @property
-    def head_width(self) -> int:
-        return self.head_dim or self.dim // self.n_heads
 
 
 _LLAMA_3_2: dict[str, Any] = {"rope_factor": 32.0, "tied": True}

@@ -1,16 +1,17 @@
-"""Context parallelism: attention of one sequence that lies over several ranks, in one of three ways.
+"""Context parallelism: attention of a sequence that is cut over several ranks, in three ways.
 
-- ring: keys and values travel round a ring of ranks; the next ones are on their way while a block is
-  computed. Liu et al. 2023 (Ring Attention, arXiv 2310.01889).
-- allgather: every rank gathers all keys and values first. Llama 3 (arXiv 2407.21783, section 3.3.2).
-- ulysses: an all-to-all gives each rank the whole sequence for some of the heads; a second one gives it
-  back its part of the output. Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509).
+- ring: keys and values travel round a ring of ranks; the next ones are on their way while a block
+  is computed. Liu et al. 2023 (Ring Attention, arXiv 2310.01889).
+- allgather: every rank gathers all keys and values first. Llama 3 (arXiv 2407.21783, section
+  3.3.2).
+- ulysses: an all-to-all gives each rank the whole sequence for some of the heads; a second one
+  gives it back its part of the output. Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509).
 
 ``ownership`` decides which tokens a rank holds, ``tiles`` which scores it computes.
 
-Shapes: T is the length of the whole sequence and n = T / cp that of a rank's part; queries (B, H, n, D),
-keys and values (B, K, n, D), rotated by their positions in the whole sequence, and not yet repeated for
-grouped queries.
+Shapes: T is the length of the whole sequence and n = T / cp that of a rank's part; queries
+(B, H, n, D), keys and values (B, K, n, D), rotated by their positions in the whole sequence, and
+not yet repeated for grouped queries.
 """
 
 from typing import Any, Literal, get_args
@@ -40,15 +41,16 @@ def apply(
 ) -> None:
     """Replace ``attend`` of every module in ``stage`` that attends, by attention over ``group``.
 
-    Without a group (one rank holds whole sequences), this is attention of packed documents and windows
-    that builds no mask of a whole sequence.
+    Without a group (one rank holds whole sequences), this is attention of packed documents and
+    windows that builds no mask of a whole sequence.
 
     Raises:
         PlanError: there is a group, and the plan names no module that attends.
     """
     if plan.attend is None and group is not None:
         raise PlanError(
-            "the plan names no module that attends, which context parallelism needs; use mesh.cp = 1"
+            "the plan names no module that attends, which context parallelism needs; "
+            "use mesh.cp = 1"
         )
     attend = attend_over(group, parallel.cp_method, balanced=parallel.cp_balance == "zigzag")
     for name, module in stage.named_modules():
@@ -90,22 +92,27 @@ def ring_attention(
     method: Method = "ring",
     balanced: bool = True,
 ) -> Tensor:
-    """Compute attention over a sequence that is cut over ``group``; returns this rank's (B, H, n, D).
+    """Compute attention over a sequence that is cut over ``group``.
 
     Args:
-        q_BHnD, k_BKnD, v_BKnD: this rank's parts, as ``shard_sequence(whole, 2, group)`` cuts them, of
-            one dtype. H is a multiple of K; query head h reads key-value head h // (H / K).
+        q_BHnD, k_BKnD, v_BKnD: this rank's parts, as ``shard_sequence(whole, 2, group)`` cuts
+            them, of one dtype. H is a multiple of K; query head h reads key-value head
+            h // (H / K).
         group: None: this rank holds whole sequences.
         causal: a query sees the keys up to its own position; otherwise all keys.
-        document_ids: integers (B, T) of the whole sequence, the same on all ranks, best on the CPU. A
-            document is a run of equal numbers, and a query sees only the keys of its own document.
+        document_ids: integers (B, T) of the whole sequence, the same on all ranks, best on the
+            CPU. A document is a run of equal numbers, and a query sees only the keys of its own
+            document.
         window: a causal query sees the last ``window`` keys up to its own; 0: all of them.
         method: "ring", "allgather" or "ulysses"; all compute the same.
         balanced: whether parts are in balanced (zigzag) order.
 
-    Collectives and bytes a rank sends, where Q is the size of its queries, KV of its keys and values and
-    dKV of their gradients in float32 (float64 for float64):
-        ring: forward (cp - 1) KV; backward (cp - 1) (KV + dKV); to the next rank, while it computes.
+    Returns:
+        This rank's part of the output, (B, H, n, D).
+
+    Collectives and bytes a rank sends, where Q is the size of its queries, KV of its keys and
+    values and dKV of their gradients in float32 (float64 for float64):
+        ring: forward (cp - 1) KV; backward (cp - 1) (KV + dKV); sent while it computes.
         allgather: forward (cp - 1) KV; backward (cp - 1) (KV + dKV).
         ulysses: (cp - 1) / cp (2 Q + KV) in each direction.
 
@@ -152,15 +159,15 @@ def _check(
     if k.shape != v.shape or k.shape != (rows, kv_heads, *q.shape[2:]) or heads % kv_heads:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(
-            f"q, k and v are {shapes}; they must be (B, H, n, D), (B, K, n, D) and (B, K, n, D), and H "
-            "a multiple of K"
+            f"q, k and v are {shapes}; they must be (B, H, n, D), (B, K, n, D) and (B, K, n, D), "
+            "and H a multiple of K"
         )
     if method not in METHODS:
         raise ValueError(f'method = "{method}" must be "ring", "allgather" or "ulysses"')
     if balanced and size > 1 and tokens % 2:
         raise ValueError(
-            f"each rank holds {tokens} tokens; balanced order needs an even number: cut the sequence "
-            "with shard_sequence, or use balanced=False"
+            f"each rank holds {tokens} tokens; balanced order needs an even number: cut the "
+            "sequence with shard_sequence, or use balanced=False"
         )
     if documents is not None and documents.shape != (rows, tokens * size):
         raise ValueError(
@@ -168,8 +175,8 @@ def _check(
         )
     if method == "ulysses" and (heads % size or kv_heads % size):
         raise ValueError(
-            f"ulysses cuts heads over {size} ranks, which must divide the {heads} query heads and the "
-            f"{kv_heads} key-value heads"
+            f"ulysses cuts heads over {size} ranks, which must divide the {heads} query heads and "
+            f"the {kv_heads} key-value heads"
         )
 
 
@@ -183,7 +190,7 @@ def _ulysses(
     window: int,
     balanced: bool,
 ) -> Tensor:
-    """Exchange tokens for heads, attend to whole sequences with a share of the heads, exchange back."""
+    """Exchange tokens for heads, attend to whole sequences with some heads, exchange back."""
     size = group.size()
     by_rank = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
     received = _exchange(torch.cat(by_rank, 2), group.group_name)

@@ -1,13 +1,14 @@
 """Attention of one block of queries with one block of keys, forward and backward.
 
-Next to the output, the forward returns the logsumexp of each row of scores. With it, outputs of several
-blocks of keys can be merged, and the backward of a block needs nothing of the other blocks but the
-output and logsumexp of the whole row (Dao et al. 2022, FlashAttention, arXiv 2205.14135).
+Next to the output, the forward returns the logsumexp of each row of scores. With it, outputs of
+several blocks of keys can be merged, and the backward of a block needs nothing of the other blocks
+but the output and logsumexp of the whole row (Dao et al. 2022, FlashAttention, arXiv 2205.14135).
 
 Shapes: queries, ``out`` and their gradients (B, H, T, D); keys and values (B, K, S, D); ``lse``
-(B, H, T); ``mask`` (B, 1, T, S), true where a query sees a key. H is a multiple of K, and query head h
-reads key-value head h // (H / K). A causal block is square; a mask, where given, includes what is
-causal. ``lse`` is in ``wide(dtype)``, the rest in the dtype of the queries. No collectives.
+(B, H, T); ``mask`` (B, 1, T, S), true where a query sees a key. H is a multiple of K, and query
+head h reads key-value head h // (H / K). A causal block is square; a mask, where given, includes
+what is causal. ``lse`` is in ``wide(dtype)``, the rest in the dtype of the queries. No
+collectives.
 """
 
 from enum import Enum
@@ -102,7 +103,7 @@ def attend_block_backward(
 def attend_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``attend_block`` with all scores in memory: where flash does not go, and to test the others."""
+    """``attend_block`` with all scores in memory: where flash does not go, and for tests."""
     scores = _scores(q, k, causal, mask)
     lse = scores.logsumexp(-1, keepdim=True)
     finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf minus -inf would be NaN
@@ -135,7 +136,7 @@ def attend_reference_backward(
 
 
 def _by_kv_head(x: Tensor, kv: Tensor) -> Tensor:
-    """Group the heads of ``x`` by the key-value head they read: (B, K, H / K, T, D), in ``wide``."""
+    """Group the heads of ``x`` by the key-value head they read: (B, K, H / K, T, D), wide."""
     return x.to(wide(x.dtype)).unflatten(1, (kv.shape[1], -1))
 
 

@@ -2,8 +2,9 @@
 
 A sequence of T tokens lies over ``size`` ranks, T / size on each. In balanced order it is cut into
 2 size chunks, and rank r holds chunks r and 2 size - 1 - r: an early and a late one, so that causal
-attention costs every rank the same. This is the zigzag order of ring-flash-attention, after Brandon et
-al. 2023 (Striped Attention, arXiv 2311.09431). In contiguous order, rank r holds chunk r of ``size``.
+attention costs every rank the same. This is the zigzag order of ring-flash-attention, after
+Brandon et al. 2023 (Striped Attention, arXiv 2311.09431). In contiguous order, rank r holds chunk
+r of ``size``.
 """
 
 from typing import NamedTuple
@@ -46,8 +47,9 @@ def shard_sequence(
 
     Args:
         x: a whole sequence along ``dim``.
-        fill: where ``dim`` does not divide, ``x`` is padded at its end with this value. Causal queries
-            of the sequence do not see the padding; others do, unless it is a document of its own.
+        fill: where ``dim`` does not divide, ``x`` is padded at its end with this value. Causal
+            queries of the sequence do not see the padding; others do, unless it is a document of
+            its own.
 
     Raises:
         ValueError: ``dim`` does not divide, and there is no ``fill``.

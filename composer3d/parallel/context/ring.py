@@ -1,11 +1,12 @@
 """Attention over a ring of ranks, as one operator that torch sees as a whole.
 
-The key-values of all ranks visit this rank, one rank's in each round, or all at once for "allgather".
-Each round attends to the visible tiles (``tiles``) and merges the result into that of the rounds before.
+The key-values of all ranks visit this rank, one rank's in each round, or all at once for
+"allgather". Each round attends to the visible tiles (``tiles``) and merges the result into that of
+the rounds before.
 
 Shapes: T is the length of the whole sequence and n = T / size that of a rank's part; queries
-(B, H, n, D), keys and values (B, K, n, D), stacked (2, B, K, n, D). "wide" is float32, or float64 for
-float64.
+(B, H, n, D), keys and values (B, K, n, D), stacked (2, B, K, n, D). "wide" is float32, or float64
+for float64.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,9 +28,10 @@ from composer3d.runtime.torch_private import group_by_name
 
 
 class _Round(NamedTuple):
-    """The key-values that are at this rank in one round, and the tiles its queries compute with them.
+    """The key-values that are at this rank in one round, and the tiles to compute with them.
 
-    ``source`` is the rank they belong to; None: they are those of all ranks, in the sequence's order.
+    ``source`` is the rank they belong to; None: they are those of all ranks, in the sequence's
+    order.
     """
 
     source: int | None
@@ -156,7 +158,7 @@ def _kv_rounds(
     *,
     own_last: bool,
 ) -> Iterator[_Round]:
-    """Yield the key-values of each rank as they arrive. While one is used, the next is on its way."""
+    """Yield the key-values of each rank as they arrive; meanwhile the next are on their way."""
     group = group_by_name(group_name) if group_name else None
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     tokens = q.shape[2]
@@ -186,8 +188,8 @@ def _kv_rounds(
 def _send_to_next(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Start to send ``message`` to the next rank of the ring.
 
-    The returned function waits until it has left and returns the message of the previous rank. It must
-    be called exactly once.
+    The returned function waits until it has left and returns the message of the previous rank. It
+    must be called exactly once.
     """
     rank, size = group.rank(), group.size()
     incoming = torch.empty_like(message)
@@ -195,7 +197,7 @@ def _send_to_next(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
         dist.P2POp(dist.isend, message, group=group, group_peer=(rank + 1) % size),
         dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % size),
     ]
-    # One batch: posted separately, two NCCL ranks could each wait in a send for the other's receive.
+    # One batch: posted separately, two NCCL ranks could each wait in a send for the other.
     pending = [(dist.batch_isend_irecv(ops), incoming)]
 
     def receive() -> Tensor:

@@ -1,12 +1,12 @@
 """The rectangles of attention scores that a rank computes.
 
-A rank's queries attend to some keys that it has at hand: its own, or those of another rank. ``tiles``
-cuts the visible scores into rectangles, and into squares with a causal diagonal, which kernels compute
-without a mask. Only at the far edge of a sliding window a mask is needed, of ``BAND`` x ``BAND``
-booleans at most.
+A rank's queries attend to some keys that it has at hand: its own, or those of another rank.
+``tiles`` cuts the visible scores into rectangles, and into squares with a causal diagonal, which
+kernels compute without a mask. Only at the far edge of a sliding window a mask is needed, of
+``BAND`` x ``BAND`` booleans at most.
 
-Rectangles are enough with packed documents too: a document is a run of consecutive tokens, so a chunk
-of queries and an earlier chunk of keys have at most one document in common.
+Rectangles are enough with packed documents too: a document is a run of consecutive tokens, so a
+chunk of queries and an earlier chunk of keys have at most one document in common.
 """
 
 from bisect import bisect_right
@@ -56,8 +56,8 @@ class _Run(NamedTuple):
 class _Rectangle(NamedTuple):
     """Positions of queries and keys that see each other.
 
-    ``kind``: "diagonal" is a causal square; in "full" every query sees every key; in "edge" the sliding
-    window ends inside.
+    ``kind``: "diagonal" is a causal square; in "full" every query sees every key; in "edge" the
+    sliding window ends inside.
     """
 
     queries: Positions
@@ -66,7 +66,7 @@ class _Rectangle(NamedTuple):
 
 
 def starts_of(documents_BT: Tensor | None) -> Starts:
-    """The places in each row where its second and later documents start: where the number changes."""
+    """The places in each row where a document ends and the next one starts."""
     if documents_BT is None:
         return None
     starts = []
@@ -92,7 +92,8 @@ def tiles(
     Args:
         queries, keys: the tokens of the two ranks.
         starts: from ``starts_of``.
-        window: a query sees the last ``window`` keys up to its own; or ``NO_WINDOW``, ``NOT_CAUSAL``.
+        window: a query sees the last ``window`` keys up to its own; or ``NO_WINDOW``, or
+            ``NOT_CAUSAL``.
         device: of the masks.
         banded: limit a tile to ``BAND`` queries, for a kernel that builds all scores of a tile.
     """
@@ -153,7 +154,10 @@ def _hull(slices: list[slice]) -> slice:
 def _window_mask(
     distance: int, queries: int, keys: int, window: int, device: torch.device
 ) -> Tensor:
-    """The mask of a tile at a window's edge; ``distance`` is from its first key to its first query."""
+    """The mask of a tile at a window's edge.
+
+    ``distance`` is the position of its first query minus that of its first key.
+    """
     mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
     return mask.triu(distance - window + 1)
 
@@ -175,10 +179,11 @@ def _visible(q: Positions, k: Positions, window: int, banded: bool) -> Iterator[
     """
     (q0, q1), (k0, k1) = q, k
     has_edge = 0 < window < q1 - k0
+    step = q1 - q0
     if has_edge:
         step = min(window, BAND)
-    else:
-        step = BAND if banded else q1 - q0
+    elif banded:
+        step = BAND
 
     for begin in range(q0, q1, step):
         end = min(begin + step, q1)

@@ -1,8 +1,8 @@
 """Sharded data parallelism: FSDP2 and HSDP, set up so that gradients are summed and never averaged.
 
-Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), Zhao et al. 2023 (FSDP, arXiv 2304.11277). The loss is
-already divided by the number of valid tokens of the whole step; FSDP's own division by the number of
-ranks would divide it a second time.
+Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), Zhao et al. 2023 (FSDP, arXiv 2304.11277). The
+loss is already divided by the number of valid tokens of the whole step; FSDP's own division by the
+number of ranks would divide it a second time.
 """
 
 from typing import cast
@@ -30,8 +30,8 @@ def mesh_of(
 ) -> DeviceMesh | None:
     """The mesh that FSDP shards over (last dim) and replicates over (first of two dims).
 
-    A single rank needs FSDP for mixed precision and for offload, where it holds the master parameters
-    and casts or copies them as it gathers. None: FSDP has nothing to do.
+    A single rank needs FSDP for mixed precision and for offload, where it holds the master
+    parameters and casts or copies them as it gathers. None: FSDP has nothing to do.
     """
     if parallel.zero == 0 and mesh.fsdp is not None:
         return mesh.replicas()
@@ -47,22 +47,22 @@ def apply(
     precision: PrecisionTable,
     memory: MemoryTable,
 ) -> None:
-    """Shard ``stage`` over the last dim of ``mesh`` and replicate it over the first of two, in place.
+    """Shard ``stage`` in place over the last dim of ``mesh``, and replicate it over the first.
 
     Units are ``first``, every block, and ``last``. If ``first`` and ``last`` share a parameter, the
     stage itself is the unit of both.
 
-    Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before their tp
-    placement; ``Shard(1)`` where tp cuts the rows unevenly. They are gathered in ``precision.compute``.
-    Gradients are reduced in ``precision.params``.
+    Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before
+    their tp placement; ``Shard(1)`` where tp cuts the rows unevenly. They are gathered in
+    ``precision.compute``. Gradients are reduced in ``precision.params``.
 
-    Collectives of a unit and step: an all-gather of its parameters, once; with ``zero = 3``, in forward
-    and in backward of each micro-batch. A reduce-scatter of its gradients, once; with ``zero`` 2 and 3,
-    in each micro-batch. Then an all-reduce over the replicating dim. Under pp, torch keeps gathered
-    parameters and whole gradients until the last micro-batch at every level.
+    Collectives of a unit and step: an all-gather of its parameters, once; with ``zero = 3``, in
+    forward and in backward of each micro-batch. A reduce-scatter of its gradients, once; with
+    ``zero`` 2 and 3, in each micro-batch. Then an all-reduce over the replicating dim. Under pp,
+    torch keeps gathered parameters and whole gradients until the last micro-batch at every level.
 
-    With ``memory.cpu_offload``, shards stay in the host's memory (pinned for a GPU). They are copied to
-    the device before each all-gather, and gradients from it after each reduce-scatter.
+    With ``memory.cpu_offload``, shards stay in the host's memory (pinned for a GPU). They are
+    copied to the device before each all-gather, and gradients from it after each reduce-scatter.
     """
     compute_dtype = reduce_dtype = None
     if precision.compute is not None:
@@ -80,7 +80,7 @@ def apply(
     modules = [first, *children["blocks"].children(), last]
     in_order = [module for module in modules if module is not None]
     for module in (*in_order, stage):
-        # Backward starts with `last`: parameters dropped after its forward would be gathered at once.
+        # Backward starts with `last`: what its forward dropped would be gathered at once.
         reshard = parallel.zero == 3 and module is not last and module is not stage
         fully_shard(
             module,
@@ -91,9 +91,9 @@ def apply(
             shard_placement_fn=_shard_columns_if_rows_are_uneven,
         )
 
-    # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is the
-    # `last` of the previous micro-batch: a useless all-gather. So every unit names what it prefetches;
-    # the first one names itself, which is gathered already.
+    # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is
+    # the `last` of the previous micro-batch: a useless all-gather. So every unit names what it
+    # prefetches; the first one names itself, which is gathered already.
     for previous, module in zip((in_order[0], *in_order), in_order, strict=False):
         cast(FSDPModule, module).set_modules_to_backward_prefetch([cast(FSDPModule, previous)])
     for unit in units(stage):
@@ -105,8 +105,8 @@ def apply(
 def _shard_columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:
     """Shard the columns of a matrix whose rows tp cuts unevenly, such as a vocabulary.
 
-    Two cuts of one dim make a ``_StridedShard``. With uneven rows it gives wrong offsets: of 259 rows over
-    tp 2 and fsdp 3, the last rank holds rows 216 to 258, and torch 2.13 says 217 to 258.
+    Two cuts of one dim make a ``_StridedShard``. With uneven rows it gives wrong offsets: of 259
+    rows over tp 2 and fsdp 3, the last rank holds rows 216 to 258, and torch 2.13 says 217 to 258.
     """
     whole: Tensor = parameter
     if not isinstance(whole, DTensor) or not whole.placements[0].is_shard(0):
@@ -122,7 +122,8 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 def begin_micro_batch(stage: nn.Module, parallel: ParallelTable, *, last: bool) -> None:
     """Tell FSDP whether the next backward is the last of the step; under pp, torch's runtime does.
 
-    With ``zero`` 0 and 1, whole gradients and parameters are kept until then; with 2, parameters are.
+    With ``zero`` 0 and 1, whole gradients and parameters are kept until then; with 2, parameters
+    are.
     """
     if isinstance(stage, FSDPModule):
         stage.set_requires_gradient_sync(last or parallel.zero >= 2)

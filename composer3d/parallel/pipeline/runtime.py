@@ -1,7 +1,7 @@
 """Pipeline parallelism on ``torch.distributed.pipelining``.
 
-Shapes are static. Labels and positions are passed to each stage by keyword, from its own loader, and no
-logits are sent. ``spec.schedules`` says where each schedule comes from.
+Shapes are static. Labels and positions are passed to each stage by keyword, from its own loader,
+and no logits are sent. ``spec.schedules`` says where each schedule comes from.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,13 +49,15 @@ def place_stages(pp: int, parallel: ParallelTable, micro_batches: int) -> Placem
         path = parallel.schedule_csv or ""
         rows = schedules.read_csv(path)
         check_same("the schedule in parallel.schedule_csv", rows)
-        stages = schedules.check_csv(rows, path, pp=pp, each=per_rank, micro_batches=micro_batches)
+        stages = schedules.check_csv(
+            rows, path, pp=pp, stages_per_rank=per_rank, micro_batches=micro_batches
+        )
         return Placement(stages, rows)
-    need = schedules.micro_batches_wrong(name, micro_batches, pp, f"{pp} ranks")
+    need = schedules.micro_batch_requirement(name, micro_batches, pp, f"pp = {pp}")
     if need is not None:
         raise PlanError(f"{name} has {micro_batches} micro-batches, but needs {need}")
-    v = schedules.SCHEDULES[name].v
-    stages = [schedules.stages_of(rank, pp, per_rank, v=v) for rank in range(pp)]
+    v_shaped = schedules.SCHEDULES[name].v_shaped
+    stages = [schedules.stages_of(rank, pp, per_rank, v_shaped=v_shaped) for rank in range(pp)]
     return Placement(stages, [])
 
 
@@ -68,11 +70,12 @@ class Pipeline:
         dw_builders: for each stage, what returns its deferred weight gradients
             (``zero_bubble.defer_weight_grads``), or None.
         placement: from ``place_stages``.
-        stage_activation: a meta tensor with the shape and dtype of what is passed between stages: one
-            micro-batch, this rank's shard.
+        stage_activation: a meta tensor with the shape and dtype of what is passed between stages:
+            one micro-batch, this rank's shard.
 
-    Gradients are not scaled: the loss is divided once, by the number of valid tokens. In a step, a rank
-    sends micro_batches x ``stage_activation`` in each direction across every boundary of its stages.
+    Gradients are not scaled: the loss is divided once, by the number of valid tokens. In a step, a
+    rank sends micro_batches x ``stage_activation`` in each direction across every boundary of its
+    stages.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class Pipeline:
         mesh, placement = self._mesh, self._placement
         n_stages = sum(len(held) for held in placement.stages)
         shape, dtype = self._stage_activation.shape, self._stage_activation.dtype
-        # Examples of what each stage takes and returns. They must require grad where a gradient flows.
+        # Examples of inputs and outputs. They must require grad where a gradient flows.
         activation = torch.empty(shape, dtype=dtype, device=mesh.device, requires_grad=True)
         loss = torch.zeros((), device=mesh.device, requires_grad=True)
         # Tokens come from the loader, not from a stage: the shape of their example is never read.
@@ -151,7 +154,8 @@ class Pipeline:
         losses: list[Tensor] = []
         arguments: dict[str, Any] = dict(keywords)
         if "labels_BT" in keywords:
-            # The last stage computes the loss itself, but the runtime calls loss_fn only with a target.
+            # The last stage computes the loss itself. The runtime calls loss_fn only if it has a
+            # target.
             arguments["target"] = keywords["labels_BT"]
             arguments["losses"] = losses
         inputs = (tokens_BT,) if 0 in self._modules else ()
@@ -162,9 +166,9 @@ class Pipeline:
     def forward_only(self, micro_batches: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> Tensor:
         """Run micro-batches without gradients.
 
-        In each tick a rank runs one of its stages, then sends the result and receives what the others
-        have computed for it, in one batch. With separate sends and receives, two NCCL ranks could wait
-        for each other.
+        In each tick a rank runs one of its stages, then sends the result and receives what the
+        others have computed for it, in one batch. With separate sends and receives, two NCCL ranks
+        could wait for each other.
 
         Args:
             micro_batches: the tokens (read by stage 0) and the keywords of each.

@@ -1,9 +1,9 @@
-"""Tied parameters: one parameter with two names, and its copy where the pipeline separates the two uses.
+"""Tied parameters: one parameter with two names, and its copy on another pipeline stage.
 
-An embedding that is also the head (Press & Wolf 2017, arXiv 1608.05859) is owned by the first stage. The
-last stage holds a copy. The copy gets the owner's values before each step or evaluation, and sends its
-gradient to the owner afterwards. So there is one name, one optimizer state and one term in the gradient
-norm, all on the first stage.
+An embedding that is also the head (Press & Wolf 2017, arXiv 1608.05859) is owned by the first
+stage. The last stage holds a copy. The copy gets the owner's values before each step or
+evaluation, and sends its gradient to the owner afterwards. So there is one name, one optimizer
+state and one term in the gradient norm, all on the first stage.
 
 ``ties`` is everywhere a mapping from the second name of a tied parameter to its first.
 """
@@ -39,8 +39,8 @@ def check_ties(ties: Mapping[str, str], mesh: Mesh, *, sharded: bool) -> None:
     )
     if (sharded or mesh.sizes.pp > 1) and not at_the_ends:
         raise PlanError(
-            "FSDP and pipeline stages can tie parameters of `first` and `last` only; untie the others, "
-            "or use mesh.pp = 1 and mesh.dp_shard = 1"
+            "FSDP and pipeline stages can tie parameters of `first` and `last` only; untie the "
+            "others, or use mesh.pp = 1 and mesh.dp_shard = 1"
         )
 
 
@@ -83,8 +83,8 @@ class Ties:
         modules: this rank's stages.
         stages: the stage numbers of each pipeline rank; one rank may hold both ends.
 
-    A rank's shard of a copy corresponds to the owner's shard on the first stage's rank with the same
-    other coordinates. Each method sends the bytes of the local shards once, over pp.
+    A rank's shard of a copy corresponds to the owner's shard on the first stage's rank with the
+    same other coordinates. Each method sends the bytes of the local shards once, over pp.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Ties:
                 copy.grad = None
 
     def _transfer(self, source: Tensor | None, target: Tensor | None) -> Tensor:
-        """Return the local shard of ``source``, sent by the peer where this rank has only ``target``.
+        """Return the local shard of ``source``. A rank with ``target`` alone receives it.
 
         A rank that has only ``source`` sends it.
         """

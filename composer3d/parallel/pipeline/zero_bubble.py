@@ -3,9 +3,10 @@
 Qi et al. 2023 (zero bubble, arXiv 2401.10241). The previous stage waits for the gradients of inputs
 only. A schedule computes the gradients of weights where a rank would otherwise be idle.
 
-torch does this by splitting the backward of a whole stage, without FSDP's hooks, and loses gradients.
-Here a stage has an ordinary backward, in which the linear layers of its blocks skip the gradient of
-their weights and note the work for later. Norms, embedding and head have an ordinary backward.
+torch does this by splitting the backward of a whole stage, without FSDP's hooks, and loses
+gradients. Here a stage has an ordinary backward, in which the linear layers of its blocks skip the
+gradient of their weights and note the work for later. Norms, embedding and head have an ordinary
+backward.
 """
 
 from collections.abc import Callable
@@ -52,8 +53,8 @@ class _DeferredLinear(torch.autograd.Function):
 
         def compute_weight_grads() -> None:
             grad_rows = grad.flatten(0, -2)
-            # ``backward`` and not an assignment: between the parameter and the weight as it was used
-            # there may be the local part of a DTensor, or a slice.
+            # ``backward`` and not an assignment: between the parameter and the weight as it was
+            # used there may be the local part of a DTensor, or a slice.
             if bias is None:
                 torch.autograd.backward([weight], [grad_rows.T @ x.flatten(0, -2)])
             else:
@@ -66,12 +67,12 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 def defer_weight_grads(stage: nn.Module, blocks: nn.Module) -> Callable[[], Work]:
-    """Replace the linear layers of ``blocks`` by ``DeferredLinear``, before anything wraps a module.
+    """Replace the linear layers of ``blocks`` by ``DeferredLinear``, before anything wraps them.
 
     Returns:
-        The ``dw_builder`` of the stage, for torch's pipeline runtime. It is called after the backward of
-        a micro-batch, and returns the work that this backward has deferred. Until that is done, the
-        inputs and output gradients of the linear layers stay in memory.
+        The ``dw_builder`` of the stage, for torch's pipeline runtime. It is called after the
+        backward of a micro-batch, and returns the work that this backward has deferred. Until that
+        is done, the inputs and output gradients of the linear layers stay in memory.
     """
     deferred: list[Work] = []
     replacements: dict[nn.Module, DeferredLinear] = {}  # a module may have several names

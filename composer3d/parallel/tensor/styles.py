@@ -1,11 +1,11 @@
-"""Tensor parallelism from the plan's table: columns and rows, with a sequence parallel residual stream.
+"""Tensor parallelism from the plan's table: columns, rows, and a sequence parallel stream.
 
 Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198).
 
-Collectives of a block and micro-batch over tp, forward: two all-gathers and two reduce-scatters of the
-residual stream, or two all-reduces without sequence parallelism. Backward has their transposes. The
-embedding has one reduce-scatter (or all-reduce), the head one all-gather (or none), and the loss those of
-``vocab.cross_entropy``.
+Collectives of a block and micro-batch over tp, forward: two all-gathers and two reduce-scatters of
+the residual stream, or two all-reduces without sequence parallelism. Backward has their
+transposes. The embedding has one reduce-scatter (or all-reduce), the head one all-gather (or
+none), and the loss those of ``vocab.cross_entropy``.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,17 +51,17 @@ def apply(
 ) -> Mapping[str, Callable[[], None]]:
     """Cut the modules of ``stage`` over the 1-D tp ``mesh``, in place. No collective.
 
-    ``stage`` is on the meta device, or holds the same values on all ranks. Afterwards every parameter is
-    a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)`` for rows,
-    ``Replicate()`` for norms and for key-value heads that are fewer than ranks.
+    ``stage`` is on the meta device, or holds the same values on all ranks. Afterwards every
+    parameter is a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)``
+    for rows, ``Replicate()`` for norms and for key-value heads that are fewer than ranks.
 
     Returns:
         By module name, a function that must run before a compiled block does: its graph reads this
         rank's shards from where the function puts them.
 
     Raises:
-        PlanError: the plan leaves a parameter uncut; a head lacks its seam; or neither of tp and the
-            number of key-value heads divides the other.
+        PlanError: the plan leaves a parameter uncut; a head lacks its seam; or neither of tp and
+            the number of key-value heads divides the other.
     """
     styles = {}
     for name, _ in stage.named_modules():
@@ -89,8 +89,8 @@ class Local(ParallelStyle):
 
     Attributes:
         placement: of every parameter over tp.
-        grad_placement: of their gradients where it differs: ``Partial()`` if the ranks saw different
-            tokens or heads.
+        grad_placement: of their gradients where it differs: ``Partial()`` if the ranks saw
+            different tokens or heads.
         pre_collective, post_collective: applied to the input and to the output.
         select: takes what the module computes with from its local parameter.
         make_forward: called once with the module before it is cut; returns the forward to run.
@@ -121,8 +121,9 @@ class Local(ParallelStyle):
             with_shards = module
             shards = self._local_shards() if self._prepared is None else self._prepared
             if shards:
-                # A shallow copy of the module with the shards as its parameters, new in each call: FSDP
-                # replaces the DTensors between calls, and those must stay in the module itself.
+                # A shallow copy of the module with the shards as its parameters, new in each call:
+                # FSDP replaces the DTensors between calls, and those must stay in the module
+                # itself.
                 with_shards = object.__new__(type(module))
                 with_shards.__dict__ = {**module.__dict__, "_parameters": shards}
             out = forward_locally(
@@ -136,8 +137,8 @@ class Local(ParallelStyle):
     def refresh(self) -> None:
         """Read this rank's shards for a compiled block; afterwards ``forward`` does not read them.
 
-        A graph cannot do so itself: torch 2.13 loses the mesh of a DTensor in the graph's backward. It
-        runs before every forward, because FSDP replaces the parameters.
+        A graph cannot do so itself: torch 2.13 loses the mesh of a DTensor in the graph's
+        backward. It runs before every forward, because FSDP replaces the parameters.
         """
         self._prepared = self._local_shards()
 
@@ -156,7 +157,7 @@ class Local(ParallelStyle):
 
 
 def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: ParallelTable) -> Local:
-    """The placements and collectives of a style. Between modules the residual stream is a plain tensor."""
+    """The placements and collectives of a style; modules pass plain tensors to each other."""
     sequence_parallel = parallel.sequence_parallel
     gather, reduce = sum_gradients, sum_outputs
     if sequence_parallel:
@@ -186,7 +187,7 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
 
 
 def _embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> LocalForward:
-    """The lookup in this rank's rows. Tokens of other ranks' rows give 0, before the ranks are summed."""
+    """The lookup in this rank's rows; tokens of other ranks' rows give 0 before the sum."""
     first, count = vocab.own_rows(module.get_parameter("weight").shape[0], group)
     lookup = type(module).forward
 
@@ -204,13 +205,15 @@ def _head_forward(head: Any, group: dist.ProcessGroup, *, loss_parallel: bool) -
     name = type(head).__name__
     if not hasattr(head, "cross_entropy"):
         raise PlanError(
-            f"tensor parallelism cuts a head at its seam `cross_entropy`, which {name} lacks: compute the "
-            "loss in the head as composer3d.models.layers.head.Head does, or use mesh.tp = 1"
+            f"tensor parallelism cuts a head at its seam `cross_entropy`, which {name} lacks: "
+            "compute the loss in the head as composer3d.models.layers.head.Head does, or use "
+            "mesh.tp = 1"
         )
     own_loss = head.cross_entropy
     if loss_parallel and own_loss is not cross_entropy:
         raise PlanError(
-            f"{name} has a loss of its own, which needs whole logits; use parallel.loss_parallel = false"
+            f"{name} has a loss of its own, which needs whole logits; use parallel.loss_parallel = "
+            "false"
         )
     columns = head.weight.shape[0]
     if loss_parallel:
@@ -228,7 +231,8 @@ def _head_forward(head: Any, group: dist.ProcessGroup, *, loss_parallel: bool) -
 def _kv_column(kv_heads: int, mesh: DeviceMesh) -> Local:
     """Columns of key-value heads. With fewer heads than ranks, a rank computes the one it needs.
 
-    Ranks that read the same head each have a part of its gradient, so all of them hold all parameters.
+    Ranks that read the same head each have a part of its gradient, so all of them hold all
+    parameters.
     """
     tp, rank = mesh.size(), mesh.get_local_rank()
     if kv_heads % tp == 0:
@@ -238,7 +242,8 @@ def _kv_column(kv_heads: int, mesh: DeviceMesh) -> Local:
             f"mesh.tp = {tp} and {kv_heads} key-value heads: one must divide the other; "
             f"use mesh.tp = {kv_heads}"
         )
-    # Rank r holds consecutive query heads, and query head h reads key-value head h // (heads / kv_heads).
+    # Rank r holds consecutive query heads, and query head h reads key-value head h // (heads /
+    # kv_heads).
     head = rank * kv_heads // tp
     return Local(
         Replicate(),

@@ -1,7 +1,7 @@
 """The vocabulary cut over tp: a rank's rows, and the loss of logits that stay cut.
 
-Shoeybi et al. 2019 (arXiv 1909.08053), section 3. A rank holds ceil(vocabulary / tp) rows; if tp does
-not divide the vocabulary, the last rank holds fewer. Nothing is padded.
+Shoeybi et al. 2019 (arXiv 1909.08053), section 3. A rank holds ceil(vocabulary / tp) rows; if tp
+does not divide the vocabulary, the last rank holds fewer. Nothing is padded.
 
 Shapes: N tokens of a micro-batch, V columns of the logits that this rank holds.
 """
@@ -48,9 +48,9 @@ def cross_entropy(
     Returns:
         A scalar in float32 or wider, the same on all ranks.
 
-    Collectives: forward, an all-reduce of N maxima and one of 2 N numbers (the sums of exponentials and
-    the logits of the labels), in float32 or wider. Backward has none: each rank computes the gradient of
-    its own columns.
+    Collectives: forward, an all-reduce of N maxima and one of 2 N numbers (the sums of
+    exponentials and the logits of the labels), in float32 or wider. Backward has none: each rank
+    computes the gradient of its own columns.
     """
     return _CrossEntropy.apply(logits_NV, labels_N, first, group)
 
@@ -72,7 +72,8 @@ class _CrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums_2N, group=group)
         log_sum_N, target_N = sums_2N[0].log(), sums_2N[1]
 
-        # The logits are saved as they came, not in the wide dtype: backward computes the softmax again.
+        # The logits are saved as they came, not in the wide dtype: backward computes the softmax
+        # again.
         ctx.save_for_backward(logits_NV, labels_N, max_N + log_sum_N)
         ctx.first = first
         return (log_sum_N - target_N).masked_fill(labels_N == IGNORE_INDEX, 0).sum()
@@ -96,9 +97,9 @@ def _is_own(labels_N: Tensor, first: int, logits_NV: Tensor) -> Tensor:
 def set_loss_chunks(model: nn.Module, plan: ShardingPlan, chunks: int) -> None:
     """Make the heads of ``model`` compute the loss in ``chunks`` parts of a micro-batch's tokens.
 
-    Only one part's logits are in memory at a time: backward computes them again, with the collectives
-    of ``cross_entropy``. The gradient of the head's weight is summed in float32 or wider, in memory that
-    backward allocates.
+    Only one part's logits are in memory at a time: backward computes them again, with the
+    collectives of ``cross_entropy``. The gradient of the head's weight is summed in float32 or
+    wider, in memory that backward allocates.
 
     Raises:
         PlanError: the model has no head with ``chunks``.

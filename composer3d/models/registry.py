@@ -1,0 +1,96 @@
+"""The architectures that a recipe can name: ours, and those of a user's own package. No torch here.
+
+An architecture is one object that names everything the commands need of it. Ours are registered in
+the same way as a user's: ``[model] architecture = "my_package.my_model:ARCHITECTURE"``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from composer3d.models.shape import DecoderShape
+from composer3d.spec.errors import ModelError
+
+# A function or class: itself, or "module:name", which is imported when it is needed. So a shape
+# can be read without torch.
+Reference = Any
+
+DEFAULT = "llama"
+_OURS = {"llama": "composer3d.models.llama.architecture:ARCHITECTURE"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Everything that train, verify, check and convert need to know of an architecture.
+
+    Attributes:
+        shape: a frozen dataclass derived from ``DecoderShape``. Its fields are the keys of
+        ``[model]``. model: ``model(shape, *, dtype, device) -> Decoder``, with uninitialised
+        parameters. plan: ``plan(shape) -> ShardingPlan``. parameters: ``parameters(shape) ->
+        int``, of the whole model. flops_per_token: ``flops_per_token(shape, seq_len) -> float``,
+        forward and backward. presets: shapes by name, for ``[model] preset``. huggingface: the
+        module that reads and writes Hugging Face's config.json, or None.
+    """
+
+    shape: type[DecoderShape]
+    model: Reference
+    plan: Reference
+    parameters: Reference
+    flops_per_token: Reference
+    presets: Mapping[str, DecoderShape] = field(default_factory=dict)
+    huggingface: Reference = None
+
+    def build(self, shape: DecoderShape, **options: Any) -> Any:
+        """Build the model; ``options`` are ``dtype`` and ``device``."""
+        return resolve(self.model)(shape, **options)
+
+
+def architecture(name: str) -> Architecture:
+    """The architecture of this name. For "package.module:NAME", the module is imported, which runs
+    its code.
+
+    Only a recipe that the user names may lead here, never a file inside a checkpoint.
+
+    Raises:
+        ModelError: there is no such architecture, or it cannot be imported.
+    """
+    reference = _OURS.get(name, name)
+    if ":" not in reference:
+        known = ", ".join(_OURS)
+        raise ModelError(
+            f'there is no architecture "{name}"; use {known}, or "package.module:NAME" for one of '
+            "your own"
+        )
+    try:
+        found = resolve(reference)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever the user's module raises
+        raise ModelError(
+            f'"{name}" cannot be imported: {type(error).__name__}: {error}; install the package, '
+            "or put its "
+            "folder into PYTHONPATH"
+        ) from None
+    if not isinstance(found, Architecture):
+        raise ModelError(
+            f'"{name}" is a {type(found).__name__}, not a composer3d.models.registry.Architecture'
+        )
+    if not (isinstance(found.shape, type) and issubclass(found.shape, DecoderShape)):
+        raise ModelError(
+            f'"{name}" has a shape that is not derived from composer3d.models.shape.DecoderShape'
+        )
+    return found
+
+
+@cache
+def resolve(reference: Reference) -> Any:
+    """The object that a reference names; an object that is no text is returned as it is."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except AttributeError:
+        raise ModelError(f'module "{module}" has no "{name}"') from None

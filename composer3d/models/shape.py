@@ -1,0 +1,51 @@
+"""The sizes that every architecture has. No torch here."""
+
+from dataclasses import MISSING, dataclass
+
+from composer3d.spec.ranges import MOST_HEADS, MOST_LAYERS, MOST_VOCAB, MOST_WIDTH, between, key
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a decoder, which the rules of recipes and ``verify`` read.
+
+    All sizes are of the whole model, before anything is cut. An architecture derives its own shape
+    from this class and adds fields; each field is a key of ``[model]`` in a recipe. It may turn
+    the properties below into fields, with a default each.
+    """
+
+    dim: int = key(MISSING, "width of the residual stream", between(1, MOST_WIDTH))
+    n_layers: int = key(MISSING, "number of blocks", between(1, MOST_LAYERS))
+    n_heads: int = key(MISSING, "query heads", between(1, MOST_HEADS))
+    n_kv_heads: int = key(
+        MISSING,
+        "key-value heads; fewer than n_heads is grouped-query attention",
+        between(1, MOST_HEADS),
+    )
+    ffn: int = key(MISSING, "width of the feed-forward layer", between(1, 4 * MOST_WIDTH))
+    vocab: int = key(MISSING, "size of the vocabulary", between(1, MOST_VOCAB))
+
+    @property
+    def head_dim(self) -> int | None:
+        """The width of a head where it is not dim / n_heads."""
+        return None
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one parameter."""
+        return False
+
+    @property
+    def window(self) -> int:
+        """The sliding window of attention in tokens; 0 is none."""
+        return 0
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head's query and key are normalised."""
+        return False
+
+    @property
+    def head_width(self) -> int:
+        """The width of a head."""
+        return self.head_dim or self.dim // self.n_heads

@@ -1,0 +1,147 @@
+"""The model of docs/own_model.md, installed in a folder of its own: check, verify and train treat it as one of ours."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.prove.paths import ROOT
+
+PAGE = (ROOT / "docs" / "own_model.md").read_text()
+CODE, RECIPE = (re.search(rf"```{kind}\n(.*?)```", PAGE, re.S)[1] for kind in ("python", "toml"))
+LAYOUTS = """\
+mesh.dp_shard=2
+mesh.dp_replicate=2 data.packing=documents
+mesh.tp=2
+mesh.pp=2
+mesh.pp=2 parallel.schedule=ZBVZeroBubble
+mesh.cp=2
+mesh.cp=2 parallel.cp_method=ulysses
+mesh.dp_shard=2 mesh.tp=2 mesh.pp=2
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The page's module in a package of another name than the page's, and its recipe."""
+    package = tmp_path / "elsewhere" / "their_models"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "other_name.py").write_text(CODE)
+    recipe = RECIPE.replace("my_models.gpt:", "their_models.other_name:")
+    assert recipe != RECIPE
+    (tmp_path / "gpt.toml").write_text(recipe)
+    (tmp_path / "layouts.txt").write_text(LAYOUTS)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, path: str = "elsewhere") -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder / path), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "composer3d", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_the_page_is_as_short_as_it_says() -> None:
+    assert len(CODE.splitlines()) < 150
+    assert "[A model of your own](docs/own_model.md)" in (ROOT / "README.md").read_text()
+
+
+def test_its_layouts_are_exact(installed: Path) -> None:
+    done = run(
+        installed, "verify", "gpt.toml", "--steps", "2", "--layouts", "layouts.txt", "--json"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert len(verdicts) == len(LAYOUTS.splitlines())
+    for verdict in verdicts:
+        assert verdict["passed"], verdict
+        assert 0 < verdict["max_grad_rel_err"] < 1e-12
+
+
+def test_a_fault_of_its_plan_is_seen(installed: Path) -> None:
+    """Column biases that are not cut would be added once for each rank: the plan is refused."""
+    module = installed / "elsewhere" / "their_models" / "other_name.py"
+    module.write_text(
+        CODE.replace(
+            "self.down = nn.Linear(shape.ffn, shape.dim, bias=False)",
+            "self.down = nn.Linear(shape.ffn, shape.dim)",
+        )
+    )
+    done = run(installed, "verify", "gpt.toml", "--steps", "2", "--set", "mesh.tp=2")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "'blocks.0.mlp.down' has style \"row\" and a parameter 'bias'" in done.stdout
+
+
+def test_it_is_checked_trained_and_resumed(installed: Path) -> None:
+    done = run(installed, "check", "gpt.toml", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["recipe"]["model"]["max_positions"] == 512
+    assert answer["origins"]["model.max_positions"] == "gpt.toml:13"
+    short = ["--set", "data.global_batch=2", "--set", "data.seq_len=32", "--set", "metrics.every=1"]
+    whole = run(installed, "train", "gpt.toml", *short, "--set", "run.steps=4")
+    assert whole.returncode == 0, whole.stderr
+    losses = (installed / "runs" / "gpt" / "metrics.jsonl").read_text()
+    apart = ["--set", "run.name=apart", *short]
+    for steps in ("2", "4"):
+        part = run(installed, "train", "gpt.toml", *apart, "--set", f"run.steps={steps}", "--set", "optim.decay=4")
+        assert part.returncode == 0, part.stderr
+    assert "resumed from" in part.stderr
+    assert loss_of(losses) == loss_of((installed / "runs" / "apart" / "metrics.jsonl").read_text())
+
+
+def loss_of(lines: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in lines.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            ("their_models.other_name:", "no_such_package.gpt:"),
+            r"gpt\.toml:5: model\.architecture: \"no_such_package\.gpt:ARCHITECTURE\" cannot be imported: "
+            r"ModuleNotFoundError: No module named 'no_such_package'; install the package, or put its folder "
+            r"into PYTHONPATH",
+        ),
+        (
+            (":ARCHITECTURE", ":GPT"),
+            r"gpt\.toml:5: .* is a type, not a composer3d\.models\.registry\.Architecture",
+        ),
+        (
+            (":ARCHITECTURE", ":NOTHING"),
+            r"gpt\.toml:5: .*module \"their_models\.other_name\" has no \"NOTHING\"",
+        ),
+        (
+            ("their_models.other_name:ARCHITECTURE", "mamba"),
+            r"gpt\.toml:5: model\.architecture: there is no architecture \"mamba\"; use llama, or "
+            r"\"package\.module:NAME\" for one of your own",
+        ),
+        (("max_positions = 512", "max_position = 512"), r"gpt\.toml:13: unknown key 'model\.max_position'; did you mean 'max_positions'\?"),
+        (("max_positions = 512", "max_positions = 0"), r"gpt\.toml:13: model\.max_positions = 0 must be from 1 to"),
+        (("ffn = 256\n", ""), r"gpt\.toml:4: model lacks ffn; give it"),
+    ],
+)
+def test_what_is_wrong_has_its_line(
+    installed: Path, change: tuple[str, str], line: str
+) -> None:
+    recipe = (installed / "gpt.toml").read_text()
+    assert change[0] in recipe
+    (installed / "gpt.toml").write_text(recipe.replace(*change))
+    done = run(installed, "check", "gpt.toml")
+    assert done.returncode == 2, done.stdout
+    assert re.search(line, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
