@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import composer3d
-from composer3d.recipe.values import is_text, one_line
+from composer3d.recipe.values import is_utf8, one_line
 from composer3d.spec.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _check_texts(given: dict[str, Any]) -> None:
         for text in value if isinstance(value, list) else [value]:
             # Of an override that is not UTF-8, the recipe's reader says which it is.
             if isinstance(text, str) and (
-                "\0" in text or not (is_text(text) or isinstance(value, list))
+                "\0" in text or not (is_utf8(text) or isinstance(value, list))
             ):
                 raise UserError(
                     f"composer3d: the argument {one_line(text)} holds a NUL byte or bytes that are not UTF-8; "

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from composer3d.recipe.resolve import load
-from composer3d.recipe.rules.layout import violations
+from composer3d.recipe.rules import violations
 from tools.prove.paths import ROOT
 
 PACKAGE = ROOT / "composer3d"

@@ -40,7 +40,7 @@ def main_check(
         print(json.dumps(answer))
         return 0
     print(resolved.to_toml(), _summary(resolved.recipe), sep="\n")
-    if resolved.takes_what_is_left and gpus is None:
+    if resolved.fills_world and gpus is None:
         print(
             "# mesh.dp_shard takes what is left of the world; --gpus N shows the recipe in a world of N"
         )

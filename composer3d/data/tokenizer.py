@@ -25,7 +25,7 @@ from composer3d.data.documents import (
     refuse_end_of_document,
     refuse_long,
 )
-from composer3d.recipe.values import either, one_line
+from composer3d.recipe.values import join_with_or, one_line
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import read_plain
 from composer3d.spec.ranges import MOST_VOCAB
@@ -116,7 +116,7 @@ class _FromFile(Tokenizer):
         try:
             known = self._worker.known()
             if known["end_name"] is None:
-                shown = one_line(either(list(ends)))
+                shown = one_line(join_with_or(list(ends)))
                 raise _Failed(f"it has no {shown} to end a document; name a token of it with --eod")
             if known["vocab"] > MOST_VOCAB:
                 raise _Failed(

@@ -1,7 +1,7 @@
-"""What a recipe changes since a checkpoint was made: the values of a resolved recipe that is kept as text.
+"""Compares a recipe with the text of a resolved recipe, kept by a checkpoint or in a run's folder.
 
-The text comes from a checkpoint or a run's folder, so whoever made those wrote it. It is parsed within bounds, no path
-in it is read, and what it holds is only compared and shown.
+The text is not trusted, as anyone may have written the checkpoint or the folder. It is parsed
+within limits, no path in it is read, and its values are only compared and shown.
 """
 
 from dataclasses import MISSING
@@ -10,14 +10,20 @@ from typing import Any, NamedTuple
 import tomli
 
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import FIELDS, fit, kind_of, show, value_of
+from composer3d.recipe.values import FIELDS, as_toml, coerce, type_of, value_of
 
 _TEXT_LIMIT = 256 << 10  # characters; a resolved recipe has about 10,000
 _SHOWN_LIMIT = 80  # characters of a value
 
 
 class Change(NamedTuple):
-    """One key whose value differs; the values are written as in TOML, and shortened."""
+    """One key whose value differs.
+
+    Attributes:
+        key: the key.
+        then: the old value as TOML, cut at 80 characters, or "absent".
+        now: the new value, likewise.
+    """
 
     key: str
     then: str
@@ -25,12 +31,13 @@ class Change(NamedTuple):
 
 
 def values_of(text: str) -> dict[str, Any]:
-    """The values of a resolved recipe by key. A value that this version does not accept is left as TOML gives it.
+    """Return the values of a resolved recipe by key.
 
-    Keys that this version does not have are left out.
+    A value that this version does not accept is returned as TOML gives it. Keys that this version
+    does not have are left out.
 
     Raises:
-        ValueError: the text is not TOML, is longer than a recipe can be, or nests too deep.
+        ValueError: the text is not TOML, is longer than any recipe, or nests too deep.
     """
     if len(text) > _TEXT_LIMIT:
         raise ValueError(
@@ -40,43 +47,49 @@ def values_of(text: str) -> dict[str, Any]:
         document = tomli.loads(text)
     except RecursionError:
         raise ValueError("it nests too deep") from None
-    found: dict[str, Any] = {}
+
+    values: dict[str, Any] = {}
     for table, content in document.items():
-        for name, value in content.items() if isinstance(content, dict) else ():
-            if (key := f"{table}.{name}") in FIELDS:
-                try:
-                    found[key] = fit(value, kind_of(key))
-                except ValueError:
-                    found[key] = value
-    return found
+        if not isinstance(content, dict):
+            continue
+        for name, value in content.items():
+            key = f"{table}.{name}"
+            if key not in FIELDS:
+                continue
+            try:
+                values[key] = coerce(value, type_of(key))
+            except ValueError:
+                values[key] = value
+    return values
 
 
 def changes(then: str, now: Recipe) -> list[Change]:
-    """Every key whose value in ``now`` is not that of the resolved recipe ``then``, sorted by key.
+    """List the keys, sorted, whose value in ``now`` differs from the resolved recipe ``then``.
 
-    A key that ``then`` lacks had its default: the text leaves out a key that has no value, and an older composer3d
-    wrote none that it did not have.
+    A key that ``then`` lacks had its default: the text leaves out keys without a value, and an
+    older composer3d did not write keys that it did not have.
 
     Raises:
         ValueError: see ``values_of``.
     """
-    found = values_of(then)
-    differing = []
+    old_values = values_of(then)
+    differences = []
     for key in sorted(FIELDS):
         default = FIELDS[key].default
-        before, after = found.get(key, None if default is MISSING else default), value_of(now, key)
-        if before != after or type(before) is not type(after):
-            differing.append(Change(key, _shown(before), _shown(after)))
-    return differing
+        old_value = old_values.get(key, None if default is MISSING else default)
+        new_value = value_of(now, key)
+        if old_value != new_value or type(old_value) is not type(new_value):
+            differences.append(Change(key, _shown(old_value), _shown(new_value)))
+    return differences
 
 
 def _shown(value: object) -> str:
     if value is None:
         return "absent"
     try:
-        text = show(value)
+        text = as_toml(value)
     except RecursionError:
         return "a value that nests too deep"
-    # Neither control characters nor those that turn the direction of what follows.
+    # Escape control characters, and those that change the direction of the text after them.
     text = "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)
     return text if len(text) <= _SHOWN_LIMIT else f"{text[:_SHOWN_LIMIT]}..."

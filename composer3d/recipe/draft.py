@@ -1,189 +1,246 @@
-"""Reads a recipe's files and overrides into a draft: values of the right type, each with its place, and problems."""
+"""Reads the files and overrides of a recipe into a draft of values, their places, and problems."""
 
 import difflib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import tomli
 
 from composer3d.recipe.schema import PATH, TABLES
 from composer3d.recipe.statements import KeyPath, key_lines, statements
-from composer3d.recipe.values import FIELDS, brief, either, fit, is_text, kind_of, one_line
+from composer3d.recipe.values import (
+    FIELDS,
+    as_short_toml,
+    coerce,
+    is_utf8,
+    join_with_or,
+    one_line,
+    type_of,
+)
 from composer3d.spec.errors import RecipeError
 from composer3d.spec.files import read_plain
 
-MOST_BYTES = 256 << 10  # of a recipe with all its bases; a long one has a few thousand
+MOST_BYTES = 256 << 10  # of a recipe and its bases together; a long recipe has a few thousand
 MOST_BASES = 32
-MOST_PROBLEMS = 100  # that are told of one recipe
+MOST_PROBLEMS = 100  # reported for one recipe
+
+
+class _Document(NamedTuple):
+    """One file of a recipe.
+
+    Attributes:
+        name: the path of the file, on one line, for messages.
+        tables: the content, without ``base``.
+        lines: the line of each key and table, from 1.
+    """
+
+    name: str
+    tables: dict[str, Any]
+    lines: dict[KeyPath, int]
 
 
 @dataclass
 class Draft:
-    """What has been read so far. ``load`` adds what is resolved, and further problems."""
+    """The content of a recipe's files and overrides. ``resolve.load`` completes it.
+
+    Attributes:
+        path: the recipe's file, as the user names it.
+        values: the typed values of each table, by name.
+        places: where each key or table is written, such as ``x.toml:4``, by key or table.
+        origins: the origin of each value that does not come from the place of its key, by key.
+        problems: the lines of the error so far.
+        invalid_keys: keys whose value is wrong, or was probably written under a misspelt key. Rules
+            skip them, so that one mistake gives one line.
+    """
 
     path: str
-    given: dict[str, dict[str, Any]] = field(
+    values: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {table: {} for table in TABLES}
-    )  # values, typed
-    places: dict[str, str] = field(default_factory=dict)  # by key or table, of what is written
-    origins: dict[str, str] = field(default_factory=dict)  # by key, where that is not its place
+    )
+    places: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    spoiled: set[str] = field(
-        default_factory=set
-    )  # keys whose value is wrong, or was meant for them and is elsewhere
+    invalid_keys: set[str] = field(default_factory=set)
 
     def place(self, key: str) -> str:
-        """The prefix of an error about ``key``; where no file gives the key, that of its table or of the file."""
+        """Return the prefix of an error about ``key``.
+
+        It is the place of the key, or of its table if no file gives the key, or else the file.
+        """
         return self.places.get(key) or self.places.get(key.split(".")[0]) or one_line(self.path)
 
     def origin(self, key: str) -> str:
-        """Where the value of ``key`` came from, for people."""
+        """Return where the value of ``key`` came from, for people."""
         return self.origins.get(key) or self.places.get(key, "default")
 
     def blame(self, key: str, *problems: str) -> None:
+        """Add problems, each with the place of ``key``."""
         self.problems += [f"{self.place(key)}: {problem}" for problem in problems]
 
     def read(self, sets: Sequence[str]) -> None:
-        """Reads the file, its bases, each of which gives what those before it do not, and the overrides.
+        """Read the file, its bases and the overrides ``sets``.
 
-        Raises RecipeError, with the problems so far, where a file cannot be read.
+        A base gives only the keys that no file before it gives. A later override wins.
+
+        Raises:
+            RecipeError: a file cannot be read. The error also has the problems so far.
         """
         try:
-            for shown, document, lines in _documents(self.path):
-                self._take_document(document, lines, shown)
+            for document in _documents(self.path):
+                self._add_document(document)
             for text in sets:
-                self._take_override(text)
+                self._add_override(text)
         except RecipeError as error:
             raise RecipeError([*self.problems, *error.lines]) from None
 
-    def _take_document(
-        self, document: dict[str, Any], lines: dict[KeyPath, int], shown: str
-    ) -> None:
-        for table, content in document.items():
-            place = f"{shown}:{lines[table,]}"
+    def _add_document(self, document: _Document) -> None:
+        for table, content in document.tables.items():
+            place = f"{document.name}:{document.lines[table,]}"
             if table not in TABLES:
                 self._refuse_unknown(table, place, "table" if isinstance(content, dict) else "key")
             elif not isinstance(content, dict):
-                wanted = f"a table, [{table}] with its keys"
-                self.problems.append(f"{place}: '{table}' must be {wanted}, got {brief(content)}")
-                self.spoiled.update(_keys_of(table))
+                self.problems.append(
+                    f"{place}: '{table}' must be a table, [{table}] with its keys, "
+                    f"got {as_short_toml(content)}"
+                )
+                self.invalid_keys.update(_keys_of(table))
             else:
                 self.places.setdefault(table, place)
                 for name, value in content.items():
-                    self._take(f"{table}.{name}", value, f"{shown}:{lines[table, name]}")
+                    line = document.lines[table, name]
+                    self._add_value(f"{table}.{name}", value, f"{document.name}:{line}")
 
-    def _take_override(self, text: str) -> None:
+    def _add_override(self, text: str) -> None:
         key, equals, raw = (part.strip() for part in text.partition("="))
         place = f"--set {one_line(text)}"
-        if not is_text(text):
-            self.problems.append(f"{place}: write it in UTF-8")
+        if not is_utf8(text):
+            self.problems.append(f"{place}: the text must be UTF-8")
         elif not equals or "." not in key:
             self.problems.append(f"{place}: write it as table.key=value")
         else:
-            self._take(key, _override(raw, kind_of(key)) if key in FIELDS else raw, place)
+            value = _parse_override(raw, type_of(key)) if key in FIELDS else raw
+            self._add_value(key, value, place, overrides=True)
 
-    def _take(self, key: str, value: object, place: str) -> None:
-        """A value that is given: the first one in a file, which its bases do not override, or the last ``--set``."""
+    def _add_value(self, key: str, value: object, place: str, *, overrides: bool = False) -> None:
+        """Check the type of a value, and keep it.
+
+        A value from a file is kept only if no file before gave one; an override always is.
+        """
         if key not in FIELDS:
             self._refuse_unknown(key, place)
             return
         try:
-            fitting = fit(value, kind_of(key))
-            if key not in self.places or place.startswith("--set "):
-                table, name = key.split(".")
-                self.given[table][name], self.places[key] = fitting, place
+            typed_value = coerce(value, type_of(key))
         except ValueError as error:
-            self.problems.append(f"{place}: '{key}' must be {error}, got {brief(value)}")
-            self.spoiled.add(key)
+            self.problems.append(f"{place}: '{key}' must be {error}, got {as_short_toml(value)}")
+            self.invalid_keys.add(key)
+            return
+        if overrides or key not in self.places:
+            table, name = key.split(".")
+            self.values[table][name] = typed_value
+            self.places[key] = place
 
     def _refuse_unknown(self, key: str, place: str, what: str = "key") -> None:
-        """Refuses a key, and spoils those that it may have been meant for."""
+        """Refuse a key or table, and mark the keys that may have been meant as invalid.
+
+        Raises:
+            RecipeError: there are too many problems.
+        """
         table, _, name = key.rpartition(".")
-        siblings = [full.split(".")[1] for full in _keys_of(table)]
-        meant = [full for full in FIELDS if full.endswith(f".{name}")]
-        if near := difflib.get_close_matches(name, siblings or ["base", *TABLES], n=1):
-            meant = [f"{table}.{near[0]}"] if siblings else _keys_of(near[0])
-            advice = f"did you mean '{near[0]}'?"
-        elif meant:
-            advice = f"did you mean {either(map(repr, meant))}?"
+        siblings = [full_key.split(".")[1] for full_key in _keys_of(table)]
+        meant_keys = [full_key for full_key in FIELDS if full_key.endswith(f".{name}")]
+        similar_names = difflib.get_close_matches(name, siblings or ["base", *TABLES], n=1)
+        if similar_names:
+            similar = similar_names[0]
+            meant_keys = [f"{table}.{similar}"] if siblings else _keys_of(similar)
+            advice = f"did you mean '{similar}'?"
+        elif meant_keys:
+            # The name is a key of other tables.
+            advice = f"did you mean {join_with_or(map(repr, meant_keys))}?"
         elif siblings:
             advice = f"the keys of [{table}] are {', '.join(siblings)}"
         else:
             advice = f"a recipe has base and the tables {', '.join(TABLES)}"
+
         self.problems.append(f"{place}: unknown {what} '{one_line(key)}'; {advice}")
-        self.spoiled.update(meant)
+        self.invalid_keys.update(meant_keys)
         if len(self.problems) >= MOST_PROBLEMS:
             raise RecipeError(
-                f"{place}: the recipe has {MOST_PROBLEMS} problems up to here; mend them first"
+                f"{place}: the recipe has {MOST_PROBLEMS} problems up to here; fix them first"
             )
 
 
-def _documents(path: str) -> Iterator[tuple[str, dict[str, Any], dict[KeyPath, int]]]:
-    """The file and then its bases: its name, its tables and the lines of its keys. Raises RecipeError."""
-    seen, named = (
-        set(),
-        "",
-    )  # what comes before the message where there is no such file: the `base` that names it
-    size = 0
+def _documents(path: str) -> Iterator[_Document]:
+    """Read the file, and then its bases. Raises RecipeError."""
+    seen: set[str] = set()  # real paths
+    total_bytes = 0
+    blame = ""  # the start of an error about a base: where a file names it
     while True:
-        shown = one_line(path)
+        name = one_line(path)
         try:
             content = read_plain(path, limit=MOST_BYTES)
         except OSError as error:
-            raise RecipeError(f"{named}{shown}: {error.strerror}") from None
-        except ValueError as error:  # a NUL byte, or what is no UTF-8
-            raise RecipeError(f"{named}{shown}: no file has such a name ({error})") from None
-        size += len(content)
-        if size > MOST_BYTES:
+            raise RecipeError(f"{blame}{name}: {error.strerror}") from None
+        except ValueError as error:  # the name has a NUL byte, or UTF-8 cannot encode it
+            raise RecipeError(f"{blame}{name}: no file has such a name ({error})") from None
+
+        total_bytes += len(content)
+        if total_bytes > MOST_BYTES:
             raise RecipeError(
-                f"{named}{shown}: the recipe and its bases are larger than {MOST_BYTES:_} bytes"
+                f"{blame}{name}: the recipe and its bases are larger than {MOST_BYTES:_} bytes"
             )
-        document, lines = _parse(content, shown)
-        base = document.pop("base", None)
-        yield shown, document, lines
+        tables, lines = _parse(content, name)
+        base = tables.pop("base", None)
+        yield _Document(name, tables, lines)
         if base is None:
             return
-        place = f"{shown}:{lines['base',]}"
-        if not isinstance(base, str) or not PATH[0](base):
-            raise RecipeError(f"{place}: 'base' must be the path of one recipe, got {brief(base)}")
+
+        place = f"{name}:{lines['base',]}"
+        shown_base = as_short_toml(base)
+        if not isinstance(base, str) or not PATH.accepts(base):
+            raise RecipeError(f"{place}: 'base' must be the path of one recipe, got {shown_base}")
         seen.add(os.path.realpath(path))
-        path, named = os.path.join(os.path.dirname(path), base), f"{place}: base cannot be read: "
+        path = os.path.join(os.path.dirname(path), base)
+        blame = f"{place}: base cannot be read: "
         if os.path.realpath(path) in seen:
-            raise RecipeError(f"{place}: base = {brief(base)} makes a circle; remove one base")
+            raise RecipeError(f"{place}: base = {shown_base} makes a cycle; remove one base")
         if len(seen) > MOST_BASES:
             raise RecipeError(
-                f"{place}: base = {brief(base)} is base number {len(seen)}; use at most {MOST_BASES}"
+                f"{place}: base = {shown_base} is base number {len(seen)}; use at most {MOST_BASES}"
             )
 
 
-def _parse(content: bytes, shown: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """The tables of a file, and the lines of its keys. Raises RecipeError."""
+def _parse(content: bytes, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """Return the tables of the file ``name``, and the lines of its keys. Raises RecipeError."""
     try:
         text = content.decode("utf-8-sig")
-        found = list(
-            statements(text)
-        )  # first: it refuses what is nested too deep for those who recurse
-        return tomli.loads(text), key_lines(found)
+        # Before tomli, which recurses into nested values: this refuses values that nest too deep.
+        found_statements = list(statements(text))
+        return tomli.loads(text), key_lines(found_statements)
     except tomli.TOMLDecodeError as error:
         raise RecipeError(
-            f"{shown}:{error.lineno}: not TOML: {error.msg} (column {error.colno})"
+            f"{name}:{error.lineno}: not TOML: {error.msg} (column {error.colno})"
         ) from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # no UTF-8, nested too deep, numbers of thousands of digits
-        raise RecipeError(f"{shown}: not TOML that can be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        # The text is not UTF-8, nests too deep, or has a number with thousands of digits.
+        raise RecipeError(f"{name}: cannot be read as TOML: {error}") from None
 
 
-def _override(raw: str, kind: Any) -> object:
-    """The text of an override for a str, else the value that it is in TOML, or the text where it is none."""
-    if str in (kind, *map(type, get_args(kind))):  # or a choice of texts
-        return raw[1:-1] if len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "\"'" else raw
+def _parse_override(raw: str, kind: Any) -> object:
+    """Return the value of an override.
+
+    A key of type str, or with a choice of strings, takes the raw text, without one pair of quotes.
+    Any other key takes the text parsed as TOML, or the text itself if it is not one TOML value.
+    """
+    if kind is str or str in map(type, get_args(kind)):
+        is_quoted = len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "\"'"
+        return raw[1:-1] if is_quoted else raw
     text = f"value = {raw}"
     with suppress(ValueError, RecursionError):
+        # One statement and one key: an override must not smuggle in a second key.
         if len(list(statements(text))) == 1:
             document = tomli.loads(text)
             if len(document) == 1:

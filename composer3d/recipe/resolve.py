@@ -1,21 +1,23 @@
-"""From a TOML file and ``--set`` overrides to a ``Recipe``, with the origin of every value.
+"""Resolves a TOML file and ``--set`` overrides to a ``Recipe``, with the origin of every value.
 
-All problems of a recipe are collected and raised as one RecipeError, each line with its place. A value that is wrong on
-its own keeps its key out of the cross-field rules, so that one mistake gives one line.
+All problems of a recipe are collected and raised as one RecipeError, each line with its place. A
+value that is wrong by itself excludes its key from the rules on several keys, so that one mistake
+gives one line.
 """
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from composer3d.models.llama import huggingface as hf
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.recipe.draft import Draft
 from composer3d.recipe.machine import count_bytes
-from composer3d.recipe.rules.layout import PATHS, violations
+from composer3d.recipe.rules import PATHS, Violation, violations
 from composer3d.recipe.schema import AXES, PATH, TABLES, MeshTable, Model, Recipe
-from composer3d.recipe.values import FIELDS, mention, multiples_near, show, value_of
+from composer3d.recipe.values import FIELDS, as_toml, mention, nearest_multiples, value_of
 from composer3d.spec.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.spec.schedules import check_csv, read_csv
 from composer3d.spec.token_manifest import MANIFEST, read_manifest
@@ -23,26 +25,34 @@ from composer3d.spec.token_manifest import MANIFEST, read_manifest
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe that keeps every rule.
+    """A recipe that obeys every rule.
 
-    ``origins``: for each key of the recipe (of ``model``, the fields of the shape) where its value came from:
-    ``recipes/x.toml:4``, ``--set mesh.tp=4``, ``preset llama3-8b`` or ``default``.
-    ``place``: the prefix of an error about a key; where no file gives the key, that of its table or of the file.
+    Attributes:
+        recipe: the recipe.
+        origins: where the value of each key came from: ``recipes/x.toml:4``, ``--set mesh.tp=4``,
+            ``preset llama3-8b`` or ``default``.
+        fills_world: the recipe sets ``mesh.dp_shard = -1``, or leaves it out, so that the mesh
+            grows with the world.
+        place: returns the prefix of an error about a key: the place of the key, or of its table if
+            no file gives the key, or else the file.
     """
 
     recipe: Recipe
     origins: dict[str, str]
-    takes_what_is_left: bool  # the recipe says mesh.dp_shard = -1, or nothing
+    fills_world: bool
     place: Callable[[str], str] = field(repr=False)
 
     def to_toml(self) -> str:
-        """The whole recipe as TOML, each value followed by its origin; loading it gives an equal recipe."""
+        """Return the whole recipe as TOML, each value with its origin.
+
+        Loading the text gives an equal recipe.
+        """
         lines: list[str] = []
         for table, values in asdict(self.recipe).items():
             lines += ["", f"[{table}]"]
             for name, value in values.items():
-                written = f"# {name} is absent" if value is None else f"{name} = {show(value)}"
-                lines.append(f"{written:<30} # {self.origins[f'{table}.{name}']}")
+                statement = f"# {name} is absent" if value is None else f"{name} = {as_toml(value)}"
+                lines.append(f"{statement:<30} # {self.origins[f'{table}.{name}']}")
         return "\n".join(lines[1:]) + "\n"
 
 
@@ -53,196 +63,261 @@ def load(
     world_size: int | None = None,
     check_files: bool = True,
 ) -> Resolved:
-    """Reads, checks and resolves a recipe.
+    """Read, check and resolve a recipe.
 
     Args:
-        path: the TOML file. Its ``base`` is relative to it; all other paths are relative to the working directory.
-        sets: overrides, ``table.key=value`` each; a later one wins.
-        world_size: processes of the world, which the mesh must fill exactly; ``mesh.dp_shard = -1`` takes what the
-            other axes leave of it. None: ``mesh.dp_shard = -1`` becomes 1.
-        check_files: whether the data and the checkpoint that the recipe names must be there; a proof needs neither.
+        path: the TOML file. Its ``base`` is relative to the file; all other paths are relative to
+            the working directory.
+        sets: overrides, each ``table.key=value``; a later one wins.
+        world_size: number of processes, all of which the mesh must use. ``mesh.dp_shard = -1``
+            becomes ``world_size`` divided by the other axes, or 1 if ``world_size`` is None.
+        check_files: whether the data and the checkpoint that the recipe names must exist. A proof
+            needs neither.
 
-    Raises RecipeError, with one line for each problem.
+    Raises:
+        RecipeError: the recipe cannot be used. The error has one line for each problem.
     """
     draft = Draft(os.fspath(path))
     draft.read(sets)
-    tables = {table: cls(**draft.given[table]) for table, cls in TABLES.items() if table != "model"}
-    model = _resolve_shape(draft)
-    recipe = Recipe(
-        **tables | {"model": model, "mesh": _fill_world(draft, tables["mesh"], world_size)}
-    )
+
+    tables = {
+        table: cls(**draft.values[table]) for table, cls in TABLES.items() if table != "model"
+    }
+    fills_world = tables["mesh"].dp_shard == -1
+    tables["model"] = _resolve_shape(draft)
+    tables["mesh"] = _resolve_mesh(draft, tables["mesh"], world_size)
+    recipe = Recipe(**tables)
+
     broken = violations(recipe)
-    for violation in broken:
-        keys = (violation.key, *violation.others)
-        if draft.spoiled.isdisjoint(keys):
-            blamed = next(
-                (key for key in keys if key in draft.places), violation.key
-            )  # one that is written
-            origins = {key: draft.origin(key) for key in keys if key != blamed}
-            draft.blame(blamed, violation.message(recipe, origins))
+    _blame_violations(draft, recipe, broken)
     if check_files:
-        _check_files(draft, recipe, draft.spoiled | {violation.key for violation in broken})
+        wrong_keys = draft.invalid_keys | {violation.key for violation in broken}
+        _check_files(draft, recipe, wrong_keys)
+
     if draft.problems:
         raise RecipeError(draft.problems)
-    return Resolved(
-        recipe,
-        {key: draft.origin(key) for key in FIELDS},
-        tables["mesh"].dp_shard == -1,
-        draft.place,
-    )
+    origins = {key: draft.origin(key) for key in FIELDS}
+    return Resolved(recipe, origins, fills_world, draft.place)
+
+
+def _blame_violations(draft: Draft, recipe: Recipe, broken: Sequence[Violation]) -> None:
+    """Add the broken rules to the draft's problems, except those that read an invalid key."""
+    for violation in broken:
+        keys = (violation.key, *violation.others)
+        if not draft.invalid_keys.isdisjoint(keys):
+            continue
+        # The place is that of the first key that the user wrote: a default has no place to change.
+        blamed_key = next((key for key in keys if key in draft.places), violation.key)
+        origins = {key: draft.origin(key) for key in keys if key != blamed_key}
+        draft.blame(blamed_key, violation.message(recipe, origins))
 
 
 def _resolve_shape(draft: Draft) -> Model:
-    """The preset's row, or config.json's shape, with the fields that the recipe gives.
+    """Return the shape: the preset's row, or that of config.json, with the fields of the recipe.
 
-    What is missing is a problem, and borrowed meanwhile.
+    A missing field is a problem. The draft then borrows it from llama3-8b, so that rules can run.
     """
-    given = draft.given["model"]
-    preset, folder = given.get("preset"), given.get("hf")
-    row, source, named = PRESETS.get(preset or ""), f"preset {preset}", "model.preset"
-    if folder is not None and not PATH[0](folder):  # ``violations`` says so
-        draft.spoiled.add("model.preset")
+    values = draft.values["model"]
+    preset, folder = values.get("preset"), values.get("hf")
+
+    # ``row`` gives the fields that the recipe does not; ``row_key`` is the key that names it.
+    row = PRESETS.get(preset or "")
+    row_origin, row_key = f"preset {preset}", "model.preset"
+    if folder is not None and not PATH.accepts(folder):  # ``violations`` reports it
+        draft.invalid_keys.add("model.preset")
     elif folder is not None:
-        source, named = f"config.json of {folder}", "model.hf"
+        row_origin, row_key = f"config.json of {folder}", "model.hf"
         try:
             row = hf.read_shape(folder)
         except CheckpointError as error:
-            # A resolved recipe goes on without the folder that it started from.
-            if os.path.isdir(folder) or not all(
-                e.name in given for e in fields(ModelShape) if e.default is MISSING
-            ):
-                draft.blame(named, *(f"model.hf: {line}" for line in error.lines))
-                draft.spoiled.add("model.preset")
+            # A resolved recipe has the whole shape: it does not need the folder it started from.
+            is_whole = all(
+                entry.name in values for entry in fields(ModelShape) if entry.default is MISSING
+            )
+            if os.path.isdir(folder) or not is_whole:
+                draft.blame(row_key, *(f"model.hf: {line}" for line in error.lines))
+                draft.invalid_keys.add("model.preset")
         if preset is not None:
-            draft.blame(named, "model.hf and model.preset both give a shape; remove one")
+            draft.blame(row_key, "model.hf and model.preset both give a shape; remove one")
+
     missing: list[str] = []
     for entry in fields(ModelShape):
-        key, value = f"model.{entry.name}", getattr(row or PRESETS["llama3-8b"], entry.name)
-        if entry.name in given or value == entry.default:  # as all are in llama3-8b that have one
+        key = f"model.{entry.name}"
+        value = getattr(row or PRESETS["llama3-8b"], entry.name)
+        # llama3-8b has the default of every field that has one, so only the others can be missing.
+        if entry.name in values or value == entry.default:
             continue
-        given[entry.name] = value
+        values[entry.name] = value
         if row is not None:
-            draft.origins[key], draft.places[key] = source, draft.places[named]
+            draft.origins[key] = row_origin
+            draft.places[key] = draft.places[row_key]
         else:
-            missing += [entry.name] if key not in draft.spoiled else []
-            draft.spoiled.add(key)
-    if missing and preset is None and "model.preset" not in draft.spoiled:
+            if key not in draft.invalid_keys:
+                missing.append(entry.name)
+            draft.invalid_keys.add(key)
+
+    if missing and preset is None and "model.preset" not in draft.invalid_keys:
         draft.blame(
             "model",
-            f"model lacks {', '.join(missing)}; give them, or a preset: {', '.join(PRESETS)}",
+            f"[model] lacks {', '.join(missing)}; set them, or use one of the presets "
+            f"{', '.join(PRESETS)}",
         )
-    return Model(**given)
+    return Model(**values)
 
 
-def _fill_world(draft: Draft, mesh: MeshTable, world_size: int | None) -> MeshTable:
-    """Gives ``mesh.dp_shard = -1`` its value, what the other axes leave, and has the mesh fill the world."""
+def _resolve_mesh(draft: Draft, mesh: MeshTable, world_size: int | None) -> MeshTable:
+    """Replace ``mesh.dp_shard = -1`` by its value, and check that the mesh fills the world."""
     is_open = mesh.dp_shard == -1
-    filled = replace(mesh, dp_shard=1) if is_open else mesh
-    if (
-        world_size is None
-        or min(asdict(filled).values()) < 1
-        or draft.spoiled & {f"mesh.{axis}" for axis in AXES}
-    ):
-        return filled
-    taken = filled.world_size  # by the axes that are given
-    if is_open and world_size % taken == 0:
+    closed = replace(mesh, dp_shard=1) if is_open else mesh
+    axis_keys = {f"mesh.{axis}" for axis in AXES}
+    if world_size is None or min(asdict(closed).values()) < 1 or draft.invalid_keys & axis_keys:
+        return closed
+
+    needed = closed.world_size  # processes, with dp_shard = 1 if it is open
+    if is_open and world_size % needed == 0:
         draft.origins["mesh.dp_shard"] = (
-            f"{draft.origin('mesh.dp_shard')}, what is left of {world_size} processes"
+            f"{draft.origin('mesh.dp_shard')}, to fill {world_size} processes"
         )
-        return replace(mesh, dp_shard=world_size // taken)
-    if is_open or taken != world_size:
-        shown = " x ".join(f"{axis} {size}" for axis, size in asdict(mesh).items() if size != -1)
-        fault = f"mesh {shown} = {taken} processes, but the world has {world_size}"
-        start = multiples_near(world_size, taken) if is_open else taken
+        return replace(mesh, dp_shard=world_size // needed)
+
+    if is_open or needed != world_size:
+        sizes = " x ".join(f"{axis} {size}" for axis, size in asdict(mesh).items() if size != -1)
+        possible = nearest_multiples(world_size, needed) if is_open else needed
         draft.blame(
-            "mesh.dp_shard", f"{fault}; start {start} processes, or change an axis of [mesh]"
+            "mesh.dp_shard",
+            f"mesh {sizes} = {needed} processes, but the world has {world_size}; "
+            f"start {possible} processes, or change an axis of [mesh]",
         )
-        draft.spoiled.add("mesh.dp_shard")
-    return filled
+        draft.invalid_keys.add("mesh.dp_shard")
+    return closed
 
 
-def _check_files(draft: Draft, recipe: Recipe, wrong: set[str]) -> None:
-    """What a recipe names on disk must be there; rules touch no disk. ``wrong``: keys whose values break a rule."""
-    tokenizers: list[object] = []
+def _check_files(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
+    """Check that the files that a recipe names exist and fit it; rules never read files.
+
+    ``wrong_keys`` are the keys that are invalid or break a rule.
+    """
+    _check_data(draft, recipe, wrong_keys)
+    _check_schedule(draft, recipe, wrong_keys)
+    _check_checkpoint(draft, recipe, wrong_keys)
+
+
+def _check_data(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
+    source = recipe.data.source
+    tokenizers: list[_TokenizerId] = []
     for key in ("data.path", "validation.path"):
         path = value_of(recipe, key)
-        known = (
-            path is not None
-            and recipe.data.source in PATHS
-            and wrong.isdisjoint((key, "data.source"))
+        has_path = (
+            path is not None and source in PATHS and wrong_keys.isdisjoint((key, "data.source"))
         )
-        if known and (problem := _data_problem(path, draft, recipe, tokenizers)):
+        problem = _data_problem(path, draft, recipe, tokenizers) if has_path else None
+        if problem is not None:
             draft.blame(key, f"{mention(recipe, key)} {problem}")
-        elif known or (recipe.data.source == "python" and key == "data.path"):
+        elif has_path or (source == "python" and key == "data.path"):
             _check_length(key, path, draft, recipe)
-    csv, pp, each = recipe.parallel.schedule_csv, recipe.mesh.pp, recipe.parallel.stages_per_rank
-    if csv is not None and pp > 1 and not wrong:
-        try:
-            check_csv(read_csv(csv), csv, pp=pp, each=each, micro_batches=recipe.micro_batches)
-        except PlanError as error:
-            draft.blame("parallel.schedule_csv", *error.lines)
-    # A run that has checkpoints of its own needs no seed.
-    resume, own = recipe.checkpoint.resume, Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
-    known = (
-        "checkpoint.resume" in wrong
-        or resume in ("auto", "none")
-        or os.path.isdir(resume)
-        or own.is_dir()
-    )
-    if not known:
-        way_out = (
-            'use "auto", "none" or the folder of a checkpoint, relative to the working directory'
+
+
+def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
+    """Check the file of a pipeline schedule. It depends on many keys: all of them must be right."""
+    csv, pp = recipe.parallel.schedule_csv, recipe.mesh.pp
+    if csv is None or pp == 1 or wrong_keys:
+        return
+    try:
+        check_csv(
+            read_csv(csv),
+            csv,
+            pp=pp,
+            stages_per_rank=recipe.parallel.stages_per_rank,
+            micro_batches=recipe.micro_batches,
         )
+    except PlanError as error:
+        draft.blame("parallel.schedule_csv", *error.lines)
+
+
+def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
+    key, resume = "checkpoint.resume", recipe.checkpoint.resume
+    # A run that has checkpoints of its own resumes from them, and no longer needs the folder.
+    own_checkpoints = Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
+    if key in wrong_keys or resume in ("auto", "none"):
+        return
+    if not os.path.isdir(resume) and not own_checkpoints.is_dir():
         draft.blame(
-            "checkpoint.resume", f"{mention(recipe, 'checkpoint.resume')} is no folder; {way_out}"
+            key,
+            f'{mention(recipe, key)} is not a folder; use "auto", "none" or the folder of a '
+            "checkpoint, relative to the working directory",
         )
 
 
 def _check_length(key: str, path: str | None, draft: Draft, recipe: Recipe) -> None:
-    """Blame a sequence that is longer than the text. What cannot be counted is left for training to say."""
+    """Check that the text in ``path`` has enough tokens for one sample.
+
+    If the tokens cannot be counted, training reports it.
+    """
     data = recipe.data
     is_read = key == "data.path" or recipe.validation.every > 0
-    if not is_read or not draft.spoiled.isdisjoint(("data.seq_len", "data.source", "data.field")):
+    needed_keys = ("data.seq_len", "data.source", "data.field")
+    if not is_read or not draft.invalid_keys.isdisjoint(needed_keys):
         return
+
+    count: int | None
     if data.source == "tokens":
         try:
             count = read_manifest(path or "").tokens
         except DataError:
             return
     else:
-        counted = count_bytes(data.source, path, data.field, enough=data.seq_len + 1)
-        if counted is None:
-            return
-        count = counted
-    if count <= data.seq_len:
-        where = mention(recipe, key) if path is not None else mention(recipe, "data.source")
-        draft.blame(
-            "data.seq_len",
-            f"{mention(recipe, 'data.seq_len')} needs {data.seq_len + 1} tokens, but {where} has {count}; "
-            "shorten data.seq_len or give more text",
-        )
+        count = count_bytes(data.source, path, data.field, enough=data.seq_len + 1)
+    if count is None or count > data.seq_len:
+        return
+
+    text = mention(recipe, key if path is not None else "data.source")
+    draft.blame(
+        "data.seq_len",
+        f"{mention(recipe, 'data.seq_len')} needs {data.seq_len + 1} tokens, but {text} has "
+        f"{count}; use a smaller data.seq_len or more text",
+    )
 
 
-def _data_problem(path: str, draft: Draft, recipe: Recipe, tokenizers: list[object]) -> str | None:
-    """What is wrong with a text or with token files. ``tokenizers``: of those read so far."""
+class _TokenizerId(NamedTuple):
+    """The identity of the tokenizer that made a folder of token files."""
+
+    digest: str | None
+    end_of_document: int
+
+
+def _data_problem(
+    path: str, draft: Draft, recipe: Recipe, tokenizers: list[_TokenizerId]
+) -> str | None:
+    """Return what is wrong with a text or with token files, else None.
+
+    ``tokenizers`` are those of the token files that were read before; that of ``path`` is added.
+    """
     source = recipe.data.source
     if not os.path.exists(path):
         return f"does not exist; give {PATHS[source]}, relative to the working directory"
+
     if source != "tokens":
         if os.path.exists(os.path.join(path, MANIFEST)):
-            return f'holds {MANIFEST}, made by composer3d prepare; use data.source = "tokens"'
+            return f'contains {MANIFEST}, which composer3d prepare made; use data.source = "tokens"'
         if not (os.path.isdir(path) or os.path.isfile(path)):
             return f"is neither a file nor a folder; give {PATHS[source]}"
         return None
+
     try:
-        found = read_manifest(path)
-        found.check_files()
+        manifest = read_manifest(path)
+        manifest.check_files()
     except DataError as error:
         return f"cannot be used: {error.lines[0]}"
-    tokenizers.append((found.tokenizer_digest, found.end_of_document))
-    if found.vocab > recipe.model.vocab and "model.vocab" not in draft.spoiled:
-        mine = f"{mention(recipe, 'model.vocab')} ({draft.origin('model.vocab')})"
-        return f"has a vocabulary of {found.vocab} tokens, more than {mine}; set model.vocab to {found.vocab} or more"
+    tokenizers.append(_TokenizerId(manifest.tokenizer_digest, manifest.end_of_document))
+    if manifest.vocab > recipe.model.vocab and "model.vocab" not in draft.invalid_keys:
+        model_vocab = f"{mention(recipe, 'model.vocab')} ({draft.origin('model.vocab')})"
+        return (
+            f"has a vocabulary of {manifest.vocab} tokens, more than {model_vocab}; "
+            f"set model.vocab to {manifest.vocab} or more"
+        )
     if tokenizers[-1] != tokenizers[0]:
-        return "was made with another tokenizer or end of document than data.path; make it again with the same"
+        return (
+            "was made with another tokenizer or end of document than data.path; "
+            "make it again with the same"
+        )
     return None

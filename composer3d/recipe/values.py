@@ -1,4 +1,4 @@
-"""Values of a recipe: which ones a key takes, and how one is written as TOML."""
+"""Values of a recipe: conversion to the type of a key, TOML text, and parts of error messages."""
 
 import json
 import sys
@@ -10,127 +10,158 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from composer3d.recipe.schema import TABLES, Recipe
 
-_BRIEF = 300  # characters of a value in a message
-_LINE = 4096  # of a path or a key, which a message does not cut as soon
+_SHORT = 300  # characters of a value in a message
+_LINE = 4096  # characters of a path or a key in a message
+_MOST_DIVISOR = 65536
+
+# The dataclass field of each key: "mesh.tp" -> the field ``tp`` of ``MeshTable``.
 FIELDS = {f"{table}.{entry.name}": entry for table, cls in TABLES.items() for entry in fields(cls)}
 
 
-def fit(value: Any, kind: Any) -> Any:
-    """``value``, as TOML gives it, as the type that the schema declares: of an int a float, where one is meant.
+def coerce(value: Any, kind: Any) -> Any:
+    """Convert ``value``, as parsed from TOML, to the type that the schema declares.
 
-    Raises ValueError, which says what the value must be.
+    An int becomes a float if the type is float, and a list becomes a tuple. No other conversion is
+    made; a bool is not an int.
+
+    Raises:
+        ValueError: the value does not have the type; the text says what it must be.
     """
     if get_origin(kind) is tuple and isinstance(value, list):
-        kinds = get_args(kind)
-        kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
-        if len(value) == len(kinds):
-            with suppress(ValueError):
-                return tuple(map(fit, value, kinds))
-    elif get_origin(kind) is Literal:
-        if any(type(value) is type(choice) and value == choice for choice in get_args(kind)):
-            return value
-    elif kind is float and type(value) in (int, float):
-        if abs(value) <= sys.float_info.max:  # not so of nan
-            return float(value)
-        raise ValueError("a finite float")
-    elif type(value) is kind:  # not isinstance: a bool is no int
+        return _coerce_to_tuple(value, kind)
+    if get_origin(kind) is Literal:
+        for choice in get_args(kind):
+            if type(value) is type(choice) and value == choice:
+                return value
+        raise ValueError(describe_type(kind))
+    if kind is float and type(value) in (int, float):
+        # The comparison is false for NaN.
+        if not abs(value) <= sys.float_info.max:
+            raise ValueError("a finite float")
+        return float(value)
+    if type(value) is kind:  # isinstance would accept a bool as an int
         if kind is int and not -(2**63) <= value < 2**63:
             raise ValueError("an int of 64 bits")
         return value
-    raise ValueError(describe(kind))
+    raise ValueError(describe_type(kind))
 
 
-def kind_of(key: str) -> Any:
-    """The type of a key's value: ``X`` of ``X | None``."""
+def _coerce_to_tuple(elements: list[Any], kind: Any) -> tuple[Any, ...]:
+    kinds = get_args(kind)
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(elements)
+    if len(elements) == len(kinds):
+        # The error describes the array, not the element that is wrong.
+        with suppress(ValueError):
+            return tuple(map(coerce, elements, kinds))
+    raise ValueError(describe_type(kind))
+
+
+def type_of(key: str) -> Any:
+    """Return the type of a key's value: ``X`` if the annotation is ``X | None``."""
     kind = FIELDS[key].type
     return get_args(kind)[0] if get_origin(kind) in (UnionType, Union) else kind
 
 
-def describe(kind: Any) -> str:
-    """A type in words: ``int``, ``"GPipe" or "1F1B"``, ``an array of 2 floats``."""
-    kinds = get_args(kind)
+def describe_type(kind: Any) -> str:
+    """Return a type in words: ``int``, ``"GPipe" or "1F1B"``, ``an array of 2 floats``."""
+    arguments = get_args(kind)
     if get_origin(kind) is Literal:
-        return either(map(show, kinds))
-    if kinds:
-        return (
-            f"an array of {'' if kinds[-1] is Ellipsis else f'{len(kinds)} '}{kinds[0].__name__}s"
-        )
+        return join_with_or(map(as_toml, arguments))
+    if arguments:
+        element = arguments[0].__name__
+        if arguments[-1] is Ellipsis:
+            return f"an array of {element}s"
+        return f"an array of {len(arguments)} {element}s"
     return str(kind.__name__)
 
 
-def either(options: Iterable[object]) -> str:
-    """``1, 2 or 4``"""
-    *most, last = map(str, options)
-    return f"{', '.join(most)} or {last}" if most else last
+def join_with_or(options: Iterable[object]) -> str:
+    """Join options: ``1, 2 or 4``."""
+    *others, last = map(str, options)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def divisors(number: int) -> list[int]:
-    return [each for each in range(1, min(number, 65536) + 1) if number % each == 0]
+    """Return the divisors of ``number``, up to 65536, in ascending order."""
+    return [
+        divisor for divisor in range(1, min(number, _MOST_DIVISOR) + 1) if number % divisor == 0
+    ]
 
 
-def use(legal: list[int], near: int) -> str:
-    """The way out: all legal values, or the nearest ones where they are many."""
-    nearest = sorted(sorted(legal, key=lambda each: abs(each - near))[:8])
-    return ("use " if len(legal) <= 8 else "use for example ") + either(nearest)
+def suggest(legal: list[int], wrong: int) -> str:
+    """Say which values to use: all legal ones, or the 8 nearest to ``wrong`` if there are more."""
+    if len(legal) <= 8:
+        return f"use {join_with_or(sorted(legal))}"
+    nearest = sorted(legal, key=lambda value: abs(value - wrong))[:8]
+    return f"use for example {join_with_or(sorted(nearest))}"
 
 
-def multiples_near(number: int, unit: int) -> str:
-    """The multiples of ``unit`` around ``number``, as a way out."""
+def nearest_multiples(number: int, unit: int) -> str:
+    """Return the positive multiples of ``unit`` around ``number``: ``24 or 32``."""
     below = number // unit * unit
-    return either(each for each in (below, below + unit) if each)
+    return join_with_or(multiple for multiple in (below, below + unit) if multiple)
 
 
-def is_text(value: str) -> bool:
-    """Whether UTF-8 can hold it; half a surrogate pair is a byte of the command line that is not UTF-8."""
+def is_utf8(value: str) -> bool:
+    """Return whether UTF-8 can encode the text.
+
+    It cannot encode half a surrogate pair, which stands for a byte of the command line that is not
+    UTF-8.
+    """
     return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
-def show(value: object) -> str:
-    """A value as TOML writes it."""
+def as_toml(value: object) -> str:
+    """Return a value as TOML text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=not is_text(value)).replace("\x7f", "\\u007f")
+        return json.dumps(value, ensure_ascii=not is_utf8(value)).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
-        return f"[{', '.join(show(each) for each in value)}]"
+        return f"[{', '.join(map(as_toml, value))}]"
     if isinstance(value, dict):
-        return (
-            f"{{ {', '.join(f'{name} = {show(each)}' for name, each in value.items())} }}"
-            if value
-            else "{}"
-        )
+        if not value:
+            return "{}"
+        return f"{{ {', '.join(f'{name} = {as_toml(inner)}' for name, inner in value.items())} }}"
     return str(value)
 
 
-def brief(value: object) -> str:
-    """A value as TOML writes it, for a message: of a long one its beginning."""
-    text = show(value)
-    return text if len(text) <= _BRIEF else f"{text[:_BRIEF]}... ({len(text):,} characters)"
+def as_short_toml(value: object) -> str:
+    """Return a value as TOML text for a message; a long one is cut at 300 characters."""
+    return _cut(as_toml(value), _SHORT)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def value_of(recipe: Recipe, key: str) -> Any:
+    """Return the value of a key such as ``mesh.tp``."""
     table, name = key.split(".")
     return getattr(getattr(recipe, table), name)
 
 
 def mention(recipe: Recipe, key: str) -> str:
-    """A key with its value, as messages write it: ``mesh.tp = 4``."""
-    return f"{key} = {brief(value_of(recipe, key))}"
+    """Return a key with its value, as messages show it: ``mesh.tp = 4``."""
+    return f"{key} = {as_short_toml(value_of(recipe, key))}"
 
 
 def one_line(text: str) -> str:
-    """Text that the user gave, fit for one line of a message or for a comment: what is not printable is escaped."""
-    shown = text if text.isprintable() else show(text)[1:-1]
-    return shown if len(shown) <= _LINE else f"{shown[:_LINE]}... ({len(shown):,} characters)"
+    """Return text of the user on one line, for a message or a comment.
+
+    Text with a character that is not printable is escaped. Text over 4096 characters is cut.
+    """
+    return _cut(text if text.isprintable() else as_toml(text)[1:-1], _LINE)
 
 
 def schema_text() -> str:
-    """The vocabulary of a recipe, for people: every key with its default, its type and what it means."""
-    lines = [f"{'base':<54} a recipe that this one inherits from, relative to this file"]
+    """Return the vocabulary of a recipe: every key with its default, type and meaning."""
+    lines = [f"{'base':<54} recipe to inherit from; its path is relative to this file"]
     for table, cls in TABLES.items():
         lines += ["", f"[{table}]"]
         for entry in fields(cls):
-            default = "" if entry.default in (None, MISSING) else f" = {show(entry.default)}"
-            kind = describe(kind_of(f"{table}.{entry.name}"))
+            default = "" if entry.default in (None, MISSING) else f" = {as_toml(entry.default)}"
+            kind = describe_type(type_of(f"{table}.{entry.name}"))
             lines.append(f"{entry.name + default:<26} {kind:<27} {entry.metadata['doc']}")
     return "\n".join(lines) + "\n"

@@ -1,89 +1,149 @@
-"""Pipeline schedules as facts, and which stage holds which layers. Pure: the planner and the drawings read it without
-torch.
+"""Facts about pipeline schedules, and the assignment of layers to stages.
 
-What torch's runtime builds for a name is compared with these facts in the tests. A schedule of one's own is a file of
-comma-separated actions, a line for each pipeline rank: ``0F0`` is the forward of stage 0 on micro-batch 0, ``B`` a
-whole backward, ``I`` and ``W`` its two halves (the gradients of inputs, and of weights), ``(0F1;3B0)OVERLAP_F_B`` two
-in one place, and nothing between two commas is idle.
+Pure, without torch, so that the planner and the drawings can use it. Tests compare these facts with
+what torch's runtime builds for each name.
+
+A user's own schedule is a CSV file with a line for each pipeline rank, and an action in each cell:
+
+- ``0F0`` is the forward of stage 0 on micro-batch 0;
+- ``0B0`` is its whole backward;
+- ``0I0`` and ``0W0`` are the two halves of its backward: the gradients of inputs, and of weights;
+- ``(0F1;3B0)OVERLAP_F_B`` is two actions that overlap;
+- an empty cell is idle.
 """
 
 import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import inf
-from operator import itemgetter
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 from composer3d.spec.errors import PlanError
 from composer3d.spec.files import read_plain
 
 
-class Kind(NamedTuple):
-    """What is the same for every use of one schedule."""
+class StageCount(NamedTuple):
+    """How many stages a pipeline rank may hold."""
 
-    stages: tuple[int, int, int]  # least, most and default number that a rank holds
-    v: bool = False  # rank r holds stages r and 2 pp - 1 - r, else r, r + pp, r + 2 pp and so on
-    splits: bool = False  # backward comes in its two halves
+    least_per_rank: int
+    most_per_rank: int
+    default_per_rank: int
 
 
-_MANY = 1 << 16
-SCHEDULES: dict[str, Kind] = {
-    "GPipe": Kind(stages=(1, 1, 1)),  # Huang et al. 2019, arXiv 1811.06965
-    "1F1B": Kind(stages=(1, 1, 1)),  # Narayanan et al. 2019, PipeDream-Flush, arXiv 2006.09503
-    "LoopedBFS": Kind(stages=(2, _MANY, 2)),  # Lamy-Poirier 2022, breadth-first, arXiv 2211.05953
-    "Interleaved1F1B": Kind(stages=(2, _MANY, 2)),  # Narayanan et al. 2021, arXiv 2104.04473
-    "InterleavedZeroBubble": Kind(
-        stages=(2, _MANY, 2), splits=True
-    ),  # Qi et al. 2023, ZB1P, arXiv 2401.10241
-    "ZBVZeroBubble": Kind(stages=(2, 2, 2), v=True, splits=True),  # the same, section 6
-    "DualPipeV": Kind(
-        stages=(2, 2, 2), v=True, splits=True
-    ),  # DeepSeek-AI 2024, arXiv 2412.19437, cut in half
-    "csv": Kind(stages=(1, _MANY, 1), splits=True),  # as its file says
+class Schedule(NamedTuple):
+    """The facts of one schedule, which are the same for every use.
+
+    Attributes:
+        stages: how many stages a rank holds.
+        v_shaped: rank r holds stages r and 2 pp - 1 - r. Otherwise it holds r, r + pp, r + 2 pp ...
+        splits_backward: backward runs in two halves, gradients of inputs and gradients of weights.
+    """
+
+    stages: StageCount
+    v_shaped: bool = False
+    splits_backward: bool = False
+
+
+_ONE_STAGE = StageCount(least_per_rank=1, most_per_rank=1, default_per_rank=1)
+_TWO_STAGES = StageCount(least_per_rank=2, most_per_rank=2, default_per_rank=2)
+_SEVERAL_STAGES = StageCount(least_per_rank=2, most_per_rank=1 << 16, default_per_rank=2)
+_ANY_STAGES = StageCount(least_per_rank=1, most_per_rank=1 << 16, default_per_rank=1)
+
+SCHEDULES: dict[str, Schedule] = {
+    # Huang et al. 2019, arXiv 1811.06965
+    "GPipe": Schedule(_ONE_STAGE),
+    # PipeDream-Flush: Narayanan et al. 2019, arXiv 2006.09503
+    "1F1B": Schedule(_ONE_STAGE),
+    # Breadth-first: Lamy-Poirier 2022, arXiv 2211.05953
+    "LoopedBFS": Schedule(_SEVERAL_STAGES),
+    # Narayanan et al. 2021, arXiv 2104.04473
+    "Interleaved1F1B": Schedule(_SEVERAL_STAGES),
+    # ZB1P: Qi et al. 2023, arXiv 2401.10241
+    "InterleavedZeroBubble": Schedule(_SEVERAL_STAGES, splits_backward=True),
+    # The same paper, section 6
+    "ZBVZeroBubble": Schedule(_TWO_STAGES, v_shaped=True, splits_backward=True),
+    # DeepSeek-AI 2024, arXiv 2412.19437, cut in half
+    "DualPipeV": Schedule(_TWO_STAGES, v_shaped=True, splits_backward=True),
+    # Whatever its file says
+    "csv": Schedule(_ANY_STAGES, splits_backward=True),
 }
 
 
-def stages_of(rank: int, pp: int, each: int, *, v: bool) -> list[int]:
-    """The stages of pipeline rank ``rank`` of ``pp``, ``each`` a rank, in order."""
-    return [rank, 2 * pp - 1 - rank] if v else list(range(rank, pp * each, pp))
+def stages_of(rank: int, pp: int, stages_per_rank: int, *, v_shaped: bool) -> list[int]:
+    """Return the stages of pipeline rank ``rank`` of ``pp``, in order. A V has two per rank."""
+    if v_shaped:
+        return [rank, 2 * pp - 1 - rank]
+    return list(range(rank, pp * stages_per_rank, pp))
 
 
-def micro_batches_wrong(schedule: str, count: int, pp: int, ranks: str) -> str | None:
-    """What ``schedule`` needs of the number of micro-batches, where ``count`` is not it; ``ranks`` says pp in words."""
-    rounds = max(1, count // pp)
+def micro_batch_requirement(schedule: str, count: int, pp: int, pp_text: str) -> str | None:
+    """Return the constraint on micro-batches that ``count`` violates, else None.
+
+    Args:
+        schedule: a key of ``SCHEDULES``.
+        count: micro-batches that a rank runs in a step.
+        pp: pipeline ranks.
+        pp_text: how the returned text writes ``pp``.
+    """
     if schedule == "1F1B" and count < pp:
-        return f"at least {ranks}"
+        return f"at least {pp_text}"
     if schedule == "DualPipeV" and count < 2 * pp:
-        return f"at least twice {ranks}"
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
-        return f"as many in each of its {rounds} rounds of {ranks} or more"
+        return f"at least twice {pp_text}"
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        rounds = max(1, count // pp)
+        if count % rounds:
+            return (
+                f"a multiple of {rounds}, to form {rounds} equal rounds of at least {pp_text} "
+                "micro-batches"
+            )
     return None
 
 
-def micro_batches_near(schedule: str, count: int, pp: int) -> list[int]:
-    """The nearest numbers of micro-batches that ``schedule`` takes below and above ``count``, which it does not take.
+def nearest_micro_batches(schedule: str, count: int, pp: int) -> list[int]:
+    """Return the nearest legal numbers of micro-batches below and above ``count``, in order.
 
-    Computed, not searched for: ``count`` may be a billion. Below there may be none.
+    ``count`` must violate ``micro_batch_requirement``. There may be no legal number below it. The
+    numbers are computed, not searched for, because ``count`` may be a billion.
     """
-    if schedule in ("1F1B", "DualPipeV"):
-        return [pp if schedule == "1F1B" else 2 * pp]
-    rounds = count // pp  # at least 2: with one round any count is taken
+    if schedule == "1F1B":
+        return [pp]
+    if schedule == "DualPipeV":
+        return [2 * pp]
+    rounds = count // pp  # at least 2: one round may have any size
     below = count - count % rounds
-    return [
-        below,
-        min(below + rounds, (rounds + 1) * pp),
-    ]  # of rounds + 1 rounds, the first count fills each
+    # Either the same number of rounds, each longer by one micro-batch, or one more round of pp.
+    above = min(below + rounds, (rounds + 1) * pp)
+    return [below, above]
 
 
-Action = tuple[int, str, int]  # stage, F B I or W, micro-batch
+# --- schedules from a file ---
+
+_CSV_BYTES = 4 << 20  # a few hundred thousand actions
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
-_GRADIENT = "B or I"  # what both of them send to the stage before
-_CSV_BYTES = 4 << 20  # some hundred thousand actions
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+# The action of the same stage and micro-batch that must come before, by kind.
+_PREDECESSORS = {"F": None, "B": "F", "I": "F", "W": "I"}
+
+
+class Action(NamedTuple):
+    """One action of a schedule; ``kind`` is F, B, I or W."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
 def read_csv(path: str) -> list[list[str]]:
-    """The cells of a schedule's file, a list for each pipeline rank; idle ones are left out. Raises PlanError."""
+    """Return the cells of a schedule's file for each pipeline rank, without the idle ones.
+
+    Raises:
+        PlanError: the file cannot be read.
+    """
     try:
         lines = read_plain(path, limit=_CSV_BYTES).decode("utf-8-sig").splitlines()
     except OSError as error:
@@ -96,186 +156,286 @@ def read_csv(path: str) -> list[list[str]]:
 
 
 def check_csv(
-    rows: Sequence[Sequence[str]], path: str, *, pp: int, each: int, micro_batches: int
+    rows: Sequence[Sequence[str]],
+    path: str,
+    *,
+    pp: int,
+    stages_per_rank: int,
+    micro_batches: int,
 ) -> list[list[int]]:
-    """Hold a schedule against what it is to run: every stage on one rank, every action once, in an order that ends.
+    """Check that a schedule can run: that it is complete, and that no rank waits for ever.
 
-    Returns the stages of each rank, in order; raises PlanError with the line of the file.
+    Every stage must be on one rank, and every action must come exactly once, after those that it
+    depends on.
+
+    Args:
+        rows: the cells of each pipeline rank, from ``read_csv``.
+        path: the file, for messages.
+        pp: pipeline ranks.
+        stages_per_rank: stages that each rank must hold.
+        micro_batches: micro-batches that a rank runs in a step.
+
+    Returns:
+        The stages of each rank, in order.
+
+    Raises:
+        PlanError: the schedule cannot run; the message names the line of the file.
     """
     if len(rows) != pp:
         raise PlanError(
-            f"{path} has {len(rows)} lines, one for each pipeline rank, but mesh.pp = {pp}"
+            f"{path} has {len(rows)} lines, but needs one for each of mesh.pp = {pp} pipeline ranks"
         )
-    most = 4 * each * micro_batches  # F, B, I and W of each: more than any schedule holds
-    for number, given in enumerate(rows, 1):
-        if len(given) > most:
+    # F, B, I and W of every stage and micro-batch: more than any schedule has.
+    most_cells = 4 * stages_per_rank * micro_batches
+    for line, row in enumerate(rows, 1):
+        if len(row) > most_cells:
             raise PlanError(
-                f"{path}:{number} has {len(given)} cells, but {each} stages with {micro_batches} micro-batches make "
-                f"at most {most}"
+                f"{path}:{line} has {len(row)} cells, but {stages_per_rank} stages with "
+                f"{micro_batches} micro-batches need at most {most_cells}"
             )
+
+    # By rank: its cells, each with one action or two that overlap.
     cells = [
-        [_actions(cell, f"{path}:{number}") for cell in row] for number, row in enumerate(rows, 1)
+        [_parse_cell(cell, f"{path}:{line}") for cell in row] for line, row in enumerate(rows, 1)
     ]
     actions = [[action for cell in row for action in cell] for row in cells]
-    stages = [sorted({stage for stage, _, _ in row}) for row in actions]
-    total = pp * each
-    if sorted(stage for held in stages for stage in held) != list(range(total)) or any(
-        len(s) != each for s in stages
-    ):
-        shown = _brief("; ".join(f"line {number}: {held}" for number, held in enumerate(stages, 1)))
-        raise PlanError(
-            f"{path} must put stages 0 to {total - 1} on {pp} ranks, {each} on each "
-            f"(mesh.pp x parallel.virtual_stages), but has {shown}"
-        )
-    for number, row in enumerate(actions, 1):
-        _check_once(row, f"{path}:{number}", micro_batches)
-    _check_ends(cells, path, last=total - 1)
+    stages = [sorted({action.stage for action in row}) for row in actions]
+    _check_stages(stages, path, stages_per_rank)
+    for line, row_of_actions in enumerate(actions, 1):
+        _check_actions(row_of_actions, f"{path}:{line}", micro_batches)
+    _check_dependencies(cells, path, last_stage=pp * stages_per_rank - 1)
     return stages
 
 
-def _actions(cell: str, place: str) -> list[Action]:
-    """What a cell holds: one action, or those that overlap."""
+def _parse_cell(cell: str, place: str) -> list[Action]:
+    """Return the actions of a cell: one, or those that overlap."""
     overlap = _OVERLAP.fullmatch(cell)
-    parts = [
-        _ACTION.fullmatch(part.strip()) for part in (overlap[1].split(";") if overlap else [cell])
-    ]
-    if not all(parts):
-        raise PlanError(
-            f"{place}: {_brief(repr(cell))} is no action; write a stage, F, B, I or W, and a micro-batch: 0F0"
-        )
-    return [(int(part[1]), part[2], int(part[3])) for part in parts if part]
+    actions = []
+    for text in overlap[1].split(";") if overlap else [cell]:
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise PlanError(
+                f"{place}: {_cut(repr(cell))} is not an action; write a stage, one of F, B, I and "
+                "W, and a micro-batch, such as 0F0"
+            )
+        actions.append(Action(int(match[1]), match[2], int(match[3])))
+    return actions
 
 
-def _brief(text: str) -> str:
+def _cut(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def _check_once(row: Sequence[Action], place: str, micro_batches: int) -> None:
+def _check_stages(stages: Sequence[Sequence[int]], path: str, stages_per_rank: int) -> None:
+    """Check that every stage is on one rank, and that each rank has the same number of stages."""
+    count = len(stages) * stages_per_rank
+    is_complete = sorted(stage for held in stages for stage in held) == list(range(count))
+    if is_complete and all(len(held) == stages_per_rank for held in stages):
+        return
+    found = "; ".join(f"line {line}: {held}" for line, held in enumerate(stages, 1))
+    raise PlanError(
+        f"{path} must put stages 0 to {count - 1} on {len(stages)} ranks, {stages_per_rank} on "
+        f"each (mesh.pp x parallel.virtual_stages), but has {_cut(found)}"
+    )
+
+
+def _check_actions(row: Sequence[Action], place: str, micro_batches: int) -> None:
+    """Check that a rank runs every action of its stages once, and in an order that can run."""
     seen: set[Action] = set()
-    for stage, what, number in row:
-        name = f"{stage}{what}{number}"
-        before = {"F": "", "B": "F", "I": "F", "W": "I"}[what]
-        if number >= micro_batches:
+    for action in row:
+        if action.micro_batch >= micro_batches:
             raise PlanError(
-                f"{place}: {name} is beyond the {micro_batches} micro-batches that a rank runs in a step"
+                f"{place}: {action} is beyond the {micro_batches} micro-batches that a rank runs "
+                "in a step"
             )
-        if (stage, what, number) in seen:
-            raise PlanError(f"{place}: {name} comes twice")
-        if before and (stage, before, number) not in seen:
-            raise PlanError(f"{place}: {name} comes before {stage}{before}{number}")
-        seen.add((stage, what, number))
-    for stage in {action[0] for action in row}:
-        for number in range(micro_batches):
-            if "".join(back for back in "BIW" if (stage, back, number) in seen) not in ("B", "IW"):
+        if action in seen:
+            raise PlanError(f"{place}: {action} comes twice")
+        predecessor_kind = _PREDECESSORS[action.kind]
+        if predecessor_kind is not None:
+            predecessor = action._replace(kind=predecessor_kind)
+            if predecessor not in seen:
+                raise PlanError(f"{place}: {action} comes before {predecessor}")
+        seen.add(action)
+
+    for stage in sorted({action.stage for action in row}):
+        for micro_batch in range(micro_batches):
+            backward = [kind for kind in "BIW" if Action(stage, kind, micro_batch) in seen]
+            if backward not in (["B"], ["I", "W"]):
                 raise PlanError(
-                    f"{place}: it must hold either {stage}B{number}, or both {stage}I{number} and {stage}W{number}; "
-                    f"a step of this recipe has {micro_batches} micro-batches"
+                    f"{place}: it must have either {stage}B{micro_batch}, or both "
+                    f"{stage}I{micro_batch} and {stage}W{micro_batch}; a step of this recipe has "
+                    f"{micro_batches} micro-batches"
                 )
 
 
-def _check_ends(cells: Sequence[Sequence[Sequence[Action]]], path: str, *, last: int) -> None:
-    """Run it: an action waits for what the stage before it, or in backward the one after it, has yet to send.
+class _Message(NamedTuple):
+    """What a stage sends: its activation to the next stage, or a gradient to the one before."""
 
-    What overlaps starts together: torch receives for all of a cell before it runs any of it.
+    sender: int  # a stage
+    is_gradient: bool
+    micro_batch: int
+
+
+def _message_of(action: Action) -> _Message | None:
+    """Return the message that an action sends; W sends none."""
+    if action.kind == "W":
+        return None
+    return _Message(action.stage, action.kind != "F", action.micro_batch)
+
+
+def _message_for(action: Action, last_stage: int) -> _Message | None:
+    """Return the message that an action must receive first; W and the two ends need none."""
+    if action.kind == "F" and action.stage > 0:
+        return _Message(action.stage - 1, False, action.micro_batch)
+    if action.kind in "BI" and action.stage < last_stage:
+        return _Message(action.stage + 1, True, action.micro_batch)
+    return None
+
+
+def _check_dependencies(
+    cells: Sequence[Sequence[Sequence[Action]]], path: str, *, last_stage: int
+) -> None:
+    """Simulate the schedule to check that no rank waits for ever.
+
+    Actions that overlap start together: torch receives for all actions of a cell before it runs any
+    of them.
     """
-    done: set[Action] = set()
-    following = [0] * len(cells)  # by rank, the cell that it runs next
-    waiting: dict[
-        Action, list[int]
-    ] = {}  # ranks, by what wakes them: each is looked at again only then
-    awake = list(range(len(cells)))
+    sent: set[_Message] = set()
+    next_cells = [0] * len(cells)  # by rank: the index of the cell that it runs next
+    # Ranks that wait, by message, so that each is looked at again only when its message is sent.
+    waiting: dict[_Message, list[int]] = {}
+    runnable = list(range(len(cells)))
 
-    def missing(cell: Sequence[Action]) -> tuple[Action, Action] | None:
-        """The first action of a cell that has to wait, and what for."""
-        for stage, what, number in cell:
-            need = (stage - 1, "F", number) if what == "F" else (stage + 1, _GRADIENT, number)
-            if what != "W" and stage != (0 if what == "F" else last) and need not in done:
-                return (stage, what, number), need
+    def find_blocked(cell: Sequence[Action]) -> tuple[Action, _Message] | None:
+        """Return the first action of a cell that cannot start, and the message it waits for."""
+        for action in cell:
+            message = _message_for(action, last_stage)
+            if message is not None and message not in sent:
+                return action, message
         return None
 
-    while awake:
-        rank = awake.pop()
-        while following[rank] < len(cells[rank]):
-            cell = cells[rank][following[rank]]
-            if found := missing(cell):
-                waiting.setdefault(found[1], []).append(rank)
+    while runnable:
+        rank = runnable.pop()
+        while next_cells[rank] < len(cells[rank]):
+            cell = cells[rank][next_cells[rank]]
+            blocked = find_blocked(cell)
+            if blocked is not None:
+                waiting.setdefault(blocked[1], []).append(rank)
                 break
-            following[rank] += 1
-            for stage, what, number in cell:
-                sent = (stage, _GRADIENT if what in "BI" else what, number)
-                done.add(sent)
-                awake += waiting.pop(sent, [])
-    for number, (row, at) in enumerate(zip(cells, following, strict=True), 1):
-        if at < len(row) and (found := missing(row[at])):
-            stage, what, micro_batch = found[0]
+            next_cells[rank] += 1
+            for action in cell:
+                message = _message_of(action)
+                if message is not None:
+                    sent.add(message)
+                    runnable += waiting.pop(message, [])
+
+    for line, (row, index) in enumerate(zip(cells, next_cells, strict=True), 1):
+        blocked = find_blocked(row[index]) if index < len(row) else None
+        if blocked is not None:
             raise PlanError(
-                f"{path}:{number}: {stage}{what}{micro_batch} waits for ever: ranks wait for each other"
+                f"{path}:{line}: {blocked[0]} waits for ever: ranks wait for each other"
             )
+
+
+# --- forward only, and the cut into stages ---
+
+
+class Forward(NamedTuple):
+    """The forward of one stage on one micro-batch."""
+
+    stage: int
+    micro_batch: int
 
 
 def forward_order(
     stages: Sequence[Sequence[int]], micro_batches: int
-) -> list[list[tuple[int, int] | None]]:
-    """Forwards alone, in step: for each tick what each rank runs, (stage, micro-batch) or None.
+) -> list[list[Forward | None]]:
+    """Schedule forwards alone, in ticks: for each tick, what each rank runs, or None.
 
-    A rank runs the last of its ``stages`` (in order) that has an input, which empties the pipeline first. What is made
-    in a tick can be read in the next one.
+    ``stages`` are the stages of each rank, in order. A rank runs its last stage that has an input,
+    which empties the pipeline first. The output of a tick can be read in the next tick.
     """
     count = sum(len(held) for held in stages)
-    ready: list[list[int]] = [
-        list(range(micro_batches)),
-        *([] for _ in range(count)),
-    ]  # the last holds what is done
-    ticks: list[list[tuple[int, int] | None]] = []
+    # By stage: the micro-batches that it can run. The last list has those that are done.
+    ready: list[list[int]] = [list(range(micro_batches)), *([] for _ in range(count))]
+    ticks: list[list[Forward | None]] = []
     while len(ready[count]) < micro_batches:
-        tick: list[tuple[int, int] | None] = []
+        tick: list[Forward | None] = []
         for held in stages:
             stage = next((stage for stage in reversed(held) if ready[stage]), None)
-            tick.append(None if stage is None else (stage, ready[stage].pop(0)))
-        for stage, number in filter(None, tick):
-            ready[stage + 1].append(number)
+            tick.append(None if stage is None else Forward(stage, ready[stage].pop(0)))
+        for forward in tick:
+            if forward is not None:
+                ready[forward.stage + 1].append(forward.micro_batch)
         ticks.append(tick)
     return ticks
 
 
+class _Cut(NamedTuple):
+    """A cut of the first blocks into stages."""
+
+    maximum: float  # the cost of the slowest stage
+    squares: float  # the sum of the squared costs
+    ends: tuple[int, ...]  # the end of each stage
+
+
 def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int) -> list[range]:
-    """Cut consecutive blocks into ``stages`` ranges so that the slowest stage is as fast as can be.
+    """Cut consecutive blocks into stages so that the slowest stage costs as little as possible.
+
+    Among the cuts with the smallest maximum, the one with the smallest sum of squares is chosen, so
+    that the other stages are even.
 
     Args:
-        first, blocks, last: the cost of what precedes the blocks (the embedding), of each block, and of what follows
-            them (norm and head), in one unit. ``first`` is paid by the first stage and ``last`` by the last one.
-        stages: number of stages, each of which gets at least one block.
+        first: the cost of the part before the blocks (the embedding), paid by the first stage.
+        blocks: the cost of each block, in the same unit.
+        last: the cost of the part after the blocks (norm and head), paid by the last stage.
+        stages: number of stages; each gets at least one block.
 
-    Among the cuts with the smallest maximum it takes the one with the smallest sum of squares, so that the others are
-    even. Raises PlanError where there are fewer blocks than stages.
+    Returns:
+        The blocks of each stage.
+
+    Raises:
+        PlanError: there are fewer blocks than stages.
     """
-    count = len(blocks)
-    if count < stages:
+    if len(blocks) < stages:
         raise PlanError(
-            f"{count} layers cannot be cut into {stages} pipeline stages; use mesh.pp of at most {count}"
+            f"{len(blocks)} layers cannot be cut into {stages} pipeline stages; use mesh.pp of at "
+            f"most {len(blocks)}"
         )
     costs = [*blocks]
     costs[0] += first
     costs[-1] += last
-    before = [0.0, *accumulate(costs)]
-    most = inf  # that a stage may cost
-    for aim in (
-        0,
-        1,
-    ):  # the smallest maximum, and then, where no stage is above that, the smallest sum of squares
-        best: dict[int, tuple[float, float, tuple[int, ...]]] = {
-            0: (0.0, 0.0, ())
-        }  # by end: both of them, and cuts
-        for stage in range(stages):
-            following = {}
-            for end in range(stage + 1, count - (stages - stage - 1) + 1):
-                options = [
-                    (max(worst, cost), squares + cost * cost, (*cuts, end))
-                    for begin, (worst, squares, cuts) in best.items()
-                    if begin < end and (cost := before[end] - before[begin]) <= most
-                ]
-                if options:
-                    following[end] = min(options, key=itemgetter(aim))
-            best = following
-        most, _, cuts = best[count]
-    return [range(begin, end) for begin, end in pairwise((0, *cuts))]
+
+    # The smallest maximum, and then, among the cuts that do not exceed it, the smallest squares.
+    smallest = _best_cut(costs, stages, "maximum").maximum
+    best = _best_cut(costs, stages, "squares", limit=smallest)
+    return [range(begin, end) for begin, end in pairwise((0, *best.ends))]
+
+
+def _best_cut(
+    costs: Sequence[float],
+    stages: int,
+    criterion: Literal["maximum", "squares"],
+    limit: float = inf,
+) -> _Cut:
+    """Return the cut with the least ``criterion`` in which no stage costs more than ``limit``.
+
+    Dynamic programming over the stages: the best cut of the first blocks, by where it ends.
+    """
+    total = [0.0, *accumulate(costs)]  # the cost of the blocks before each index
+    best_by_end = {0: _Cut(0.0, 0.0, ())}
+    for stage in range(stages):
+        next_by_end: dict[int, _Cut] = {}
+        stages_left = stages - stage - 1
+        for end in range(stage + 1, len(costs) - stages_left + 1):
+            options = []
+            for begin, cut in best_by_end.items():
+                cost = total[end] - total[begin]
+                if begin < end and cost <= limit:
+                    options.append(
+                        _Cut(max(cut.maximum, cost), cut.squares + cost * cost, (*cut.ends, end))
+                    )
+            if options:
+                next_by_end[end] = min(options, key=attrgetter(criterion))
+        best_by_end = next_by_end
+    return best_by_end[len(costs)]

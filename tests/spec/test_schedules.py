@@ -15,8 +15,8 @@ from composer3d.spec.errors import PlanError
 from composer3d.spec.schedules import (
     balanced_cut,
     check_csv,
-    micro_batches_near,
-    micro_batches_wrong,
+    nearest_micro_batches,
+    micro_batch_requirement,
     read_csv,
 )
 
@@ -84,14 +84,14 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_the_nearest_numbers_of_micro_batches_are_those_of_a_search(schedule: str) -> None:
     for pp in range(2, 9):
         good = [
-            count for count in range(1, 200) if micro_batches_wrong(schedule, count, pp, "") is None
+            count for count in range(1, 200) if micro_batch_requirement(schedule, count, pp, "") is None
         ]
         for count in sorted(set(range(1, 150)) - set(good)):
             below, above = (
                 [each for each in good if each < count][-1:],
                 [each for each in good if each > count][:1],
             )
-            assert micro_batches_near(schedule, count, pp) == below + above
+            assert nearest_micro_batches(schedule, count, pp) == below + above
 
 
 def test_a_schedule_in_which_one_rank_runs_at_a_time_is_held_in_linear_time(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_schedule_in_which_one_rank_runs_at_a_time_is_held_in_linear_time(tmp_
     file = tmp_path / "own.csv"
     file.write_text("\n".join(rows))
     begin = time.process_time()
-    stages = check_csv(read_csv(str(file)), str(file), pp=ranks, each=1, micro_batches=count)
+    stages = check_csv(read_csv(str(file)), str(file), pp=ranks, stages_per_rank=1, micro_batches=count)
     assert stages == [[rank] for rank in range(ranks)]
     assert time.process_time() - begin < 4
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from composer3d.recipe.resolve import load
-from composer3d.recipe.rules.layout import violations
+from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.verify.shrink import LIMIT, shrink
 from tools.prove.paths import RECIPE as RECIPE_PATH

@@ -25,7 +25,7 @@ from composer3d.spec.schedules import (
     SCHEDULES,
     check_csv,
     forward_order,
-    micro_batches_wrong,
+    micro_batch_requirement,
     read_csv,
     stages_of,
 )
@@ -33,7 +33,7 @@ from composer3d.training.build import build_stages
 from composer3d.training.loop import compute_gradients, update
 from composer3d.training.optim import build_optimizer
 from composer3d.verify.data import random_batch
-from composer3d.verify.worker import _mine
+from composer3d.verify.worker import local_batch
 from tools.prove.paths import RECIPE as RECIPE_PATH
 
 VERIFY = RECIPE_PATH
@@ -51,7 +51,7 @@ def tables(name: str) -> dict[tuple[int, int, int], list[str] | None]:
         return {
             case: _lines(name, groups[case[0]], *case)
             for case in CASES
-            if not (SCHEDULES[name].v and case[1] > 2)
+            if not (SCHEDULES[name].v_shaped and case[1] > 2)
         }
     finally:
         dist.destroy_process_group()
@@ -59,7 +59,7 @@ def tables(name: str) -> dict[tuple[int, int, int], list[str] | None]:
 
 def _lines(name: str, group: Any, size: int, each: int, count: int) -> list[str] | None:
     example = torch.empty(1, requires_grad=True)
-    own = stages_of(0, size, each, v=SCHEDULES[name].v)
+    own = stages_of(0, size, each, v_shaped=SCHEDULES[name].v_shaped)
     device = torch.device("cpu")
     fixed: dict[str, Any] = {"input_args": (example,), "output_args": (example,), "group": group}
     stages = [PipelineStage(nn.Identity(), stage, each * size, device, **fixed) for stage in own]
@@ -80,7 +80,7 @@ def _lines(name: str, group: Any, size: int, each: int, count: int) -> list[str]
 def test_torch_builds_what_the_facts_say(pool: Pool, tmp_path: Path, name: str) -> None:
     built = pool.run(tables, {"name": name}, world_size=1)[0]
     for (size, each, count), lines in built.items():
-        assert (lines is None) == (micro_batches_wrong(name, count, size, "") is not None), (
+        assert (lines is None) == (micro_batch_requirement(name, count, size, "") is not None), (
             size,
             count,
         )
@@ -88,9 +88,9 @@ def test_torch_builds_what_the_facts_say(pool: Pool, tmp_path: Path, name: str) 
             continue
         file = tmp_path / f"{size}-{each}-{count}.csv"
         file.write_text("\n".join(lines))
-        placed = check_csv(read_csv(str(file)), str(file), pp=size, each=each, micro_batches=count)
-        assert placed == [stages_of(rank, size, each, v=SCHEDULES[name].v) for rank in range(size)]
-        assert any("W" in line for line in lines) == SCHEDULES[name].splits
+        placed = check_csv(read_csv(str(file)), str(file), pp=size, stages_per_rank=each, micro_batches=count)
+        assert placed == [stages_of(rank, size, each, v_shaped=SCHEDULES[name].v_shaped) for rank in range(size)]
+        assert any("W" in line for line in lines) == SCHEDULES[name].splits_backward
 
 
 def test_every_schedule_has_a_runtime() -> None:
@@ -103,7 +103,7 @@ def test_every_schedule_has_a_runtime() -> None:
 
 @pytest.mark.parametrize("v", [False, True])
 def test_forwards_in_step_run_everything_once_and_in_order(v: bool) -> None:
-    stages = [stages_of(rank, 3, 2, v=v) for rank in range(3)]
+    stages = [stages_of(rank, 3, 2, v_shaped=v) for rank in range(3)]
     for count in (1, 2, 5):
         ticks = forward_order(stages, count)
         when = {
@@ -174,9 +174,9 @@ def train_tied(sets: list[str]) -> dict[str, Any]:
         stages = build_stages(recipe, mesh)
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
         for step in range(2):
-            _, norm = compute_gradients(stages, _mine(random_batch(recipe, step), stages))
+            _, norm = compute_gradients(stages, local_batch(random_batch(recipe, step), stages))
             update(stages, optimizer, norm=norm, max_norm=1.0, lr=1e-2)
-        stages.evaluate(*(t for t in _mine(random_batch(recipe, 0), stages)[:3]))
+        stages.evaluate(*(t for t in local_batch(random_batch(recipe, 0), stages)[:3]))
         held = dict(stages.named_parameters())
         followers = {
             owner: module.get_parameter(alias).tolist()
@@ -252,10 +252,10 @@ def test_a_schedule_that_cannot_run_is_refused_with_its_line(
     file.write_text("\n".join(lines) + "\n")
     rows = read_csv(str(file))
     if words is None:
-        assert check_csv(rows, str(file), pp=size, each=1, micro_batches=count) == [[0], [1]]
+        assert check_csv(rows, str(file), pp=size, stages_per_rank=1, micro_batches=count) == [[0], [1]]
         return
     with pytest.raises(PlanError, match=words.replace("(", r"\(")) as caught:
-        check_csv(rows, str(file), pp=size, each=1, micro_batches=count)
+        check_csv(rows, str(file), pp=size, stages_per_rank=1, micro_batches=count)
     assert str(file) in str(caught.value)
 
 
@@ -264,6 +264,6 @@ def test_a_schedule_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(PlanError, match=r"no/such.csv cannot be read"):
         read_csv(str(table.schedule_csv))
     with pytest.raises(
-        PlanError, match=r"DualPipeV has 3 micro-batches, but needs at least twice 2 ranks"
+        PlanError, match=r"DualPipeV has 3 micro-batches, but needs at least twice pp = 2"
     ):
         pp.place_stages(2, ParallelTable(schedule="DualPipeV"), 3)

@@ -18,9 +18,9 @@ from itertools import combinations, product
 from typing import Any
 
 from composer3d.recipe.resolve import load
-from composer3d.recipe.rules.layout import violations
+from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
-from composer3d.spec.schedules import SCHEDULES, micro_batches_wrong
+from composer3d.spec.schedules import SCHEDULES, micro_batch_requirement
 from tools.prove.paths import MATRIX, RECIPE
 
 LIMIT = 16  # processes
@@ -155,7 +155,7 @@ def stages_of(row: Row) -> int:
     each = (
         CSV[row["micro-batches"]][1]
         if row["schedule"] == "csv"
-        else SCHEDULES[row["schedule"]].stages[2]
+        else SCHEDULES[row["schedule"]].stages.default_per_rank
     )
     return int(row["pp"]) * each
 
@@ -169,7 +169,7 @@ def micro_batches(row: Row) -> int:
     good = [
         n
         for n in range(start, 4 * pp + 4)
-        if name == "none" or micro_batches_wrong(name, n, pp, "") is None
+        if name == "none" or micro_batch_requirement(name, n, pp, "") is None
     ]
     return (
         good[0]

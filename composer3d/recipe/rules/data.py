@@ -1,0 +1,85 @@
+"""Rules about data, the optimizer's schedule, and validation."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from composer3d.recipe.rules.rule import (
+    Rule,
+    must_be_above,
+    must_be_at_most,
+    needed_with,
+    only_used_with,
+    rule,
+)
+from composer3d.recipe.schema import Recipe
+
+# What data.path and validation.path are, for each source that reads them.
+PATHS = {
+    "text": "a text file or a folder of them",
+    "jsonl": "a .jsonl file or a folder of them",
+    "tokens": "a folder that composer3d prepare made",
+}
+
+# The schedules of the learning rate that decay.
+_DECAYING = ("cosine", "linear", "wsd")
+
+
+@rule("model.vocab", "data.source")
+def vocabulary_holds_bytes(recipe: Recipe) -> Iterator[str]:
+    """Tokens of text are bytes. ``resolve`` checks token files, which state their vocabulary."""
+    if recipe.model.vocab < 256 and recipe.data.source != "tokens":
+        yield "<model.vocab> must be at least 256: the tokens of the data are bytes"
+
+
+@rule("validation.every", "data.source", "validation.path")
+def validation_has_a_path(recipe: Recipe) -> Iterator[str]:
+    validation, source = recipe.validation, recipe.data.source
+    if source in PATHS and validation.every and validation.path is None:
+        yield (
+            "<validation.every> with <data.source> needs validation.path, the held-out data: "
+            f"{PATHS[source]}; set it, or use validation.every = 0"
+        )
+
+
+class _End(NamedTuple):
+    """The end of the decay of the learning rate."""
+
+    key: str
+    step: int
+
+
+@rule("optim.decay_steps", "optim.warmup", "optim.decay", "run.steps", "optim.schedule")
+def wsd_decay_fits(recipe: Recipe) -> Iterator[str]:
+    """The decay of wsd must start after the warmup and end at optim.decay, or else at run.steps."""
+    optim = recipe.optim
+    if optim.schedule != "wsd" or optim.decay_steps is None:
+        return
+    if optim.decay is None:
+        end = _End("run.steps", recipe.run.steps)
+        is_warmup_at_fault = end.step < optim.warmup
+    else:
+        end = _End("optim.decay", optim.decay)
+        is_warmup_at_fault = end.step <= optim.warmup
+    room = end.step - optim.warmup
+    # Another rule reports a warmup that ends too late.
+    if not is_warmup_at_fault and optim.decay_steps > room:
+        way_out = f"use at most {room}" if room else "use a smaller optim.warmup"
+        yield f"<optim.decay_steps> after <optim.warmup> would end after <{end.key}>; {way_out}"
+
+
+RULES: tuple[Rule, ...] = (
+    vocabulary_holds_bytes,
+    needed_with("data.path", "data.source", PATHS),
+    validation_has_a_path,
+    only_used_with("data.field", "data.source", ["jsonl"]),
+    only_used_with("validation.path", "data.source", list(PATHS)),
+    must_be_at_most("optim.warmup", "run.steps"),
+    must_be_above("optim.decay", "optim.warmup", ": the decay starts after the warmup"),
+    only_used_with(
+        "optim.decay", "optim.schedule", _DECAYING, "remove it, or use a schedule that decays"
+    ),
+    only_used_with("optim.min_lr", "optim.schedule", _DECAYING, "use 0, or a schedule that decays"),
+    only_used_with("optim.decay_steps", "optim.schedule", ["wsd"]),
+    wsd_decay_fits,
+    must_be_at_most("optim.min_lr", "optim.lr"),
+)

@@ -1,0 +1,38 @@
+"""Rules about the shape of the model alone."""
+
+from collections.abc import Iterator
+
+from composer3d.recipe.rules.rule import Rule, must_be_above, rule
+from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import divisors, suggest
+
+
+@rule("model.n_heads", "model.dim", "model.head_dim")
+def heads_divide_dim(recipe: Recipe) -> Iterator[str]:
+    """A head is dim / n_heads wide if head_dim is absent; RoPE needs a whole, even width."""
+    dim, heads = recipe.model.dim, recipe.model.n_heads
+    if recipe.model.head_dim is not None or dim % (2 * heads) == 0:
+        return
+    way_out = "use an even model.dim" if dim % 2 else suggest(divisors(dim // 2), heads)
+    if dim % heads:
+        yield f"<model.n_heads> must divide <model.dim>; {way_out}"
+    else:
+        yield (
+            f"<model.n_heads> with <model.dim> makes heads {dim // heads} wide, but RoPE needs an "
+            f"even width; {way_out}"
+        )
+
+
+@rule("model.n_kv_heads", "model.n_heads")
+def kv_heads_divide_heads(recipe: Recipe) -> Iterator[str]:
+    heads, kv_heads = recipe.model.n_heads, recipe.model.n_kv_heads
+    if heads % kv_heads:
+        way_out = suggest(divisors(heads), kv_heads)
+        yield f"<model.n_kv_heads> must divide <model.n_heads>; {way_out}"
+
+
+RULES: tuple[Rule, ...] = (
+    heads_divide_dim,
+    kv_heads_divide_heads,
+    must_be_above("model.rope_high_freq", "model.rope_low_freq"),
+)
