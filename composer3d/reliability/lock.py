@@ -1,7 +1,8 @@
-"""The claim of one job on its run's folder.
+"""The claim of one job on its run's folder, held by two locks.
 
-Two locks hold it. The lock on the folder itself survives whatever is removed inside. The lock on the file ``lock``,
-which says who holds it, serves file systems that lock no folders.
+The lock on the folder itself survives the removal of anything inside. The lock on the file
+``lock`` in it serves file systems that cannot lock folders. The file's note says which job has
+the folder.
 """
 
 import fcntl
@@ -18,38 +19,40 @@ from composer3d.spec.errors import TrainingError, UserError
 from composer3d.spec.files import read_plain
 
 FILE = "lock"
+
+# How long a lock is tried again before the folder counts as in use.
 _PATIENCE_S = 1.0
-_LONGEST = 4096  # bytes of a note: anything longer is not ours
+
+# Bytes. A longer note is not one of composer3d.
+_NOTE_LIMIT = 4096
 
 
 class Claim:
-    """The claim on ``folder``, which is made where it is missing. It lasts until ``close``, or the process's end.
+    """The claim on ``folder``, which is made if it is missing.
+
+    It lasts until ``close``, or until the process ends.
 
     Raises:
-        UserError: another job has the folder.
+        UserError: another job has the folder, or the folder was replaced meanwhile.
         OSError: the folder or its lock cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._folder_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._note: BinaryIO | None = None
         try:
-            locked = self._lock(self._directory)
+            folder_is_locked = self._lock(self._folder_descriptor)
             self._note = open_own(folder / FILE)
-            locked = self._lock(self._note.fileno()) or locked
-            if not locked:
+            file_is_locked = self._lock(self._note.fileno())
+            if not (folder_is_locked or file_is_locked):
                 log.get().warning(
-                    f"{folder} is on a file system without locks: see to it that no second job uses it"
+                    f"{folder} is on a file system without locks: "
+                    "make sure that no second job uses it"
                 )
-            self._note.truncate(0)
-            self._note.write(
-                f"process {os.getpid()} on {platform.node()} (job {uuid.uuid4().hex})".encode()
-            )
-            self._note.flush()
-            os.fsync(self._note.fileno())  # for the ranks of other nodes
-            if self._replaced():
+            self._write_note(self._note)
+            if self._is_replaced():
                 raise UserError(
                     f"{folder} was removed or replaced while it was locked; start again"
                 )
@@ -58,61 +61,90 @@ class Claim:
             raise
 
     def _lock(self, descriptor: int) -> bool:
-        """Whether the lock was taken; False where the file system has none for this kind of file."""
+        """Lock ``descriptor``.
+
+        Returns:
+            False if the file system cannot lock this kind of file.
+
+        Raises:
+            UserError: another job has locked it.
+        """
         try:
-            self._try(descriptor)
+            _lock_patiently(descriptor)
         except BlockingIOError:
             try:
                 holder = read_note(self.folder) or "another job"
             except OSError:
                 holder = "another job"
-            way_out = "wait for its end, or give this run another run.name"
-            raise UserError(f"{self.folder} is in use by {holder}; {way_out}") from None
+            raise UserError(
+                f"{self.folder} is in use by {holder}; "
+                "wait for its end, or give this run another run.name"
+            ) from None
         except OSError:
             return False
         return True
 
-    def _try(self, descriptor: int) -> None:
-        """Lock ``descriptor``, and try again for a moment.
-
-        ``composer3d check`` looks at the lock by taking it, and a process that is killed keeps it until it is gone.
-        """
-        until = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.1)
+    def _write_note(self, file: BinaryIO) -> None:
+        note = f"process {os.getpid()} on {platform.node()} (job {uuid.uuid4().hex})"
+        file.truncate(0)
+        file.write(note.encode())
+        file.flush()
+        # Ranks on other nodes read the note as well.
+        os.fsync(file.fileno())
 
     def is_held(self) -> bool:
         """Whether the folder is still the one that was claimed."""
-        return self._directory >= 0 and not self._replaced()
+        return self._folder_descriptor >= 0 and not self._is_replaced()
 
-    def _replaced(self) -> bool:
+    def _is_replaced(self) -> bool:
         try:
-            return not os.path.samestat(os.fstat(self._directory), os.stat(self.folder))
+            current = os.stat(self.folder)
         except FileNotFoundError:
             return True
+        return not os.path.samestat(os.fstat(self._folder_descriptor), current)
 
-    def check(self) -> None:
-        """Raise TrainingError where the folder is no longer the one that was claimed: another job may own it now."""
-        if self._replaced():
+    def require_held(self) -> None:
+        """Check that the folder is still the one that was claimed.
+
+        Raises TrainingError if not: another job may own the new folder.
+        """
+        if self._is_replaced():
             raise TrainingError(
-                f"{self.folder} was removed or replaced while this job ran: nothing more is written there; "
+                f"{self.folder} was removed or replaced while this job ran: "
+                "nothing more is written there; "
                 "start again, under another run.name if another job has it now"
             )
 
     def close(self) -> None:
-        """Give the folder free."""
-        if self._directory >= 0:
-            os.close(self._directory)
-            self._directory = -1
+        """Release the folder."""
+        if self._folder_descriptor >= 0:
+            os.close(self._folder_descriptor)
+            self._folder_descriptor = -1
         if self._note is not None:
             self._note.close()
 
 
+def _lock_patiently(descriptor: int) -> None:
+    """Lock ``descriptor``; if it is locked, try again for a moment.
+
+    ``composer3d check`` takes the lock for an instant to look at it, and a killed process keeps
+    its lock until it is gone.
+    """
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.1)
+
+
 def read_note(folder: Path) -> str:
-    """Who holds the folder, or held it last. Raises OSError where there is no note that can be read."""
-    return read_plain(folder / FILE, limit=_LONGEST, follow_links=False).decode(errors="replace")
+    """Read which job has the folder, or had it last.
+
+    Raises OSError if there is no readable note.
+    """
+    content = read_plain(folder / FILE, limit=_NOTE_LIMIT, follow_links=False)
+    return content.decode(errors="replace")

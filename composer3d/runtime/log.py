@@ -1,14 +1,15 @@
-"""One logger for the whole package, which says who speaks.
+"""The logger of the whole package.
 
-Rank 0 prints information plainly, for people. Warnings and errors of every rank carry the rank's identity, one prefix a
-line, so that a line of a log of a thousand ranks can be traced to its machine.
+Rank 0 prints information without a prefix, for people. On every rank, each line of a warning or
+an error starts with the rank's identity, so that a line in the log of a thousand ranks leads to
+its machine.
 """
 
 import logging
 import sys
 
 
-class _Identified(logging.Formatter):
+class _IdentityFormatter(logging.Formatter):
     def __init__(self, identity: str) -> None:
         super().__init__("%(message)s")
         self._identity = identity
@@ -18,20 +19,22 @@ class _Identified(logging.Formatter):
         if record.levelno < logging.WARNING:
             return text
         prefix = f"[{self._identity}] " if self._identity else ""
-        return "\n".join(
-            f"{prefix}{record.levelname.lower()}: {line}" for line in text.splitlines()
-        )
+        level = record.levelname.lower()
+        return "\n".join(f"{prefix}{level}: {line}" for line in text.splitlines())
 
 
 def setup(identity: str, *, main: bool) -> None:
-    """Sends the package's log to stderr; called once a process knows its rank, and again replaces what was set up.
+    """Send the package's log to stderr. A process calls it once it knows its rank.
+
+    A second call replaces the first.
 
     Args:
-        identity: who this process is, such as ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``; "" for a single process.
-        main: whether this rank speaks for the job; the others log only warnings and errors.
+        identity: of this process, such as ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``; "" for a
+            single process.
+        main: whether this rank logs for the job; the others log only warnings and errors.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Identified(identity))
+    handler.setFormatter(_IdentityFormatter(identity))
     logger = get()
     logger.handlers.clear()
     logger.addHandler(handler)

@@ -1,17 +1,21 @@
-"""Finding out who is missing when a collective fails: on gloo's word alone, it is always the neighbour that is left.
+"""Finding the missing rank when a collective fails.
 
-Every rank has a thread that looks for an alarm in the job's store. A rank whose collective failed raises it; every
-rank that runs then says where it is. Who says nothing is dead or stopped; who says that it is not in a collective hangs
-there. Nothing is written to the store before that.
+gloo alone always blames the neighbour, which may only have ended because of another rank.
+
+Every rank has a thread that looks for an alarm in the job's store. A rank whose collective failed
+raises the alarm, and every running rank then reports where its main thread is. A rank that does
+not report is dead or stopped. A rank that reports a place outside of a collective hangs there.
+Nothing is written to the store before the alarm.
 """
 
+import os
 import re
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,174 +23,220 @@ import torch.distributed as dist
 
 from composer3d.spec.errors import LostPeersError, UserError
 
-LOST = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|is closed)|timed out|time-?out|"
-    r"connectFullMesh|failed to (connect|recv|send)|unexpected (eof|close)|remote process|not reach|ncclRemoteError",
+GRACE_S = 5.0  # how long a running rank may take to answer an alarm
+
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|is closed)|"
+    r"timed out|time-?out|connectFullMesh|failed to (connect|recv|send)|unexpected (eof|close)|"
+    r"remote process|not reach|ncclRemoteError",
     re.IGNORECASE,
 )
-# Other errors can speak of a time-out too: a kernel's, or a compiler's.
+
+# Errors of a kernel or a compiler can speak of a time-out too: these words tell a collective's
+# error.
 _COLLECTIVE = re.compile("gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORECASE)
-GRACE_S = 5.0  # how long a rank that runs may take to answer an alarm
-# Functions in which a rank waits for others, though the wait itself is a copy from a GPU, or in a thread.
+
+# Functions in which a rank waits for others although the wait itself is a copy from a GPU, or is
+# in a thread.
 _WAITING = frozenset({"sum_over_world", "max_over_world", "result"})
-_PACKAGE = str(Path(__file__).parent)
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+# An error names at most this many ranks.
+_NAMED_RANKS = 8
 
 
-def lost_peers(error: BaseException) -> bool:
-    """Whether ``error`` says that a collective, or the store, waited in vain or lost a connection."""
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether ``error`` says that a collective or the store timed out or lost a connection."""
     current: BaseException | None = error
     while current is not None:
         text = str(current)
-        is_theirs = isinstance(current, dist.DistError) or _COLLECTIVE.search(text)
-        if isinstance(current, RuntimeError) and is_theirs and LOST.search(text):
+        is_collective = isinstance(current, dist.DistError) or _COLLECTIVE.search(text)
+        if isinstance(current, RuntimeError) and is_collective and _LOST_CONNECTION.search(text):
             return True
         current = current.__cause__ or current.__context__
     return False
 
 
-class Peers:
-    """This rank's watch over the job's store. ``store`` must be a client of its own: its thread uses it."""
+class PeerWatch:
+    """Answers alarms of other ranks in a thread, and raises one itself.
+
+    Args:
+        store: a client of the job's store that nothing else uses: the thread uses it.
+        rank: of this process.
+        size: the number of ranks.
+        describe: returns the description of a rank for an error.
+    """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, size: int, name: Callable[[int], str]
+        self, store: dist.Store, *, rank: int, size: int, describe: Callable[[int], str]
     ) -> None:
-        self._store, self._rank, self._size, self._name = store, rank, size, name
-        self._main = threading.current_thread().ident
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._describe = describe
+        self._main_thread = threading.current_thread().ident
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
         # Thousands of ranks must not keep the store busy with looking.
         self._every_s = max(1.0, size / 500)
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="peers")
+        self._thread = threading.Thread(target=self._answer_alarm, daemon=True, name="peers")
         self._thread.start()
 
     def close(self) -> None:
-        self._over.set()
+        """End the thread."""
+        self._is_over.set()
         self._thread.join(5.0)
 
-    def _watch(self) -> None:
-        with suppress(Exception):  # the store is gone: so is the job
-            while not self._over.wait(self._every_s):
+    def _answer_alarm(self) -> None:
+        with suppress(Exception):  # if the store is gone, so is the job
+            while not self._is_over.wait(self._every_s):
                 with self._lock:
                     if self._store.check(["alarm"]):
-                        self._store.set(f"here/{self._rank}", self._place())
+                        self._store.set(f"here/{self._rank}", self._main_thread_place())
                         return
 
-    def _place(self) -> str:
-        """Where the main thread is: a line of composer3d, or "" where it is in a collective."""
-        frame = sys._current_frames().get(self._main or 0)
+    def _main_thread_place(self) -> str:
+        """The line of composer3d that the main thread runs; "" if it is in a collective."""
+        frame = sys._current_frames().get(self._main_thread or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
-        inner = [entry for entry in stack if entry.filename.startswith(_PACKAGE)]
-        waits = any(
+        own_lines = [entry for entry in stack if entry.filename.startswith(_PACKAGE + os.sep)]
+        is_waiting = any(
             "torch/distributed" in entry.filename or entry.name in _WAITING for entry in stack
         )
-        if not inner or waits:
+        if is_waiting or not own_lines:
             return ""
-        return f"{Path(inner[-1].filename).relative_to(_PACKAGE)}:{inner[-1].lineno}"
+        innermost = own_lines[-1]
+        return f"{Path(innermost.filename).relative_to(_PACKAGE)}:{innermost.lineno}"
 
-    def explain(self, error: BaseException, *, way_out: str) -> LostPeersError:
-        """Find out who is missing. One rank gets a line that names them; the others get an error without lines.
+    def explain(self, error: BaseException, *, advice: str) -> LostPeersError:
+        """Find out which ranks are missing after a collective raised ``error``.
 
-        torchrun sends SIGTERM to the ranks that are left, and waits before it kills them: that must not end this.
+        Returns:
+            On one rank, an error with a line that names the missing ranks and ends with
+            ``advice``. On the others, an error without lines.
         """
+        # torchrun sends SIGTERM to the remaining ranks, and kills them some time later. That must
+        # not end the search.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        self._over.set()
-        found: list[LostPeersError] = []
-        asking = threading.Thread(
-            target=lambda: found.append(self._find_out(error, way_out)), daemon=True
-        )
-        asking.start()
-        # A store whose host is gone may never answer, nor fail.
-        asking.join(2 * self._every_s + 4 * GRACE_S)
-        if found:
-            return found[0]
-        return self._no_answer(way_out)
 
-    def _no_answer(self, way_out: str) -> LostPeersError:
-        line = f"the launcher's store does not answer: the agent of its node has ended; {way_out}"
+        self._is_over.set()
+        explanations: list[LostPeersError] = []
+
+        def search() -> None:
+            explanations.append(self._search(error, advice))
+
+        # A store whose host is gone may neither answer nor fail: so the search has a thread of
+        # its own.
+        thread = threading.Thread(target=search, daemon=True)
+        thread.start()
+        thread.join(2 * self._every_s + 4 * GRACE_S)
+        return explanations[0] if explanations else self._store_is_gone(advice)
+
+    def _store_is_gone(self, advice: str) -> LostPeersError:
+        line = f"the launcher's store does not answer: the agent of its node has ended; {advice}"
         return LostPeersError(line if self._rank == 0 else [])
 
-    def _find_out(self, error: BaseException, way_out: str) -> LostPeersError:
+    def _search(self, error: BaseException, advice: str) -> LostPeersError:
         try:
             with self._lock:
                 self._store.set(f"here/{self._rank}", "")
                 self._store.set("alarm", "1")
-                speaks = self._store.add("speaker", 1) == 1
-            if not speaks:
-                self._wait_for_the_speaker()
+                is_speaker = self._store.add("speaker", 1) == 1
+            if not is_speaker:
+                self._wait_for_speaker()
                 return LostPeersError([])
-            absent, elsewhere = self._ask()
+            places = self._collect_places()
             with self._lock:
                 self._store.set("spoken", "1")
         except Exception:
-            return self._no_answer(way_out)
-        (said,) = traceback.format_exception_only(error)[-1:]
-        said = said.strip().splitlines()[0]
-        if absent:
-            verb = (
-                "does not answer: it has died, or is stopped"
-                if len(absent) == 1
-                else ("do not answer: they have died, or are stopped")
-            )
-            return LostPeersError(f"{self._names(absent)} {verb}; {way_out}")
-        if elsewhere:
-            where = "; ".join(
-                f"{self._name(rank)} at {line}" for rank, line in list(elsewhere.items())[:8]
-            )
-            return LostPeersError(
-                f"a collective waited in vain: {where} did not come to it ({said}); {way_out}"
-            )
-        return LostPeersError(f"all ranks run, but a collective failed ({said}); {way_out}")
+            return self._store_is_gone(advice)
+        absent = [rank for rank in range(self._size) if rank not in places]
+        elsewhere = {rank: place for rank, place in places.items() if place}
 
-    def _wait_for_the_speaker(self) -> None:
-        """A launcher ends the others soon after the first rank that ends: the one that asks must not be among them."""
-        until = time.monotonic() + self._every_s + 2 * GRACE_S
-        while time.monotonic() < until and not self._store.check(["spoken"]):
+        cause = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        if len(absent) == 1:
+            line = f"{self._describe(absent[0])} does not answer: it has died, or is stopped"
+        elif absent:
+            line = f"{self._describe_all(absent)} do not answer: they have died, or are stopped"
+        elif elsewhere:
+            shown = "; ".join(
+                f"{self._describe(rank)} at {place}"
+                for rank, place in list(elsewhere.items())[:_NAMED_RANKS]
+            )
+            line = f"a collective failed: {shown} did not join it ({cause})"
+        else:
+            line = f"a collective failed, although all ranks are running ({cause})"
+        return LostPeersError(f"{line}; {advice}")
+
+    def _wait_for_speaker(self) -> None:
+        """Wait until the rank that searches has finished.
+
+        A launcher ends the other ranks soon after the first one ends: the searching rank must not
+        be among them.
+        """
+        deadline_s = time.monotonic() + self._every_s + 2 * GRACE_S
+        while time.monotonic() < deadline_s and not self._store.check(["spoken"]):
             time.sleep(0.2)
 
-    def _ask(self) -> tuple[list[int], dict[int, str]]:
-        """Ranks that do not answer, and the places of those that are elsewhere than in a collective."""
-        until, waiting = time.monotonic() + self._every_s + GRACE_S, set(range(self._size))
-        while waiting and time.monotonic() < until:
+    def _collect_places(self) -> dict[int, str]:
+        """Wait for the answers to the alarm: rank -> its place, "" in a collective.
+
+        Ranks that do not answer are left out.
+        """
+        deadline_s = time.monotonic() + self._every_s + GRACE_S
+        waiting = set(range(self._size))
+        while waiting and time.monotonic() < deadline_s:
             time.sleep(0.1)
             with self._lock:
                 waiting = {rank for rank in waiting if not self._store.check([f"here/{rank}"])}
         with self._lock:
-            answers = {
+            return {
                 rank: self._store.get(f"here/{rank}").decode()
                 for rank in range(self._size)
                 if rank not in waiting
             }
-        return sorted(waiting), {rank: place for rank, place in answers.items() if place}
 
-    def _names(self, ranks: list[int]) -> str:
-        shown = ", ".join(map(self._name, ranks[:8]))
-        return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    def _describe_all(self, ranks: Sequence[int]) -> str:
+        shown = ", ".join(self._describe(rank) for rank in ranks[:_NAMED_RANKS])
+        hidden = len(ranks) - _NAMED_RANKS
+        return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
 @contextmanager
-def watched(
+def explain_lost_peers(
     store: dist.Store,
     *,
     rank: int,
     size: int,
-    name: Callable[[int], str],
-    way_out: Callable[[], str],
+    describe: Callable[[int], str],
+    advice: Callable[[], str],
 ) -> Iterator[None]:
-    """Turn the failure of a collective into a LostPeersError that names who is missing.
+    """Turn the failure of a collective into a LostPeersError that names the missing ranks.
 
-    ``way_out`` ends its line: what a user does next.
+    Args:
+        store: a client of the job's store that nothing else uses.
+        rank: of this process.
+        size: the number of ranks; with one, nothing is done.
+        describe: returns the description of a rank.
+        advice: returns the end of the error's line: what the user should do next.
+
+    Raises:
+        LostPeersError: a collective or the store failed inside. One rank's error has a line, the
+            others' have none. Any other error passes unchanged.
     """
     if size == 1:
         yield
         return
-    peers = Peers(store, rank=rank, size=size, name=name)
+    watch = PeerWatch(store, rank=rank, size=size, describe=describe)
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if not lost_peers(error):
+        if not is_lost_peer(error):
             raise
-        raise peers.explain(error, way_out=way_out()) from error
+        raise watch.explain(error, advice=advice()) from error
     finally:
-        peers.close()
+        watch.close()

@@ -1,9 +1,13 @@
-"""The starter: a process that has torch imported already, and forks the processes of ``launch`` from itself.
+"""The starter: a process that has already imported torch and forks the processes of ``launch``.
 
-Its owner speaks to it over an unnamed pair of sockets. There is no port, no named socket and no folder that another
-user or host could reach. When the owner ends, in whatever way, its end of the pair closes: the starter then kills what
-it has forked, waits for it, and removes the temporary folders that the owner named. When the starter itself is killed,
-the kernel kills what it has forked. So no process outlives the command that started it.
+Its owner, the process that needs them, talks to it over an unnamed pair of sockets. There is no
+port, no named socket and no folder that another user or host could reach.
+
+No process outlives the command that started it:
+
+- When the owner ends, in whatever way, its end of the pair closes. The starter then kills its
+  forked processes, waits for them, and removes the temporary folders that the owner registered.
+- When the starter itself is killed, the kernel kills the forked processes.
 """
 
 import ctypes
@@ -19,27 +23,39 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from composer3d.spec.errors import UserError
 
-# A request is one of these letters and the length of the path that follows it. FORK comes with three descriptors: the
-# pipe for the task and its answer, the pipe for the process's number and its end, and the file of the world's store.
+# A request starts with its kind and the length of the path that follows.
 REQUEST = struct.Struct("!cI")
-FORK, KEEP = b"F", b"K"
-STORE = "COMPOSER3D_STORE"  # the environment variable with the path of the world's store
-STATUS = struct.Struct(
-    "!q"
-)  # what goes through the second pipe: first the process's number, at its end its exit code
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1  # of sys/prctl.h
-_LONGEST = 30_000  # of a traceback, in characters: what a pipe holds though nobody reads yet
-_PREPARED = {
+
+# FORK has an empty path and comes with descriptors: the pipe for the call and its answer, the
+# pipe for the statuses of the process, and, if it exists, the file of the world's store.
+FORK = b"F"
+
+# REMOVE_AT_END has the path of a temporary folder.
+REMOVE_AT_END = b"R"
+
+# The status pipe of a forked process carries two of these: its process id, and later its exit
+# code.
+STATUS = struct.Struct("!q")
+
+# The environment variable with the path of the world's store.
+STORE_VARIABLE = "COMPOSER3D_STORE"
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1  # from sys/prctl.h
+
+# Characters of a traceback that are sent: a pipe holds that many bytes before anybody reads it.
+_TRACEBACK_LIMIT = 30_000
+
+_PREPARATION_KEYS = {
     "sys_path",
     "sys_argv",
     "dir",
@@ -49,43 +65,98 @@ _PREPARED = {
 }
 
 
-def end_with(parent: int) -> None:
-    """End this process at once when ``parent``, the process that started it, ends.
+class Call(NamedTuple):
+    """The function that a forked process runs, and its environment.
 
-    On Linux the kernel sends SIGKILL, which ends even a process that is stopped. Elsewhere a thread looks every second.
+    Attributes:
+        function: a function at the top of a module, or its name as ``module:function``.
+        arguments: its keyword arguments.
+        environment: the variables to set before the call.
+    """
+
+    function: Callable[..., Any] | str
+    arguments: dict[str, Any]
+    environment: dict[str, str]
+
+
+class Answer(NamedTuple):
+    """The outcome of a call.
+
+    Attributes:
+        succeeded: whether the function returned.
+        value: the returned value; after a failure a UserError, or any other error's traceback as
+            text.
+    """
+
+    succeeded: bool
+    value: Any
+
+
+class _Request(NamedTuple):
+    kind: bytes
+    path: str
+    descriptors: list[int]
+
+
+def die_with_parent(parent: int) -> None:
+    """Make this process end at once when the process ``parent``, which started it, ends.
+
+    On Linux the kernel then sends SIGKILL, which ends even a stopped process. Elsewhere a thread
+    looks every second.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent").start()
-    if os.getppid() != parent:  # it ended before
+        watcher = threading.Thread(
+            target=_exit_after_parent, args=(parent,), daemon=True, name="parent"
+        )
+        watcher.start()
+
+    # The parent may have ended before the lines above.
+    if os.getppid() != parent:
         os._exit(1)
 
 
-def _watch(parent: int) -> None:
+def _exit_after_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
-def preparation() -> dict[str, Any]:
-    """What a forked process needs to import the modules of this one: its path, folder and main module."""
+def preparation_data() -> dict[str, Any]:
+    """Return the path, folders and main module of this process.
+
+    A forked process needs them to import the same modules.
+    """
     data = spawn.get_preparation_data("composer3d")
-    return {key: value for key, value in data.items() if key in _PREPARED}
+    return {key: value for key, value in data.items() if key in _PREPARATION_KEYS}
 
 
 def serve(control: int, preload: str) -> None:
-    """Be the starter: fork on request, report what ended, until the owner is gone. ``control`` is a socket."""
-    hangup = signal.getsignal(signal.SIGHUP)
-    for number in _STOPPING:  # a job's signals reach its whole group
+    """Run the starter: fork on request and report exit codes until the owner is gone.
+
+    Args:
+        control: the descriptor of the socket to the owner.
+        preload: the module to import before the first fork.
+    """
+    # After `nohup`, the forked processes ignore SIGHUP as well.
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+    # A terminal sends its signals to the whole process group; only the owner decides when to
+    # stop.
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
     owner = socket.socket(fileno=control)
     import_module(preload)
+
+    # The end of a child wakes the selector through this pipe.
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: dict[int, int] = {}  # number of the process: the pipe for its end
+
+    status_pipes: dict[int, int] = {}  # by the process id of the child
     folders: list[str] = []
     with selectors.DefaultSelector() as selector:
         selector.register(owner, selectors.EVENT_READ)
@@ -94,97 +165,124 @@ def serve(control: int, preload: str) -> None:
             ready = [key.fileobj for key, _ in selector.select()]
             if wake_read in ready:
                 os.read(wake_read, 4096)
-                _reap(children)
+                _reap(status_pipes)
             if owner not in ready:
                 continue
-            request, descriptors = _receive(owner)
+
+            request = _receive_request(owner)
             if request is None:
                 break
-            letter, text = request
-            if letter == KEEP:
-                folders.append(text)
+            if request.kind == REMOVE_AT_END:
+                folders.append(request.path)
                 continue
-            task, end, *store = descriptors
-            # A signal that comes right after the fork waits until the child does not ignore it any more.
-            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-            me, child = os.getpid(), os.fork()
-            if child != 0:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-            else:
-                nohup = hangup is signal.SIG_IGN
-                for descriptor in (control, wake_read, wake_write, end, *children.values()):
-                    os.close(descriptor)
-                _be_forked(me, task, store[0] if store else None, nohup=nohup)
-            children[child] = end
-            _tell(end, child)
-            for descriptor in (task, *store):
+
+            call_pipe, status_pipe, *store = request.descriptors
+            child = _fork(
+                call_pipe,
+                store[0] if store else None,
+                nohup=nohup,
+                close=(control, wake_read, wake_write, status_pipe, *status_pipes.values()),
+            )
+            status_pipes[child] = status_pipe
+            _send_status(status_pipe, child)
+            for descriptor in (call_pipe, *store):
                 os.close(descriptor)
-    for child in children:
+
+    for child in status_pipes:
         os.kill(child, signal.SIGKILL)
-    for child in children:
+    for child in status_pipes:
         os.waitpid(child, 0)
-    for folder in folders:  # nobody is left who writes there
+
+    # Only now: no process is left that writes there.
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _receive(owner: socket.socket) -> tuple[tuple[bytes, str] | None, list[int]]:
-    """The next request, or None where the owner is gone, and its descriptors."""
+def _receive_request(owner: socket.socket) -> _Request | None:
+    """Read the next request; None if the owner is gone."""
     try:
         head, descriptors, _, _ = socket.recv_fds(owner, REQUEST.size, 3)
-        while head and len(head) < REQUEST.size:
-            head += _more(owner, REQUEST.size - len(head))
         if not head:
-            return None, []
-        letter, length = REQUEST.unpack(head)
-        text = b""
-        while len(text) < length:
-            text += _more(owner, length - len(text))
+            return None
+        head += _receive_exactly(owner, REQUEST.size - len(head))
+        kind, length = REQUEST.unpack(head)
+        path = _receive_exactly(owner, length)
     except (ConnectionError, EOFError):
-        return None, []
-    return (letter, os.fsdecode(text)), descriptors
+        return None
+    return _Request(kind, os.fsdecode(path), descriptors)
 
 
-def _more(owner: socket.socket, length: int) -> bytes:
-    if not (part := owner.recv(length)):
-        raise EOFError
-    return part
+def _receive_exactly(owner: socket.socket, size: int) -> bytes:
+    """Read ``size`` bytes. Raises EOFError if the stream ends before."""
+    content = b""
+    while len(content) < size:
+        received = owner.recv(size - len(content))
+        if not received:
+            raise EOFError
+        content += received
+    return content
 
 
-def _reap(children: dict[int, int]) -> None:
-    for child in list(children):
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            end = children.pop(child)
-            _tell(end, os.waitstatus_to_exitcode(status))
-            os.close(end)
+def _reap(status_pipes: dict[int, int]) -> None:
+    """Send the exit code of each child that has ended, and forget the child."""
+    for child in list(status_pipes):
+        ended_child, wait_status = os.waitpid(child, os.WNOHANG)
+        if ended_child:
+            status_pipe = status_pipes.pop(child)
+            _send_status(status_pipe, os.waitstatus_to_exitcode(wait_status))
+            os.close(status_pipe)
 
 
-def _tell(end: int, number: int) -> None:
+def _send_status(status_pipe: int, number: int) -> None:
     with suppress(BrokenPipeError):  # the owner does not listen any more
-        os.write(end, STATUS.pack(number))
+        os.write(status_pipe, STATUS.pack(number))
 
 
-def _be_forked(parent: int, task: int, store: int | None, *, nohup: bool) -> None:
-    """Go on as a process of its own: run the task that comes through the pipe, and end.
+def _fork(call_pipe: int, store: int | None, *, nohup: bool, close: Iterable[int]) -> int:
+    """Fork a process that runs the call from ``call_pipe``. Returns its process id.
 
-    SIGINT, SIGTERM and SIGHUP end it without a word, until the task decides otherwise. With ``nohup`` SIGHUP does not.
+    Args:
+        call_pipe: the descriptor of the pipe for the call and its answer.
+        store: the descriptor of the world's store.
+        nohup: whether SIGHUP does not end the process.
+        close: descriptors that the process must not keep open.
+    """
+    # The child inherits that stop signals are ignored. A signal that arrives right after the fork
+    # waits until the child has changed that.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        for descriptor in close:
+            os.close(descriptor)
+        _run_child(parent, call_pipe, store, nohup=nohup)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+    return child
+
+
+def _run_child(parent: int, call_pipe: int, store: int | None, *, nohup: bool) -> NoReturn:
+    """Run the call from ``call_pipe`` in a process that was just forked, and end the process.
+
+    SIGINT, SIGTERM and SIGHUP end it silently, unless the call installs handlers of its own. With
+    ``nohup``, SIGHUP is ignored.
     """
     code = 1
     try:
-        end_with(parent)
+        die_with_parent(parent)
         signal.set_wakeup_fd(-1)
-        for number in (*_STOPPING, signal.SIGCHLD):
+        for number in (*_STOP_SIGNALS, signal.SIGCHLD):
             ignored = nohup and number == signal.SIGHUP
             signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-        pipe = Connection(task)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+
+        pipe = Connection(call_pipe)
         spawn.prepare(pickle.loads(pipe.recv_bytes()))
-        function, arguments, environment = pickle.loads(pipe.recv_bytes())
-        if (
-            store is not None
-        ):  # a file without a name: each open has a description of its own, as its locks need
-            environment[STORE] = f"/proc/self/fd/{store}"
-        run_task(pipe, function, arguments, environment)
+        call: Call = pickle.loads(pipe.recv_bytes())
+        if store is not None:
+            # The file has no name. Opened through this path, each process gets an open file
+            # description of its own, which the locks of the store need.
+            call.environment[STORE_VARIABLE] = f"/proc/self/fd/{store}"
+        _run_call(pipe, call)
         code = 0
     except EOFError:
         pass  # the owner is gone
@@ -198,20 +296,17 @@ def _be_forked(parent: int, task: int, store: int | None, *, nohup: bool) -> Non
         os._exit(code)
 
 
-def run_task(
-    pipe: Connection,
-    task: Callable[..., Any] | str,
-    arguments: dict[str, Any],
-    environment: dict[str, str],
-) -> None:
-    """Call ``task(**arguments)`` and send (True, what it returned), or (False, a UserError or a traceback)."""
-    os.environ |= environment
+def _run_call(pipe: Connection, call: Call) -> None:
+    """Run ``call`` and send an ``Answer`` through ``pipe``."""
+    os.environ |= call.environment
     try:
-        function = pkgutil.resolve_name(task) if isinstance(task, str) else task
-        answer = pickle.dumps((True, function(**arguments)))
+        function = call.function
+        if isinstance(function, str):
+            function = pkgutil.resolve_name(function)
+        answer = pickle.dumps(Answer(True, function(**call.arguments)))
     except UserError as error:
-        answer = pickle.dumps((False, error))
+        answer = pickle.dumps(Answer(False, error))
     except BaseException:
-        answer = pickle.dumps((False, traceback.format_exc()[-_LONGEST:]))
-    with suppress(BrokenPipeError):  # the owner does not wait for it any more
+        answer = pickle.dumps(Answer(False, traceback.format_exc()[-_TRACEBACK_LIMIT:]))
+    with suppress(BrokenPipeError):  # the owner does not wait for the answer any more
         pipe.send_bytes(answer)

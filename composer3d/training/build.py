@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from composer3d.checkpoint import Store
-from composer3d.convert.assets import assets_of
+from composer3d.convert.assets import make_assets
 from composer3d.convert.start import load_hf
 from composer3d.data import Corpus, Loader
 from composer3d.models.registry import architecture, resolve
@@ -76,7 +76,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     steps_done = resume(recipe, store, stages, optimizer, loader)
     if steps_done is None and recipe.model.hf is not None:
         load_hf(recipe.model.hf, stages)
-    find_assets = partial(assets_of, recipe, corpus.end_of_document, store.loaded)
+    find_assets = partial(make_assets, recipe, corpus.end_of_document, store.loaded)
     store.assets = process_group.on_all("assets", find_assets if is_main else dict)
     store.warm_up(stages, optimizer)
 
@@ -151,6 +151,6 @@ def _make_metrics(
         peak_flops=hardware.peak_flops(row, recipe.precision.computes_in) if row else None,
         device_type=mesh.device.type,
         main=mesh.rank == 0,
-        may_write=claim.is_held if claim is not None else lambda: True,
+        may_write=claim.is_held if claim is not None else None,
         start_step=start_step,
     )

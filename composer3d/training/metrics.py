@@ -1,8 +1,9 @@
-"""What a run says about itself: one console line, one JSON line and one set of TensorBoard points a logged step.
+"""The metrics of a run: for each logged step a console line, a JSON line and points for
+TensorBoard.
 
-Loss, gradient norm and learning rate are those of the logged step itself, so they do not depend on where a run was
-resumed. Throughput and seconds are averages over the steps since the last logged one; validation and checkpoints do not
-count as training time.
+Loss, gradient norm and learning rate are those of the logged step itself, so they do not depend
+on where a run was resumed. Throughput and seconds are averages over the steps since the last
+logged one. Validation and checkpoints do not count as training time.
 """
 
 import errno
@@ -32,77 +33,110 @@ from composer3d.spec.errors import UserError
 from composer3d.spec.files import open_plain, parse_json
 
 FILE = "metrics.jsonl"
-_FILE_LIMIT = 1 << 30  # bytes of metrics.jsonl, two million lines and more
-_LINE_LIMIT = 64 << 10  # bytes; a line of metrics has some hundred
+
+# Bytes of metrics.jsonl: room for more than two million lines.
+_FILE_LIMIT = 1 << 30
+
+# Bytes. A line of metrics has a few hundred.
+_LINE_LIMIT = 64 << 10
+
 _LINE_START = b'{"step": '
 
-_GROUPS = {"optim": "grad_norm lr", "time": "step_s data_s validation_s checkpoint_s"}
-_GROUPS["speed"] = "tokens_per_s tokens_per_s_per_rank tflops_per_rank mfu cp_balance"
+# The tag of each metric in TensorBoard. Any other metric gets the tag "other/NAME".
 _TAGS = {
     "loss": "loss/train",
     "validation_loss": "loss/validation",
+    "grad_norm": "optim/grad_norm",
+    "lr": "optim/lr",
+    "tokens_per_s": "speed/tokens_per_s",
+    "tokens_per_s_per_rank": "speed/tokens_per_s_per_rank",
+    "tflops_per_rank": "speed/tflops_per_rank",
+    "mfu": "speed/mfu",
+    "cp_balance": "speed/cp_balance",
+    "step_s": "time/step_s",
+    "data_s": "time/data_s",
+    "validation_s": "time/validation_s",
+    "checkpoint_s": "time/checkpoint_s",
     "memory_gib": "memory/peak_gib",
 }
-_TAGS |= {key: f"{group}/{key}" for group, keys in _GROUPS.items() for key in keys.split()}
 
 
 @dataclass
 class Metrics:
-    """The metrics of one run. Every rank makes one and calls it alike; only the main rank measures and writes.
+    """The metrics of one run. Every rank makes and calls one; only the main rank writes.
 
-    Steps are counted from 1: ``step`` is the number of optimizer steps that are done. Every ``table.every`` steps, at
-    the first step after the start and at the last one, a line goes to the log, to ``run_dir/metrics.jsonl`` and to
-    TensorBoard's event files in ``run_dir``. What an earlier process logged beyond ``start_step`` is dropped from both,
-    so that a resumed run has one curve. ``step`` lists the keys of a line of metrics.jsonl, with units.
+    Steps are counted from 1: ``step`` is the number of optimizer steps done. A line goes to the
+    log, to ``run_dir/metrics.jsonl`` and to TensorBoard's event files in ``run_dir`` every
+    ``table.every`` steps, at the first step after the start, and at the last step. Lines and
+    points of an earlier process beyond ``start_step`` are dropped, so that a resumed run has one
+    curve. The docstring of the method ``step`` lists the keys of a line, with their units.
 
-    The clock starts when it is made, so it is made right before the first step.
+    The clock starts when the object is made: make it right before the first step.
+
+    Attributes:
+        run_dir: the run's folder.
+        table: the recipe's ``[metrics]``.
+        total_steps: ``run.steps``.
+        tokens_per_step: over all ranks.
+        world_size: the number of ranks.
+        flops_per_token: FLOPs of forward and backward, from ``models.llama.counts``.
+        peak_flops: FLOP/s of one device; None if unknown.
+        device_type: "cpu" or "cuda".
+        main: whether this rank measures and writes.
+        may_write: returns whether the run's folder still belongs to this job; None: always.
+        start_step: steps done before this process. 0 drops all metrics in the folder.
 
     Raises:
-        UserError, OSError: on the main rank alone, where the files cannot be written.
+        UserError, OSError: on the main rank only, if the files cannot be written.
     """
 
     run_dir: Path
     table: MetricsTable
     _: KW_ONLY
     total_steps: int
-    tokens_per_step: int  # over all ranks
+    tokens_per_step: int
     world_size: int
-    flops_per_token: float  # forward and backward, from ``planner.counts``
-    peak_flops: float | None  # FLOP/s of one device, None where that is not known
+    flops_per_token: float
+    peak_flops: float | None
     device_type: str
     main: bool
-    may_write: Callable[[], bool] = lambda: True  # whether the run's folder is still this job's
-    start_step: int = (
-        0  # steps that were done before this process; 0 drops whatever the folder holds
-    )
+    may_write: Callable[[], bool] | None = None
+    start_step: int = 0
 
     def __post_init__(self) -> None:
+        # By phase, since the last logged step.
         self._seconds: dict[str, float] = defaultdict(float)
         self._logged_step = self.start_step
-        self._logged_at = self._first_step_at = time.perf_counter()
+        self._logged_at_s = self._first_step_at_s = time.perf_counter()
         self._tensorboard = None
         if not self.main:
             return
+
         self._path = self.run_dir / FILE
         _drop_lines_after(self._path, self.start_step)
         if self.table.tensorboard:
-            # Imported here: it takes a second, and only one rank of a job needs it.
+            # Imported here: it takes a second, and only one rank needs it.
             from torch.utils.tensorboard import SummaryWriter
 
             _move_old_events(self.run_dir)
             self._tensorboard = SummaryWriter(
-                str(self.run_dir),  # TensorBoard names a run by the folder of its event files
+                # TensorBoard names a run by the folder of its event files.
+                str(self.run_dir),
                 purge_step=self.start_step + 1 if self.start_step else 0,
                 flush_secs=10,
-                filename_suffix=f".{uuid.uuid4().hex}",  # a name that nobody can guess and place a link at
+                # Nobody can guess the file's name and place a link there.
+                filename_suffix=f".{uuid.uuid4().hex}",
             )
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Adds the seconds of its body to "data", "validation" or "checkpoint"; throughput leaves out the last two."""
-        begin = time.perf_counter()
+        """Add the seconds of the body to ``phase``: "data", "validation" or "checkpoint".
+
+        Throughput leaves out validation and checkpoints.
+        """
+        begin_s = time.perf_counter()
         yield
-        self._seconds[phase] += time.perf_counter() - begin
+        self._seconds[phase] += time.perf_counter() - begin_s
 
     def step(
         self,
@@ -113,35 +147,45 @@ class Metrics:
         lr: float,
         extra: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """Ends an optimizer step; called for every one, writes where the step is to be logged.
+        """End an optimizer step. Call it after every step; it writes if the step is to be logged.
 
-        Writes ``step``, ``loss`` (nats per valid token, of the whole batch), ``grad_norm`` (before clipping), ``lr``,
-        ``tokens_per_s`` (all ranks), ``tokens_per_s_per_rank``, ``tflops_per_rank``, ``mfu`` (fraction of the peak, or
-        null), ``step_s`` and ``data_s`` (seconds a step), ``validation_s`` and ``checkpoint_s`` (seconds since the last
-        line), ``memory_gib`` (peak of this rank since its start); and ``extra``: with documents over cp, ``cp_balance``,
-        the busiest rank's scores over their mean (of the step's rows on this rank). What is not finite becomes null.
+        A line has these keys; a value that is not finite becomes null:
+
+        - ``step``; ``loss`` (nats per valid token, of the whole batch); ``grad_norm`` (before
+          clipping); ``lr``.
+        - ``tokens_per_s`` (all ranks), ``tokens_per_s_per_rank``, ``tflops_per_rank``.
+        - ``mfu``: fraction of the peak FLOP/s; null if the peak is unknown.
+        - ``step_s`` and ``data_s``: seconds per step.
+        - ``validation_s`` and ``checkpoint_s``: seconds since the last line.
+        - ``memory_gib``: peak of this rank since its start.
+        - the keys of ``extra``. With documents over cp, this is ``cp_balance``: the attention
+          scores of the busiest rank over the mean of the ranks, for the step's rows on this rank.
+
+        Args:
+            step: the number of steps done, counted from 1.
+            extra: returns further metrics; called only if the step is logged.
         """
         if not self.main:
             return
-        now = time.perf_counter()
+        now_s = time.perf_counter()
         if step == self.start_step + 1:
-            self._first_step_at = now
+            self._first_step_at_s = now_s
         elif step % self.table.every and step != self.total_steps:
             return
         steps = step - self._logged_step
-        training_s = max(
-            now - self._logged_at - self._seconds["validation"] - self._seconds["checkpoint"], 1e-9
-        )
-        rate = steps * self.tokens_per_step / training_s
-        flops = rate * self.flops_per_token / self.world_size
+        elapsed_s = now_s - self._logged_at_s
+        training_s = elapsed_s - self._seconds["validation"] - self._seconds["checkpoint"]
+        training_s = max(training_s, 1e-9)
+        tokens_per_s = steps * self.tokens_per_step / training_s
+        flops_per_rank = tokens_per_s * self.flops_per_token / self.world_size
         line = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
-            "tokens_per_s": rate,
-            "tokens_per_s_per_rank": rate / self.world_size,
-            "tflops_per_rank": flops / 1e12,
-            "mfu": flops / self.peak_flops if self.peak_flops else None,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_rank": tokens_per_s / self.world_size,
+            "tflops_per_rank": flops_per_rank / 1e12,
+            "mfu": flops_per_rank / self.peak_flops if self.peak_flops else None,
             "step_s": training_s / steps,
             "data_s": self._seconds["data"] / steps,
             "validation_s": self._seconds["validation"],
@@ -150,82 +194,108 @@ class Metrics:
             **extra(),
         }
         self._write(step, line)
-        log.get().info(self._console(step, line, now))
+        log.get().info(self._console_line(step, line, now_s))
         self._seconds.clear()
-        self._logged_step, self._logged_at = step, now
+        self._logged_step = step
+        self._logged_at_s = now_s
 
     def validation(self, step: int, loss: float) -> None:
-        """Writes the validation loss (nats per valid token) after ``step``, as ``step`` and ``validation_loss``."""
+        """Write the validation loss (nats per valid token) after ``step``.
+
+        The keys of its line are ``step`` and ``validation_loss``.
+        """
         if self.main:
             self._write(step, {"validation_loss": loss})
             log.get().info(f"{self._progress(step)}  validation loss {loss:.4f}")
 
     def close(self) -> None:
-        """Writes the time of what came after the last logged step, such as the last checkpoint, and ends the files."""
+        """Close the files, after a line with the seconds of phases since the last logged step.
+
+        The last checkpoint is such a phase.
+        """
         if not self.main:
             return
-        if tail := {
+        tail = {
             f"{phase}_s": seconds for phase, seconds in self._seconds.items() if phase != "data"
-        }:
+        }
+        if tail:
             self._write(self._logged_step, tail)
         try:
             if self._tensorboard is not None:
                 self._tensorboard.close()
         except OSError as error:
-            log.get().warning(f"TensorBoard's file in {self.run_dir} lacks its end: {error}")
+            log.get().warning(
+                f"the end of TensorBoard's file in {self.run_dir} could not be written: {error}"
+            )
 
     def _write(self, step: int, values: Mapping[str, float | None]) -> None:
-        if not self.may_write():
-            return  # the next save says why, and ends the run
+        if self.may_write is not None and not self.may_write():
+            # The next save reports why, and ends the run.
+            return
         finite = {
             key: value if value is not None and math.isfinite(value) else None
             for key, value in values.items()
         }
         try:
             _append(self._path, (json.dumps({"step": step, **finite}) + "\n").encode())
-            for key, value in values.items():
+            for name, value in values.items():
                 if value is not None and self._tensorboard is not None:
-                    self._tensorboard.add_scalar(_TAGS[key], value, step)
-        except OSError as error:  # a full disk must not end a healthy run, nor hide why a checkpoint could not be saved
-            log.get().warning(f"the metrics of step {step} are not written: {error}")
+                    self._tensorboard.add_scalar(_TAGS.get(name, f"other/{name}"), value, step)
+        except OSError as error:
+            # A full disk must not end a healthy run, nor hide why a save failed.
+            log.get().warning(f"the metrics of step {step} could not be written: {error}")
             self._tensorboard = None
 
     def _progress(self, step: int) -> str:
         total = str(self.total_steps)
         return f"step {step:>{len(total)}}/{total} {100 * step // self.total_steps:>3}%"
 
-    def _console(self, step: int, line: dict[str, float | None], now: float) -> str:
+    def _console_line(self, step: int, line: dict[str, float | None], now_s: float) -> str:
+        # The first step is left out of the pace, as it warms up.
+        timed_steps = step - self.start_step - 1
+        if timed_steps:
+            pace_s = (now_s - self._first_step_at_s) / timed_steps
+        else:
+            pace_s = now_s - self._logged_at_s
+        left = timedelta(seconds=round(pace_s * (self.total_steps - step)))
         mfu = line["mfu"]
-        done = step - self.start_step - 1  # without the first step, which warms up
-        pace_s = (now - self._first_step_at) / done if done else now - self._logged_at
-        return (
-            f"{self._progress(step)}  loss {line['loss']:.4f}  norm {line['grad_norm']:.2f}  lr {line['lr']:.1e}  "
-            f"{line['tokens_per_s']:,.0f} tok/s  {line['tflops_per_rank']:.3g} TFLOP/s  "
-            f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}  mem {line['memory_gib']:.1f} GiB  "
-            f"left {timedelta(seconds=round(pace_s * (self.total_steps - step)))}"
-        )
+        parts = [
+            self._progress(step),
+            f"loss {line['loss']:.4f}",
+            f"norm {line['grad_norm']:.2f}",
+            f"lr {line['lr']:.1e}",
+            f"{line['tokens_per_s']:,.0f} tok/s",
+            f"{line['tflops_per_rank']:.3g} TFLOP/s",
+            "mfu n/a" if mfu is None else f"mfu {mfu:.1%}",
+            f"mem {line['memory_gib']:.1f} GiB",
+            f"left {left}",
+        ]
+        return "  ".join(parts)
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Add a line to the end of a file, whole or not at all. Raises OSError, as where the disk is full."""
+    """Add a line to the end of a file, whole or not at all.
+
+    Raises OSError, for example on a full disk.
+    """
     with open_own(path, append=True) as file:
-        number = file.fileno()
-        end = os.fstat(number).st_size
-        if os.write(number, line) < len(
-            line
-        ):  # not buffered: what is left would be written when the file is closed
-            os.ftruncate(number, end)
+        descriptor = file.fileno()
+        end = os.fstat(descriptor).st_size
+        # Not through the file's buffer: closing the file would write the remainder of a cut line.
+        if os.write(descriptor, line) < len(line):
+            os.ftruncate(descriptor, end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines of steps up to ``step``, and none where that is 0; make the file where there is none.
+    """Drop the lines of later steps than ``step``; with 0, drop all. Make the file if missing.
 
-    A last line that a killed process tore is dropped too. A file with anything else that is no line of metrics is kept
-    beside, as ``metrics.jsonl.1`` or the next free number, so that nothing is lost that someone put there.
+    A last line that was cut off when its process was killed is dropped too. If the file has any
+    other line that is not one of metrics, the whole file is kept as ``metrics.jsonl.1``, or with
+    the next free number: someone else's content must not be lost.
 
     Raises:
-        UserError: ``path`` is no plain file, or cannot be read.
+        UserError: ``path`` is not a plain file, or cannot be read.
         OSError: the new file cannot be written.
     """
     try:
@@ -238,57 +308,64 @@ def _drop_lines_after(path: Path, step: int) -> None:
             f"{path} {error.strerror}; the run writes its metrics there: move it away"
         ) from None
     with file:
-        large = os.fstat(file.fileno()).st_size > _FILE_LIMIT
-        if large or any(_step_of(line) is None for line in _lines(file)):
-            beside = _free_name(path)
-            os.rename(path, beside)
-            why = (
-                f"is larger than {_FILE_LIMIT:,} bytes"
-                if large
-                else "holds what is no line of metrics"
-            )
-            log.get().warning(f"{path} {why}: it is kept as {beside}")
+        is_too_large = os.fstat(file.fileno()).st_size > _FILE_LIMIT
+        if is_too_large or any(_step_of(line) is None for line in _complete_lines(file)):
+            backup = _free_name(path)
+            os.rename(path, backup)
+            if is_too_large:
+                problem = f"is larger than {_FILE_LIMIT:,} bytes"
+            else:
+                problem = "has lines that are not metrics"
+            log.get().warning(f"{path} {problem}: it is kept as {backup}")
         file.seek(0)
-        lines = _lines(file) if step and not large else ()
-        write_atomic(
-            path,
-            (line for line in lines if (found := _step_of(line)) is not None and found <= step),
-        )
+        keeps_lines = step > 0 and not is_too_large
+        write_atomic(path, _lines_up_to(file, step) if keeps_lines else ())
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, but for a last one that a killed process tore. A line that is too long comes in pieces."""
+def _lines_up_to(file: BinaryIO, step: int) -> Iterator[bytes]:
+    """The lines of metrics of the steps up to ``step``."""
+    for line in _complete_lines(file):
+        line_step = _step_of(line)
+        if line_step is not None and line_step <= step:
+            yield line
+
+
+def _complete_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, in pieces if a line is too long.
+
+    Empty lines are left out, and so is a last line of metrics that was cut off when its process
+    was killed.
+    """
     while line := file.readline(_LINE_LIMIT):
-        torn = not line.endswith(b"\n") and len(line) < _LINE_LIMIT
-        if line != b"\n" and not (
-            torn and (line.startswith(_LINE_START) or _LINE_START.startswith(line))
-        ):
+        if line == b"\n":
+            continue
+        has_no_end = not line.endswith(b"\n") and len(line) < _LINE_LIMIT
+        starts_as_metrics = line.startswith(_LINE_START) or _LINE_START.startswith(line)
+        if not (has_no_end and starts_as_metrics):
             yield line
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line of metrics; None where it is something else."""
+    """The step of a line of metrics; None for any other line."""
     try:
         values = parse_json(line)
     except ValueError:
         return None
     step = values.get("step") if isinstance(values, dict) else None
+    # ``type``, as True is an int too.
     return step if type(step) is int and step >= 0 else None
 
 
 def _free_name(path: Path) -> Path:
-    """``path`` with the first number at its end that no file has."""
-    return next(
-        name
-        for n in itertools.count(1)
-        if not os.path.lexists(name := path.with_name(f"{path.name}.{n}"))
-    )
+    """``path`` with the first number after it that makes a free name."""
+    candidates = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return next(candidate for candidate in candidates if not os.path.lexists(candidate))
 
 
 def _move_old_events(run_dir: Path) -> None:
-    """Bring the event files of a run of composer3d 0.1, which are in ``tensorboard``, where new ones are written.
+    """Move the event files of composer3d 0.1 from ``run_dir/tensorboard`` to ``run_dir``.
 
-    TensorBoard would else show the curve in two runs, NAME and NAME/tensorboard.
+    Otherwise TensorBoard would show the curve in two runs, NAME and NAME/tensorboard.
     """
     old = run_dir / "tensorboard"
     if old.is_symlink() or not old.is_dir():
@@ -296,13 +373,14 @@ def _move_old_events(run_dir: Path) -> None:
     for file in sorted(old.glob("events.out.tfevents.*")):
         if stat.S_ISREG(file.lstat().st_mode) and not os.path.lexists(run_dir / file.name):
             file.rename(run_dir / file.name)
-    with suppress(OSError):  # a user's files are in it
+    with suppress(OSError):  # it still has files of a user
         old.rmdir()
 
 
 def _peak_memory_gib(device_type: str) -> float:
-    """Peak since the process started: bytes that torch allocated on an accelerator, resident bytes on CPU."""
+    """The peak since the process started: torch's allocated bytes on a GPU, else resident bytes."""
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB on Linux
+    # It is in bytes on macOS, and in KiB on Linux.
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20

@@ -1,63 +1,89 @@
-"""AdamW, its parameter groups and its learning rate. Nothing here needs a rank: a DTensor is treated like a tensor."""
+"""AdamW, its parameter groups and its learning rate.
+
+Nothing here needs a rank: DTensors are treated like tensors.
+"""
 
 import math
 from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer3d.recipe.schema import OptimTable
 
 
 def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
-    """The learning rate of ``step``, counted from 0: a pure function, so that a resumed run needs no scheduler state.
+    """The learning rate of ``step``, a pure function: a resumed run needs no state of a
+    scheduler.
 
-    Linear warmup that reaches ``lr`` in its last step, then ``lr`` for good (constant), or a decay that reaches
-    ``min_lr`` in the step that is number ``decay`` (``total_steps`` where it is absent) counted from 1, and stays
-    there: cosine and linear from the step after the warmup on; wsd (warmup, stable, decay: Hu et al. 2024, "MiniCPM")
-    holds ``lr`` and falls linearly over the last ``decay_steps`` steps (where absent, a tenth of ``decay``, as far as
-    the warmup leaves room).
+    The rate rises linearly during the warmup and reaches ``lr`` in its last step. After that:
+
+    - "constant" stays at ``lr``.
+    - "cosine" and "linear" decay from the step after the warmup.
+    - "wsd" (warmup, stable, decay: Hu et al. 2024, "MiniCPM") stays at ``lr``, and falls linearly
+      over the last ``decay_steps`` steps. By default these are a tenth of ``decay``. The decay
+      never starts before the warmup has ended.
+
+    A decay reaches ``min_lr`` in the step with the number ``decay``, counted from 1 (by default
+    ``total_steps``), and stays there.
+
+    Args:
+        step: counted from 0.
+        table: the recipe's ``[optim]``.
+        total_steps: ``run.steps``.
     """
     if step < table.warmup:
         return table.lr * (step + 1) / table.warmup
-    start, end = table.warmup, total_steps if table.decay is None else table.decay
+
+    start = table.warmup
+    end = total_steps if table.decay is None else table.decay
     if table.schedule == "wsd":
-        start = max(start, end - (table.decay_steps or max(1, end // 10)))
+        decay_steps = table.decay_steps or max(1, end // 10)
+        start = max(start, end - decay_steps)
     if table.schedule == "constant" or step < start:
         return table.lr
+
     progress = min(1.0, (step + 1 - start) / max(1, end - start))
-    left = (
-        0.5 * (1.0 + math.cos(math.pi * progress)) if table.schedule == "cosine" else 1.0 - progress
-    )
-    return table.min_lr + (table.lr - table.min_lr) * left
+    if table.schedule == "cosine":
+        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        remaining = 1.0 - progress
+    return table.min_lr + (table.lr - table.min_lr) * remaining
 
 
 def build_optimizer(
-    named: Iterable[tuple[str, nn.Parameter]], table: OptimTable
+    named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable
 ) -> torch.optim.AdamW:
-    """AdamW over the parameters of this rank: matrices are decayed, vectors (norms) are not.
+    """Build AdamW over the parameters of this rank. Matrices are decayed, vectors (norms) are
+    not.
 
-    A DTensor counts its global dimensions. There is one group with decay and one without, and as many again for each
-    further mesh that holds parameters: the fused kernel takes no mixture of tensors and DTensors.
+    The global number of dimensions of a DTensor counts. There is one group with decay and one
+    without, separately for plain tensors and for each mesh of DTensors: the fused kernel takes no
+    mixture.
 
-    Raises ValueError where there is no parameter.
+    Parameters that do not require a gradient are left out. Raises ValueError if no parameter is
+    left.
     """
-    groups: dict[tuple[float, object], list[nn.Parameter]] = {}
-    for _, parameter in named:
+    groups: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
+    for _, parameter in named_parameters:
         if not parameter.requires_grad:
             continue
+        weight_decay = table.weight_decay if parameter.ndim >= 2 else 0.0
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((table.weight_decay if parameter.ndim >= 2 else 0.0, mesh), []).append(
-            parameter
-        )
-    rows = [
-        {"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()
+        groups.setdefault((weight_decay, mesh), []).append(parameter)
+
+    param_groups = [
+        {"params": parameters, "weight_decay": weight_decay}
+        for (weight_decay, _), parameters in groups.items()
     ]
-    return torch.optim.AdamW(rows, lr=table.lr, betas=table.betas, eps=table.eps, fused=True)
+    return torch.optim.AdamW(
+        param_groups, lr=table.lr, betas=table.betas, eps=table.eps, fused=True
+    )
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of the next step in every group."""
+    """Set the learning rate of the next step in every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -40,7 +40,7 @@ def test_the_claim_survives_the_removal_of_its_file(folder: Path) -> None:
     )
     (folder / claim.FILE).write_text("x" * 10**6)
     assert "is in use by another job" in refused(folder)
-    first.check()
+    first.require_held()
     first.close()
 
 
@@ -62,11 +62,11 @@ def test_a_folder_that_is_made_again_belongs_to_its_new_job(folder: Path) -> Non
     with pytest.raises(
         TrainingError, match="was removed or replaced while this job ran: nothing more is written"
     ):
-        first.check()
+        first.require_held()
     second = Claim(folder)
     with pytest.raises(TrainingError, match="was removed or replaced"):
-        first.check()
-    second.check()
+        first.require_held()
+    second.require_held()
     assert "is in use" in refused(folder)
     first.close()
     second.close()
@@ -103,6 +103,6 @@ def test_a_file_system_without_locks_is_warned_of(
     claim.log.setup("", main=True)
     Claim(folder).close()
     assert (
-        "is on a file system without locks: see to it that no second job uses it"
+        "is on a file system without locks: make sure that no second job uses it"
         in capsys.readouterr().err
     )

@@ -267,7 +267,7 @@ def test_who_died_is_said_with_the_way_on(tmp_path: Path, died: dict[int, int]) 
     )
     recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
     kept = tmp_path / "a" / "checkpoints"
-    (line,) = job.lines_about(launch.Ended(1, died), recipe)
+    (line,) = job.lines_about(launch.JobResult(1, died), recipe)
     assert line.endswith(f"; there is no checkpoint in {kept}: the same command starts anew")
     for name in (
         "step-00000004",
@@ -279,7 +279,7 @@ def test_who_died_is_said_with_the_way_on(tmp_path: Path, died: dict[int, int]) 
         (kept / name).mkdir(parents=True)
         if name != "step-00000016":
             (kept / name / "manifest.json").write_text("{}")
-    (line,) = job.lines_about(launch.Ended(1, died), recipe)
+    (line,) = job.lines_about(launch.JobResult(1, died), recipe)
     first, _, rest = line.partition("; the newest")
     assert rest == f" checkpoint is {kept}/step-00000012: the same command goes on from it"
     kill = "signal 9 (SIGKILL; often the kernel's answer to memory running out: see dmesg)"
@@ -412,7 +412,7 @@ def test_too_many_processes_for_the_cores_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, sets: list[str], refused: bool
 ) -> None:
     monkeypatch.setattr(launch, "warm_up", lambda: None)
-    monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: launch.Ended(processes % 251))
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: launch.JobResult(processes % 251))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     (tmp_path / "r.toml").write_text(
         '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[mesh]\ndp_shard = 33\n[data]\nglobal_batch = 33\n'

@@ -21,12 +21,12 @@ from composer3d.runtime.process_group import agree_on_round, on_all, open_store,
 def lose_a_peer(how: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     peers.GRACE_S = 2.0  # less than the pool leaves to ranks that lost another
-    watch = peers.watched(
+    watch = peers.explain_lost_peers(
         open_store(),
         rank=rank,
         size=size,
-        name=lambda peer: f"rank {peer} (x)",
-        way_out=lambda: "try again",
+        describe=lambda peer: f"rank {peer} (x)",
+        advice=lambda: "try again",
     )
     with watch, pool_world(timeout_s=4.0):
         dist.barrier()
@@ -49,7 +49,7 @@ def lose_a_peer(how: str) -> None:
         ("dies", "rank 1 (x) does not answer: it has died, or is stopped; try again"),
         ("stops", "rank 1 (x) does not answer: it has died, or is stopped; try again"),
         ("raises", "rank 1 (x) does not answer: it has died, or is stopped; try again"),
-        ("hangs", "a collective waited in vain: rank 1 (x) at dist.py:"),
+        ("hangs", "a collective failed: rank 1 (x) at runtime/process_group.py:"),
     ],
 )
 def test_the_missing_rank_is_named_once(pool: Pool, how: str, said: str) -> None:
@@ -68,7 +68,7 @@ def lines_of(failure: Any) -> tuple[str, ...]:
 
 
 def of_another_kind() -> None:
-    with peers.watched(open_store(), rank=0, size=2, name=str, way_out=str):
+    with peers.explain_lost_peers(open_store(), rank=0, size=2, describe=str, advice=str):
         raise RuntimeError("shapes do not fit")
 
 

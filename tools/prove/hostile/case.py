@@ -24,7 +24,7 @@ from typing import Any
 
 from composer3d.cli import main
 from composer3d.runtime.launch import Pool, WorkerError
-from composer3d.runtime.starter import STORE
+from composer3d.runtime.starter import STORE_VARIABLE
 
 LIMIT_CPU_S = 5.0
 LIMIT_WALL_S = 60.0  # many times the CPU time, for a machine that does other work too
@@ -131,7 +131,14 @@ def serve(arguments: list[str], folder: str) -> Outcome:
     """Run ``composer3d`` in this process, which ends afterwards, and say what it did."""
     os.chdir(folder)
     sys.argv = ["composer3d"]
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", STORE):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        STORE_VARIABLE,
+    ):
         os.environ.pop(name, None)
     outcome = Outcome()
     output = io.StringIO()
