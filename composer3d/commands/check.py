@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from composer3d.models.llama.counts import parameters
+from composer3d.models.registry import architecture, resolve
 from composer3d.recipe.machine import folder_problem, shows_a_gpu
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
@@ -12,21 +12,30 @@ from composer3d.recipe.values import schema_text
 from composer3d.spec.errors import RecipeError, UserError
 
 
-def main_check(
+def run(
     *, recipe: str | None, sets: list[str], gpus: int | None, schema: bool, as_json: bool
 ) -> int:
     """Print the resolved recipe with the origin of each value, or the vocabulary of recipes.
 
-    ``gpus``: the number of processes of the world; None: this machine will train the recipe.
+    Args:
+        recipe: the recipe's file; it may be None if ``schema`` is true.
+        sets: overrides.
+        gpus: the number of processes; None checks that this machine can train the recipe.
+        schema: whether to print the vocabulary of recipes, and nothing else.
+        as_json: whether to print one JSON object instead of text.
 
-    Returns 0. Raises UserError where the recipe, or this machine, cannot be used.
+    Returns:
+        The exit status 0.
+
+    Raises:
+        UserError: the recipe or this machine cannot be used.
     """
     if schema:
         print(schema_text(), end="")
         return 0
     if recipe is None:
         raise UserError(
-            "composer3d check: give a RECIPE, or --schema for the vocabulary of recipes"
+            "composer3d check: name a RECIPE, or use --schema for the vocabulary of recipes"
         )
     resolved = load(recipe, sets, world_size=gpus)
     _check_machine(resolved, will_train_here=gpus is None)
@@ -42,36 +51,41 @@ def main_check(
     print(resolved.to_toml(), _summary(resolved.recipe), sep="\n")
     if resolved.fills_world and gpus is None:
         print(
-            "# mesh.dp_shard takes what is left of the world; --gpus N shows the recipe in a world of N"
+            "# mesh.dp_shard grows with the number of processes; --gpus N shows the recipe for N of "
+            "them"
         )
     return 0
 
 
 def _check_machine(resolved: Resolved, *, will_train_here: bool) -> None:
-    """Raise RecipeError where this machine lacks what training needs."""
+    """Raise RecipeError if this machine lacks something that training needs."""
     lines = []
     problem = folder_problem(resolved.recipe)
     if problem is not None:
         lines.append(f"{resolved.place('run.out_dir')}: run.out_dir: {problem}")
     if will_train_here and resolved.recipe.run.device == "cuda" and not shows_a_gpu():
         lines.append(
-            f'{resolved.place("run.device")}: run.device = "cuda", but this machine shows no GPU; use '
-            '--gpus N to check for another machine, or run.device = "auto" or "cpu"'
+            f'{resolved.place("run.device")}: run.device = "cuda", but this machine shows no GPU; '
+            'use --gpus N to check for another machine, or run.device = "auto" or "cpu"'
         )
     if lines:
         raise RecipeError(lines)
 
 
 def _summary(recipe: Recipe) -> str:
-    axes = {axis: size for axis, size in asdict(recipe.mesh).items() if size > 1}
-    mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "no parallelism"
-    data = recipe.data
+    axes = [f"{axis} {size}" for axis, size in asdict(recipe.mesh).items() if size > 1]
+    mesh = " x ".join(axes) or "no parallelism"
+    data, steps = recipe.data, recipe.run.steps
     tokens = data.global_batch * data.seq_len
+    count_parameters = resolve(architecture(recipe.model.architecture).parameters)
+    parameters = count_parameters(recipe.model)
     lines = {
         "world size": f"{recipe.world_size} ({mesh})",
-        "global batch": f"{data.global_batch} = micro_batch {data.micro_batch} x {recipe.micro_batches} micro-batches "
-        f"x {recipe.mesh.batch_ranks} data-parallel ranks",
-        "tokens": f"{tokens:,} a step, {tokens * recipe.run.steps:,} in {recipe.run.steps:,} steps",
-        "parameters": f"{parameters(recipe.model):,}",
+        "global batch": (
+            f"{data.global_batch} = micro_batch {data.micro_batch} x {recipe.micro_batches} "
+            f"micro-batches x {recipe.mesh.batch_ranks} data-parallel ranks"
+        ),
+        "tokens": f"{tokens:,} a step, {tokens * steps:,} in {steps:,} steps",
+        "parameters": f"{parameters:,}",
     }
     return "\n".join(f"# {name:<13} {value}" for name, value in lines.items())

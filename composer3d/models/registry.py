@@ -89,7 +89,9 @@ def resolve(reference: Reference) -> Any:
     """The object that a reference names; an object that is no text is returned as it is."""
     if not isinstance(reference, str):
         return reference
-    module, _, name = reference.partition(":")
+    module, colon, name = reference.partition(":")
+    if not colon:
+        return import_module(module)
     try:
         return getattr(import_module(module), name)
     except AttributeError:

@@ -93,7 +93,7 @@ class Stages:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank adds its loss to the job's: one of the tp ranks that compute the same."""
+        """Whether this rank adds its loss to the job's: one of several tp ranks does."""
         return self.modules[-1].last is not None and self.mesh.coords["tp"] == 0
 
     def own_tokens(self, whole_BT: Tensor) -> Tensor:

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import tomli
 
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import FIELDS, as_toml, coerce, type_of, value_of
+from composer3d.recipe.values import (
+    FIELDS,
+    Entries,
+    as_toml,
+    coerce,
+    entries_of_recipe,
+    type_of,
+    value_of,
+)
 
 _TEXT_LIMIT = 256 << 10  # characters; a resolved recipe has about 10,000
 _SHOWN_LIMIT = 80  # characters of a value
@@ -30,11 +38,11 @@ class Change(NamedTuple):
     now: str
 
 
-def values_of(text: str) -> dict[str, Any]:
+def values_of(text: str, entries: Entries = FIELDS) -> dict[str, Any]:
     """Return the values of a resolved recipe by key.
 
-    A value that this version does not accept is returned as TOML gives it. Keys that this version
-    does not have are left out.
+    A value that this version does not accept is returned as TOML gives it, and so are keys of
+    [model] that are not in ``entries``. Other keys that are not in ``entries`` are left out.
 
     Raises:
         ValueError: the text is not TOML, is longer than any recipe, or nests too deep.
@@ -54,10 +62,12 @@ def values_of(text: str) -> dict[str, Any]:
             continue
         for name, value in content.items():
             key = f"{table}.{name}"
-            if key not in FIELDS:
+            if key not in entries:
+                if table == "model":
+                    values[key] = value
                 continue
             try:
-                values[key] = coerce(value, type_of(key))
+                values[key] = coerce(value, type_of(key, entries))
             except ValueError:
                 values[key] = value
     return values
@@ -72,10 +82,11 @@ def changes(then: str, now: Recipe) -> list[Change]:
     Raises:
         ValueError: see ``values_of``.
     """
-    old_values = values_of(then)
+    entries = entries_of_recipe(now)
+    old_values = values_of(then, entries)
     differences = []
-    for key in sorted(FIELDS):
-        default = FIELDS[key].default
+    for key in sorted(entries):
+        default = entries[key].default
         old_value = old_values.get(key, None if default is MISSING else default)
         new_value = value_of(now, key)
         if old_value != new_value or type(old_value) is not type(new_value):

@@ -9,18 +9,21 @@ from typing import Any, NamedTuple, get_args
 
 import tomli
 
-from composer3d.recipe.schema import PATH, TABLES
+from composer3d.models import registry
+from composer3d.recipe.schema import ARCHITECTURE, PATH, TABLES, model_table
 from composer3d.recipe.statements import KeyPath, key_lines, statements
 from composer3d.recipe.values import (
     FIELDS,
+    Entries,
     as_short_toml,
     coerce,
+    entries_of,
     is_utf8,
     join_with_or,
     one_line,
     type_of,
 )
-from composer3d.spec.errors import RecipeError
+from composer3d.spec.errors import ModelError, RecipeError
 from composer3d.spec.files import read_plain
 
 MOST_BYTES = 256 << 10  # of a recipe and its bases together; a long recipe has a few thousand
@@ -54,6 +57,8 @@ class Draft:
         problems: the lines of the error so far.
         invalid_keys: keys whose value is wrong, or was probably written under a misspelt key. Rules
             skip them, so that one mistake gives one line.
+        tables: the dataclass of each table. [model] has the fields of the architecture's shape.
+        entries: the fields of all tables, by key.
     """
 
     path: str
@@ -64,6 +69,8 @@ class Draft:
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     invalid_keys: set[str] = field(default_factory=set)
+    tables: dict[str, Any] = field(default_factory=lambda: TABLES)
+    entries: Entries = field(default_factory=lambda: FIELDS)
 
     def place(self, key: str) -> str:
         """Return the prefix of an error about ``key``.
@@ -88,13 +95,52 @@ class Draft:
         Raises:
             RecipeError: a file cannot be read. The error also has the problems so far.
         """
+        documents: list[_Document] = []
+        unreadable: RecipeError | None = None
         try:
             for document in _documents(self.path):
+                documents.append(document)
+        except RecipeError as error:
+            unreadable = error
+        self._choose_architecture(documents, sets)
+        try:
+            for document in documents:
                 self._add_document(document)
+            if unreadable is not None:
+                raise unreadable
             for text in sets:
                 self._add_override(text)
         except RecipeError as error:
             raise RecipeError([*self.problems, *error.lines]) from None
+
+    def _choose_architecture(self, documents: Sequence[_Document], sets: Sequence[str]) -> None:
+        """Let [model] have the fields of the architecture that the recipe names.
+
+        It must be known before any other key is read. A user's own architecture is imported.
+
+        Raises:
+            RecipeError: there is no such architecture.
+        """
+        name: object = registry.DEFAULT
+        place = ""
+        for document in reversed(documents):
+            table = document.tables.get("model")
+            if isinstance(table, dict) and "architecture" in table:
+                name = table["architecture"]
+                place = f"{document.name}:{document.lines['model', 'architecture']}"
+        for text in sets:
+            key, _, raw = (part.strip() for part in text.partition("="))
+            if key == "model.architecture":
+                name, place = _parse_override(raw, str), f"--set {one_line(text)}"
+        if name == registry.DEFAULT or not isinstance(name, str) or not ARCHITECTURE.accepts(name):
+            return  # a value that is wrong is reported where its type and range are checked
+        try:
+            self.tables = {**TABLES, "model": model_table(name)}
+        except ModelError as error:
+            raise RecipeError(
+                [f"{place}: model.architecture: {one_line(line)}" for line in error.lines]
+            ) from None
+        self.entries = entries_of(self.tables)
 
     def _add_document(self, document: _Document) -> None:
         for table, content in document.tables.items():
@@ -106,7 +152,7 @@ class Draft:
                     f"{place}: '{table}' must be a table, [{table}] with its keys, "
                     f"got {as_short_toml(content)}"
                 )
-                self.invalid_keys.update(_keys_of(table))
+                self.invalid_keys.update(self._keys_of(table))
             else:
                 self.places.setdefault(table, place)
                 for name, value in content.items():
@@ -121,7 +167,8 @@ class Draft:
         elif not equals or "." not in key:
             self.problems.append(f"{place}: write it as table.key=value")
         else:
-            value = _parse_override(raw, type_of(key)) if key in FIELDS else raw
+            is_known = key in self.entries
+            value = _parse_override(raw, type_of(key, self.entries)) if is_known else raw
             self._add_value(key, value, place, overrides=True)
 
     def _add_value(self, key: str, value: object, place: str, *, overrides: bool = False) -> None:
@@ -129,11 +176,11 @@ class Draft:
 
         A value from a file is kept only if no file before gave one; an override always is.
         """
-        if key not in FIELDS:
+        if key not in self.entries:
             self._refuse_unknown(key, place)
             return
         try:
-            typed_value = coerce(value, type_of(key))
+            typed_value = coerce(value, type_of(key, self.entries))
         except ValueError as error:
             self.problems.append(f"{place}: '{key}' must be {error}, got {as_short_toml(value)}")
             self.invalid_keys.add(key)
@@ -150,12 +197,12 @@ class Draft:
             RecipeError: there are too many problems.
         """
         table, _, name = key.rpartition(".")
-        siblings = [full_key.split(".")[1] for full_key in _keys_of(table)]
-        meant_keys = [full_key for full_key in FIELDS if full_key.endswith(f".{name}")]
+        siblings = [full_key.split(".")[1] for full_key in self._keys_of(table)]
+        meant_keys = [full_key for full_key in self.entries if full_key.endswith(f".{name}")]
         similar_names = difflib.get_close_matches(name, siblings or ["base", *TABLES], n=1)
         if similar_names:
             similar = similar_names[0]
-            meant_keys = [f"{table}.{similar}"] if siblings else _keys_of(similar)
+            meant_keys = [f"{table}.{similar}"] if siblings else self._keys_of(similar)
             advice = f"did you mean '{similar}'?"
         elif meant_keys:
             # The name is a key of other tables.
@@ -171,6 +218,9 @@ class Draft:
             raise RecipeError(
                 f"{place}: the recipe has {MOST_PROBLEMS} problems up to here; fix them first"
             )
+
+    def _keys_of(self, table: str) -> list[str]:
+        return [key for key in self.entries if key.startswith(f"{table}.")]
 
 
 def _documents(path: str) -> Iterator[_Document]:
@@ -246,7 +296,3 @@ def _parse_override(raw: str, kind: Any) -> object:
             if len(document) == 1:
                 return document["value"]
     return raw
-
-
-def _keys_of(table: str) -> list[str]:
-    return [key for key in FIELDS if key.startswith(f"{table}.")]

@@ -11,13 +11,13 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from composer3d.models.llama import huggingface as hf
-from composer3d.models.llama.shape import PRESETS, ModelShape
+from composer3d.models import registry
+from composer3d.models.llama.shape import PRESETS
 from composer3d.recipe.draft import Draft
 from composer3d.recipe.machine import count_bytes
 from composer3d.recipe.rules import PATHS, Violation, violations
-from composer3d.recipe.schema import AXES, PATH, TABLES, MeshTable, Model, Recipe
-from composer3d.recipe.values import FIELDS, as_toml, mention, nearest_multiples, value_of
+from composer3d.recipe.schema import AXES, MODEL_KEYS, PATH, MeshTable, Model, Recipe
+from composer3d.recipe.values import as_toml, mention, nearest_multiples, value_of
 from composer3d.spec.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.spec.schedules import check_csv, read_csv
 from composer3d.spec.token_manifest import MANIFEST, read_manifest
@@ -81,7 +81,7 @@ def load(
     draft.read(sets)
 
     tables = {
-        table: cls(**draft.values[table]) for table, cls in TABLES.items() if table != "model"
+        table: cls(**draft.values[table]) for table, cls in draft.tables.items() if table != "model"
     }
     fills_world = tables["mesh"].dp_shard == -1
     tables["model"] = _resolve_shape(draft)
@@ -96,7 +96,7 @@ def load(
 
     if draft.problems:
         raise RecipeError(draft.problems)
-    origins = {key: draft.origin(key) for key in FIELDS}
+    origins = {key: draft.origin(key) for key in draft.entries}
     return Resolved(recipe, origins, fills_world, draft.place)
 
 
@@ -118,21 +118,27 @@ def _resolve_shape(draft: Draft) -> Model:
     A missing field is a problem. The draft then borrows it from llama3-8b, so that rules can run.
     """
     values = draft.values["model"]
+    table = draft.tables["model"]
+    shape_fields = [entry for entry in fields(table) if entry.name not in MODEL_KEYS]
+    architecture = registry.architecture(values.get("architecture", registry.DEFAULT))
     preset, folder = values.get("preset"), values.get("hf")
 
     # ``row`` gives the fields that the recipe does not; ``row_key`` is the key that names it.
-    row = PRESETS.get(preset or "")
+    row = architecture.presets.get(preset or "")
     row_origin, row_key = f"preset {preset}", "model.preset"
-    if folder is not None and not PATH.accepts(folder):  # ``violations`` reports it
+    if folder is not None and architecture.huggingface is None:
+        draft.blame("model.hf", "model.hf: this architecture has no Hugging Face format; remove it")
+        draft.invalid_keys.add("model.preset")
+    elif folder is not None and not PATH.accepts(folder):  # ``violations`` reports it
         draft.invalid_keys.add("model.preset")
     elif folder is not None:
         row_origin, row_key = f"config.json of {folder}", "model.hf"
         try:
-            row = hf.read_shape(folder)
+            row = registry.resolve(architecture.huggingface).read_shape(folder)
         except CheckpointError as error:
             # A resolved recipe has the whole shape: it does not need the folder it started from.
             is_whole = all(
-                entry.name in values for entry in fields(ModelShape) if entry.default is MISSING
+                entry.name in values for entry in shape_fields if entry.default is MISSING
             )
             if os.path.isdir(folder) or not is_whole:
                 draft.blame(row_key, *(f"model.hf: {line}" for line in error.lines))
@@ -141,28 +147,28 @@ def _resolve_shape(draft: Draft) -> Model:
             draft.blame(row_key, "model.hf and model.preset both give a shape; remove one")
 
     missing: list[str] = []
-    for entry in fields(ModelShape):
+    for entry in shape_fields:
         key = f"model.{entry.name}"
-        value = getattr(row or PRESETS["llama3-8b"], entry.name)
-        # llama3-8b has the default of every field that has one, so only the others can be missing.
-        if entry.name in values or value == entry.default:
+        if entry.name in values:
             continue
-        values[entry.name] = value
         if row is not None:
-            draft.origins[key] = row_origin
-            draft.places[key] = draft.places[row_key]
-        else:
+            value = getattr(row, entry.name)
+            if value != entry.default:
+                values[entry.name] = value
+                draft.origins[key] = row_origin
+                draft.places[key] = draft.places[row_key]
+        elif entry.default is MISSING:
+            values[entry.name] = getattr(PRESETS["llama3-8b"], entry.name, None)
             if key not in draft.invalid_keys:
                 missing.append(entry.name)
             draft.invalid_keys.add(key)
 
     if missing and preset is None and "model.preset" not in draft.invalid_keys:
-        draft.blame(
-            "model",
-            f"[model] lacks {', '.join(missing)}; set them, or use one of the presets "
-            f"{', '.join(PRESETS)}",
-        )
-    return Model(**values)
+        way_out = "set them"
+        if architecture.presets:
+            way_out += f", or use one of the presets {', '.join(architecture.presets)}"
+        draft.blame("model", f"[model] lacks {', '.join(missing)}; {way_out}")
+    return table(**values)
 
 
 def _resolve_mesh(draft: Draft, mesh: MeshTable, world_size: int | None) -> MeshTable:

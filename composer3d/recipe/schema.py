@@ -6,10 +6,13 @@ together with the feature that it drives.
 """
 
 import unicodedata
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache
 from math import prod
 from typing import Any, Literal
 
+from composer3d.models import registry
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.spec.ranges import MOST_LAYERS, MOST_TOKENS, Range, above, between, key
 from composer3d.spec.schedules import SCHEDULES
@@ -59,6 +62,10 @@ PRESET = Range(
     lambda value: value in PRESETS,
     f"is unknown; the presets are {', '.join(PRESETS)}",
 )
+ARCHITECTURE = Range(
+    lambda value: 0 < len(value) <= 200 and _is_printable_text(value),
+    'must be "llama", or "package.module:NAME" of at most 200 characters',
+)
 FOLDER_NAME = Range(
     _names_a_folder,
     "cannot name the folder of the run: it must not be empty, . or .., must not contain / or \\ or "
@@ -97,6 +104,11 @@ class Model(ModelShape):
     does not give.
     """
 
+    architecture: str = key(
+        registry.DEFAULT,
+        'llama, or "package.module:NAME" of your own; the other keys are the fields of its shape',
+        ARCHITECTURE,
+    )
     preset: str | None = key(
         None,
         "shape of a published model, whose fields other keys override; an unknown name lists all",
@@ -361,3 +373,48 @@ class Recipe:
 
 
 TABLES: dict[str, Any] = {table.name: table.type for table in fields(Recipe)}
+
+
+# The keys of [model] that are no fields of a shape.
+MODEL_KEYS = ("architecture", "preset", "hf")
+
+
+def model_table(architecture: str) -> type:
+    """The table [model] of an architecture: the fields of its shape, and ``MODEL_KEYS``.
+
+    Raises ModelError where there is no such architecture. Imports a user's own.
+    """
+    return Model if architecture == registry.DEFAULT else _model_table(architecture)
+
+
+class _PickledByName:
+    """A table that is made when it is needed cannot be pickled as a class; its values can be."""
+
+    def __reduce__(self) -> Any:
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
+        return _make_model, (values,)
+
+
+def _make_model(values: Mapping[str, Any]) -> Any:
+    return model_table(values["architecture"])(**values)
+
+
+@cache
+def _model_table(architecture: str) -> type:
+    chosen = registry.architecture(architecture)
+    presets = ", ".join(chosen.presets) or "none"
+    preset_range = Range(
+        lambda value: value in chosen.presets, f"is unknown; the presets are {presets}"
+    )
+    entries = []
+    for entry in fields(Model):
+        if entry.name in MODEL_KEYS:
+            metadata = dict(entry.metadata)
+            if entry.name == "preset":
+                metadata["range"] = preset_range
+            entries.append(
+                (entry.name, entry.type, field(default=entry.default, metadata=metadata))
+            )
+    return make_dataclass(
+        "Model", entries, bases=(_PickledByName, chosen.shape), frozen=True, kw_only=True
+    )

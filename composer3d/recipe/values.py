@@ -2,20 +2,38 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from composer3d.recipe.schema import TABLES, Recipe
+from composer3d.recipe.schema import TABLES, Model, Recipe
 
 _SHORT = 300  # characters of a value in a message
 _LINE = 4096  # characters of a path or a key in a message
 _MOST_DIVISOR = 65536
 
 # The dataclass field of each key: "mesh.tp" -> the field ``tp`` of ``MeshTable``.
-FIELDS = {f"{table}.{entry.name}": entry for table, cls in TABLES.items() for entry in fields(cls)}
+Entries = Mapping[str, "Field[Any]"]
+
+
+def entries_of(tables: Mapping[str, Any]) -> Entries:
+    """The fields of all ``tables``, by key."""
+    return {
+        f"{table}.{entry.name}": entry for table, cls in tables.items() for entry in fields(cls)
+    }
+
+
+# Those of a recipe of our own architecture.
+FIELDS = entries_of(TABLES)
+
+
+def entries_of_recipe(recipe: Recipe) -> Entries:
+    """The fields of a recipe, by key; [model] has those of its architecture's shape."""
+    if type(recipe.model) is Model:
+        return FIELDS
+    return entries_of({**TABLES, "model": type(recipe.model)})
 
 
 def coerce(value: Any, kind: Any) -> Any:
@@ -57,9 +75,9 @@ def _coerce_to_tuple(elements: list[Any], kind: Any) -> tuple[Any, ...]:
     raise ValueError(describe_type(kind))
 
 
-def type_of(key: str) -> Any:
+def type_of(key: str, entries: Entries = FIELDS) -> Any:
     """Return the type of a key's value: ``X`` if the annotation is ``X | None``."""
-    kind = FIELDS[key].type
+    kind: Any = entries[key].type
     return get_args(kind)[0] if get_origin(kind) in (UnionType, Union) else kind
 
 
@@ -134,6 +152,12 @@ def as_short_toml(value: object) -> str:
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+
+
+def has_key(recipe: Recipe, key: str) -> bool:
+    """Whether the recipe has this key: shapes of other architectures lack some of ours."""
+    table, name = key.split(".")
+    return hasattr(getattr(recipe, table), name)
 
 
 def value_of(recipe: Recipe, key: str) -> Any:

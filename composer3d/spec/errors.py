@@ -21,6 +21,10 @@ class RecipeError(UserError):
     """A recipe, or an override of one, cannot be used."""
 
 
+class ModelError(UserError):
+    """The architecture that a recipe names cannot be used."""
+
+
 class DataError(UserError):
     """Training or validation data is missing, empty, too small or has changed."""
 

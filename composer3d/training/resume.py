@@ -7,6 +7,7 @@ import torch
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.data import Loader
+from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
 from composer3d.recipe.changes import Change, changes
 from composer3d.recipe.schema import Recipe
@@ -105,10 +106,12 @@ def _starts_over(recipe: Recipe, store: Store, newest: Path, obstacle: str) -> s
 
 
 def _require_same_model(path: Path, manifest: Manifest, recipe: Recipe) -> None:
+    now = {"model.architecture": DEFAULT} | model_of(recipe.model, recipe.precision.params)
+    then = {"model.architecture": DEFAULT} | manifest.model
     lines = [
-        f"{path} was made with {key} = {manifest.model.get(key)}, but the recipe says {value}"
-        for key, value in model_of(recipe.model, recipe.precision.params).items()
-        if manifest.model.get(key) != value
+        f"{path} was made with {key} = {then.get(key)}, but the recipe says {value}"
+        for key, value in now.items()
+        if then.get(key) != value
     ]
     if lines:
         raise CheckpointError(

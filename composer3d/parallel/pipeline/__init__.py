@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the layers are cut over the ranks of ``mesh.pp``. Begin with ``runtime``."""
+"""Pipeline parallelism: the layers are cut over ``mesh.pp`` ranks. Begin with ``runtime``."""

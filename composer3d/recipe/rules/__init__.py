@@ -9,19 +9,29 @@ from composer3d.recipe.rules import data, layout, model
 from composer3d.recipe.rules.data import PATHS
 from composer3d.recipe.rules.rule import Rule, Violation
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import FIELDS, value_of
+from composer3d.recipe.values import FIELDS, Entries, entries_of_recipe, has_key, value_of
 from composer3d.spec.ranges import Range
 
 __all__ = ["PATHS", "RANGES", "RULES", "Violation", "violations"]
 
-RANGES: dict[str, Range] = {
-    key: entry.metadata["range"]
-    for key, entry in FIELDS.items()
-    if entry.metadata["range"] is not None
-}
+
+def _ranges(entries: Entries) -> dict[str, Range]:
+    return {
+        key: entry.metadata["range"]
+        for key, entry in entries.items()
+        if entry.metadata["range"] is not None
+    }
+
+
+RANGES: dict[str, Range] = _ranges(FIELDS)
 
 # In the order in which violations are reported.
 RULES: tuple[Rule, ...] = (*model.RULES, *data.RULES, *layout.RULES)
+
+
+def _ranges_of(recipe: Recipe) -> dict[str, Range]:
+    entries = entries_of_recipe(recipe)
+    return RANGES if entries is FIELDS else _ranges(entries)
 
 
 def violations(recipe: Recipe) -> list[Violation]:
@@ -31,7 +41,7 @@ def violations(recipe: Recipe) -> list[Violation]:
     still -1.
     """
     broken_ranges = []
-    for key, allowed in RANGES.items():
+    for key, allowed in _ranges_of(recipe).items():
         value = value_of(recipe, key)
         if value is not None and not allowed.accepts(value):
             broken_ranges.append(Violation(key, f"<{key}> {allowed.requirement}"))
@@ -42,7 +52,8 @@ def violations(recipe: Recipe) -> list[Violation]:
 
     broken_rules = []
     for keys, check in RULES:
-        if unusable_keys.isdisjoint(keys):
+        # Shapes of other architectures lack some keys of ours.
+        if unusable_keys.isdisjoint(keys) and all(has_key(recipe, key) for key in keys):
             fault, *others = keys
             broken_rules += [
                 Violation(fault, template, tuple(others)) for template in check(recipe)
