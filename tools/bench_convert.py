@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from composer3d.models.llama.huggingface import config_of
-from composer3d.models.llama.names import hf_names, shapes
+from composer3d.models.llama.huggingface import make_config
+from composer3d.models.llama.names import hf_names, parameter_shapes
 from composer3d.models.llama.shape import ModelShape
 
 _CHILD = """
 import re, sys, threading, time, json
 import torch
-import composer3d.convert.convert as c
+import composer3d.commands.convert as c
 def anon():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 base = peak = anon()
@@ -35,7 +35,7 @@ def watch():
         time.sleep(0.005)
 threading.Thread(target=watch, daemon=True).start()
 began = time.perf_counter()
-c.main_convert(sys.argv[1], sys.argv[2], to=sys.argv[3], as_json=False)
+c.run(sys.argv[1], sys.argv[2], to=sys.argv[3], as_json=False)
 print(json.dumps({"seconds": time.perf_counter() - began, "anon": peak - base}))
 """
 
@@ -45,9 +45,9 @@ def make(folder: Path, size: float) -> None:
     layers = max(1, round((size / 2 - 2 * 32000 * 2048) / 45.1e6))
     shape = ModelShape(dim=2048, n_layers=layers, n_heads=16, n_kv_heads=8, ffn=5632, vocab=32000)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_of(shape, "bfloat16")))
+    (folder / "config.json").write_text(json.dumps(make_config(shape, "bfloat16")))
     own, parts, index = hf_names(shape), [{}], {}
-    for name, sizes in shapes(shape).items():
+    for name, sizes in parameter_shapes(shape).items():
         if sum(t.nbytes for t in parts[-1].values()) > 5e8:
             parts.append({})
         parts[-1][own[name]] = torch.empty(sizes, dtype=torch.bfloat16).normal_()

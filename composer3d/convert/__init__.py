@@ -1,1 +1,1 @@
-"""Checkpoints in the words of others: their names and files, conversion both ways, and a start from them."""
+"""Checkpoints in other formats: conversion in both directions, and a start of training."""

@@ -1,8 +1,8 @@
-"""What a run's checkpoints hold of its model besides tensors: the files in their folder ``assets``.
+"""The files in a checkpoint's folder ``assets``: they belong to the model and hold no tensors.
 
-A checkpoint is exported long after its run, on a machine that may hold neither the data nor the
-folder that the run began from. So each one carries the tokenizer of the data, the ids of special
-tokens and the longest sequence, in the words of Hugging Face.
+A checkpoint may be exported long after its run, on a machine that has neither the data nor the
+folder that the run started from. So each checkpoint carries the tokenizer of the data, the ids of
+special tokens and the longest sequence, in the files and with the keys of Hugging Face.
 """
 
 import json
@@ -10,9 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from composer3d.convert.carried import TOKENIZER_NAMES, carried_by
-from composer3d.models.llama.huggingface import config_of
+from composer3d.convert.carried import TOKENIZER_NAMES, read_carried_files
+from composer3d.models.llama.huggingface import make_config
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.registry import DEFAULT
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import log
 from composer3d.spec.errors import CheckpointError
@@ -20,109 +21,140 @@ from composer3d.spec.files import parse_json
 from composer3d.spec.token_manifest import TOKENIZER, read_manifest
 
 FOLDER = "assets"
-_CONFIG, _GENERATION = "config.json", "generation_config.json"
-_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>", "[BOS]")
-_PAD = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "<｜▁pad▁｜>", "[PAD]")
+_CONFIG = "config.json"
+_GENERATION = "generation_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+
+# The usual names of the token that begins a text, and of the one that pads. The first that a
+# tokenizer has is taken.
+_BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>", "[BOS]")
+_PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "<｜▁pad▁｜>", "[PAD]")
+
 _BYTE_0 = "\0"  # the token of byte 0, which ends documents of bytes
+
 Json = dict[str, Any]
 
 
-def assets_of(recipe: Recipe, end_of_document: int, earlier: Path | None) -> dict[str, bytes]:
-    """Return the contents of the files that belong to the model of a run, by their names.
+def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> dict[str, bytes]:
+    """Return the contents of the files that belong to a run's model, by file name.
 
-    What came with the model counts first: the assets of the checkpoint ``earlier`` that the run
-    goes on from, or the folder ``model.hf``. The data decides what a token is: where its tokenizer
-    is another one, that one is taken, and the old one is dropped with all ids of its tokens.
+    They start from the files that came with the model: the assets of the checkpoint ``earlier``,
+    or the folder ``model.hf``. If the data has another tokenizer, that one replaces theirs, and
+    all their ids of tokens are dropped.
 
     Args:
+        recipe: of the run.
         end_of_document: the token that follows each document of the data. Generation stops at it.
         earlier: the checkpoint that was loaded, or None.
 
     Raises:
         DataError: the tokenizer of the data cannot be read, or is a link.
     """
-    found = _given(recipe, earlier)
-    config, generation = (_parsed(found.get(name)) for name in (_CONFIG, _GENERATION))
-    tokenizer = _tokenizer_of(recipe)
-    if _parsed(found.get("tokenizer.json")) != _parsed(tokenizer):
-        found = {name: content for name, content in found.items() if name not in TOKENIZER_NAMES}
-        found["tokenizer.json"] = tokenizer
+    if recipe.model.architecture != DEFAULT:
+        return {}  # there is no other format to export such a model to
+    files = _read_files_of_model(recipe, earlier)
+    config, generation = _parse(files.get(_CONFIG)), _parse(files.get(_GENERATION))
+
+    tokenizer = _read_tokenizer(recipe)
+    if _parse(files.get(TOKENIZER)) != _parse(tokenizer):
+        files = {name: content for name, content in files.items() if name not in TOKENIZER_NAMES}
+        files[TOKENIZER] = tokenizer
         config = {key: value for key, value in config.items() if not key.endswith("_token_id")}
         generation = {}
-    special = _Special(_parsed(found.get("tokenizer.json")), recipe.model, end_of_document)
-    longest = _longest(recipe, config)
+
+    special = _SpecialTokens(_parse(files.get(TOKENIZER)), recipe.model, end_of_document)
+    longest = _longest_sequence(recipe, config)
     config |= {
-        "bos_token_id": _known(config, "bos_token_id", special.bos),
-        "eos_token_id": special.ends(config),
-        # Not the end of a document: transformers trains no embedding of a padding token.
-        "pad_token_id": _known(config, "pad_token_id", special.pad),
+        "bos_token_id": _int_or(config.get("bos_token_id"), special.bos),
+        "eos_token_id": special.stops(config),
+        # The end of a document does not serve as padding here: transformers trains no embedding of
+        # a padding token.
+        "pad_token_id": _int_or(config.get("pad_token_id"), special.pad),
         "max_position_embeddings": longest,
     }
     generation |= {
-        "bos_token_id": _known(generation, "bos_token_id", config["bos_token_id"]),
-        "eos_token_id": special.ends(generation or config),
-        "pad_token_id": _known(generation, "pad_token_id", config["pad_token_id"]),
+        "bos_token_id": _int_or(generation.get("bos_token_id"), config["bos_token_id"]),
+        "eos_token_id": special.stops(generation or config),
+        "pad_token_id": _int_or(generation.get("pad_token_id"), config["pad_token_id"]),
     }
     if generation["pad_token_id"] is None:
         generation["pad_token_id"] = special.end
+
+    shape = ModelShape(
+        **{entry.name: getattr(recipe.model, entry.name) for entry in fields(ModelShape)}
+    )
     try:
-        shape = ModelShape(**{f.name: getattr(recipe.model, f.name) for f in fields(ModelShape)})
-        config = config_of(shape, recipe.precision.params, config)
-    except CheckpointError:  # transformers has no such model, so that there is no form to export to
-        found.pop(_CONFIG, None)
-    else:
-        found[_CONFIG] = _encoded(config)
-    found[_GENERATION] = _encoded(generation)
-    if "tokenizer_config.json" not in found and special.end_name:
-        found["tokenizer_config.json"] = _encoded(special.tokenizer_config(longest))
-    return dict(sorted(found.items()))
+        files[_CONFIG] = _encode(make_config(shape, recipe.precision.params, config))
+    except CheckpointError:
+        # transformers has no such model, so there is nothing to export to.
+        files.pop(_CONFIG, None)
+    files[_GENERATION] = _encode(generation)
+    if _TOKENIZER_CONFIG not in files and special.end_name:
+        files[_TOKENIZER_CONFIG] = _encode(special.tokenizer_config(longest))
+    return dict(sorted(files.items()))
 
 
-class _Special:
-    """Special tokens: ids that the model has, or None, and their names in the tokenizer."""
+class _SpecialTokens:
+    """The special tokens of a tokenizer.
+
+    Attributes:
+        end: the token that ends a document.
+        end_name: its name, or None if the tokenizer has no name for it.
+        bos, pad: the tokens that begin a text and that pad, or None if the model has no such token.
+    """
 
     def __init__(self, tokenizer: Json, shape: ModelShape, end: int) -> None:
-        self._names = _names_of(tokenizer)
+        self._names = _token_names(tokenizer)
         self._vocab = shape.vocab
         self.end = end
         self.end_name = self._names.get(end)
-        ids = {name: number for number, name in self._names.items() if number < shape.vocab}
-        self.bos = next((ids[name] for name in _BOS if name in ids), None)
-        self.pad = next((ids[name] for name in _PAD if name in ids and ids[name] != end), None)
+        ids = {name: token for token, name in self._names.items() if token < shape.vocab}
+        self.bos = next((ids[name] for name in _BOS_NAMES if name in ids), None)
+        self.pad = next(
+            (ids[name] for name in _PAD_NAMES if name in ids and ids[name] != end), None
+        )
 
-    def ends(self, config: Json) -> int | list[int]:
-        """Return the ids at which generation stops: those of ``config``, and the data's first."""
-        given = config.get("eos_token_id")
-        ids = given if isinstance(given, list) else [given]
-        others = [each for each in ids if type(each) is int and 0 <= each < self._vocab]
-        if self.end in others:
-            return others if len(others) > 1 else self.end
-        return [self.end, *others] if others else self.end
+    def stops(self, config: Json) -> int | list[int]:
+        """Return the tokens at which generation stops: those of ``config``, and ``end``.
+
+        If ``config`` lacks ``end``, it comes first. A single token is returned without a list.
+        """
+        eos = config.get("eos_token_id")
+        tokens = eos if isinstance(eos, list) else [eos]
+        known = [token for token in tokens if type(token) is int and 0 <= token < self._vocab]
+        if self.end not in known:
+            known = [self.end, *known]
+        return known if len(known) > 1 else self.end
 
     def tokenizer_config(self, longest: int) -> Json:
-        names = {
+        """Return a tokenizer_config.json for texts of at most ``longest`` tokens."""
+        token_names = {
             "bos_token": None if self.bos is None else self._names[self.bos],
             "eos_token": self.end_name,
             "pad_token": self.end_name if self.pad is None else self._names[self.pad],
         }
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **{key: name for key, name in names.items() if name is not None},
+            **{key: name for key, name in token_names.items() if name is not None},
             "model_max_length": longest,
             "clean_up_tokenization_spaces": False,
         }
 
 
-def byte_tokenizer() -> bytes:
-    """Return a tokenizer.json whose tokens are the bytes of UTF-8, and whose ids are their values.
+def make_byte_tokenizer() -> bytes:
+    """Return a tokenizer.json whose tokens are the bytes of UTF-8, with their values as ids.
 
-    Each byte has the character that GPT-2 gives it, but for byte 0, which is itself: so no text but
-    that character becomes the token that ends documents.
+    Each byte has the character that GPT-2 gives it, except byte 0, which stands for itself. So only
+    that character becomes the token that ends documents, and no other text does.
     """
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    characters = dict(zip([*plain, *others], [*plain, *range(256, 256 + len(others))], strict=True))
-    vocab = {chr(characters[byte]) if byte else _BYTE_0: byte for byte in range(256)}
+    # GPT-2 keeps the bytes that print as they are, and gives the others characters from 256 on.
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    characters[0] = _BYTE_0
+    vocab = {characters[byte]: byte for byte in range(256)}
+
     end = {
         "id": 0,
         "content": _BYTE_0,
@@ -132,7 +164,7 @@ def byte_tokenizer() -> bytes:
         "lstrip": False,
         "rstrip": False,
     }
-    bytewise = {
+    byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": False,
@@ -150,83 +182,88 @@ def byte_tokenizer() -> bytes:
         "vocab": vocab,
         "merges": [],
     }
-    return _encoded(
+    return _encode(
         {
             "version": "1.0",
             "truncation": None,
             "padding": None,
             "added_tokens": [end],
             "normalizer": None,
-            "pre_tokenizer": bytewise,
+            "pre_tokenizer": byte_level,
             "post_processor": None,
-            "decoder": bytewise,
+            "decoder": byte_level,
             "model": model,
         }
     )
 
 
-def _given(recipe: Recipe, earlier: Path | None) -> dict[str, bytes]:
-    """Read what came with the model."""
-    kept = earlier and earlier / FOLDER
-    if kept and kept.is_dir() and not kept.is_symlink():
-        place = kept
+def _read_files_of_model(recipe: Recipe, earlier: Path | None) -> dict[str, bytes]:
+    """Read the files that came with the model, from the earlier checkpoint or from ``model.hf``."""
+    assets = None if earlier is None else earlier / FOLDER
+    if assets is not None and assets.is_dir() and not assets.is_symlink():
+        folder = assets
     elif recipe.model.hf:
-        place = Path(recipe.model.hf)
+        folder = Path(recipe.model.hf)
     else:
         return {}
-    found, left = carried_by(place)
-    for line in left:
+    files, refusals = read_carried_files(folder)
+    for line in refusals:
         log.get().warning(line)
-    return found
+    return files
 
 
-def _tokenizer_of(recipe: Recipe) -> bytes:
+def _read_tokenizer(recipe: Recipe) -> bytes:
     """Return the tokenizer.json of the training data."""
     if recipe.data.source != "tokens":
-        return byte_tokenizer()
+        return make_byte_tokenizer()
     manifest = read_manifest(str(recipe.data.path))
     if manifest.tokenizer_digest is None:
-        return byte_tokenizer()
+        return make_byte_tokenizer()
     with manifest.open(TOKENIZER) as file:
         return file.read()
 
 
-def _names_of(tokenizer: Json) -> dict[int, str]:
-    """Return the names of a tokenizer.json's tokens by their ids."""
+def _token_names(tokenizer: Json) -> dict[int, str]:
+    """Return the names of the tokens of a tokenizer.json, by id. Anybody may have made the file."""
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     names: dict[int, str] = {}
     if isinstance(vocab, dict):
-        names = {number: name for name, number in vocab.items() if type(number) is int}
-    elif isinstance(vocab, list):  # Unigram: pairs of a name and its score
-        rows = [
-            (number, row[0]) for number, row in enumerate(vocab) if isinstance(row, list) and row
-        ]
-        names = {number: name for number, name in rows if isinstance(name, str)}
-    added = tokenizer.get("added_tokens")
-    for row in added if isinstance(added, list) else []:
-        number, name = (
-            (row.get("id"), row.get("content")) if isinstance(row, dict) else (None, None)
-        )
-        if type(number) is int and isinstance(name, str):
-            names[number] = name
+        names = {token: name for name, token in vocab.items() if type(token) is int}
+    elif isinstance(vocab, list):
+        # The vocabulary of a Unigram model is a list of pairs: a name and its score.
+        for number, pair in enumerate(vocab):
+            if isinstance(pair, list) and pair and isinstance(pair[0], str):
+                names[number] = pair[0]
+
+    added_tokens = tokenizer.get("added_tokens")
+    for entry in added_tokens if isinstance(added_tokens, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        token_id, name = entry.get("id"), entry.get("content")
+        if type(token_id) is int and isinstance(name, str):
+            names[token_id] = name
     return names
 
 
-def _longest(recipe: Recipe, config: Json) -> int:
-    """Return the longest sequence that the model has been made for."""
-    given, shape = config.get("max_position_embeddings"), recipe.model
+def _longest_sequence(recipe: Recipe, config: Json) -> int:
+    """Return the longest sequence that the model is made for, in tokens.
+
+    It is the maximum of the training sequence, the stretched context, and what ``config`` says.
+    """
+    shape = recipe.model
     stretched = int(shape.rope_context * shape.rope_factor) if shape.rope_factor != 1 else 0
-    return max(recipe.data.seq_len, stretched, given if type(given) is int else 0)
+    configured = config.get("max_position_embeddings")
+    return max(recipe.data.seq_len, stretched, configured if type(configured) is int else 0)
 
 
-def _known(config: Json, key: str, otherwise: int | None) -> int | None:
-    value = config.get(key)
-    return value if type(value) is int else otherwise
+def _int_or(value: Any, default: int | None) -> int | None:
+    """Return ``value`` if it is an integer, else ``default``."""
+    return value if type(value) is int else default
 
 
-def _parsed(content: bytes | None) -> Json:
-    """Return a JSON object; an empty one where ``content`` is none."""
+def _parse(content: bytes | None) -> Json:
+    """Return the JSON object in ``content``, or an empty one if there is none."""
     try:
         value = parse_json(content or b"{}")
     except ValueError:
@@ -234,5 +271,5 @@ def _parsed(content: bytes | None) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-def _encoded(content: Json) -> bytes:
+def _encode(content: Json) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,14 +1,14 @@
-"""Files that belong to a model and are no weights: its tokenizer, its configuration, its licence.
+"""Files that belong to a model but hold no weights: its tokenizer, configuration and licence.
 
-They are copied from one checkpoint to the next as they are, whoever made them. So only files on
-``NAMES`` are, only plain ones in the checkpoint's own folder, and only up to a size: a link
-``tokenizer.json -> ~/.ssh/id_rsa`` would otherwise carry a secret into what the user publishes.
+A conversion copies them unchanged, although anybody may have made the checkpoint. So it copies
+only files named in ``CARRIED_NAMES``, only plain files in the checkpoint's own folder, and only up
+to a size limit. Otherwise a link ``tokenizer.json -> ~/.ssh/id_rsa`` would carry a secret into
+what the user publishes.
 
-One kind of link is followed: Hugging Face's hub keeps a snapshot as links to its own store
+One kind of link is followed: the Hugging Face hub keeps a snapshot as links into its own store
 (``models--NAME/snapshots/REVISION/FILE -> models--NAME/blobs/DIGEST``).
 
-Weights are another matter: they may be links to plain files, because only tensors that the model
-asks for are read from them.
+Weights may be links to plain files, because only the tensors of the model are read from them.
 """
 
 import re
@@ -17,10 +17,8 @@ from pathlib import Path
 
 from composer3d.spec.files import MIB, FileTooLargeError, read_plain
 
-# What the repositories of Llama, Mistral and Qwen hold at Hugging Face and at Meta.
-NAMES = (
-    "config.json",
-    "generation_config.json",
+# The files that say how text becomes tokens.
+TOKENIZER_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -31,6 +29,12 @@ NAMES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+)
+# The files in the repositories of Llama, Mistral and Qwen at Hugging Face and at Meta.
+CARRIED_NAMES = (
+    "config.json",
+    "generation_config.json",
+    *TOKENIZER_NAMES,
     "chat_template.jinja",
     "chat_template.json",
     "README.md",
@@ -41,74 +45,81 @@ NAMES = (
     "NOTICE.txt",
     "USE_POLICY.md",
 )
-# Those of them that say how text becomes tokens.
-TOKENIZER_NAMES = frozenset(
-    name
-    for name in NAMES
-    if name.startswith(("token", "tek", "special", "added", "vocab", "merges"))
-)
 FILE_LIMIT = 64 * MIB  # the largest known tokenizer.json has 33 MB
 TOTAL_LIMIT = 128 * MIB
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_HUB_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-def carried_by(folder: Path) -> tuple[dict[str, bytes], list[str]]:
+def read_carried_files(folder: Path) -> tuple[dict[str, bytes], list[str]]:
     """Read the files of ``folder`` that belong to its model.
 
-    Returns their contents by name, and a line for each file on the list that is left behind,
-    because it is a link out of the folder, is no plain file, is too large or cannot be read.
+    Returns:
+        The contents by file name, and one line for each file in ``CARRIED_NAMES`` that is refused.
+        A
+        file is refused if it is a link out of the folder, is not a plain file, is too large, or
+        cannot
+        be read.
     """
     contents: dict[str, bytes] = {}
-    left = []
-    for name in NAMES:
-        room = min(FILE_LIMIT, TOTAL_LIMIT - sum(map(len, contents.values())))
+    refusals = []
+    for name in CARRIED_NAMES:
+        path = folder / name
+        limit = min(FILE_LIMIT, TOTAL_LIMIT - sum(map(len, contents.values())))
         try:
-            contents[name] = _read(folder, name, room)
+            contents[name] = _read(folder, name, limit)
         except FileNotFoundError:
             continue
         except FileTooLargeError:
-            left.append(f"{folder / name} is not carried along: it has more than {room:,} bytes")
+            refusals.append(f"{path} is not copied: it has more than {limit:,} bytes")
         except OSError as error:
-            left.append(f"{folder / name} is not carried along: it {_reason(error)}")
-    return contents, left
+            refusals.append(f"{path} is not copied: it {_explain(error)}")
+    return contents, refusals
 
 
-def trusted_texts(contents: object) -> dict[str, bytes]:
-    """Return those of a torch file's texts (bytes decoded as latin-1) that belong to a model."""
-    found: dict[str, bytes] = {}
+def select_carried_texts(contents: object) -> dict[str, bytes]:
+    """Return the files among the texts of a torch file that a checkpoint may carry.
+
+    ``contents`` may be anything, since a stranger may have made the file. Each text in it stands
+    for the bytes of one file, decoded as latin-1.
+    """
+    selected: dict[str, bytes] = {}
     if not isinstance(contents, dict):
-        return found
-    for name in NAMES:
+        return selected
+    for name in CARRIED_NAMES:
         text = contents.get(name)
-        total = sum(map(len, found.values()))
-        if isinstance(text, str) and len(text) <= min(FILE_LIMIT, TOTAL_LIMIT - total):
-            found[name] = text.encode("latin-1")
-    return found
+        limit = min(FILE_LIMIT, TOTAL_LIMIT - sum(map(len, selected.values())))
+        if isinstance(text, str) and len(text) <= limit:
+            selected[name] = text.encode("latin-1")
+    return selected
 
 
 def _read(folder: Path, name: str, limit: int) -> bytes:
     path = folder / name
     if stat.S_ISLNK(path.lstat().st_mode):
-        path = _hub_file(folder, path) or path
+        path = _find_hub_file(folder, path) or path
     return read_plain(path, limit=limit, follow_links=False)
 
 
-def _hub_file(folder: Path, link: Path) -> Path | None:
-    """Return the file in the store of Hugging Face's hub that ``link`` stands for, or None.
+def _find_hub_file(folder: Path, link: Path) -> Path | None:
+    """Return the file in the store of the Hugging Face hub that ``link`` leads to, or None.
 
-    Both ends count: the folder is a snapshot, and the link ends in the store of the same
-    repository, or in the one that the repositories of a cache share, where names are digests.
+    Both ends of the link are checked. ``folder`` must be a snapshot. The file must lie in the
+    store of the same repository, or in the store that all repositories of a cache may share. File
+    names in the shared store are digests.
     """
     snapshot, target = folder.resolve(), link.resolve()
     repository = snapshot.parent.parent
     if snapshot.parent.name != "snapshots" or not repository.name.startswith("models--"):
         return None
-    shared = repository.parent / "blobs" / target.name[:2]
     if target.parent == repository / "blobs":
         return target
-    return target if target.parent == shared and _DIGEST.fullmatch(target.name) else None
+    shared_store = repository.parent / "blobs" / target.name[:2]
+    if target.parent == shared_store and _HUB_DIGEST.fullmatch(target.name):
+        return target
+    return None
 
 
-def _reason(error: OSError) -> str:
-    text = error.strerror or str(error)
-    return text if text.startswith("is ") else f"cannot be read ({text})"
+def _explain(error: OSError) -> str:
+    """Return the reason of an error as a predicate."""
+    reason = error.strerror or str(error)
+    return reason if reason.startswith("is ") else f"cannot be read ({reason})"

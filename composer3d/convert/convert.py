@@ -1,10 +1,10 @@
-"""``composer3d convert``: one checkpoint in another form, a tensor at a time, and the proof that it is the same one."""
+"""``composer3d convert``: write a checkpoint in another format, and prove the copy."""
 
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,190 +13,232 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.checkpoint.manifest import Manifest, TensorSpec, model_of
 from composer3d.convert.formats import (
-    Kind,
+    Format,
     Source,
     digest_of,
-    name_of,
     nbytes,
     open_source,
-    require_name,
+    require_valid_path,
 )
-from composer3d.convert.targets import write
+from composer3d.convert.targets import EMBEDDING, write
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.model import Llama
-from composer3d.runtime.files import publish, sync
+from composer3d.runtime.files import sync
 from composer3d.spec.errors import CheckpointError
 
-SHARD = 5 * 10**9  # bytes of one file of safetensors, Hugging Face's own limit
-_TOKENS = 32
+SHARD_BYTES = 5 * 10**9  # the largest safetensors file that Hugging Face writes
+_LOGITS_TOKENS = 32
+_SHOWN_DIFFERENCES = 8
 
 
 def convert(
     src: Path,
     dst: Path,
-    to: str,
+    to: Format,
     *,
     dtype: str | None = None,
     weights_only: bool = False,
     logits: bool = False,
-    shard: int = SHARD,
+    shard: int = SHARD_BYTES,
 ) -> dict[str, Any]:
-    """Write the checkpoint ``src`` anew at ``dst``, as ``to``: hf, meta, torch or dcp.
+    """Write a copy of the checkpoint ``src`` at ``dst`` in the format ``to``, and prove the copy.
 
-    No more than a few times the largest tensor is in memory. What is written is opened again, and names, shapes, dtypes
-    and digests of all tensors are held against what was read; only then ``dst`` is there. It needs no process group.
-    Returns what was done, as plain values. Raises CheckpointError where one of the two cannot be used.
+    At most a few times the size of the largest tensor is in memory. The proof opens the written
+    files again and compares the names, shapes, dtypes and digests of all tensors with those that
+    were read. ``dst`` appears only after it has passed. No process group is needed.
 
     Args:
-        dtype: of the parameters; the optimizer's state keeps its own.
-        weights_only: leave the optimizer's state behind, which torch and dcp can hold.
-        logits: run the model of both sides in float32 as well, which takes memory for the model.
-        shard: largest size of a file of safetensors, in bytes.
+        src: a checkpoint, or a run's folder, which stands for its newest whole checkpoint.
+        dst: the folder to write, or the file for ``torch``. It must not exist.
+        to: the format of ``dst``.
+        dtype: of the parameters in ``dst``; None keeps their own. The optimizer's state always
+            keeps its own.
+        weights_only: leave out the optimizer's state, which ``torch`` and ``dcp`` could hold.
+        logits: also run the models of both checkpoints in float32 and compare their logits. This
+            takes memory for a whole model.
+        shard: the largest size of one safetensors file, in bytes.
+
+    Returns:
+        What was done, as values that JSON can hold: ``source``, ``from``, ``target``, ``to``,
+        ``tensors``, ``bytes``, ``notes``, ``carried``, ``seconds``, and ``logits`` if asked for.
+
+    Raises:
+        CheckpointError: ``src`` or ``dst`` cannot be used, or the copy differs.
     """
-    began = time.perf_counter()
-    _require_free(dst)
+    started_s = time.perf_counter()
+    _require_absent(dst)
     source = open_source(src)
-    staging = _claim(source.path, dst, folder=to != "torch")
+    staging = _make_staging(source.path, dst, folder=to != "torch")
     try:
-        kinds, notes = source.kinds(), source.notes
-        if any(name.startswith("optim.") for name in kinds) and (
-            weights_only or to in ("hf", "meta")
-        ):
-            why = "--weights-only" if weights_only else f"{to} has no place for it"
+        specs, notes = source.specs(), source.notes
+
+        has_optimizer = any(name.startswith("optim.") for name in specs)
+        if has_optimizer and (weights_only or to in ("hf", "meta")):
+            reason = "--weights-only" if weights_only else f"{to} cannot hold it"
             notes.append(
-                f"left behind: the optimizer's state, the step and the position in the data ({why})"
+                f"left out: the optimizer's state, the step and the position in the data ({reason})"
             )
-            kinds = {name: kind for name, kind in kinds.items() if name.startswith("model.")}
+            specs = {name: spec for name, spec in specs.items() if name.startswith("model.")}
             source.manifest = Manifest(step=0, model={})
         if dtype:
-            wanted = getattr(torch, dtype)
-            kinds |= {
-                name: (shape, wanted)
-                for name, (shape, _) in kinds.items()
-                if name.startswith("model.")
+            specs = {
+                name: spec._replace(dtype=dtype) if name.startswith("model.") else spec
+                for name, spec in specs.items()
             }
-        params = name_of(kinds["model.first.embed.weight"][1])
-        source.manifest = replace(source.manifest, model=model_of(source.shape, params))
+        model = model_of(source.shape, specs[EMBEDDING].dtype)
+        source.manifest = replace(source.manifest, model=model)
+
         digests: dict[str, str] = {}
-        left = write(to, staging, source, kinds, _read(source, kinds, digests), shard)
-        if left or source.reads != Counter(source.names[name] for name in kinds):
+        unwritten = write(to, staging, source, specs, _read_tensors(source, specs, digests), shard)
+        expected_counts = Counter(source.names_in_files[name] for name in specs)
+        if unwritten or source.read_counts != expected_counts:
             raise CheckpointError(
-                f"{dst} is not complete: {left} not written, read {source.reads}; a fault of composer3d"
+                f"{dst} is not complete: {unwritten} not written, read {source.read_counts}; "
+                "this is a bug of composer3d"
             )
-        with ThreadPoolExecutor(1) as disk:  # which is slow, while what is in memory is read back
-            synced = disk.map(sync, (*staging.rglob("*"), staging))
-            written = _prove(source, staging, kinds, digests)
-            list(synced)  # raises what went wrong there
-        checked = (
-            {"logits": _compare_logits(source, written, exact=dtype is None)} if logits else {}
-        )
-        publish(staging, dst)
+
+        # Syncing is slow, so a thread does it while the copy is read back from the page cache.
+        with ThreadPoolExecutor(1) as thread:
+            syncs = thread.map(sync, (*staging.rglob("*"), staging))
+            written = _prove_copy(source, staging, specs, digests)
+            list(syncs)  # raises the error of a sync that failed
+
+        report: dict[str, Any] = {
+            "source": str(source.path),
+            "from": source.format,
+            "target": str(dst),
+            "to": to,
+            "tensors": len(specs),
+            "bytes": sum(map(nbytes, specs.values())),
+        }
+        if logits:
+            report["logits"] = _compare_logits(source, written, exact=dtype is None)
+        staging.rename(dst)
+        sync(dst.parent)
     except BaseException as error:
-        shutil.rmtree(staging) if staging.is_dir() else staging.unlink(missing_ok=True)
+        if staging.is_dir():
+            shutil.rmtree(staging)
+        else:
+            staging.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise CheckpointError(
                 f"{dst} cannot be written ({error}); nothing is left of it"
             ) from None
         raise
-    sizes = {"tensors": len(kinds), "bytes": sum(map(nbytes, kinds.values()))}
-    report = {
-        "source": str(source.path),
-        "from": source.kind,
-        "target": str(dst),
-        "to": to,
-        **sizes,
-        **checked,
-    }
     return report | {
         "notes": notes,
-        "carried": [*source.carried],
-        "seconds": time.perf_counter() - began,
+        "carried": list(source.carried),
+        "seconds": time.perf_counter() - started_s,
     }
 
 
-def _require_free(dst: Path) -> None:
-    require_name(dst)
+def _require_absent(dst: Path) -> None:
+    require_valid_path(dst)
     if os.path.lexists(dst):
-        raise CheckpointError(f"{dst} exists; give a DST that does not, or remove it")
+        raise CheckpointError(f"{dst} exists; give a DST that does not exist, or remove it")
 
 
-def _claim(src: Path, dst: Path, *, folder: bool) -> Path:
-    """Make what to write into: beside ``dst``, whose name it gets in the end."""
+def _make_staging(src: Path, dst: Path, *, folder: bool) -> Path:
+    """Make the empty folder or file that is written first, and renamed to ``dst`` at the end."""
     staging = dst.with_name(dst.name + ".tmp")
     try:
         if src.is_dir() and dst.resolve().is_relative_to(src.resolve()):
-            raise CheckpointError(f"{dst} lies in {src}; give a DST elsewhere")
-        staging.mkdir() if folder else staging.touch(exist_ok=False)
+            raise CheckpointError(f"{dst} lies in {src}; give a DST outside of it")
+        if folder:
+            staging.mkdir()
+        else:
+            staging.touch(exist_ok=False)
     except FileExistsError:
-        way = "another conversion writes it, or one was cut off; then remove it"
-        raise CheckpointError(f"{staging} exists: {way}") from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: links that go round
-        folder_is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        why = f"{dst.parent} is no folder; make it first" if folder_is_missing else error
-        raise CheckpointError(f"{dst} cannot be written ({why})") from None
+        raise CheckpointError(
+            f"{staging} exists: another conversion is writing it, or one was interrupted; "
+            "if none is running, remove it"
+        ) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
+        parent_is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        reason = f"{dst.parent} is no folder; make it first" if parent_is_missing else error
+        raise CheckpointError(f"{dst} cannot be written ({reason})") from None
     return staging
 
 
-def _read(
-    source: Source, kinds: dict[str, Kind], digests: dict[str, str]
+def _read_tensors(
+    source: Source, specs: Mapping[str, TensorSpec], digests: dict[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor once, in the dtype that is asked for; what was read is kept as ``digests``, by our names."""
-    for name, (_, dtype) in kinds.items():
-        tensor = source.read(name)
-        made = tensor.to(dtype)
-        narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
-        if (
-            narrower and made.isinf().sum() > tensor.isinf().sum()
-        ):  # and not by its extremes: these can be nan
-            way = "convert to bfloat16 or float32"
+    """Read each tensor once, and yield it by our name in the dtype of its spec.
+
+    The digest of each yielded tensor is added to ``digests``.
+
+    Raises CheckpointError if a finite number becomes infinite in the new dtype.
+    """
+    for name, spec in specs.items():
+        original = source.read(name)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        tensor = original.to(dtype)
+        # Infinities are counted. The maximum would not do: it is NaN if any element is.
+        is_narrower = torch.finfo(dtype).max < torch.finfo(original.dtype).max
+        if is_narrower and tensor.isinf().sum() > original.isinf().sum():
             raise CheckpointError(
-                f"{source.path}: {name} holds numbers that {name_of(dtype)} does not; {way}"
+                f"{source.path}: {name} holds numbers beyond the range of {spec.dtype}; "
+                "convert to bfloat16 or float32"
             )
-        digests[name] = digest_of(made)
-        yield name, made
+        digests[name] = digest_of(tensor)
+        yield name, tensor
 
 
-def _prove(source: Source, path: Path, kinds: dict[str, Kind], digests: dict[str, str]) -> Source:
-    """Open what was written anew, and hold it against what was read."""
+def _prove_copy(
+    source: Source, path: Path, specs: Mapping[str, TensorSpec], digests: Mapping[str, str]
+) -> Source:
+    """Open the copy at ``path`` and compare it with what was read; return it.
+
+    Raises CheckpointError if a name, shape, dtype or digest, or the model's shape, is different.
+    """
     written = open_source(path)
-    found = written.kinds()
-    wrong = [
-        name for name in sorted(kinds.keys() | found.keys()) if kinds.get(name) != found.get(name)
-    ]
-    wrong += [
+    written_specs = written.specs()
+    differences = [
         name
-        for name, digest in digests.items()
-        if name in found and digest_of(written.read(name)) != digest
+        for name in sorted(specs.keys() | written_specs.keys())
+        if specs.get(name) != written_specs.get(name)
     ]
-    before, after = (
-        replace(side.shape, head_dim=side.shape.head_width) for side in (source, written)
-    )
+    for name, digest in digests.items():
+        if name in written_specs and digest_of(written.read(name)) != digest:
+            differences.append(name)
+
+    # A format may or may not say the width of a head if it is dim / n_heads.
+    before = replace(source.shape, head_dim=source.shape.head_width)
+    after = replace(written.shape, head_dim=written.shape.head_width)
     if before != after:
-        wrong.append(f"the model's shape, {after} instead of {before}")
-    if wrong:
+        differences.append(f"the model's shape, {after} instead of {before}")
+
+    if differences:
         raise CheckpointError(
-            f"what was written is not what was read: {', '.join(wrong[:8])}; is the disk sound?"
+            "the copy differs from the source in "
+            f"{', '.join(differences[:_SHOWN_DIFFERENCES])}; check the disk for errors"
         )
     return written
 
 
 def _compare_logits(source: Source, written: Source, *, exact: bool) -> dict[str, Any]:
-    before, after = (_logits(side) for side in (source, written))
-    same, error = torch.equal(before, after), ((after - before).norm() / before.norm()).item()
-    if (exact and not same) or not after.isfinite().all():
-        raise CheckpointError(f"the copy's logits are not the source's: relative error {error:.3g}")
-    return {"bitwise": same, "relative_error": error}
+    """Run both models on the same tokens and compare; ``exact`` requires equal bits.
+
+    Raises CheckpointError if the copy's logits are not finite, or not exact although they must be.
+    """
+    before, after = _logits(source), _logits(written)
+    bitwise = torch.equal(before, after)
+    error = ((after - before).norm() / before.norm()).item()
+    if (exact and not bitwise) or not after.isfinite().all():
+        raise CheckpointError(
+            f"the copy's logits differ from the source's: relative error {error:.3g}"
+        )
+    return {"bitwise": bitwise, "relative_error": error}
 
 
 @torch.no_grad()
-def _logits(side: Source) -> Tensor:
-    """Of random tokens, in float32."""
-    model = Llama(side.shape, device="cpu")
+def _logits(source: Source) -> Tensor:
+    """Compute the logits of random tokens, which are the same in every call, in float32."""
+    model = Llama(source.shape, device="cpu")
     for name, parameter in model.named_parameters():
-        parameter.copy_(side.read(f"model.{name}"))
-    tokens_BT = torch.randint(
-        side.shape.vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0)
-    )
-    return model.logits(tokens_BT, SequenceInfo(torch.arange(_TOKENS)[None]))
+        parameter.copy_(source.read(f"model.{name}"))
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT = torch.randint(source.shape.vocab, (1, _LOGITS_TOKENS), generator=generator)
+    return model.logits(tokens_BT, SequenceInfo(torch.arange(_LOGITS_TOKENS)[None]))

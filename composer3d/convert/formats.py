@@ -1,8 +1,17 @@
-"""Checkpoints of four forms, each opened as one ``Source``: our names, shapes, and a reader of one tensor at a time.
+"""Open a checkpoint of any of four formats as a ``Source``: our names, shapes, and one tensor at a
+time.
 
-hf: a folder of Hugging Face's (config.json; safetensors or pytorch_model*.bin). meta: Meta's (params.json and
-consolidated.*.pth). torch: one file that ``convert`` made. dcp: a checkpoint of a training run. Files are mapped where
-that can be, so that an open one takes no memory; pickles are read by ``checkpoint.pickles`` alone, as data.
+The formats are
+
+- ``hf``: a Hugging Face folder, with config.json and either safetensors or pytorch_model*.bin;
+- ``meta``: a folder as Meta publishes it, with params.json and consolidated.*.pth;
+- ``torch``: one file that ``composer3d convert --to torch`` made;
+- ``dcp``: a checkpoint of a training run.
+
+Files are memory-mapped if their format allows it, so an open checkpoint takes no memory. Any of
+these files may come from a stranger: pickles are parsed as data by ``checkpoint.pickles`` and
+never run, and every size is checked against a limit or against the file before memory is allocated
+for it.
 """
 
 import json
@@ -15,59 +24,96 @@ from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import xxhash
 from safetensors import safe_open
-from safetensors.torch import _TYPES
 from torch import Tensor
 
 from composer3d.checkpoint import manifest as manifests
-from composer3d.checkpoint.manifest import Manifest
-from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensors_of
+from composer3d.checkpoint.manifest import Manifest, TensorSpec
+from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensor_specs
 from composer3d.checkpoint.pickles import reading
-from composer3d.checkpoint.torchfile import Stored, load_torch
-from composer3d.convert.carried import NAMES, TOTAL_LIMIT, carried_by, trusted_texts
+from composer3d.checkpoint.torchfile import StoredTensor, load_torch
+from composer3d.convert.carried import (
+    CARRIED_NAMES,
+    TOTAL_LIMIT,
+    read_carried_files,
+    select_carried_texts,
+)
 from composer3d.models.llama import names
-from composer3d.models.llama.huggingface import read_shape, shape_from, shown
+from composer3d.models.llama.huggingface import make_shape, read_shape, short_json
 from composer3d.models.llama.shape import ModelShape
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import MIB, open_plain, read_json
 
+Format = Literal["hf", "meta", "torch", "dcp"]
+
+# The dtypes that the parameters of a model may have. All others are taken for quantized weights.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-CODES = {
-    code: dtype for code, dtype in _TYPES.items() if dtype
-}  # of safetensors, as far as this torch has them
-_HF = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-# The first that a folder has says what it is; a manifest alone is a checkpoint of ours that has lost its metadata.
-_MARKS = {
+
+# The dtype codes in the header of a safetensors file.
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+
+# The first of these names in a folder decides its format. The manifest comes last: a folder that
+# has nothing else is a checkpoint of ours that has lost its metadata.
+_MARKERS: dict[str, Format] = {
     METADATA: "dcp",
-    **dict.fromkeys(_HF, "hf"),
+    "model.safetensors": "hf",
+    "model.safetensors.index.json": "hf",
+    "pytorch_model.bin": "hf",
+    "pytorch_model.bin.index.json": "hf",
     "consolidated.*.pth": "meta",
     manifests.FILE: "dcp",
 }
-_INDEX_LIMIT = 8 * MIB  # an index of Llama 405B has 0.1 MB
-_HEADER_LIMIT = 4 * MIB  # of one file of safetensors: its largest file of Llama 405B has 3 kB
-_LIMIT_FILES = 4096
-_STEP = re.compile(r"step-\d{8}")
-_LAYER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
-_LIMIT_OF_LAYER = 16  # tensors; Qwen 2 has 12
-DIGESTS = "digests"  # in a torch file of ours: a tensor whose rows are the digests of its facts and of each tensor
+_HF_WEIGHTS = [name for name, format in _MARKERS.items() if format == "hf"]
+
+# A torch file that ``convert`` made holds, under this key, a tensor of digests: its first row is
+# the digest of the facts about the model, and each further row that of one tensor.
+DIGESTS = "digests"
+_DIGEST_BYTES = 16
+
+_INDEX_LIMIT = 8 * MIB  # the index of Llama 3 405B has 0.1 MB
+_HEADER_LIMIT = 4 * MIB  # the largest safetensors header of Llama 3 405B has 3 kB
+_FILE_COUNT_LIMIT = 4096
+_TENSORS_PER_LAYER_LIMIT = 16  # Qwen 2 has 12 tensors in a layer
+_SHOWN_PROBLEMS = 8
+
+_STEP_FOLDER = re.compile(r"step-\d{8}")
+_LAYER_NUMBER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
+
 T = TypeVar("T")
-Kind = tuple[tuple[int, ...], torch.dtype]
 
 
-class Entry(NamedTuple):
-    """A tensor that can be read: on the CPU, and where its form allows a view of the file."""
+class ReadableTensor(NamedTuple):
+    """A tensor in a file.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Attributes:
+        spec: its shape and dtype.
+        read: returns it on the CPU, as a view of the file if the format allows it.
+    """
+
+    spec: TensorSpec
     read: Callable[[], Tensor]
 
 
@@ -76,297 +122,366 @@ class Source:
     """An open checkpoint.
 
     Attributes:
-        raw: its tensors by the names that its files give them.
-        names: ours (``model.NAME``, ``optim.NAME.exp_avg``) to those; empty where there are problems.
-        shape, manifest: of its model and of its run; not there where a problem has kept them from being read.
-        carried: other files that belong to the model, such as its tokenizer.
-        problems: why it cannot be used, one line each.
-        reads: how often each of ``raw`` was read.
+        format: how the checkpoint is stored.
+        path: its folder or file.
+        tensors: its tensors, by the names that its files give them.
+        names_in_files: for each tensor by our name (``model.NAME``, ``optim.NAME.exp_avg``), the
+            name that the files give it. Empty if there are problems.
+        shape: of its model. There is no such attribute if a problem kept it from being read.
+        manifest: facts about its run. There is no such attribute if a problem kept them from
+            being read.
+        carried: contents of other files that belong to the model, such as its tokenizer, by file
+            name.
+        problems: why the checkpoint cannot be used, one line each.
+        notes: what the user should know about the checkpoint, one line each.
+        read_counts: how often each of ``tensors`` was read.
     """
 
-    kind: str
+    format: Format
     path: Path
-    raw: dict[str, Entry] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, ReadableTensor] = field(default_factory=dict)
+    names_in_files: dict[str, str] = field(default_factory=dict)
+    # Only ``inspect`` looks at a checkpoint with problems, so only it must expect these two to be
+    # absent. All other code would have to exclude a None that it can never see.
     shape: ModelShape = field(init=False)
     manifest: Manifest = field(init=False)
     carried: dict[str, bytes] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    reads: Counter[str] = field(default_factory=Counter)
+    read_counts: Counter[str] = field(default_factory=Counter)
 
-    def kinds(self) -> dict[str, Kind]:
-        """Shape and dtype of each tensor, by our names."""
-        return {ours: self.raw[own][:2] for ours, own in self.names.items()}
+    def specs(self) -> dict[str, TensorSpec]:
+        """Return the spec of each tensor, by our names."""
+        return {name: self.tensors[in_file].spec for name, in_file in self.names_in_files.items()}
 
-    def read(self, ours: str) -> Tensor:
-        """A tensor by our name, as we have it. Whoever holds what it returns holds its memory."""
-        own = self.names[ours]
-        self.reads[own] += 1
-        with reading(f"{self.path}: {own!r}"):
-            tensor = self.raw[own].read()
-            return (
-                names.to_meta(ours, tensor, self.shape, back=True)
-                if self.kind == "meta"
-                else tensor
-            )
+    def read(self, name: str) -> Tensor:
+        """Read a tensor by our name, laid out as our model has it.
 
-    def carry(self, folder: Path) -> None:
-        """Take along what belongs to the model in ``folder``, and note what is left behind."""
-        self.carried, left = carried_by(folder)
-        self.notes += left
+        The tensor may be a view of the file. Its memory is freed with the last reference to it.
+        """
+        name_in_file = self.names_in_files[name]
+        self.read_counts[name_in_file] += 1
+        with reading(f"{self.path}: {name_in_file!r}"):
+            tensor = self.tensors[name_in_file].read()
+            if self.format == "meta":
+                return names.to_meta(name, tensor, self.shape, inverse=True)
+            return tensor
 
-    def attempt(self, step: Callable[..., T], *given: Any) -> T | None:
-        """What ``step`` returns; None where it fails, which becomes a problem."""
+    def carry_files(self, folder: Path) -> None:
+        """Read the files of ``folder`` that belong to the model; note those that are refused."""
+        self.carried, refusals = read_carried_files(folder)
+        self.notes += refusals
+
+    def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
+        """Return what ``function`` returns; if it fails, add a problem and return None."""
         try:
-            with reading(f"{self.path} as {self.kind}"):
-                return step(*given)
+            with reading(f"{self.path} as {self.format}"):
+                return function(*arguments)
         except CheckpointError as error:
             self.problems += error.lines
             return None
 
-    def match(self, own_names: dict[str, str]) -> None:
-        """Hold the tensors against those that the shape asks for, both ways; parameters are there by ``own_names``."""
-        wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
-        optimizer = any(own.startswith("optim.") for own in self.raw)
-        for ours, shape in names.shapes(self.shape).items():
-            wanted[f"model.{ours}"] = own_names[ours], shape
-            for key in ("exp_avg", "exp_avg_sq", "step") if optimizer else ():
-                wanted[f"optim.{ours}.{key}"] = (
-                    f"optim.{ours}.{key}",
-                    () if key == "step" else shape,
-                )
-        for own, shape in wanted.values():
-            entry = self.raw.get(own)
-            if entry is None:
+    def match_to_model(self, parameter_names: Mapping[str, str]) -> None:
+        """Compare the tensors with those that the model's shape requires, in both directions.
+
+        Each difference becomes a problem. If there is no problem, ``names_in_files`` is set.
+
+        Args:
+            parameter_names: for each of our parameter names, without ``model.``, the name that the
+                files give it. Tensors of an optimizer have our names in every format.
+        """
+        has_optimizer = any(name.startswith("optim.") for name in self.tensors)
+        names_in_files: dict[str, str] = {}
+        required: dict[str, tuple[int, ...]] = {}  # shapes by the names in the files
+        for name, shape in names.parameter_shapes(self.shape).items():
+            names_in_files[f"model.{name}"] = parameter_names[name]
+            required[parameter_names[name]] = shape
+            if has_optimizer:
+                for state, state_shape in (("exp_avg", shape), ("exp_avg_sq", shape), ("step", ())):
+                    state_name = f"optim.{name}.{state}"
+                    names_in_files[state_name] = state_name
+                    required[state_name] = state_shape
+
+        for name, shape in required.items():
+            tensor = self.tensors.get(name)
+            if tensor is None:
                 self.problems.append(
-                    f"{self.path} has no {own!r} {shape}, which its model needs; copy it again"
+                    f"{self.path} has no {name!r} {shape}, which its model needs; copy it again"
                 )
-            elif entry.shape != shape:
+            elif tensor.spec.shape != shape:
                 self.problems.append(
-                    f"{self.path} holds {own!r} as {entry.shape}, but its model needs {shape}"
+                    f"{self.path} holds {name!r} as {tensor.spec.shape}, "
+                    f"but its model needs {shape}"
                 )
-            elif name_of(entry.dtype) not in DTYPES:
-                kind = f"{name_of(entry.dtype)}; it must not be quantized, but {', '.join(DTYPES)}"
-                self.problems.append(f"{self.path} holds {own!r} in {kind}")
-        for own in sorted(self.raw.keys() - {own for own, _ in wanted.values()}):
-            if own != "rope.freqs" and not own.endswith(
-                ".rotary_emb.inv_freq"
-            ):  # which follow from the shape
+            elif tensor.spec.dtype not in DTYPES:
                 self.problems.append(
-                    f"{self.path} holds {own!r}, which its model does not have; remove or rename it"
+                    f"{self.path} holds {name!r} in {tensor.spec.dtype}; "
+                    f"it must not be quantized, but one of {', '.join(DTYPES)}"
                 )
+
+        for name in sorted(self.tensors.keys() - required.keys()):
+            # These two follow from the shape, so they add nothing to the model.
+            if name != "rope.freqs" and not name.endswith(".rotary_emb.inv_freq"):
+                self.problems.append(
+                    f"{self.path} holds {name!r}, which its model does not have; "
+                    "remove or rename it"
+                )
+
         if not self.problems:
-            self.names = {ours: own for ours, (own, _) in wanted.items()}
+            self.names_in_files = names_in_files
 
     def drop_copy(self, copy: str, original: str) -> bool:
-        """Whether ``copy`` is the other bit by bit; it then is no tensor of its own. Reads both."""
-        one, other = self.raw[copy], self.raw.get(original)
-        same = (
+        """Remove the tensor ``copy`` if it equals ``original`` bit by bit; return whether it did.
+
+        Both are names in the files. Both tensors are read, but their reads are not counted.
+        """
+        one, other = self.tensors[copy], self.tensors.get(original)
+        is_copy = (
             other is not None
-            and one[:2] == other[:2]
+            and one.spec == other.spec
             and digest_of(one.read()) == digest_of(other.read())
         )
-        if same:
-            del self.raw[copy]
-        return same
+        if is_copy:
+            del self.tensors[copy]
+        return is_copy
 
 
 def open_source(path: Path) -> Source:
-    """Open a checkpoint; a CheckpointError where it is not whole, or of no model that composer3d has."""
-    source = survey(path)
+    """Open a checkpoint that must be usable; ``path`` is as for ``inspect_source``.
+
+    Raises CheckpointError if it is incomplete or damaged, or its model is none that composer3d has.
+    The first eight problems are shown, and the others are counted.
+    """
+    source = inspect_source(path)
     if source.problems:
-        more = (
-            [f"{path}: {len(source.problems) - 8} more problems"]
-            if len(source.problems) > 8
-            else []
-        )
-        raise CheckpointError([*source.problems[:8], *more])
+        lines = source.problems[:_SHOWN_PROBLEMS]
+        hidden = len(source.problems) - len(lines)
+        if hidden:
+            lines.append(f"{path}: {hidden} more problems")
+        raise CheckpointError(lines)
     return source
 
 
-def survey(path: Path) -> Source:
-    """Open whatever there is of a checkpoint, its problems listed.
+def inspect_source(path: Path) -> Source:
+    """Open a checkpoint, and list its problems in the result.
 
-    A run's folder, or its folder of checkpoints, stands for the newest of them that is whole; a
-    note says which that is.
+    The folder of a run, or its folder of checkpoints, stands for the newest checkpoint in it that
+    is whole. A note then names that checkpoint.
 
-    Raises CheckpointError where there is no checkpoint at all.
+    Raises CheckpointError if there is no checkpoint at all.
     """
-    require_name(path)
+    require_valid_path(path)
     try:
-        kind = _kind(path)
+        format = _detect_format(path)
     except OSError as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({error}); give another path"
         ) from None
-    return _newest_of_run(path) if kind == "run" else _survey(path, kind)
+    return _open_newest_of_run(path) if format == "run" else _open_as(path, format)
 
 
-def require_name(path: Path) -> None:
-    """Raise CheckpointError where no file can have this name: it holds NUL, or what is no text."""
+def require_valid_path(path: Path) -> None:
+    """Raise CheckpointError if no file can have this path: it holds NUL or cannot be encoded."""
     try:
         if b"\0" in os.fsencode(path):
             raise ValueError("it holds a NUL byte")
     except ValueError as error:
         raise CheckpointError(
-            f"{str(path)!r} is no name of a file ({error}); give another"
+            f"{str(path)!r} is not a valid name of a file ({error}); give another path"
         ) from None
 
 
-def _survey(path: Path, kind: str) -> Source:
-    source = Source(kind=kind, path=path)
-    openers = {"hf": _open_hf, "meta": _open_meta, "torch": _open_torch, "dcp": _open_dcp}
-    source.attempt(openers[kind], source)
+def _open_as(path: Path, format: Format) -> Source:
+    source = Source(format=format, path=path)
+    openers: dict[Format, Callable[[Source], None]] = {
+        "hf": _open_hf,
+        "meta": _open_meta,
+        "torch": _open_torch,
+        "dcp": _open_dcp,
+    }
+    source.attempt(openers[format], source)
     return source
 
 
-def _kind(path: Path) -> str:
+def _detect_format(path: Path) -> Format | Literal["run"]:
+    """Return the format of a checkpoint, or "run" for a folder that holds checkpoints.
+
+    Raises CheckpointError if ``path`` is neither, and OSError if it cannot be read.
+    """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(f"{path} does not exist; give another path")
     if not path.is_dir():
-        with open_plain(path):  # a named pipe, a socket or a device is refused by its name
+        with open_plain(path):  # refuses a named pipe, a socket or a device, and says which it is
             pass
         if path.suffix == ".safetensors":
             raise CheckpointError(
                 f"{path} is one file of a checkpoint; give its folder, {path.parent}"
             )
         return "torch"
-    names = os.listdir(path)
-    for mark, kind in _MARKS.items():
-        if any(fnmatchcase(name, mark) for name in names):
-            return kind
-    if checkpoints_of(path) or {"checkpoints", "metrics.jsonl", "recipe.toml"} & set(names):
+
+    file_names = os.listdir(path)
+    for pattern, format in _MARKERS.items():
+        if any(fnmatchcase(name, pattern) for name in file_names):
+            return format
+    # In this order, so that the caller sees a folder that cannot be read, even in a run's folder.
+    if list_checkpoints(path) or {"checkpoints", "metrics.jsonl", "recipe.toml"} & set(file_names):
         return "run"
     raise CheckpointError(
-        f"{path} is not a checkpoint: it has none of {', '.join(_MARKS)}, nor checkpoints/step-*"
+        f"{path} is not a checkpoint: it has none of {', '.join(_MARKERS)}, "
+        "and no checkpoints/step-*"
     )
 
 
-def checkpoints_of(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, or in its folder of checkpoints, oldest first.
 
-    Within ``folder`` no link is followed: one could lead to anybody's checkpoint.
+    No link inside of ``folder`` is followed: it could lead to somebody else's checkpoint.
     """
     inner = folder / "checkpoints"
     places = (folder,) if inner.is_symlink() else (folder, inner)
-    found = [
-        path for place in places for path in place.glob("step-*") if _STEP.fullmatch(path.name)
+    checkpoints = [
+        path
+        for place in places
+        for path in place.glob("step-*")
+        if _STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
-    plain = (path for path in found if path.is_dir() and not path.is_symlink())
-    return sorted(plain, key=lambda path: path.name)
+    return sorted(checkpoints, key=lambda path: path.name)
 
 
-def _newest_of_run(folder: Path) -> Source:
-    steps = checkpoints_of(folder)
-    passed: list[str] = []
-    for path in reversed(steps):
-        source = _survey(path, "dcp")
+def _open_newest_of_run(folder: Path) -> Source:
+    checkpoints = list_checkpoints(folder)
+    skipped: list[str] = []
+    for path in reversed(checkpoints):
+        source = _open_as(path, "dcp")
         if not source.problems:
-            source.notes[:0] = [*passed, f"{path} is the newest whole checkpoint of {folder}"]
+            source.notes[:0] = [*skipped, f"{path} is the newest whole checkpoint of {folder}"]
             return source
-        more = f" (and {len(source.problems) - 1} more)" if source.problems[1:] else ""
-        passed.append(f"{path} is passed over, it is not whole: {source.problems[0]}{more}")
-    if not steps:
+        others = len(source.problems) - 1
+        count = f" (and {others} more)" if others else ""
+        skipped.append(f"{path} is skipped, because it is not whole: {source.problems[0]}{count}")
+
+    if not checkpoints:
         raise CheckpointError(
             f"{folder} has no checkpoint (step-* or checkpoints/step-*); train it first"
         )
     raise CheckpointError(
-        [*passed[:8], f"{folder} has no checkpoint that is whole; give another run"]
+        [*skipped[:_SHOWN_PROBLEMS], f"{folder} has no whole checkpoint; give another run"]
     )
 
 
 def _open_hf(source: Source) -> None:
-    """Open a folder of Hugging Face's. Files of weights may be links to plain files."""
+    """Open a Hugging Face folder. Its weights may be links to plain files."""
     folder = source.path
     source.shape = read_shape(folder)
-    source.carry(folder)
-    for file, listed in _hf_files(source).items():
-        held = source.attempt(_tensors_of_file, folder / file) or {}
-        for name in sorted(listed - held.keys()) if held else ():
+    source.carry_files(folder)
+
+    for file_name, indexed in _list_hf_files(source).items():
+        tensors = source.attempt(_open_tensors, folder / file_name) or {}
+        if tensors:
+            for name in sorted(indexed - tensors.keys()):
+                source.problems.append(
+                    f"{folder / file_name} has no {name!r}, which the index says is there; "
+                    "download it again"
+                )
+        for name in sorted(source.tensors.keys() & tensors.keys()):
             source.problems.append(
-                f"{folder / file} has no {name!r}, which the index says is there; download it again"
+                f"{folder} holds {name!r} twice, once in {file_name}; remove one"
             )
-        for name in sorted(source.raw.keys() & held.keys()):
-            source.problems.append(f"{folder} holds {name!r} twice, once in {file}; remove one")
-        source.raw |= held
+        source.tensors |= tensors
         _refuse_too_many(source)
-    source.manifest = Manifest(step=0, model={})  # of a model that no run of ours has trained
+
+    source.manifest = Manifest(step=0, model={})  # no run of ours has trained the model
     if source.problems:
         return
     _require_layers(source)
-    own, head = names.hf_names(source.shape), "lm_head.weight"
-    if (
-        source.shape.tied
-        and head in source.raw
-        and not source.drop_copy(head, own["first.embed.weight"])
-    ):
-        way = "its config.json ties them: set tie_word_embeddings to false, or remove it"
-        source.problems.append(f"{folder} holds an {head!r} that is not the embedding, but {way}")
+
+    parameter_names = names.hf_names(source.shape)
+    head = "lm_head.weight"
+    if source.shape.tied and head in source.tensors:
+        embedding = parameter_names["first.embed.weight"]
+        if not source.drop_copy(head, embedding):
+            source.problems.append(
+                f"{folder} holds an {head!r} that is not the embedding, but its config.json ties "
+                "them: set tie_word_embeddings to false, or remove it"
+            )
     if not source.problems:
-        source.match(own)
+        source.match_to_model(parameter_names)
 
 
-def _hf_files(source: Source) -> dict[str, set[str]]:
-    """Files of weights, with the tensors that the index says are there."""
-    index = source.path / next(name for name in _HF if (source.path / name).exists())
+def _list_hf_files(source: Source) -> dict[str, set[str]]:
+    """Return the files of weights by name, each with the tensors that the index lists for it.
+
+    Without an index, the set is empty.
+    """
+    index = source.path / next(name for name in _HF_WEIGHTS if (source.path / name).exists())
     if index.suffix != ".json":
         return {index.name: set()}
-    again = "; download it again"
-    with reading(index, again):
+
+    advice = "; download it again"
+    with reading(index, advice):
         content = read_json(index, limit=_INDEX_LIMIT)
-    listed = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-        raise CheckpointError(f"{index} has no weight_map from names to files{again}")
-    files: dict[str, set[str]] = {}
-    for name, file in listed.items():
-        files.setdefault(file, set()).add(name)
-    if len(files) > _LIMIT_FILES:
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file_name, str) for file_name in weight_map.values()
+    ):
+        raise CheckpointError(f"{index} has no weight_map from names to files{advice}")
+
+    indexed: dict[str, set[str]] = {}
+    for tensor_name, file_name in weight_map.items():
+        indexed.setdefault(file_name, set()).add(tensor_name)
+    if len(indexed) > _FILE_COUNT_LIMIT:
         raise CheckpointError(
-            f"{index} names {len(files):,} files; at most {_LIMIT_FILES:,} are read"
+            f"{index} names {len(indexed):,} files; at most {_FILE_COUNT_LIMIT:,} are read"
         )
-    kept = {}
-    for file, held in sorted(files.items()):
-        if not _is_name(file):
-            problem = "which is not a name of a file in its folder: it is not opened"
-            source.problems.append(f"{index} names {shown(file)}, {problem}")
-        elif not (source.path / file).exists():
-            problem = "which is not there; download it as well"
-            source.problems.append(f"{index} names {file!r}, {problem}")
+
+    present = {}
+    for file_name, tensor_names in sorted(indexed.items()):
+        if not _is_plain_name(file_name):
+            source.problems.append(
+                f"{index} names {short_json(file_name)}, which is not the name of a file in its "
+                "folder; it is not opened"
+            )
+        elif not (source.path / file_name).exists():
+            source.problems.append(
+                f"{index} names {file_name!r}, which is not there; download it as well"
+            )
         else:
-            kept[file] = held
-    return kept
+            present[file_name] = tensor_names
+    return present
 
 
-def _is_name(text: str) -> bool:
-    """Whether ``text`` names a file in a folder, and not one elsewhere."""
+def _is_plain_name(text: str) -> bool:
+    """Return whether ``text`` names a file in a folder, and cannot lead out of the folder."""
     return text == Path(text).name and text not in ("", ".", "..")
 
 
-def _tensors_of_file(path: Path) -> dict[str, Entry]:
+def _open_tensors(path: Path) -> dict[str, ReadableTensor]:
+    """Open the tensors of one safetensors or torch file, by their names."""
     if path.suffix != ".safetensors":
         with reading(path), open_plain(path):
             pass
-        return _entries(load_torch(path))
+        return _readable_tensors(load_torch(path))
+
     with reading(path, "; cut off, or no safetensors: copy it again"):
         with open_plain(path) as plain:
-            size = int.from_bytes(plain.read(8), "little")
-        if size > _HEADER_LIMIT:
+            header_size = int.from_bytes(plain.read(8), "little")
+        if header_size > _HEADER_LIMIT:
             raise ValueError(
-                f"its header claims {size:,} bytes, at most {_HEADER_LIMIT:,} are read"
+                f"its header claims {header_size:,} bytes, at most {_HEADER_LIMIT:,} are read"
             )
         file = safe_open(path, framework="pt")
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        reads = {name: partial(file.get_tensor, name) for name in parts}
-        return {
-            n: Entry(tuple(part.get_shape()), CODES[part.get_dtype()], reads[n])
-            for n, part in parts.items()
-        }
+        tensors = {}
+        for name in file.keys():  # noqa: SIM118 - a safetensors file is not a dict
+            entry = file.get_slice(name)
+            dtype = SAFETENSORS_DTYPES[entry.get_dtype()]
+            spec = TensorSpec(tuple(entry.get_shape()), dtype_name(dtype))
+            tensors[name] = ReadableTensor(spec, partial(file.get_tensor, name))
+        return tensors
 
 
 def _require_layers(source: Source) -> None:
-    """Refuse a shape of more layers than the tensors can be of, before a model of it is built."""
-    layers = {match[1] for name in source.raw if (match := _LAYER.search(name))}
+    """Refuse a shape with more layers than there are tensors of, before a model of it is built."""
+    layers = {match[1] for name in source.tensors if (match := _LAYER_NUMBER.search(name))}
     if len(layers) < source.shape.n_layers:
         raise CheckpointError(
             f"{source.path} holds tensors of {len(layers)} layers, but its model has "
@@ -375,199 +490,251 @@ def _require_layers(source: Source) -> None:
 
 
 def _refuse_too_many(source: Source) -> None:
-    most = _LIMIT_OF_LAYER * (source.shape.n_layers + 1)
-    if len(source.raw) > most:
+    limit = _TENSORS_PER_LAYER_LIMIT * (source.shape.n_layers + 1)
+    if len(source.tensors) > limit:
         raise CheckpointError(
-            f"{source.path} holds more than {most:,} tensors; its model has fewer"
+            f"{source.path} holds more than {limit:,} tensors; its model has fewer"
         )
 
 
-def _entries(tree: Any) -> dict[str, Entry]:
-    return {name: Entry(stored.shape, stored.dtype, stored.read) for name, stored in flat(tree)}
+def _readable_tensors(tree: Any) -> dict[str, ReadableTensor]:
+    return {
+        name: ReadableTensor(TensorSpec(stored.shape, dtype_name(stored.dtype)), stored.read)
+        for name, stored in flatten(tree)
+    }
 
 
-def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Stored]]:
-    """The tensors of nested dicts, by their keys joined with dots."""
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        if isinstance(value, Stored):
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors in nested dicts, each with its keys joined by dots; skip other values."""
+    if not isinstance(tree, dict):
+        return
+    for key, value in tree.items():
+        if isinstance(value, StoredTensor):
             yield f"{prefix}{key}", value
         else:
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
 
 
 def _open_meta(source: Source) -> None:
+    """Open a folder as Meta publishes it, with one file for each model-parallel rank."""
     folder = source.path
-    source.carry(folder)
+    source.carry_files(folder)
     files = sorted(folder.glob("consolidated.*.pth"))
     for number, file in enumerate(files):
-        if file.name != f"consolidated.{number:02d}.pth":
-            raise CheckpointError(
-                f"{folder} has {file.name}, but no consolidated.{number:02d}.pth; copy all of them"
-            )
-    parts = [_tensors_of_file(file) for file in files]
-    for file, part in zip(files, parts, strict=True):
-        if part.keys() != parts[0].keys():
+        expected = f"consolidated.{number:02d}.pth"
+        if file.name != expected:
+            raise CheckpointError(f"{folder} has {file.name}, but no {expected}; copy all of them")
+
+    shards = [_open_tensors(file) for file in files]
+    for file, shard in zip(files, shards, strict=True):
+        if shard.keys() != shards[0].keys():
             raise CheckpointError(
                 f"{file} does not hold the names that {files[0].name} holds; copy it again"
             )
-    source.raw = parts[0]
+    source.tensors = shards[0]
+
     with reading(folder / "params.json", "; take the one that came with the files"):
         params = read_json(folder / "params.json")
         if not isinstance(params, dict):
             raise ValueError("it is no JSON object")
-    # All of Meta's models cut the rows of these two. Llama 3 cuts the embedding's rows too, Llama 2 its columns.
-    sizes = {}
-    for size, name in (("vocab", "output.weight"), ("ffn", "layers.0.feed_forward.w1.weight")):
-        if name not in parts[0] or len(parts[0][name].shape) != 2:
-            raise CheckpointError(
-                f"{files[0]} holds no matrix {name!r}, which its model needs; copy it again"
-            )
-        sizes[size] = parts[0][name].shape[0] * len(files)
-    source.shape = shape = names.shape_of_meta(params, **sizes, tied=False)
+
+    # params.json lacks these two sizes. Every model of Meta's shards both tensors by rows.
+    vocab = len(files) * _count_rows(files[0], shards[0], "output.weight")
+    ffn = len(files) * _count_rows(files[0], shards[0], "layers.0.feed_forward.w1.weight")
+    source.shape = names.parse_meta_params(params, vocab=vocab, ffn=ffn, tied=False)
     source.manifest = Manifest(step=0, model={})
     _require_layers(source)
-    own, whole = names.meta_names(shape), names.shapes(shape)
+
+    parameter_names = names.meta_names(source.shape)
     if len(files) > 1:
-        source.raw |= {
-            own[n]: _joined([part[own[n]] for part in parts], whole[n])
-            for n in own
-            if own[n] in parts[0]
-        }
+        for name, whole_shape in names.parameter_shapes(source.shape).items():
+            in_file = parameter_names[name]
+            if in_file in shards[0]:
+                parts = [shard[in_file] for shard in shards]
+                source.tensors[in_file] = _join_shards(parts, whole_shape)
+
     tied = source.drop_copy("output.weight", "tok_embeddings.weight")
-    source.shape = names.shape_of_meta(params, **sizes, tied=tied)
-    source.match(own)
+    source.shape = names.parse_meta_params(params, vocab=vocab, ffn=ffn, tied=tied)
+    source.match_to_model(parameter_names)
 
 
-def _joined(parts: list[Entry], whole: tuple[int, ...]) -> Entry:
-    """One tensor of its model-parallel parts; one that is not cut is the same in all files."""
-    # By their sizes, not by name: Llama 2 cuts the columns of the embedding, Llama 3 its rows.
-    cut = next((dim for dim, size in enumerate(parts[0].shape) if size != whole[dim]), None)
+def _count_rows(file: Path, tensors: Mapping[str, ReadableTensor], name: str) -> int:
+    if name not in tensors or len(tensors[name].spec.shape) != 2:
+        raise CheckpointError(
+            f"{file} holds no matrix {name!r}, which its model needs; copy it again"
+        )
+    return tensors[name].spec.shape[0]
+
+
+def _join_shards(shards: list[ReadableTensor], whole_shape: tuple[int, ...]) -> ReadableTensor:
+    """Return one tensor that is read from the shards of all model-parallel ranks.
+
+    A tensor that is not sharded must be the same in all files: reading it raises ValueError
+    otherwise.
+    """
+    # The sizes show the sharded dim. Names would not: Llama 2 shards the embedding by columns and
+    # Llama 3 by rows.
+    first = shards[0].spec
+    dim = next((dim for dim, size in enumerate(first.shape) if size != whole_shape[dim]), None)
 
     def read() -> Tensor:
-        tensors = [part.read() for part in parts]
-        if cut is None and len({digest_of(tensor) for tensor in tensors}) > 1:
-            raise ValueError("the files of model-parallel ranks disagree on it")
-        return tensors[0] if cut is None else torch.cat(tensors, cut)
+        tensors = [shard.read() for shard in shards]
+        if dim is not None:
+            return torch.cat(tensors, dim)
+        if len({digest_of(tensor) for tensor in tensors}) > 1:
+            raise ValueError("the files of the model-parallel ranks hold different values of it")
+        return tensors[0]
 
-    sizes = [
-        sum(p.shape[i] for p in parts) if i == cut else size
-        for i, size in enumerate(parts[0].shape)
-    ]
-    return Entry(tuple(sizes), parts[0].dtype, read)
+    shape = list(first.shape)
+    if dim is not None:
+        shape[dim] = sum(shard.spec.shape[dim] for shard in shards)
+    return ReadableTensor(TensorSpec(tuple(shape), first.dtype), read)
 
 
 def _open_torch(source: Source) -> None:
-    content = load_torch(source.path)
-    way = "; put a file of Hugging Face's into a folder, as pytorch_model.bin beside its config.json, Meta's as "
-    with reading(
-        f"what convert --to torch says in {source.path}",
-        f"{way}consolidated.00.pth beside its params.json",
-    ):
+    """Open one file that ``convert --to torch`` made."""
+    path = source.path
+    content = load_torch(path)
+    advice = (
+        "; put a Hugging Face file into a folder, as pytorch_model.bin beside its config.json, "
+        "or a Meta file as consolidated.00.pth beside its params.json"
+    )
+    with reading(f"the facts that convert --to torch writes into {path}", advice):
         facts, texts = content["composer3d"], content["files"]
-        saved = manifests.parse(facts)
-        files = trusted_texts(texts)
-    source.raw = _entries({name: part for name, part in content.items() if name != DIGESTS})
+        manifest = manifests.parse(facts)
+        carried = select_carried_texts(texts)
+
+    trees = {name: part for name, part in content.items() if name != DIGESTS}
+    source.tensors = _readable_tensors(trees)
     _check_digests(source, content)
-    source.carried = files
-    _open_ours(source, saved)
+    source.carried = carried
+    _open_with_our_names(source, manifest)
 
 
 def _check_digests(source: Source, content: dict[str, Any]) -> None:
-    """Hold a file of ours to its own digests: each tensor, and what it says of the model and its tokenizer."""
+    """Compare a torch file of ours with the digests in it: of its facts, and of each tensor.
+
+    What makes a digest costly is checked first: carried files, and tensors that are larger than the
+    file because several names share one storage.
+    """
+    path = source.path
     if DIGESTS not in content:
         source.notes.append(
-            f"nothing verifies {source.path}: an earlier composer3d wrote it, without digests; convert adds them"
+            f"nothing verifies {path}: an earlier composer3d wrote it without digests; "
+            "convert adds them"
         )
         return
-    kept = content[DIGESTS]
-    form = (kept.shape, kept.dtype) if isinstance(kept, Stored) else None
-    if form != ((1 + len(source.raw), 16), torch.uint8):
-        source.problems.append(
-            f"{source.path} has no digest for each of its tensors; copy it again"
-        )
+
+    stored = content[DIGESTS]
+    specs = {name: tensor.spec for name, tensor in source.tensors.items()}
+    if not (
+        isinstance(stored, StoredTensor)
+        and stored.shape == (1 + len(specs), _DIGEST_BYTES)
+        and stored.dtype == torch.uint8
+    ):
+        source.problems.append(f"{path} has no digest for each of its tensors; copy it again")
         return
-    if not _is_carried(content["files"]):
-        source.problems.append(f"{source.path} carries files that no export has; copy it again")
+    if not _are_carried_texts(content["files"]):
+        source.problems.append(f"{path} carries files that no export has; copy it again")
         return
-    if sum(nbytes(entry[:2]) for entry in source.raw.values()) > source.path.stat().st_size:
-        source.problems.append(f"{source.path} has fewer bytes than its tensors; copy it again")
+    if sum(map(nbytes, specs.values())) > path.stat().st_size:
+        source.problems.append(f"{path} has fewer bytes than its tensors; copy it again")
         return
-    wanted = [facts_digest(content["composer3d"], content["files"], source.raw)]
-    wanted += [digest_of(entry.read()) for entry in source.raw.values()]
-    found = [bytes(row).hex() for row in kept.read().tolist()]
-    names_of_rows = ["what it says of its model", *map(repr, source.raw)]
-    for name, have, want in zip(names_of_rows, found, wanted, strict=True):
-        if have != want:
+
+    facts, texts = content["composer3d"], content["files"]
+    actual = {"the description of its model": facts_digest(facts, texts, specs)}
+    for name, tensor in source.tensors.items():
+        actual[repr(name)] = digest_of(tensor.read())
+    expected = [bytes(row).hex() for row in stored.read().tolist()]
+    for (name, digest), expected_digest in zip(actual.items(), expected, strict=True):
+        if digest != expected_digest:
             source.problems.append(
-                f"{source.path}: {name} has another digest than the file says; copy it again"
+                f"{path}: {name} has another digest than the file says; copy it again"
             )
 
 
-def _is_carried(texts: Any) -> bool:
-    """Whether ``texts`` are what an export carries; one text held many times would be written out for each."""
-    if (
-        type(texts) is not dict
-        or not texts.keys() <= set(NAMES)
-        or not all(type(text) is str for text in texts.values())
-    ):
+def _are_carried_texts(texts: Any) -> bool:
+    """Return whether ``texts`` are files that an export may carry.
+
+    The sum of their lengths is limited: one text that the file holds under many names would be
+    written out once for each.
+    """
+    if type(texts) is not dict or not texts.keys() <= set(CARRIED_NAMES):
+        return False
+    if not all(type(text) is str for text in texts.values()):
         return False
     return sum(map(len, texts.values())) <= TOTAL_LIMIT
 
 
-def facts_digest(facts: Any, texts: Any, tensors: Mapping[str, Any]) -> str:
-    """Of all that a torch file of ours holds beside the bytes of tensors, whose entries begin with shape and dtype."""
-    forms = {name: [list(entry[0]), name_of(entry[1])] for name, entry in tensors.items()}
-    text = json.dumps([facts, texts, forms], sort_keys=True)
+def facts_digest(facts: Any, texts: Any, specs: Mapping[str, TensorSpec]) -> str:
+    """Return the digest of all that a torch file of ours holds, except the bytes of its tensors."""
+    listed = {name: [list(spec.shape), spec.dtype] for name, spec in specs.items()}
+    text = json.dumps([facts, texts, listed], sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _open_dcp(source: Source) -> None:
+    """Open a checkpoint of a training run. All of its files are compared with their digests."""
     folder = source.path
-    saved = source.attempt(manifests.read, folder)
-    source.problems += manifests.damage(folder, saved) if saved else []
+    manifest = source.attempt(manifests.read, folder)
+    if manifest is not None:
+        source.problems += manifests.find_damage(folder, manifest)
     metadata = read_metadata(folder)
-    for name, (shape, dtype) in tensors_of(metadata, str(folder)).items():
-        source.raw[name] = Entry(
-            shape, getattr(torch, dtype), partial(read_whole, folder, metadata, name)
-        )
-    if saved is None:
+    for name, spec in tensor_specs(metadata, str(folder)).items():
+        source.tensors[name] = ReadableTensor(spec, partial(read_whole, folder, metadata, name))
+    if manifest is None:
         return
-    # Only these: a recipe in the manifest may name any folder of this machine.
+
+    # Files are carried from this folder only: the recipe in a manifest may name any other folder of
+    # this machine.
     assets = folder / "assets"
     if assets.is_symlink():
-        source.notes.append(f"{assets} is a link, which is not followed: nothing is carried along")
+        source.notes.append(
+            f"{assets} is a link, which is not followed: none of its files is copied"
+        )
     elif assets.is_dir():
-        source.carry(assets)
+        source.carry_files(assets)
     else:
-        source.notes.append(f"{folder} has no assets: no tokenizer is carried along")
-    _open_ours(source, saved)
+        source.notes.append(f"{folder} has no assets: no tokenizer is copied")
+    _open_with_our_names(source, manifest)
 
 
-def _open_ours(source: Source, saved: Manifest) -> None:
-    """A form with our names: what the manifest says the model is against what there is."""
-    source.manifest = saved
-    with reading(f"{source.path}: what its model is"):
-        values = {f.name: saved.model[f"model.{f.name}"] for f in fields(ModelShape)}
+def _open_with_our_names(source: Source, manifest: Manifest) -> None:
+    """Read the model's shape from the manifest, for a format with our names; match the tensors."""
+    source.manifest = manifest
+    architecture = manifest.model.get("model.architecture")
+    if architecture is not None:
+        # Its module is never imported because a checkpoint names it.
+        raise CheckpointError(
+            f"{source.path} has a model of the architecture {short_json(architecture)}: composer3d "
+            "converts and inspects its own architectures only"
+        )
+    with reading(f"{source.path}: the shape of its model"):
+        values = {entry.name: manifest.model[f"model.{entry.name}"] for entry in fields(ModelShape)}
     try:
-        source.shape = shape_from(values)
+        source.shape = make_shape(values)
     except CheckpointError as error:
         raise CheckpointError([f"{source.path}: model.{line}" for line in error.lines]) from None
     _require_layers(source)
-    source.match({name: f"model.{name}" for name in names.shapes(source.shape)})
+    source.match_to_model({name: f"model.{name}" for name in names.parameter_shapes(source.shape)})
+
+
+def nbytes(spec: TensorSpec) -> int:
+    """Return the bytes of the elements of a tensor."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return prod(spec.shape) * dtype.itemsize
 
 
 def digest_of(tensor: Tensor) -> str:
+    """Return the XXH3-128 digest of a tensor's elements, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements in their order, without a copy where they lie so."""
+    """Return the bytes of the elements in row-major order; a contiguous tensor is not copied."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def nbytes(kind: Kind) -> int:
-    return prod(kind[0]) * kind[1].itemsize
-
-
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")

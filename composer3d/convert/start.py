@@ -1,12 +1,12 @@
-"""A start of training from Hugging Face's files: each rank reads its own boxes of the tensors."""
+"""Start training from a Hugging Face folder: each rank reads only its own shards of the tensors."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from composer3d.checkpoint.manifest import compare
-from composer3d.checkpoint.store import forms
+from composer3d.checkpoint.manifest import require_same_tensors
+from composer3d.checkpoint.store import global_specs
 from composer3d.convert.formats import Source, open_source
 from composer3d.parallel import Stages
 from composer3d.parallel.init import local_part
@@ -16,28 +16,34 @@ from composer3d.runtime.process_group import on_all
 def load_hf(folder: str | Path, stages: Stages) -> None:
     """Fill the parameters of ``stages`` from the weights in ``folder``, converted to their dtypes.
 
-    Collective: ranks tell each other the shapes of what they hold, and whether they came through. The files are held
-    against their config.json, and both against the job, before anything is read. Raises CheckpointError, on every
-    rank, where the files are missing, damaged or of another model.
+    Collective over the default group: ranks gather the shapes of their parameters, and whether
+    each has succeeded. Before any parameter is written, the files are compared with their
+    config.json, and both with the model of the job.
+
+    Raises CheckpointError, on every rank, if files are missing, damaged or of another model.
     """
-    own = dict(stages.named_parameters())
-    job = {f"model.{name}": shape for name, (shape, _) in forms(own).items()}
-    source = on_all("model.hf", lambda: _open(Path(folder), job))
-    on_all("model.hf", lambda: _read(source, own))
+    parameters = dict(stages.named_parameters())
+    shapes = {f"model.{name}": shape for name, (shape, _) in global_specs(parameters).items()}
+    source = on_all("model.hf", lambda: _open(Path(folder), shapes))
+    on_all("model.hf", lambda: _read(source, parameters))
 
 
-def _open(folder: Path, job: dict[str, tuple[int, ...]]) -> Source:
+def _open(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Source:
+    """Open the folder; raise CheckpointError if names or shapes of its tensors differ."""
     source = open_source(folder)
-    held = {name: shape for name, (shape, _) in source.kinds().items()}
-    compare(job, held, folder, "let [model] override no sizes of it")
+    shapes_in_files = {name: spec.shape for name, spec in source.specs().items()}
+    advice = "remove the sizes that [model] overrides"
+    require_same_tensors(shapes, shapes_in_files, folder, advice)
     return source
 
 
-def _read(source: Source, own: Mapping[str, Tensor]) -> None:
-    for name, parameter in own.items():
+def _read(source: Source, parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
         local, offset = local_part(parameter)
-        if local.numel():  # a view of the file: only this box of it comes into memory
-            box = tuple(
-                slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True)
-            )
-            local.copy_(source.read(f"model.{name}")[box])
+        if local.numel() == 0:
+            continue
+        box = tuple(
+            slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True)
+        )
+        # ``read`` returns a view of the file, so only this box of it comes into memory.
+        local.copy_(source.read(f"model.{name}")[box])

@@ -1,15 +1,16 @@
-"""What ``convert`` writes, of any form, from a stream of tensors by our names, of which none is kept.
+"""Write a checkpoint in any of the formats, from a stream of tensors by our names; none is kept.
 
-The place of each tensor is known before the first is there: safetensors begin with a header, and files of
-``torch.save`` are made with their tensors' bytes left out, and filled in.
+The place of each tensor is known before the first one arrives. A safetensors file begins with a
+header that lists all of them. A file of ``torch.save`` is first made without the bytes of its
+tensors. The bytes are then filled in as the tensors arrive, in any order.
 """
 
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,69 +25,88 @@ from torch.distributed.checkpoint.metadata import (
 from torch.utils.serialization import config as serialization
 
 from composer3d.checkpoint import manifest as manifests
-from composer3d.checkpoint.metadata import METADATA, StorageInfo, tensors_of
+from composer3d.checkpoint.manifest import Manifest, TensorSpec
+from composer3d.checkpoint.metadata import METADATA, StorageInfo, tensor_specs
 from composer3d.checkpoint.pickles import reading
 from composer3d.checkpoint.torchfile import load_torch
 from composer3d.convert.formats import (
-    CODES,
     DIGESTS,
-    Kind,
+    SAFETENSORS_DTYPES,
+    Format,
     Source,
     bytes_of,
     digest_of,
+    dtype_name,
     facts_digest,
-    flat,
-    name_of,
+    flatten,
     nbytes,
 )
 from composer3d.models.llama import names
-from composer3d.models.llama.huggingface import config_of
+from composer3d.models.llama.huggingface import make_config
 from composer3d.models.llama.shape import ModelShape
 from composer3d.spec.files import parse_json
 
-Kinds = dict[str, Kind]
+EMBEDDING = "model.first.embed.weight"
+_DCP_FILE = "__0_0.distcp"  # as DCP names the file of rank 0
+
+Specs = Mapping[str, TensorSpec]
 Stream = Iterator[tuple[str, Tensor]]
-Slots = dict[str, list[tuple[Path, int]]]  # files and offsets where a tensor belongs
-_EMBED, _DCP = "model.first.embed.weight", "__0_0.distcp"
+Layout = Callable[[str, Tensor], Tensor]  # turns our tensor, by our name, into the format's
+
+
+class Slot(NamedTuple):
+    """A place that waits for the bytes of a tensor."""
+
+    path: Path
+    offset: int  # bytes
+
+
+# The slots of each tensor, by our name. A tensor that the format holds twice has two.
+Slots = dict[str, list[Slot]]
 
 
 def write(
-    to: str, path: Path, source: Source, kinds: Kinds, stream: Stream, shard: int
+    to: Format, path: Path, source: Source, specs: Specs, stream: Stream, shard: int
 ) -> list[str]:
-    """Write the tensors of ``stream`` at ``path``, where nothing but an empty folder is, or an empty file for torch.
+    """Write the tensors of ``stream`` at ``path``.
 
-    ``source`` says what the model is, and carries files; ``kinds`` are what is to come, by our names; ``shard`` is the
-    largest size of one file of safetensors, in bytes. Returns the names of tensors that did not come. Raises
-    CheckpointError where the form cannot hold such a model, KeyError where a tensor has come twice.
+    Args:
+        to: the format.
+        path: an empty folder, or an empty file for ``torch``.
+        source: says what the model and the run are, and carries files.
+        specs: of all tensors that will come, by our names.
+        stream: the tensors by our names.
+        shard: the largest size of one safetensors file, in bytes.
+
+    Returns:
+        The names of the tensors that did not come.
+
+    Raises:
+        CheckpointError: the format cannot hold such a model.
+        KeyError: a tensor came twice.
     """
     if to == "torch":
-        return _torch(path, source, kinds, stream)
-    others = path / "assets" if to == "dcp" and source.carried else path
-    others.mkdir(exist_ok=True)
+        return _write_torch(path, source, specs, stream)
+
+    carried_folder = path / "assets" if to == "dcp" and source.carried else path
+    carried_folder.mkdir(exist_ok=True)
     for name, content in source.carried.items():
-        (others / name).write_bytes(content)
+        (carried_folder / name).write_bytes(content)
+
     if to == "dcp":
-        return _dcp(path, source.manifest, kinds, stream)
+        return _write_dcp(path, source.manifest, specs, stream)
     if to == "meta":
-        _write_json(path / "params.json", names.meta_params_of(source.shape))
-        return _fill(
-            _meta(path, source.shape, kinds), stream, lambda n, t: names.to_meta(n, t, source.shape)
-        )
-    with reading(f"the config.json that {source.path} carries", "; remove or mend it"):
-        carried = parse_json(source.carried.get("config.json", b"{}"))
-        if not isinstance(carried, dict):
-            raise ValueError("it is no JSON object")
-        config = config_of(source.shape, name_of(kinds[_EMBED][1]), carried)
-    _write_json(path / "config.json", config)
-    return _fill(_safetensors(path, kinds, names.hf_names(source.shape), shard), stream)
+        return _write_meta(path, source.shape, specs, stream)
+    return _write_hf(path, source, specs, stream, shard)
 
 
-def _fill(
-    slots: Slots, stream: Stream, form: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
-) -> list[str]:
-    """Write into files that have their full size already."""
+def _fill(slots: Slots, stream: Stream, layout: Layout | None = None) -> list[str]:
+    """Write the tensors into files that have their full size already.
+
+    Returns the names of the tensors that did not come.
+    """
     for name, tensor in stream:
-        content = bytes_of(form(name, tensor))
+        content = bytes_of(tensor if layout is None else layout(name, tensor))
         for path, offset in slots.pop(name):
             with open(path, "r+b") as file:
                 file.seek(offset)
@@ -94,144 +114,198 @@ def _fill(
     return sorted(slots)
 
 
-def _safetensors(folder: Path, kinds: Kinds, own: dict[str, str], limit: int) -> Slots:
+def _write_hf(
+    folder: Path, source: Source, specs: Specs, stream: Stream, shard_limit: int
+) -> list[str]:
+    """Write config.json, safetensors files of at most ``shard_limit`` bytes, and their index."""
+    with reading(f"the config.json that {source.path} carries", "; remove it or correct it"):
+        carried = parse_json(source.carried.get("config.json", b"{}"))
+        if not isinstance(carried, dict):
+            raise ValueError("it is no JSON object")
+        config = make_config(source.shape, specs[EMBEDDING].dtype, carried)
+    _write_json(folder / "config.json", config)
+
+    hf_names = names.hf_names(source.shape)
+    names_in_files = {name: hf_names[name.removeprefix("model.")] for name in specs}
+    shards = _cut_into_shards(specs, shard_limit)
+    slots: Slots = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file_name = "model.safetensors"
+        if len(shards) > 1:
+            file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        slots |= _write_hollow_safetensors(folder / file_name, specs, shard, names_in_files)
+        weight_map |= {names_in_files[name]: file_name for name in _by_width(specs, shard)}
+    if len(shards) > 1:
+        total_size = sum(map(nbytes, specs.values()))
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+    return _fill(slots, stream)
+
+
+def _cut_into_shards(specs: Specs, limit: int) -> list[list[str]]:
+    """Distribute tensors over files in their order; one larger than ``limit`` gets its own file."""
     shards: list[list[str]] = []
     room = 0
-    for name, kind in kinds.items():
-        if nbytes(kind) > room:
+    for name, spec in specs.items():
+        if nbytes(spec) > room:
             shards.append([])
-            room = max(limit, nbytes(kind))
+            room = max(limit, nbytes(spec))
         shards[-1].append(name)
-        room -= nbytes(kind)
-    slots: Slots = {}
-    index, codes = {}, {dtype: code for code, dtype in CODES.items()}
-    for number, shard in enumerate(shards, 1):
-        path = folder / (
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            if shards[1:]
-            else "model.safetensors"
-        )
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        begins, end = {}, 0
-        for name in sorted(
-            shard, key=lambda name: -kinds[name][1].itemsize
-        ):  # wide ones first: all are aligned
-            (shape, dtype), key = kinds[name], own[name.removeprefix("model.")]
-            begins[name], end = end, end + nbytes(kinds[name])
-            header[key] = {
-                "dtype": codes[dtype],
-                "shape": shape,
-                "data_offsets": [begins[name], end],
-            }
-            index[key] = path.name
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with open(path, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
-        slots |= {name: [(path, 8 + len(text) + begin)] for name, begin in begins.items()}
-    if shards[1:]:
-        total = {"total_size": sum(map(nbytes, kinds.values()))}
-        _write_json(
-            folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index}
-        )
-    return slots
+        room -= nbytes(spec)
+    return shards
 
 
-def _meta(folder: Path, shape: ModelShape, kinds: Kinds) -> Slots:
-    path, own = (
-        folder / "consolidated.00.pth",
-        {f"model.{k}": v for k, v in names.meta_names(shape).items()},
-    )
-    copy = (
-        {"output.weight": kinds[_EMBED]} if shape.tied else {}
-    )  # Meta's files hold a tied head as well
-    offsets = _save_hollow(path, _hollow({own[name]: kind for name, kind in kinds.items()} | copy))
-    slots = {name: [(path, offsets[own[name]])] for name in kinds}
-    slots[_EMBED] += [(path, offsets[name]) for name in copy]
-    return slots
+def _by_width(specs: Specs, shard: list[str]) -> list[str]:
+    """Sort tensors by the width of their elements, widest first, so that all are aligned."""
+    return sorted(shard, key=lambda name: -getattr(torch, specs[name].dtype).itemsize)
 
 
-def _torch(path: Path, source: Source, kinds: Kinds, stream: Stream) -> list[str]:
-    """One file, with the digests of what it holds as its last tensor: they are known when all others are written."""
+def _write_hollow_safetensors(
+    path: Path, specs: Specs, shard: list[str], names_in_files: Mapping[str, str]
+) -> Slots:
+    """Write a file with its header and its full size, and return the slots of its tensors."""
+    codes = {dtype_name(dtype): code for code, dtype in SAFETENSORS_DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins = {}
+    end = 0
+    for name in _by_width(specs, shard):
+        spec = specs[name]
+        begin, end = end, end + nbytes(spec)
+        begins[name] = begin
+        header[names_in_files[name]] = {
+            "dtype": codes[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": [begin, end],
+        }
+
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data_begins = 8 + len(text)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(data_begins + end)
+    return {name: [Slot(path, data_begins + begin)] for name, begin in begins.items()}
+
+
+def _write_meta(folder: Path, shape: ModelShape, specs: Specs, stream: Stream) -> list[str]:
+    """Write params.json and one file of weights. The file also holds the head of a tied model."""
+    _write_json(folder / "params.json", names.make_meta_params(shape))
+
+    path = folder / "consolidated.00.pth"
+    meta_names = {f"model.{name}": meta for name, meta in names.meta_names(shape).items()}
+    hollow = {meta_names[name]: spec for name, spec in specs.items()}
+    if shape.tied:
+        hollow["output.weight"] = specs[EMBEDDING]
+    offsets = _save_hollow(path, _hollow_tensors(hollow))
+
+    slots = {name: [Slot(path, offsets[meta_names[name]])] for name in specs}
+    if shape.tied:
+        slots[EMBEDDING].append(Slot(path, offsets["output.weight"]))
+    return _fill(slots, stream, lambda name, tensor: names.to_meta(name, tensor, shape))
+
+
+def _write_torch(path: Path, source: Source, specs: Specs, stream: Stream) -> list[str]:
+    """Write one file. Its last tensor holds the digests, which are known at the end."""
     facts = asdict(replace(source.manifest, files={}, tensors={}))
     texts = {name: content.decode("latin-1") for name, content in source.carried.items()}
     tree: dict[str, Any] = {"composer3d": facts, "files": texts}
-    for name, tensor in _hollow(kinds).items():
-        part, _, rest = name.partition(".")
-        tree.setdefault(part, {})[rest] = tensor
-    tree[DIGESTS] = torch.empty(1 + len(kinds), 16, dtype=torch.uint8)
+    for name, tensor in _hollow_tensors(specs).items():
+        branch, _, leaf = name.partition(".")
+        tree.setdefault(branch, {})[leaf] = tensor
+    tree[DIGESTS] = torch.empty(1 + len(specs), 16, dtype=torch.uint8)
+
     offsets = _save_hollow(path, tree)
     order = [name for name in offsets if name != DIGESTS]
-    digests = {
-        "": facts_digest(
-            json.loads(json.dumps(facts)), texts, {name: kinds[name] for name in order}
-        )
-    }
+    # Through JSON, as a reader will see them: with lists in place of tuples.
+    facts_as_read = json.loads(json.dumps(facts))
+    digest_of_facts = facts_digest(facts_as_read, texts, {name: specs[name] for name in order})
 
-    def digested() -> Stream:
+    digests: dict[str, str] = {}
+
+    def with_digests() -> Stream:
         for name, tensor in stream:
             digests[name] = digest_of(tensor)
             yield name, tensor
 
-    left = _fill({name: [(path, offsets[name])] for name in order}, digested())
+    unwritten = _fill({name: [Slot(path, offsets[name])] for name in order}, with_digests())
+    rows = [digest_of_facts, *(digests[name] for name in order if name in digests)]
     with open(path, "r+b") as file:
         file.seek(offsets[DIGESTS])
-        file.write(
-            b"".join(bytes.fromhex(digests[name]) for name in ("", *order) if name in digests)
-        )
-    return left
+        file.write(b"".join(map(bytes.fromhex, rows)))
+    return unwritten
 
 
-def _hollow(kinds: Kinds) -> dict[str, Tensor]:
-    """Tensors that nobody touches: they take addresses and no memory."""
-    return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
+def _hollow_tensors(specs: Specs) -> dict[str, Tensor]:
+    """Make tensors whose elements nobody touches: they take addresses and no memory."""
+    return {
+        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        for name, spec in specs.items()
+    }
 
 
 def _save_hollow(path: Path, tree: dict[str, Any]) -> dict[str, int]:
-    """Write ``tree`` as ``torch.save`` does, without the bytes of its tensors; where these go, by names of ``flat``."""
+    """Write ``tree`` as ``torch.save`` does, but without the bytes of its tensors.
+
+    Returns the offset in the file at which the bytes of each tensor belong, by its name in
+    ``flatten``.
+    """
     with torch.serialization.skip_data():
         _save(tree, path)
-    return {name: stored.begin for name, stored in flat(load_torch(path))}
+    return {name: stored.begin for name, stored in flatten(load_torch(path))}
 
 
 def _save(content: Any, file: Path | IO[bytes]) -> None:
-    """``torch.save``; where that cannot write, it hides what the system said in an error of its own."""
+    """Call ``torch.save``; if it cannot write, raise OSError with the system's reason.
+
+    ``torch.save`` hides that reason in a RuntimeError.
+    """
     try:
         torch.save(content, file)
     except RuntimeError as error:
         raise OSError(f"{error.__context__ or error}; is the disk full?") from None
 
 
-def _dcp(folder: Path, manifest: manifests.Manifest, kinds: Kinds, stream: Stream) -> list[str]:
-    """One file with a ``torch.save`` of each tensor, as DCP's own writer makes it, which would keep them all."""
-    left, stored, entries = dict(kinds), {}, Metadata({}).state_dict_metadata
-    with open(folder / _DCP, "wb") as file, serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # the digests say more
+def _write_dcp(folder: Path, manifest: Manifest, specs: Specs, stream: Stream) -> list[str]:
+    """Write one file with a ``torch.save`` of each tensor, DCP's metadata and the manifest.
+
+    The file is as DCP's own writer makes it. That writer would keep all tensors in memory.
+    """
+    missing = dict(specs)
+    storage: dict[MetadataIndex, StorageInfo] = {}
+    entries = Metadata({}).state_dict_metadata
+    # torch need not compute CRC-32 checksums: the digests of the manifest are stronger.
+    without_crc32 = serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
+    with open(folder / _DCP_FILE, "wb") as file, without_crc32:
         for name, tensor in stream:
-            del left[name]
-            begin, origin = file.tell(), torch.Size([0] * tensor.dim())
-            _save(
-                tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor,
-                file,
-            )
-            stored[MetadataIndex(name, origin)] = StorageInfo(_DCP, begin, file.tell() - begin)
-            chunks = [ChunkStorageMetadata(origin, tensor.shape)]
+            del missing[name]
+            begin = file.tell()
+            # torch.save writes a whole storage, so a view of a larger one is copied.
+            is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+            _save(tensor.clone() if is_view else tensor, file)
+
+            origin = torch.Size([0] * tensor.dim())
+            size = file.tell() - begin
+            storage[MetadataIndex(name, origin)] = StorageInfo(_DCP_FILE, begin, size)
             entries[name] = TensorStorageMetadata(
-                TensorProperties(tensor.dtype), tensor.shape, chunks
+                TensorProperties(tensor.dtype),
+                tensor.shape,
+                [ChunkStorageMetadata(origin, tensor.shape)],
             )
+
     metadata = Metadata(
-        entries, {name: (name,) for name in kinds}, stored, StorageMeta(), CURRENT_DCP_VERSION
+        entries, {name: (name,) for name in specs}, storage, StorageMeta(), CURRENT_DCP_VERSION
     )
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
     files = {
-        str(path.relative_to(folder)): (path.stat().st_size, manifests.digest_file(path))
-        for path in paths
+        str(path.relative_to(folder)): manifests.file_entry(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
     }
-    manifests.write(
-        folder, replace(manifest, files=files, tensors=tensors_of(metadata, str(folder)))
-    )
-    return sorted(left)
+    tensors = tensor_specs(metadata, str(folder))
+    manifests.write(folder, replace(manifest, files=files, tensors=tensors))
+    return sorted(missing)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

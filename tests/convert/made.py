@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every form, and what is in them."""
+"""Make tiny checkpoints of each format, and read them back."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from composer3d.checkpoint.manifest import Manifest, model_of
-from composer3d.convert.carried import NAMES
-from composer3d.convert.formats import Source, open_source
+from composer3d.checkpoint.manifest import Manifest, TensorSpec, model_of
+from composer3d.convert.carried import CARRIED_NAMES
+from composer3d.convert.formats import Source, dtype_name, open_source
 from composer3d.convert.targets import write
-from composer3d.models.llama.huggingface import config_of
-from composer3d.models.llama.names import hf_names, shapes
+from composer3d.models.llama.huggingface import make_config
+from composer3d.models.llama.names import hf_names, parameter_shapes
 from composer3d.models.llama.shape import ModelShape
 
 SHAPE = ModelShape(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn=48, vocab=67, rope_theta=1e4)
@@ -22,24 +22,25 @@ CARRIED = {
     "tokenizer.json": b"\xc3\xa4",
     "tokenizer.model": bytes(range(256)),
 }
-NAMES_IN_ORDER = [name for name in NAMES if name in {"config.json", *CARRIED}]
+NAMES_IN_ORDER = [name for name in CARRIED_NAMES if name in {"config.json", *CARRIED}]
 
 
 def weights(shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return random parameters by our names. They are the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(size, generator=generator).to(dtype)
-        for name, size in shapes(shape).items()
+        for name, size in parameter_shapes(shape).items()
     }
 
 
 def make_hf(folder: Path, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> Path:
-    """Made by safetensors' own writer."""
+    """Make a Hugging Face folder with the writer of safetensors."""
     folder.mkdir()
-    own = hf_names(shape)
-    held = {own[name]: tensor for name, tensor in weights(shape, dtype).items()}
-    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
-    config = config_of(shape, str(dtype).removeprefix("torch.")) | {
+    names = hf_names(shape)
+    tensors_in_file = {names[name]: tensor for name, tensor in weights(shape, dtype).items()}
+    save_file(tensors_in_file, folder / "model.safetensors", metadata={"format": "pt"})
+    config = make_config(shape, str(dtype).removeprefix("torch.")) | {
         "eos_token_id": 7,
         "max_position_embeddings": 99,
     }
@@ -50,7 +51,7 @@ def make_hf(folder: Path, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.
 
 
 def make_dcp(folder: Path, shape: ModelShape = SHAPE, recipe: str = "") -> Path:
-    """As training leaves it: with an optimizer's state, a step and a position in the data."""
+    """Make a checkpoint as training does: with optimizer state, step and position in the data."""
     state = {f"model.{name}": tensor for name, tensor in weights(shape).items()}
     for name, tensor in weights(shape).items():
         state |= {f"optim.{name}.exp_avg": tensor * 2, f"optim.{name}.exp_avg_sq": tensor**2}
@@ -64,21 +65,25 @@ def make_dcp(folder: Path, shape: ModelShape = SHAPE, recipe: str = "") -> Path:
         data={"at": 40, "digest": "abc"},
         lr=0.125,
     )
-    kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
-    source = Source(kind="dcp", path=folder)
+    specs = {
+        name: TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype))
+        for name, tensor in state.items()
+    }
+    source = Source(format="dcp", path=folder)
     source.shape, source.manifest = shape, manifest
     folder.mkdir()
-    assert write("dcp", folder, source, kinds, iter(state.items()), 0) == []
+    assert write("dcp", folder, source, specs, iter(state.items()), 0) == []
     return folder
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    """All of a checkpoint by our names, as ``convert`` would read it."""
+    """Read all tensors of a checkpoint by our names, as ``convert`` does."""
     source = open_source(path)
-    return {name: source.read(name).clone() for name in source.names}
+    return {name: source.read(name).clone() for name in source.names_in_files}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Return whether two sets of tensors have equal names, dtypes and bits."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )

@@ -1,4 +1,4 @@
-"""What is copied along with a model: files on a list that lie in its own folder, and nothing else."""
+"""Only listed files in a model's own folder are carried with it."""
 
 import json
 import os
@@ -30,21 +30,24 @@ def secret(tmp_path: Path) -> Path:
     return tmp_path / "home/id_rsa"
 
 
-def held_anywhere(path: Path, content: bytes) -> list[str]:
+def files_with(path: Path, content: bytes) -> list[str]:
+    """Return the names of the files at or below ``path`` that contain ``content``."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return [file.name for file in files if content in file.read_bytes()]
 
 
 @pytest.mark.parametrize("to", ["hf", "meta", "torch", "dcp"])
-def test_a_link_out_of_the_folder_is_left_behind(tmp_path: Path, secret: Path, to: str) -> None:
+def test_a_link_out_of_the_folder_is_not_copied(tmp_path: Path, secret: Path, to: str) -> None:
     folder = make_hf(tmp_path / "a")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to(secret)
     report = convert(folder, tmp_path / "b", to)
     assert "tokenizer.json" not in report["carried"]
-    line = f"{folder}/tokenizer.json is not carried along: it is a symbolic link, which is not followed here"
-    assert line in report["notes"]
-    assert held_anywhere(tmp_path / "b", SECRET) == []
+    assert (
+        f"{folder}/tokenizer.json is not copied: it is a symbolic link, which is not followed here"
+        in report["notes"]
+    )
+    assert files_with(tmp_path / "b", SECRET) == []
     assert "tokenizer.model" in report["carried"]
 
 
@@ -56,10 +59,10 @@ def test_only_names_on_the_list_are_carried(tmp_path: Path) -> None:
     (folder / "LICENSE").write_text("a licence")
     report = convert(folder, tmp_path / "b", "hf")
     assert set(report["carried"]) == {"config.json", "README.md", "LICENSE", *CARRIED}
-    assert held_anywhere(tmp_path / "b", SECRET) == []
+    assert files_with(tmp_path / "b", SECRET) == []
 
 
-def test_what_is_no_plain_file_is_left_behind(tmp_path: Path) -> None:
+def test_pipes_folders_and_sockets_are_not_copied(tmp_path: Path) -> None:
     folder = make_hf(tmp_path / "a")
     for name in ("tokenizer.json", "tokenizer.model", "generation_config.json"):
         (folder / name).unlink()
@@ -67,14 +70,14 @@ def test_what_is_no_plain_file_is_left_behind(tmp_path: Path) -> None:
     (folder / "tokenizer.model").mkdir()
     with socket.socket(socket.AF_UNIX) as listener:
         before = Path.cwd()
-        os.chdir(folder)  # the path of a socket is short
+        os.chdir(folder)  # the whole path would be too long for a socket
         try:
             listener.bind("generation_config.json")
         finally:
             os.chdir(before)
-        found, left = carried.carried_by(folder)
-    assert set(found) == {"config.json", "special_tokens_map.json"}
-    assert sorted(line.split(": it ")[1] for line in left) == [
+        files, refusals = carried.read_carried_files(folder)
+    assert set(files) == {"config.json", "special_tokens_map.json"}
+    assert sorted(line.split(": it ")[1] for line in refusals) == [
         "is a folder, not a plain file",
         "is a named pipe or a socket, not a plain file",
         "is a named pipe, not a plain file",
@@ -85,16 +88,16 @@ def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     folder = make_hf(tmp_path / "a")
     (folder / "tokenizer.json").write_bytes(b"x" * 2000)
     monkeypatch.setattr(carried, "FILE_LIMIT", 1999)
-    found, left = carried.carried_by(folder)
-    assert left == [f"{folder}/tokenizer.json is not carried along: it has more than 1,999 bytes"]
-    assert "tokenizer.json" not in found
+    files, refusals = carried.read_carried_files(folder)
+    assert refusals == [f"{folder}/tokenizer.json is not copied: it has more than 1,999 bytes"]
+    assert "tokenizer.json" not in files
     monkeypatch.setattr(carried, "FILE_LIMIT", 2000)
     monkeypatch.setattr(carried, "TOTAL_LIMIT", 2100)
-    assert sum(map(len, carried.carried_by(folder)[0].values())) <= 2100
+    assert sum(map(len, carried.read_carried_files(folder)[0].values())) <= 2100
 
 
 def hub(tmp_path: Path) -> tuple[Path, Path]:
-    """A snapshot as Hugging Face's hub keeps one, and where it lies."""
+    """Make a snapshot as the Hugging Face hub does; return it and its repository."""
     repository = tmp_path / "hub/models--a--b"
     snapshot = repository / "snapshots/0123"
     snapshot.parent.mkdir(parents=True)
@@ -107,23 +110,23 @@ def hub(tmp_path: Path) -> tuple[Path, Path]:
     return snapshot, repository
 
 
-def test_a_snapshot_of_the_hub_is_taken_whole(tmp_path: Path) -> None:
+def test_all_files_of_a_hub_snapshot_are_copied(tmp_path: Path) -> None:
     snapshot, repository = hub(tmp_path)
     report = convert(snapshot, tmp_path / "b", "hf")
     assert set(report["carried"]) == {"config.json", *CARRIED}
     assert report["notes"] == []
     assert same(tensors(tmp_path / "b"), tensors(make_hf(tmp_path / "again")))
-    # The repositories of one cache may share a store, which names files by their digests.
+    # The repositories of a cache may share a store, which names files by their digests.
     digest = "ab" * 32
     shared = tmp_path / "hub/blobs/ab" / digest
     shared.parent.mkdir(parents=True)
     blob = (snapshot / "tokenizer.json").resolve()
     blob.rename(shared)
     blob.symlink_to(os.path.relpath(shared, repository / "blobs"))
-    assert carried.carried_by(snapshot)[0]["tokenizer.json"] == CARRIED["tokenizer.json"]
+    assert carried.read_carried_files(snapshot)[0]["tokenizer.json"] == CARRIED["tokenizer.json"]
 
 
-def test_a_snapshot_of_the_hub_is_no_way_out(tmp_path: Path, secret: Path) -> None:
+def test_a_hub_snapshot_cannot_link_elsewhere(tmp_path: Path, secret: Path) -> None:
     snapshot, repository = hub(tmp_path)
     other = tmp_path / "hub/models--other/blobs/0"
     other.parent.mkdir(parents=True)
@@ -135,15 +138,15 @@ def test_a_snapshot_of_the_hub_is_no_way_out(tmp_path: Path, secret: Path) -> No
     for target in targets:
         link.unlink()
         link.symlink_to(target)
-        found, left = carried.carried_by(snapshot)
-        assert "tokenizer.json" not in found, target
-        assert len(left) == 1, target
-    # A store that is itself a link, and a folder that is no snapshot.
+        files, refusals = carried.read_carried_files(snapshot)
+        assert "tokenizer.json" not in files, target
+        assert len(refusals) == 1, target
+    # The store itself is a link.
     (repository / "blobs").rename(repository / "real")
     (repository / "blobs").symlink_to(secret.parent)
     link.unlink()
     link.symlink_to("../../blobs/id_rsa")
-    assert "tokenizer.json" not in carried.carried_by(snapshot)[0]
+    assert "tokenizer.json" not in carried.read_carried_files(snapshot)[0]
 
 
 def test_weights_and_the_shape_may_be_links_to_plain_files(tmp_path: Path) -> None:
@@ -156,12 +159,12 @@ def test_weights_and_the_shape_may_be_links_to_plain_files(tmp_path: Path) -> No
     assert same(tensors(tmp_path / "b"), tensors(whole))
 
 
-def test_a_recipe_in_a_checkpoint_names_no_folder_to_read(tmp_path: Path) -> None:
+def test_a_folder_in_the_recipe_of_a_checkpoint_is_not_read(tmp_path: Path) -> None:
     other = make_hf(tmp_path / "private")
     make_dcp(tmp_path / "a", recipe=f'[model]\nhf = "{other}"\n')
     report = convert(tmp_path / "a", tmp_path / "b", "hf")
     assert report["carried"] == []
-    assert report["notes"][0] == f"{tmp_path / 'a'} has no assets: no tokenizer is carried along"
+    assert report["notes"][0] == f"{tmp_path / 'a'} has no assets: no tokenizer is copied"
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -171,15 +174,15 @@ def test_a_recipe_in_a_checkpoint_names_no_folder_to_read(tmp_path: Path) -> Non
 def test_assets_that_are_a_link_are_not_read(tmp_path: Path) -> None:
     other = make_hf(tmp_path / "private")
     (make_dcp(tmp_path / "a") / "assets").symlink_to(other)
-    source_notes = inspect(tmp_path / "a")
-    assert source_notes["carried"] == []
+    report = inspect(tmp_path / "a")
+    assert report["carried"] == []
     assert (
-        f"{tmp_path / 'a'}/assets is a link, which is not followed: nothing is carried along"
-        in source_notes["notes"]
+        f"{tmp_path / 'a'}/assets is a link, which is not followed: none of its files is copied"
+        in report["notes"]
     )
 
 
-def test_a_configuration_that_is_carried_must_be_an_object(tmp_path: Path) -> None:
+def test_a_carried_config_must_be_an_object(tmp_path: Path) -> None:
     folder = make_hf(tmp_path / "a")
     convert(folder, tmp_path / "meta", "meta")
     for text in ("[]", "[" * 100_000, '{"eos_token_id": NaN}'):
@@ -191,7 +194,7 @@ def test_a_configuration_that_is_carried_must_be_an_object(tmp_path: Path) -> No
         assert not (tmp_path / "b").exists()
 
 
-def test_code_of_the_author_is_not_named_in_an_export(tmp_path: Path) -> None:
+def test_an_export_does_not_name_python_files_of_the_author(tmp_path: Path) -> None:
     folder = make_hf(tmp_path / "a")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -199,4 +202,4 @@ def test_code_of_the_author_is_not_named_in_an_export(tmp_path: Path) -> None:
     )
     convert(folder, tmp_path / "b", "hf")
     assert "auto_map" not in json.loads((tmp_path / "b/config.json").read_text())
-    assert open_source(tmp_path / "b").kind == "hf"
+    assert open_source(tmp_path / "b").format == "hf"

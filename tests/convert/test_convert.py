@@ -1,4 +1,4 @@
-"""Every form into every other: the same tensors bit for bit, and all that belongs to them."""
+"""Conversion between all formats keeps every bit of the tensors, and the files of the model."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from tests.convert.made import (
     weights,
 )
 
-FORMS = ("hf", "meta", "torch", "dcp")
+FORMATS = ("hf", "meta", "torch", "dcp")
 TIED = replace(SHAPE, tied=True, rope_factor=32.0, head_dim=8)
 QWEN3 = replace(SHAPE, qk_norm=True, head_dim=16, tied=True)
 
@@ -47,10 +47,10 @@ def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda number: None)
 
 
-@pytest.mark.parametrize("last", FORMS)
-@pytest.mark.parametrize("first", FORMS)
+@pytest.mark.parametrize("last", FORMATS)
+@pytest.mark.parametrize("first", FORMATS)
 def test_every_direction_keeps_every_bit(tmp_path: Path, first: str, last: str) -> None:
-    """hf to ``first`` to ``last``: so each form is read and written, and then read by an independent reader."""
+    """Convert hf to ``first`` to ``last``, and read the result with an independent reader."""
     convert(make_hf(tmp_path / "hf"), tmp_path / "a", first)
     report = convert(tmp_path / "a", tmp_path / "b", last, logits=True)
     assert report["logits"]["bitwise"]
@@ -84,9 +84,9 @@ def test_every_direction_keeps_every_bit(tmp_path: Path, first: str, last: str) 
 )
 def test_other_shapes_come_back(tmp_path: Path, shape: ModelShape) -> None:
     make_hf(tmp_path / "hf", shape)
-    forms = ("dcp", "meta", "torch", "hf") if shape is TIED else ("dcp", "torch", "hf")
-    for before, form in zip(("hf", *forms), forms, strict=False):
-        convert(tmp_path / before, tmp_path / (form if form != "hf" else "end"), form)
+    formats = ("dcp", "meta", "torch", "hf") if shape is TIED else ("dcp", "torch", "hf")
+    for before, format in zip(("hf", *formats), formats, strict=False):
+        convert(tmp_path / before, tmp_path / (format if format != "hf" else "end"), format)
     assert same(
         load_file(tmp_path / "end/model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
     )
@@ -95,14 +95,14 @@ def test_other_shapes_come_back(tmp_path: Path, shape: ModelShape) -> None:
         assert torch.equal(held["output.weight"], held["tok_embeddings.weight"])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_belongs_to_a_model_is_carried_along(tmp_path: Path, form: str) -> None:
-    convert(make_hf(tmp_path / "hf"), tmp_path / "a", form)
-    if form == "dcp":
-        assert manifests.damage(tmp_path / "a", manifests.read(tmp_path / "a")) == []
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_of_a_model_are_carried(tmp_path: Path, format: str) -> None:
+    convert(make_hf(tmp_path / "hf"), tmp_path / "a", format)
+    if format == "dcp":
+        assert manifests.find_damage(tmp_path / "a", manifests.read(tmp_path / "a")) == []
         assert "assets/tokenizer.model" in manifests.read(tmp_path / "a").files
         (tmp_path / "a/assets/more.txt").write_text("")
-        assert manifests.damage(tmp_path / "a", manifests.read(tmp_path / "a"))
+        assert manifests.find_damage(tmp_path / "a", manifests.read(tmp_path / "a"))
         (tmp_path / "a/assets/more.txt").unlink()
     convert(tmp_path / "a", tmp_path / "b", "hf")
     assert {name: (tmp_path / "b" / name).read_bytes() for name in CARRIED} == CARRIED
@@ -110,9 +110,9 @@ def test_what_belongs_to_a_model_is_carried_along(tmp_path: Path, form: str) -> 
     assert (config["eos_token_id"], config["max_position_embeddings"]) == (7, 99)
 
 
-def test_optimizer_state_goes_along_and_comes_back(tmp_path: Path) -> None:
+def test_optimizer_state_survives_a_round_trip(tmp_path: Path) -> None:
     make_dcp(tmp_path / "a")
-    note = f"{tmp_path / 'a'} has no assets: no tokenizer is carried along"
+    note = f"{tmp_path / 'a'} has no assets: no tokenizer is copied"
     assert convert(tmp_path / "a", tmp_path / "b.pt", "torch")["notes"] == [note]
     convert(tmp_path / "b.pt", tmp_path / "c", "dcp")
     before, after = (manifests.read(tmp_path / name) for name in "ac")
@@ -125,18 +125,18 @@ def test_optimizer_state_goes_along_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "only"), [("hf", False), ("meta", False), ("torch", True), ("dcp", True)]
 )
-def test_optimizer_state_is_left_behind_by_name(tmp_path: Path, to: str, only: bool) -> None:
+def test_optimizer_state_is_left_out_with_a_note(tmp_path: Path, to: str, only: bool) -> None:
     make_dcp(tmp_path / "a")
     _, note = convert(tmp_path / "a", tmp_path / "b", to, weights_only=only)["notes"]
     assert note.startswith(
-        "left behind: the optimizer's state, the step and the position in the data ("
+        "left out: the optimizer's state, the step and the position in the data ("
     )
     source = open_source(tmp_path / "b")
-    assert all(name.startswith("model.") for name in source.names)
+    assert all(name.startswith("model.") for name in source.names_in_files)
     assert (source.manifest.step, source.manifest.data, source.manifest.lr) == (0, None, None)
 
 
-@pytest.mark.parametrize("to", FORMS)
+@pytest.mark.parametrize("to", FORMATS)
 def test_dtype(tmp_path: Path, to: str) -> None:
     report = convert(make_hf(tmp_path / "hf"), tmp_path / "b", to, dtype="bfloat16", logits=True)
     assert not report["logits"]["bitwise"]
@@ -192,7 +192,9 @@ def test_pytorch_bin_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("embedding", [0, 1], ids=["llama 3", "llama 2"])
 def test_meta_files_of_model_parallel_ranks_are_joined(tmp_path: Path, embedding: int) -> None:
-    """As Meta cuts them: wo and w2 by columns, norms not at all, the embedding by rows (3) or columns (2)."""
+    """Meta shards wo and w2 by columns, norms not at all, and the embedding by rows (Llama 3) or
+    columns (Llama 2).
+    """
     shape = replace(SHAPE, vocab=68)
     convert(make_hf(tmp_path / "hf", shape), tmp_path / "meta", "meta")
     file = tmp_path / "meta/consolidated.00.pth"
@@ -216,12 +218,14 @@ def test_meta_files_of_model_parallel_ranks_are_joined(tmp_path: Path, embedding
     )
     part["norm.weight"] = part["norm.weight"] + 1
     torch.save(part, tmp_path / "meta/consolidated.01.pth")
-    with pytest.raises(CheckpointError, match="ranks disagree on it"):
+    with pytest.raises(
+        CheckpointError, match="the files of the model-parallel ranks hold different values of it"
+    ):
         convert(tmp_path / "meta", tmp_path / "c", "hf")
 
 
 def save_sharded(folder: Path) -> None:
-    """As two ranks of a job write it: rows on one, columns on the other axis."""
+    """Save a checkpoint from two ranks, with tensors sharded by rows and by columns in turn."""
     with pool_world():
         mesh = init_device_mesh("cpu", (2,))
         state = {
@@ -231,7 +235,7 @@ def save_sharded(folder: Path) -> None:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
 
 
-def test_parts_that_ranks_have_saved_are_put_together(pool: Pool, tmp_path: Path) -> None:
+def test_shards_of_ranks_are_joined(pool: Pool, tmp_path: Path) -> None:
     pool.run(save_sharded, {"folder": tmp_path / "a"}, world_size=2)
     files = {
         f.name: (f.stat().st_size, manifests.digest_file(f)) for f in (tmp_path / "a").iterdir()
@@ -246,7 +250,7 @@ def test_a_folder_may_hold_a_manifest_of_its_own(tmp_path: Path) -> None:
     make_hf(tmp_path / "hf")
     (tmp_path / "hf/manifest.json").write_text("{}")
     assert "manifest.json" not in convert(tmp_path / "hf", tmp_path / "b", "hf")["carried"]
-    assert open_source(tmp_path / "b").kind == "hf"
+    assert open_source(tmp_path / "b").format == "hf"
 
 
 def test_a_torch_file_carries_nothing_but_what_belongs_to_a_model(tmp_path: Path) -> None:
@@ -277,12 +281,12 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], root: Path)
     out = capsys.readouterr().out
     assert f"{tmp_path / 'b'}: 21 tensors, " in out
     assert "logits: bitwise equal" in out
-    assert "left behind: the optimizer's state" in out
+    assert "left out: the optimizer's state" in out
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "hf", "--json"]) == 2
-    said = json.loads(capsys.readouterr().out)
-    assert said == {
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == {
         "ok": False,
-        "errors": [f"{tmp_path / 'b'} exists; give a DST that does not, or remove it"],
+        "errors": [f"{tmp_path / 'b'} exists; give a DST that does not exist, or remove it"],
     }
     script = [
         sys.executable,
@@ -322,14 +326,14 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def make_run(folder: Path) -> list[Path]:
-    """A run's folder with three checkpoints, as training leaves it."""
+    """Make a run's folder with three checkpoints, as training does."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "metrics.jsonl").touch()
     steps = [folder / f"checkpoints/step-{number:08d}" for number in (5, 90, 100)]
     for step in steps:
         make_dcp(step)
-    (folder / "checkpoints/step-00000110.tmp").mkdir()  # was cut off
-    (folder / "checkpoints/step-9999999999").mkdir()  # another's
+    (folder / "checkpoints/step-00000110.tmp").mkdir()  # a save that was interrupted
+    (folder / "checkpoints/step-9999999999").mkdir()  # not a name that composer3d gives
     return steps
 
 
@@ -353,9 +357,10 @@ def test_a_run_stands_for_its_newest_whole_checkpoint(
     out = capsys.readouterr().out
     assert f"{steps[0]} is the newest whole checkpoint of {run}\n" in out
     assert (
-        f"{steps[2]} is passed over, it is not whole: {steps[2]}/__0_0.distcp has 1 bytes, " in out
+        f"{steps[2]} is skipped, because it is not whole: {steps[2]}/__0_0.distcp has 1 bytes, "
+        in out
     )
-    assert f"{steps[1]} is passed over, it is not whole: " in out
+    assert f"{steps[1]} is skipped, because it is not whole: " in out
     assert main(["convert", str(run), str(tmp_path / "c"), "--to", "hf"]) == 0
     assert f"{steps[0]} is the newest whole checkpoint of {run}\n" in capsys.readouterr().out
     monkeypatch.chdir(run)
@@ -364,7 +369,7 @@ def test_a_run_stands_for_its_newest_whole_checkpoint(
     )
 
 
-def test_a_run_without_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     steps = make_run(run)
     for step in steps:
@@ -372,8 +377,8 @@ def test_a_run_without_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         convert(run, tmp_path / "b", "hf")
     assert len(caught.value.lines) == 4
-    assert caught.value.lines[0].startswith(f"{steps[2]} is passed over, it is not whole: ")
-    assert caught.value.lines[-1] == f"{run} has no checkpoint that is whole; give another run"
+    assert caught.value.lines[0].startswith(f"{steps[2]} is skipped, because it is not whole: ")
+    assert caught.value.lines[-1] == f"{run} has no whole checkpoint; give another run"
     for step in steps:
         shutil.rmtree(step)
     for command in (lambda: convert(run, tmp_path / "b", "hf"), lambda: inspect(run)):
@@ -403,15 +408,13 @@ print(peak)
 
 
 @pytest.mark.parametrize(("to", "dtype"), [("dcp", ""), ("meta", "float32")])
-def test_memory_is_a_few_of_the_largest_tensors(tmp_path: Path, to: str, dtype: str) -> None:
+def test_memory_is_a_few_times_the_largest_tensor(tmp_path: Path, to: str, dtype: str) -> None:
     shape = replace(SHAPE, dim=1024, n_layers=8, ffn=2048)  # the largest tensor has 4 MB
     make_hf(tmp_path / "hf", shape, torch.bfloat16)
     size = (tmp_path / "hf/model.safetensors").stat().st_size
     command = [sys.executable, "-c", _MEASURE, tmp_path / "hf", tmp_path / "b", to, dtype]
-    env = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-    }  # what is freed is given back, however the heap lies
+    # With this threshold, freed memory goes back to the system, so that the peak can be measured.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env)
     assert size > 120e6
     assert int(done.stdout) < 40e6, f"{done.stdout} of {size}"

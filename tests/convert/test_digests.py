@@ -1,4 +1,4 @@
-"""One-file exports carry digests of what they hold, and are held to them."""
+"""Torch files of convert carry digests of their content, which are checked."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,19 +31,20 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def remade(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    held = torch.load(path, weights_only=True)
-    change(held)
-    torch.save(held, path)
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Apply ``change`` to the content of a torch file."""
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
 
 
 def test_an_export_is_whole_and_torch_reads_it(export: Path) -> None:
-    found = inspect(export)
-    assert (found["whole"], found["notes"], found["problems"]) == (True, [], [])
+    report = inspect(export)
+    assert (report["whole"], report["notes"], report["problems"]) == (True, [], [])
     assert same(tensors(export), tensors(export.with_name("dcp")))
     held = torch.load(export, weights_only=True)
-    assert held["digests"].shape == (1 + found["count"], 16)
-    assert all(map(any, held["digests"].tolist()))  # each was filled in
+    assert held["digests"].shape == (1 + report["count"], 16)
+    assert all(map(any, held["digests"].tolist()))  # every row was written
 
 
 def test_a_flipped_bit_of_a_tensor_is_found(export: Path) -> None:
@@ -51,11 +52,11 @@ def test_a_flipped_bit_of_a_tensor_is_found(export: Path) -> None:
     for name, tensor in (first, last):
         begin = tensor.untyped_storage()._checkpoint_offset
         flip(export, begin + tensor.nbytes - 1)
-        said = f"{export}: 'model.{name}' has another digest than the file says; copy it again"
-        assert inspect(export)["problems"] == [said]
+        problem = f"{export}: 'model.{name}' has another digest than the file says; copy it again"
+        assert inspect(export)["problems"] == [problem]
         with pytest.raises(CheckpointError) as caught:
             convert(export, export.with_name("b"), "hf")
-        assert caught.value.lines == (said,)
+        assert caught.value.lines == (problem,)
         flip(export, begin + tensor.nbytes - 1)
     assert open_source(export).problems == []
 
@@ -68,12 +69,13 @@ def test_a_flipped_bit_of_a_tensor_is_found(export: Path) -> None:
         lambda held: held["files"].update({"merges.txt": "{}"}),
     ],
 )
-def test_what_it_says_of_its_model_is_held_to_a_digest(export: Path, change: Any) -> None:
-    remade(export, change)
-    said = (
-        f"{export}: what it says of its model has another digest than the file says; copy it again"
+def test_a_changed_description_of_the_model_is_found(export: Path, change: Any) -> None:
+    rewrite(export, change)
+    problem = (
+        f"{export}: the description of its model has another digest than the file says; "
+        "copy it again"
     )
-    assert inspect(export)["problems"] == [said]
+    assert inspect(export)["problems"] == [problem]
 
 
 @pytest.mark.parametrize(
@@ -92,17 +94,17 @@ def test_files_that_no_export_carries_are_refused_before_they_are_digested(
 ) -> None:
     monkeypatch.setattr("composer3d.convert.formats.TOTAL_LIMIT", 1000)
     monkeypatch.setattr(
-        "composer3d.convert.formats.facts_digest", lambda *given: pytest.fail("it was digested")
+        "composer3d.convert.formats.facts_digest", lambda *arguments: pytest.fail("it was digested")
     )
-    remade(export, lambda held: held.update(files=files))
+    rewrite(export, lambda held: held.update(files=files))
     assert inspect(export)["problems"] == [
         f"{export} carries files that no export has; copy it again"
     ]
 
 
-def test_other_files_in_an_export_of_before_are_dropped(export: Path) -> None:
-    remade(export, lambda held: held.pop("digests"))
-    remade(export, lambda held: held["files"].update({"x.json": "{}"}))
+def test_unknown_files_in_an_export_without_digests_are_dropped(export: Path) -> None:
+    rewrite(export, lambda held: held.pop("digests"))
+    rewrite(export, lambda held: held["files"].update({"x.json": "{}"}))
     assert inspect(export)["whole"]
     assert "x.json" not in open_source(export).carried
 
@@ -115,7 +117,7 @@ def test_many_names_over_one_storage_are_refused_before_they_are_digested(
         held["model"].update({f"x{at}": one for at in range(100)})
         held["digests"] = torch.zeros(len(held["digests"]) + 100, 16, dtype=torch.uint8)
 
-    remade(export, change)
+    rewrite(export, change)
     monkeypatch.setattr(
         "composer3d.convert.formats.digest_of", lambda tensor: pytest.fail("it was digested")
     )
@@ -128,42 +130,47 @@ def test_many_names_over_one_storage_are_refused_before_they_are_digested(
     "digests",
     [torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(0), [1], None, "x", torch.zeros(10**4)],
 )
-def test_digests_that_are_none_are_refused(export: Path, digests: Any) -> None:
-    remade(export, lambda held: held.update(digests=digests))
-    found = inspect(export)
-    assert f"{export} has no digest for each of its tensors; copy it again" in found["problems"]
+def test_digests_of_a_wrong_form_are_refused(export: Path, digests: Any) -> None:
+    rewrite(export, lambda held: held.update(digests=digests))
+    assert (
+        f"{export} has no digest for each of its tensors; copy it again"
+        in inspect(export)["problems"]
+    )
 
 
-def test_an_export_of_before_is_read_with_a_note(export: Path) -> None:
+def test_an_export_without_digests_is_read_with_a_note(export: Path) -> None:
     whole = tensors(export)
-    remade(export, lambda held: held.pop("digests"))
-    found = inspect(export)
-    assert found["whole"]
-    note = f"nothing verifies {export}: an earlier composer3d wrote it, without digests; convert adds them"
-    assert found["notes"] == [note]
+    rewrite(export, lambda held: held.pop("digests"))
+    report = inspect(export)
+    assert report["whole"]
+    note = (
+        f"nothing verifies {export}: an earlier composer3d wrote it without digests; "
+        "convert adds them"
+    )
+    assert report["notes"] == [note]
     assert same(tensors(export), whole)
     assert convert(export, export.with_name("b"), "torch")["notes"] == [note]
     assert inspect(export.with_name("b"))["notes"] == []
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "message"),
     [
         (5, "it is no object with fields"),
-        ({"layout": 5}, "layout is 5, but must be integers from 0 to 2^53 by name"),
+        ({"layout": 5}, "layout is 5, but must be an object of integers from 0 to 2^53"),
         ({"step": 10**18}, "step is 1000000000000000000, but must be an integer from 0 to 2^53"),
         ({"data": {"next_step": -1}}, "next_step is an integer from 0 to 2^53"),
         ({"more": 1}, "it has a field 'more', which no manifest has"),
     ],
 )
-def test_facts_that_cannot_be_are_said(export: Path, facts: Any, said: str) -> None:
-    remade(
+def test_wrong_facts_are_named(export: Path, facts: Any, message: str) -> None:
+    rewrite(
         export,
         lambda held: held.update(
             composer3d=held["composer3d"] | facts if type(facts) is dict else facts
         ),
     )
-    found = inspect(export)
-    assert not found["whole"]
-    (problem,) = found["problems"]
-    assert said in problem
+    report = inspect(export)
+    assert not report["whole"]
+    (problem,) = report["problems"]
+    assert message in problem

@@ -1,4 +1,4 @@
-"""A run's export to Hugging Face: transformers loads model and tokenizer, and stops where documents end."""
+"""transformers loads the exported model and tokenizer of a run, and stops where documents end."""
 
 import json
 import random
@@ -13,7 +13,7 @@ import torch
 
 from composer3d import cli
 from composer3d.checkpoint import manifest as manifests
-from composer3d.convert.assets import assets_of, byte_tokenizer
+from composer3d.convert.assets import make_assets, make_byte_tokenizer
 from composer3d.convert.convert import convert
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
@@ -52,7 +52,7 @@ def write_recipe(path: Path, data: str, **tables: str) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE that adds a token at the start, cuts and pads, which prepare must not do."""
+    """Make a byte-level BPE that truncates texts, which prepare must not do."""
     coder = tokenizers.Tokenizer(tokenizers.models.BPE())
     coder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     coder.decoder = tokenizers.decoders.ByteLevel()
@@ -71,7 +71,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
-    """Token files of a few documents."""
+    """Make token files of a few documents."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.jsonl").write_text(
         "".join(json.dumps({"text": TEXT * 20}) + "\n" for _ in range(9))
@@ -83,7 +83,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> 
 
 @pytest.fixture(scope="module")
 def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Path:
-    """The folder of a run on those."""
+    """Train one step on those token files; return the run's folder."""
     folder = tmp_path_factory.mktemp("run")
     recipe = write_recipe(folder / "x.toml", f'source = "tokens"\npath = "{prepared}"')
     pool.run(run_recipe, {"path": str(recipe), "out": str(folder)}, world_size=1)
@@ -91,10 +91,10 @@ def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory, prepared: Path
 
 
 def load_export(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Model and tokenizer of an export. No address can be reached."""
+    """Load the model and the tokenizer of an export, without a network."""
     transformers = pytest.importorskip("transformers")
 
-    def refuse(*given: Any) -> Any:
+    def refuse(*arguments: Any) -> Any:
         raise AssertionError("an export must load offline")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
@@ -102,8 +102,8 @@ def load_export(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
 
 
-def always(model: Any, token: int) -> None:
-    """Change the weights so that the model predicts ``token`` whatever it reads."""
+def always_predict(model: Any, token: int) -> None:
+    """Change the weights so that the model predicts ``token`` after any input."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -112,8 +112,8 @@ def always(model: Any, token: int) -> None:
         model.lm_head.weight[token] = 1
 
 
-def generated(model: Any, tokenizer: Any, prompt: str) -> int:
-    """How many tokens the model adds, of nine that it may."""
+def count_generated(model: Any, tokenizer: Any, prompt: str) -> int:
+    """Generate at most nine tokens; return how many the model generated."""
     batch = tokenizer(prompt, return_tensors="pt")
     whole = model.generate(**batch, max_new_tokens=9, do_sample=False)
     return whole.shape[1] - batch["input_ids"].shape[1]
@@ -140,13 +140,13 @@ def test_transformers_loads_a_run_and_stops_at_the_end_of_a_document(
     assert tokenizer.model_max_length == model.config.max_position_embeddings == 24
     for config in (model.config, model.generation_config):
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
-    always(model, 2)
-    assert generated(model, tokenizer, "def f") == 1
-    always(model, 3)
-    assert generated(model, tokenizer, "def f") == 9
+    always_predict(model, 2)
+    assert count_generated(model, tokenizer, "def f") == 1
+    always_predict(model, 3)
+    assert count_generated(model, tokenizer, "def f") == 9
 
 
-def test_bytes_have_an_exact_tokenizer(
+def test_the_byte_tokenizer_of_an_export_is_exact(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT * 9)
@@ -162,16 +162,17 @@ def test_bytes_have_an_exact_tokenizer(
         == model.generation_config.eos_token_id
         == 0
     )
-    assert model.config.pad_token_id is None  # or transformers would not train the end of documents
+    # Otherwise transformers would not train the embedding of the end of documents.
+    assert model.config.pad_token_id is None
     assert (model.config.bos_token_id, model.generation_config.pad_token_id) == (None, 0)
-    always(model, 0)
-    assert generated(model, tokenizer, "abc") == 1
-    always(model, 2)
-    assert generated(model, tokenizer, "abc") == 9
+    always_predict(model, 0)
+    assert count_generated(model, tokenizer, "abc") == 1
+    always_predict(model, 2)
+    assert count_generated(model, tokenizer, "abc") == 9
 
 
 def test_ids_of_byte_tokens_are_the_bytes() -> None:
-    coder = tokenizers.Tokenizer.from_buffer(byte_tokenizer())
+    coder = tokenizers.Tokenizer.from_buffer(make_byte_tokenizer())
     assert coder.get_vocab_size() == 256
     draw = random.Random(5)
     ranges = ((0, 0x80), (0, 0x250), (0x2000, 0xD800), (0xE000, 0x110000))
@@ -182,10 +183,10 @@ def test_ids_of_byte_tokens_are_the_bytes() -> None:
         assert coder.decode(list(text.encode()), skip_special_tokens=False) == text
 
 
-def test_a_checkpoint_holds_what_belongs_to_its_model(trained: Path, tokenizer_file: Path) -> None:
+def test_a_checkpoint_holds_the_files_of_its_model(trained: Path, tokenizer_file: Path) -> None:
     (step,) = (trained / "checkpoints").iterdir()
     saved = manifests.read(step)
-    assert manifests.damage(step, saved) == []
+    assert manifests.find_damage(step, saved) == []
     assert [name for name in saved.files if name.startswith("assets/")] == [
         "assets/config.json",
         "assets/generation_config.json",
@@ -195,10 +196,10 @@ def test_a_checkpoint_holds_what_belongs_to_its_model(trained: Path, tokenizer_f
     assert (step / "assets/tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
 
 
-@pytest.mark.parametrize("form", ["meta", "torch", "dcp"])
-def test_other_forms_carry_the_same_files(trained: Path, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("format", ["meta", "torch", "dcp"])
+def test_other_formats_carry_the_same_files(trained: Path, tmp_path: Path, format: str) -> None:
     convert(trained, tmp_path / "hf", "hf")
-    convert(trained, tmp_path / "other", form)
+    convert(trained, tmp_path / "other", format)
     convert(tmp_path / "other", tmp_path / "back", "hf")
     for path in (tmp_path / "hf").iterdir():
         assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
@@ -209,12 +210,13 @@ def recipe_of(tmp_path: Path, data: str, **tables: str) -> Any:
 
 
 def ids(assets: dict[str, bytes], name: str) -> tuple[Any, Any, Any]:
-    found = json.loads(assets[name])
-    return found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]
+    """Return the ids of the tokens bos, eos and pad in the file ``name``."""
+    content = json.loads(assets[name])
+    return content["bos_token_id"], content["eos_token_id"], content["pad_token_id"]
 
 
 def start_folder(tmp_path: Path, tokenizer: bytes) -> Path:
-    """A folder of Hugging Face's with a chat model's ids, whose tokenizer is given."""
+    """Make a Hugging Face folder with this tokenizer.json and the token ids of a chat model."""
     folder = make_hf(tmp_path / "start", replace(SHAPE, vocab=512))
     config = json.loads((folder / "config.json").read_text()) | {"notes": "mine", "pad_token_id": 0}
     (folder / "config.json").write_text(
@@ -226,70 +228,72 @@ def start_folder(tmp_path: Path, tokenizer: bytes) -> Path:
     return folder
 
 
-def test_a_start_from_a_folder_carries_its_files(
+def test_a_run_that_starts_from_a_folder_carries_its_files(
     tmp_path: Path, prepared: Path, tokenizer_file: Path
 ) -> None:
     folder = start_folder(tmp_path, tokenizer_file.read_bytes())
     data = f'source = "tokens"\npath = "{prepared}"'
     recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
-    found = assets_of(recipe, 2, None)
-    assert {"tokenizer.model", "special_tokens_map.json"} <= found.keys()
-    assert found["tokenizer_config.json"] == b'{"chat_template": "x"}'
-    config = json.loads(found["config.json"])
+    assets = make_assets(recipe, 2, None)
+    assert {"tokenizer.model", "special_tokens_map.json"} <= assets.keys()
+    assert assets["tokenizer_config.json"] == b'{"chat_template": "x"}'
+    config = json.loads(assets["config.json"])
     assert (config["notes"], config["max_position_embeddings"]) == ("mine", 99)
-    # Generation stops at the end of a document, and where the folder's model stopped.
-    assert ids(found, "config.json") == (1, [7, 2], 0)
-    assert ids(found, "generation_config.json") == (1, [2, 7], 0)
-    assert json.loads(found["generation_config.json"])["temperature"] == 0.6
+    # Generation stops at the end of a document, and at the tokens that the folder names.
+    assert ids(assets, "config.json") == (1, [7, 2], 0)
+    assert ids(assets, "generation_config.json") == (1, [2, 7], 0)
+    assert json.loads(assets["generation_config.json"])["temperature"] == 0.6
 
 
-def test_another_tokenizer_of_the_data_replaces_the_folders(tmp_path: Path, prepared: Path) -> None:
-    folder = start_folder(tmp_path, byte_tokenizer())
+def test_the_tokenizer_of_the_data_replaces_that_of_the_folder(
+    tmp_path: Path, prepared: Path
+) -> None:
+    folder = start_folder(tmp_path, make_byte_tokenizer())
     data = f'source = "tokens"\npath = "{prepared}"'
     recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
-    found = assets_of(recipe, 2, None)
-    assert found["tokenizer.json"] == (prepared / "tokenizer.json").read_bytes()
-    assert "chat_template" not in json.loads(found["tokenizer_config.json"])
-    assert not {"tokenizer.model", "special_tokens_map.json"} & found.keys()
-    assert ids(found, "config.json") == ids(found, "generation_config.json") == (1, 2, 0)
-    assert "temperature" not in json.loads(found["generation_config.json"])
+    assets = make_assets(recipe, 2, None)
+    assert assets["tokenizer.json"] == (prepared / "tokenizer.json").read_bytes()
+    assert "chat_template" not in json.loads(assets["tokenizer_config.json"])
+    assert not {"tokenizer.model", "special_tokens_map.json"} & assets.keys()
+    assert ids(assets, "config.json") == ids(assets, "generation_config.json") == (1, 2, 0)
+    assert "temperature" not in json.loads(assets["generation_config.json"])
 
 
-def test_a_resumed_run_keeps_what_its_checkpoint_carries(
+def test_a_resumed_run_keeps_the_assets_of_its_checkpoint(
     tmp_path: Path, prepared: Path, tokenizer_file: Path
 ) -> None:
     folder = start_folder(tmp_path, tokenizer_file.read_bytes())
     data = f'source = "tokens"\npath = "{prepared}"'
     recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
-    first = assets_of(recipe, 2, None)
+    first = make_assets(recipe, 2, None)
     (tmp_path / "step/assets").mkdir(parents=True)
     for name, content in first.items():
         (tmp_path / "step/assets" / name).write_bytes(content)
     folder.rename(tmp_path / "gone")
-    assert assets_of(recipe, 2, tmp_path / "step") == first
+    assert make_assets(recipe, 2, tmp_path / "step") == first
     # A link in place of the folder is not followed.
     (tmp_path / "step/assets").rename(tmp_path / "elsewhere")
     (tmp_path / "step/assets").symlink_to(tmp_path / "elsewhere")
-    assert "special_tokens_map.json" not in assets_of(recipe, 2, tmp_path / "step")
+    assert "special_tokens_map.json" not in make_assets(recipe, 2, tmp_path / "step")
 
 
 def test_the_longest_sequence(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     data = f'source = "text"\npath = "{tmp_path}/text.txt"'
     model = 'preset = "debug-tiny"\n'
-    for more, longest in (
+    for rope, longest in (
         ("", 24),
         ("rope_factor = 2.0\nrope_context = 100", 200),
         ("rope_context = 9", 24),
     ):
-        recipe = recipe_of(tmp_path, data, model=model + more)
+        recipe = recipe_of(tmp_path, data, model=model + rope)
         assert (
-            json.loads(assets_of(recipe, 0, None)["config.json"])["max_position_embeddings"]
+            json.loads(make_assets(recipe, 0, None)["config.json"])["max_position_embeddings"]
             == longest
         )
 
 
-def test_a_checkpoint_from_before_converts_with_a_note(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_assets_converts_with_a_note(trained: Path, tmp_path: Path) -> None:
     (step,) = (trained / "checkpoints").iterdir()
     old = tmp_path / "old"
     old.mkdir()
@@ -301,5 +305,5 @@ def test_a_checkpoint_from_before_converts_with_a_note(trained: Path, tmp_path: 
     manifests.write(old, replace(saved, files=files))
     report = convert(old, tmp_path / "out", "hf")
     assert report["carried"] == []
-    assert f"{old} has no assets: no tokenizer is carried along" in report["notes"]
+    assert f"{old} has no assets: no tokenizer is copied" in report["notes"]
     assert "eos_token_id" not in json.loads((tmp_path / "out/config.json").read_text())

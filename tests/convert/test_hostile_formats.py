@@ -1,4 +1,4 @@
-"""Files made to harm: each is refused in a line, soon, and without much memory."""
+"""Files that were made to harm are refused with one line, quickly and in little memory."""
 
 import json
 import os
@@ -6,12 +6,13 @@ import resource
 import struct
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from composer3d.checkpoint import manifest as manifests
 from composer3d.cli import main
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import _HEADER_LIMIT
@@ -31,7 +32,7 @@ def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cheap() -> Iterator[None]:
-    """What happens within takes less than a second of this process, and adds less than 200 MB to its peak."""
+    """Require that a test takes less than 1 s of CPU time and adds less than 200 MB to the peak."""
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert time.process_time() - began < SECONDS
@@ -67,49 +68,41 @@ ODD_VALUES = [
     "\ud800\0",
     ["\n"],
 ]
-READ = [
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    ),
-    *(
-        "vocab_size",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "hidden_act",
-    ),
-    *(
-        "tie_word_embeddings",
-        "attention_bias",
-        "mlp_bias",
-        "sliding_window",
-        "use_sliding_window",
-        "layer_types",
-    ),
-    *(
-        "max_window_layers",
-        "quantization_config",
-        "partial_rotary_factor",
-        "model_type",
-        "per_layer_config",
-    ),
+KEYS_READ = [
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "hidden_act",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+    "max_window_layers",
+    "quantization_config",
+    "partial_rotary_factor",
+    "model_type",
+    "per_layer_config",
 ]
 
 
 def test_tied_as_null_counts_as_absent() -> None:
-    assert hf.shape_of(LLAMA | {"tie_word_embeddings": None}) == hf.shape_of(LLAMA)
+    assert hf.parse_config(LLAMA | {"tie_word_embeddings": None}) == hf.parse_config(LLAMA)
 
 
 def shape_or_lines(config: dict[str, Any]) -> ModelShape | None:
-    """The shape, or None where lines have refused it."""
+    """Return the shape, or None if the config is refused with a few short lines."""
     try:
-        return hf.shape_of(config)
+        return hf.parse_config(config)
     except CheckpointError as error:
         lines = error.lines
     assert 0 < len(lines) < 8
@@ -117,7 +110,7 @@ def shape_or_lines(config: dict[str, Any]) -> ModelShape | None:
     return None
 
 
-@pytest.mark.parametrize("key", READ)
+@pytest.mark.parametrize("key", KEYS_READ)
 def test_any_value_of_a_key_is_a_shape_or_a_line(key: str, cheap: None) -> None:
     bases = [
         LLAMA,
@@ -126,7 +119,10 @@ def test_any_value_of_a_key_is_a_shape_or_a_line(key: str, cheap: None) -> None:
     for base in bases:
         for value in ODD_VALUES:
             if shape := shape_or_lines(base | {key: value}):
-                assert hf.faults({f.name: getattr(shape, f.name) for f in fields(shape)}, {}) == []
+                assert (
+                    hf.shape_problems({f.name: getattr(shape, f.name) for f in fields(shape)}, {})
+                    == []
+                )
                 assert type(shape.tied) is bool
                 assert type(shape.norm_eps) is type(shape.rope_theta) is float
 
@@ -148,7 +144,7 @@ def test_any_value_of_a_stretch_is_a_shape_or_a_line(key: str, cheap: None) -> N
 
 
 REFUSED: dict[str, tuple[str, str]] = {
-    # name: (what config.json holds besides, part of the line)
+    # name: (what is added to config.json, part of the line that refuses it)
     "eps below 0": ('"rms_norm_eps": -1', "rms_norm_eps = -1 must be "),
     "eps 0": ('"rms_norm_eps": 0', "rms_norm_eps = 0 must be "),
     "eps nan": ('"rms_norm_eps": NaN', "cannot be read (it holds NaN, which JSON does not have)"),
@@ -168,9 +164,12 @@ REFUSED: dict[str, tuple[str, str]] = {
     "odd heads": ('"head_dim": 15', "head_dim = 15 must be even"),
     "odd heads by ratio": (
         '"hidden_size": 60',
-        "heads are their ratio wide, which must be an even integer",
+        "the width of a head is their ratio, which must be an even integer",
     ),
-    "no ratio": ('"hidden_size": 62', "heads are their ratio wide, which must be an even integer"),
+    "no ratio": (
+        '"hidden_size": 62',
+        "the width of a head is their ratio, which must be an even integer",
+    ),
     "groups": (
         '"num_key_value_heads": 3',
         "num_key_value_heads = 3 must divide num_attention_heads = 4",
@@ -203,9 +202,9 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_configuration_is_refused_in_a_line(tmp_path: Path, case: str, cheap: None) -> None:
-    more, message = REFUSED[case]
-    text = json.dumps(LLAMA)[:-1] + f", {more}}}"
+def test_a_config_is_refused_with_one_line(tmp_path: Path, case: str, cheap: None) -> None:
+    added, message = REFUSED[case]
+    text = json.dumps(LLAMA)[:-1] + f", {added}}}"
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError) as caught:
         hf.read_shape(tmp_path)
@@ -223,7 +222,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("key", SIZES)
-def test_sizes_that_no_model_has(tmp_path: Path, key: str, cheap: None) -> None:
+def test_sizes_out_of_range_are_refused(tmp_path: Path, key: str, cheap: None) -> None:
     folder = make_hf(tmp_path / "a")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: SIZES[key]}))
@@ -232,7 +231,7 @@ def test_sizes_that_no_model_has(tmp_path: Path, key: str, cheap: None) -> None:
             command()
 
 
-def test_layers_without_tensors_build_no_model(tmp_path: Path, cheap: None) -> None:
+def test_no_model_is_built_for_layers_without_tensors(tmp_path: Path, cheap: None) -> None:
     most = max(n for n in (1, 100, 10_000, 10**7) if _in_range("n_layers", n))
     folder = make_hf(tmp_path / "a")
     config = json.loads((folder / "config.json").read_text())
@@ -297,7 +296,7 @@ HEADERS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_file_of_safetensors_is_refused_in_a_line(
+def test_a_safetensors_file_is_refused_with_one_line(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_hf(tmp_path / "a")
@@ -307,7 +306,7 @@ def test_a_file_of_safetensors_is_refused_in_a_line(
 
 
 def test_headers_and_tensors_are_bounded(tmp_path: Path) -> None:
-    """Of a file that is right in all else: spaces may follow a header."""
+    """The limits hold exactly. The file is valid in all else, since spaces may follow a header."""
     folder = make_hf(tmp_path / "a")
     file = folder / "model.safetensors"
     content = file.read_bytes()
@@ -373,7 +372,7 @@ INDEX: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", INDEX)
-def test_an_index_is_refused_in_a_line(
+def test_an_index_is_refused_with_one_line(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_hf(tmp_path / "a")
@@ -392,7 +391,7 @@ def test_an_index_is_refused_in_a_line(
     _is_refused(folder, tmp_path, capsys)
     if case in ("up", "dot", "dots", "empty", "root"):
         with pytest.raises(
-            CheckpointError, match="which is not a name of a file in its folder: it is not opened"
+            CheckpointError, match="which is not the name of a file in its folder; it is not opened"
         ):
             convert(folder, tmp_path / "b", "dcp")
 
@@ -437,20 +436,20 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("case", PARAMS)
-def test_params_json_is_refused_in_a_line(
+def test_params_json_is_refused_with_one_line(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
     file = tmp_path / "a/params.json"
-    more = PARAMS[case]
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | more if isinstance(more, dict) else more)
-    )
+    content = PARAMS[case]
+    if isinstance(content, dict):
+        content = json.loads(file.read_text()) | content
+    file.write_text(json.dumps(content))
     _is_refused(tmp_path / "a", tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
-def test_named_pipes_in_a_folder_of_metas(
+def test_named_pipes_in_a_meta_folder_are_refused(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
@@ -459,7 +458,7 @@ def test_named_pipes_in_a_folder_of_metas(
     _is_refused(tmp_path / "a", tmp_path, capsys)
 
 
-def test_a_source_that_is_no_plain_file(tmp_path: Path) -> None:
+def test_a_source_that_is_no_plain_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, message in (
         (tmp_path / "pipe", "is a named pipe, not a plain file"),
@@ -475,14 +474,14 @@ NAMES = ["a\0b", "a\ud800b", "x" * 300, "/proc/self/mem", "loop"]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=["NUL", "surrogate", "long", "proc", "loop"])
-def test_names_of_source_and_target(tmp_path: Path, name: str) -> None:
+def test_odd_names_of_source_and_target_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
     path = tmp_path / name
     with pytest.raises(CheckpointError) as caught:
         convert(path, tmp_path / "b", "hf")
     assert len(caught.value.lines) == 1
     odd = set("\0\ud800") & set(name)
-    assert not odd or "is no name of a file" in caught.value.lines[0]
+    assert not odd or "is not a valid name of a file" in caught.value.lines[0]
     assert main(["inspect", str(path)]) in (1, 2)
     make_hf(tmp_path / "a")
     targets = [path / "b"] if name in ("/proc/self/mem", "loop") else [path, path / "b"]
@@ -491,12 +490,12 @@ def test_names_of_source_and_target(tmp_path: Path, name: str) -> None:
             with pytest.raises(CheckpointError) as caught:
                 convert(tmp_path / "a", target, to)
             assert len(caught.value.lines) == 1
-            assert not odd or "is no name of a file" in caught.value.lines[0]
+            assert not odd or "is not a valid name of a file" in caught.value.lines[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "loop"]
 
 
-def test_folders_that_may_not_be_read_or_written(tmp_path: Path) -> None:
-    """As root everything may: so that it becomes another user for a while."""
+def test_folders_without_permission_are_refused(tmp_path: Path) -> None:
+    """Root may read and write everything, so the test becomes another user for a while."""
     make_hf(tmp_path / "a")
     (tmp_path / "closed").mkdir()
     (tmp_path / "a").rename(tmp_path / "closed/a")
@@ -531,13 +530,9 @@ def test_folders_that_may_not_be_read_or_written(tmp_path: Path) -> None:
         (tmp_path / "closed").chmod(0o700)
 
 
-def test_a_shape_in_a_manifest_is_held_to_the_same_ranges(
+def test_a_shape_in_a_manifest_must_be_in_the_same_ranges(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dataclasses import replace
-
-    from composer3d.checkpoint import manifest as manifests
-
     folder = make_dcp(tmp_path / "a")
     saved = manifests.read(folder)
     for key, value in (

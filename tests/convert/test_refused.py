@@ -1,4 +1,4 @@
-"""What is no checkpoint, not all of one, or a stranger's program: a line says so and what to do; there is no DST."""
+"""Incomplete, damaged and malicious checkpoints are refused with a line, and leave no DST."""
 
 import errno
 import json
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from composer3d.checkpoint import manifest as manifests
@@ -31,19 +32,19 @@ def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda number: None)
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def rewrite_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
 
 
-def tensors(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def rewrite_safetensors(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     held = load_file(path)
     change(held)
     save_file(held, path)
 
 
-def parts(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def rewrite_torch(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     held = torch.load(path, weights_only=True)
     change(held)
     torch.save(held, path)
@@ -53,8 +54,8 @@ def index_of(folder: Path) -> Path:
     return folder / "model.safetensors.index.json"
 
 
-def entry_of(folder: Path, name: str, file: str) -> None:
-    rewrite(index_of(folder), lambda index: index["weight_map"].update({name: file}))
+def set_index_entry(folder: Path, name: str, file: str) -> None:
+    rewrite_json(index_of(folder), lambda index: index["weight_map"].update({name: file}))
 
 
 def cut_off(path: Path) -> None:
@@ -62,7 +63,7 @@ def cut_off(path: Path) -> None:
 
 
 def swap(folder: Path) -> None:
-    """A smaller checkpoint's metadata, and a manifest that says that all is well."""
+    """Put in the metadata of a smaller checkpoint, and adapt the manifest to it."""
     other = make_dcp(folder.with_name("other"), replace(SHAPE, vocab=66))
     shutil.copy(other / ".metadata", folder)
     saved = manifests.read(folder)
@@ -80,7 +81,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no config": ("hf", lambda f: (f / "config.json").unlink(), "config.json cannot be read ("),
     "unknown model": (
         "hf",
-        lambda f: rewrite(f / "config.json", lambda c: c.update(model_type="bert")),
+        lambda f: rewrite_json(f / "config.json", lambda c: c.update(model_type="bert")),
         "is not supported",
     ),
     "cut off": (
@@ -95,51 +96,59 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "missing tensor": (
         "hf",
-        lambda f: tensors(f / "model.safetensors", lambda t: t.pop(NORM)),
+        lambda f: rewrite_safetensors(f / "model.safetensors", lambda t: t.pop(NORM)),
         "a has no 'model.norm.weight' (32,), which its model needs; copy it again",
     ),
     "extra tensor": (
         "hf",
-        lambda f: tensors(f / "model.safetensors", lambda t: t.update(score=torch.ones(2))),
+        lambda f: rewrite_safetensors(
+            f / "model.safetensors", lambda t: t.update(score=torch.ones(2))
+        ),
         "a holds 'score', which its model does not have; remove or rename it",
     ),
     "wrong shape": (
         "hf",
-        lambda f: tensors(f / "model.safetensors", lambda t: t.update({NORM: torch.ones(31)})),
+        lambda f: rewrite_safetensors(
+            f / "model.safetensors", lambda t: t.update({NORM: torch.ones(31)})
+        ),
         "a holds 'model.norm.weight' as (31,), but its model needs (32,)",
     ),
     "quantized": (
         "hf",
-        lambda f: tensors(
+        lambda f: rewrite_safetensors(
             f / "model.safetensors", lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})
         ),
-        "a holds 'model.norm.weight' in int8; it must not be quantized, but float32, bfloat16, float16, float64",
+        "a holds 'model.norm.weight' in int8; it must not be quantized, but one of "
+        "float32, bfloat16, float16, float64",
     ),
     "another head": (
         "tied",
-        lambda f: tensors(
+        lambda f: rewrite_safetensors(
             f / "model.safetensors", lambda t: t.update({"lm_head.weight": t[EMBED] + 1})
         ),
-        "a holds an 'lm_head.weight' that is not the embedding, but its config.json ties them: set ",
+        "a holds an 'lm_head.weight' that is not the embedding, but its config.json ties "
+        "them: set ",
     ),
     "missing shard": (
         "sharded",
         lambda f: (f / "model-00002-of-00003.safetensors").unlink(),
-        "index.json names 'model-00002-of-00003.safetensors', which is not there; download it as well",
+        "index.json names 'model-00002-of-00003.safetensors', which is not there; download "
+        "it as well",
     ),
     "outside": (
         "sharded",
-        lambda f: entry_of(f, "x", "../b.safetensors"),
-        'names "../b.safetensors", which is not a name of a file in its folder: it is not opened',
+        lambda f: set_index_entry(f, "x", "../b.safetensors"),
+        'names "../b.safetensors", which is not the name of a file in its folder; it is not opened',
     ),
     "not in its shard": (
         "sharded",
-        lambda f: entry_of(f, NORM, "model-00001-of-00003.safetensors"),
-        "model-00001-of-00003.safetensors has no 'model.norm.weight', which the index says is there; download it again",
+        lambda f: set_index_entry(f, NORM, "model-00001-of-00003.safetensors"),
+        "model-00001-of-00003.safetensors has no 'model.norm.weight', which the index says "
+        "is there; download it again",
     ),
     "twice": (
         "sharded",
-        lambda f: tensors(
+        lambda f: rewrite_safetensors(
             f / "model-00001-of-00003.safetensors", lambda t: t.update({NORM: torch.ones(32)})
         ),
         "a holds 'model.norm.weight' twice, once in model-00003-of-00003.safetensors; remove one",
@@ -151,36 +160,41 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "names no file": (
         "sharded",
-        lambda f: rewrite(index_of(f), lambda index: index["weight_map"].update(x=5)),
+        lambda f: rewrite_json(index_of(f), lambda index: index["weight_map"].update(x=5)),
         "index.json has no weight_map from names to files; download it again",
     ),
     "sizes beyond all": (
         "hf",
-        lambda f: rewrite(f / "config.json", lambda c: c.update(hidden_size=10**18)),
+        lambda f: rewrite_json(f / "config.json", lambda c: c.update(hidden_size=10**18)),
         "config.json: hidden_size = 1000000000000000000 must be from 1 to ",
     ),
     "bool": (
         "hf",
-        lambda f: tensors(f / "model.safetensors", lambda t: t.update({NORM: torch.ones(32) > 0})),
+        lambda f: rewrite_safetensors(
+            f / "model.safetensors", lambda t: t.update({NORM: torch.ones(32) > 0})
+        ),
         "a holds 'model.norm.weight' in bool; it must not be quantized",
     ),
     "scalar": (
         "meta",
-        lambda f: parts(
+        lambda f: rewrite_torch(
             f / "consolidated.00.pth", lambda t: t.update({"output.weight": torch.tensor(1.0)})
         ),
         "consolidated.00.pth holds no matrix 'output.weight', which its model needs; copy it again",
     ),
     "sparse": (
         "torch",
-        lambda f: parts(
+        lambda f: rewrite_torch(
             f, lambda t: t["model"].update({"last.norm.weight": torch.ones(32).to_sparse()})
         ),
-        "a cannot be read: it names 'torch._utils._rebuild_sparse_tensor', which is refused: nothing of it was run",
+        "a cannot be read: it names 'torch._utils._rebuild_sparse_tensor', which is "
+        "refused: nothing of it was run",
     ),
     "width in words": (
         "torch",
-        lambda f: parts(f, lambda t: t["composer3d"]["model"].update({"model.head_dim": "8"})),
+        lambda f: rewrite_torch(
+            f, lambda t: t["composer3d"]["model"].update({"model.head_dim": "8"})
+        ),
         'head_dim = "8" must be an integer or null',
     ),
     "no params": (
@@ -190,7 +204,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "params lack": (
         "meta",
-        lambda f: rewrite(f / "params.json", lambda p: p.pop("dim")),
+        lambda f: rewrite_json(f / "params.json", lambda p: p.pop("dim")),
         "params.json lacks dim",
     ),
     "missing rank": (
@@ -205,7 +219,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "meta lacks": (
         "meta",
-        lambda f: parts(f / "consolidated.00.pth", lambda t: t.pop("norm.weight")),
+        lambda f: rewrite_torch(f / "consolidated.00.pth", lambda t: t.pop("norm.weight")),
         "a has no 'norm.weight' (32,), which its model needs",
     ),
     "not a torch file": ("torch", lambda f: f.write_bytes(b"abc"), "a cannot be read: "),
@@ -213,12 +227,13 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "another torch file": (
         "torch",
         lambda f: torch.save({"model": weights()}, f),
-        "a cannot be read: KeyError: 'composer3d'; put a file of Hugging Face's into a folder, as pytorch_model.bin ",
+        "a cannot be read: KeyError: 'composer3d'; put a Hugging Face file into a folder, "
+        "as pytorch_model.bin ",
     ),
     "torch of no model": (
         "torch",
-        lambda f: parts(f, lambda t: t["composer3d"].update(model={})),
-        "a: what its model is cannot be read: KeyError: 'model.dim'",
+        lambda f: rewrite_torch(f, lambda t: t["composer3d"].update(model={})),
+        "a: the shape of its model cannot be read: KeyError: 'model.dim'",
     ),
     "no manifest": (
         "dcp",
@@ -246,42 +261,42 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: (shutil.rmtree(f), f.mkdir(), (f / "x").touch()),
         "a is not a checkpoint: it has none of ",
     ),
-    "nothing": ("dcp", shutil.rmtree, "a does not exist"),
+    "nothing": ("dcp", shutil.rmtree, "a does not exist; give another path"),
 }
 
 
-def make(tmp_path: Path, form: str) -> Path:
-    made = tmp_path / "a"
-    if form == "dcp":
-        return make_dcp(made)
-    make_hf(tmp_path / "hf", replace(SHAPE, tied=form == "tied"))
-    if form == "sharded":
-        convert(tmp_path / "hf", made, "hf", shard=30_000)
-    elif form in ("meta", "torch"):
-        convert(tmp_path / "hf", made, form)
+def make(tmp_path: Path, variant: str) -> Path:
+    """Make a checkpoint in a format; variants of hf are "hf", "tied" and "sharded"."""
+    path = tmp_path / "a"
+    if variant == "dcp":
+        return make_dcp(path)
+    make_hf(tmp_path / "hf", replace(SHAPE, tied=variant == "tied"))
+    if variant == "sharded":
+        convert(tmp_path / "hf", path, "hf", shard=30_000)
+    elif variant in ("meta", "torch"):
+        convert(tmp_path / "hf", path, variant)
     else:
-        (tmp_path / "hf").rename(made)
-    return made
+        (tmp_path / "hf").rename(path)
+    return path
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Validating sparse tensor invariants:UserWarning"
-)  # torch 2.15 says what it does
+# torch 2.15 warns of this when the test makes its sparse tensor.
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
 @pytest.mark.parametrize("case", SOURCES)
-def test_a_source_that_is_not_what_it_claims(tmp_path: Path, case: str) -> None:
-    form, harm, message = SOURCES[case]
-    path = make(tmp_path, form)
+def test_a_source_that_is_incomplete_or_wrong_is_refused(tmp_path: Path, case: str) -> None:
+    variant, damage, message = SOURCES[case]
+    path = make(tmp_path, variant)
     convert(path, tmp_path / "whole", "torch")
-    harm(path)
+    damage(path)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(CheckpointError) as caught:
         convert(path, tmp_path / "b", "torch")
     assert message in "\n".join(caught.value.lines), caught.value.lines
     assert sorted(tmp_path.iterdir()) == before
     if path.exists() and " is not a checkpoint: it has none of " not in caught.value.lines[0]:
-        found = inspect(path)
-        assert not found["whole"]
-        assert any(message in line for line in found["problems"])
+        report = inspect(path)
+        assert not report["whole"]
+        assert any(message in line for line in report["problems"])
 
 
 def test_links_in_the_folder_of_a_run_are_no_checkpoints(tmp_path: Path) -> None:
@@ -290,10 +305,10 @@ def test_links_in_the_folder_of_a_run_are_no_checkpoints(tmp_path: Path) -> None
     (tmp_path / "other/step-00000009").mkdir(parents=True)
     (run / "checkpoints/step-00000001").mkdir()
     (run / "checkpoints/step-00000009").symlink_to(tmp_path / "other/step-00000009")
-    assert formats.checkpoints_of(run) == [run / "checkpoints/step-00000001"]
+    assert formats.list_checkpoints(run) == [run / "checkpoints/step-00000001"]
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/checkpoints").symlink_to(run / "checkpoints")
-    assert formats.checkpoints_of(tmp_path / "linked") == []
+    assert formats.list_checkpoints(tmp_path / "linked") == []
 
 
 def test_one_file_of_safetensors_is_no_checkpoint(tmp_path: Path) -> None:
@@ -308,7 +323,7 @@ def test_one_file_of_safetensors_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_hf(tmp_path / "a")
     reason = PermissionError(errno.EACCES, "Permission denied", "x")
-    monkeypatch.setattr(formats, "carried_by", lambda folder: (_ for _ in ()).throw(reason))
+    monkeypatch.setattr(formats, "read_carried_files", lambda folder: (_ for _ in ()).throw(reason))
     with pytest.raises(
         CheckpointError, match=r"a as hf cannot be read: PermissionError: .*Permission denied: 'x'"
     ):
@@ -326,6 +341,8 @@ def test_many_problems_are_counted(tmp_path: Path) -> None:
 
 
 class Evil:
+    """Its pickle is a program that makes the file ``marker``."""
+
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 
@@ -334,7 +351,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("form", ["bin", "meta", "torch", "dcp", "chunk"])
-def test_a_strangers_program_is_not_run(
+def test_a_program_in_a_pickle_is_not_run(
     tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     marker = tmp_path / "marker"
@@ -353,12 +370,12 @@ def test_a_strangers_program_is_not_run(
         saved = manifests.read(path)
         if form == "dcp":
             (path / ".metadata").write_bytes(pickle.dumps(evil))
-        else:  # the metadata is sound; the tensor it points to is a program
+        else:
+            # The metadata is valid, but the tensor that it points to is a program, which is as long
+            # as the tensor that it replaces.
             metadata = pickle.loads((path / ".metadata").read_bytes())
             with open(path / "__0_0.distcp", "r+b") as stream:
-                torch.save(
-                    [evil, torch.ones(2048)], stream
-                )  # as long as the tensor that it stands for
+                torch.save([evil, torch.ones(2048)], stream)
                 place = metadata.storage_data[MetadataIndex("model.first.embed.weight", [0, 0])]
                 place.offset, place.length = 0, stream.tell()
             (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -368,28 +385,34 @@ def test_a_strangers_program_is_not_run(
         }
         manifests.write(path, replace(saved, files=files))
     assert main(["convert", str(path), str(tmp_path / "b"), "--to", "hf"]) == 2
-    said = capsys.readouterr().err
-    assert "posix.system" in said
+    assert "posix.system" in capsys.readouterr().err
     assert main(["inspect", str(path)]) == (0 if form == "chunk" else 1)
     if form != "chunk":
         assert "posix.system" in capsys.readouterr().out
     assert not marker.exists()
     assert not (tmp_path / "b").exists()
     assert not (tmp_path / "b.tmp").exists()
-    os.system(f"touch {marker}")
+    os.system(f"touch {marker}")  # the program would have worked
     assert marker.exists()
+
+
+DST_EXISTS = "b exists; give a DST that does not exist, or remove it"
+STAGING_EXISTS = (
+    "b.tmp exists: another conversion is writing it, or one was interrupted; "
+    "if none is running, remove it"
+)
 
 
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda t: (t / "b").mkdir(), "b exists; give a DST that does not, or remove it"),
-        (lambda t: (t / "b").symlink_to("nowhere"), "b exists; give a DST that does not, or remove it"),
-        (lambda t: (t / "b.tmp").mkdir(), "b.tmp exists: another conversion writes it, or one was cut off; then remove it"),  # noqa: E501
+        (lambda t: (t / "b").mkdir(), DST_EXISTS),
+        (lambda t: (t / "b").symlink_to("nowhere"), DST_EXISTS),
+        (lambda t: (t / "b.tmp").mkdir(), STAGING_EXISTS),
     ],
     ids=["dst", "link", "staging"],
-)  # fmt: skip
-def test_nothing_is_written_over(
+)
+def test_nothing_is_overwritten(
     tmp_path: Path, prepare: Callable[[Path], object], message: str
 ) -> None:
     make_hf(tmp_path / "a")
@@ -401,11 +424,11 @@ def test_nothing_is_written_over(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_dst_has_its_place(tmp_path: Path) -> None:
+def test_dst_must_lie_in_a_folder_outside_of_src(tmp_path: Path) -> None:
     make_hf(tmp_path / "a")
     with pytest.raises(CheckpointError, match="no folder; make it first"):
         convert(tmp_path / "a", tmp_path / "none/b", "dcp")
-    with pytest.raises(CheckpointError, match="; give a DST elsewhere"):
+    with pytest.raises(CheckpointError, match="; give a DST outside of it"):
         convert(tmp_path / "a", tmp_path / "a/b", "dcp")
 
 
@@ -416,18 +439,21 @@ def test_meta_cannot_hold_every_model(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_numbers_that_a_dtype_does_not_hold(tmp_path: Path) -> None:
+def test_numbers_beyond_the_range_of_a_dtype_are_refused(tmp_path: Path) -> None:
     make_hf(tmp_path / "a")
     for beside in (1.0, torch.nan, torch.inf):
         norm = torch.tensor([beside, 1e5]).repeat(16)
-        tensors(tmp_path / "a/model.safetensors", lambda t, norm=norm: t.update({NORM: norm}))
+        rewrite_safetensors(
+            tmp_path / "a/model.safetensors", lambda t, norm=norm: t.update({NORM: norm})
+        )
         with pytest.raises(
             CheckpointError,
-            match=r"last\.norm\.weight holds numbers that float16 does not; convert to bfloat16",
+            match=r"last\.norm\.weight holds numbers beyond the range of float16; "
+            "convert to bfloat16",
         ):
             convert(tmp_path / "a", tmp_path / "b", "hf", dtype="float16")
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    tensors(
+    rewrite_safetensors(
         tmp_path / "a/model.safetensors", lambda t: t.update({NORM: torch.full((32,), torch.inf)})
     )
     convert(tmp_path / "a", tmp_path / "b", "hf", dtype="float16")
@@ -435,7 +461,10 @@ def test_numbers_that_a_dtype_does_not_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["hf", "meta", "torch", "dcp"])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, to: str) -> None:
-    """The system refuses to write beyond a size, at several places of a file; torch's writer hides why."""
+    """A limit on the size of files stands for a full disk: writing fails at several places.
+
+    torch.save hides the reason, which the error must name.
+    """
     make_hf(tmp_path / "a")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for room in (1000, 9000, 70_000):
@@ -450,19 +479,21 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, to: str) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_the_proof_finds_what_was_written_wrong(
+def test_the_proof_finds_tensors_that_were_written_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_hf(tmp_path / "a")
-    write = targets.bytes_of
-    monkeypatch.setattr(
-        targets, "bytes_of", lambda tensor: write(tensor * 2 if len(tensor) == 67 else tensor)
-    )
+    bytes_of = targets.bytes_of
+
+    def wrong(tensor: Tensor) -> memoryview:
+        return bytes_of(tensor * 2 if len(tensor) == 67 else tensor)
+
+    monkeypatch.setattr(targets, "bytes_of", wrong)
     with pytest.raises(CheckpointError) as caught:
         convert(tmp_path / "a", tmp_path / "b", "hf")
     wrong = "model.first.embed.weight, model.last.head.weight"
     assert caught.value.lines == (
-        f"what was written is not what was read: {wrong}; is the disk sound?",
+        f"the copy differs from the source in {wrong}; check the disk for errors",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -479,16 +510,20 @@ def test_the_proof_counts_reads_and_writes(
     with pytest.raises(CheckpointError, match="is not complete"):
         convert(tmp_path / "a", tmp_path / "b", to)
     monkeypatch.setattr(module.Source, "read", read)
-    stream, skip = module._read, "model.last.norm.weight"
+    stream, skipped = module._read_tensors, "model.last.norm.weight"
     monkeypatch.setattr(
-        module, "_read", lambda *given: (pair for pair in stream(*given) if pair[0] != skip)
+        module,
+        "_read_tensors",
+        lambda *arguments: (pair for pair in stream(*arguments) if pair[0] != skipped),
     )
     with pytest.raises(
         CheckpointError, match=r"is not complete: \['model.last.norm.weight'\] not written"
     ):
         convert(tmp_path / "a", tmp_path / "b", to)
     monkeypatch.setattr(
-        module, "_read", lambda *given: (pair for pair in stream(*given) for _ in range(2))
+        module,
+        "_read_tensors",
+        lambda *arguments: (pair for pair in stream(*arguments) for _ in range(2)),
     )
     with pytest.raises(KeyError):
         convert(tmp_path / "a", tmp_path / "b", to)
@@ -500,7 +535,8 @@ def test_logits_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     logits = iter([torch.ones(3), torch.tensor([1, 1, 1.001])])
     monkeypatch.setattr(module, "_logits", lambda side: next(logits))
     with pytest.raises(
-        CheckpointError, match=r"the copy's logits are not the source's: relative error 0\.000577"
+        CheckpointError,
+        match=r"the copy's logits differ from the source's: relative error 0\.000577",
     ):
         convert(tmp_path / "a", tmp_path / "b", "torch", logits=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

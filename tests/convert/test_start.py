@@ -1,8 +1,8 @@
-"""Training starts from Hugging Face's files: every rank has its boxes of the tensors, and reads nothing else."""
+"""Training starts from a Hugging Face folder: each rank reads its shards of the tensors alone."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from composer3d.convert import start
 from composer3d.convert.formats import Source
-from composer3d.models.llama.huggingface import config_of
-from composer3d.models.llama.names import hf_names, shapes
+from composer3d.models.llama.huggingface import make_config
+from composer3d.models.llama.names import hf_names, parameter_shapes
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel.init import local_part
 from composer3d.recipe.resolve import load
@@ -23,7 +23,7 @@ from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError
 from composer3d.training.build import build_stages
 
-# Sizes that three ranks do not divide.
+# The sizes are not divisible by 3 ranks.
 SHAPE: dict[str, Any] = {
     "dim": 40,
     "n_layers": 4,
@@ -34,27 +34,32 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def written(
-    folder: Path, *, files: int = 2, dtype: torch.dtype = torch.float32, **more: Any
+def write_model(
+    folder: Path, *, files: int = 2, dtype: torch.dtype = torch.float32, **fields: Any
 ) -> None:
-    """Random weights of a shape in ``files`` files, and its config.json."""
-    shape = ModelShape(**SHAPE | more)
+    """Write random weights in ``files`` files, their config.json and a recipe.
+
+    ``fields`` override those of ``SHAPE``.
+    """
+    shape = ModelShape(**SHAPE | fields)
     generator = torch.Generator().manual_seed(3)
     names = hf_names(shape)
     tensors = {
-        names[n]: torch.randn(s, generator=generator).to(dtype) for n, s in shapes(shape).items()
+        names[name]: torch.randn(size, generator=generator).to(dtype)
+        for name, size in parameter_shapes(shape).items()
     }
     folder.mkdir(exist_ok=True)
     (folder / "x.toml").write_text(
         f'[model]\nhf = "{folder}"\n[data]\nmicro_batch = 2\nglobal_batch = 16\n'
     )
     (folder / "config.json").write_text(
-        json.dumps(config_of(shape, str(dtype).removeprefix("torch.")))
+        json.dumps(make_config(shape, str(dtype).removeprefix("torch.")))
     )
-    put(folder, tensors, files)
+    write_weights(folder, tensors, files)
 
 
-def put(folder: Path, tensors: dict[str, Tensor], files: int = 2) -> None:
+def write_weights(folder: Path, tensors: dict[str, Tensor], files: int = 2) -> None:
+    """Write tensors in ``files`` safetensors files, with an index if there are several."""
     if files == 1:
         save_file(tensors, folder / "model.safetensors")
         return
@@ -70,7 +75,7 @@ def put(folder: Path, tensors: dict[str, Tensor], files: int = 2) -> None:
     )
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     return {
         name: tensor
         for file in folder.glob("*.safetensors")
@@ -79,34 +84,50 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 class Counting:
-    """A tensor of a file that counts the bytes that are asked of it."""
+    """A tensor in a file that counts the bytes that are read from it."""
 
-    read = 0
+    bytes_read = 0  # of all tensors
 
     def __init__(self, whole: Tensor) -> None:
         self._whole = whole
 
     def __getitem__(self, box: Any) -> Tensor:
         part = self._whole[box]
-        Counting.read += part.numel() * part.element_size()
+        Counting.bytes_read += part.numel() * part.element_size()
         return part
 
 
-def loaded(folder: str, sets: list[str]) -> tuple[list[str], int, int]:
-    """Names of this rank whose whole tensor is not the file's; bytes that it holds, and that it read."""
+class Loaded(NamedTuple):
+    """What one rank has loaded.
+
+    Attributes:
+        wrong: the names of parameters that differ from the files.
+        bytes_held: the size of the rank's shards, in the dtype of the files.
+        bytes_read: the bytes that the rank read from the files.
+    """
+
+    wrong: list[str]
+    bytes_held: int
+    bytes_read: int
+
+
+def load_on_rank(folder: str, sets: list[str]) -> Loaded:
+    """Load the weights in ``folder`` into the stages of one rank; compare them with the files."""
     recipe = load(f"{folder}/x.toml", sets, check_files=False).recipe
     with pool_world() as device, pytest.MonkeyPatch.context() as patch:
-        right = Source.read
-        patch.setattr(Source, "read", lambda source, name: Counting(right(source, name)))
+        read = Source.read
+        patch.setattr(Source, "read", lambda source, name: Counting(read(source, name)))
         stages = build_stages(recipe, Mesh.build(recipe.mesh, device))
         start.load_hf(folder, stages)
-        files, wrong, held, names = tensors_of(Path(folder)), [], 0, hf_names(recipe.model)
+        in_files, names = read_weights(Path(folder)), hf_names(recipe.model)
+        wrong = []
+        bytes_held = 0
         for name, parameter in stages.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if not torch.equal(whole.detach(), files[names[name]].to(whole.dtype)):
+            if not torch.equal(whole.detach(), in_files[names[name]].to(whole.dtype)):
                 wrong.append(name)
-            held += local_part(parameter)[0].numel() * files[names[name]].element_size()
-        return wrong, held, Counting.read
+            bytes_held += local_part(parameter)[0].numel() * in_files[names[name]].element_size()
+        return Loaded(wrong, bytes_held, Counting.bytes_read)
 
 
 SHARDS = ["mesh.dp_shard=3", "data.global_batch=18"]
@@ -126,27 +147,31 @@ LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_reads_its_part_and_no_more(pool: Pool, tmp_path: Path, layout: str) -> None:
-    world, sets, more = LAYOUTS[layout]
-    written(tmp_path, **more)
-    results = pool.run(loaded, {"folder": str(tmp_path), "sets": sets}, world_size=world)
-    assert [wrong for wrong, _, _ in results] == [[]] * world
-    assert all(read == held > 0 for _, held, read in results)
-    assert max(read for _, _, read in results) < 0.8 * sum(
-        tensor.nbytes for tensor in tensors_of(tmp_path).values()
-    )
+def test_every_rank_reads_its_shards_and_no_more(pool: Pool, tmp_path: Path, layout: str) -> None:
+    world, sets, fields = LAYOUTS[layout]
+    write_model(tmp_path, **fields)
+    results = pool.run(load_on_rank, {"folder": str(tmp_path), "sets": sets}, world_size=world)
+    assert [result.wrong for result in results] == [[]] * world
+    assert all(result.bytes_read == result.bytes_held > 0 for result in results)
+    size = sum(tensor.nbytes for tensor in read_weights(tmp_path).values())
+    assert max(result.bytes_read for result in results) < 0.8 * size
 
 
 def test_other_dtypes_are_converted(pool: Pool, tmp_path: Path) -> None:
-    written(tmp_path, files=1, dtype=torch.bfloat16)
-    ((wrong, held, read),) = pool.run(loaded, {"folder": str(tmp_path), "sets": []}, world_size=1)
-    assert (wrong, held) == ([], read)
-    assert held == 2 * sum(tensor.numel() for tensor in tensors_of(tmp_path).values())
+    write_model(tmp_path, files=1, dtype=torch.bfloat16)
+    (result,) = pool.run(load_on_rank, {"folder": str(tmp_path), "sets": []}, world_size=1)
+    assert (result.wrong, result.bytes_held) == ([], result.bytes_read)
+    assert result.bytes_held == 2 * sum(
+        tensor.numel() for tensor in read_weights(tmp_path).values()
+    )
 
 
-def refused(folders: list[str]) -> list[list[str]]:
-    """What a rank of two stages is told of each folder."""
-    told: list[list[str]] = []
+def load_refused(folders: list[str]) -> list[list[str]]:
+    """Load each folder on one of two stages; return the lines that refuse it.
+
+    The parameters must keep their values.
+    """
+    lines: list[list[str]] = []
     recipe = load(f"{folders[0]}/x.toml", ["mesh.pp=2"], check_files=False).recipe
     with pool_world() as device:
         stages = build_stages(recipe, Mesh.build(recipe.mesh, device))
@@ -154,20 +179,23 @@ def refused(folders: list[str]) -> list[list[str]]:
         for folder in folders:
             with pytest.raises(CheckpointError) as caught:
                 start.load_hf(folder, stages)
-            told.append(list(caught.value.lines))
+            lines.append(list(caught.value.lines))
             untouched = all(
                 torch.equal(*pair) for pair in zip(before, stages.parameters(), strict=True)
             )
             assert untouched, folder
-    return told
+    return lines
 
 
-LAST = "model.layers.3.mlp.up_proj.weight"  # the second stage's
+LAST = "model.layers.3.mlp.up_proj.weight"  # of the second stage
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def changed(folder: Path, tensors: dict[str, Tensor]) -> str:
-    """Damage the files of a tied model as the folder's name says; returns a part of the line that refuses them."""
+def damage(folder: Path, tensors: dict[str, Tensor]) -> str:
+    """Damage the files of a tied model as the folder's name says.
+
+    Returns how the line that refuses them begins.
+    """
     match folder.name:
         case "lacks":
             del tensors[LAST]
@@ -186,42 +214,42 @@ def changed(folder: Path, tensors: dict[str, Tensor]) -> str:
             (folder / "model.safetensors.index.json").unlink()
             return f"{folder} is not a checkpoint"
         case "other":
-            written(folder, tied=True, n_layers=5, ffn=64)
-            return f"{folder} holds 'model.blocks.0.ffn.w1.weight' as (64, 40), but the model needs (56, 40)"
-    put(folder, tensors)
+            write_model(folder, tied=True, n_layers=5, ffn=64)
+            return (
+                f"{folder} holds 'model.blocks.0.ffn.w1.weight' as (64, 40), "
+                "but the model needs (56, 40)"
+            )
+    write_weights(folder, tensors)
     return line
 
 
 CASES = ["lacks", "shape", "dtype", "head", "none", "other"]
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+def test_a_folder_that_does_not_fit_is_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     folders = [tmp_path / case for case in CASES]
-    wanted = []
+    beginnings = []
     for folder in folders:
-        written(folder, tied=True)
-        wanted.append(changed(folder, tensors_of(folder)))
-    first, last = pool.run(refused, {"folders": [str(folder) for folder in folders]}, world_size=2)
+        write_model(folder, tied=True)
+        beginnings.append(damage(folder, read_weights(folder)))
+    first, last = pool.run(
+        load_refused, {"folders": [str(folder) for folder in folders]}, world_size=2
+    )
     assert first == last
-    for found, line in zip(first, wanted, strict=True):
-        assert found[0].startswith(line), found
+    for lines, beginning in zip(first, beginnings, strict=True):
+        assert lines[0].startswith(beginning), lines
     assert len(first[-1]) == 9
-    assert first[-1][-1].endswith("21 differences; let [model] override no sizes of it")
+    assert first[-1][-1].endswith("21 differences; remove the sizes that [model] overrides")
 
 
-def test_tensors_that_say_nothing_new_are_ignored(pool: Pool, tmp_path: Path) -> None:
-    written(tmp_path, tied=True)
-    tensors = tensors_of(tmp_path)
+def test_redundant_tensors_are_ignored(pool: Pool, tmp_path: Path) -> None:
+    write_model(tmp_path, tied=True)
+    tensors = read_weights(tmp_path)
     tensors |= {
         HEAD: tensors[EMBED].clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5),
     }
-    put(tmp_path, tensors)
-    sets = ["mesh.pp=2"]
-    assert [
-        wrong
-        for wrong, _, _ in pool.run(loaded, {"folder": str(tmp_path), "sets": sets}, world_size=2)
-    ] == [
-        [],
-        [],
-    ]
+    write_weights(tmp_path, tensors)
+    task = {"folder": str(tmp_path), "sets": ["mesh.pp=2"]}
+    results = pool.run(load_on_rank, task, world_size=2)
+    assert [result.wrong for result in results] == [[], []]

@@ -1,11 +1,14 @@
-"""Hugging Face's config.json and a ``ModelShape``: what one says in the words of the other. No torch here.
+"""Translate between Hugging Face's config.json and a ``ModelShape``. No torch here.
 
-Meanings, and the defaults of keys that are absent, are those of transformers 5.23. Both forms of its positions are
-read: ``rope_theta`` with ``rope_scaling``, and ``rope_parameters``.
+The meaning of each key, and its default if it is absent, are those of transformers 5.23. Both ways
+to write rotary positions are read: ``rope_theta`` with ``rope_scaling``, and ``rope_parameters``.
+
+Anybody may have written a config.json, so every value is checked for its type and its range before
+anything is computed with it.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import read_json
 
+# For each model_type, the defaults of keys that other types leave without one.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -26,7 +30,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
 }
-_SIZES = {
+# For each model_type, the keys that must be false, null or absent besides _UNSUPPORTED. Qwen 2 has
+# biases of q, k and v whatever attention_bias says; in the other types that key adds one of o as
+# well.
+_UNSUPPORTED_BY_TYPE = {
+    "llama": ("attention_bias", "sliding_window"),
+    "mistral": ("attention_bias",),
+    "qwen2": (),
+    "qwen3": ("attention_bias",),
+}
+_UNSUPPORTED = ("mlp_bias", "quantization_config", "per_layer_config")
+
+# The fields of ModelShape and their keys in config.json.
+_SIZE_KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -34,154 +50,190 @@ _SIZES = {
     "ffn": "intermediate_size",
     "vocab": "vocab_size",
 }
-# The keys of rope_type "llama3".
-_LLAMA3 = {
+_LLAMA3_ROPE_KEYS = {  # below rope_scaling or rope_parameters, of rope_type "llama3"
     "rope_factor": "factor",
     "rope_low_freq": "low_freq_factor",
     "rope_high_freq": "high_freq_factor",
     "rope_context": "original_max_position_embeddings",
 }
-# Where a field of the shape stands in config.json, for messages.
 _KEYS = {
-    **_SIZES,
+    **_SIZE_KEYS,
     "head_dim": "head_dim",
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
     "window": "sliding_window",
     "rope_theta": "rope_theta",
-    **_LLAMA3,
+    **_LLAMA3_ROPE_KEYS,
 }
-_KINDS = ("full_attention", "sliding_attention")
-_SHOWN = 60  # characters of a value in a message
-_Want = Callable[[bool, str, Any, str], None]
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # values in layer_types
+_SHOWN_CHARACTERS = 60  # of a value in a message
 
-def read_shape(folder: str | Path) -> ModelShape:
-    """Return the shape that the config.json of ``folder`` describes.
-
-    Raises CheckpointError where it cannot be read, and as ``shape_of``.
-    """
-    file = Path(folder) / "config.json"
-    try:
-        return shape_of(read_json(file))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error}); give a folder in Hugging Face's form"
-        ) from None
-    except CheckpointError as error:
-        raise CheckpointError([f"{file}: {line}" for line in error.lines]) from None
-
-
-def shape_of(config: Any) -> ModelShape:
-    """Return the shape that a config.json describes; ``head_dim`` is None where it is dim / n_heads.
-
-    Raises CheckpointError, with a line for each key that has a wrong type, lies outside of the
-    range of recipes, or asks for what composer3d does not compute.
-    """
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if not isinstance(kind, str) or kind not in _DEFAULTS:
-        known = "llama, mistral, qwen2 or qwen3"
-        raise CheckpointError(f"model_type = {shown(kind)} is not supported; it must be {known}")
-    config = _DEFAULTS[kind] | config
-    if config.get("tie_word_embeddings") is None:  # null counts as absent
-        config.pop("tie_word_embeddings", None)
-    problems: list[str] = []
-
-    def want(right: bool, key: str, value: Any, rule: str) -> None:
-        if not right:
-            problems.append(f"{key} = {shown(value)} is not supported; it must be {rule}")
-
-    found: dict[str, Any] = {ours: config.get(key) for ours, key in _SIZES.items()}
-    if found["n_kv_heads"] is None:
-        found["n_kv_heads"] = found["n_heads"]
-    for ours, key in _SIZES.items():
-        want(_is_size(found[ours]), key, found[ours], "a positive integer")
-    width = config.get("head_dim")
-    want(width is None or _is_size(width), "head_dim", width, "a positive integer, null or absent")
-    activation = config.get("hidden_act", "silu")
-    want(activation == "silu", "hidden_act", activation, '"silu"')
-    eps = config.get("rms_norm_eps", 1e-6)
-    want(_is_number(eps), "rms_norm_eps", eps, "a number")
-    for key in ("tie_word_embeddings", "use_sliding_window"):
-        want(type(config.get(key, False)) is bool, key, config.get(key), "true, false or absent")
-    # Qwen 2 has biases of q, k and v whatever it says; by this key the others have one of o as well.
-    absent = {"llama": ("attention_bias", "sliding_window"), "qwen2": ()}.get(
-        kind, ("attention_bias",)
-    )
-    for key in ("mlp_bias", "quantization_config", "per_layer_config", *absent):
-        want(not config.get(key), key, config.get(key), "false, null or absent")
-    found |= _rope(config, want)
-    if not problems:
-        found |= {
-            "head_dim": width,
-            "norm_eps": eps,
-            "tied": config.get("tie_word_embeddings", False),
-            "qk_norm": kind == "qwen3",
-            "qkv_bias": kind == "qwen2",
-        }
-        problems += faults(found, _KEYS)
-    if not problems:
-        found["window"] = _window(config, want)
-        problems = problems or faults(found, _KEYS)
-    if problems:
-        raise CheckpointError(problems)
-    shape = shape_from(found, _KEYS)
-    plain = shape.dim % shape.n_heads == 0 and shape.head_dim == shape.dim // shape.n_heads
-    return replace(shape, head_dim=None) if plain else shape
-
-
-def shape_from(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> ModelShape:
-    """Make a ModelShape of plain values that anyone may have written, by the names of its fields.
-
-    ``keys`` are the names of fields in the place where they were read, for messages.
-
-    Raises CheckpointError with the lines of ``faults``.
-    """
-    if problems := faults(values, keys or {}):
-        raise CheckpointError(problems)
-    known = {entry.name: entry.type for entry in fields(ModelShape)}
-    plain: dict[str, Any] = {name: value for name, value in values.items() if name in known}
-    plain |= {name: float(value) for name, value in plain.items() if known[name] is float}
-    return ModelShape(**plain)
-
-
-def faults(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[str]:
-    """Return a line for each value that no ModelShape may have: its type, its range, or beside another.
-
-    The ranges are those of recipes, which stand in the fields of ModelShape.
-    """
-    problems = []
-    for entry in fields(ModelShape):
-        key = keys.get(entry.name, entry.name)
-        value = values.get(entry.name, entry.default)
-        if value is MISSING:
-            problems.append(f"{key} is missing; the model needs it")
-        elif not _has_type(value, entry.type):
-            problems.append(f"{key} = {shown(value)} must be {_NOUNS[entry.type]}")
-        elif value is not None and entry.metadata["range"]:
-            inside, rule = entry.metadata["range"]
-            if not inside(value):
-                problems.append(f"{key} = {shown(value)} {rule}")
-    if problems:
-        return problems
-    get = {entry.name: values.get(entry.name, entry.default) for entry in fields(ModelShape)}
-    named = {name: f"{keys.get(name, name)} = {shown(value)}" for name, value in get.items()}
-    if get["n_heads"] % get["n_kv_heads"]:
-        problems.append(f"{named['n_kv_heads']} must divide {named['n_heads']}")
-    if get["head_dim"] is None and get["dim"] % (2 * get["n_heads"]):
-        width = "without head_dim, heads are their ratio wide, which must be an even integer"
-        problems.append(f"{named['n_heads']} and {named['dim']}: {width}")
-    if get["rope_factor"] != 1 and get["rope_low_freq"] >= get["rope_high_freq"]:
-        problems.append(f"{named['rope_low_freq']} must be below {named['rope_high_freq']}")
-    return problems
-
-
-_NOUNS: dict[Any, str] = {
+# What a message calls the type of a field of ModelShape.
+_TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
     int | None: "an integer or null",
 }
+
+
+def read_shape(folder: str | Path) -> ModelShape:
+    """Return the shape that the config.json of ``folder`` describes.
+
+    Raises CheckpointError if the file cannot be read, and as ``parse_config`` does.
+    """
+    file = Path(folder) / "config.json"
+    try:
+        return parse_config(read_json(file))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}); give a folder in the format of Hugging Face"
+        ) from None
+    except CheckpointError as error:
+        raise CheckpointError([f"{file}: {line}" for line in error.lines]) from None
+
+
+class _Requirements:
+    """Collects one line for each value of a config.json that is not supported."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def require(self, is_supported: bool, key: str, value: Any, rule: str) -> None:
+        """Add a line about ``key`` if its value is not supported; ``rule`` says what is."""
+        if not is_supported:
+            self.problems.append(f"{key} = {short_json(value)} is not supported; it must be {rule}")
+
+
+def parse_config(config: Any) -> ModelShape:
+    """Return the shape that the content of a config.json describes.
+
+    ``head_dim`` is None in the shape if it equals dim / n_heads.
+
+    Raises CheckpointError, with a line for each key that has a wrong type, lies outside of the
+    range of recipes, or asks for something that composer3d does not compute.
+    """
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(model_type, str) or model_type not in _DEFAULTS:
+        raise CheckpointError(
+            f"model_type = {short_json(model_type)} is not supported; "
+            "it must be llama, mistral, qwen2 or qwen3"
+        )
+    config = _DEFAULTS[model_type] | config
+    if config.get("tie_word_embeddings") is None:  # null counts as absent
+        config.pop("tie_word_embeddings", None)
+
+    checks = _Requirements()
+    require, problems = checks.require, checks.problems
+
+    values: dict[str, Any] = {name: config.get(key) for name, key in _SIZE_KEYS.items()}
+    if values["n_kv_heads"] is None:
+        values["n_kv_heads"] = values["n_heads"]
+    for name, key in _SIZE_KEYS.items():
+        require(_is_size(values[name]), key, values[name], "a positive integer")
+
+    head_dim = config.get("head_dim")
+    require(
+        head_dim is None or _is_size(head_dim),
+        "head_dim",
+        head_dim,
+        "a positive integer, null or absent",
+    )
+    activation = config.get("hidden_act", "silu")
+    require(activation == "silu", "hidden_act", activation, '"silu"')
+    norm_eps = config.get("rms_norm_eps", 1e-6)
+    require(_is_number(norm_eps), "rms_norm_eps", norm_eps, "a number")
+    for key in ("tie_word_embeddings", "use_sliding_window"):
+        is_bool = type(config.get(key, False)) is bool
+        require(is_bool, key, config.get(key), "true, false or absent")
+    for key in (*_UNSUPPORTED, *_UNSUPPORTED_BY_TYPE[model_type]):
+        require(not config.get(key), key, config.get(key), "false, null or absent")
+    values |= _parse_rope(config, checks)
+
+    # The checks below compute with values, so they run only if all checks above have passed.
+    if not problems:
+        values |= {
+            "head_dim": head_dim,
+            "norm_eps": norm_eps,
+            "tied": config.get("tie_word_embeddings", False),
+            "qk_norm": model_type == "qwen3",
+            "qkv_bias": model_type == "qwen2",
+        }
+        problems += shape_problems(values, _KEYS)
+    if not problems:
+        values["window"] = _parse_window(config, checks)
+    if not problems:
+        problems += shape_problems(values, _KEYS)
+    if problems:
+        raise CheckpointError(problems)
+
+    shape = make_shape(values, _KEYS)
+    is_ratio = shape.dim % shape.n_heads == 0 and shape.head_dim == shape.dim // shape.n_heads
+    return replace(shape, head_dim=None) if is_ratio else shape
+
+
+def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> ModelShape:
+    """Make a ModelShape of plain values, which anybody may have written.
+
+    Args:
+        values: by the names of the fields. Names that no field has are ignored.
+        keys: for messages, the names of fields in the file that the values were read from, if they
+            are other names.
+
+    Raises:
+        CheckpointError: with the lines of ``shape_problems``.
+    """
+    problems = shape_problems(values, keys or {})
+    if problems:
+        raise CheckpointError(problems)
+    plain: dict[str, Any] = {}
+    for entry in fields(ModelShape):
+        if entry.name in values:
+            value = values[entry.name]
+            plain[entry.name] = float(value) if entry.type is float else value
+    return ModelShape(**plain)
+
+
+def shape_problems(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[str]:
+    """Return a line for each value that no ModelShape may have.
+
+    A value must have the type of its field and lie in the range of recipes, which is declared with
+    the field. If all do, pairs of values are checked.
+
+    Args:
+        values: by the names of the fields.
+        keys: for messages, the names of fields in the file that the values were read from, if they
+            are other names.
+    """
+    all_values = {entry.name: values.get(entry.name, entry.default) for entry in fields(ModelShape)}
+    labels = {
+        name: f"{keys.get(name, name)} = {short_json(value)}" for name, value in all_values.items()
+    }
+
+    problems = []
+    for entry in fields(ModelShape):
+        value, allowed = all_values[entry.name], entry.metadata["range"]
+        if value is MISSING:
+            problems.append(f"{keys.get(entry.name, entry.name)} is missing; the model needs it")
+        elif not _has_type(value, entry.type):
+            problems.append(f"{labels[entry.name]} must be {_TYPE_NAMES[entry.type]}")
+        elif value is not None and allowed and not allowed.accepts(value):
+            problems.append(f"{labels[entry.name]} {allowed.requirement}")
+    if problems:
+        return problems
+
+    if all_values["n_heads"] % all_values["n_kv_heads"]:
+        problems.append(f"{labels['n_kv_heads']} must divide {labels['n_heads']}")
+    if all_values["head_dim"] is None and all_values["dim"] % (2 * all_values["n_heads"]):
+        problems.append(
+            f"{labels['n_heads']} and {labels['dim']}: without head_dim, the width of a head is "
+            "their ratio, which must be an even integer"
+        )
+    is_stretched = all_values["rope_factor"] != 1
+    if is_stretched and all_values["rope_low_freq"] >= all_values["rope_high_freq"]:
+        problems.append(f"{labels['rope_low_freq']} must be below {labels['rope_high_freq']}")
+    return problems
 
 
 def _has_type(value: Any, wanted: Any) -> bool:
@@ -191,133 +243,197 @@ def _has_type(value: Any, wanted: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
+    """Return whether ``value`` is a positive integer, and not a bool."""
     return type(value) is int and value > 0
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite number. The bounds keep integers of 400 digits out, which no float holds."""
+    """Return whether ``value`` is a finite number.
+
+    The bounds also refuse integers of 400 digits, which no float can hold.
+    """
     return type(value) in (int, float) and -1e300 < value < 1e300
 
 
-def shown(value: Any) -> str:
-    """Return ``value`` as JSON, cut to what a message can hold."""
+def short_json(value: Any) -> str:
+    """Return ``value`` as JSON, cut to a length that fits into a message."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = f"({type(value).__name__})"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
-def _rope(config: Mapping[str, Any], want: _Want) -> dict[str, Any]:
-    # As there: rope_scaling, where it says anything, is rope_parameters; a theta in it counts more than one beside it.
+def _parse_rope(config: Mapping[str, Any], checks: _Requirements) -> dict[str, Any]:
+    """Return the fields ``rope_*`` of the shape that ``config`` describes."""
+    require = checks.require
+    # As transformers does: rope_scaling counts if it is not empty, and rope_parameters otherwise. A
+    # rope_theta inside of either counts more than one at the top.
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     written = config.get(place)
     if written is not None and not isinstance(written, dict):
-        want(False, place, written, "an object, null or absent")
+        require(False, place, written, "an object, null or absent")
         return {}
-    rope = dict(written or {})
-    thetas = (rope.pop("rope_theta", None), config.get("rope_theta"), 1e4)
-    theta = next(each for each in thetas if each is not None)
-    want(_is_number(theta), "rope_theta", theta, "a number")
-    found: dict[str, Any] = {"rope_theta": theta}
-    partial = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-    want(partial in (None, 1), "partial_rotary_factor", partial, "1")
-    old = rope.pop("type", "default")
-    kind = rope.pop("rope_type", old)
-    want(kind in ("default", "llama3"), f"{place}.rope_type", kind, '"default" or "llama3"')
-    if kind == "llama3":
-        found |= {ours: rope.pop(key, None) for ours, key in _LLAMA3.items()}
-        for ours, key in _LLAMA3.items():
-            right = _is_size(found[ours]) if ours == "rope_context" else _is_number(found[ours])
-            noun = "a positive integer" if ours == "rope_context" else "a number"
-            want(right, f"{place}.{key}", found[ours], noun)
-        # Their config and their model differ in which of two counts.
-        beside = config.get(key, found["rope_context"])
-        rule = f"{place}.{key} = {shown(found['rope_context'])}"
-        want(beside == found["rope_context"], key, beside, rule)
-    known = kind in ("default", "llama3")
-    want(not rope or not known, place, rope, f"without these keys, its rope_type is {kind}")
-    return found if found.get("rope_factor") != 1 else {"rope_theta": found["rope_theta"]}
+    unread = dict(written or {})  # every key that is read is removed; none may be left
+
+    thetas = (unread.pop("rope_theta", None), config.get("rope_theta"), 1e4)
+    theta = next(value for value in thetas if value is not None)
+    require(_is_number(theta), "rope_theta", theta, "a number")
+    values: dict[str, Any] = {"rope_theta": theta}
+
+    partial = unread.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    require(partial in (None, 1), "partial_rotary_factor", partial, "1")
+
+    older_key = unread.pop("type", "default")
+    rope_type = unread.pop("rope_type", older_key)
+    is_known = rope_type in ("default", "llama3")
+    require(is_known, f"{place}.rope_type", rope_type, '"default" or "llama3"')
+
+    if rope_type == "llama3":
+        for name, key in _LLAMA3_ROPE_KEYS.items():
+            values[name] = unread.pop(key, None)
+        for name in ("rope_factor", "rope_low_freq", "rope_high_freq"):
+            key = _LLAMA3_ROPE_KEYS[name]
+            require(_is_number(values[name]), f"{place}.{key}", values[name], "a number")
+        context, key = values["rope_context"], _LLAMA3_ROPE_KEYS["rope_context"]
+        require(_is_size(context), f"{place}.{key}", context, "a positive integer")
+        # The key may also stand at the top. If both differ, the config of transformers uses one and
+        # its model the other.
+        at_top = config.get(key, context)
+        require(at_top == context, key, at_top, f"{place}.{key} = {short_json(context)}")
+
+    require(
+        not unread or not is_known,
+        place,
+        unread,
+        f"without these keys, its rope_type is {rope_type}",
+    )
+    # A factor of 1 stretches nothing, so the other values do not matter.
+    return values if values.get("rope_factor") != 1 else {"rope_theta": theta}
 
 
-def _window(config: Mapping[str, Any], want: _Want) -> int:
-    """There as here, a token sees itself and those before it, ``sliding_window`` in all."""
-    qwen, layers = config["model_type"].startswith("qwen"), config["num_hidden_layers"]
-    window = config.get("sliding_window") if not qwen or config.get("use_sliding_window") else None
-    if "layer_types" in config and config["layer_types"] is not None:
-        given = config["layer_types"]
-        right = isinstance(given, list) and len(given) == layers
-        right = right and all(each in _KINDS for each in given)
-        want(right, "layer_types", given, f"one of {' and '.join(_KINDS)} for each layer")
-        kinds = sorted(set(given)) if right else ["full_attention"]
+def _parse_window(config: Mapping[str, Any], checks: _Requirements) -> int:
+    """Return the sliding window, or 0 if there is none.
+
+    In transformers as in composer3d, a token sees itself and the tokens before it,
+    ``sliding_window`` tokens in all.
+    """
+    require = checks.require
+    is_qwen = config["model_type"].startswith("qwen")
+    n_layers = config["num_hidden_layers"]
+    window = config.get("sliding_window")
+    if is_qwen and not config.get("use_sliding_window"):
+        window = None
+
+    layer_types = config.get("layer_types")
+    if layer_types is not None:
+        is_valid = (
+            isinstance(layer_types, list)
+            and len(layer_types) == n_layers
+            and all(layer_type in (_FULL, _SLIDING) for layer_type in layer_types)
+        )
+        rule = f"one of {_FULL} and {_SLIDING} for each layer"
+        require(is_valid, "layer_types", layer_types, rule)
+        used = sorted(set(layer_types)) if is_valid else [_FULL]
     else:
-        full = 0 if window is not None else layers  # the first of the layers
-        if qwen and window is not None:
-            full = config["max_window_layers"]
-            right = type(full) is int and full >= 0
-            want(right, "max_window_layers", full, "an integer from 0")
-            full = full if right else 0
-        kinds = [kind for kind, some in zip(_KINDS, (full > 0, full < layers), strict=True) if some]
-    if kinds == ["full_attention"]:
+        # The first max_window_layers layers of a Qwen have full attention.
+        n_full = 0 if window is not None else n_layers
+        if is_qwen and window is not None:
+            n_full = config["max_window_layers"]
+            is_valid = type(n_full) is int and n_full >= 0
+            require(is_valid, "max_window_layers", n_full, "an integer from 0")
+            n_full = n_full if is_valid else 0
+        used = []
+        if n_full > 0:
+            used.append(_FULL)
+        if n_full < n_layers:
+            used.append(_SLIDING)
+
+    if used == [_FULL]:
         return 0
     rule = "the same for all layers (max_window_layers = 0)"
-    want(kinds == ["sliding_attention"], "layer_types", kinds, rule)
-    want(_is_size(window), "sliding_window", window, "a positive integer")
+    require(used == [_SLIDING], "layer_types", used, rule)
+    require(_is_size(window), "sliding_window", window, "a positive integer")
     return window or 0
 
 
-def config_of(
+def make_config(
     shape: ModelShape, dtype: str, carried: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The config.json of ``shape`` with weights of ``dtype``, in the older form, which transformers 4 and 5 both read.
+    """Return a config.json for ``shape`` with weights of ``dtype``.
 
-    ``carried`` is a config.json that came with the model. Where it describes this shape, it says all the rest; else
-    only the ids of tokens and the longest sequence. Raises CheckpointError where no architecture of transformers
-    computes this shape.
+    Rotary positions are written in the older way, which transformers 4 and 5 both read.
+
+    Args:
+        shape: of the model.
+        dtype: name of the dtype of the weights.
+        carried: the config.json that came with the model. If it describes this shape, all its other
+            keys are kept. If it does not, only the ids of tokens and the longest sequence are kept.
+
+    Raises:
+        CheckpointError: no architecture of transformers computes this shape.
     """
     if shape.qk_norm and shape.qkv_bias:
         raise CheckpointError(
             "no architecture of transformers has both qk_norm and qkv_bias; convert to torch or dcp"
         )
-    longest = {"max_position_embeddings": int(shape.rope_context * shape.rope_factor)}
-    config: dict[str, Any] = {**longest, **(carried or {})}
-    # auto_map names Python files of the model's author, which are never carried along.
-    ours = ("dtype", "rope_parameters", "rope_scaling", "auto_map")
-    config = {key: config[key] for key in config if key not in ours}
-    rest: dict[str, Any] = {"torch_dtype": dtype, "rope_theta": shape.rope_theta}
+    longest = int(shape.rope_context * shape.rope_factor)
+    config: dict[str, Any] = {"max_position_embeddings": longest, **(carried or {})}
+    # The first three are written below. auto_map names Python files of the model's author, which
+    # are never copied.
+    for key in ("dtype", "rope_parameters", "rope_scaling", "auto_map"):
+        config.pop(key, None)
+
+    written: dict[str, Any] = {"torch_dtype": dtype, "rope_theta": shape.rope_theta}
     if shape.rope_factor != 1:
-        stretch = {key: getattr(shape, field) for field, key in _LLAMA3.items()}
-        rest["rope_scaling"] = {"rope_type": "llama3"} | stretch
-    with suppress(CheckpointError):
-        described = shape_of(config | rest)
-        if replace(described, head_dim=described.head_width) == replace(
-            shape, head_dim=shape.head_width
-        ):
-            return config | rest
-    kind = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
-    if kind == "llama" and (shape.window or shape.dim % shape.n_heads):
-        kind = "mistral"  # it computes what Llama does, within a window; and transformers refuses a Llama of such sizes
+        stretch = {key: getattr(shape, name) for name, key in _LLAMA3_ROPE_KEYS.items()}
+        written["rope_scaling"] = {"rope_type": "llama3", **stretch}
+    if _describes(config | written, shape):
+        return config | written
+
+    model_type = _model_type_of(shape)
     kept = {
-        key: config[key]
-        for key in config
+        key: value
+        for key, value in config.items()
         if key.endswith("_token_id") or key == "max_position_embeddings"
     }
-    rest |= {key: getattr(shape, ours) for ours, key in _SIZES.items()}
-    rest |= {
-        "model_type": kind,
+    written |= {key: getattr(shape, name) for name, key in _SIZE_KEYS.items()}
+    written |= {
+        "model_type": model_type,
         "hidden_act": "silu",
         "head_dim": shape.head_width,
         "rms_norm_eps": shape.norm_eps,
-    }
-    rest |= {
-        "architectures": [kind.capitalize() + "ForCausalLM"],
+        "architectures": [model_type.capitalize() + "ForCausalLM"],
         "tie_word_embeddings": shape.tied,
     }
-    if kind != "llama":
-        rest["sliding_window"] = shape.window or None
-    if kind.startswith("qwen"):
-        rest |= {
-            "use_sliding_window": shape.window > 0,
-            "max_window_layers": 0 if shape.window else shape.n_layers,
-        }
-    return kept | rest
+    if model_type != "llama":
+        written["sliding_window"] = shape.window or None
+    if model_type in ("qwen2", "qwen3"):
+        written["use_sliding_window"] = shape.window > 0
+        written["max_window_layers"] = 0 if shape.window else shape.n_layers
+    return kept | written
+
+
+def _describes(config: dict[str, Any], shape: ModelShape) -> bool:
+    """Return whether ``config`` describes ``shape``, whether or not either gives head_dim."""
+    with suppress(CheckpointError):
+        described = parse_config(config)
+        return replace(described, head_dim=described.head_width) == replace(
+            shape, head_dim=shape.head_width
+        )
+    return False
+
+
+def _model_type_of(shape: ModelShape) -> str:
+    """Return the model_type of transformers that computes ``shape``."""
+    if shape.qk_norm:
+        return "qwen3"
+    if shape.qkv_bias:
+        return "qwen2"
+    # Mistral computes what Llama does, within a window. And transformers refuses a Llama whose
+    # heads do not divide its width.
+    if shape.window or shape.dim % shape.n_heads:
+        return "mistral"
+    return "llama"

@@ -1,145 +1,190 @@
-"""What each parameter is called, and how it lies, in Hugging Face's files and in Meta's: one table.
+"""The names and the layout of each parameter in the files of Hugging Face and of Meta.
 
-Names are ours without the checkpoint's ``model.``: ``blocks.7.attn.wq.weight``. Values are the same in all three, but
-that Meta's rotary pairs are neighbours, (x[2i], x[2i + 1]), where ours and Hugging Face's are (x[i], x[i + D/2]).
+Names of parameters are ours, without the ``model.`` of checkpoints: ``blocks.7.attn.wq.weight``.
+All three have the same values, but Meta lays out the rows of the query and key projections in
+another order: its rotary pairs are neighbours, (x[2i], x[2i + 1]), and ours and Hugging Face's are
+(x[i], x[i + D/2]).
 """
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from composer3d.models.llama.huggingface import shape_from, shown
+from composer3d.models.llama.huggingface import make_shape, short_json
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import ModelShape
 from composer3d.spec.errors import CheckpointError
 
-# Modules; # is the number of a block.
+
+class _Names(NamedTuple):
+    """The names of one module; ``#`` stands for the number of a block; "" for no such module."""
+
+    hf: str
+    meta: str
+
+
 _TABLE = {
-    # ours: (Hugging Face's, Meta's)
-    "first.embed": ("model.embed_tokens", "tok_embeddings"),
-    "blocks.#.attn_norm": ("model.layers.#.input_layernorm", "layers.#.attention_norm"),
-    "blocks.#.attn.wq": ("model.layers.#.self_attn.q_proj", "layers.#.attention.wq"),
-    "blocks.#.attn.wk": ("model.layers.#.self_attn.k_proj", "layers.#.attention.wk"),
-    "blocks.#.attn.wv": ("model.layers.#.self_attn.v_proj", "layers.#.attention.wv"),
-    "blocks.#.attn.wo": ("model.layers.#.self_attn.o_proj", "layers.#.attention.wo"),
-    "blocks.#.attn.q_norm": ("model.layers.#.self_attn.q_norm", ""),
-    "blocks.#.attn.k_norm": ("model.layers.#.self_attn.k_norm", ""),
-    "blocks.#.ffn_norm": ("model.layers.#.post_attention_layernorm", "layers.#.ffn_norm"),
-    "blocks.#.ffn.w1": ("model.layers.#.mlp.gate_proj", "layers.#.feed_forward.w1"),
-    "blocks.#.ffn.w2": ("model.layers.#.mlp.down_proj", "layers.#.feed_forward.w2"),
-    "blocks.#.ffn.w3": ("model.layers.#.mlp.up_proj", "layers.#.feed_forward.w3"),
-    "last.norm": ("model.norm", "norm"),
-    "last.head": ("lm_head", "output"),
+    "first.embed": _Names("model.embed_tokens", "tok_embeddings"),
+    "blocks.#.attn_norm": _Names("model.layers.#.input_layernorm", "layers.#.attention_norm"),
+    "blocks.#.attn.wq": _Names("model.layers.#.self_attn.q_proj", "layers.#.attention.wq"),
+    "blocks.#.attn.wk": _Names("model.layers.#.self_attn.k_proj", "layers.#.attention.wk"),
+    "blocks.#.attn.wv": _Names("model.layers.#.self_attn.v_proj", "layers.#.attention.wv"),
+    "blocks.#.attn.wo": _Names("model.layers.#.self_attn.o_proj", "layers.#.attention.wo"),
+    "blocks.#.attn.q_norm": _Names("model.layers.#.self_attn.q_norm", ""),
+    "blocks.#.attn.k_norm": _Names("model.layers.#.self_attn.k_norm", ""),
+    "blocks.#.ffn_norm": _Names("model.layers.#.post_attention_layernorm", "layers.#.ffn_norm"),
+    "blocks.#.ffn.w1": _Names("model.layers.#.mlp.gate_proj", "layers.#.feed_forward.w1"),
+    "blocks.#.ffn.w2": _Names("model.layers.#.mlp.down_proj", "layers.#.feed_forward.w2"),
+    "blocks.#.ffn.w3": _Names("model.layers.#.mlp.up_proj", "layers.#.feed_forward.w3"),
+    "last.norm": _Names("model.norm", "norm"),
+    "last.head": _Names("lm_head", "output"),
 }
 
-_BLOCK = "blocks.0."
-_PARAMS = (
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "norm_eps",
-    "rope_theta",
-)  # one name in Meta's words and ours
-_STRETCHED = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))  # Llama 3.1 and 3.2
+_FIRST_BLOCK = "blocks.0."
+
+# The fields of ModelShape that params.json has under the same name.
+_SHARED_PARAMS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
+
+# The stretched positions that Meta's code can compute, as (rope_factor, rope_low_freq,
+# rope_high_freq, rope_context): those of Llama 3.1 and 3.2.
+_STRETCHES = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
 
 
 @cache
-def shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """All parameters by our names, in the model's order; a tied head is none of its own. Not to be changed.
+def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters by our names, in the model's order.
 
-    Blocks are alike, so that one of them is built: a config.json may ask for thousands.
+    A tied head is not a parameter of its own. All blocks are the same, so only one is built: a
+    config.json may ask for thousands. The result is cached and must not be changed.
     """
-    one = Llama(replace(shape, n_layers=1)).named_parameters()
-    sizes = {name: tuple(parameter.shape) for name, parameter in one}
-    block = {name: size for name, size in sizes.items() if name.startswith(_BLOCK)}
-    all_blocks = {
-        f"blocks.{number}.{name.removeprefix(_BLOCK)}": size
+    model = Llama(replace(shape, n_layers=1))
+    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    first = {name: size for name, size in sizes.items() if name.startswith("first.")}
+    block = {name: size for name, size in sizes.items() if name.startswith(_FIRST_BLOCK)}
+    last = {name: size for name, size in sizes.items() if name.startswith("last.")}
+    blocks = {
+        f"blocks.{number}.{name.removeprefix(_FIRST_BLOCK)}": size
         for number in range(shape.n_layers)
         for name, size in block.items()
     }
-    first = {name: size for name, size in sizes.items() if name.startswith("first.")}
-    last = {name: size for name, size in sizes.items() if name.startswith("last.")}
-    return {**first, **all_blocks, **last}
+    return {**first, **blocks, **last}
 
 
 def hf_names(shape: ModelShape) -> dict[str, str]:
-    """Hugging Face's name of each of ``shapes``."""
-    return {name: _translate(name, 0) for name in shapes(shape)}
+    """Return Hugging Face's name of each parameter, by our names."""
+    return {name: _translate(name, "hf") for name in parameter_shapes(shape)}
 
 
 def meta_names(shape: ModelShape) -> dict[str, str]:
-    """Meta's name of each of ``shapes``, or a CheckpointError as of ``meta_params_of``.
+    """Return Meta's name of each parameter, by our names.
 
-    Files of a tied model hold the embedding once more, as ``output.weight``.
+    The files of a tied model also hold the embedding as ``output.weight``, which is not listed
+    here.
+
+    Raises CheckpointError as ``make_meta_params`` does.
     """
-    meta_params_of(shape)
-    return {name: _translate(name, 1) for name in shapes(shape)}
+    make_meta_params(shape)
+    return {name: _translate(name, "meta") for name in parameter_shapes(shape)}
 
 
-def _translate(name: str, column: int) -> str:
-    number = name.split(".")[1]
-    module, _, kind = name.replace(f"blocks.{number}.", "blocks.#.").rpartition(".")
-    return f"{_TABLE[module][column].replace('#', number)}.{kind}"
+def _translate(name: str, column: Literal["hf", "meta"]) -> str:
+    """Return the name of one parameter in a column of the table."""
+    number = name.split(".")[1]  # of the block, if the parameter is in a block
+    module, _, leaf = name.replace(f"blocks.{number}.", "blocks.#.").rpartition(".")
+    translated = getattr(_TABLE[module], column)
+    return f"{translated.replace('#', number)}.{leaf}"
 
 
-def to_meta(name: str, whole: Tensor, shape: ModelShape, *, back: bool = False) -> Tensor:
-    """A parameter of ours, or whole heads of it, as Meta has it; ``back``: the inverse. ``name`` is ours."""
+def to_meta(name: str, whole: Tensor, shape: ModelShape, *, inverse: bool = False) -> Tensor:
+    """Lay out a parameter as Meta does, or with ``inverse`` a parameter of Meta's as we do.
+
+    Args:
+        name: of the parameter, ours.
+        whole: the parameter, or the rows of whole heads of it.
+        shape: of the model.
+        inverse: translate from Meta's layout to ours.
+    """
     if not name.endswith(("attn.wq.weight", "attn.wk.weight")):
         return whole
     half = shape.head_width // 2
-    return (
-        whole.unflatten(0, (-1, half, 2) if back else (-1, 2, half)).transpose(1, 2).flatten(0, 2)
-    )
+    # The rows of a head, ours: 2 halves of D/2 rows; Meta's: D/2 pairs of 2 rows.
+    sizes = (-1, half, 2) if inverse else (-1, 2, half)
+    return whole.unflatten(0, sizes).transpose(1, 2).flatten(0, 2)
 
 
-def meta_params_of(shape: ModelShape) -> dict[str, Any]:
-    """Meta's params.json of ``shape``; a CheckpointError where Meta's code would compute something else."""
-    stretch = (shape.rope_factor, shape.rope_low_freq, shape.rope_high_freq, shape.rope_context)
-    refused = {
-        "qkv_bias": shape.qkv_bias,
-        "qk_norm": shape.qk_norm,
-        "window": shape.window,
-        "head_dim": shape.head_width if shape.head_width * shape.n_heads != shape.dim else None,
-        "rope_*": None if shape.rope_factor == 1 or stretch in _STRETCHED else stretch,
-    }
-    lines = [
-        f"Meta's form of Llama has no {name} = {value}; convert to hf"
-        for name, value in refused.items()
-        if value
-    ]
-    if lines:
-        raise CheckpointError(lines)
-    params = {name: getattr(shape, name) for name in _PARAMS} | {"vocab_size": shape.vocab}
-    # The width of its feed-forward is int(multiplier * int(8/3 dim)), rounded up to a multiple.
-    params |= {"multiple_of": shape.ffn, "ffn_dim_multiplier": shape.ffn / int(8 * shape.dim / 3)}
-    scaled = {"use_scaled_rope": True, "rope_scaling_factor": shape.rope_factor}
-    return params | scaled if shape.rope_factor != 1 else params
+def make_meta_params(shape: ModelShape) -> dict[str, Any]:
+    """Return Meta's params.json for ``shape``.
 
-
-def shape_of_meta(params: dict[str, Any], *, vocab: int, ffn: int, tied: bool) -> ModelShape:
-    """The shape of a params.json; its tensors say ``vocab`` and ``ffn`` (rows of output and w1) and ``tied``.
-
-    Raises CheckpointError where params.json lacks a size, or has one of a wrong type or out of range.
+    Raises CheckpointError, with a line for each field, if Meta's code would compute something else.
     """
-    # Llama 2 leaves these out. use_scaled_rope alone is a factor of 8, and of 32 in Llama 3.2, whose heads are tied.
-    params = {"n_kv_heads": params.get("n_heads"), "norm_eps": 1e-5, "rope_theta": 1e4, **params}
-    if missing := [name for name in _PARAMS if params.get(name) is None]:
+    stretch = (shape.rope_factor, shape.rope_low_freq, shape.rope_high_freq, shape.rope_context)
+    unsupported: dict[str, Any] = {}
+    if shape.qkv_bias:
+        unsupported["qkv_bias"] = shape.qkv_bias
+    if shape.qk_norm:
+        unsupported["qk_norm"] = shape.qk_norm
+    if shape.window:
+        unsupported["window"] = shape.window
+    if shape.head_width * shape.n_heads != shape.dim:
+        unsupported["head_dim"] = shape.head_width
+    if shape.rope_factor != 1 and stretch not in _STRETCHES:
+        unsupported["rope_*"] = stretch
+    if unsupported:
+        raise CheckpointError(
+            [
+                f"Meta's format of Llama has no {name} = {value}; convert to hf"
+                for name, value in unsupported.items()
+            ]
+        )
+
+    params = {name: getattr(shape, name) for name in _SHARED_PARAMS}
+    params["vocab_size"] = shape.vocab
+    # Meta computes the width of the feed-forward: int(ffn_dim_multiplier * int(8/3 dim)), rounded
+    # up to a multiple of multiple_of.
+    params["multiple_of"] = shape.ffn
+    params["ffn_dim_multiplier"] = shape.ffn / int(8 * shape.dim / 3)
+    if shape.rope_factor != 1:
+        params["use_scaled_rope"] = True
+        params["rope_scaling_factor"] = shape.rope_factor
+    return params
+
+
+def parse_meta_params(params: dict[str, Any], *, vocab: int, ffn: int, tied: bool) -> ModelShape:
+    """Return the shape that the content of a params.json describes, together with its tensors.
+
+    Args:
+        params: the content of params.json.
+        vocab: the rows of the tensor ``output``.
+        ffn: the rows of the tensors ``w1``.
+        tied: whether ``output`` equals the embedding.
+
+    Raises:
+        CheckpointError: params.json lacks a size, or has one of a wrong type or out of range.
+    """
+    # The params.json of Llama 2 lacks these keys.
+    defaults = {"n_kv_heads": params.get("n_heads"), "norm_eps": 1e-5, "rope_theta": 1e4}
+    params = {**defaults, **params}
+    missing = [name for name in _SHARED_PARAMS if params.get(name) is None]
+    if missing:
         raise CheckpointError(
             f"params.json lacks {', '.join(missing)}; take the one that came with the files"
         )
-    scaled = params.get("use_scaled_rope", False)
-    if type(scaled) is not bool:
+
+    is_scaled = params.get("use_scaled_rope", False)
+    if type(is_scaled) is not bool:
         raise CheckpointError(
-            f"params.json: use_scaled_rope = {shown(scaled)} must be true or false"
+            f"params.json: use_scaled_rope = {short_json(is_scaled)} must be true or false"
         )
-    factor = params.get("rope_scaling_factor", 32.0 if tied else 8.0) if scaled else 1.0
-    sizes = {name: params[name] for name in _PARAMS}
-    keys = {name: f"params.json: {name}" for name in _PARAMS} | {
-        "rope_factor": "params.json: rope_scaling_factor"
-    }
-    return shape_from(
-        {**sizes, "vocab": vocab, "ffn": ffn, "tied": tied, "rope_factor": factor}, keys
-    )
+    factor = 1.0
+    if is_scaled:
+        # Meta's files say use_scaled_rope alone. It means a factor of 8, and of 32 in Llama 3.2,
+        # the one whose head is tied.
+        factor = params.get("rope_scaling_factor", 32.0 if tied else 8.0)
+
+    values = {name: params[name] for name in _SHARED_PARAMS}
+    values |= {"vocab": vocab, "ffn": ffn, "tied": tied, "rope_factor": factor}
+    keys = {name: f"params.json: {name}" for name in _SHARED_PARAMS}
+    keys["rope_factor"] = "params.json: rope_scaling_factor"
+    return make_shape(values, keys)

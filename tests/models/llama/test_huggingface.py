@@ -1,4 +1,5 @@
-"""Models of transformers as they are and in our words: shapes, names and logits; and what is refused.
+"""Models of transformers as they are and in our words: shapes, names and logits; and what is
+refused.
 
 transformers takes seconds to import, so that all that needs it is in this file.
 """
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama import huggingface as hf
 from composer3d.models.llama.model import Last, Llama
-from composer3d.models.llama.names import hf_names, shapes
+from composer3d.models.llama.names import hf_names, parameter_shapes
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.spec.errors import CheckpointError
 
@@ -90,7 +91,7 @@ def ours_from(folder: Path) -> Llama:
         model.last.head.weight = model.first.embed.weight
     held, names = load_file(folder / "model.safetensors"), hf_names(shape)
     assert set(names.values()) == held.keys()
-    assert {name: tuple(held[names[name]].shape) for name in names} == shapes(shape)
+    assert {name: tuple(held[names[name]].shape) for name in names} == parameter_shapes(shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(held[names[name]])
@@ -116,7 +117,8 @@ def logits(model: Llama, tokens_BT: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def test_logits_are_theirs(folder: Path) -> None:
     ours, theirs = ours_from(folder), theirs_from(folder)
-    # Within a window and beyond it, and beyond the context that the model had before its positions were stretched.
+    # Within a window and beyond it, and beyond the context that the model had before its positions
+    # were stretched.
     for length in (4, 33, 200):
         tokens_BT = torch.randint(SMALL["vocab_size"], (2, length))
         wanted = theirs(tokens_BT, use_cache=False).logits
@@ -128,8 +130,8 @@ def test_logits_are_theirs(folder: Path) -> None:
 @pytest.mark.parametrize("carries", [False, True])
 def test_they_load_what_we_describe(folder: Path, tmp_path: Path, carries: bool) -> None:
     shape, before = hf.read_shape(folder), json.loads((folder / "config.json").read_text())
-    config = hf.config_of(shape, "float32", before | {"notes": "mine"} if carries else None)
-    assert hf.shape_of(config) == shape
+    config = hf.make_config(shape, "float32", before | {"notes": "mine"} if carries else None)
+    assert hf.parse_config(config) == shape
     assert "rope_parameters" not in config  # transformers 4 does not know it
     (tmp_path / "config.json").write_text(json.dumps(config))
     shutil.copy(folder / "model.safetensors", tmp_path)
@@ -219,8 +221,8 @@ def test_presets_come_back(preset: str) -> None:
     plain = (
         replace(shape, head_dim=None) if shape.head_width * shape.n_heads == shape.dim else shape
     )
-    config = hf.config_of(shape, "bfloat16")
-    assert hf.shape_of(config) == plain
+    config = hf.make_config(shape, "bfloat16")
+    assert hf.parse_config(config) == plain
     theirs = transformers.AutoConfig.for_model(**config)
     assert (theirs.head_dim, theirs.num_key_value_heads) == (shape.head_width, shape.n_kv_heads)
     assert (
@@ -231,8 +233,8 @@ def test_presets_come_back(preset: str) -> None:
 
 def test_sizes_that_no_llama_of_theirs_may_have() -> None:
     shape = ModelShape(dim=60, n_layers=2, n_heads=8, n_kv_heads=2, ffn=96, vocab=99, head_dim=16)
-    config = hf.config_of(shape, "float32")
-    assert hf.shape_of(config) == shape
+    config = hf.make_config(shape, "float32")
+    assert hf.parse_config(config) == shape
     assert transformers.AutoConfig.for_model(**config).model_type == "mistral"
 
 
@@ -243,9 +245,9 @@ def test_what_came_with_another_shape_gives_ids_and_the_longest_sequence() -> No
         "max_position_embeddings": 77,
         "notes": "mine",
     }
-    shape = replace(hf.shape_of(carried), ffn=128)
-    config = hf.config_of(shape, "bfloat16", carried)
-    assert hf.shape_of(config) == shape
+    shape = replace(hf.parse_config(carried), ffn=128)
+    config = hf.make_config(shape, "bfloat16", carried)
+    assert hf.parse_config(config) == shape
     assert (config["bos_token_id"], config["eos_token_id"], config["max_position_embeddings"]) == (
         7,
         [8, 9],
@@ -312,13 +314,15 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "original_max_position_embeddings": 16,
         },
         [
-            f"original_max_position_embeddings = 16 {WANTED} rope_scaling.original_max_position_embeddings = 5"
+            f"original_max_position_embeddings = 16 {WANTED} "
+            "rope_scaling.original_max_position_embeddings = 5"
         ],
     ),
     "positions by layer": (
         {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
         [
-            f'rope_parameters = {{"full_attention": {{"rope_theta": 1000000.0}}}} {WANTED} without these keys, '
+            f'rope_parameters = {{"full_attention": {{"rope_theta": 1000000.0}}}} {WANTED} '
+            "without these keys, "
             "its rope_type is default"
         ],
     ),
@@ -334,7 +338,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "max_window_layers": 1,
         },
         [
-            f'layer_types = ["full_attention", "sliding_attention"] {WANTED} the same for all layers '
+            f'layer_types = ["full_attention", "sliding_attention"] {WANTED} the same for '
+            "all layers "
             "(max_window_layers = 0)"
         ],
     ),
@@ -375,4 +380,4 @@ def test_a_config_that_cannot_be_read(text: str | None, cause: str, tmp_path: Pa
 
 def test_a_shape_that_no_model_of_theirs_has() -> None:
     with pytest.raises(CheckpointError, match="both qk_norm and qkv_bias; convert to torch or dcp"):
-        hf.config_of(replace(PRESETS["debug-tiny"], qk_norm=True, qkv_bias=True), "float32")
+        hf.make_config(replace(PRESETS["debug-tiny"], qk_norm=True, qkv_bias=True), "float32")

@@ -22,7 +22,7 @@ WQ = "blocks.11.attn.wq.weight"
 def test_every_parameter_has_a_name_of_its_own() -> None:
     shape = replace(SHAPE, qk_norm=True, qkv_bias=True)
     found = names.hf_names(shape)
-    assert list(found) == list(names.shapes(shape))
+    assert list(found) == list(names.parameter_shapes(shape))
     assert len(set(found.values())) == len(found) == 12 * 14 + 3
     assert found[WQ] == "model.layers.11.self_attn.q_proj.weight"
     assert found["blocks.2.attn.wk.bias"] == "model.layers.2.self_attn.k_proj.bias"
@@ -46,7 +46,7 @@ def test_shapes_are_those_of_the_model() -> None:
         built = {
             name: tuple(parameter.shape) for name, parameter in Llama(shape).named_parameters()
         }
-        assert list(names.shapes(shape).items()) == list(built.items())
+        assert list(names.parameter_shapes(shape).items()) == list(built.items())
 
 
 def interleaved(x_TD: Tensor, theta: float) -> Tensor:
@@ -72,7 +72,8 @@ def test_scores_of_metas_heads_are_ours() -> None:
     for kind in ("wq", "wk"):
         assert not torch.equal(meta[kind], ours[kind])
         assert torch.equal(
-            names.to_meta(f"blocks.0.attn.{kind}.weight", meta[kind], SHAPE, back=True), ours[kind]
+            names.to_meta(f"blocks.0.attn.{kind}.weight", meta[kind], SHAPE, inverse=True),
+            ours[kind],
         )
     table = rope_table(
         rope_of(replace(SHAPE, rope_theta=100.0)), torch.arange(7)[None], torch.float64
@@ -95,7 +96,7 @@ def width_in_meta(dim: int, params: dict[str, Any]) -> int:
 @given(dim=st.integers(4, 1 << 15), ffn=st.integers(2, 1 << 17))
 def test_metas_code_makes_the_same_width(dim: int, ffn: int) -> None:
     shape = ModelShape(dim=2 * dim, n_layers=1, n_heads=1, n_kv_heads=1, ffn=ffn, vocab=9)
-    assert width_in_meta(2 * dim, names.meta_params_of(shape)) == ffn
+    assert width_in_meta(2 * dim, names.make_meta_params(shape)) == ffn
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,10 @@ def test_metas_code_makes_the_same_width(dim: int, ffn: int) -> None:
 )
 def test_params_come_back(preset: str) -> None:
     shape = replace(PRESETS[preset], head_dim=None)
-    params = names.meta_params_of(PRESETS[preset])
-    assert names.shape_of_meta(params, vocab=shape.vocab, ffn=shape.ffn, tied=shape.tied) == shape
+    params = names.make_meta_params(PRESETS[preset])
+    assert (
+        names.parse_meta_params(params, vocab=shape.vocab, ffn=shape.ffn, tied=shape.tied) == shape
+    )
 
 
 # As published: Llama 2 70B, Llama 3.1 8B, Llama 3.2 1B.
@@ -128,15 +131,15 @@ LLAMA_3 = {
 def test_what_meta_published_is_read() -> None:
     params: dict[str, Any] = LLAMA_2 | {"norm_eps": 1e-05, "vocab_size": -1}
     assert width_in_meta(8192, params) == 28672
-    two = names.shape_of_meta(params, vocab=32000, ffn=28672, tied=False)
+    two = names.parse_meta_params(params, vocab=32000, ffn=28672, tied=False)
     assert two == replace(PRESETS["llama3-70b"], vocab=32000, rope_theta=1e4)
     del params["n_kv_heads"]
-    assert names.shape_of_meta(params, vocab=32000, ffn=28672, tied=False).n_kv_heads == 64
-    three = names.shape_of_meta(
+    assert names.parse_meta_params(params, vocab=32000, ffn=28672, tied=False).n_kv_heads == 64
+    three = names.parse_meta_params(
         LLAMA_3 | {"dim": 4096, "n_layers": 32, "n_heads": 32}, vocab=128256, ffn=14336, tied=False
     )
     assert three == PRESETS["llama3.1-8b"]
-    small = names.shape_of_meta(
+    small = names.parse_meta_params(
         LLAMA_3 | {"dim": 2048, "n_layers": 16, "n_heads": 32}, vocab=128256, ffn=8192, tied=True
     )
     assert small == replace(PRESETS["llama3.2-1b"], head_dim=None)
@@ -146,7 +149,7 @@ def test_params_without_sizes_are_refused() -> None:
     with pytest.raises(
         CheckpointError, match=r"params.json lacks dim, n_heads, n_kv_heads; take the one that came"
     ):
-        names.shape_of_meta({"n_layers": 2}, vocab=9, ffn=8, tied=False)
+        names.parse_meta_params({"n_layers": 2}, vocab=9, ffn=8, tied=False)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,6 @@ def test_params_without_sizes_are_refused() -> None:
 )
 def test_what_meta_cannot_hold_is_named(more: dict[str, Any], named: str) -> None:
     with pytest.raises(
-        CheckpointError, match=f"Meta's form of Llama has no {named}; convert to hf"
+        CheckpointError, match=f"Meta's format of Llama has no {named}; convert to hf"
     ):
         names.meta_names(replace(SHAPE, **more))

@@ -38,7 +38,7 @@ def count_blocks_from_the_end() -> None:
     """The blocks are numbered the other way."""
     right = names._translate
 
-    def wrong(name: str, column: int) -> str:
+    def wrong(name: str, column: str) -> str:
         parts = name.split(".")
         if parts[0] == "blocks":
             parts[1] = {"0": "1", "1": "0"}.get(parts[1], parts[1])
@@ -49,20 +49,22 @@ def count_blocks_from_the_end() -> None:
 
 def leave_rotary_pairs_apart() -> None:
     """Queries and keys are written for Meta as they lie in ours."""
-    names.to_meta = lambda name, whole, shape, back=False: whole
+    names.to_meta = lambda name, whole, shape, inverse=False: whole
 
 
 def turn_rotary_pairs_back() -> None:
     """Queries and keys are rearranged in the wrong direction, which undoes itself."""
     right = names.to_meta
-    names.to_meta = lambda name, whole, shape, back=False: right(name, whole, shape, back=not back)
+    names.to_meta = lambda name, whole, shape, inverse=False: right(
+        name, whole, shape, inverse=not inverse
+    )
 
 
 def rearrange_only_queries() -> None:
     """Keys are written for Meta as they lie in ours."""
     right = names.to_meta
-    names.to_meta = lambda name, whole, shape, back=False: (
-        whole if name.endswith("wk.weight") else right(name, whole, shape, back=back)
+    names.to_meta = lambda name, whole, shape, inverse=False: (
+        whole if name.endswith("wk.weight") else right(name, whole, shape, inverse=inverse)
     )
 
 
@@ -77,8 +79,8 @@ def write_another_epsilon() -> None:
 
 
 def _change_config(change: Callable[[dict], dict]) -> None:
-    right = targets.config_of
-    targets.config_of = lambda *given: change(right(*given))
+    right = targets.make_config
+    targets.make_config = lambda *given: change(right(*given))
 
 
 def round_to_half() -> None:
