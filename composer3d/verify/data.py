@@ -19,7 +19,7 @@ from composer3d.recipe.schema import Recipe
 END = 2  # the token that ends a document of a proof's corpus, where the vocabulary has as many
 
 
-def shorten(recipe: Recipe, steps: int) -> Recipe:
+def shorten_run(recipe: Recipe, steps: int) -> Recipe:
     """The recipe of a run of ``steps`` steps, with nothing left at a value that hides a fault.
 
     The warmup takes two steps, and the decay ends with the last step, or the third: three steps
@@ -45,21 +45,21 @@ def shorten(recipe: Recipe, steps: int) -> Recipe:
     )
 
 
-def is_random(step: int) -> bool:
+def has_random_batch(step: int) -> bool:
     """Whether a step has a random batch: every second one. The first is the corpus's, so that every
     proof has one.
     """
     return step % 2 == 1
 
 
-def most_of(recipe: Recipe, step: int) -> float:
+def reference_max_norm(recipe: Recipe, step: int) -> float:
     """What the gradient norm of a step is clipped to; far above any norm where the batch is random,
     so that clipping is seen to leave smaller gradients alone.
     """
-    return recipe.optim.clip * (1e9 if is_random(step) else 1.0)
+    return recipe.optim.clip * (1e9 if has_random_batch(step) else 1.0)
 
 
-def rate(recipe: Recipe, step: int) -> float:
+def reference_learning_rate(recipe: Recipe, step: int) -> float:
     """The learning rate of ``step``, counted from 0, by the text of the keys of ``[optim]``."""
     optim, number = recipe.optim, step + 1
     if number <= optim.warmup:

@@ -1,44 +1,60 @@
-"""The verdict on a layout: what every rank measured of its shards, put together and held against the bounds.
+"""Judge a layout: combine the errors that all ranks measured on their shards, and check the bounds.
 
-A tensor is known by its boxes: where a rank's part begins in the whole, and its shape. Ranks that hold the same box
-must agree, so that of these the worst counts.
+A shard is identified by its box: its offset in the whole tensor, and its shape. Ranks that hold the
+same box must agree, so the worst error of a box counts.
 """
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import combinations, product
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import NamedTuple
 
 from composer3d.recipe.schema import AXES, Recipe
 
+# Bounds. All errors are relative.
+
 _EXACT = {"float64": 1e-9, "float32": 1e-5}
-# A tensor's error is relative to its norm, or to this part of the norm of all where that is more: float32 rounds 2^29
-# times as coarsely.
-_LEAST = {"float64": 1e-12, "float32": 1e-12 * 2**29}
-# A gradient may differ by this many times what float32 alone was seen to differ by, but not by more than _MOST: beyond
-# that, a wrong one could hide in it.
-_NOISE, _MOST = 8, 1e-3
-_ROUNDING = 2.0**-52
-# Of numbers in float32. A loss is a mean over tokens, and a norm after clipping is what clipping sets it to: few
-# roundings. A norm has those of all gradients.
-_NUMBERS = {"loss": 1e-6, "norm": 1e-5, "clipped": 5e-7}
-_SCALARS = {"loss": "loss", "norm": "gradient norm", "clipped": "gradient norm after clipping"}
-# Verdict's name of each kind. Of one step the first kind that is off is blamed: a wrong norm spoils weights.
-_BLAMED = {
-    "gradient": "max_grad",
+# The error of a tensor is relative to its norm, or to this fraction of the norm of all tensors if
+# that is larger. Float32 rounds 2^29 times as coarsely as float64.
+_SMALLEST_NORM = {"float64": 1e-12, "float32": 1e-12 * 2**29}
+# A gradient in float32 may differ by this multiple of the measured noise of float32, but never by
+# more than the second number: a wrong gradient could hide in a larger one.
+_NOISE_MULTIPLE, _LARGEST_NOISE_BOUND = 8, 1e-3
+_FLOAT64_ROUNDING = 2.0**-52
+# Bounds of scalars in float32. A loss is a mean over tokens, and clipping sets the norm after it:
+# both have few roundings. The norm itself has those of all gradients.
+_SCALAR_BOUNDS = {"loss": 1e-6, "norm": 1e-5, "clipped": 5e-7}
+
+_SCALAR_NAMES = {
     "loss": "loss",
-    "norm": "grad_norm",
-    "clipped": "grad_norm",
-    "weight": "max_weight",
+    "norm": "gradient norm",
+    "clipped": "gradient norm after clipping",
 }
+# Blame the first of these kinds that fails in a step: a wrong norm corrupts later weights.
+_BLAME_ORDER = ("gradient", "loss", "norm", "clipped", "weight")
 
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What ``verify --json`` prints of one layout. Errors are relative; None where one is not finite or not known."""
+    """What ``verify --json`` prints for one layout.
+
+    Attributes:
+        passed: whether all errors are within their bounds.
+        world_size: the number of processes of the small recipe; 0 if the recipe is refused.
+        layout: the layout in words.
+        dtype: in which the composed job computed.
+        loss_rel_err: the largest relative error of a loss. This error and the next three are None
+            if they are not finite, or not known.
+        grad_norm_rel_err: of the gradient norm, before or after clipping.
+        max_grad_rel_err: of a gradient.
+        max_weight_rel_err: of a weight after a step.
+        worst_parameter: the parameter that is closest to its bound or farthest beyond it.
+        refused: whether the layout is one that a recipe must not ask for.
+        error: why the layout is refused or wrong.
+    """
 
     passed: bool
     world_size: int
@@ -53,26 +69,72 @@ class Verdict:
     error: str | None = None
 
 
-class Piece(NamedTuple):
-    """One rank's part ``a`` of a tensor after ``step``, held against the same box ``b`` of the reference."""
+class ShardError(NamedTuple):
+    """The difference between one rank's shard ``a`` and the same box ``b`` of the reference.
+
+    Attributes:
+        step: counted from 0. The shard is compared after this step.
+        kind: "gradient" or "weight".
+        name: of the parameter.
+        offset: of the shard in the whole tensor.
+        shape: of the shard.
+        diff_sq: ||a - b||^2.
+        norm_sq: ||b||^2.
+        dot: the dot product of a and b.
+        problem: why the two cannot be compared, if they cannot. It continues a sentence that the
+            name of the tensor begins.
+    """
 
     step: int
-    kind: str  # "gradient" or "weight"
+    kind: str
     name: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    diff: float  # ||a - b||^2
-    square: float  # ||b||^2
-    dot: float  # a . b
-    problem: str | None = None  # what is wrong where there is nothing to measure
+    diff_sq: float
+    norm_sq: float
+    dot: float
+    problem: str | None = None
+
+    @classmethod
+    def of_problem(cls, step: int, kind: str, name: str, problem: str) -> "ShardError":
+        """The error of a shard that cannot be compared with the reference."""
+        return cls(step, kind, name, (), (0,), math.inf, 0.0, 0.0, problem)
 
 
-class Known(NamedTuple):
-    """What the judge knows of the one-process run, which computes in float64.
+@dataclass(kw_only=True)
+class RankErrors:
+    """All differences that one rank measured. The errors of scalars are relative.
 
-    ``noise``: with float32, by step, how far from each gradient float32 alone came (``verify_rounding.noise``).
-    ``norms``: by kind and step, each tensor's norm. ``shapes``: of each parameter. ``clips``: by step, whether it
-    clipped.
+    Attributes:
+        identity: names the rank in words.
+        coords: its coordinate on each axis of the mesh.
+        loss: by step. The last entry is that of a validation before the last step.
+        norm: of the gradient norm, by step.
+        clipped: of the gradient norm after clipping, by step.
+        shards: of each gradient and weight that the rank holds, after each step.
+        wrong_learning_rate: describes a learning rate that breaks its rule in any step, if there is
+            one.
+    """
+
+    identity: str
+    coords: Mapping[str, int]
+    loss: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
+    clipped: list[float] = field(default_factory=list)
+    shards: list[ShardError] = field(default_factory=list)
+    wrong_learning_rate: str | None = None
+
+
+class ReferenceStats(NamedTuple):
+    """Statistics of the one-process run, which computes in float64.
+
+    Attributes:
+        noise: in a float32 proof, by step, how far float32 alone is from each gradient
+            (``rounding.measure_noise``).
+        norms: the norm of each tensor by name, for each step, for the kinds "gradient" and
+            "weight".
+        shapes: of each parameter.
+        clips: by step, whether it clipped.
     """
 
     noise: list[dict[str, float]]
@@ -81,251 +143,393 @@ class Known(NamedTuple):
     clips: list[bool]
 
 
-class Tensor(NamedTuple):
-    """A whole tensor as the ranks hold it."""
+class TensorError(NamedTuple):
+    """The error of a whole tensor, combined from the shards of all ranks.
+
+    Attributes:
+        step: counted from 0.
+        kind: "gradient" or "weight".
+        name: of the parameter.
+        error: relative; infinite if there is a problem.
+        bound: of the error.
+        shards: each with the rank that holds it, the worst first.
+        boxes: the worst shard of each box.
+        problem: why the tensor is wrong without regard to its values, if it is.
+    """
 
     step: int
     kind: str
     name: str
     error: float
-    allowed: float
-    pieces: list[tuple[int, Piece]]  # with their ranks, the worst first
-    boxes: list[Piece]  # the worst piece of each box
+    bound: float
+    shards: list[tuple[int, ShardError]]
+    boxes: list[ShardError]
     problem: str | None
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the error is beyond its bound, or not a number."""
+        return not self.error <= self.bound
 
-class Found(NamedTuple):
-    """One comparison: of a tensor, or of a number as one rank has it."""
+
+class ScalarError(NamedTuple):
+    """The error of a loss or a norm on one rank.
+
+    Attributes:
+        step: counted from 0. The validation loss follows the loss of the last step.
+        kind: "loss", "norm" or "clipped".
+        error: relative.
+        bound: of the error.
+    """
 
     step: int
     kind: str
     error: float
-    allowed: float
+    bound: float
 
     @property
-    def off(self) -> bool:
-        return not self.error <= self.allowed  # what is not a number is off
+    def is_wrong(self) -> bool:
+        """Whether the error is beyond its bound, or not a number."""
+        return not self.error <= self.bound
 
 
-def judge(verdict: Verdict, ranks: list[dict[str, Any]], small: Recipe, known: Known) -> Verdict:
-    """Fill in ``verdict`` from what ``verify_worker.run_composed`` returned on each rank."""
-    tensors = _put_together(ranks, known, verdict.dtype)
-    found = [Found(t.step, t.kind, t.error, t.allowed) for t in tensors]
-    steps = len(known.norms["weight"])
-    for (kind, count), rank in product(
-        {"loss": steps + 1, "norm": steps, "clipped": steps}.items(), ranks
-    ):
-        # What a rank has not compared is off.
-        errors = [*rank[kind], *[math.inf] * (count - len(rank[kind]))]
-        for step, error in enumerate(errors):
-            found.append(
-                Found(step, kind, error, _allowed_number(kind, step, known, verdict.dtype))
-            )
-    for name in dict.fromkeys(_BLAMED.values()):
-        every = [each.error for each in found if _BLAMED[each.kind] == name]
-        setattr(
-            verdict,
-            f"{name}_rel_err",
-            max(every, default=0.0) if all(map(math.isfinite, every)) else None,
-        )
-    verdict.worst_parameter = max(tensors, key=lambda t: t.error / t.allowed).name
-    off = [each for each in found if each.off]
-    verdict.passed = not off
-    if verdict.passed:
-        verdict.error = next((rank["rates"] for rank in ranks if rank["rates"]), None)
+def judge(
+    verdict: Verdict, ranks: Sequence[RankErrors], small: Recipe, stats: ReferenceStats
+) -> Verdict:
+    """Fill in and return ``verdict``.
+
+    Args:
+        verdict: of which ``dtype`` is read.
+        ranks: what ``worker.run_composed`` returned on each rank.
+        small: the recipe that the ranks ran.
+        stats: of the one-process run.
+    """
+    steps = len(stats.norms["weight"])
+    tensors = _combine_shards(ranks, stats, verdict.dtype)
+    scalars = _check_scalars(ranks, stats, verdict.dtype)
+
+    verdict.loss_rel_err = _largest_error(scalars, "loss")
+    verdict.grad_norm_rel_err = _largest_error(scalars, "norm", "clipped")
+    verdict.max_grad_rel_err = _largest_error(tensors, "gradient")
+    verdict.max_weight_rel_err = _largest_error(tensors, "weight")
+    verdict.worst_parameter = max(tensors, key=lambda tensor: tensor.error / tensor.bound).name
+
+    errors: list[TensorError | ScalarError] = [*tensors, *scalars]
+    wrong = [error for error in errors if error.is_wrong]
+    if not wrong:
+        wrong_learning_rates = [rank.wrong_learning_rate for rank in ranks]
+        verdict.error = next(filter(None, wrong_learning_rates), None)
         verdict.passed = verdict.error is None
         return verdict
-    step, kind, error, _ = min(
-        off, key=lambda each: (each.step, [*_BLAMED].index(each.kind), -each.error)
+
+    verdict.passed = False
+    blamed = min(
+        wrong, key=lambda error: (error.step, _BLAME_ORDER.index(error.kind), -error.error)
     )
-    if kind in _SCALARS:
-        what = "validation loss" if step == steps else f"{_SCALARS[kind]} at step {step + 1}"
-        right = (
-            "every gradient and weight"
-            if {each.kind for each in off} <= {*_SCALARS}
-            else "every gradient so far"
-        )
-        verdict.error = f"{what} is off by {error:.1e}, while {right} is right"
+    if isinstance(blamed, ScalarError):
+        only_scalars = all(isinstance(error, ScalarError) for error in wrong)
+        verdict.error = _describe_scalar(blamed, steps, only_scalars)
         return verdict
-    alike = [t for t in tensors if (t.step, t.kind) == (step, kind)]
-    beyond = [t for t in alike if not t.error <= t.allowed]
-    blamed = max(beyond, key=lambda t: t.error)
-    verdict.worst_parameter = blamed.name
-    which = _which([t.name for t in beyond], {t.name for t in alike})
-    findings = (_headline(blamed, ranks), _factor(blamed, small), _where(beyond, ranks), which)
+
+    compared = [
+        tensor for tensor in tensors if (tensor.step, tensor.kind) == (blamed.step, blamed.kind)
+    ]
+    wrong_tensors = [tensor for tensor in compared if tensor.is_wrong]
+    worst = max(wrong_tensors, key=lambda tensor: tensor.error)
+    verdict.worst_parameter = worst.name
+    findings = (
+        _describe_tensor(worst, ranks),
+        _describe_factor(worst, small),
+        _describe_ranks(wrong_tensors, ranks),
+        _describe_parameters(
+            [tensor.name for tensor in wrong_tensors], {tensor.name for tensor in compared}
+        ),
+    )
     verdict.error = "; ".join(filter(None, findings))
     return verdict
 
 
-def _allowed_number(kind: str, step: int, known: Known, dtype: str) -> float:
-    """The bound of a number's error. A norm that nothing clipped is no rounder after clipping than it was before."""
+# Errors and their bounds.
+
+
+def _largest_error(errors: Sequence[TensorError | ScalarError], *kinds: str) -> float | None:
+    """The largest error of these kinds, 0 without any, or None if one is not finite."""
+    values = [error.error for error in errors if error.kind in kinds]
+    if not all(map(math.isfinite, values)):
+        return None
+    return max(values, default=0.0)
+
+
+def _check_scalars(
+    ranks: Sequence[RankErrors], stats: ReferenceStats, dtype: str
+) -> list[ScalarError]:
+    """The error of each loss and norm on each rank, infinite if the rank did not compare it."""
+    steps = len(stats.norms["weight"])
+    scalars = []
+    for rank in ranks:
+        for kind, errors, count in (
+            # The loss of one validation follows the losses of the steps.
+            ("loss", rank.loss, steps + 1),
+            ("norm", rank.norm, steps),
+            ("clipped", rank.clipped, steps),
+        ):
+            missing = [math.inf] * (count - len(errors))
+            for step, error in enumerate([*errors, *missing]):
+                bound = _scalar_bound(kind, step, stats, dtype)
+                scalars.append(ScalarError(step, kind, error, bound))
+    return scalars
+
+
+def _scalar_bound(kind: str, step: int, stats: ReferenceStats, dtype: str) -> float:
     if dtype == "float64":
         return _EXACT[dtype]
-    return _NUMBERS["norm" if kind == "clipped" and not known.clips[step] else kind]
+    if kind == "clipped" and not stats.clips[step]:
+        # Clipping changed nothing, so this norm has the same roundings as the norm before it.
+        kind = "norm"
+    return _SCALAR_BOUNDS[kind]
 
 
-def _put_together(ranks: list[dict[str, Any]], known: Known, dtype: str) -> list[Tensor]:
-    held: dict[tuple[int, str, str], list[tuple[int, Piece]]] = defaultdict(list)
+def _combine_shards(
+    ranks: Sequence[RankErrors], stats: ReferenceStats, dtype: str
+) -> list[TensorError]:
+    """Combine the shards of all ranks into the error of each tensor after each step."""
+    shards: dict[tuple[int, str, str], list[tuple[int, ShardError]]] = defaultdict(list)
     for rank, measured in enumerate(ranks):
-        for piece in measured["pieces"]:
-            number = piece.diff if math.isfinite(piece.diff) else math.inf
-            held[piece.step, piece.kind, piece.name].append((rank, piece._replace(diff=number)))
+        for shard in measured.shards:
+            # NaN would break the order of the shards.
+            diff_sq = shard.diff_sq if math.isfinite(shard.diff_sq) else math.inf
+            key = (shard.step, shard.kind, shard.name)
+            shards[key].append((rank, shard._replace(diff_sq=diff_sq)))
+
     tensors = []
-    for kind, steps in known.norms.items():
-        for step, norms in enumerate(steps):
-            for name in norms | dict.fromkeys(
-                name for s, k, name in held if (s, k) == (step, kind)
-            ):
-                pieces = sorted(held[step, kind, name], key=lambda held: -held[1].diff)
-                boxes: dict[Any, Piece] = {}
-                for _, piece in pieces:
-                    boxes.setdefault((piece.offset, piece.shape), piece)
-                problem = next((piece.problem for _, piece in pieces if piece.problem), None)
-                if problem is None and name in known.shapes:
-                    problem = _uncovered(name, known.shapes[name], sorted(boxes))
-                problem = problem or _not_held(name, {rank for rank, _ in pieces}, ranks)
-                size = _size(norms.get(name, 0.0), math.hypot(*norms.values()), dtype)
-                error = math.sqrt(sum(box.diff for box in boxes.values())) / size
-                error = math.inf if problem else error
-                noise = (
-                    known.noise[step].get(name, 0.0) / size
-                    if dtype == "float32" and kind == "gradient"
-                    else 0.0
-                )
-                allowed = _allowed(kind, dtype, noise)
+    for kind, norms_by_step in stats.norms.items():
+        for step, norms in enumerate(norms_by_step):
+            norm_of_all = math.hypot(*norms.values())
+            # In the order of the reference; after them, what only the ranks have.
+            names = dict.fromkeys(norms)
+            names |= dict.fromkeys(
+                name
+                for shard_step, shard_kind, name in shards
+                if (shard_step, shard_kind) == (step, kind)
+            )
+            for name in names:
+                scale = _error_scale(norms.get(name, 0.0), norm_of_all, dtype)
+                noise = 0.0
+                if dtype == "float32" and kind == "gradient":
+                    noise = stats.noise[step].get(name, 0.0) / scale
+                bound = _tensor_bound(kind, dtype, noise)
+                held = shards.get((step, kind, name), [])
                 tensors.append(
-                    Tensor(step, kind, name, error, allowed, pieces, list(boxes.values()), problem)
+                    _combine_tensor(step, kind, name, held, ranks, stats, scale=scale, bound=bound)
                 )
     return tensors
 
 
-def _size(norm: float, of_all: float, dtype: str) -> float:
-    """What the error of a tensor is relative to, by its norm and that of all."""
-    if norm <= _ROUNDING * of_all and dtype == "float64":
-        # It is zero but for rounding, as is the gradient of a query that sees one key: a rounding of all is allowed.
-        return max(_ROUNDING * of_all / _EXACT[dtype], 1e-300)
-    return max(norm, _LEAST[dtype] * of_all, 1e-300)
+def _combine_tensor(
+    step: int,
+    kind: str,
+    name: str,
+    shards: list[tuple[int, ShardError]],
+    ranks: Sequence[RankErrors],
+    stats: ReferenceStats,
+    *,
+    scale: float,
+    bound: float,
+) -> TensorError:
+    """Combine the shards of one tensor. Its error is relative to ``scale``."""
+    shards = sorted(shards, key=lambda rank_shard: -rank_shard[1].diff_sq)
+    worst_of_box: dict[tuple[tuple[int, ...], tuple[int, ...]], ShardError] = {}
+    for _, shard in shards:
+        worst_of_box.setdefault((shard.offset, shard.shape), shard)
+
+    problem = next((shard.problem for _, shard in shards if shard.problem), None)
+    if problem is None and name in stats.shapes:
+        problem = _find_uncovered(name, stats.shapes[name], sorted(worst_of_box))
+    if problem is None:
+        problem = _find_wrong_holders(name, {rank for rank, _ in shards}, ranks)
+
+    boxes = list(worst_of_box.values())
+    error = math.sqrt(sum(box.diff_sq for box in boxes)) / scale
+    if problem is not None:
+        error = math.inf
+    return TensorError(step, kind, name, error, bound, shards, boxes, problem)
 
 
-def _allowed(kind: str, dtype: str, noise: float) -> float:
-    """The bound of a tensor's error. Of a weight in float32 ``Replay`` has taken off what rounding explains."""
+def _error_scale(norm: float, norm_of_all: float, dtype: str) -> float:
+    """The number that the error of a tensor is relative to."""
+    if dtype == "float64" and norm <= _FLOAT64_ROUNDING * norm_of_all:
+        # The tensor is zero but for rounding, as is the gradient of a query that sees one key. Its
+        # error may be as large as one rounding of all tensors.
+        return max(_FLOAT64_ROUNDING * norm_of_all / _EXACT[dtype], 1e-300)
+    return max(norm, _SMALLEST_NORM[dtype] * norm_of_all, 1e-300)
+
+
+def _tensor_bound(kind: str, dtype: str, noise: float) -> float:
     if kind == "weight":
+        # In float32, ``AdamWReplay`` has taken off what rounding explains.
         return _EXACT["float64"]
-    return min(max(_EXACT[dtype], _NOISE * noise), _MOST)
+    return min(max(_EXACT[dtype], _NOISE_MULTIPLE * noise), _LARGEST_NOISE_BOUND)
 
 
-def _uncovered(
-    name: str, shape: Sequence[int], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+def _find_uncovered(
+    name: str, shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> str | None:
-    """What is wrong where boxes, each given once, do not hold every element of a tensor once."""
-    boxes = [box for box in boxes if math.prod(box[1])]
-    for (a, a_size), (b, b_size) in combinations(boxes, 2):
-        if all(
-            max(x, y) < min(x + m, y + n) for x, m, y, n in zip(a, a_size, b, b_size, strict=True)
-        ):
-            return f"ranks hold parts of {name} that overlap: {list(a_size)} at {list(a)}, {list(b_size)} at {list(b)}"
-    count, whole = sum(math.prod(size) for _, size in boxes), math.prod(shape)
-    return None if count == whole else f"ranks hold only {count} of {whole} elements of {name}"
+    """Describe the problem if the boxes of a tensor do not cover each of its elements once.
+
+    Args:
+        name: of the tensor.
+        shape: of the whole tensor.
+        boxes: offset and shape of each different box.
+    """
+    boxes = [(offset, box_shape) for offset, box_shape in boxes if math.prod(box_shape)]
+    for (a, a_shape), (b, b_shape) in combinations(boxes, 2):
+        overlaps = all(
+            max(a_begin, b_begin) < min(a_begin + a_size, b_begin + b_size)
+            for a_begin, a_size, b_begin, b_size in zip(a, a_shape, b, b_shape, strict=True)
+        )
+        if overlaps:
+            return (
+                f"ranks hold shards of {name} that overlap: "
+                f"{list(a_shape)} at {list(a)}, {list(b_shape)} at {list(b)}"
+            )
+    covered = sum(math.prod(box_shape) for _, box_shape in boxes)
+    total = math.prod(shape)
+    return None if covered == total else f"ranks hold only {covered} of {total} elements of {name}"
 
 
-def _not_held(name: str, holders: set[int], ranks: list[dict[str, Any]]) -> str | None:
-    """What is wrong where not all ranks of one stage, and they alone, hold a tensor, though replicas may hide it."""
-    stages = {ranks[rank]["at"]["pp"] for rank in holders}
+def _find_wrong_holders(name: str, holders: set[int], ranks: Sequence[RankErrors]) -> str | None:
+    """Describe the problem if the ranks that hold a tensor are not all ranks of one pipeline stage.
+
+    The shards of a data-parallel replica can hide that a rank holds nothing.
+    """
+    stages = {ranks[rank].coords["pp"] for rank in holders}
     if len(stages) > 1:
-        return f"pipeline ranks {', '.join(map(str, sorted(stages)))} hold {name}, which is one stage's"
-    lacking = [
-        rank
-        for rank, each in enumerate(ranks)
-        if each["at"]["pp"] in stages and rank not in holders
-    ]
-    return (
-        f"{name} is missing on rank {lacking[0]}, while others of its stage hold it"
-        if lacking
-        else None
-    )
+        shown = ", ".join(map(str, sorted(stages)))
+        return f"pipeline ranks {shown} hold {name}, which belongs to one stage"
+    for rank, errors in enumerate(ranks):
+        if errors.coords["pp"] in stages and rank not in holders:
+            return f"{name} is missing on rank {rank}, while other ranks of its stage hold it"
+    return None
 
 
-def _headline(tensor: Tensor, ranks: list[dict[str, Any]]) -> str:
-    what = f"{tensor.kind} of {tensor.name} at step {tensor.step + 1}"
-    if not tensor.pieces or (tensor.problem and not tensor.pieces[0][1].problem):
-        return f"{what}: {tensor.problem}"
-    rank, piece = tensor.pieces[0]
-    amount = f" {piece.problem}" if piece.problem else f" is off by {tensor.error:.1e}"
-    return f"{what}{amount} on {ranks[rank]['identity']}"
+# Descriptions of what is wrong. Together they are the text of a verdict.
 
 
-def _factor(tensor: Tensor, small: Recipe) -> str | None:
-    """Name what has the size of the factor between a tensor and its reference, where the whole fits one factor."""
-    diff, square, dot = (
-        sum(getattr(piece, field) for piece in tensor.boxes) for field in ("diff", "square", "dot")
-    )
-    if tensor.problem or not math.isfinite(diff) or square == 0:
+def _describe_scalar(scalar: ScalarError, steps: int, only_scalars: bool) -> str:
+    if scalar.step == steps:
+        name = "validation loss"
+    else:
+        name = f"{_SCALAR_NAMES[scalar.kind]} at step {scalar.step + 1}"
+    right = "every gradient and weight" if only_scalars else "every gradient so far"
+    return f"{name} is off by {scalar.error:.1e}, while {right} is right"
+
+
+def _describe_tensor(tensor: TensorError, ranks: Sequence[RankErrors]) -> str:
+    """Name a tensor and what is wrong with it, on the rank where it is worst."""
+    subject = f"{tensor.kind} of {tensor.name} at step {tensor.step + 1}"
+    if not tensor.shards:
+        return f"{subject}: {tensor.problem}"
+    rank, shard = tensor.shards[0]
+    if shard.problem:
+        return f"{subject} {shard.problem} on {ranks[rank].identity}"
+    if tensor.problem:
+        return f"{subject}: {tensor.problem}"
+    return f"{subject} is off by {tensor.error:.1e} on {ranks[rank].identity}"
+
+
+def _describe_factor(tensor: TensorError, small: Recipe) -> str | None:
+    """If a tensor is a multiple of its reference, name the factor and the axes of that size."""
+    diff_sq = sum(box.diff_sq for box in tensor.boxes)
+    norm_sq = sum(box.norm_sq for box in tensor.boxes)
+    dot = sum(box.dot for box in tensor.boxes)
+    if tensor.problem or not math.isfinite(diff_sq) or norm_sq == 0:
         return None
-    scale = dot / square
-    rest = (
-        diff + 2 * dot - square - scale * dot
-    )  # ||a - scale b||^2, as ||a||^2 = diff + 2 dot - ||b||^2
-    if abs(scale - 1) < 1e-3 or abs(scale) < 1e-6 or rest > 1e-8 * square * scale * scale:
+
+    factor = dot / norm_sq
+    # ||a - factor b||^2, as ||a||^2 = diff_sq + 2 dot - norm_sq.
+    residual_sq = diff_sq + 2 * dot - norm_sq - factor * dot
+    is_multiple = residual_sq <= 1e-8 * norm_sq * factor * factor
+    if abs(factor - 1) < 1e-3 or abs(factor) < 1e-6 or not is_multiple:
         return None
-    sizes = {axis: size for axis in AXES if (size := getattr(small.mesh, axis)) > 1}
-    products = [
-        [
-            " x ".join(axes)
-            for axes in combinations(sizes, n)
-            if _fits(scale, math.prod(sizes[a] for a in axes))
-        ]
-        for n in range(1, len(sizes) + 1)
-    ]
-    suspects = next(filter(None, products), [])
-    if small.micro_batches > 1 and _fits(scale, small.micro_batches):
+
+    suspects = _axes_of_size(factor, small)
+    if small.micro_batches > 1 and _is_size_or_inverse(factor, small.micro_batches):
         suspects.append("micro-batches")
-    return f"it is {scale:.4g} times the reference" + (
-        f", suspect {' or '.join(suspects)}" if suspects else ""
-    )
+    text = f"it is {factor:.4g} times the reference"
+    return f"{text}, suspect {' or '.join(suspects)}" if suspects else text
 
 
-def _fits(scale: float, size: int) -> bool:
-    return min(abs(scale / size - 1), abs(scale * size - 1)) < 1e-3
+def _axes_of_size(factor: float, small: Recipe) -> list[str]:
+    """The axes, or else the products of the fewest axes, of the size ``factor`` or its inverse."""
+    sizes = {axis: getattr(small.mesh, axis) for axis in AXES}
+    wide_axes = [axis for axis in AXES if sizes[axis] > 1]
+    for count in range(1, len(wide_axes) + 1):
+        products = [
+            " x ".join(axes)
+            for axes in combinations(wide_axes, count)
+            if _is_size_or_inverse(factor, math.prod(sizes[axis] for axis in axes))
+        ]
+        if products:
+            return products
+    return []
 
 
-def _where(tensors: list[Tensor], ranks: list[dict[str, Any]]) -> str | None:
-    """Which ranks are off, where not all are, and what their coordinates have in common."""
-    off = {
-        rank
-        for t in tensors
-        for rank, piece in t.pieces
-        if 0 < piece.diff >= 1e-6 * t.pieces[0][1].diff
-    }
-    if not off or len(off) == len(ranks):
+def _is_size_or_inverse(factor: float, size: int) -> bool:
+    return min(abs(factor / size - 1), abs(factor * size - 1)) < 1e-3
+
+
+def _describe_ranks(tensors: Sequence[TensorError], ranks: Sequence[RankErrors]) -> str | None:
+    """Name the ranks that are wrong and the coordinates that they share, unless all are wrong."""
+    wrong_ranks = set()
+    for tensor in tensors:
+        for rank, shard in tensor.shards:
+            largest_diff_sq = tensor.shards[0][1].diff_sq
+            if 0 < shard.diff_sq >= 1e-6 * largest_diff_sq:
+                wrong_ranks.add(rank)
+    if not wrong_ranks or len(wrong_ranks) == len(ranks):
         return None
-    places = [ranks[rank]["at"] for rank in sorted(off)]
-    varying = [axis for axis in AXES if len({rank["at"][axis] for rank in ranks}) > 1]
-    common = {axis: places[0][axis] for axis in varying if len({at[axis] for at in places}) == 1}
-    with_ = " with " + " ".join(f"{axis}{at}" for axis, at in common.items()) if common else ""
-    return f"only on rank{'s' * (len(off) > 1)} {', '.join(map(str, sorted(off)))}{with_}"
+
+    coords = [ranks[rank].coords for rank in sorted(wrong_ranks)]
+    shared = [
+        f"{axis}{coords[0][axis]}"
+        for axis in AXES
+        if len({rank.coords[axis] for rank in ranks}) > 1
+        and len({rank_coords[axis] for rank_coords in coords}) == 1
+    ]
+    noun = "rank" if len(wrong_ranks) == 1 else "ranks"
+    text = f"only on {noun} {', '.join(map(str, sorted(wrong_ranks)))}"
+    return f"{text} with {' '.join(shared)}" if shared else text
 
 
-_FAMILIES: tuple[Callable[[str], str], ...] = (
-    str,
-    lambda name: re.sub(r"^blocks\.[^.]+\.", "blocks.*.", name),  # in any block
-    lambda name: re.sub(
-        r"^(blocks\.[^.]+|[^.]+).*", r"\1", name
-    ),  # a block, or another part of the model
-)
+def _describe_parameters(wrong: Sequence[str], compared: Iterable[str]) -> str | None:
+    """Count the parameters that are wrong, and name them if a short text can."""
+    right = [name for name in compared if name not in wrong]
+    if not right:
+        return f"all {len(wrong)} are off" if len(wrong) > 1 else None
+
+    if len(wrong) <= 2:
+        texts = [", ".join(sorted(wrong))]
+    else:
+        texts = []
+        for names, others, prefix in ((wrong, right, ""), (right, wrong, "all but ")):
+            for family in (_parameter, _parameter_of_any_block, _model_part):
+                families = {family(name) for name in names}
+                if families.isdisjoint(family(name) for name in others):
+                    texts.append(prefix + ", ".join(sorted(families)))
+
+    count = f"{len(wrong)} of {len(wrong) + len(right)} are off"
+    shortest = min(texts, key=len)
+    return f"{count}: {shortest}" if len(shortest) <= 200 else count
 
 
-def _which(off: list[str], names: Iterable[str]) -> str | None:
-    """How many parameters are off and, where that can be said shortly, which."""
-    rest = [name for name in names if name not in off]
-    if not rest:
-        return f"all {len(off)} are off" if len(off) > 1 else None
-    texts = [", ".join(sorted(off))] if len(off) <= 2 else []
-    for group, others, prefix in ((off, rest, ""), (rest, off, "all but ")) if not texts else ():
-        for family in _FAMILIES:
-            families = {family(name) for name in group}
-            if families.isdisjoint(family(name) for name in others):
-                texts.append(prefix + ", ".join(sorted(families)))
-    text = min(texts, key=len)
-    return f"{len(off)} of {len(off) + len(rest)} are off" + (
-        f": {text}" if len(text) <= 200 else ""
-    )
+def _parameter(name: str) -> str:
+    return name
+
+
+def _parameter_of_any_block(name: str) -> str:
+    return re.sub(r"^blocks\.[^.]+\.", "blocks.*.", name)
+
+
+def _model_part(name: str) -> str:
+    """The block of a parameter, or another part of the model."""
+    return re.sub(r"^(blocks\.[^.]+|[^.]+).*", r"\1", name)

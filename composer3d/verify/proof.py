@@ -1,12 +1,16 @@
 """``composer3d verify``: prove that a layout computes what one process computes.
 
-The recipe's model and mesh are shrunk to what a laptop runs, with every predicate that matters kept. The composed job
-and a plain one-process loop then train on the same global batches, and loss, gradient norm, every gradient and every
-weight are compared after each step, shard by shard, on the rank that holds it; so is the loss of a validation.
+The recipe's model and mesh are shrunk to a size that a laptop can run, and every predicate that
+matters is kept (``shrink``). The composed job and a plain one-process loop then train on the same
+global batches (``worker``). After each step, the loss, the gradient norm, every gradient and every
+weight are compared, shard by shard, on the rank that holds the shard. The loss of a validation is
+compared as well. ``judge`` combines the errors of all ranks.
 
-Steps 1, 3, 5 take their batches from a small corpus in memory, as training does: through its loader, with the recipe's
-packing, learning rates and validation. Steps 2, 4, 6 take random batches, with labels that no corpus has. The recipe's
-own data is never opened. This side of it starts no torch: workers do (``verify_worker``).
+Steps 1, 3, 5 take their batches from a small corpus in memory, as training does: through its
+loader, with the recipe's packing, learning rates and validation. Steps 2, 4, 6 take random batches,
+with labels that no corpus has. The recipe's own data is never opened.
+
+This module imports no torch; the worker processes do.
 """
 
 import json
@@ -18,8 +22,10 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.spec.errors import UserError
-from composer3d.verify.judge import Known, Verdict, judge
+from composer3d.verify.judge import ReferenceStats, Verdict, judge
 from composer3d.verify.shrink import shrink
+
+_LIMIT_S = 240.0  # of one run of the reference or of the composed job
 
 
 def verify_layout(
@@ -30,84 +36,126 @@ def verify_layout(
     *,
     dtype: str,
     steps: int,
-    **task: Any,
+    **worker_arguments: Any,
 ) -> Verdict:
-    """Prove one layout, or say why it is refused. References are kept in ``folder`` for the layouts that follow.
+    """Prove one layout, or report why it is refused.
 
-    ``task`` is passed on to ``verify_worker.run_composed``; tests plant faults with it.
+    Args:
+        pool: the worker processes that run the reference and the composed job.
+        folder: keeps the one-process references, for further layouts that share one.
+        recipe: the path of a recipe.
+        sets: overrides of it, each ``table.key=value``.
+        dtype: "float64" or "float32", in which the composed job computes.
+        steps: the number of training steps.
+        worker_arguments: passed on to ``worker.run_composed``; tests plant faults with them.
+
+    Returns:
+        The verdict on the layout: the worst one, if several small recipes stand for it.
     """
     try:
-        smalls = shrink(load(recipe, list(sets), check_files=False).recipe)
+        small_recipes = shrink(load(recipe, list(sets), check_files=False).recipe)
     except UserError as error:
-        why = " | ".join(error.lines)
         return Verdict(
-            passed=False, world_size=0, layout=" ".join(sets), dtype=dtype, refused=True, error=why
+            passed=False,
+            world_size=0,
+            layout=" ".join(sets),
+            dtype=dtype,
+            refused=True,
+            error=" | ".join(error.lines),
         )
     verdicts = [
-        _prove(pool, folder, small, dtype=dtype, steps=steps, task=task) for small in smalls
+        _prove(pool, folder, small, dtype, steps, worker_arguments) for small in small_recipes
     ]
-    return max(verdicts, key=lambda v: (not v.passed, v.max_grad_rel_err or 0.0))
+    return max(verdicts, key=lambda verdict: (not verdict.passed, verdict.max_grad_rel_err or 0.0))
 
 
 def _prove(
-    pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: int, task: Mapping[str, Any]
+    pool: Pool,
+    folder: Path,
+    small: Recipe,
+    dtype: str,
+    steps: int,
+    worker_arguments: Mapping[str, Any],
 ) -> Verdict:
+    """Run the reference and the composed job of a small recipe, and judge their differences."""
     verdict = Verdict(
         passed=False, world_size=small.world_size, layout=describe(small), dtype=dtype
     )
     try:
-        path, known = _reference(pool, folder, small, dtype=dtype, steps=steps)
-        arguments = {"recipe": small, "dtype": dtype, "steps": steps, "reference": path, **task}
+        reference, stats = _make_reference(pool, folder, small, dtype, steps)
+        arguments = {
+            "recipe": small,
+            "dtype": dtype,
+            "steps": steps,
+            "reference": reference,
+            **worker_arguments,
+        }
         ranks = pool.run(
             "composer3d.verify.worker:run_composed",
             arguments,
             world_size=small.world_size,
-            limit_s=240.0,
+            limit_s=_LIMIT_S,
         )
     except WorkerError as error:
-        user = error.user_error
-        verdict.refused = user is not None
-        verdict.error = " | ".join(user.lines) if user else f"the composed run failed: {error}"
+        user_error = error.user_error
+        if user_error is None:
+            verdict.error = f"the composed run failed: {error}"
+        else:
+            verdict.refused = True
+            verdict.error = " | ".join(user_error.lines)
         return verdict
-    return judge(verdict, ranks, small, known)
+    return judge(verdict, ranks, small, stats)
 
 
 def describe(small: Recipe) -> str:
-    """A layout in words: what is not the default."""
-    mesh, memory, each = small.mesh, small.memory, small.parallel.stages_per_rank
-    words = [f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1] or [
-        "one process"
-    ]
+    """Describe a layout in one line: its axes above 1, and settings that are not the default."""
+    mesh, parallel, memory = small.mesh, small.parallel, small.memory
+    words = [f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1]
+    if not words:
+        words.append("one process")
+
     if mesh.pp > 1:
-        words += [small.parallel.schedule, *([f"{each} a rank"] if each > 1 else [])]
-    more = {
-        f"{small.parallel.cp_method} {small.parallel.cp_balance}": mesh.cp > 1,
-        f"checkpoint {memory.activation_checkpoint}": memory.activation_checkpoint != "none",
-        f"loss in {memory.loss_chunks} chunks": memory.loss_chunks > 1,
-        "offload": memory.cpu_offload,
-        "compile": small.compile.enabled,
-        "mixed": small.precision.compute is not None,
-        f"packing {small.data.packing}": small.data.packing != "none",
-        "tied": small.model.tied,
-    }
-    words += [word for word, said in more.items() if said]
-    words += [
-        f"zero {small.parallel.zero}, {small.micro_batches} micro-batches of {small.data.micro_batch}"
-    ]
+        words.append(parallel.schedule)
+        if parallel.stages_per_rank > 1:
+            words.append(f"{parallel.stages_per_rank} stages a rank")
+    if mesh.cp > 1:
+        words.append(f"{parallel.cp_method} {parallel.cp_balance}")
+    if memory.activation_checkpoint != "none":
+        words.append(f"checkpoint {memory.activation_checkpoint}")
+    if memory.loss_chunks > 1:
+        words.append(f"loss in {memory.loss_chunks} chunks")
+    if memory.cpu_offload:
+        words.append("offload")
+    if small.compile.enabled:
+        words.append("compile")
+    if small.precision.compute is not None:
+        words.append("mixed")
+    if small.data.packing != "none":
+        words.append(f"packing {small.data.packing}")
+    if small.model.tied:
+        words.append("tied")
+
+    words.append(f"zero {parallel.zero},")
+    words.append(f"{small.micro_batches} micro-batches of {small.data.micro_batch}")
     return " ".join(words)
 
 
-def _reference(
-    pool: Pool, folder: Path, small: Recipe, *, dtype: str, steps: int
-) -> tuple[str, Known]:
-    """The file with the one-process run, made once for all layouts that share it, and what is known of it."""
+def _make_reference(
+    pool: Pool, folder: Path, small: Recipe, dtype: str, steps: int
+) -> tuple[str, ReferenceStats]:
+    """Run the one-process training once for all layouts that share it.
+
+    Returns:
+        The path of the file that it wrote, and its statistics.
+    """
     key = hash((small.model, small.data, small.optim, small.run.seed, dtype, steps))
     path = folder / f"reference-{key:x}.pt"
-    facts = path.with_suffix(".json")
-    if not facts.exists():  # written last
+    # The statistics are written last: if they exist, the reference is complete.
+    stats_path = path.with_suffix(".json")
+    if not stats_path.exists():
         arguments = {"recipe": small, "dtype": dtype, "steps": steps, "path": str(path)}
-        known = pool.run(
-            "composer3d.verify.worker:run_reference", arguments, world_size=1, limit_s=240.0
-        )[0]
-        facts.write_text(json.dumps(known))
-    return str(path), Known(**json.loads(facts.read_text()))
+        (stats,) = pool.run(
+            "composer3d.verify.worker:run_reference", arguments, world_size=1, limit_s=_LIMIT_S
+        )
+        stats_path.write_text(json.dumps(stats))
+    return str(path), ReferenceStats(**json.loads(stats_path.read_text()))

@@ -4,8 +4,8 @@ A difference of one rounding in a gradient near zero is a whole learning rate in
 nearly the sign of the gradient. So in float32 every step is judged by itself. The one-process run computes in float64
 on weights that float32 can hold, and the ranks begin each step with these weights.
 
-- A gradient is compared with the exact one. ``noise`` measures how far float32 alone, on one process, is from it.
-- A weight is compared with a ``Replay``: the optimizer's step once more, in float64, from the rank's own gradients.
+- A gradient is compared with the exact one. ``measure_noise`` measures how far float32 alone, on one process, is from it.
+- A weight is compared with a ``AdamWReplay``: the optimizer's step once more, in float64, from the rank's own gradients.
   The roundings of that step are few, and are bounded element by element.
 """
 
@@ -29,14 +29,14 @@ _OF_UPDATE = 2e-5
 _SMALLEST_ROOT = 1e-21  # of a square that float32 loses (below 2^-149), its bias corrected
 
 
-def narrow(model: nn.Module) -> None:
+def round_to_float32(model: nn.Module) -> None:
     """Round the weights of a float64 model to numbers that float32 can hold, in place."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.float())
 
 
-def noise(
+def measure_noise(
     model: Module,
     exact: Mapping[str, Tensor],
     gradients_of: Callable[[Module, int], Mapping[str, Tensor]],
@@ -70,7 +70,7 @@ def _norm(tensor: Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
-class Replay:
+class AdamWReplay:
     """AdamW on one rank's shards, computed once more in float64.
 
     Args:
@@ -87,7 +87,7 @@ class Replay:
         # By name: first moment, second moment, first moment of absolute values, number of steps.
         self._state: dict[str, tuple[Any, Any, Any, int]] = {}
 
-    def watch(self, step: int, gradients: Mapping[str, Tensor | None]) -> None:
+    def record_gradients(self, step: int, gradients: Mapping[str, Tensor | None]) -> None:
         """Keep the gradients of a step as the backward has left them: the job clips them in place."""
         norm, most = self._norms[step], self._clipped[step]
         scale = most / norm if most < norm else 1.0
@@ -95,7 +95,7 @@ class Replay:
             name: None if grad is None else _local(grad) * scale for name, grad in gradients.items()
         }
 
-    def explain(
+    def remove_rounding(
         self, name: str, weight: Tensor, before: Tensor, *, lr: float, decayed: bool
     ) -> tuple[Tensor, Tensor]:
         """Take the step of one parameter, in float64, and take off its ``weight`` what rounding explains.

@@ -1,306 +1,424 @@
-"""Small recipes that stand for a large one: what a laptop runs, with every predicate that matters kept."""
+"""Shrink a large recipe to small ones that a laptop runs, and that stand for it in a proof."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations, product
+from typing import Any, Literal
 
-from composer3d.recipe.rules.layout import violations
+from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.spec.errors import UserError
-from composer3d.spec.schedules import micro_batches_wrong
+from composer3d.spec.schedules import micro_batch_requirement
 
 LIMIT = 16  # processes on one machine
 
+# How FSDP cuts the rows of a tensor. "even": all ranks hold equally many. "short": the last rank
+# holds fewer than the first. "none": at least one rank holds no row.
+Cut = Literal["even", "short", "none"]
+
 
 def shrink(full: Recipe) -> list[Recipe]:
-    """Small recipes that stand for ``full``: one where its mesh fits a laptop, else one for every triple of its axes.
+    """Make small recipes that stand for ``full``.
 
-    Kept: which axes are above 1 (whole, up to 16 processes), grouped-query or not, key-value heads
-    fewer than tp (one or several), equal to it or more, a vocabulary that tp does not divide, heads
-    narrower or wider than the stream's, tied, norms and biases, a window of one token, within a
-    chunk of the sequence, beyond it or over more than one back, a sequence of one token or of an
-    odd number, packing, chunks of the loss, what is checkpointed, compiled or offloaded, layers
-    that stages divide or not, an uneven explicit cut, as many micro-batches as the schedule takes,
-    more than one of them, clipping (made active), a learning rate from 1e-4 to 1e-2, an epsilon of
-    1e-12 or more. A schedule from a file keeps its stages and micro-batches.
+    There is one if the mesh fits a laptop with each large axis cut, or else one for every triple of
+    its axes. They keep:
 
-    How FSDP cuts each kind of tensor (``sharding``) is kept as well: where no one recipe can, there are further ones,
-    so that each kind is cut in one of them as it is in full.
+    - the mesh: which axes are above 1, and the whole mesh up to 16 processes;
+    - heads: grouped-query or not; key-value heads fewer than tp (one or several), equal to it or
+      more; heads narrower or wider than the stream;
+    - the model: a vocabulary that tp does not divide, tied embeddings, norms and biases;
+    - the sequence: one token or an odd number of them; a window of one token, within a chunk of the
+      sequence, beyond it, or over more than one chunk back; packing;
+    - memory: chunks of the loss, and what is checkpointed, compiled or offloaded;
+    - the pipeline: layers that stages divide or not, an uneven explicit cut, as many micro-batches
+      as the schedule needs, more than one of them; a schedule from a file keeps its stages and
+      micro-batches;
+    - the optimizer: clipping (made active), a learning rate from 1e-4 to 1e-2, and an epsilon of
+      1e-12 or more.
 
-    Raises UserError where the file of a schedule is for more pipeline ranks than a laptop runs.
+    They also keep how FSDP cuts each kind of tensor (``fsdp_cuts``). If no single recipe can hold
+    all cuts, there are further recipes, so that each kind is cut in one of them as it is in full.
+
+    Raises:
+        UserError: the file of a schedule is for more pipeline ranks than a laptop runs.
     """
-    wanted = sharding(full)
-    smalls = [_shrink_to(full, mesh, wanted) for mesh in _meshes(full)]
-    missing = wanted.items() - {item for small in smalls for item in sharding(small).items()}
+    cuts = fsdp_cuts(full)
+    small_recipes = [_shrink_to(full, mesh, cuts) for mesh in _meshes(full)]
+    kept = {item for small in small_recipes for item in fsdp_cuts(small).items()}
+    missing = cuts.items() - kept
+
+    # One shape cannot hold some cuts together, such as an even width of heads and uneven rows.
     while missing:
-        # What one shape cannot hold together, such as an even width of heads whose rows are not.
-        more = [_shrink_to(full, mesh, dict(missing)) for mesh in _sharding_meshes(full)]
-        best = max(more, key=lambda small: len(missing & sharding(small).items()), default=None)
-        if best is None or missing.isdisjoint(sharding(best).items()):
+        candidates = [_shrink_to(full, mesh, dict(missing)) for mesh in _meshes_of_shards(full)]
+        best = max(
+            candidates, key=lambda small: len(missing & fsdp_cuts(small).items()), default=None
+        )
+        if best is None or missing.isdisjoint(fsdp_cuts(best).items()):
             break
-        smalls.append(best)
-        missing -= sharding(best).items()
-    return smalls
+        small_recipes.append(best)
+        missing -= fsdp_cuts(best).items()
+    return small_recipes
 
 
-def sharding(recipe: Recipe) -> dict[str, str]:
-    """How FSDP cuts what a tp rank has of each kind of tensor: "even", "short" or "none"; empty where it cuts nothing.
-
-    "short": its last rank holds fewer rows than the first. "none": at least one holds no row.
-    """
+def fsdp_cuts(recipe: Recipe) -> dict[str, Cut]:
+    """How FSDP cuts a tp rank's rows of each kind of tensor; empty if it shards nothing."""
     shards = recipe.mesh.dp_shard * recipe.mesh.cp if recipe.parallel.zero else 1
-    return _cuts(recipe.model, recipe.mesh.tp, shards) if shards > 1 else {}
+    return _cuts_of_model(recipe.model, recipe.mesh.tp, shards) if shards > 1 else {}
 
 
-def _cuts(model: Model, tp: int, shards: int) -> dict[str, str]:
-    chunk, kv_rows = -(-model.vocab // tp), model.n_kv_heads * model.head_width
+def _cuts_of_model(model: Model, tp: int, shards: int) -> dict[str, Cut]:
+    vocab_chunk = -(-model.vocab // tp)
+    kv_rows = model.n_kv_heads * model.head_width
+    if model.n_kv_heads % tp == 0:
+        # Otherwise ranks share heads, and each of them holds all.
+        kv_rows //= tp
     rows = {
         "width": model.dim,
         "queries": model.n_heads * model.head_width // tp,
-        "keys": kv_rows // tp
-        if model.n_kv_heads % tp == 0
-        else kv_rows,  # shared heads are whole on every rank
+        "keys": kv_rows,
         "feed-forward": model.ffn // tp,
-        "vocabulary": chunk,
-        "last of the vocabulary": model.vocab - chunk * (tp - 1),
+        "vocabulary": vocab_chunk,
+        "last of the vocabulary": model.vocab - vocab_chunk * (tp - 1),
     }
     if model.qk_norm:
         rows["head"] = model.head_width
-    return {kind: _cut(count, shards) for kind, count in rows.items()}
+    return {kind: _cut_of_rows(count, shards) for kind, count in rows.items()}
 
 
-def _cut(rows: int, shards: int) -> str:
+def _cut_of_rows(rows: int, shards: int) -> Cut:
     if rows % shards == 0:
         return "even"
     return "short" if -(-rows // shards) * (shards - 1) < rows else "none"
 
 
+# The small meshes.
+
+
 def _meshes(full: Recipe) -> list[MeshTable]:
-    mesh, fixed = full.mesh, full.parallel.schedule == "csv"
+    """The mesh of ``full`` if it is small, or one with all its axes cut, or some of these axes."""
+    mesh = full.mesh
+    keeps_pp = full.parallel.schedule == "csv"  # a file is for one number of pipeline ranks
     if mesh.world_size <= LIMIT:
         return [mesh]
-    if fixed and mesh.pp > LIMIT:
+    if keeps_pp and mesh.pp > LIMIT:
         raise UserError(
-            f"verify runs at most {LIMIT} processes, and {full.parallel.schedule_csv} is for {mesh.pp} pipeline ranks, "
-            f"which no smaller number can stand for; verify one for {LIMIT} ranks or fewer"
+            f"verify runs at most {LIMIT} processes, and {full.parallel.schedule_csv} is for "
+            f"{mesh.pp} pipeline ranks, which no smaller number can stand for; verify a schedule "
+            f"for {LIMIT} ranks or fewer"
         )
-    # Four pipeline ranks where there are more than two: only then has one neighbours on both sides. Four of tp where
-    # several ranks share each of several key-value heads. Three shards where some are uneven: two divide most sizes.
-    most = {"pp": mesh.pp if fixed else 4, "tp": _tp(full)}
-    uneven = any(way != "even" for way in sharding(full).values())
-    cut = {axis: min(most.get(axis, 2), getattr(mesh, axis)) for axis in AXES}
-    # And three ranks of a ring: two forward no keys.
-    ring = mesh.cp > 2 and full.parallel.cp_method == "ring"
-    odd = {"cp": uneven or ring, "dp_shard": uneven}
-    thirds = {
-        axis: min(3, getattr(mesh, axis))
-        for axis, wanted in odd.items()
-        if wanted and cut[axis] > 1
-    }
-    if math.prod(cut.values()) > LIMIT and not fixed:
-        # Three have more micro-batches than one, and fewer than ranks.
-        cut["pp"] = min(3 if 1 < full.micro_batches < mesh.pp else 2, cut["pp"])
-    wide = [axis for axis in AXES if cut[axis] > 1 and not (fixed and axis == "pp")]
-    options = (
-        [cut | dict.fromkeys(set(wide) - set(kept), 1) for kept in combinations(wide, number)]
-        for number in (len(wide), 3, 2, 1, 0)
-    )
-    fit = next(
-        sizes
-        for sizes in options
-        if sizes and all(math.prod(each.values()) <= LIMIT for each in sizes)
-    )
-    meshes = [_with_thirds(each, thirds) for each in fit]
-    if ring and all(each.cp <= 2 for each in meshes):
+
+    sizes = _small_sizes(full)
+    wide_axes = [axis for axis in AXES if sizes[axis] > 1 and not (keeps_pp and axis == "pp")]
+    choices = _first_that_fit(sizes, wide_axes)
+
+    # Two ranks of a ring forward no keys: take three.
+    is_long_ring = mesh.cp > 2 and full.parallel.cp_method == "ring"
+    # Two shards divide most sizes: take three if some are uneven.
+    is_uneven = any(cut != "even" for cut in fsdp_cuts(full).values())
+    axes_of_three = []
+    if (is_uneven or is_long_ring) and mesh.cp > 2:
+        axes_of_three.append("cp")
+    if is_uneven and mesh.dp_shard > 2:
+        axes_of_three.append("dp_shard")
+
+    meshes = [_widen_to_three(choice, axes_of_three) for choice in choices]
+    if is_long_ring and all(small.cp <= 2 for small in meshes):
         meshes.append(MeshTable(dp_shard=1, cp=3))
     return meshes
 
 
-def _tp(full: Recipe) -> int:
+def _small_sizes(full: Recipe) -> dict[str, int]:
+    """The size of each axis, cut to 2, or to a few more if only they show what the axis does."""
+    mesh, keeps_pp = full.mesh, full.parallel.schedule == "csv"
+    sizes = {axis: min(2, getattr(mesh, axis)) for axis in AXES}
+    sizes["tp"] = min(_small_tp(full), mesh.tp)
+    # With four pipeline ranks, some have neighbours on both sides.
+    sizes["pp"] = mesh.pp if keeps_pp else min(4, mesh.pp)
+    if math.prod(sizes.values()) > LIMIT and not keeps_pp:
+        # Three ranks can have more than one micro-batch, and still fewer than ranks.
+        has_few_micro_batches = 1 < full.micro_batches < mesh.pp
+        sizes["pp"] = min(3 if has_few_micro_batches else 2, sizes["pp"])
+    return sizes
+
+
+def _small_tp(full: Recipe) -> int:
+    """Four tp ranks if several of them share each of several key-value heads, or else two."""
     return 4 if full.mesh.tp > full.model.n_kv_heads > 1 else 2
 
 
-def _with_thirds(sizes: dict[str, int], thirds: dict[str, int]) -> MeshTable:
-    """A mesh that has three shards in place of two on as many axes as still fit."""
-    kept = {axis: size for axis, size in thirds.items() if sizes[axis] > 1}
-    options = (
-        sizes | dict(chosen)
-        for number in (2, 1, 0)
-        for chosen in combinations(kept.items(), number)
-    )
-    return next(MeshTable(**each) for each in options if math.prod(each.values()) <= LIMIT)
+def _first_that_fit(sizes: dict[str, int], wide_axes: list[str]) -> list[dict[str, int]]:
+    """The sizes of all axes, or of every triple, pair or single one of them: the first that fit."""
+    for number in (len(wide_axes), 3, 2, 1, 0):
+        choices = []
+        for kept_axes in combinations(wide_axes, number):
+            dropped_axes = set(wide_axes) - set(kept_axes)
+            choices.append(sizes | dict.fromkeys(dropped_axes, 1))
+        if choices and all(math.prod(choice.values()) <= LIMIT for choice in choices):
+            return choices
+    raise AssertionError("a mesh of the kept axes alone has at most LIMIT processes")
 
 
-def _sharding_meshes(full: Recipe) -> list[MeshTable]:
-    """Meshes for what FSDP cuts: that of ``full`` where it is small, else other numbers of shards, small ones first."""
+def _widen_to_three(sizes: dict[str, int], axes: list[str]) -> MeshTable:
+    """A mesh with three ranks in place of two on as many of ``axes`` as fit the limit."""
+    wide_axes = [axis for axis in axes if sizes[axis] > 1]
+    for number in (2, 1, 0):
+        for widened_axes in combinations(wide_axes, number):
+            widened = sizes | dict.fromkeys(widened_axes, 3)
+            if math.prod(widened.values()) <= LIMIT:
+                return MeshTable(**widened)
+    raise AssertionError("the mesh that is not widened has at most LIMIT processes")
+
+
+def _meshes_of_shards(full: Recipe) -> list[MeshTable]:
+    """The mesh of ``full`` if it is small, or all small ones of shards and tp, smallest first."""
     mesh = full.mesh
     if mesh.world_size <= LIMIT:
         return [mesh]
-    shards, parts = range(1, min(mesh.dp_shard, 8) + 1), range(1, min(mesh.cp, 4) + 1)
-    sizes = product(shards, parts, {1, min(mesh.tp, _tp(full))})
-    tables = [
+    meshes = [
         MeshTable(dp_shard=dp_shard, cp=cp, tp=tp)
-        for dp_shard, cp, tp in sizes
-        if dp_shard * cp > 1
+        for dp_shard, cp, tp in product(
+            range(1, min(mesh.dp_shard, 8) + 1),
+            range(1, min(mesh.cp, 4) + 1),
+            {1, min(mesh.tp, _small_tp(full))},
+        )
+        if dp_shard * cp > 1 and dp_shard * cp * tp <= LIMIT
     ]
-    return sorted(
-        (table for table in tables if table.world_size <= LIMIT), key=lambda table: table.world_size
+    return sorted(meshes, key=lambda small: small.world_size)
+
+
+# The small recipe on a mesh.
+
+
+def _resized(shape: Model, **sizes: Any) -> Model:
+    """``shape`` with other sizes, as far as its architecture has them."""
+    names = {entry.name for entry in fields(shape)}
+    return replace(shape, **{name: size for name, size in sizes.items() if name in names})
+
+
+def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe:
+    """Make a small recipe on ``mesh`` that keeps as many of ``cuts`` as possible."""
+    stages = _small_stages(full, mesh)
+    seq_len, window = _sequence(full, mesh)
+    shape = _resized(
+        _shape(full, mesh, cuts),
+        n_layers=_layers(full, mesh) if stages is None else sum(stages),
+        window=window,
     )
 
-
-def _shrink_to(full: Recipe, mesh: MeshTable, wanted: Mapping[str, str]) -> Recipe:
-    """A small recipe on ``mesh`` that cuts as many kinds of tensors as it can in the ways of ``wanted``."""
-    each, layers = full.parallel.stages_per_rank, full.model.n_layers
-    stages, of_full = (pp * each if pp > 1 else 1 for pp in (mesh.pp, full.mesh.pp))
-    n_layers = stages * min(2, max(1, layers // of_full)) + (1 if layers % of_full else 0)
-    cut = full.parallel.stages if mesh.pp > 1 else None
-    if cut is not None:  # one or two layers a stage, uneven where it was
-        cut = (cut if len(cut) == stages else (max(cut), *sorted(cut)))[:stages]
-        cut = tuple(1 + (size > min(cut)) for size in cut)
-    seq_len, window = _sequence(full, mesh)
     micro_batch = min(2, full.data.micro_batch)
+    global_batch = micro_batch * _micro_batches(full, mesh.pp) * mesh.batch_ranks
+
+    # An update that is too small would hide what is wrong with it. One that is too large, or an
+    # epsilon below the rounding of a gradient that is zero, lets rounding grow to any size.
     lr = min(1e-2, max(1e-4, full.optim.lr))
+    optim = replace(
+        full.optim,
+        clip=0.1 if full.optim.clip > 0 else 0.0,
+        lr=lr,
+        min_lr=min(full.optim.min_lr, lr),
+        eps=max(1e-12, full.optim.eps),
+    )
+
     small = replace(
         full,
-        model=replace(
-            _shape(full, mesh, wanted),
-            n_layers=n_layers if cut is None else sum(cut),
-            window=window,
-        ),
+        model=shape,
         mesh=mesh,
-        parallel=replace(full.parallel, stages=cut),
+        parallel=replace(full.parallel, stages=stages),
         memory=replace(full.memory, loss_chunks=min(3, full.memory.loss_chunks)),
         data=replace(
-            full.data,
-            seq_len=seq_len,
-            micro_batch=micro_batch,
-            global_batch=micro_batch * _micro_batches(full, mesh.pp) * mesh.batch_ranks,
+            full.data, seq_len=seq_len, micro_batch=micro_batch, global_batch=global_batch
         ),
-        # An update that is too small would hide what is wrong with it; one that is too large, or an epsilon below the
-        # rounding of a gradient that is zero, makes rounding grow to any size.
-        optim=replace(
-            full.optim,
-            clip=0.1 if full.optim.clip > 0 else 0.0,
-            lr=lr,
-            min_lr=min(full.optim.min_lr, lr),
-            eps=max(1e-12, full.optim.eps),
-        ),
+        optim=optim,
     )
     assert not violations(small), violations(small)
     return small
 
 
+def _count_stages(full: Recipe, pp: int) -> int:
+    return pp * full.parallel.stages_per_rank if pp > 1 else 1
+
+
+def _layers(full: Recipe, mesh: MeshTable) -> int:
+    """One or two layers a stage; one more if the stages of ``full`` do not divide its layers."""
+    full_layers, full_stages = full.model.n_layers, _count_stages(full, full.mesh.pp)
+    per_stage = min(2, max(1, full_layers // full_stages))
+    extra = 1 if full_layers % full_stages else 0
+    return _count_stages(full, mesh.pp) * per_stage + extra
+
+
+def _small_stages(full: Recipe, mesh: MeshTable) -> tuple[int, ...] | None:
+    """The layers of each stage of an explicit cut: two if its stage is a large one, or else one."""
+    stages = full.parallel.stages
+    if stages is None or mesh.pp == 1:
+        return None
+    count = _count_stages(full, mesh.pp)
+    if len(stages) != count:
+        # Both the largest and the smallest stage are among the first ones.
+        stages = (max(stages), *sorted(stages))[:count]
+    return tuple(2 if layers > min(stages) else 1 for layers in stages)
+
+
 def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:
-    """The length of a sequence and the window: those of ``full`` where they are small."""
-    zigzag, parallel = full.parallel.cp_balance == "zigzag", full.parallel.sequence_parallel
-    chunks = mesh.cp * (2 if zigzag and mesh.cp > 1 else 1)
-    unit = mesh.cp * math.lcm(chunks // mesh.cp, mesh.tp if parallel else 1)
+    """The length of a sequence and the window: those of ``full`` if they are small."""
+    is_zigzag = full.parallel.cp_balance == "zigzag"
+    chunks = mesh.cp * (2 if is_zigzag and mesh.cp > 1 else 1)
+    full_chunks = full.mesh.cp * (2 if is_zigzag and full.mesh.cp > 1 else 1)
+    # The length must be a multiple of this.
+    unit = mesh.cp * math.lcm(chunks // mesh.cp, mesh.tp if full.parallel.sequence_parallel else 1)
+
     seq_len, window = full.data.seq_len, full.model.window
-    small = -(-max(16, 8 * mesh.cp, 2 * unit) // unit) * unit
+    small_len = -(-max(16, 8 * mesh.cp, 2 * unit) // unit) * unit
     if seq_len % 2 and unit % 2:
-        small += unit * (1 - small % 2)
-    if seq_len <= small and seq_len % unit == 0:
-        small = seq_len
-    if not 0 < window < seq_len or small == 1:
-        return small, 0
-    of_full = full.mesh.cp * (2 if zigzag and full.mesh.cp > 1 else 1)
-    if small == seq_len and mesh.cp in (1, full.mesh.cp):
-        return small, window
+        # Keep an odd length odd.
+        small_len += unit * (1 - small_len % 2)
+    if seq_len <= small_len and seq_len % unit == 0:
+        small_len = seq_len
+
+    if not 0 < window < seq_len or small_len == 1:
+        return small_len, 0
+    if small_len == seq_len and mesh.cp in (1, full.mesh.cp):
+        return small_len, window
     if mesh.cp == 1:
-        return small, min(window, 5, small - 1)
-    if window <= seq_len // of_full:
-        return small, min(window, 3)
-    # Past the chunk before its own a token sees with a window of two more than a chunk.
-    further = window > seq_len // of_full + 1
-    return small, min(2 * (small // chunks) + 2 if further else small // chunks + 1, small - 1)
+        return small_len, min(window, 5, small_len - 1)
 
-
-def _shape(full: Recipe, mesh: MeshTable, wanted: Mapping[str, str]) -> Model:
-    """The smallest sizes that cut as many kinds of tensors as can be in the ways of ``wanted``, the first ones best."""
-    model, parallel = full.model, full.parallel
-    shards = mesh.dp_shard * mesh.cp if parallel.zero else 1
-
-    def best(candidates: Iterable[Model], *kinds: str) -> Model:
-        ways = {kind: wanted[kind] for kind in kinds if kind in wanted}
-        least, chosen = math.inf, None
-        for candidate in candidates:
-            missed = len(ways.items() - _cuts(candidate, mesh.tp, shards).items())
-            if missed < least:
-                least, chosen = missed, candidate
-            if not missed:
-                break
-        assert chosen is not None
-        return chosen
-
-    uneven = model.vocab % full.mesh.tp > 0
-    small = best(_heads(full, mesh, shards if uneven else 1), "width", "queries", "keys", "head")
-    # Twelve rows a rank, more, or less: the first that do.
-    rows = (*range(12, 12 + 4 * shards), *range(11, 0, -1))
-    small = best((replace(small, ffn=mesh.tp * each) for each in rows), "feed-forward")
-    # At least 256, for bytes, where the full one holds them. Without tp, odd ones stand for what tp does not divide.
-    first = min(256, model.vocab) + (uneven and mesh.tp == 1)
-    sizes = range(first, 260 + 4 * mesh.tp * shards)
-    legal = (size for size in sizes if mesh.tp == 1 or _is_cut_like(size, mesh.tp, uneven))
-    return best(
-        (replace(small, vocab=size) for size in legal), "vocabulary", "last of the vocabulary"
-    )
-
-
-def _is_cut_like(vocab: int, tp: int, uneven: bool) -> bool:
-    """Whether tp divides a vocabulary, or leaves the last rank fewer rows than the others, as is wanted."""
-    return (vocab % tp > 0) == uneven and -(-vocab // tp) * (tp - 1) < vocab
-
-
-def _heads(full: Recipe, mesh: MeshTable, columns: int) -> Iterator[Model]:
-    """Heads like those of ``full``: of small numbers, widths and streams, small ones first.
-
-    ``columns``: what the width of the stream must be a multiple of.
-    """
-    model, tp = full.model, mesh.tp
-    if model.n_kv_heads < full.mesh.tp and tp > 1:  # ranks share a key-value head
-        n_kv_heads = max(min(2, model.n_kv_heads, tp // 2), tp * model.n_kv_heads // full.mesh.tp)
-        each = min(2, model.n_heads // full.mesh.tp)
-        numbers = [(tp * (each + more), n_kv_heads) for more in ((0, 1) if each > 1 else (0,))]
-    else:
-        ulysses = full.parallel.cp_method == "ulysses" and mesh.cp > 1
-        each, step = (mesh.cp, mesh.cp) if ulysses else (2, 1)
-        groups = (1,) if model.n_heads == model.n_kv_heads else (2, 3)
-        of_rank = (each, each + step, 3 * each) if model.n_kv_heads > full.mesh.tp else (1,)
-        numbers = [(tp * number * group, tp * number) for number in of_rank for group in groups]
-    wider, shards = _sign(model.head_width * model.n_heads - model.dim), mesh.dp_shard * mesh.cp
-    first = {0: 8, 1: 12, -1: 4}[wider]
-    widths = (*range(first, first + 4 * shards + 2, 2), *range(first - 2, 0, -2))
-    for (n_heads, n_kv_heads), width in product(numbers, widths):
-        near = 8 * n_heads if wider > 0 else max(8 * n_heads, n_heads * width + 2)
-        # Even ones first.
-        dims = [
-            dim
-            for odd in (0, 1)
-            for dim in (*range(near + odd, near + 4 * shards, 2), *range(2 + odd, near, 2))
-        ]
-        for dim in dims if wider else (n_heads * width,):
-            if dim % columns == 0 and _sign(n_heads * width - dim) == wider:
-                head_dim = width if wider else None
-                yield replace(
-                    model, n_heads=n_heads, n_kv_heads=n_kv_heads, dim=dim, head_dim=head_dim
-                )
-
-
-def _sign(number: int) -> int:
-    return (number > 0) - (number < 0)
+    small_chunk, full_chunk = small_len // chunks, seq_len // full_chunks
+    if window <= full_chunk:
+        return small_len, min(window, 3)
+    # A window of two tokens more than a chunk reaches past the chunk before the token's own.
+    reaches_two_back = window > full_chunk + 1
+    small_window = 2 * small_chunk + 2 if reaches_two_back else small_chunk + 1
+    return small_len, min(small_window, small_len - 1)
 
 
 def _micro_batches(full: Recipe, pp: int) -> int:
+    """A small number of micro-batches that the schedule accepts, above 1 if that of ``full`` is."""
     count, schedule = full.micro_batches, full.parallel.schedule
     if schedule == "csv" and pp > 1:
         return count
     wanted = count if count <= 8 else max(4, 2 * pp)
     if pp == 1:
         return wanted
-    if (
-        count < full.mesh.pp
-    ):  # fewer than ranks, as they are in full, but not one in place of several
+    if count < full.mesh.pp:
+        # Keep fewer micro-batches than ranks, but not one in place of several.
         wanted = min(count, max(2, pp - 1))
-    near = (*range(wanted, min(1, wanted - 1), -1), *range(wanted, 2 * pp + 1))
-    return next(number for number in near if micro_batches_wrong(schedule, number, pp, "") is None)
+    smallest = min(2, wanted)
+    candidates = (*range(wanted, smallest - 1, -1), *range(wanted, 2 * pp + 1))
+    return next(
+        number for number in candidates if micro_batch_requirement(schedule, number, pp, "") is None
+    )
+
+
+# The small model.
+
+
+def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
+    """The smallest sizes that cut as many kinds of tensors as possible as in ``cuts``."""
+    model = full.model
+    shards = mesh.dp_shard * mesh.cp if full.parallel.zero else 1
+
+    def best(candidates: Iterable[Model], *kinds: str) -> Model:
+        """The first candidate that misses the fewest cuts of these kinds."""
+        wanted = {kind: cuts[kind] for kind in kinds if kind in cuts}
+        fewest_missed, chosen = math.inf, None
+        for candidate in candidates:
+            missed = len(wanted.items() - _cuts_of_model(candidate, mesh.tp, shards).items())
+            if missed < fewest_missed:
+                fewest_missed, chosen = missed, candidate
+            if missed == 0:
+                break
+        assert chosen is not None
+        return chosen
+
+    is_uneven = model.vocab % full.mesh.tp > 0
+    heads = _heads(full, mesh, dim_multiple=shards if is_uneven else 1)
+    small = best(heads, "width", "queries", "keys", "head")
+
+    # Twelve rows of the feed-forward for each tp rank if possible, or else more, or else fewer.
+    rows_per_rank = (*range(12, 12 + 4 * shards), *range(11, 0, -1))
+    small = best((replace(small, ffn=mesh.tp * rows) for rows in rows_per_rank), "feed-forward")
+
+    # At least 256 tokens, the number of bytes, if the full vocabulary has them. Without tp, odd
+    # sizes stand for a vocabulary that tp does not divide.
+    first = min(256, model.vocab) + (1 if is_uneven and mesh.tp == 1 else 0)
+    vocabs = [
+        vocab
+        for vocab in range(first, 260 + 4 * mesh.tp * shards)
+        if mesh.tp == 1 or _is_vocab_cut(vocab, mesh.tp, is_uneven)
+    ]
+    return best(
+        (replace(small, vocab=vocab) for vocab in vocabs), "vocabulary", "last of the vocabulary"
+    )
+
+
+def _is_vocab_cut(vocab: int, tp: int, is_uneven: bool) -> bool:
+    """Whether tp cuts a vocabulary as evenly as wanted, and leaves rows for its last rank."""
+    return (vocab % tp > 0) == is_uneven and -(-vocab // tp) * (tp - 1) < vocab
+
+
+def _heads(full: Recipe, mesh: MeshTable, dim_multiple: int) -> Iterator[Model]:
+    """Models with heads like those of ``full``, but few and narrow ones, the smallest first.
+
+    The width of the stream is a multiple of ``dim_multiple``.
+    """
+    model = full.model
+    shards = mesh.dp_shard * mesh.cp
+    # 1: heads together are wider than the stream, -1: narrower, 0: as wide.
+    wider = _sign(model.head_width * model.n_heads - model.dim)
+
+    first_width = {0: 8, 1: 12, -1: 4}[wider]
+    widths = (
+        *range(first_width, first_width + 4 * shards + 2, 2),
+        *range(first_width - 2, 0, -2),
+    )
+    for (n_heads, n_kv_heads), width in product(_numbers_of_heads(full, mesh), widths):
+        for dim in _stream_widths(n_heads, width, wider, shards):
+            if dim % dim_multiple == 0 and _sign(n_heads * width - dim) == wider:
+                yield _resized(
+                    model,
+                    n_heads=n_heads,
+                    n_kv_heads=n_kv_heads,
+                    dim=dim,
+                    head_dim=width if wider else None,
+                )
+
+
+def _stream_widths(n_heads: int, width: int, wider: int, shards: int) -> list[int]:
+    """Widths of the stream to try for heads that are wider (1), narrower (-1) or as wide (0)."""
+    if wider == 0:
+        return [n_heads * width]
+    near = 8 * n_heads if wider > 0 else max(8 * n_heads, n_heads * width + 2)
+    # Even ones first; of these, ``near`` and larger ones first.
+    return [
+        dim
+        for odd in (0, 1)
+        for dim in (*range(near + odd, near + 4 * shards, 2), *range(2 + odd, near, 2))
+    ]
+
+
+def _numbers_of_heads(full: Recipe, mesh: MeshTable) -> list[tuple[int, int]]:
+    """Numbers of heads and of key-value heads that relate to tp as in ``full``, the best first."""
+    model, tp = full.model, mesh.tp
+    if model.n_kv_heads < full.mesh.tp and tp > 1:
+        # Several tp ranks share a key-value head.
+        n_kv_heads = max(min(2, model.n_kv_heads, tp // 2), tp * model.n_kv_heads // full.mesh.tp)
+        per_rank = min(2, model.n_heads // full.mesh.tp)
+        choices = [per_rank, per_rank + 1] if per_rank > 1 else [per_rank]
+        return [(tp * heads, n_kv_heads) for heads in choices]
+
+    kv_heads_per_rank = [1]
+    if model.n_kv_heads > full.mesh.tp:
+        # Ulysses distributes the heads of a tp rank over cp.
+        is_ulysses = full.parallel.cp_method == "ulysses" and mesh.cp > 1
+        few, step = (mesh.cp, mesh.cp) if is_ulysses else (2, 1)
+        kv_heads_per_rank = [few, few + step, 3 * few]
+    queries_per_kv_head = [1] if model.n_heads == model.n_kv_heads else [2, 3]
+    return [
+        (tp * kv_heads * queries, tp * kv_heads)
+        for kv_heads in kv_heads_per_rank
+        for queries in queries_per_kv_head
+    ]
+
+
+def _sign(number: int) -> int:
+    return (number > 0) - (number < 0)

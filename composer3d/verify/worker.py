@@ -1,13 +1,14 @@
-"""What the workers of ``verify`` run: the plain one-process training, and the composed one held against it.
+"""What the worker processes of ``verify`` run: the plain one-process training and the composed one.
 
-Both train on the first batch of a small corpus, then on a random batch, and so on by turns (``verify_data``). The
-composed side takes the corpus through the functions that training calls, for batches, gradients, learning rate, update
-and validation, so that what it proves is what runs. The plain side follows the documented rules with code of its own.
-Random batches hold what no corpus gives: a micro-batch without a label, other numbers of labels in each row.
+Both train on the first batch of a small corpus, then on a random batch, and so on in turn
+(``verify.data``). The composed job takes its batches, gradients, learning rate, update and
+validation from the functions that training calls, so that the proof covers the code that runs. The
+plain training follows the documented rules with code of its own. Random batches hold what no corpus
+gives: a micro-batch without a label, and a different number of labels in each row.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -17,201 +18,206 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer3d.data import Batch, Corpus
-from composer3d.models.contract import IGNORE_INDEX
-from composer3d.models.llama.model import Llama
-from composer3d.models.llama.plan import sharding_plan
+from composer3d.models.contract import IGNORE_INDEX, Decoder
+from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages, grad_norm, init
-from composer3d.recipe.schema import PrecisionTable, Recipe
+from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import batches
 from composer3d.training import step as train_step
 from composer3d.training.build import build_stages
 from composer3d.training.optim import build_optimizer, learning_rate
-from composer3d.verify import rounding as verify_rounding
 from composer3d.verify.data import (
     corpus_batch,
-    is_random,
+    has_random_batch,
     make_corpus,
-    most_of,
     random_batch,
-    rate,
-    shorten,
+    reference_learning_rate,
+    reference_max_norm,
+    shorten_run,
 )
-from composer3d.verify.judge import Piece
+from composer3d.verify.judge import RankErrors, ShardError
+from composer3d.verify.rounding import AdamWReplay, measure_noise, round_to_float32
+
+ProofDtype = Literal["float32", "float64"]
+
+
+# The plain one-process training.
 
 
 def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str, Any]:
-    """Train on one process with nothing of ``parallel`` but the initial weights; write what it computed to ``path``.
+    """Train on one process, and write the losses, norms, gradients and weights to ``path``.
 
-    Returns the fields of ``verify_judge.Known``. It computes in float64; with ``dtype`` float32 on weights that float32
-    can hold, and it measures what rounding alone does to the gradients (``verify_rounding``).
+    Of ``parallel`` it uses the initial weights alone. It computes in float64. If ``dtype`` is
+    float32, it keeps the weights at values that float32 can hold, and measures what rounding alone
+    does to the gradients (``verify.rounding``).
+
+    Returns:
+        The fields of ``judge.ReferenceStats``.
     """
     torch.set_num_threads(1)
-    recipe = shorten(recipe, steps)
-    whole = _train_plainly(recipe, dtype, steps)
-    noise, clips = whole.pop("noise"), whole.pop("clips")
-    torch.save(whole, path)
-    kinds = ("gradient", "weight")
+    recipe = shorten_run(recipe, steps)
+    reference = _train_plainly(recipe, dtype, steps)
+    noise, clips = reference.pop("noise"), reference.pop("clips")
+    torch.save(reference, path)
+
     norms = {
-        kind: [{name: _norm(t) for name, t in step.items()} for step in whole[kind]]
-        for kind in kinds
+        kind: [
+            {name: _norm(tensor) for name, tensor in tensors.items()} for tensors in reference[kind]
+        ]
+        for kind in ("gradient", "weight")
     }
-    shapes = {name: list(tensor.shape) for name, tensor in whole["weight"][0].items()}
+    shapes = {name: list(tensor.shape) for name, tensor in reference["weight"][0].items()}
     return {"noise": noise, "norms": norms, "shapes": shapes, "clips": clips}
 
 
-def _norm(tensor: Tensor) -> float:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
-
-
-def _relative(a: float, b: float) -> float:
-    """The error of ``a``, relative to ``b``; absolute where ``b`` is 0, as of a batch without a label."""
-    return abs(a - b) / (abs(b) or 1.0)
-
-
 def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
-    """Plain PyTorch in float64: forward and backward, clip, AdamW; validation before the last step."""
-    model = Llama(recipe.model, dtype=torch.float64, device="cpu")
-    init.initialise(model, sharding_plan(recipe.model), recipe.run.seed)
-    table, groups = recipe.optim, []
-    for is_matrix, decay in ((True, table.weight_decay), (False, 0.0)):
-        groups.append(
-            {
-                "params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix],
-                "weight_decay": decay,
-            }
-        )
-    optimizer = torch.optim.AdamW(
-        groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False
-    )
-    text, held_out = make_corpus(recipe, "train"), make_corpus(recipe, "validation")
-    kinds = ("norm", "clipped", "clips", "gradient", "weight", "noise")
-    out: dict[str, Any] = {"loss": [0.0] * (steps + 1), **{kind: [] for kind in kinds}}
+    """Train with plain PyTorch in float64: forward, backward, clipping and AdamW.
+
+    Returns:
+        Lists with an entry for each step: ``loss`` (and as its last entry the loss of a validation
+        before the last step), ``norm``, ``clipped`` (the norm after clipping), ``clips`` (whether
+        it clipped), ``gradient`` and ``weight`` (tensors by name), and ``noise``. With float32 also
+        ``initial``, the weights before the first step by name.
+    """
+    chosen = architecture(recipe.model.architecture)
+    model = chosen.build(recipe.model, dtype=torch.float64, device="cpu")
+    init.initialise(model, resolve(chosen.plan)(recipe.model), recipe.run.seed)
+    optimizer = _plain_optimizer(model, recipe.optim)
+    train_corpus = make_corpus(recipe, "train")
+    held_out = make_corpus(recipe, "validation")
+
+    reference: dict[str, Any] = {"loss": [0.0] * (steps + 1)}
+    for key in ("norm", "clipped", "clips", "gradient", "weight", "noise"):
+        reference[key] = []
     if dtype == "float32":
-        verify_rounding.narrow(model)
-        out["initial"] = _weights(model)
+        round_to_float32(model)
+        reference["initial"] = _copy_weights(model)
+
     for step in range(steps):
         if step == steps - 1:
-            out["loss"][steps] = _validate_plainly(model, recipe, held_out)
-        batch = corpus_batch(recipe, text, seed=recipe.data.seed, step=step)
-        if is_random(step):
+            reference["loss"][steps] = _validate_plainly(model, recipe, held_out)
+
+        if has_random_batch(step):
             batch = random_batch(recipe, step)
-        out["loss"][step], gradients = _plain_gradients(model, batch)
+        else:
+            batch = corpus_batch(recipe, train_corpus, seed=recipe.data.seed, step=step)
+        reference["loss"][step], gradients = _plain_gradients(model, batch)
         if dtype == "float32":
-            out["noise"].append(
-                verify_rounding.noise(model, gradients, partial(_gradients_only, batch))
-            )
-        norm, most = math.hypot(*map(_norm, gradients.values())), most_of(recipe, step)
-        for p in model.parameters():
-            if p.grad is not None and 0 < most < norm:
-                p.grad *= most / norm
+            noise = measure_noise(model, gradients, partial(_gradients_of_batch, batch))
+            reference["noise"].append(noise)
+
+        norm = math.hypot(*map(_norm, gradients.values()))
+        max_norm = reference_max_norm(recipe, step)
+        clips = 0 < max_norm < norm
+        if clips:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= max_norm / norm
+
         for group in optimizer.param_groups:
-            group["lr"] = rate(recipe, step)
+            group["lr"] = reference_learning_rate(recipe, step)
         optimizer.step()
         if dtype == "float32":
-            verify_rounding.narrow(model)
-        out["norm"].append(norm)
-        out["clipped"].append(min(norm, most) if most > 0 else norm)
-        out["clips"].append(0 < most < norm)
-        out["gradient"].append(gradients)
-        out["weight"].append(_weights(model))
-    return out
+            round_to_float32(model)
+
+        reference["norm"].append(norm)
+        reference["clipped"].append(min(norm, max_norm) if max_norm > 0 else norm)
+        reference["clips"].append(clips)
+        reference["gradient"].append(gradients)
+        reference["weight"].append(_copy_weights(model))
+    return reference
+
+
+def _plain_optimizer(model: Decoder, table: OptimTable) -> torch.optim.AdamW:
+    """AdamW that decays matrices, but not norms and biases."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": table.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False)
 
 
 @torch.no_grad()
-def _validate_plainly(model: Llama, recipe: Recipe, held_out: Corpus) -> float:
-    """The sum of all losses of ``validation.steps`` batches over the number of all labels that count."""
-    steps = range(recipe.validation.steps)
-    batches = [corpus_batch(recipe, held_out, seed=0, step=step) for step in steps]
-    labels = torch.cat([batch.labels_BT for batch in batches])
-    return sum(model(*batch).item() for batch in batches) / max(
-        1, int((labels != IGNORE_INDEX).sum())
-    )
+def _validate_plainly(model: Decoder, recipe: Recipe, held_out: Corpus) -> float:
+    """Compute the mean loss over the valid tokens of ``validation.steps`` batches."""
+    held_out_batches = [
+        corpus_batch(recipe, held_out, seed=0, step=step) for step in range(recipe.validation.steps)
+    ]
+    loss = sum(model(*batch).item() for batch in held_out_batches)
+    valid_tokens = sum(_count_valid(batch) for batch in held_out_batches)
+    return loss / max(1, valid_tokens)
 
 
-def _wrong_rates(recipe: Recipe, steps: int) -> str | None:
-    """Where training's learning rate is not the one of the recipe's text: in the shortened recipe, or in the full one.
-
-    A few steps show little of a schedule. The rates are numbers alone, so all that matter are compared: every step of
-    the short run and some beyond it, and of the full one 64 steps and those around each place where its rule changes.
-    """
-    short = shorten(recipe, steps)
-    for each in (short, recipe):
-        table, total = each.optim, each.run.steps
-        end = total if table.decay is None else table.decay
-        falls = end - (table.decay_steps or max(1, end // 10))
-        places = (0, table.warmup, falls, end, total)
-        sample = {(end + 2) * part // 63 for part in range(64)}
-        sample |= {place + near for place in places for near in range(-3, 4)} | {
-            2 * end,
-            10 * total,
-        }
-        for step in sorted(number for number in sample if number >= 0):
-            given, wanted = learning_rate(step, table, total), rate(each, step)
-            if not abs(given - wanted) <= 1e-12 * table.lr:
-                run = "the proof's run" if each is short else "the whole run"
-                return f"learning rate of step {step + 1} of {run} of {total} is {given:.6g}, not {wanted:.6g}"
-    return None
-
-
-def _weights(model: Llama) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def _plain_gradients(model: Llama, batch: Batch, rows: int = 0) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a global batch and the gradients, computed over ``rows`` samples at a time; 0: all at once."""
+def _plain_gradients(model: Decoder, batch: Batch, rows: int = 0) -> tuple[float, dict[str, Tensor]]:
+    """Compute the loss of a global batch and its gradients, ``rows`` samples at a time (0: all)."""
     model.zero_grad()
-    total, rows = 0.0, rows or len(batch.tokens_BT)
-    for first in range(0, len(batch.tokens_BT), rows):
-        loss = _loss(model, _rows(batch, first, rows), batch)
+    batch_rows = len(batch.tokens_BT)
+    rows = rows or batch_rows
+    valid_tokens = max(1, _count_valid(batch))
+    total_loss = 0.0
+    for first in range(0, batch_rows, rows):
+        loss = model(*_rows(batch, first, rows)) / valid_tokens
         loss.backward()
-        total += loss.item()
-    return total, {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        total_loss += loss.item()
+    gradients = {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
+    return total_loss, gradients
 
 
-def _gradients_only(batch: Batch, model: Llama, rows: int) -> dict[str, Tensor]:
+def _gradients_of_batch(batch: Batch, model: Decoder, rows: int) -> dict[str, Tensor]:
     return _plain_gradients(model, batch, rows)[1]
 
 
-def _loss(model: Llama, part: Batch, whole: Batch) -> Tensor:
-    """Of a part of a batch, by the labels that count in the whole; by 1 where none does."""
-    return model(*part) / (whole.labels_BT != IGNORE_INDEX).sum().clamp(min=1)
+def _count_valid(batch: Batch) -> int:
+    return int((batch.labels_BT != IGNORE_INDEX).sum())
 
 
-Wide = Literal["float32", "float64"]
-Explain = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+def _copy_weights(model: Decoder) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+# The composed training.
 
 
 def run_composed(
     recipe: Recipe,
-    dtype: Wide,
+    dtype: ProofDtype,
     steps: int,
     reference: str,
-    fault: Any = None,
-    compute: Wide | None = None,
-) -> dict[str, Any]:
-    """Train composed, as one rank, and compare with the reference after each step.
+    fault: Callable[[], None] | None = None,
+    compute: ProofDtype | None = None,
+) -> RankErrors:
+    """Train as one rank of the composed job, and compare with the reference after each step.
 
-    ``fault``, with which a test plants one, is called before anything is built. ``compute`` is a narrower dtype of a
-    mixed-precision recipe's forward and backward; absent: ``dtype``.
+    Args:
+        recipe: a small recipe.
+        dtype: of parameters and optimizer.
+        steps: the number of training steps.
+        reference: the file that ``run_reference`` wrote.
+        fault: called before anything is built; a test plants a fault with it.
+        compute: a narrower dtype for the forward and backward of a mixed-precision recipe. Default:
+            ``dtype``, which still proves the code of mixed precision.
 
-    Returns ``identity`` and ``at`` of the rank; relative errors ``loss``, ``norm`` and ``clipped`` (the norm after
-    clipping) by step, a further loss being that of a validation before the last step; ``pieces``: of each gradient and
-    weight that it holds, after each step; ``rates``: what is wrong with the learning rate in other steps, or None.
+    Returns:
+        The differences that this rank measured.
     """
     torch.set_num_threads(1)
     if fault is not None:
         fault()
-    # Mixed precision adds a layer, which is proven as well, in wide dtypes.
-    precision = PrecisionTable(
-        params=dtype, compute=recipe.precision.compute and (compute or dtype)
-    )
-    wrong_rates = _wrong_rates(recipe, steps)
-    recipe = replace(shorten(recipe, steps), precision=precision)
-    wanted = torch.load(reference, mmap=True, weights_only=True)
+
+    wrong_learning_rate = _find_wrong_learning_rate(recipe, steps)
+    mixed = recipe.precision.compute is not None
+    precision = PrecisionTable(params=dtype, compute=(compute or dtype) if mixed else None)
+    recipe = replace(shorten_run(recipe, steps), precision=precision)
+    expected = torch.load(reference, mmap=True, weights_only=True)
+
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)
         stages = build_stages(recipe, mesh)
@@ -220,112 +226,217 @@ def run_composed(
             recipe, mesh, make_corpus(recipe, "train"), seed=recipe.data.seed
         )
         held_out = make_corpus(recipe, "validation")
-        losses = [math.nan] * (steps + 1)
-        out: dict[str, Any] = {
-            "identity": mesh.identity,
-            "at": mesh.coords,
-            "loss": losses,
-            "norm": [],
-            "clipped": [],
-        }
-        out |= {"pieces": [], "rates": wrong_rates}
+        replay = None
+        if dtype == "float32":
+            replay = AdamWReplay(recipe.optim, expected["norm"], expected["clipped"])
 
-        def compare(step: int, kind: str, tensors: dict[str, Tensor | None]) -> None:
-            whole = wanted[kind][step]
-            out["pieces"] += [
-                _measure(step, kind, name, t, whole.get(name)) for name, t in tensors.items()
-            ]
-
-        replay = (
-            verify_rounding.Replay(recipe.optim, wanted["norm"], wanted["clipped"])
-            if dtype == "float32"
-            else None
+        errors = RankErrors(
+            identity=mesh.identity,
+            coords=mesh.coords,
+            loss=[math.nan] * (steps + 1),
+            wrong_learning_rate=wrong_learning_rate,
         )
-
         for step in range(steps):
-            if (
-                step == steps - 1
-            ):  # between two steps, so that it is seen if validation disturbs the one that follows
-                losses[steps] = _relative(
-                    train_step.validate(recipe, stages, held_out), wanted["loss"][steps]
-                )
+            # Between two steps, so that the proof sees a validation that disturbs the next step.
+            if step == steps - 1:
+                validation_loss = train_step.validate(recipe, stages, held_out)
+                errors.loss[steps] = _relative_error(validation_loss, expected["loss"][steps])
+
             batch = next(loader)
-            if is_random(step):
-                batch = _mine(random_batch(recipe, step), stages)
+            if has_random_batch(step):
+                batch = local_batch(random_batch(recipe, step), stages)
             loss, norm = train_step.compute_gradients(stages, batch)
-            losses[step] = _relative(loss, wanted["loss"][step])
-            out["norm"].append(_relative(norm, wanted["norm"][step]))
-            compare(step, "gradient", {name: p.grad for name, p in stages.named_parameters()})
+            errors.loss[step] = _relative_error(loss, expected["loss"][step])
+            errors.norm.append(_relative_error(norm, expected["norm"][step]))
+            gradients = {name: parameter.grad for name, parameter in stages.named_parameters()}
+            for name, gradient in gradients.items():
+                expected_gradient = expected["gradient"][step].get(name)
+                errors.shards.append(_compare(step, "gradient", name, gradient, expected_gradient))
             if replay is not None:
-                replay.watch(step, {name: p.grad for name, p in stages.named_parameters()})
+                replay.record_gradients(step, gradients)
+
             lr = learning_rate(step, recipe.optim, recipe.run.steps)
-            train_step.update(stages, optimizer, norm=norm, max_norm=most_of(recipe, step), lr=lr)
-            # Adam hides a factor of the gradients, all but for its epsilon: it is seen here.
-            (square,) = mesh.sum_over_world(grad_norm.local_grad_norm_sq(stages.parameters(), mesh))
-            out["clipped"].append(_relative(math.sqrt(square), wanted["clipped"][step]))
+            max_norm = reference_max_norm(recipe, step)
+            train_step.update(stages, optimizer, norm=norm, max_norm=max_norm, lr=lr)
+
+            # Adam hides a factor of all gradients, but for its epsilon. This norm shows the factor.
+            clipped = _clipped_norm(stages)
+            errors.clipped.append(_relative_error(clipped, expected["clipped"][step]))
             if replay is None:
-                compare(step, "weight", {name: p.detach() for name, p in stages.named_parameters()})
-                continue
-            begun = wanted["weight"][step - 1] if step else wanted["initial"]
-            for name, parameter in stages.named_parameters():
-                explain = partial(
-                    replay.explain, name, lr=rate(recipe, step), decayed=parameter.ndim > 1
+                errors.shards += _compare_weights(step, stages, expected)
+            else:
+                errors.shards += _compare_weights_in_float32(
+                    step, stages, expected, replay, lr=reference_learning_rate(recipe, step)
                 )
-                out["pieces"].append(
-                    _measure(step, "weight", name, parameter.detach(), begun.get(name), explain)
-                )
-                _put(parameter, wanted["weight"][step].get(name))
-        return out
+        return errors
 
 
-def _mine(batch: Batch, stages: Stages) -> Batch:
-    """This rank's rows of a global batch, and of them its tokens."""
+def _find_wrong_learning_rate(recipe: Recipe, steps: int) -> str | None:
+    """Describe the first step whose learning rate in training breaks the documented rule, if any.
+
+    A few steps show little of a schedule. Learning rates are numbers alone, so many more are
+    compared: every step of the short run and some after its end; and of the whole run, 64 steps and
+    those around each place where the rule changes.
+    """
+    for run_name, run in (
+        ("the proof's run", shorten_run(recipe, steps)),
+        ("the whole run", recipe),
+    ):
+        table, total_steps = run.optim, run.run.steps
+        for step in _sampled_steps(table, total_steps):
+            actual = learning_rate(step, table, total_steps)
+            expected = reference_learning_rate(run, step)
+            # Written so that a learning rate that is not a number is wrong.
+            if not abs(actual - expected) <= 1e-12 * table.lr:
+                return (
+                    f"learning rate of step {step + 1} of {run_name} of {total_steps} steps is "
+                    f"{actual:.6g}, not {expected:.6g}"
+                )
+    return None
+
+
+def _sampled_steps(table: OptimTable, total_steps: int) -> list[int]:
+    """Steps, counted from 0, that show each part of a learning rate schedule."""
+    decay_end = total_steps if table.decay is None else table.decay
+    decay_begin = decay_end - (table.decay_steps or max(1, decay_end // 10))
+    steps = {(decay_end + 2) * part // 63 for part in range(64)}
+    for place in (0, table.warmup, decay_begin, decay_end, total_steps):
+        steps.update(range(place - 3, place + 4))
+    steps.update((2 * decay_end, 10 * total_steps))
+    return sorted(step for step in steps if step >= 0)
+
+
+def _clipped_norm(stages: Stages) -> float:
+    """Compute the norm of the gradients as clipping left them. Collective over all ranks."""
+    mesh = stages.mesh
+    (norm_sq,) = mesh.sum_over_world(grad_norm.local_grad_norm_sq(stages.parameters(), mesh))
+    return math.sqrt(norm_sq)
+
+
+def local_batch(batch: Batch, stages: Stages) -> Batch:
+    """Cut this rank's batch from a global one: its rows, and its tokens of these rows.
+
+    Document ids keep the whole sequence, as the loader gives them.
+    """
     rows = len(batch.tokens_BT) // stages.mesh.batch_ranks
-    mine = _rows(batch, stages.mesh.batch_rank * rows, rows)
-    return Batch._make([*map(stages.own_tokens, mine[:3]), mine.documents_BT])
-
-
-def _rows(batch: Batch, first: int, count: int) -> Batch:
-    return Batch._make(None if part is None else part[first : first + count] for part in batch)
-
-
-def _put(parameter: Tensor, whole: Tensor | None) -> None:
-    """Give this rank's part of a parameter the values of the reference."""
-    local, offset = init.local_part(parameter)
-    box = None if whole is None else whole[_box(local, offset)]
-    if box is not None and box.shape == local.shape:  # else the piece says what is wrong
-        local.copy_(box)
-
-
-def _box(local: Tensor, offset: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(
-        slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True)
+    own_rows = _rows(batch, stages.mesh.batch_rank * rows, rows)
+    return Batch(
+        stages.own_tokens(own_rows.tokens_BT),
+        stages.own_tokens(own_rows.labels_BT),
+        stages.own_tokens(own_rows.positions_BT),
+        own_rows.documents_BT,
     )
 
 
-def _measure(
+def _rows(batch: Batch, first: int, count: int) -> Batch:
+    return Batch._make(
+        None if tensor is None else tensor[first : first + count] for tensor in batch
+    )
+
+
+# Comparisons.
+
+
+def _compare_weights(step: int, stages: Stages, expected: Mapping[str, Any]) -> list[ShardError]:
+    """Compare this rank's shard of each weight with the reference."""
+    expected_weights = expected["weight"][step]
+    return [
+        _compare(step, "weight", name, parameter.detach(), expected_weights.get(name))
+        for name, parameter in stages.named_parameters()
+    ]
+
+
+def _compare_weights_in_float32(
+    step: int, stages: Stages, expected: Mapping[str, Any], replay: AdamWReplay, *, lr: float
+) -> list[ShardError]:
+    """Compare each weight with its replayed update, and set it to the weight of the reference.
+
+    In float32 each step is judged by itself, so each begins with the weights of the reference.
+    """
+    weights_before = expected["weight"][step - 1] if step else expected["initial"]
+    shards = []
+    for name, parameter in stages.named_parameters():
+        remove_rounding = partial(replay.remove_rounding, name, lr=lr, decayed=parameter.ndim > 1)
+        before = weights_before.get(name)
+        shards.append(_compare(step, "weight", name, parameter.detach(), before, remove_rounding))
+        _set_shard(parameter, expected["weight"][step].get(name))
+    return shards
+
+
+def _compare(
     step: int,
     kind: str,
     name: str,
     tensor: Tensor | None,
     whole: Tensor | None,
-    explain: Explain = lambda a, b: (a, b),
-) -> Piece:
-    """This rank's part of a tensor against the same box of the reference, as ``explain`` makes them. No collective."""
+    remove_rounding: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> ShardError:
+    """Compare this rank's shard of a tensor with the same box of the reference. No collective.
 
-    def fails(problem: str) -> Piece:
-        return Piece(step, kind, name, (), (0,), math.inf, 0.0, 0.0, problem)
-
-    if tensor is None or whole is None:
-        return fails("is missing" if tensor is None else "is not in the reference")
+    Args:
+        step: counted from 0.
+        kind: "gradient" or "weight".
+        name: of the parameter.
+        tensor: this rank's shard, or None if it has none.
+        whole: the tensor of the reference, or None if it has none.
+        remove_rounding: turns the shard and the box of the reference, both in float64, into the two
+            tensors to compare. Default: they are compared as they are.
+    """
+    fails = partial(ShardError.of_problem, step, kind, name)
+    if tensor is None:
+        return fails("is missing")
+    if whole is None:
+        return fails("is not in the reference")
     if isinstance(tensor, DTensor) and any(
         placement.is_partial() for placement in tensor.placements
     ):
-        return fails("is a partial sum, which nothing has reduced,")
+        return fails("is a partial sum that nothing has reduced")
+
     local, offset = init.local_part(tensor)
     box = whole[_box(local, offset)]
     if box.shape != local.shape:
         return fails(f"holds {list(local.shape)} at {list(offset)} of {list(whole.shape)}")
-    a, b = explain(local.to("cpu", torch.float64), box.to(torch.float64))
-    diff, square, dot = ((x * y).sum().item() for x, y in ((a - b, a - b), (b, b), (a, b)))
-    return Piece(step, kind, name, offset, tuple(local.shape), diff, square, dot)
+
+    actual, expected = local.to("cpu", torch.float64), box.to(torch.float64)
+    if remove_rounding is not None:
+        actual, expected = remove_rounding(actual, expected)
+    diff = actual - expected
+    return ShardError(
+        step=step,
+        kind=kind,
+        name=name,
+        offset=offset,
+        shape=tuple(local.shape),
+        diff_sq=(diff * diff).sum().item(),
+        norm_sq=(expected * expected).sum().item(),
+        dot=(actual * expected).sum().item(),
+    )
+
+
+def _set_shard(parameter: Tensor, whole: Tensor | None) -> None:
+    """Give this rank's shard of a parameter the values of the reference.
+
+    A shard that the reference does not have stays as it is: its ``ShardError`` names the problem.
+    """
+    local, offset = init.local_part(parameter)
+    if whole is None:
+        return
+    box = whole[_box(local, offset)]
+    if box.shape == local.shape:
+        local.copy_(box)
+
+
+def _box(local: Tensor, offset: tuple[int, ...]) -> tuple[slice, ...]:
+    """The slices that cut a rank's shard, which begins at ``offset``, from the whole tensor."""
+    return tuple(
+        slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True)
+    )
+
+
+def _norm(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
+
+
+def _relative_error(actual: float, expected: float) -> float:
+    """The error relative to ``expected``; absolute if that is 0, as for a batch without a label."""
+    return abs(actual - expected) / (abs(expected) or 1.0)

@@ -26,7 +26,7 @@ from composer3d.training.loop import compute_gradients, update
 from composer3d.training.optim import build_optimizer
 from composer3d.verify.data import random_batch
 from composer3d.verify.proof import verify_layout
-from composer3d.verify.worker import _mine
+from composer3d.verify.worker import local_batch
 from tools.prove.paths import RECIPE as RECIPE_PATH
 from tools.prove.paths import ROOT
 
@@ -175,7 +175,7 @@ def train_in(
                 block.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
         losses, norms = [], []
         for _ in range(steps):  # the same rows: they are learned by heart
-            loss, norm = compute_gradients(stages, _mine(random_batch(recipe, 0), stages))
+            loss, norm = compute_gradients(stages, local_batch(random_batch(recipe, 0), stages))
             kept = {p.dtype for p in stages.parameters()} | {
                 p.grad.dtype for p in stages.parameters() if p.grad is not None
             }

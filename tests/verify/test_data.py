@@ -10,7 +10,14 @@ from composer3d.models.contract import IGNORE_INDEX
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.training.optim import learning_rate
-from composer3d.verify.data import corpus_batch, is_random, make_corpus, random_batch, rate, shorten
+from composer3d.verify.data import (
+    corpus_batch,
+    has_random_batch,
+    make_corpus,
+    random_batch,
+    reference_learning_rate,
+    shorten_run,
+)
 from composer3d.verify.shrink import shrink
 from composer3d.verify.worker import run_reference
 from tools.prove.faults.catch import RECIPE
@@ -39,14 +46,16 @@ def test_the_rule_is_the_schedule_of_training(schedule: str, sets: tuple[str, ..
     kept = [each for each in sets if not any(word in each for word in unread)]
     recipe = recipe_of("run.steps=30", f"optim.schedule={schedule}", *kept)
     got = [learning_rate(step, recipe.optim, 30) for step in range(35)]
-    assert got == pytest.approx([rate(recipe, step) for step in range(35)], rel=1e-12, abs=1e-18)
+    assert got == pytest.approx(
+        [reference_learning_rate(recipe, step) for step in range(35)], rel=1e-12, abs=1e-18
+    )
 
 
 @pytest.mark.parametrize("warmup", ["0", "10"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_three_steps_of_a_proof_show_the_schedule(schedule: str, warmup: str) -> None:
-    recipe = shorten(recipe_of(f"optim.schedule={schedule}", f"optim.warmup={warmup}"), 3)
-    rates = [rate(recipe, step) for step in range(3)]
+    recipe = shorten_run(recipe_of(f"optim.schedule={schedule}", f"optim.warmup={warmup}"), 3)
+    rates = [reference_learning_rate(recipe, step) for step in range(3)]
     peak = recipe.optim.lr
     if warmup == "10":
         assert rates[:2] == [peak / 2, peak]
@@ -57,9 +66,9 @@ def test_three_steps_of_a_proof_show_the_schedule(schedule: str, warmup: str) ->
 
 
 def test_a_proof_never_validates_with_the_seed_of_its_training() -> None:
-    assert shorten(recipe_of(), 3).data.seed == 1
-    assert shorten(recipe_of("data.seed=9"), 3).data.seed == 9
-    recipe = shorten(recipe_of(), 3)
+    assert shorten_run(recipe_of(), 3).data.seed == 1
+    assert shorten_run(recipe_of("data.seed=9"), 3).data.seed == 9
+    recipe = shorten_run(recipe_of(), 3)
     held_out = make_corpus(recipe, "validation")
     drawn = [
         [
@@ -110,7 +119,7 @@ def test_a_batch_without_a_label_has_a_reference(tmp_path: Path) -> None:
 
 
 def test_a_random_batch_has_a_micro_batch_without_labels() -> None:
-    assert [step for step in range(5) if is_random(step)] == [1, 3]
+    assert [step for step in range(5) if has_random_batch(step)] == [1, 3]
     recipe = recipe_of()
     counted = (random_batch(recipe, 1).labels_BT != IGNORE_INDEX).view(
         -1, recipe.data.micro_batch, 16

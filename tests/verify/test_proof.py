@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -10,12 +11,12 @@ import pytest
 
 from composer3d import cli
 from composer3d.recipe.resolve import load
-from composer3d.recipe.rules.layout import violations
+from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import MeshTable, Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import coordinates
 from composer3d.spec.errors import UserError
-from composer3d.verify.judge import Known, Piece, Verdict, judge
+from composer3d.verify.judge import RankErrors, ReferenceStats, ShardError, Verdict, judge
 from composer3d.verify.proof import describe, verify_layout
 from composer3d.verify.shrink import shrink
 from tools.prove.faults.catch import catch
@@ -76,7 +77,7 @@ def test_checks_of_faults_find_nothing_where_nothing_is_planted(pool: Pool, chec
 
 MESH = MeshTable(dp_shard=2, tp=2)
 SMALL = load(RECIPE, ["mesh.dp_shard=2", "mesh.tp=2"]).recipe
-KNOWN = Known(
+STATS = ReferenceStats(
     noise=[{}],
     norms={
         kind: [{"last.a": 2.0, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")
@@ -87,31 +88,43 @@ KNOWN = Known(
 
 
 def judged(
-    change: dict[int, dict[str, Piece | None]] | None = None,
-    known: Known = KNOWN,
+    changes: dict[int, dict[str, ShardError | None]] | None = None,
+    stats: ReferenceStats = STATS,
     stages: tuple[int, ...] = (0, 0, 0, 0),
-    **more: Any,
+    dtype: str = "float64",
+    **rank_fields: Any,
 ) -> Verdict:
-    """The verdict on 4 ranks, with other pieces by rank and name: ``a`` is cut over tp, ``b`` over dp_shard.
+    """The verdict on 4 ranks: tensor a is cut over tp, b over dp_shard, and all ranks hold c.
 
-    ``stages``: the pipeline rank of each. ``more`` replaces what ranks say beside their pieces; ``dtype`` is the
-    verdict's.
+    Args:
+        changes: by rank and name, other shards of gradients; None removes one.
+        stats: of the reference.
+        stages: the pipeline rank of each rank.
+        dtype: of the verdict.
+        rank_fields: other values of the fields of ``RankErrors`` on all ranks.
     """
-    ranks, dtype = [], more.pop("dtype", "float64")
+    ranks = []
     for rank in range(4):
-        at = coordinates(rank, MESH) | {"pp": stages[rank]}
-        pieces = [
-            Piece(0, "gradient", "last.a", (2 * at["tp"],), (2,), 0.0, 2.0, 2.0),
-            Piece(0, "gradient", "last.b", (2 * at["dp_shard"], 0), (2, 4), 0.0, 8.0, 8.0),
-            Piece(0, "gradient", "last.c", (0,), (1,), 0.0, 1.0, 1.0),
+        coords = coordinates(rank, MESH) | {"pp": stages[rank]}
+        shards = [
+            ShardError(0, "gradient", "last.a", (2 * coords["tp"],), (2,), 0.0, 2.0, 2.0),
+            ShardError(0, "gradient", "last.b", (2 * coords["dp_shard"], 0), (2, 4), 0.0, 8.0, 8.0),
+            ShardError(0, "gradient", "last.c", (0,), (1,), 0.0, 1.0, 1.0),
         ]
-        changed = [(change or {}).get(rank, {}).get(piece.name, piece) for piece in pieces]
-        every = [piece for piece in changed if piece is not None]
-        every += [piece._replace(kind="weight") for piece in pieces]
-        scalars = {"loss": [0.0, 0.0], "norm": [0.0], "clipped": [0.0], "rates": None}
-        own = {"identity": f"rank {rank}", "at": at, **scalars, "pieces": every}
-        ranks.append(own | more)
-    return judge(Verdict(passed=False, world_size=4, layout="", dtype=dtype), ranks, SMALL, known)
+        changed = [(changes or {}).get(rank, {}).get(shard.name, shard) for shard in shards]
+        errors = RankErrors(
+            identity=f"rank {rank}",
+            coords=coords,
+            loss=[0.0, 0.0],
+            norm=[0.0],
+            clipped=[0.0],
+            shards=[
+                *(shard for shard in changed if shard is not None),
+                *(shard._replace(kind="weight") for shard in shards),
+            ],
+        )
+        ranks.append(replace(errors, **rank_fields))
+    return judge(Verdict(passed=False, world_size=4, layout="", dtype=dtype), ranks, SMALL, stats)
 
 
 def test_boxes_that_agree_are_exact() -> None:
@@ -123,12 +136,12 @@ def test_boxes_that_agree_are_exact() -> None:
 
 def test_error_of_a_tensor_is_that_of_its_boxes_together() -> None:
     # Of ranks 0 and 2, which hold the same box, the worse counts: sqrt(0.09 + 0.16) / 2.
-    piece = Piece(0, "gradient", "last.a", (0,), (2,), 0.09, 2.0, 2.0)
+    piece = ShardError(0, "gradient", "last.a", (0,), (2,), 0.09, 2.0, 2.0)
     verdict = judged(
         {
             0: {"last.a": piece},
-            2: {"last.a": piece._replace(diff=0.04)},
-            3: {"last.a": piece._replace(offset=(2,), diff=0.16)},
+            2: {"last.a": piece._replace(diff_sq=0.04)},
+            3: {"last.a": piece._replace(offset=(2,), diff_sq=0.16)},
         }
     )
     assert verdict.max_grad_rel_err == pytest.approx(0.25)
@@ -139,7 +152,7 @@ def test_error_of_a_tensor_is_that_of_its_boxes_together() -> None:
 
 @pytest.mark.parametrize("factor", [2.0, 0.25])
 def test_factor_on_all_shards_names_the_axes(factor: float) -> None:
-    off = Piece(0, "gradient", "last.a", (0,), (2,), 2 * (factor - 1) ** 2, 2.0, 2 * factor)
+    off = ShardError(0, "gradient", "last.a", (0,), (2,), 2 * (factor - 1) ** 2, 2.0, 2 * factor)
     verdict = judged({rank: {"last.a": off._replace(offset=(rank % 2 * 2,))} for rank in range(4)})
     assert verdict.error is not None
     suspects = "dp_shard or tp" if factor == 2.0 else "dp_shard x tp or micro-batches"
@@ -147,7 +160,7 @@ def test_factor_on_all_shards_names_the_axes(factor: float) -> None:
 
 
 def test_ranks_that_are_off_are_told_by_what_they_share() -> None:
-    piece = Piece(0, "gradient", "last.a", (2,), (2,), 1.0, 2.0, 2.0)
+    piece = ShardError(0, "gradient", "last.a", (2,), (2,), 1.0, 2.0, 2.0)
     verdict = judged({1: {"last.a": piece}, 3: {"last.a": piece}})
     assert verdict.error is not None
     assert "only on ranks 1, 3 with tp1" in verdict.error
@@ -162,13 +175,13 @@ def test_ranks_that_are_off_are_told_by_what_they_share() -> None:
             "ranks hold only 0 of 1 elements of last.c",
         ),
         (
-            {1: {"last.a": Piece(0, "gradient", "last.a", (1,), (2,), 0.0, 2.0, 2.0)}},
-            r"ranks hold parts of last.a that overlap: \[2\] at \[0\], \[2\] at \[1\]",
+            {1: {"last.a": ShardError(0, "gradient", "last.a", (1,), (2,), 0.0, 2.0, 2.0)}},
+            r"ranks hold shards of last.a that overlap: \[2\] at \[0\], \[2\] at \[1\]",
         ),
         (
             {
                 2: {
-                    "last.c": Piece(
+                    "last.c": ShardError(
                         0, "gradient", "last.c", (), (0,), float("inf"), 0.0, 0.0, "is missing"
                     )
                 }
@@ -178,7 +191,7 @@ def test_ranks_that_are_off_are_told_by_what_they_share() -> None:
         (
             {
                 2: {
-                    "last.c": Piece(
+                    "last.c": ShardError(
                         0, "gradient", "last.c", (0,), (1,), float("nan"), 1.0, float("nan")
                     )
                 }
@@ -189,7 +202,7 @@ def test_ranks_that_are_off_are_told_by_what_they_share() -> None:
     ids=["lost shard", "lost tensor", "overlap", "missing", "not a number"],
 )
 def test_what_ranks_do_not_hold_fails(
-    change: dict[int, dict[str, Piece | None]], words: str
+    change: dict[int, dict[str, ShardError | None]], words: str
 ) -> None:
     verdict = judged(change)
     assert not verdict.passed
@@ -222,14 +235,14 @@ def test_numbers_in_float32_have_bounds_of_their_own(kind: str, bound: float) ->
 
 
 def test_a_norm_that_was_not_clipped_has_the_bound_of_a_norm() -> None:
-    known = KNOWN._replace(clips=[False])
-    assert judged(known=known, dtype="float32", clipped=[9e-6]).passed
-    assert not judged(known=known, dtype="float32", clipped=[1.1e-5]).passed
-    assert not judged(known=known, clipped=[1.1e-9]).passed
+    stats = STATS._replace(clips=[False])
+    assert judged(stats=stats, dtype="float32", clipped=[9e-6]).passed
+    assert not judged(stats=stats, dtype="float32", clipped=[1.1e-5]).passed
+    assert not judged(stats=stats, clipped=[1.1e-9]).passed
 
 
 def test_a_wrong_learning_rate_fails_a_proof_in_which_all_else_is_right() -> None:
-    verdict = judged(rates="learning rate of step 51 is 1, not 2")
+    verdict = judged(wrong_learning_rate="learning rate of step 51 is 1, not 2")
     assert not verdict.passed
     assert verdict.error == "learning rate of step 51 is 1, not 2"
 
@@ -239,7 +252,7 @@ def test_a_replica_that_holds_nothing_is_seen() -> None:
     verdict = judged({3: {"last.c": None}})
     assert not verdict.passed
     assert verdict.error is not None
-    assert "last.c is missing on rank 3, while others of its stage hold it" in verdict.error
+    assert "last.c is missing on rank 3, while other ranks of its stage hold it" in verdict.error
 
 
 def test_a_tensor_of_two_stages_is_seen() -> None:
@@ -247,7 +260,9 @@ def test_a_tensor_of_two_stages_is_seen() -> None:
     verdict = judged(stages=(0, 0, 0, 1))
     assert not verdict.passed
     assert verdict.error is not None
-    assert "pipeline ranks 0, 1 hold last." in verdict.error
+    assert re.search(
+        r"pipeline ranks 0, 1 hold last\.[abc], which belongs to one stage", verdict.error
+    )
 
 
 def test_a_tensor_of_rounding_alone_may_be_off_by_a_rounding() -> None:
@@ -255,13 +270,14 @@ def test_a_tensor_of_rounding_alone_may_be_off_by_a_rounding() -> None:
     norms = {
         kind: [{"last.a": 1e-19, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")
     }
-    known = KNOWN._replace(norms=norms)
+    stats = STATS._replace(norms=norms)
 
     def off_by(error: float) -> Verdict:
         pieces = [
-            Piece(0, "gradient", "last.a", (at,), (2,), error**2 / 2, 0.0, 0.0) for at in (0, 2)
+            ShardError(0, "gradient", "last.a", (at,), (2,), error**2 / 2, 0.0, 0.0)
+            for at in (0, 2)
         ]
-        return judged({rank: {"last.a": pieces[rank % 2]} for rank in range(4)}, known)
+        return judged({rank: {"last.a": pieces[rank % 2]} for rank in range(4)}, stats)
 
     assert off_by(3e-19).passed
     assert off_by(8e-16).passed
@@ -274,13 +290,13 @@ def test_a_tensor_of_rounding_alone_may_be_off_by_a_rounding() -> None:
 def test_float32_may_differ_by_what_it_differs_by_itself() -> None:
     def off_by(error: float, noise: float) -> Verdict:
         pieces = [
-            Piece(0, "gradient", "last.a", (at,), (2,), (2 * error) ** 2 / 2, 2.0, 2.0)
+            ShardError(0, "gradient", "last.a", (at,), (2,), (2 * error) ** 2 / 2, 2.0, 2.0)
             for at in (0, 2)
         ]
-        change: dict[int, dict[str, Piece | None]] = {
+        change: dict[int, dict[str, ShardError | None]] = {
             rank: {"last.a": pieces[rank % 2]} for rank in range(4)
         }
-        return judged(change, KNOWN._replace(noise=[{"last.a": 2 * noise}]), dtype="float32")
+        return judged(change, STATS._replace(noise=[{"last.a": 2 * noise}]), dtype="float32")
 
     assert off_by(0.9e-5, 0.0).passed
     assert not off_by(1.1e-5, 0.0).passed
@@ -290,7 +306,7 @@ def test_float32_may_differ_by_what_it_differs_by_itself() -> None:
     for noise in (1.0, float("inf"), float("nan")):
         assert not off_by(2e-3, noise).passed
     verdict = judged(
-        {0: {"last.c": Piece(0, "gradient", "last.c", (0,), (1,), 2e-10, 1.0, 1.0)}},
+        {0: {"last.c": ShardError(0, "gradient", "last.c", (0,), (1,), 2e-10, 1.0, 1.0)}},
         dtype="float64",
     )
     assert not verdict.passed
@@ -301,11 +317,11 @@ def test_a_reference_that_is_not_finite_proves_nothing(number: float) -> None:
     norms = {
         kind: [{"last.a": number, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")
     }
-    piece = Piece(0, "gradient", "last.a", (0,), (2,), number - number, number, number)
-    change: dict[int, dict[str, Piece | None]] = {
+    piece = ShardError(0, "gradient", "last.a", (0,), (2,), number - number, number, number)
+    change: dict[int, dict[str, ShardError | None]] = {
         rank: {"last.a": piece._replace(offset=(rank % 2 * 2,))} for rank in range(4)
     }
-    assert not judged(change, KNOWN._replace(norms=norms)).passed
+    assert not judged(change, STATS._replace(norms=norms)).passed
 
 
 def test_refused_layout_says_why(pool: Pool, references: Path) -> None:

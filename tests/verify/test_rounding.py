@@ -12,7 +12,7 @@ from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel import init
 from composer3d.recipe.schema import OptimTable
-from composer3d.verify.rounding import Replay, narrow, noise
+from composer3d.verify.rounding import AdamWReplay, measure_noise, round_to_float32
 
 TABLE = OptimTable(clip=1.0)
 LR = (1e-4, 3e-4, 2e-4)
@@ -44,19 +44,21 @@ def excess(
     optimizer = torch.optim.AdamW(
         [weight], betas=mine.betas, eps=mine.eps, weight_decay=mine.weight_decay, **rest
     )
-    replay = Replay(table, norms, [min(norm, table.clip or norm) for norm in norms])
+    replay = AdamWReplay(table, norms, [min(norm, table.clip or norm) for norm in norms])
     largest = 0.0
     for step in range(3):
         before = weight.detach().double()
         weight.grad = gradient(step)
-        replay.watch(step, {"w": weight.grad})
+        replay.record_gradients(step, {"w": weight.grad})
         if 0 < mine.clip < norms[step]:
             weight.grad *= mine.clip / norms[step]
         optimizer.param_groups[0]["lr"] = lr(LR[step])
         optimizer.step()
         if spoil is not None:
             spoil(weight, optimizer, step)
-        a, b = replay.explain("w", weight.detach().double(), before, lr=LR[step], decayed=True)
+        a, b = replay.remove_rounding(
+            "w", weight.detach().double(), before, lr=LR[step], decayed=True
+        )
         largest = max(largest, ((a - b).norm() / b.norm()).item())
     return largest
 
@@ -133,19 +135,21 @@ def test_rounding_does_not_explain_another_learning_rate() -> None:
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:
-    replay = Replay(TABLE, [1.0], [1.0])
-    replay.watch(0, {"w": None})
+    replay = AdamWReplay(TABLE, [1.0], [1.0])
+    replay.record_gradients(0, {"w": None})
     weight = torch.ones(3, dtype=torch.float64)
-    a, b = replay.explain("w", weight + 1e-9, weight, lr=1.0, decayed=True)
+    a, b = replay.remove_rounding("w", weight + 1e-9, weight, lr=1.0, decayed=True)
     assert torch.equal(b, weight)
     assert torch.equal(a, weight + 1e-9)
 
 
 def test_what_is_not_a_number_is_not_explained() -> None:
-    replay = Replay(TABLE, [1.0], [1.0])
-    replay.watch(0, {"w": torch.ones(3)})
+    replay = AdamWReplay(TABLE, [1.0], [1.0])
+    replay.record_gradients(0, {"w": torch.ones(3)})
     weight = torch.tensor([1.0, float("nan"), float("inf")], dtype=torch.float64)
-    a, b = replay.explain("w", weight, torch.ones(3, dtype=torch.float64), lr=1e-4, decayed=False)
+    a, b = replay.remove_rounding(
+        "w", weight, torch.ones(3, dtype=torch.float64), lr=1e-4, decayed=False
+    )
     assert not torch.isfinite(a - b)[1:].any()
 
 
@@ -155,7 +159,7 @@ def test_noise_is_that_of_float32() -> None:
     )
     model = Llama(shape, dtype=torch.float64, device="cpu")
     init.initialise(model, sharding_plan(shape), 3)
-    narrow(model)
+    round_to_float32(model)
     assert all(torch.equal(p, p.float().double()) for p in model.parameters())
     tokens = torch.randint(97, (6, 16), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(16).repeat(6, 1)
@@ -168,7 +172,7 @@ def test_noise_is_that_of_float32() -> None:
         return {name: p.grad.clone() for name, p in each.named_parameters() if p.grad is not None}
 
     exact = gradients(model, 0)
-    found = noise(model, exact, gradients)
+    found = measure_noise(model, exact, gradients)
     assert found.keys() == exact.keys()
     total = sum(tensor.norm().item() ** 2 for tensor in exact.values()) ** 0.5
     for name, distance in found.items():

@@ -35,7 +35,7 @@ from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError
 from composer3d.training.build import build
 from composer3d.training.loop import train
-from composer3d.verify.data import corpus_batch, rate
+from composer3d.verify.data import corpus_batch, reference_learning_rate
 
 Plant = Callable[[], None] | None
 BOUND = 1e-9
@@ -308,10 +308,10 @@ def train_plainly(
         for p in ours.parameters():
             p.grad *= min(1.0, table.clip / norm)
         for group in optimizer.param_groups:
-            group["lr"] = rate(recipe, step)
+            group["lr"] = reference_learning_rate(recipe, step)
         optimizer.step()
         done = step + 1
-        facts = {"loss": loss.item(), "grad_norm": norm, "lr": rate(recipe, step)}
+        facts = {"loss": loss.item(), "grad_norm": norm, "lr": reference_learning_rate(recipe, step)}
         if done % recipe.validation.every == 0 or done in (SAVED, STEPS):
             facts["validation_loss"] = validate_plainly(ours, recipe, held_out)
         for key, value in facts.items():
