@@ -1,8 +1,8 @@
-"""The data of a proof: a small corpus for the real loader, random batches, and the rules that both
-must follow.
+"""The data of a proof: a small corpus for the real loader, random batches, and reference rules.
 
-``corpus_batch`` and ``rate`` are written from the documentation of ``data.Loader`` and of
-``optim.learning_rate``. They share no code with either, so that a fault of one shows.
+``corpus_batch`` and ``reference_learning_rate`` are written from the documentation of
+``data.Loader`` and of ``optim.learning_rate``. They share no code with either, so that a fault of
+one shows.
 """
 
 import random
@@ -16,156 +16,173 @@ from composer3d.data.loader import number_documents
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.recipe.schema import Recipe
 
-END = 2  # the token that ends a document of a proof's corpus, where the vocabulary has as many
+# The token that ends a document of a proof's corpus, if the vocabulary has so many tokens.
+_END_OF_DOCUMENT = 2
 
 
 def shorten_run(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe of a run of ``steps`` steps, with nothing left at a value that hides a fault.
+    """Make a recipe for a run of ``steps`` steps, in which no value hides a fault.
 
-    The warmup takes two steps, and the decay ends with the last step, or the third: three steps
-    have three learning rates. ``min_lr`` is not 0. The order of the training text has another seed
-    than that of validation, which is 0.
+    The warmup takes two steps, and the decay ends with the last step, but not before the third:
+    three steps have three learning rates. ``min_lr`` is not 0. The seed of the order of the
+    training text is not 0, the seed of validation.
     """
     optim = recipe.optim
-    total = max(3, steps)
-    optim = replace(
+    total_steps = max(3, steps)
+    short_optim = replace(
         optim,
         warmup=2 if optim.warmup else 0,
-        decay=None if optim.decay is None else total,
+        decay=None if optim.decay is None else total_steps,
         decay_steps=None if optim.decay_steps is None else min(2, optim.decay_steps),
         min_lr=optim.lr / 10,
     )
+    # If the recipe sets the end of the decay, the decay ends before the run does.
+    run_steps = total_steps if optim.decay is None else total_steps + 1
     return replace(
         recipe,
-        optim=optim,
-        # A decay of its own ends before the run does.
-        run=replace(recipe.run, steps=total if optim.decay is None else total + 1),
+        optim=short_optim,
+        run=replace(recipe.run, steps=run_steps),
         data=replace(recipe.data, seed=recipe.data.seed or 1),
         validation=replace(recipe.validation, steps=2),
     )
 
 
 def has_random_batch(step: int) -> bool:
-    """Whether a step has a random batch: every second one. The first is the corpus's, so that every
-    proof has one.
+    """Whether a step, counted from 0, has a random batch instead of one of the corpus.
+
+    Every second step has one. The first has not, so that every proof has a batch of the corpus.
     """
     return step % 2 == 1
 
 
 def reference_max_norm(recipe: Recipe, step: int) -> float:
-    """What the gradient norm of a step is clipped to; far above any norm where the batch is random,
-    so that clipping is seen to leave smaller gradients alone.
+    """The largest gradient norm that clipping leaves in a step; 0 if the recipe does not clip.
+
+    It is far above any norm if the batch is random. Such a step shows that clipping leaves smaller
+    gradients alone.
     """
     return recipe.optim.clip * (1e9 if has_random_batch(step) else 1.0)
 
 
 def reference_learning_rate(recipe: Recipe, step: int) -> float:
-    """The learning rate of ``step``, counted from 0, by the text of the keys of ``[optim]``."""
+    """The learning rate of ``step``, counted from 0, as the keys of ``[optim]`` document it."""
     optim, number = recipe.optim, step + 1
     if number <= optim.warmup:
         return optim.lr * number / optim.warmup
     if optim.schedule == "constant":
         return optim.lr
+
     end = recipe.run.steps if optim.decay is None else optim.decay
-    falling = end - optim.warmup
+    decay_steps = end - optim.warmup
     if optim.schedule == "wsd":
         tenth = max(1, end // 10)
-        falling = min(falling, tenth if optim.decay_steps is None else optim.decay_steps)
-    left = min(
-        1.0, max(0, end - number) / max(1, falling)
-    )  # part of the decay that is still to come
+        decay_steps = min(decay_steps, tenth if optim.decay_steps is None else optim.decay_steps)
+
+    remaining = min(1.0, max(0, end - number) / max(1, decay_steps))  # fraction of the decay
     if optim.schedule == "cosine":
-        left = float(np.sin(np.pi / 2 * left)) ** 2
-    return optim.min_lr * (1 - left) + optim.lr * left
+        remaining = float(np.sin(np.pi / 2 * remaining)) ** 2
+    return optim.min_lr * (1 - remaining) + optim.lr * remaining
 
 
 def make_corpus(recipe: Recipe, split: str) -> Corpus:
-    """A text of random tokens in documents of uneven lengths; another one for each ``split``.
+    """Make a text of random tokens in documents of uneven lengths; each ``split`` has its own.
 
-    Documents have 1 token to more than two rows. One epoch is half as many samples again as a
-    global batch: the second batch begins the second epoch, and two take some samples twice, which
-    depend on the seed. The last tokens make no whole sample.
+    Documents have 1 token to more than two rows. An epoch has half as many samples again as a
+    global batch. So the second batch begins the second epoch, and two batches take some samples
+    twice, depending on the seed. The last tokens do not fill a sample.
     """
     length, vocab = recipe.data.seq_len, recipe.model.vocab
     generator = random.Random(f"{split} of a proof")
     samples = max(3, recipe.data.global_batch + (recipe.data.global_batch + 1) // 2)
     sizes = (1, 2, 3, length // 3, length - 1, length, length + 1, 2 * length + 1)
-    end = min(END, vocab - 1)
+    end = min(_END_OF_DOCUMENT, vocab - 1)
     others = [token for token in range(vocab) if token != end] or [end]
+
     tokens: list[int] = []
     while len(tokens) <= (samples + 1) * length:
         tokens += [*generator.choices(others, k=generator.choice(sizes) - 1), end]
     tokens = tokens[: samples * length + 1 + length // 2]
-    # The digest tells checkpoints of other data, of which a proof has none.
     return Corpus(
-        np.array(tokens, dtype=np.uint32), end, "", tokens.count(end), f"{split} of a proof"
+        tokens=np.array(tokens, dtype=np.uint32),
+        end_of_document=end,
+        digest="",  # it tells whether a checkpoint has the same data; a proof has no checkpoint
+        n_documents=tokens.count(end),
+        name=f"{split} of a proof",
     )
 
 
 def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Batch:
-    """The whole global batch that the loaders of all ranks must make of ``corpus`` in ``step``.
+    """Make the whole global batch that the loaders of all ranks must draw from ``corpus``.
 
-    Global sample g is number g % n of epoch g // n, where n samples make an epoch. Sample i holds
-    the tokens from i * seq_len on; a label is the token that follows. With packing, positions begin
-    anew in each document, and the last token of a document has no label.
+    An epoch has n samples. Global sample g is sample g % n in the order of epoch g // n. Sample i
+    of the corpus holds the tokens from i * seq_len on; a label is the token that follows. With
+    packing, positions begin anew in each document, and the last token of a document has no label.
     """
-    length, rows, split = (
-        recipe.data.seq_len,
-        recipe.data.global_batch,
-        recipe.data.packing == "documents",
-    )
+    length, rows = recipe.data.seq_len, recipe.data.global_batch
+    is_packed = recipe.data.packing == "documents"
     samples = (len(corpus.tokens) - 1) // length
-    made: dict[str, list[list[int]]] = {
-        "tokens": [],
-        "labels": [],
-        "positions": [],
-        "documents": [],
-    }
-    for number in range(step * rows, (step + 1) * rows):
-        epoch, place = divmod(number, samples)
-        order = np.random.Generator(
-            np.random.PCG64(np.random.SeedSequence([seed, epoch]))
-        ).permutation(samples)
+    all_tokens, all_labels, all_positions, all_documents = [], [], [], []
+
+    for global_sample in range(step * rows, (step + 1) * rows):
+        epoch, place = divmod(global_sample, samples)
+        seeds = np.random.SeedSequence([seed, epoch])
+        order = np.random.Generator(np.random.PCG64(seeds)).permutation(samples)
         first = int(order[place]) * length
-        for part in made.values():
-            part.append([])
+
+        tokens, labels, positions, documents = [], [], [], []
         position = document = 0
-        for at in range(first, first + length):
-            token, following = int(corpus.tokens[at]), int(corpus.tokens[at + 1])
-            ends = split and token == corpus.end_of_document
-            values = (token, IGNORE_INDEX if ends else following, position, document)
-            for part, value in zip(made.values(), values, strict=True):
-                part[-1].append(value)
-            position, document = (0, document + 1) if ends else (position + 1, document)
-    tokens_BT, labels_BT, positions_BT, documents_BT = (
-        torch.tensor(part) for part in made.values()
+        for index in range(first, first + length):
+            token, next_token = int(corpus.tokens[index]), int(corpus.tokens[index + 1])
+            ends_document = is_packed and token == corpus.end_of_document
+            tokens.append(token)
+            labels.append(IGNORE_INDEX if ends_document else next_token)
+            positions.append(position)
+            documents.append(document)
+            if ends_document:
+                position, document = 0, document + 1
+            else:
+                position += 1
+
+        all_tokens.append(tokens)
+        all_labels.append(labels)
+        all_positions.append(positions)
+        all_documents.append(documents)
+
+    return Batch(
+        tokens_BT=torch.tensor(all_tokens),
+        labels_BT=torch.tensor(all_labels),
+        positions_BT=torch.tensor(all_positions),
+        documents_BT=torch.tensor(all_documents) if is_packed else None,
     )
-    return Batch(tokens_BT, labels_BT, positions_BT, documents_BT if split else None)
 
 
 def random_batch(recipe: Recipe, step: int) -> Batch:
-    """The global batch of a step: random tokens, and labels of which a different number counts in
-    every row.
+    """Make the random global batch of a step; each row has another number of labels.
 
-    None counts in a whole micro-batch, or in half the rows where there is no other micro-batch.
-    With packing, a row holds documents of its own, a few or many; one row in four is a single
-    document.
+    One whole micro-batch has no label, or half of the rows if there is only one micro-batch. With
+    packing, a row holds a few or many documents of its own; one row in four is a single document.
     """
     rows, length = recipe.data.global_batch, recipe.data.seq_len
     generator = torch.Generator().manual_seed(7919 * (step + 1))
     tokens_BT = torch.randint(recipe.model.vocab, (rows, length), generator=generator)
     labels_BT = torch.randint(recipe.model.vocab, (rows, length), generator=generator)
+
+    # The first labels of a row do not count.
     ignored = torch.randint(max(1, length // 2), (rows, 1), generator=generator)
     labels_BT = labels_BT.masked_fill(torch.arange(length) < ignored, IGNORE_INDEX)
+    # Nor does any label of a micro-batch in the middle.
     empty = min(recipe.data.micro_batch, rows // 2)
     first = rows // 2 // max(1, empty) * empty
     labels_BT[first : first + empty] = IGNORE_INDEX
     if recipe.data.packing == "none":
         return Batch(tokens_BT, labels_BT, torch.arange(length).repeat(rows, 1))
+
+    # The chance that a token ends a document, for each row in turn.
     chances = torch.tensor([8 / length, 0.4, 2 / length, 0.0])
     ends_BT = torch.rand(rows, length, generator=generator) < chances.repeat(rows)[:rows, None]
     documents_BT, positions_BT = number_documents(ends_BT)
     labels_BT = labels_BT.masked_fill(ends_BT, IGNORE_INDEX)
-    if (labels_BT == IGNORE_INDEX).all():  # of samples of one token: a loss needs a label
+    if (labels_BT == IGNORE_INDEX).all():
+        # Samples of one token can lose all labels so, but a loss needs one.
         labels_BT[-1, -1] = tokens_BT[-1, -1]
     return Batch(tokens_BT, labels_BT, positions_BT, documents_BT)

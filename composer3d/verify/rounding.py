@@ -1,17 +1,19 @@
-"""What float32 may differ by in a proof: rounding, measured or bounded for each tensor, and nothing else.
+"""Separate rounding from errors in a float32 proof: measure or bound it for each tensor.
 
-A difference of one rounding in a gradient near zero is a whole learning rate in the weight: the first step of AdamW is
-nearly the sign of the gradient. So in float32 every step is judged by itself. The one-process run computes in float64
-on weights that float32 can hold, and the ranks begin each step with these weights.
+A difference of one rounding in a gradient near zero is a whole learning rate in the weight, because
+the first step of AdamW is nearly the sign of the gradient. So in float32 every step is judged by
+itself. The one-process run computes in float64 on weights that float32 can hold, and the ranks
+begin each step with these weights.
 
-- A gradient is compared with the exact one. ``measure_noise`` measures how far float32 alone, on one process, is from it.
-- A weight is compared with a ``AdamWReplay``: the optimizer's step once more, in float64, from the rank's own gradients.
-  The roundings of that step are few, and are bounded element by element.
+- A gradient is compared with the exact one. ``measure_noise`` measures how far float32 alone, on
+  one process, is from it.
+- A weight is compared with an ``AdamWReplay``: the optimizer's step once more, in float64, from the
+  rank's own gradients. That step has few roundings. They are bounded element by element.
 """
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +22,16 @@ from torch.distributed.tensor import DTensor
 from composer3d.recipe.schema import OptimTable
 
 Module = TypeVar("Module", bound=nn.Module)
-# One rounding of a float32 number is at most 2^-24 of it. A weight is rounded three times: the factor of the decay, the
-# product with it, the difference with the update.
-_OF_WEIGHT = 2.0**-22
-# Of the update: some twenty roundings a step, and the difference that the gradient norm, by which it is clipped, may
-# have.
-_OF_UPDATE = 2e-5
-_SMALLEST_ROOT = 1e-21  # of a square that float32 loses (below 2^-149), its bias corrected
+
+# One rounding of a float32 number is at most 2^-24 of it. A weight is rounded three times: the
+# factor of the decay, the product with it, and the difference with the update.
+_WEIGHT_ROUNDING = 2.0**-22
+# Some twenty roundings of the update in a step, and the possible error of the gradient norm that
+# clips it.
+_UPDATE_ROUNDING = 2e-5
+# Float32 loses a square below 2^-149. This is the largest root of a second moment that lost one,
+# after the correction of its bias.
+_SMALLEST_ROOT = 1e-21
 
 
 def round_to_float32(model: nn.Module) -> None:
@@ -41,25 +46,27 @@ def measure_noise(
     exact: Mapping[str, Tensor],
     gradients_of: Callable[[Module, int], Mapping[str, Tensor]],
 ) -> dict[str, float]:
-    """How far from ``exact`` float32 computes the gradients of ``model``, whose weights float32 can hold.
+    """Measure how far float32 gradients of ``model`` are from the exact ones.
 
     Args:
-        model: in float64.
+        model: in float64, with weights that float32 can hold.
         exact: its gradients by name.
-        gradients_of: the gradients of a model, computed over so many samples at a time; 0 is all of them.
+        gradients_of: computes the gradients of a model, a number of samples at a time; 0 is all.
 
     Returns:
-        For each tensor the largest distance of four runs: the batch whole and sample by sample, as it is and with every
-        weight moved to a neighbouring float32 number, as an operation that rounds differently would.
+        For each tensor, the largest distance of four runs. The batch is computed whole and sample
+        by sample, with the weights as they are and with every weight moved to a neighbouring
+        float32 number. Moved weights stand for an operation that rounds differently.
     """
     plain = copy.deepcopy(model).float()
     moved = copy.deepcopy(plain)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in moved.parameters():
-            way = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
-            parameter.copy_(torch.nextafter(parameter, way * torch.inf))
-    runs = [gradients_of(each, rows) for each in (plain, moved) for rows in (0, 1)]
+            direction = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
+            parameter.copy_(torch.nextafter(parameter, direction * torch.inf))
+
+    runs = [gradients_of(copied, rows) for copied in (plain, moved) for rows in (0, 1)]
     return {
         name: max(_norm(run[name].double() - tensor) for run in runs)
         for name, tensor in exact.items()
@@ -70,64 +77,105 @@ def _norm(tensor: Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
+class _State(NamedTuple):
+    """The state of AdamW for one shard, in float64.
+
+    Attributes:
+        first_moment: the moving average of the gradient.
+        second_moment: the moving average of its square.
+        absolute_moment: the moving average of its absolute value, which bounds the roundings of the
+            first moment if its terms cancel.
+        steps: the number of steps taken.
+    """
+
+    first_moment: Tensor
+    second_moment: Tensor
+    absolute_moment: Tensor
+    steps: int
+
+
 class AdamWReplay:
-    """AdamW on one rank's shards, computed once more in float64.
+    """Compute AdamW on one rank's shards once more, in float64.
+
+    Of the job it uses the gradients alone. Weights, moments, clipping and learning rate are its
+    own.
 
     Args:
-        optim: its settings.
-        norms: the exact gradient norm of each step, by which gradients are clipped.
-        clipped: the same after clipping.
-
-    Of the job it takes the gradients alone. Weights, moments, clipping and learning rate are its own.
+        optim: the settings of AdamW.
+        norms: by step, the exact gradient norm, which gradients are clipped by.
+        clipped: by step, the same norm after clipping.
     """
 
     def __init__(self, optim: OptimTable, norms: Sequence[float], clipped: Sequence[float]) -> None:
         self._optim, self._norms, self._clipped = optim, norms, clipped
         self._gradients: dict[str, Tensor | None] = {}
-        # By name: first moment, second moment, first moment of absolute values, number of steps.
-        self._state: dict[str, tuple[Any, Any, Any, int]] = {}
+        self._states: dict[str, _State] = {}
 
     def record_gradients(self, step: int, gradients: Mapping[str, Tensor | None]) -> None:
-        """Keep the gradients of a step as the backward has left them: the job clips them in place."""
-        norm, most = self._norms[step], self._clipped[step]
-        scale = most / norm if most < norm else 1.0
+        """Copy and clip the gradients of a step, as backward left them.
+
+        Call it before the job clips them, which it does in place.
+        """
+        norm, max_norm = self._norms[step], self._clipped[step]
+        scale = max_norm / norm if max_norm < norm else 1.0
         self._gradients = {
-            name: None if grad is None else _local(grad) * scale for name, grad in gradients.items()
+            name: None if gradient is None else _local_float64(gradient) * scale
+            for name, gradient in gradients.items()
         }
 
     def remove_rounding(
         self, name: str, weight: Tensor, before: Tensor, *, lr: float, decayed: bool
     ) -> tuple[Tensor, Tensor]:
-        """Take the step of one parameter, in float64, and take off its ``weight`` what rounding explains.
+        """Replay the step of one parameter, and remove from ``weight`` what rounding explains.
 
         Args:
-            weight: what the job has made of the shard ``before``.
+            name: of the parameter.
+            weight: the shard after the job's step.
+            before: the shard before it.
+            lr: the learning rate of the step.
             decayed: whether the parameter has weight decay.
 
         Returns:
-            The weight, moved towards what it should be by at most the bound of its rounding; and what it should be.
+            The job's weight, moved towards the replayed one by at most the bound of its rounding;
+            and the replayed weight.
         """
-        table, grad = self._optim, self._gradients[name]
-        if grad is None:  # the optimizer leaves out what has no gradient
+        gradient = self._gradients[name]
+        if gradient is None:
+            # The optimizer skips a parameter that has no gradient.
             return weight, before
-        first, second, size, count = self._state.get(name, (0.0, 0.0, 0.0, 0))
-        first = table.betas[0] * first + (1 - table.betas[0]) * grad
-        second = table.betas[1] * second + (1 - table.betas[1]) * grad * grad
-        # Where terms cancel, the roundings are those of the terms.
-        size = table.betas[0] * size + (1 - table.betas[0]) * grad.abs()
-        count += 1
-        self._state[name] = first, second, size, count
-        rate = lr / (1 - table.betas[0] ** count)
-        root = (second / (1 - table.betas[1] ** count)).sqrt() + table.eps
-        wanted = before * (1 - lr * table.weight_decay * decayed) - rate * first / root
-        bound = (
-            _OF_WEIGHT * before.abs() + (_OF_UPDATE + _SMALLEST_ROOT / root) * rate * size / root
+
+        state = self._advance(name, gradient)
+        table = self._optim
+        beta1, beta2 = table.betas
+        step_size = lr / (1 - beta1**state.steps)
+        root = (state.second_moment / (1 - beta2**state.steps)).sqrt() + table.eps
+        decay = lr * table.weight_decay if decayed else 0.0
+        expected = before * (1 - decay) - step_size * state.first_moment / root
+
+        weight_bound = _WEIGHT_ROUNDING * before.abs()
+        update_bound = (_UPDATE_ROUNDING + _SMALLEST_ROOT / root) * step_size
+        bound = weight_bound + update_bound * state.absolute_moment / root
+        diff = weight - expected
+        return expected + diff.sign() * (diff.abs() - bound).clamp(min=0), expected
+
+    def _advance(self, name: str, gradient: Tensor) -> _State:
+        """Add a gradient to the moments of a parameter."""
+        beta1, beta2 = self._optim.betas
+        zeros = torch.zeros_like(gradient)
+        state = self._states.get(name, _State(zeros, zeros, zeros, steps=0))
+        state = _State(
+            first_moment=beta1 * state.first_moment + (1 - beta1) * gradient,
+            second_moment=beta2 * state.second_moment + (1 - beta2) * gradient * gradient,
+            absolute_moment=beta1 * state.absolute_moment + (1 - beta1) * gradient.abs(),
+            steps=state.steps + 1,
         )
-        off = weight - wanted
-        return wanted + off.sign() * (off.abs() - bound).clamp(min=0), wanted
+        self._states[name] = state
+        return state
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_float64(tensor: Tensor) -> Tensor:
+    """Copy this rank's shard of a tensor to the CPU, in float64."""
     local = tensor.detach()
-    local = local.to_local() if isinstance(local, DTensor) else local
+    if isinstance(local, DTensor):
+        local = local.to_local()
     return local.to("cpu", torch.float64, copy=True)
