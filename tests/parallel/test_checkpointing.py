@@ -1,0 +1,73 @@
+"""Activation checkpointing: which operators run again in backward."""
+
+from collections import Counter
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer3d.models.llama.model import Llama
+from composer3d.models.llama.plan import sharding_plan
+from composer3d.recipe.schema import MemoryTable, MeshTable
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.process_group import pool_world
+from tests.parallel.small_model import MICRO_BATCHES, SHAPE, compose_small, take_a_step
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts the operators that run, backward and recomputation included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators(mode: str) -> Counter[str]:
+    """Count the operators of a step, by name, with ``memory.activation_checkpoint = mode``."""
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(dp_shard=1), device)
+        stages = compose_small(mesh, memory=MemoryTable(activation_checkpoint=mode))  # type: ignore[arg-type]
+        assert [name for name, _ in stages.named_parameters()] == [
+            name for name, _ in Llama(SHAPE).named_parameters()
+        ]
+        with OperatorCounter() as operators:
+            take_a_step(stages)
+        return operators.counts
+
+
+def test_each_mode_recomputes_the_operators_that_it_does_not_save(pool: Pool) -> None:
+    counts = {
+        mode: pool.run(count_operators, {"mode": mode}, world_size=1)[0]
+        for mode in ("none", "selective", "full")
+    }
+    blocks = SHAPE.n_layers * MICRO_BATCHES
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert {mode: operators[attention] for mode, operators in counts.items()} == {
+        "none": blocks,
+        "selective": blocks,
+        "full": 2 * blocks,
+    }
+
+    # The plan also saves projections with a bias and the ring, which this model does not run.
+    plan = sharding_plan(SHAPE)
+    for operator in (torch.ops.aten.addmm.default, torch.ops.composer3d.ring_attention.default):
+        assert any(fnmatchcase(str(operator), glob) for glob in plan.save)
+
+    # A block has seven matrix products. Backward does not need the output of the last one, and may
+    # leave it out when it computes the block again.
+    extra_products = {
+        mode: operators["mm"] - counts["none"]["mm"] for mode, operators in counts.items()
+    }
+    assert extra_products["selective"] == 0
+    assert 6 * blocks <= extra_products["full"] <= 7 * blocks
+    assert [counts[mode]["silu"] for mode in ("none", "selective", "full")] == [
+        blocks,
+        2 * blocks,
+        2 * blocks,
+    ]
