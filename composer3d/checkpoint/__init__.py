@@ -1,6 +1,7 @@
-"""Checkpoints: what one is (``manifest``), and how it is saved and loaded (``store``).
+"""Checkpoints: their description (``manifest``), and how they are saved and loaded (``store``).
 
-What a stranger may have made is read by ``metadata`` (torch's), ``torchfile`` (of ``torch.save``) and ``pickles``.
+Files that a stranger may have made are read by ``metadata`` (torch's description of a checkpoint),
+``torchfile`` (files of ``torch.save``) and ``pickles`` (pickles, as data).
 """
 
 from composer3d.checkpoint.store import Store

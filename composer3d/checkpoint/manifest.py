@@ -1,7 +1,8 @@
-"""``manifest.json``: what a checkpoint is, and by which every byte of it can be checked. No torch here, and no pickle.
+"""``manifest.json`` describes a checkpoint and lets every byte of it be checked.
 
-It is written last, when all other files are on the disk. It holds sizes and digests (XXH3-128, for damage and not
-against forgery) of every other file of the folder, and a digest of itself, so that no flipped bit passes.
+The manifest is written last, when all other files are on the disk. It holds the size and the digest
+of every other file in the folder, and a digest of itself, so that no flipped bit goes unnoticed.
+The digests (XXH3-128) reveal damage. They do not protect against forgery. No torch here, no pickle.
 """
 
 import errno
@@ -13,54 +14,100 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import xxhash
 
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.registry import DEFAULT
+from composer3d.models.shape import DecoderShape
+from composer3d.recipe.schema import MODEL_KEYS
 from composer3d.runtime.files import sync
 from composer3d.spec.errors import CheckpointError, UserError
-from composer3d.spec.files import MIB, open_plain, parse_json, read_plain
+from composer3d.spec.files import MIB, RefusedFileError, open_plain, parse_json, read_plain
 
 FILE = "manifest.json"
 FORMAT = 1
-_LIMIT = 32 * MIB  # bytes of a manifest; a tensor takes about 100, a file 80
-_VALUES = 1_500_000  # that it may hold: an empty list of three bytes would become one of 64
-_MOST = 2**53  # of what is counted: every reader of JSON has these numbers exactly
-_SHOWN = 8  # of files that do not belong there
+
+# Limits of a manifest file. A tensor takes about 100 bytes of it, a file about 80. The number of
+# values has a limit of its own, because an empty list takes 3 bytes in the file and 64 in memory.
+_MAX_BYTES = 32 * MIB
+_MAX_VALUES = 1_500_000
+
+_MAX_COUNT = 2**53  # every JSON reader represents integers up to this one exactly
+_MAX_DIMS = 64
+_SHOWN_FILES = 8  # how many unexpected files are named
+_SHOWN_DIFFERENCES = 8
+
+
+class FileEntry(NamedTuple):
+    """A file of a checkpoint, as the manifest lists it."""
+
+    size: int  # bytes
+    digest: str  # XXH3-128 of its content, 32 hexadecimal digits
+
+
+class TensorSpec(NamedTuple):
+    """The shape of a whole tensor, and its dtype by name, such as "float32"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One checkpoint. All of it is JSON: what a resumed run does is decided by plain values."""
+    """One checkpoint, described by plain values that fit into JSON.
 
-    step: int  # optimizer steps that were done
+    Attributes:
+        step: optimizer steps done.
+        world_size: ranks of the job that saved it.
+        layout: the mesh of that job by axis, for people to read. Any layout can load it.
+        model: the values of ``model_of``.
+        recipe: the resolved recipe in TOML; empty if no run of composer3d made the checkpoint.
+        data: the state of the loader; None for a checkpoint of weights alone.
+        lr: the learning rate of the last step, if there was one.
+        files: all other files of the folder, by their paths within it.
+        tensors: all tensors, by their global names.
+    """
+
+    step: int
     world_size: int = 1
-    layout: dict[str, int] = field(
-        default_factory=dict
-    )  # the mesh that saved, for people: any layout can load
-    model: dict[str, Any]  # see ``model_of``
-    recipe: str = ""  # resolved TOML
-    data: dict[str, Any] | None = (
-        None  # the loader's state; None where a checkpoint only seeds a run with tensors
-    )
-    lr: float | None = None  # of the last step
-    files: dict[str, tuple[int, str]] = field(default_factory=dict)  # name: (bytes, XXH3-128)
-    tensors: dict[str, tuple[tuple[int, ...], str]] = field(
-        default_factory=dict
-    )  # global name: (shape, dtype)
+    layout: dict[str, int] = field(default_factory=dict)
+    model: dict[str, Any]
+    recipe: str = ""
+    data: dict[str, Any] | None = None
+    lr: float | None = None
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
 
 
-def model_of(shape: ModelShape, params: str) -> dict[str, Any]:
-    """What makes two models different functions of the same tensors: the shape, and the parameters' dtype."""
-    sizes = {f"model.{f.name}": getattr(shape, f.name) for f in fields(ModelShape)}
-    return {**sizes, "model.head_dim": shape.head_width, "precision.params": params}
+def model_of(shape: DecoderShape, params: str) -> dict[str, Any]:
+    """Return the values that tell models apart: all fields of the shape, and the parameters' dtype.
+
+    The architecture is one of them where it is not our default one.
+
+    Two models that differ in one of these compute different functions, even with the same tensors.
+    """
+    values = {
+        f"model.{entry.name}": getattr(shape, entry.name)
+        for entry in fields(shape)
+        if entry.name not in MODEL_KEYS
+    }
+    architecture = getattr(shape, "architecture", DEFAULT)
+    if architecture != DEFAULT:
+        values["model.architecture"] = architecture
+    return {**values, "model.head_dim": shape.head_width, "precision.params": params}
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest`` into ``folder``, and have it on the disk."""
+    """Write ``manifest`` into ``folder``, and wait until it is on the disk.
+
+    Raises CheckpointError if it would be too large to be read again; nothing is written then.
+    """
     content = _encode({"format": FORMAT, **asdict(manifest)})
-    if len(content) > _LIMIT or _values_in(content) > _VALUES:
+    if len(content) > _MAX_BYTES or _count_values(content) > _MAX_VALUES:
         raise CheckpointError(
             f"{folder / FILE} would be too large to be read: {len(content):,} bytes"
         )
@@ -69,111 +116,136 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def _encode(content: dict[str, Any]) -> bytes:
-    """Canonical JSON, with the digest of its own rest."""
+    """Encode ``content`` as canonical JSON, with a digest of all its other fields in ``digest``."""
     canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-    rest = canonical({key: value for key, value in content.items() if key != "digest"})
-    return canonical({**content, "digest": xxhash.xxh3_128_hexdigest(rest.encode())}).encode()
+    without_digest = canonical({key: value for key, value in content.items() if key != "digest"})
+    digest = xxhash.xxh3_128_hexdigest(without_digest.encode())
+    return canonical({**content, "digest": digest}).encode()
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; raises CheckpointError where there is none that can be used."""
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, damaged or not a manifest.
+        UserError: a later version of composer3d wrote it. That is no damage: a resume must not pass
+            over such a checkpoint, as it does over a damaged one.
+    """
     place = folder / FILE
     try:
-        written = read_plain(place, limit=_LIMIT, follow_links=False)
-        if _values_in(written) > _VALUES:
-            raise ValueError(f"it holds more than {_VALUES:,} values")
-        content = parse_json(written)
-        if (
-            type(content) is not dict or _encode(content) != written
-        ):  # a flipped bit can spell the same in another way
-            raise ValueError("it is not what its digest says")
-        version = content.pop("format", None)
-        if version != FORMAT or type(version) is not int:
-            # No damage, which a resume would pass over.
-            raise UserError(
-                f"{place} is not of format {FORMAT}, all that this composer3d reads; use a newer one"
-            )
-        del content["digest"]
-        return parse(content)
+        return _read(place)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{folder} is not a checkpoint: it has no {FILE}; name a step-* folder"
         ) from None
+    except RefusedFileError as error:
+        problem = f"it {error.strerror}"
     except OSError as error:
-        raise CheckpointError(
-            f"{place} cannot be used: it {error.strerror}; copy the checkpoint again"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{place} cannot be used: {_sentence(error)}; copy the checkpoint again"
-        ) from None
+        problem = error.strerror or str(error)
+    except RecursionError:
+        problem = "it nests too deep"
+    except ValueError as error:
+        problem = str(error)
+    raise CheckpointError(f"{place} cannot be used: {problem}; copy the checkpoint again")
 
 
-def _values_in(written: bytes) -> int:
+def _read(place: Path) -> Manifest:
+    """Read the manifest at ``place``. Raises OSError, ValueError, RecursionError, or UserError."""
+    written = read_plain(place, limit=_MAX_BYTES, follow_links=False)
+    if _count_values(written) > _MAX_VALUES:
+        raise ValueError(f"it holds more than {_MAX_VALUES:,} values")
+    content = parse_json(written)
+    # The bytes are compared, not the digests alone: a flipped bit can spell the same value in
+    # another way, such as 1E-05 for 1e-05.
+    if type(content) is not dict or _encode(content) != written:
+        raise ValueError("its content does not match its digest")
+    version = content.pop("format", None)
+    if version != FORMAT or type(version) is not int:
+        raise UserError(
+            f"{place} is not of format {FORMAT}, the only one that this composer3d reads; "
+            "use a newer composer3d"
+        )
+    del content["digest"]
+    return parse(content)
+
+
+def _count_values(written: bytes) -> int:
+    """Bound the number of values in a JSON text from above, without parsing it."""
     return sum(written.count(mark) for mark in (b"[", b"{", b","))
 
 
-def _sentence(error: Exception) -> str:
-    return "it nests too deep" if isinstance(error, RecursionError) else str(error)
-
-
 def parse(content: Any) -> Manifest:
-    """A manifest of plain values that someone else wrote. Raises ValueError where one is not what it must be."""
+    """Make a manifest of plain values that somebody else wrote.
+
+    Raises ValueError if a field is missing, unknown or wrong.
+    """
     if type(content) is not dict:
         raise ValueError("it is no object with fields")
     for key in content.keys() - _RULES.keys():
         raise ValueError(f"it has a field {key!r:.100}, which no manifest has")
-    for key, (holds, rule) in _RULES.items():
+    for key, rule in _RULES.items():
         if key not in content:
             raise ValueError(f"it lacks {key}")
-        if not holds(content[key]):
-            raise ValueError(f"{key} is {_shown(content[key])}, but must be {rule}")
-    files = {name: (size, digest) for name, (size, digest) in content["files"].items()}
-    tensors = {name: (tuple(shape), dtype) for name, (shape, dtype) in content["tensors"].items()}
+        if not rule.accepts(content[key]):
+            raise ValueError(_describe_wrong_value(key, content[key], rule.allowed))
+    files = {name: FileEntry(size, digest) for name, (size, digest) in content["files"].items()}
+    tensors = {
+        name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in content["tensors"].items()
+    }
     return Manifest(**{**content, "files": files, "tensors": tensors})
 
 
-def _shown(value: Any) -> str:
-    """A value as JSON, where that is short."""
+def _describe_wrong_value(key: str, value: Any, allowed: str) -> str:
     if isinstance(value, dict | list | tuple):
-        return "another"
-    return f"{value!r:.60}"
+        return f"the content of {key} is wrong; it must be {allowed}"
+    return f"{key} is {value!r:.60}, but must be {allowed}"
 
 
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MOST
+# Checks of single values. Each compares types exactly, because True is an int to isinstance.
 
 
-def _text(value: Any, most: int = 1000) -> bool:
-    return type(value) is str and len(value) <= most
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
-def _plain(value: Any) -> bool:
-    if type(value) is float:
-        return math.isfinite(value)
-    return (
-        value is None
-        or type(value) is bool
-        or _text(value)
-        or (type(value) is int and abs(value) <= 2**63)
-    )
+def _is_text(value: Any, longest: int = 1000) -> bool:
+    return type(value) is str and len(value) <= longest
 
 
-def _each(
-    value: Any, of_value: Callable[[Any], bool], of_name: Callable[[Any], bool] = _text
+def _is_finite_float(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is int:
+        return abs(value) <= 2**63
+    return value is None or type(value) is bool or _is_text(value) or _is_finite_float(value)
+
+
+def _is_object(
+    value: Any,
+    accepts_value: Callable[[Any], bool],
+    accepts_name: Callable[[Any], bool] = _is_text,
 ) -> bool:
     return type(value) is dict and all(
-        of_name(name) and of_value(each) for name, each in value.items()
+        accepts_name(name) and accepts_value(item) for name, item in value.items()
     )
 
 
-def _pair(value: Any, first: Callable[[Any], bool], second: Callable[[Any], bool]) -> bool:
-    return type(value) in (list, tuple) and len(value) == 2 and first(value[0]) and second(value[1])
+def _is_pair(
+    value: Any, accepts_first: Callable[[Any], bool], accepts_second: Callable[[Any], bool]
+) -> bool:
+    return (
+        type(value) in (list, tuple)
+        and len(value) == 2
+        and accepts_first(value[0])
+        and accepts_second(value[1])
+    )
 
 
-def _file_name(name: Any) -> bool:
-    """Whether it names a file of the folder, or of a folder in it, in the one way that there is."""
-    if not _text(name) or "\0" in name or not name.isprintable():
+def _is_file_name(name: Any) -> bool:
+    """Whether ``name`` is the normalized relative path of a file in the folder or below it."""
+    if not _is_text(name) or "\0" in name or not name.isprintable():
         return False
     path = PurePosixPath(name)
     return (
@@ -184,87 +256,131 @@ def _file_name(name: Any) -> bool:
     )
 
 
-def _digest(value: Any) -> bool:
+def _is_digest(value: Any) -> bool:
     return type(value) is str and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 
-def _shape(value: Any) -> bool:
-    return type(value) in (list, tuple) and len(value) <= 64 and all(map(_count, value))
+def _is_shape(value: Any) -> bool:
+    return type(value) in (list, tuple) and len(value) <= _MAX_DIMS and all(map(_is_count, value))
 
 
-def _data(value: Any) -> bool:
-    """The loader's state, of which these are known; what else it holds is for a later loader."""
+def _is_data(value: Any) -> bool:
+    """Whether ``value`` can be the state of a loader.
+
+    The fields that today's loader has are checked. Others may belong to a later loader: they must
+    only be plain values.
+    """
     if value is None:
         return True
-    counts, texts = ("next_step", "seq_len", "global_batch"), ("digest",)
     return (
-        _each(value, _plain)
-        and all(_count(value[key]) for key in counts if key in value)
-        and all(_text(value[key]) for key in texts if key in value)
+        _is_object(value, _is_plain)
+        and all(
+            _is_count(value[key])
+            for key in ("next_step", "seq_len", "global_batch")
+            if key in value
+        )
+        and _is_text(value.get("digest", ""))
         and type(value.get("seed", 0)) is int
     )
 
 
-# What each field must be, and how that is said.
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "step": (_count, "an integer from 0 to 2^53"),
-    "world_size": (lambda value: _count(value) and value >= 1, "an integer from 1 to 2^53"),
-    "layout": (lambda value: _each(value, _count), "integers from 0 to 2^53 by name"),
-    "model": (lambda value: _each(value, _plain), "numbers, texts or null by name"),
-    "recipe": (lambda value: _text(value, MIB), "a text of at most 2^20 characters"),
-    "data": (_data, "null, or numbers and texts by name; next_step is an integer from 0 to 2^53"),
-    "lr": (
-        lambda value: value is None or (type(value) is float and math.isfinite(value)),
+class _Rule(NamedTuple):
+    """What the value of a field must be: a check, and its description in an error."""
+
+    accepts: Callable[[Any], bool]
+    allowed: str
+
+
+_RULES = {
+    "step": _Rule(_is_count, "an integer from 0 to 2^53"),
+    "world_size": _Rule(
+        lambda value: _is_count(value) and value >= 1,
+        "an integer from 1 to 2^53",
+    ),
+    "layout": _Rule(
+        lambda value: _is_object(value, _is_count),
+        "an object of integers from 0 to 2^53",
+    ),
+    "model": _Rule(
+        lambda value: _is_object(value, _is_plain),
+        "an object of numbers, texts, true, false or null",
+    ),
+    "recipe": _Rule(
+        lambda value: _is_text(value, longest=MIB),
+        "a text of at most 2^20 characters",
+    ),
+    "data": _Rule(
+        _is_data,
+        "null, or an object of numbers and texts in which next_step is an integer from 0 to 2^53",
+    ),
+    "lr": _Rule(
+        lambda value: value is None or _is_finite_float(value),
         "null or a finite number",
     ),
-    "files": (
-        lambda value: _each(value, lambda pair: _pair(pair, _count, _digest), _file_name),
-        "size and digest (XXH3-128) of files by their names within the folder",
+    "files": _Rule(
+        lambda value: _is_object(
+            value, lambda entry: _is_pair(entry, _is_count, _is_digest), _is_file_name
+        ),
+        "an object from paths within the folder to size and digest (XXH3-128)",
     ),
-    "tensors": (
-        lambda value: _each(value, lambda pair: _pair(pair, _shape, _text)),
-        "shape and dtype by name",
+    "tensors": _Rule(
+        lambda value: _is_object(value, lambda spec: _is_pair(spec, _is_shape, _is_text)),
+        "an object from names to shape and dtype",
     ),
 }
 
 
-def damage(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
-    """What is wrong with the files of ``folder``, one line each: missing, too many, of another size or digest.
+def find_damage(
+    folder: Path, manifest: Manifest, names: Collection[str] | None = None
+) -> list[str]:
+    """Compare the files of ``folder`` with its manifest. Reads every byte of the files it checks.
 
-    ``names`` are those to read, None all of them; what is too many is always found.
+    Args:
+        names: the files to check; None means all. Files that are not in the manifest are always
+            reported.
+
+    Returns:
+        One line for each file that is missing, unexpected, or of another size or digest. Empty if
+        nothing is wrong.
     """
-    wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
+    entries = manifest.files
+    if names is not None:
+        entries = {name: manifest.files[name] for name in names}
+
     lines = []
-    for name, (size, digest) in sorted(wanted.items()):
+    for name, entry in sorted(entries.items()):
         path = folder / name
         try:
             _refuse_links(folder, name)
             with open_plain(path, follow_links=False) as file:
-                found = os.fstat(file.fileno()).st_size
-                if found != size:
-                    lines.append(f"{path} has {found} bytes, the manifest says {size}")
-                elif _digest_of(file) != digest:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.size:
+                    lines.append(f"{path} has {size} bytes, but the manifest says {entry.size}")
+                elif _digest_of(file) != entry.digest:
                     lines.append(f"{path} has another digest than the manifest says")
         except OSError as error:
             lines.append(f"{path} cannot be read ({error.strerror})")
-    extra = sorted(_names_in(folder) - manifest.files.keys() - {FILE})
-    lines += [f"{folder / name} is not in the manifest" for name in extra[:_SHOWN]]
-    return lines + (
-        [f"{folder}: {len(extra) - _SHOWN} more files are not in the manifest"]
-        if extra[_SHOWN:]
-        else []
-    )
+
+    unexpected = sorted(_names_in(folder) - manifest.files.keys() - {FILE})
+    lines += [f"{folder / name} is not in the manifest" for name in unexpected[:_SHOWN_FILES]]
+    if len(unexpected) > _SHOWN_FILES:
+        hidden = len(unexpected) - _SHOWN_FILES
+        lines.append(f"{folder}: {hidden} more files are not in the manifest")
+    return lines
 
 
 def _refuse_links(folder: Path, name: str) -> None:
-    """A folder within a checkpoint must not be a link: what lies behind it is no part of the checkpoint."""
+    """Raise OSError if a folder on the way to ``name`` is a link, which could lead elsewhere."""
     for parent in list(PurePosixPath(name).parents)[:-1]:
         if (folder / parent).is_symlink():
             raise OSError(errno.ELOOP, f"{parent} is a symbolic link, which is not followed here")
 
 
 def _names_in(folder: Path) -> set[str]:
-    """All that lies in a folder and below: files, and links and pipes as well, of which none is followed or opened."""
+    """List the relative paths of everything below ``folder`` but folders.
+
+    Links and pipes are listed as well. Nothing is opened, and no link is followed.
+    """
     found = set()
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
@@ -272,24 +388,46 @@ def _names_in(folder: Path) -> set[str]:
     return found
 
 
-def compare(
-    job: Mapping[str, object], saved: Mapping[str, object], place: object, way_out: str
+def require_same_tensors(
+    expected: Mapping[str, object], saved: Mapping[str, object], place: object, way_out: str
 ) -> None:
-    """Hold what ``place`` has, by name, against what this job needs, both ways.
+    """Require that ``saved`` has exactly the names of ``expected``, with equal values.
 
-    Raises CheckpointError with the differences, of which eight are shown, and ``way_out``.
+    Args:
+        expected: what the model needs by name: ``TensorSpec``s, or shapes alone.
+        saved: the same of what ``place`` holds.
+        way_out: what to change; it ends the error.
+
+    Raises:
+        CheckpointError: they differ. At most eight differences are shown.
     """
     lines = [
-        f"{place} holds {name!r} as {saved.get(name, 'nothing')}, but the model needs {job.get(name, 'nothing')}"
-        for name in sorted(saved.keys() | job.keys())
-        if saved.get(name) != job.get(name)
+        _describe_difference(name, expected, saved, place)
+        for name in sorted(saved.keys() | expected.keys())
+        if saved.get(name) != expected.get(name)
     ]
     if lines:
-        raise CheckpointError([*lines[:8], f"{place}: {len(lines)} differences; {way_out}"])
+        summary = f"{place}: {len(lines)} differences; {way_out}"
+        raise CheckpointError([*lines[:_SHOWN_DIFFERENCES], summary])
+
+
+def _describe_difference(
+    name: str, expected: Mapping[str, object], saved: Mapping[str, object], place: object
+) -> str:
+    if name not in saved:
+        return f"{place} has no {name!r}, but the model needs it as {expected[name]}"
+    if name not in expected:
+        return f"{place} holds {name!r} as {saved[name]}, which the model does not have"
+    return f"{place} holds {name!r} as {saved[name]}, but the model needs {expected[name]}"
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Measure a file for the manifest. Reads it in pieces."""
+    return FileEntry(path.stat().st_size, digest_file(path))
 
 
 def digest_file(path: Path) -> str:
-    """XXH3-128 of a file's bytes, as hexadecimal. Reads it piece by piece."""
+    """Compute the XXH3-128 of a file's content, in hexadecimal. Reads it in pieces."""
     with open_plain(path) as file:
         return _digest_of(file)
 

@@ -1,8 +1,9 @@
-"""What ``torch.distributed.checkpoint`` (DCP) says of a checkpoint in ``.metadata``, and the reading of its tensors.
+"""Read a checkpoint of ``torch.distributed.checkpoint`` (DCP): its ``.metadata``, and its tensors.
 
-Torch unpickles that file, and objects among the tensors, with whatever they run. Here the pickle is parsed to inert
-records, of which torch's ``Metadata`` is built anew, field by field. All that reads a checkpoint reads through this
-module, and it is the only one that uses DCP's private names.
+Torch unpickles that file, and any objects among the tensors, and so runs whatever they contain.
+Here the pickle is parsed to inert records, and torch's ``Metadata`` is built from them, field by
+field. All code that reads a checkpoint reads it through this module. Only this module uses DCP's
+private names.
 """
 
 import gc
@@ -16,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from composer3d.checkpoint import pickles
+from composer3d.checkpoint.manifest import TensorSpec
 from composer3d.checkpoint.pickles import Name, PickleError, Record, reading
 from composer3d.checkpoint.torchfile import DTYPES, read_tensor, sizes_of
 from composer3d.runtime.torch_private import StorageInfo
@@ -40,65 +42,74 @@ from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import open_plain
 
 METADATA = ".metadata"
-METADATA_LIMIT = (
-    4 << 30
-)  # bytes: about 200 for each part of a tensor; 70B over 1,024 ranks has 2.2 million parts
-_PLACE, _STORED = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-)
-_LAYOUT = "torch.serialization._get_layout"
-_CLASSES = {
-    "Metadata",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "MetadataIndex",
-}
-_CLASSES |= {"StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"}
-# All that torch 2.13 and 2.15 write, under Python 3.11 (of which some pickle an enum by getattr) to 3.14.
+# Bytes. Each part of a tensor takes about 200; a model of 70B on 1,024 ranks has 2.2 million parts.
+METADATA_LIMIT = 4 << 30
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_GET_LAYOUT = "torch.serialization._get_layout"
+# All names that torch 2.13 and 2.15 write, under Python 3.11 to 3.14. Some versions of Python
+# pickle an enum by getattr.
 _NAMES = frozenset(
     {
-        *(f"{_PLACE}.{name}" for name in _CLASSES),
-        *(f"torch.{name}" for name in DTYPES),
-        _STORED,
-        _LAYOUT,
+        f"{_MODULE}.Metadata",
+        f"{_MODULE}.TensorStorageMetadata",
+        f"{_MODULE}.BytesStorageMetadata",
+        f"{_MODULE}.ChunkStorageMetadata",
+        f"{_MODULE}.MetadataIndex",
+        f"{_MODULE}.StorageMeta",
+        f"{_MODULE}.TensorProperties",
+        f"{_MODULE}._MEM_FORMAT_ENCODING",
+        _STORAGE_INFO,
+        _GET_LAYOUT,
         "torch.Size",
+        *(f"torch.{name}" for name in DTYPES),
         "pathlib.PosixPath",
         "pathlib._local.PosixPath",
         "builtins.getattr",
     }
 )
-_LONGEST_NAME = 1000
+_LONGEST_NAME = 1000  # characters of a tensor's name
+_LONGEST_FILE_NAME = 255
 _PRIME = 2**61 - 1
+
+Sizes = tuple[int, ...]
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What DCP says of a checkpoint: each tensor's parts, and where they lie. Nothing of it is run.
+    """Read DCP's description of a checkpoint: the parts of each tensor, and their places.
 
-    It is held to be sound: the parts of a tensor fill it exactly, each has bytes of its own in a plain file of
-    ``folder``, and these are enough for it. Raises CheckpointError where it is not, or cannot be read.
+    Nothing in it is run. The description is checked to be sound. The parts of a tensor fill it
+    exactly. Each part has bytes of its own in a plain file of ``folder``, and enough of them.
+
+    Raises CheckpointError if it is not sound, or cannot be read.
     """
-    with reading(folder / METADATA), _without_collector():
-        parsed = _parse(folder / METADATA)
-        state = _state(parsed, "Metadata")
-        listed, kept = _dict(state, "state_dict_metadata"), _dict(state, "storage_data")
-        _require_room(listed.values(), len(kept))
-        entries = {_name(name): _entry(name, entry) for name, entry in listed.items()}
-        stored: dict[Any, StorageInfo] = {}
-        for key, value in kept.items():
-            index = _index(key)
-            if index in stored:
+    with reading(folder / METADATA), _paused_garbage_collector():
+        state = _state_of(_parse(folder / METADATA), f"{_MODULE}.Metadata")
+        raw_entries = _dict_in(state, "state_dict_metadata")
+        raw_storage = _dict_in(state, "storage_data")
+        _require_room(raw_entries.values(), len(raw_storage))
+
+        entries = {_check_name(name): _entry(name, raw) for name, raw in raw_entries.items()}
+        storage: dict[Any, StorageInfo] = {}
+        for raw_index, raw_info in raw_storage.items():
+            index = _index(raw_index)
+            if index in storage:
                 raise PickleError(f"it stores a part of {_shown(index.fqn)} twice")
-            stored[index] = _storage(index.fqn, value)
-        _check_parts(entries, stored)
-        _check_files(folder, stored.values())
-    return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
+            storage[index] = _storage_info(index.fqn, raw_info)
+
+        _check_parts(entries, storage)
+        _check_files(folder, storage.values())
+    return Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
-    """Millions of small objects are made and none is garbage: the collector would walk them again and again."""
+def _paused_garbage_collector() -> Iterator[None]:
+    """Pause Python's garbage collector within the block.
+
+    Millions of small objects are made there, and none of them is garbage: the collector would walk
+    through all of them again and again.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -109,7 +120,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _parse(path: Path) -> Any:
-    """The file is mapped, so that one of zeros, however large it claims to be, ends at its first byte."""
+    # The file is mapped and not read: parsing a large file of zeros ends at its first byte.
     with open_plain(path, follow_links=False) as file:
         size = file.seek(0, os.SEEK_END)
         if not 0 < size <= METADATA_LIMIT:
@@ -120,146 +131,175 @@ def _parse(path: Path) -> Any:
             return pickles.parse(mapped, _NAMES, longest_text=4 * _LONGEST_NAME, all_texts=None)
 
 
-def tensors_of(read: Metadata, place: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Global name to (shape, dtype). Raises CheckpointError where an entry is no tensor: torch would unpickle it."""
-    found, others = {}, []
-    for name, entry in read.state_dict_metadata.items():
+def tensor_specs(metadata: Metadata, place: str) -> dict[str, TensorSpec]:
+    """Return shape and dtype of all tensors by their global names.
+
+    Raises CheckpointError, which names ``place``, if an entry is an object: torch would unpickle
+    it.
+    """
+    specs: dict[str, TensorSpec] = {}
+    objects = []
+    for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            found[name] = tuple(entry.size), str(entry.properties.dtype).removeprefix("torch.")
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            specs[name] = TensorSpec(tuple(entry.size), dtype)
         else:
-            others.append(name)
-    if others:
-        shown = ", ".join(map(_shown, sorted(others)[:8]))
+            objects.append(name)
+    if objects:
+        shown = ", ".join(map(_shown, sorted(objects)[:8]))
         raise CheckpointError(
             f"{place} holds objects that are no tensors, which are not loaded: {shown}"
         )
-    return found
+    return specs
 
 
 def _shown(name: str) -> str:
     return f"{name!r:.200}"
 
 
-def _state(record: Any, kind: str, path: str = "") -> dict[Any, Any]:
-    """The fields of an object of class ``kind`` (or of the class at ``path``)."""
-    if (
-        type(record) is not Record
-        or record.path != (path or f"{_PLACE}.{kind}")
-        or record.arguments != ()
-    ):
-        raise PickleError(f"it holds something else where a {kind} belongs")
+# Building torch's metadata from what the pickle describes. All of it is checked.
+
+
+def _state_of(record: Any, path: str) -> dict[Any, Any]:
+    """Return the fields of an object of the class at ``path``."""
+    class_name = path.rpartition(".")[2]
+    if type(record) is not Record or record.path != path or record.arguments != ():
+        raise PickleError(f"it holds something else in place of a {class_name}")
     state = {} if record.state is None else record.state
     if type(state) is not dict or record.items is not None:
-        raise PickleError(f"it holds a {kind} whose fields have no names")
+        raise PickleError(f"it holds a {class_name} whose fields have no names")
     return state
 
 
-def _dict(state: dict[Any, Any], name: str) -> dict[Any, Any]:
-    found = state.get(name)
-    if type(found) is not dict:
-        raise PickleError(f"its {name} is no dict")
-    return found
+def _dict_in(state: dict[Any, Any], field: str) -> dict[Any, Any]:
+    value = state.get(field)
+    if type(value) is not dict:
+        raise PickleError(f"its {field} is no dict")
+    return value
 
 
-def _name(name: Any) -> str:
+def _check_name(name: Any) -> str:
     if type(name) is not str or not 0 < len(name) <= _LONGEST_NAME:
-        raise PickleError(f"it names a tensor by no text of 1 to {_LONGEST_NAME} characters")
+        raise PickleError(
+            f"it has a tensor whose name is not a text of 1 to {_LONGEST_NAME} characters"
+        )
     return name
 
 
-def _require_room(entries: Iterable[Any], room: int) -> None:
-    """Refuse more parts than are stored before one is looked at: many names can share one long list of them."""
-    total = 0
+def _is_bytes_entry(entry: Any) -> bool:
+    return type(entry) is Record and entry.path == f"{_MODULE}.BytesStorageMetadata"
+
+
+def _require_room(entries: Iterable[Any], n_stored: int) -> None:
+    """Refuse more parts than are stored, before any part is looked at.
+
+    A short file can claim very many parts: many names can share one long list of them.
+    """
+    n_parts = 0
     for entry in entries:
-        state = entry.state if type(entry) is Record else None
-        chunks = state.get("chunks") if type(state) is dict else None
-        is_object = type(entry) is Record and entry.path == f"{_PLACE}.BytesStorageMetadata"
-        total += 1 if is_object else len(chunks) if type(chunks) is list else 0
-        if total > room:
-            raise PickleError(f"its tensors have more parts than the {room:,} that are stored")
+        if _is_bytes_entry(entry):
+            n_parts += 1
+        else:
+            state = entry.state if type(entry) is Record else None
+            chunks = state.get("chunks") if type(state) is dict else None
+            n_parts += len(chunks) if type(chunks) is list else 0
+        if n_parts > n_stored:
+            raise PickleError(f"its tensors have more parts than the {n_stored:,} that are stored")
 
 
 def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(entry) is Record and entry.path == f"{_PLACE}.BytesStorageMetadata":
+    if _is_bytes_entry(entry):
         return BytesStorageMetadata()
-    state = _state(entry, "TensorStorageMetadata")
+    state = _state_of(entry, f"{_MODULE}.TensorStorageMetadata")
     chunks = state.get("chunks")
     if type(chunks) is not list:
         raise PickleError(f"{_shown(name)} has no list of parts")
     shape = sizes_of(state.get("size"))
-    parts = [_state(chunk, "ChunkStorageMetadata") for chunk in chunks]
-    boxes = [(sizes_of(part.get("offsets")), sizes_of(part.get("sizes"))) for part in parts]
+    boxes: list[tuple[Sizes, Sizes]] = []
+    for chunk in chunks:
+        box = _state_of(chunk, f"{_MODULE}.ChunkStorageMetadata")
+        boxes.append((sizes_of(box.get("offsets")), sizes_of(box.get("sizes"))))
     if not fills(shape, boxes):
         raise PickleError(
-            f"the parts of {_shown(name)} do not make {shape} with every element in one of them"
+            f"the parts of {_shown(name)} do not hold each element of {shape} exactly once"
         )
-    made = [
-        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes
-    ]
     return TensorStorageMetadata(
-        _properties(name, state.get("properties")), torch.Size(shape), made
+        _properties(name, state.get("properties")),
+        torch.Size(shape),
+        [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes],
     )
 
 
 def _properties(name: str, record: Any) -> TensorProperties:
-    """Only the dtype counts; the rest, to which torch 2.15 adds the strides, describes what no checkpoint has."""
-    state = (
-        record.state
-        if type(record) is Record and record.path == f"{_PLACE}.TensorProperties"
-        else None
-    )
+    """Return the properties of a dense tensor of the dtype in ``record``.
+
+    The other properties do not matter for a dense tensor; torch 2.15 adds the strides to them.
+    """
+    state = None
+    if type(record) is Record and record.path == f"{_MODULE}.TensorProperties":
+        state = record.state
     if type(state) is not tuple or len(state) not in (5, 6):
         raise PickleError(f"{_shown(name)} has no properties of a tensor")
     dtype, layout = state[:2]
     if type(dtype) is not Name or dtype.path.removeprefix("torch.") not in DTYPES:
         raise PickleError(f"{_shown(name)} has no dtype")
-    kind = layout.arguments[:1] if type(layout) is Record and layout.path == _LAYOUT else ()
-    if [type(each) for each in kind] != [str] or kind[0] != "torch.strided":
+    is_layout = type(layout) is Record and layout.path == _GET_LAYOUT and layout.arguments
+    layout_name = layout.arguments[0] if is_layout else None
+    if type(layout_name) is not str or layout_name != "torch.strided":
         raise PickleError(f"{_shown(name)} is no dense tensor")
     return TensorProperties(DTYPES[dtype.path.removeprefix("torch.")])
 
 
 def _index(key: Any) -> MetadataIndex:
-    state = _state(key, "MetadataIndex")
+    state = _state_of(key, f"{_MODULE}.MetadataIndex")
+    name = _check_name(state.get("fqn"))
     offset = state.get("offset")
-    return MetadataIndex(_name(state.get("fqn")), None if offset is None else sizes_of(offset))
+    return MetadataIndex(name, None if offset is None else sizes_of(offset))
 
 
-def _storage(name: str, value: Any) -> StorageInfo:
-    state = _state(value, "storage", _STORED)
-    path, begin, length = (state.get(field) for field in ("relative_path", "offset", "length"))
-    if (
-        type(path) is not str
-        or path in ("", ".", "..")
-        or Path(path).name != path
-        or "\0" in path
-        or len(path) > 255
-    ):
-        raise PickleError(
-            f"{_shown(name)} lies in {path!r:.200}, which names no file of the folder"
-        )
-    if type(begin) is not int or type(length) is not int or not (begin >= 0 < length):
-        raise PickleError(f"{_shown(name)} lies nowhere in {path!r:.200}")
+def _storage_info(name: str, value: Any) -> StorageInfo:
+    state = _state_of(value, _STORAGE_INFO)
+    file, begin, length = (state.get(field) for field in ("relative_path", "offset", "length"))
+    if not _is_file_name(file):
+        raise PickleError(f"{_shown(name)} lies in {file!r:.200}, which is no file of the folder")
+    if type(begin) is not int or type(length) is not int or begin < 0 or length <= 0:
+        raise PickleError(f"{_shown(name)} has no place in {file!r:.200}")
     if state.get("transform_descriptors") is not None:
         raise PickleError(
             f"{_shown(name)} is transformed (compressed), which composer3d does not read"
         )
-    return StorageInfo(path, begin, length)
+    return StorageInfo(file, begin, length)
 
 
-def fills(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether boxes (offsets, sizes) lie within ``shape`` and hold each of its elements once. Linear in their number.
+def _is_file_name(value: Any) -> TypeGuard[str]:
+    """Whether ``value`` can name a file directly in a folder."""
+    return (
+        type(value) is str
+        and value not in ("", ".", "..")
+        and Path(value).name == value
+        and "\0" not in value
+        and len(value) <= _LONGEST_FILE_NAME
+    )
 
-    Every axis is given a ruler with random marks where boxes begin and end, and a box is measured by the product of
-    its sides. Where each element lies in one box, the measures add up to that of the shape, whatever the marks. Where
-    one lies in none or in several, the difference is a polynomial of the marks that is not zero, which random marks
-    of 61 bits take for zero once in 2^55 times (Schwartz and Zippel). Nobody knows the marks beforehand.
+
+def fills(shape: Sizes, boxes: Iterable[tuple[Sizes, Sizes]]) -> bool:
+    """Whether boxes lie within ``shape`` and hold each of its elements exactly once.
+
+    The time is linear in the number of boxes. Every axis gets a ruler with random marks at the
+    places where boxes begin and end, and the measure of a box is the product of its sides. If
+    every element lies in exactly one box, the measures of the boxes add up to the measure of the
+    shape, for any marks. Otherwise their difference is a nonzero polynomial of the marks. Random
+    marks of 61 bits make it zero with a probability of 2^-55 (Schwartz and Zippel). Nobody knows
+    the marks beforehand.
+
+    Args:
+        boxes: offsets and sizes of each.
     """
     rulers: list[defaultdict[int, int]] = [
         defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape
     ]
 
-    def measure(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    def measure(offsets: Sizes, sizes: Sizes) -> int:
         product = 1
         for ruler, begin, size in zip(rulers, offsets, sizes, strict=True):
             product = product * (ruler[begin + size] - ruler[begin]) % _PRIME
@@ -269,78 +309,91 @@ def fills(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[i
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape):
             return False
-        if any(
-            begin + size > most for begin, size, most in zip(offsets, sizes, shape, strict=True)
-        ):
+        ends = (begin + size for begin, size in zip(offsets, sizes, strict=True))
+        if any(end > length for end, length in zip(ends, shape, strict=True)):
             return False
         total += measure(offsets, sizes)
-    return total % _PRIME == measure((0,) * len(shape), shape) % _PRIME
+    origin = (0,) * len(shape)
+    return total % _PRIME == measure(origin, shape) % _PRIME
 
 
 def _check_parts(
     entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata],
-    stored: Mapping[Any, StorageInfo],
+    storage: Mapping[Any, StorageInfo],
 ) -> None:
-    """Each part of a tensor is stored once, in as many bytes as it needs, and nothing else is."""
-    wanted: set[MetadataIndex] = set()
+    """Require that each part of a tensor is stored, in enough bytes, and that nothing else is."""
+    expected: set[MetadataIndex] = set()
     for name, entry in entries.items():
         if isinstance(entry, BytesStorageMetadata):
-            wanted.add(MetadataIndex(name))
+            expected.add(MetadataIndex(name))
             continue
         for chunk in entry.chunks:
             index = MetadataIndex(name, chunk.offsets)
-            if index in wanted:
-                raise PickleError(f"two parts of {_shown(name)} begin at {tuple(chunk.offsets)}")
-            wanted.add(index)
+            at = tuple(chunk.offsets)
+            if index in expected:
+                raise PickleError(f"two parts of {_shown(name)} begin at {at}")
+            expected.add(index)
+            if index not in storage:
+                raise PickleError(f"the part of {_shown(name)} at {at} is stored nowhere")
             size = prod(chunk.sizes) * entry.properties.dtype.itemsize
-            if index not in stored or stored[index].length < size:
-                kept = (
-                    f"has {stored[index].length:,} bytes of {size:,}"
-                    if index in stored
-                    else "is stored nowhere"
+            length = storage[index].length
+            if length < size:
+                raise PickleError(
+                    f"the part of {_shown(name)} at {at} has {length:,} bytes of {size:,}"
                 )
-                raise PickleError(f"the part of {_shown(name)} at {tuple(chunk.offsets)} {kept}")
-    for index in stored:
-        if index not in wanted:
+    for index in storage:
+        if index not in expected:
             raise PickleError(f"it stores a part of {_shown(index.fqn)} that no tensor has")
 
 
-def _check_files(folder: Path, stored: Iterable[StorageInfo]) -> None:
-    """The bytes of each part lie in a plain file of the folder, and in no other part."""
-    file, size, end = "", 0, 0
-    for info in sorted(stored, key=lambda info: (info.relative_path, info.offset)):
+def _check_files(folder: Path, storage: Iterable[StorageInfo]) -> None:
+    """Require that each part has bytes of its own in a plain file of the folder."""
+    file, file_size, end = "", 0, 0
+    for info in sorted(storage, key=lambda info: (info.relative_path, info.offset)):
         if info.relative_path != file:
             file, end = info.relative_path, 0
-            found = os.lstat(folder / file)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.lstat(folder / file)
+            if not stat.S_ISREG(status.st_mode):
                 raise PickleError(f"it names {file!r:.200}, which is no plain file")
-            size = found.st_size
-        if info.offset < end or info.offset + info.length > size:
+            file_size = status.st_size
+        if info.offset < end or info.offset + info.length > file_size:
             raise PickleError(
-                f"{file!r:.200} has {size:,} bytes, but parts of tensors overlap in it or end beyond it"
+                f"{file!r:.200} has {file_size:,} bytes, but parts of tensors overlap in it or end "
+                "beyond it"
             )
         end = info.offset + info.length
+
+
+# Reading tensors.
 
 
 def read_part(
     file: BinaryIO, info: StorageInfo, entry: TensorStorageMetadata, sizes: torch.Size
 ) -> Tensor:
-    """One part of a tensor. Raises ValueError where the file holds something else there."""
+    """Read one part of a tensor.
+
+    Raises ValueError if the file holds something else there, and OSError if it cannot be read.
+    """
     part = read_tensor(file, info.offset, info.length)
-    if part.shape != sizes or part.dtype != entry.properties.dtype:
+    dtype = entry.properties.dtype
+    if part.shape != sizes or part.dtype != dtype:
         raise ValueError(
-            f"a part is {tuple(part.shape)} of {part.dtype}, but should be {tuple(sizes)} of {entry.properties.dtype}"
+            f"a part is {tuple(part.shape)} of {part.dtype}, "
+            f"but should be {tuple(sizes)} of {dtype}"
         )
     return part
 
 
 def open_part(folder: Path, info: StorageInfo) -> BinaryIO:
-    """The file in which a part lies."""
+    """Open the file in which a part lies. Links are refused."""
     return open_plain(folder / info.relative_path, follow_links=False)
 
 
 def read_whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
-    """One tensor, put together of its parts. Raises OSError and ValueError."""
+    """Read one tensor, and join its parts.
+
+    Raises ValueError if a file holds something else, and OSError if it cannot be read.
+    """
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
     whole: Tensor | None = None
@@ -350,35 +403,44 @@ def read_whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
             part = read_part(file, info, entry, chunk.sizes)
         if part.shape == entry.size:
             return part
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype) if whole is None else whole
-        whole[
-            tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        ] = part
-    return torch.empty(entry.size, dtype=entry.properties.dtype) if whole is None else whole
+        if whole is None:
+            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        whole[_slices(chunk.offsets, chunk.sizes)] = part
+    if whole is None:
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return whole
 
 
-class Planner(dcp.DefaultLoadPlanner):
-    """Loads tensors and nothing else: torch's own would unpickle an object without a look at it."""
+def _slices(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+
+
+class TensorLoadPlanner(dcp.DefaultLoadPlanner):
+    """Plans a load of tensors, and refuses objects: torch's own planner would unpickle them."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        raise CheckpointError(
-            f"{read_item.dest_index.fqn!r:.200} is an object and no tensor, which is not loaded"
-        )
+        raise _refused_object(read_item.dest_index.fqn)
 
 
-class Reader(StorageReader):
-    """Hands to torch the parts of tensors that it asks for, each checked, by metadata that is read already."""
+class CheckedReader(StorageReader):
+    """Gives torch the parts of tensors that it asks for, each checked.
 
-    def __init__(self, folder: Path, read: Metadata) -> None:
-        self._folder, self._metadata = folder, read
-        self._sizes: dict[
-            str, dict[torch.Size, torch.Size]
-        ] = {}  # of the parts of a tensor, by their offsets
+    Args:
+        folder: the checkpoint.
+        metadata: as ``read_metadata`` returned it. The file is not read again.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        self._folder = folder
+        self._metadata = metadata
+        # By the name of a tensor: the sizes of its parts by their offsets.
+        self._part_sizes: dict[str, dict[torch.Size, torch.Size]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
-    def read_metadata(self) -> Metadata:  # without keywords torch asks for no other file
+    # Without ``**kwargs`` in this signature, torch does not also ask for metadata of single ranks.
+    def read_metadata(self) -> Metadata:
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -395,18 +457,16 @@ class Reader(StorageReader):
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read the parts that ``plan`` names, in the order in which they lie, into the tensors of ``planner``."""
+        """Read the parts in ``plan`` into the tensors of ``planner``, in their order on disk."""
         items = [(self._metadata.storage_data[item.storage_index], item) for item in plan.items]
         items.sort(key=lambda pair: (pair[0].relative_path, pair[0].offset))
-        opened = ""
+        open_path = ""
         with ExitStack() as stack:
             for info, item in items:
-                if info.relative_path != opened:
+                if info.relative_path != open_path:
                     stack.close()
-                    file, opened = (
-                        stack.enter_context(open_part(self._folder, info)),
-                        info.relative_path,
-                    )
+                    file = stack.enter_context(open_part(self._folder, info))
+                    open_path = info.relative_path
                 self._read(file, info, item, planner)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
@@ -418,15 +478,16 @@ class Reader(StorageReader):
         name = item.storage_index.fqn
         entry = self._metadata.state_dict_metadata[name]
         if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{name!r:.200} is an object and no tensor, which is not loaded")
+            raise _refused_object(name)
         with reading(f"{self._folder / info.relative_path}: {name!r:.200}"):
-            if name not in self._sizes:
-                self._sizes[name] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
-            offset = item.storage_index.offset
-            part = read_part(file, info, entry, self._sizes[name][torch.Size(offset or ())])
-            box = tuple(
-                slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True)
-            )
+            if name not in self._part_sizes:
+                self._part_sizes[name] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
+            offsets = torch.Size(item.storage_index.offset or ())
+            part = read_part(file, info, entry, self._part_sizes[name][offsets])
             target = planner.resolve_tensor(item).detach()
-            target.copy_(part[box])
+            target.copy_(part[_slices(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)
+
+
+def _refused_object(name: str) -> CheckpointError:
+    return CheckpointError(f"{name!r:.200} is an object and no tensor, which is not loaded")

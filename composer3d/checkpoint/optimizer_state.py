@@ -1,4 +1,4 @@
-"""The state of the optimizer as flat names and tensors, as checkpoints hold it."""
+"""The state of the optimizer as flat names and tensors, the form that checkpoints store."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,12 @@ from torch import Tensor, nn
 def optimizer_state(
     optimizer: torch.optim.AdamW, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, Tensor]:
-    """The state of AdamW as live tensors, to save or to load into in place.
+    """Return the state of AdamW as live tensors, to save or to load into in place.
 
-    ``optim.NAME.exp_avg`` and ``optim.NAME.exp_avg_sq`` have the shape and the placements of the parameter
-    NAME; ``optim.NAME.step`` is a float32 scalar. A parameter that has not been updated yet gets the zero
-    state of its first update. A parameter that does not require a gradient has no state.
+    ``optim.NAME.exp_avg`` and ``optim.NAME.exp_avg_sq`` have the shape and the placements of the
+    parameter NAME; ``optim.NAME.step`` is a float32 scalar. A parameter that has not been updated
+    yet gets the zero state of its first update. A parameter that does not require a gradient has
+    no state.
 
     Args:
         named_parameters: global names, and the parameters that the optimizer was built with.

@@ -1,294 +1,345 @@
-"""Pickles of strangers, read as data. No torch here, and nothing that a pickle names is ever made, called or looked up.
+"""Read a stranger's pickle as data. Nothing that the pickle names is made, called or looked up.
 
-A pickle is a program. Python's unpickler runs it: even with a list of allowed names it hands real classes to a program
-that can set their attributes, and it can be made to take memory and time without end. So the few instructions that
-checkpoints consist of are carried out here. They make plain values and ``Record``s, which say what a pickle asks for.
+A pickle is a program, and Python's unpickler runs it. Even with a list of allowed names, the
+unpickler hands real classes to a program that can set their attributes. It can also be made to take
+endless time and memory.
+
+This module carries out only the few instructions that checkpoints consist of. They make plain
+values, and ``Record``s that describe what the pickle asks for. No torch here.
 """
 
 import mmap
+import pickle  # for the codes of its instructions only
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from composer3d.spec.errors import CheckpointError
-from composer3d.spec.files import MIB, FileTooLargeError, NotPlainFileError
+from composer3d.spec.files import MIB, RefusedFileError
 
-LONGEST_TEXT, ALL_TEXTS = (
-    64 * MIB,
-    128 * MIB,
-)  # bytes: of one text of a torch file, such as a tokenizer, and of all
-LIMIT = 256 * MIB  # bytes of the pickle of a torch file: it takes about 200 for each tensor
-_STACK = 10_000  # values that wait for their list, tuple or dict: writers hand over 1,000 (pairs) at a time
-_WINDOW = 1 << 16  # instructions between two looks at how dense they are
-# Bytes of an instruction on average, without its text: checkpoints have 1.6 to 2.9, floods of one instruction 1.
-_DENSEST = 1.2
+# Bytes of the pickle in a torch file: a tensor takes about 200.
+LIMIT = 256 * MIB
+# Bytes of the longest text in a torch file, such as a tokenizer, and of all its texts together.
+LONGEST_TEXT = 64 * MIB
+ALL_TEXTS = 128 * MIB
+
+_LONGEST_NAME = 1000  # characters of a module and of a name in it
+
+# Values that wait to be put into a list, tuple or dict. Writers hand over 1,000 items or pairs at
+# once.
+_MAX_STACK = 10_000
+# A checkpoint has 1.6 to 2.9 bytes for each instruction, not counting texts; a flood of one
+# instruction has 1. The density is checked once in so many instructions.
+_MIN_BYTES_PER_INSTRUCTION = 1.2
+_INSTRUCTIONS_PER_CHECK = 1 << 16
+
+_ENDS_EARLY = "it is cut off: it names more bytes than it has"
 
 
 @dataclass(slots=True, eq=False)
 class Name:
-    """A class, function or constant that a pickle names, by its dotted path. It is only the text."""
+    """The dotted path of a class, function or constant that a pickle names. It is only a text."""
 
     path: str
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object that a pickle asks for. It is equal to nothing but itself, and hashed by identity."""
+    """An object that a pickle asks for, described and not made.
 
-    path: str  # what would have been called
+    A record equals only itself and is hashed by identity.
+
+    Attributes:
+        path: the class or function that the pickle calls to make the object.
+        arguments: the arguments of that call.
+        state: the state that the pickle gives to the object, if any.
+        items: the items that the pickle sets on the object as on a dict, if any.
+    """
+
+    path: str
     arguments: tuple[Any, ...]
-    state: Any = None  # what the object would have been given as its state
-    items: dict[Any, Any] | None = None  # what would have been put into it as into a dict
+    state: Any = None
+    items: dict[Any, Any] | None = None
 
 
 class Storage(Record):
-    """What a pickle says of bytes that are kept beside it: ``arguments`` is its whole identity."""
+    """A reference to bytes that are kept beside the pickle. Its ``arguments`` identify them."""
 
 
 class PickleError(ValueError):
-    """It is no pickle of a checkpoint. The text is for people, and repeats no value of unknown size."""
+    """The pickle is not that of a checkpoint.
+
+    The text is a sentence for people about the file, and repeats no value of unknown size.
+    """
 
 
 def parse(
-    pickle: bytes | mmap.mmap,
+    content: bytes | mmap.mmap,
     names: Collection[str],
     *,
     storages: bool = False,
     longest_text: int = LONGEST_TEXT,
     all_texts: int | None = ALL_TEXTS,
 ) -> Any:
-    """What ``pickle`` describes: None, bool, int, float, str, list, tuple and dict, ``Name`` and ``Record``.
+    """Parse a pickle of protocol 2 to 5.
 
-    Takes time and memory in proportion to its length. The result can be nested without end, and hold itself or one
-    value many times: whoever walks through it keeps count.
+    It takes time and memory in proportion to the length of the pickle.
 
     Args:
+        content: the pickle.
         names: the dotted paths that it may name. Any other is refused at once.
         storages: whether it may refer to ``Storage``s.
-        longest_text, all_texts: bytes that one of its texts may have, and all of them; None where the file is limit
-            enough.
+        longest_text: limit of one of its texts, in bytes.
+        all_texts: limit of all its texts together, in bytes; None if the size of the file limits
+            them enough.
+
+    Returns:
+        What the pickle describes, made of None, bool, int, float, str, list, tuple, dict, ``Name``
+        and ``Record``. It can be nested to any depth, hold itself, and hold one value many times:
+        code that walks through it must keep count.
 
     Raises:
-        PickleError: it is cut off, names something else, or holds an instruction that no checkpoint needs.
+        PickleError: it is cut off, names something else, exceeds a limit, or holds an instruction
+            that no checkpoint needs.
     """
-    return _Machine(pickle, names, storages, longest_text, all_texts).run()
+    return _Machine(content, names, storages, longest_text, all_texts).run()
 
 
 class _Machine:
-    """Python's pickle machine, with the instructions that torch's writers use, of protocols 2 to 5."""
+    """Python's pickle machine, with only the instructions that torch's writers use."""
 
     def __init__(
         self,
-        pickle: bytes | mmap.mmap,
+        content: bytes | mmap.mmap,
         names: Collection[str],
         storages: bool,
         longest_text: int,
         all_texts: int | None,
     ) -> None:
-        self._pickle, self._names, self._storages = pickle, names, storages
-        self._longest_text, self._all_texts = longest_text, all_texts
-        self._texts = 0  # bytes of all texts so far
-        self._at = 0  # the next byte
-        self._stack: list[Any] = []  # since the last mark
-        self._below: list[list[Any]] = []  # what lay on the stack at each mark
+        self._content = content
+        self._names = names
+        self._storages = storages
+        self._longest_text = longest_text
+        self._all_texts = all_texts
+
+        self._position = 0  # of the next byte
+        self._text_bytes = 0  # of all texts so far
+        self._stack: list[Any] = []  # values since the last mark
+        self._marked: list[list[Any]] = []  # for each mark, the stack below it
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        pickle, done = self._pickle, 0
-        table = [getattr(self, f"_{_INSTRUCTIONS.get(code, 'refuse')}") for code in range(256)]
+        content, handlers, stop = self._content, _HANDLERS, pickle.STOP[0]
+        n_done = 0
         try:
             while True:
-                for _ in range(_WINDOW):
-                    code = pickle[self._at]
-                    self._at += 1
-                    if code == _STOP:
+                for _ in range(_INSTRUCTIONS_PER_CHECK):
+                    code = content[self._position]
+                    self._position += 1
+                    if code == stop:
                         return self._stack.pop()
-                    table[code]()
-                done += _WINDOW
-                if (
-                    self._at - self._texts < _DENSEST * done
-                    or len(self._stack) + sum(map(len, self._below)) > _STACK
-                ):
-                    raise PickleError("it repeats instructions as no writer of checkpoints does")
+                    handlers[code](self)
+                n_done += _INSTRUCTIONS_PER_CHECK
+                self._refuse_flood(n_done)
         except (IndexError, struct.error):
-            raise PickleError("it is cut off, or no pickle of a checkpoint") from None
+            raise PickleError("it is cut off, or not the pickle of a checkpoint") from None
         except KeyError:
             raise PickleError("it refers to a value that it has not made") from None
 
+    def _refuse_flood(self, n_done: int) -> None:
+        """Refuse a pickle that repeats instructions to take time or memory."""
+        too_dense = self._position - self._text_bytes < _MIN_BYTES_PER_INSTRUCTION * n_done
+        if too_dense or len(self._stack) + sum(map(len, self._marked)) > _MAX_STACK:
+            raise PickleError("it repeats instructions as no writer of checkpoints does")
+
     def _refuse(self) -> None:
-        raise PickleError(f"its byte {self._at - 1:,} is an instruction that no checkpoint needs")
+        at = self._position - 1
+        raise PickleError(f"its byte {at:,} is an instruction that no checkpoint needs")
 
-    # What instructions read.
+    # Reading the operands of an instruction.
 
-    def _take(self, count: int) -> bytes:
-        begin = self._at
-        self._at = end = begin + count
-        if end > len(self._pickle):
-            raise PickleError("it is cut off: it names more bytes than it has")
-        return self._pickle[begin:end]
+    def _read(self, count: int) -> bytes:
+        begin = self._position
+        self._position = end = begin + count
+        if end > len(self._content):
+            raise PickleError(_ENDS_EARLY)
+        return self._content[begin:end]
 
-    def _byte(self) -> int:
-        self._at += 1
-        return self._pickle[self._at - 1]
+    def _read_byte(self) -> int:
+        self._position += 1
+        return self._content[self._position - 1]
 
-    def _long(self) -> int:
-        return int.from_bytes(self._take(4), "little")
+    def _read_uint32(self) -> int:
+        return int.from_bytes(self._read(4), "little")
 
-    def _line(self) -> str:
-        end = self._pickle.find(b"\n", self._at, self._at + _LINE)
-        return _text(self._take(max(end - self._at, 0) + 1)[:-1])
+    def _read_line(self) -> str:
+        end = self._content.find(b"\n", self._position, self._position + _LONGEST_NAME)
+        # If there is no line end in reach, one byte is taken, and the name that follows is refused.
+        length = max(end - self._position, 0)
+        return _decode(self._read(length + 1)[:-1])
 
-    def _since_mark(self) -> list[Any]:
-        values, self._stack = self._stack, self._below.pop()
+    def _pop_to_mark(self) -> list[Any]:
+        values, self._stack = self._stack, self._marked.pop()
         return values
 
-    # Instructions: what is around values.
+    # Instructions about the pickle itself: protocol, frames, marks and the memo.
 
     def _skip_protocol(self) -> None:
-        if self._byte() > 5:
+        if self._read_byte() > 5:
             raise PickleError("it is of a later protocol than 5")
 
     def _skip_frame(self) -> None:
-        if int.from_bytes(self._take(8), "little") > len(self._pickle) - self._at:
-            raise PickleError("it is cut off: it names more bytes than it has")
+        if int.from_bytes(self._read(8), "little") > len(self._content) - self._position:
+            raise PickleError(_ENDS_EARLY)
 
     def _mark(self) -> None:
-        self._below.append(self._stack)
+        self._marked.append(self._stack)
         self._stack = []
 
     def _memoize(self) -> None:
         self._memo[len(self._memo)] = self._stack[-1]
 
-    def _put(self) -> None:
-        self._memo[self._byte()] = self._stack[-1]
+    def _put_uint8(self) -> None:
+        self._memo[self._read_byte()] = self._stack[-1]
 
-    def _put_far(self) -> None:
-        self._memo[self._long()] = self._stack[-1]
+    def _put_uint32(self) -> None:
+        self._memo[self._read_uint32()] = self._stack[-1]
 
-    def _get(self) -> None:
-        self._stack.append(self._memo[self._byte()])
+    def _get_uint8(self) -> None:
+        self._stack.append(self._memo[self._read_byte()])
 
-    def _get_far(self) -> None:
-        self._stack.append(self._memo[self._long()])
+    def _get_uint32(self) -> None:
+        self._stack.append(self._memo[self._read_uint32()])
 
-    # Plain values.
+    # Instructions that push plain values.
 
-    def _none(self) -> None:
+    def _push_none(self) -> None:
         self._stack.append(None)
 
-    def _true(self) -> None:
+    def _push_true(self) -> None:
         self._stack.append(True)
 
-    def _false(self) -> None:
+    def _push_false(self) -> None:
         self._stack.append(False)
 
-    def _int_1(self) -> None:
-        self._stack.append(self._byte())
+    def _push_uint8(self) -> None:
+        self._stack.append(self._read_byte())
 
-    def _int_2(self) -> None:
-        self._stack.append(int.from_bytes(self._take(2), "little"))
+    def _push_uint16(self) -> None:
+        self._stack.append(int.from_bytes(self._read(2), "little"))
 
-    def _int_4(self) -> None:
-        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+    def _push_int32(self) -> None:
+        self._stack.append(int.from_bytes(self._read(4), "little", signed=True))
 
-    def _int_wide(self) -> None:
-        count = self._byte()
+    def _push_long(self) -> None:
+        count = self._read_byte()
         if count > 8:
             raise PickleError("it holds a number of more than 64 bits")
-        self._stack.append(int.from_bytes(self._take(count), "little", signed=True))
+        self._stack.append(int.from_bytes(self._read(count), "little", signed=True))
 
-    def _float(self) -> None:
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
+    def _push_float(self) -> None:
+        self._stack.append(struct.unpack(">d", self._read(8))[0])
 
-    def _short_text(self) -> None:
-        self._push_text(self._byte())
+    def _push_short_text(self) -> None:
+        self._push_text(self._read_byte())
 
-    def _long_text(self) -> None:
-        self._push_text(self._long())
+    def _push_long_text(self) -> None:
+        self._push_text(self._read_uint32())
 
     def _push_text(self, size: int) -> None:
-        self._texts += size
-        if size > self._longest_text or (
-            self._all_texts is not None and self._texts > self._all_texts
-        ):
+        # The limits are checked before the text is copied.
+        self._text_bytes += size
+        too_much = self._all_texts is not None and self._text_bytes > self._all_texts
+        if size > self._longest_text or too_much:
             raise PickleError("it holds a text, or texts in all, longer than any checkpoint has")
-        self._stack.append(_text(self._take(size)))
+        self._stack.append(_decode(self._read(size)))
 
-    # Containers.
+    # Instructions that make and fill containers.
 
-    def _tuple_0(self) -> None:
+    def _make_tuple_0(self) -> None:
         self._stack.append(())
 
-    def _tuple_1(self) -> None:
+    def _make_tuple_1(self) -> None:
         self._stack[-1] = (self._stack[-1],)
 
-    def _tuple_2(self) -> None:
+    def _make_tuple_2(self) -> None:
         last = self._stack.pop()
         self._stack[-1] = (self._stack[-1], last)
 
-    def _tuple_3(self) -> None:
-        last, middle = self._stack.pop(), self._stack.pop()
+    def _make_tuple_3(self) -> None:
+        last = self._stack.pop()
+        middle = self._stack.pop()
         self._stack[-1] = (self._stack[-1], middle, last)
 
-    def _tuple(self) -> None:
-        values = tuple(self._since_mark())
+    def _make_tuple(self) -> None:
+        values = tuple(self._pop_to_mark())
         self._stack.append(values)
 
-    def _list(self) -> None:
+    def _make_list(self) -> None:
         self._stack.append([])
 
     def _append(self) -> None:
         value = self._stack.pop()
         self._extend([value])
 
-    def _appends(self) -> None:
-        self._extend(self._since_mark())
+    def _append_many(self) -> None:
+        self._extend(self._pop_to_mark())
 
     def _extend(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not list:
-            raise PickleError("it appends to what is no list")
+            raise PickleError("it appends to something that is not a list")
         target.extend(values)
 
-    def _dict(self) -> None:
+    def _make_dict(self) -> None:
         self._stack.append({})
 
     def _set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._set([key, value])
+        value = self._stack.pop()
+        key = self._stack.pop()
+        self._update([key, value])
 
     def _set_items(self) -> None:
-        self._set(self._since_mark())
+        self._update(self._pop_to_mark())
 
-    def _set(self, values: list[Any]) -> None:
-        """The hash of a nested tuple can take for ever, or more stack than there is: no key is one."""
+    def _update(self, keys_and_values: list[Any]) -> None:
+        """Put alternating keys and values into the dict, or the record, on top of the stack.
+
+        A tuple is refused as a key: hashing a nested one could take endless time, or overflow the C
+        stack.
+        """
         target = self._stack[-1]
         if type(target) is Record:
-            target.items = target.items if target.items is not None else {}
+            if target.items is None:
+                target.items = {}
             target = target.items
-        keys = values[::2]
+        keys, values = keys_and_values[::2], keys_and_values[1::2]
+        key_types = set(map(type, keys))
         if (
             type(target) is not dict
-            or len(values) % 2
-            or not {*map(type, keys)} <= {str, int, Record}
+            or len(keys) != len(values)
+            or not key_types <= {str, int, Record}
         ):
-            raise PickleError(
-                "it sets items of what is no dict, or under keys that no checkpoint has"
-            )
-        target.update(zip(keys, values[1::2], strict=True))
+            raise PickleError("it sets items of something not a dict, or under unusual keys")
+        target.update(zip(keys, values, strict=True))
 
-    # What would be made of classes and functions.
+    # Instructions that name classes and functions and call them. Here they only make records.
 
     def _name(self) -> None:
-        module = self._line()
-        self._push_name(f"{module}.{self._line()}")
+        module = self._read_line()
+        self._push_name(f"{module}.{self._read_line()}")
 
-    def _name_of_texts(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        if type(name) is not str or type(module) is not str or len(module) + len(name) > _LINE:
-            raise PickleError("it names what is no class or function")
+    def _name_from_stack(self) -> None:
+        name = self._stack.pop()
+        module = self._stack.pop()
+        if (
+            type(name) is not str
+            or type(module) is not str
+            or len(module) + len(name) > _LONGEST_NAME
+        ):
+            raise PickleError("it names something that is no class or function")
         self._push_name(f"{module}.{name}")
 
     def _push_name(self, path: str) -> None:
@@ -300,64 +351,65 @@ class _Machine:
         arguments = self._stack.pop()
         target = self._stack[-1]
         if type(target) is not Name or type(arguments) is not tuple:
-            raise PickleError("it calls what has no name")
+            raise PickleError("it calls something that it has not named")
         self._stack[-1] = Record(target.path, arguments)
 
-    def _give_state(self) -> None:
+    def _set_state(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
         if type(target) is not Record or target.state is not None:
-            raise PickleError("it gives a state to what has none, or has it already")
+            raise PickleError("it gives a state to a value that has none, or has one already")
         target.state = state
 
-    def _storage(self) -> None:
+    def _refer_to_storage(self) -> None:
         identity = self._stack[-1]
         if not self._storages or type(identity) is not tuple:
             raise PickleError("it refers to bytes outside of it")
         self._stack[-1] = Storage("", identity)
 
 
-_STOP, _LINE = ord("."), 1000
-_INSTRUCTIONS = {
-    0x80: "skip_protocol",
-    0x95: "skip_frame",
-    ord("("): "mark",
-    0x94: "memoize",
-    ord("q"): "put",
-    ord("r"): "put_far",
-    ord("h"): "get",
-    ord("j"): "get_far",
-    ord("N"): "none",
-    0x88: "true",
-    0x89: "false",
-    ord("K"): "int_1",
-    ord("M"): "int_2",
-    ord("J"): "int_4",
-    0x8A: "int_wide",
-    ord("G"): "float",
-    0x8C: "short_text",
-    ord("X"): "long_text",
-    ord(")"): "tuple_0",
-    0x85: "tuple_1",
-    0x86: "tuple_2",
-    0x87: "tuple_3",
-    ord("t"): "tuple",
-    ord("]"): "list",
-    ord("a"): "append",
-    ord("e"): "appends",
-    ord("}"): "dict",
-    ord("s"): "set_item",
-    ord("u"): "set_items",
-    ord("c"): "name",
-    0x93: "name_of_texts",
-    0x81: "call",  # NEWOBJ, of a class
-    ord("R"): "call",  # REDUCE, of a function or a class
-    ord("b"): "give_state",
-    ord("Q"): "storage",
+_INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
+    pickle.PROTO: _Machine._skip_protocol,
+    pickle.FRAME: _Machine._skip_frame,
+    pickle.MARK: _Machine._mark,
+    pickle.MEMOIZE: _Machine._memoize,
+    pickle.BINPUT: _Machine._put_uint8,
+    pickle.LONG_BINPUT: _Machine._put_uint32,
+    pickle.BINGET: _Machine._get_uint8,
+    pickle.LONG_BINGET: _Machine._get_uint32,
+    pickle.NONE: _Machine._push_none,
+    pickle.NEWTRUE: _Machine._push_true,
+    pickle.NEWFALSE: _Machine._push_false,
+    pickle.BININT1: _Machine._push_uint8,
+    pickle.BININT2: _Machine._push_uint16,
+    pickle.BININT: _Machine._push_int32,
+    pickle.LONG1: _Machine._push_long,
+    pickle.BINFLOAT: _Machine._push_float,
+    pickle.SHORT_BINUNICODE: _Machine._push_short_text,
+    pickle.BINUNICODE: _Machine._push_long_text,
+    pickle.EMPTY_TUPLE: _Machine._make_tuple_0,
+    pickle.TUPLE1: _Machine._make_tuple_1,
+    pickle.TUPLE2: _Machine._make_tuple_2,
+    pickle.TUPLE3: _Machine._make_tuple_3,
+    pickle.TUPLE: _Machine._make_tuple,
+    pickle.EMPTY_LIST: _Machine._make_list,
+    pickle.APPEND: _Machine._append,
+    pickle.APPENDS: _Machine._append_many,
+    pickle.EMPTY_DICT: _Machine._make_dict,
+    pickle.SETITEM: _Machine._set_item,
+    pickle.SETITEMS: _Machine._set_items,
+    pickle.GLOBAL: _Machine._name,
+    pickle.STACK_GLOBAL: _Machine._name_from_stack,
+    pickle.NEWOBJ: _Machine._call,  # of a class
+    pickle.REDUCE: _Machine._call,  # of a function or a class
+    pickle.BUILD: _Machine._set_state,
+    pickle.BINPERSID: _Machine._refer_to_storage,
 }
+# The same by code, with a refusal for all others.
+_HANDLERS = [_INSTRUCTIONS.get(bytes([code]), _Machine._refuse) for code in range(256)]
 
 
-def _text(encoded: bytes) -> str:
+def _decode(encoded: bytes) -> str:
     try:
         return encoded.decode()
     except UnicodeDecodeError:
@@ -366,7 +418,14 @@ def _text(encoded: bytes) -> str:
 
 @contextmanager
 def reading(place: object, way_out: str = "") -> Iterator[None]:
-    """Whatever fails within becomes a CheckpointError that names ``place``: a damaged file can raise anything."""
+    """Turn every error within the block into a CheckpointError that names ``place``.
+
+    A damaged file can raise errors of any kind. A CheckpointError passes unchanged.
+
+    Args:
+        place: the file, or what is read of it.
+        way_out: what to change; it ends the error.
+    """
     try:
         yield
     except CheckpointError:
@@ -376,10 +435,11 @@ def reading(place: object, way_out: str = "") -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """One line of what a reader says, cut where it is long."""
+    """Describe an error of a reader in one line, cut if it is long."""
     if isinstance(error, PickleError):
         return str(error)
-    if isinstance(error, NotPlainFileError | FileTooLargeError):
+    if isinstance(error, RefusedFileError):
         return f"{error.filename} {error.strerror}"
-    said = str(error).strip()
-    return f"{type(error).__name__}: {said.splitlines()[0] if said else ''}"[:500]
+    text = str(error).strip()
+    first_line = text.splitlines()[0] if text else ""
+    return f"{type(error).__name__}: {first_line}"[:500]

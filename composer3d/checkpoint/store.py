@@ -1,8 +1,12 @@
-"""Where checkpoints are kept: one folder a step, written beside its place, synced, and published by a rename.
+"""Save and load the checkpoints of a run.
 
-What they hold has flat names that do not depend on the layout: ``model.NAME`` and ``optim.NAME.exp_avg`` use the
-parameter's global name, and a DTensor knows its place in the whole tensor, so that a checkpoint can be read on another
-layout. No generator is kept: each step seeds its own.
+Each checkpoint is a folder named after its step. It is written under another name beside its place,
+synced, and published by a rename.
+
+Its tensors have flat names that do not depend on the layout: ``model.NAME`` and
+``optim.NAME.exp_avg`` contain the parameter's global name. A DTensor knows its place in the whole
+tensor, so a checkpoint can be loaded on another layout. No random generator is saved: each step
+seeds its own.
 """
 
 import os
@@ -13,6 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,14 +30,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from composer3d.checkpoint import manifest as manifests
-from composer3d.checkpoint.manifest import Manifest
+from composer3d.checkpoint.manifest import FileEntry, Manifest, TensorSpec
 from composer3d.checkpoint.metadata import (
     METADATA,
     METADATA_LIMIT,
-    Planner,
-    Reader,
+    CheckedReader,
+    TensorLoadPlanner,
     read_metadata,
-    tensors_of,
+    tensor_specs,
 )
 from composer3d.checkpoint.optimizer_state import optimizer_state
 from composer3d.checkpoint.pickles import explain
@@ -40,189 +45,232 @@ from composer3d.parallel import Stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.runtime import log
 from composer3d.runtime import process_group as distributed
-from composer3d.runtime.files import sync
+from composer3d.runtime.files import publish, sync
 from composer3d.spec.errors import CheckpointError, TrainingError, UserError
 
-_ASSETS = "assets"  # folder of a checkpoint
+_STEP_FOLDER = re.compile(r"step-[0-9]{8}")
+_LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")
+_ASSETS = "assets"  # a folder within a checkpoint
 
 
 class Store:
-    """The checkpoints of one run: ``FOLDER/step-00000100``. Every method but ``newest`` is collective over the job.
+    """The checkpoints of one run: ``FOLDER/step-00000100``.
 
-    A folder of that name is whole: its files are on the disk, and ``manifest.json`` says what they are. What is being
-    written, and what is being removed, is called ``*.tmp``.
+    A folder of that name is whole: its files are on the disk, and its ``manifest.json`` describes
+    them. A folder that is being written or removed is called ``*.tmp``.
 
-    Collectives run on a gloo group of the store's own: a save in the background must not meet those of training.
+    Every method but ``newest`` is collective over the job. Collectives run on a gloo group of the
+    store's own, so that a save in the background does not interfere with those of training.
+
+    Args:
+        folder: the folder of the checkpoints.
+        keep: how many checkpoints are kept.
+        background: whether ``save`` writes in a thread while training goes on.
+        timeout_s: how much longer the writes of one rank may take than those of another.
+
+    Attributes:
+        assets: files that belong to the model besides its tensors, by name. Only rank 0's count.
+        guard: called on rank 0 before the folder is changed. It raises TrainingError if the folder
+            belongs to another job now.
+        loaded: the checkpoint that was loaded last.
     """
 
     def __init__(
         self, folder: Path, *, keep: int, background: bool = False, timeout_s: float = 3600.0
     ) -> None:
-        # timeout_s: how much longer than another rank's the writes of one may take.
         self.folder = folder
-        self.assets: Mapping[
-            str, bytes
-        ] = {}  # rank 0's: files that belong to the model, without its tensors
-        self.guard: Callable[[], None] = lambda: (
-            None
-        )  # rank 0's: raises TrainingError where the folder is not ours now
-        self.loaded: Path | None = None  # the checkpoint that was loaded last
-        self._keep, self._background = keep, background
+        self.assets: Mapping[str, bytes] = {}
+        self.guard: Callable[[], None] | None = None
+        self.loaded: Path | None = None
+        self._keep = keep
+        self._background = background
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        gpu = (
-            torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        )  # where a new thread is not
-        self._thread = ThreadPoolExecutor(
-            1, initializer=lambda: None if gpu is None else torch.cuda.set_device(gpu)
-        )
-        self._flight: Future[None] | None = None
-        self._host: dict[str, Tensor] = {}
-        self._damaged: set[Path] = set()
-        self._links: set[Path] = set()  # those that were warned of
+
+        # A new thread does not inherit the current GPU.
+        select_gpu = None
+        if torch.cuda.is_initialized():
+            select_gpu = partial(torch.cuda.set_device, torch.cuda.current_device())
+        self._thread = ThreadPoolExecutor(1, initializer=select_gpu)
+        self._pending_save: Future[None] | None = None
+        self._host_copies: dict[str, Tensor] = {}  # local shards; each save uses the memory again
+
+        self._known_damaged: set[Path] = set()
+        self._reported_links: set[Path] = set()
 
     @property
     def failed(self) -> bool:
-        """Whether the save in the background has failed, as far as this rank knows: ``wait`` raises its error."""
-        return (
-            self._flight is not None
-            and self._flight.done()
-            and self._flight.exception() is not None
-        )
+        """Whether the save in the background has failed, as far as this rank knows.
+
+        ``wait`` raises its error.
+        """
+        save = self._pending_save
+        return save is not None and save.done() and save.exception() is not None
 
     def newest(self) -> Path | None:
-        """The checkpoint with the highest step that is not known to be damaged, or None. Waits for a save to end."""
-        if self._flight is not None:
-            self._flight.exception()
-        return max(self._whole(), default=None)
+        """Return the checkpoint with the highest step that is not known to be damaged, or None.
 
-    def _steps(self) -> list[Path]:
-        """Folders of checkpoints by step: what a user has put beside them under another name is not ours.
-
-        Nor is a link, a pipe or a file of such a name: a link could lead to anybody's checkpoint.
+        Waits for a save in the background to end.
         """
-        found = (
-            path for path in self.folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8}", path.name)
+        if self._pending_save is not None:
+            self._pending_save.exception()
+        return max(self._usable_folders(), default=None)
+
+    def _step_folders(self) -> list[Path]:
+        """List the folders named after a step, lowest first.
+
+        Anything under another name belongs to the user. Links, pipes and files are left out as
+        well: a link could lead to anybody's checkpoint.
+        """
+        return sorted(
+            path
+            for path in self.folder.glob("step-*")
+            if _STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
         )
-        return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
-    def _warn_of_links(self) -> None:
-        """Once for each: a user who has moved a checkpoint to another disk would wonder why it is not used."""
-        for path in sorted(self.folder.glob("step-*")):
-            if (
-                re.fullmatch(r"step-[0-9]{8}", path.name)
-                and path.is_symlink()
-                and path not in self._links
-            ):
-                self._links.add(path)
-                log.get().warning(f"{path} is a link, which is not followed: move the folder there")
-
-    def _whole(self) -> list[Path]:
+    def _usable_folders(self) -> list[Path]:
+        """List the step folders that have a manifest and are not known to be damaged."""
         return [
             path
-            for path in self._steps()
-            if path not in self._damaged and (path / manifests.FILE).exists()
+            for path in self._step_folders()
+            if path not in self._known_damaged and (path / manifests.FILE).exists()
         ]
 
-    def save(self, manifest: Manifest, stages: Stages, optimizer: torch.optim.AdamW) -> None:
-        """Write the state after ``manifest.step`` steps, then drop the oldest checkpoints beyond ``keep``.
+    def _warn_of_links(self) -> None:
+        """Warn once of each link that is named like a checkpoint.
 
-        In the background this returns as soon as the state is copied to the host, and waits for the save before.
+        A user who has moved a checkpoint to another disk would wonder why it is not used.
+        """
+        for path in sorted(self.folder.glob("step-*")):
+            is_link = _STEP_FOLDER.fullmatch(path.name) and path.is_symlink()
+            if is_link and path not in self._reported_links:
+                self._reported_links.add(path)
+                log.get().warning(f"{path} is a link, which is not followed: move the folder there")
+
+    # Saving.
+
+    def save(self, manifest: Manifest, stages: Stages, optimizer: torch.optim.AdamW) -> None:
+        """Write the state after ``manifest.step`` steps, then remove the oldest checkpoints.
+
+        Waits for the save before. In the background, it then returns as soon as the state has been
+        copied to the host.
 
         Args:
-            manifest: all but the files and tensors.
+            manifest: all of it but the files and tensors.
 
         Raises:
-            CheckpointError: on every rank, where one cannot write; in the background ``wait`` raises it.
+            CheckpointError: a rank cannot write. Raised on every rank; in the background by
+                ``wait``.
+            TrainingError: another job has taken the run's folder. Raised as the other.
         """
         began = time.perf_counter()
         self.wait()
         state = gather_state(stages, optimizer)
         if not self._background:
-            self._write(
-                manifest, state, {name: local_shard(tensor) for name, tensor in state.items()}
-            )
+            shards = {name: local_shard(tensor) for name, tensor in state.items()}
+            self._write(manifest, state, shards)
             return
-        self._flight = self._thread.submit(self._write, manifest, state, self._copy(state))
+        shards = self._copy_to_host(state)
+        self._pending_save = self._thread.submit(self._write, manifest, state, shards)
         seconds = time.perf_counter() - began
         log.get().info(
-            f"saving step {manifest.step} in the background: training stood still for {seconds:.3f} s"
+            f"saving step {manifest.step} in the background: "
+            f"training stood still for {seconds:.3f} s"
         )
 
-    def _copy(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The local parts of ``state`` in memory of the host (pinned for a GPU's), which the next save uses again."""
-        for name, part in ((name, local_shard(tensor)) for name, tensor in state.items()):
-            if name not in self._host:
-                self._host[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
-            self._host[name].copy_(part, non_blocking=True)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return self._host
-
     def warm_up(self, stages: Stages, optimizer: torch.optim.AdamW) -> None:
-        """Take the memory of copies in the background before training: the first save then stalls no longer."""
+        """Allocate the memory of saves in the background, so that the first stalls no longer."""
         if self._background:
-            self._copy(gather_state(stages, optimizer))
+            self._copy_to_host(gather_state(stages, optimizer))
 
     def wait(self) -> None:
-        """Wait for the save in the background, and raise its error, which is the same on every rank.
+        """Wait for the save in the background. Its error is raised, the same on every rank.
 
         Raises:
             CheckpointError: a rank could not write.
             TrainingError: another job has taken the run's folder.
         """
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.result()
+        save, self._pending_save = self._pending_save, None
+        if save is not None:
+            save.result()
+
+    def _copy_to_host(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy the local shards of ``state`` to host memory, which is pinned for a GPU's."""
+        for name, tensor in state.items():
+            shard = local_shard(tensor)
+            if name not in self._host_copies:
+                self._host_copies[name] = torch.empty_like(
+                    shard, device="cpu", pin_memory=shard.is_cuda
+                )
+            self._host_copies[name].copy_(shard, non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return self._host_copies
 
     def _write(
-        self, manifest: Manifest, state: dict[str, Tensor], parts: dict[str, Tensor]
+        self, manifest: Manifest, state: dict[str, Tensor], shards: dict[str, Tensor]
     ) -> None:
+        """Write ``shards``, the local values of ``state``, as a new checkpoint, and publish it."""
         began = time.perf_counter()
         final = self.folder / f"step-{manifest.step:08d}"
         staging = final.with_suffix(".tmp")
         try:
-            self._on_first(lambda: self._prepare(staging))
-            # Synced below: torch 2.13 calls fsync before it has flushed. No copy ahead: it would need a GPU's stream.
+            self._on_rank_0(lambda: self._make_staging(staging))
+            # Files are synced below: torch 2.13 calls fsync before it has flushed. Nothing is
+            # copied ahead: that would need a GPU's stream.
             writer = _Writer(staging, sync_files=False, per_thread_copy_ahead=0)
-            saved = dcp.save(
-                state, storage_writer=writer, planner=_Planner(parts), process_group=self._group
+            metadata = dcp.save(
+                state,
+                storage_writer=writer,
+                planner=_ShardSavePlanner(shards),
+                process_group=self._group,
             )
-            own = distributed.on_all("writing", lambda: _seal(staging), self._group)
+            own_files = distributed.on_all("writing", lambda: _sync_own_files(staging), self._group)
             files = {
                 name: entry
-                for part in distributed.gather(own, self._group)
-                for name, entry in part.items()
+                for files_of_rank in distributed.all_gather_objects(own_files, self._group)
+                for name, entry in files_of_rank.items()
             }
-            full = replace(manifest, files=files, tensors=tensors_of(saved, str(staging)))
-            self._on_first(lambda: self._publish(staging, final, full))
-        except TrainingError:  # the folder is another job's now: nothing in it is ours to remove
+            tensors = tensor_specs(metadata, str(staging))
+            complete = replace(manifest, files=files, tensors=tensors)
+            self._on_rank_0(lambda: self._publish(staging, final, complete))
+        except TrainingError:
+            # The folder belongs to another job now: nothing in it may be removed.
             raise
         except (UserError, CheckpointException) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
-            lines = [
-                f"step {manifest.step} could not be saved in {staging}: {cause}"
-                for cause in _causes(error)
-            ]
-            kept = max(self._whole(), default="none")
-            raise CheckpointError(
-                [*lines, f"the newest checkpoint is {kept}: the same command goes on from it"]
-            ) from error
+            raise CheckpointError(self._describe_failure(manifest.step, staging, error)) from error
         log.get().info(f"saved {final} in {time.perf_counter() - began:.2f} s")
 
-    def _on_first(self, function: Callable[[], None]) -> None:
-        """Run ``function`` on rank 0; where it fails, all ranks do."""
-        distributed.on_all(
-            "writing", function if dist.get_rank() == 0 else lambda: None, self._group
-        )
+    def _describe_failure(
+        self, step: int, staging: Path, error: UserError | CheckpointException
+    ) -> list[str]:
+        lines = [
+            f"step {step} could not be saved in {staging}: {cause}" for cause in _causes(error)
+        ]
+        kept = max(self._usable_folders(), default=None)
+        if kept is None:
+            lines.append("the newest checkpoint is none; the same command starts anew")
+        else:
+            lines.append(f"the newest checkpoint is {kept}: the same command goes on from it")
+        return lines
 
-    def _prepare(self, staging: Path) -> None:
-        self.guard()
-        for crashed in self.folder.glob("step-*.tmp"):
-            if re.fullmatch(
-                r"step-[0-9]{8}(\.old)?\.tmp", crashed.name
-            ):  # an export beside them may be at work
-                _clear(crashed)
+    def _on_rank_0(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on rank 0. If it fails, all ranks fail."""
+        is_rank_0 = dist.get_rank() == 0
+        distributed.on_all("writing", function if is_rank_0 else lambda: None, self._group)
+
+    def _require_own_folder(self) -> None:
+        if self.guard is not None:
+            self.guard()
+
+    def _make_staging(self, staging: Path) -> None:
+        """Remove what killed saves have left, and make the staging folder with the assets."""
+        self._require_own_folder()
+        for path in self.folder.glob("step-*.tmp"):
+            # Other names are left alone: an export may be writing beside the checkpoints.
+            if _LEFTOVER.fullmatch(path.name):
+                _clear(path)
         staging.mkdir(parents=True)
         for name, content in self.assets.items():
             (staging / _ASSETS).mkdir(exist_ok=True)
@@ -230,124 +278,155 @@ class Store:
         sync(self.folder.parent)
 
     def _publish(self, staging: Path, final: Path, manifest: Manifest) -> None:
+        """Complete a checkpoint with its manifest, give it its name, and remove old ones."""
         manifests.write(staging, manifest)
         sync(staging)
-        self.guard()
+        self._require_own_folder()
         replaced = final.with_suffix(".old.tmp")
-        if os.path.lexists(
-            final
-        ):  # it is damaged: a run does not come twice to a step that it has saved
+        # A checkpoint of this step is damaged: a run does not repeat a step that it has saved.
+        if os.path.lexists(final):
             final.rename(replaced)
-        staging.rename(final)
-        sync(self.folder)
-        self._damaged.discard(final)
+        publish(staging, final)
+        self._known_damaged.discard(final)
         _clear(replaced)
-        others = [path for path in self._whole() if path != final]
-        kept = [final, *others[::-1][: self._keep - 1]]
-        for path in self._steps():
+        self._remove_old(final)
+
+    def _remove_old(self, saved: Path) -> None:
+        """Keep ``saved`` and the newest other usable checkpoints; remove the other usable ones.
+
+        Damaged checkpoints are removed as well if they are older than all that are kept. Newer ones
+        are left to the user.
+        """
+        others = [path for path in self._usable_folders() if path != saved]
+        newest_first = others[::-1]
+        kept = [saved, *newest_first[: self._keep - 1]]
+        for path in self._step_folders():
             if path not in kept and (path in others or path < min(kept)):
                 _remove(path)
 
+    # Loading.
+
     def check(self, path: Path) -> Manifest:
-        """Hold a checkpoint to its manifest. Each rank reads a share of the files, and all come to one verdict.
+        """Compare a checkpoint with its manifest, and return the manifest.
+
+        Each rank reads a share of the files, and all ranks come to the same verdict.
 
         Raises:
-            CheckpointError: on every rank, with all that is wrong.
+            CheckpointError: on every rank, with everything that is wrong.
         """
         manifest = distributed.on_all("checkpoint", lambda: manifests.read(path), self._group)
         share = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-        problems = distributed.gather(manifests.damage(path, manifest, share), self._group)
-        lines = list(dict.fromkeys(line for part in problems for line in part))
+        own_problems = manifests.find_damage(path, manifest, share)
+        problems = distributed.all_gather_objects(own_problems, self._group)
+        lines = list(dict.fromkeys(line for of_rank in problems for line in of_rank))
         if lines:
             raise CheckpointError(lines)
         return manifest
 
-    def find(self) -> tuple[Path, Manifest] | None:
-        """The newest checkpoint that is whole, or None where there is no checkpoint. Warns of what it passes over.
+    def newest_whole(self) -> tuple[Path, Manifest] | None:
+        """Find and check the newest checkpoint that is whole. Warns of damaged ones that it skips.
+
+        Returns:
+            Its path and its manifest; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: on every rank, where all are damaged.
+            CheckpointError: on every rank, if all checkpoints are damaged.
         """
         if dist.get_rank() == 0:
             self._warn_of_links()
-        steps = distributed.gather(self._steps(), self._group)[
-            0
-        ]  # rank 0's: what another node remembers may be old
-        for path in reversed(steps):
+        # Rank 0's list counts: another node may have an old one in its cache.
+        folders = distributed.all_gather_objects(self._step_folders(), self._group)[0]
+        for path in reversed(folders):
             try:
                 return path, self.check(path)
             except CheckpointError as error:
-                self._damaged.add(path)
+                self._known_damaged.add(path)
                 if dist.get_rank() == 0:
-                    log.get().warning(
-                        "\n".join([*error.lines, f"{path} is damaged: it is passed over"])
-                    )
-        if steps:
+                    lines = [*error.lines, f"{path} is damaged: it is skipped"]
+                    log.get().warning("\n".join(lines))
+        if folders:
+            names = ", ".join(path.name for path in folders)
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole (damaged: {', '.join(path.name for path in steps)}); "
+                f"no checkpoint in {self.folder} is whole (damaged: {names}); "
                 "restore one, or remove them to start anew"
             )
         return None
 
     def load(self, path: Path, stages: Stages, optimizer: torch.optim.AdamW) -> None:
-        """Read ``path``, which ``check`` has found whole, into the live model and optimizer, on whatever layout.
+        """Load ``path`` into the live model and optimizer, on any layout.
 
-        A checkpoint without moments leaves the optimizer as it is.
+        A checkpoint of weights alone leaves the optimizer as it is.
+
+        Args:
+            path: a checkpoint that ``check`` has found whole.
 
         Raises:
-            CheckpointError: on every rank: its names, shapes and dtypes are not this job's, its tensors have gaps, or
-                it names a class that does not belong in a checkpoint; nothing of it is run.
+            CheckpointError: on every rank: names, shapes or dtypes are not those of this job,
+                tensors have gaps, or it names a class that does not belong in a checkpoint. Nothing
+                that it names is run.
         """
         metadata = distributed.on_all("checkpoint", lambda: read_metadata(path), self._group)
-        saved = tensors_of(metadata, str(path))
+        saved = tensor_specs(metadata, str(path))
         state = gather_state(stages, optimizer)
         if not any(name.startswith("optim.") for name in saved):
             state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
-        manifests.compare(
-            forms(state), saved, path, "it is of another model: point checkpoint.resume elsewhere"
-        )
+        way_out = "it is of another model: point checkpoint.resume elsewhere"
+        manifests.require_same_tensors(global_specs(state), saved, path, way_out)
         try:
             dcp.load(
                 state,
-                storage_reader=Reader(path, metadata),
-                planner=Planner(),
+                storage_reader=CheckedReader(path, metadata),
+                planner=TensorLoadPlanner(),
                 process_group=self._group,
             )
         except CheckpointException as error:
-            raise CheckpointError(
-                [f"{path} cannot be read: {cause}" for cause in _causes(error)]
-            ) from None
+            lines = [f"{path} cannot be read: {cause}" for cause in _causes(error)]
+            raise CheckpointError(lines) from None
         self.loaded = path
 
 
 def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """This rank's live tensors under their global names: what is saved, and what a load writes into."""
+    """Return this rank's live tensors under their global names, to save or to load into."""
     state = {f"model.{name}": parameter.detach() for name, parameter in stages.named_parameters()}
     return state | optimizer_state(optimizer, stages.named_parameters())
 
 
-def forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of all whole tensors that ranks of the job hold. Collective: they hold different names."""
-    mine = {
-        name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+def global_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """Return shape and dtype of all whole tensors that ranks of the job hold, by name.
+
+    Collective: ranks of different pipeline stages hold different names.
+    """
+    own = {
+        name: TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors.items()
     }
-    return {name: form for part in distributed.gather(mine) for name, form in part.items()}
+    return {
+        name: spec
+        for specs_of_rank in distributed.all_gather_objects(own)
+        for name, spec in specs_of_rank.items()
+    }
 
 
-class _Planner(dcp.DefaultSavePlanner):
-    """Plans a save by the tensors given to it, and writes ``parts``, which may be copies of their local parts."""
+class _ShardSavePlanner(dcp.DefaultSavePlanner):
+    """Plans a save by the live tensors, and writes ``shards`` in place of their local values.
 
-    def __init__(self, parts: dict[str, Tensor]) -> None:
+    Args:
+        shards: the local value of each tensor, or a copy of it.
+    """
+
+    def __init__(self, shards: dict[str, Tensor]) -> None:
         super().__init__()
-        self._parts = parts
+        self._shards = shards
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._parts[index.fqn]
+        return self._shards[index.fqn]
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Fails with what the system said: torch's zip writer fails once more at its end, and hides that."""
+    """A file writer that fails with the error of the system.
+
+    Torch's zip writer fails once more when it is closed, and hides that error.
+    """
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
@@ -355,14 +434,17 @@ class _Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except Exception as error:
-            cause: BaseException = error
-            while cause.__context__ is not None:
-                cause = cause.__context__
-            raise cause from None
+            first: BaseException = error
+            while first.__context__ is not None:
+                first = first.__context__
+            raise first from None
 
 
-def _seal(staging: Path) -> dict[str, tuple[int, str]]:
-    """Have this rank's files on the disk; their sizes and digests."""
+def _sync_own_files(staging: Path) -> dict[str, FileEntry]:
+    """Wait until this rank's files are on the disk, and return their entries for the manifest.
+
+    Rank 0 also owns DCP's metadata and the assets.
+    """
     rank = dist.get_rank()
     own = [*staging.glob(f"__{rank}_*")]
     if rank == 0:
@@ -372,17 +454,22 @@ def _seal(staging: Path) -> dict[str, tuple[int, str]]:
             sync(staging / _ASSETS)
     for path in own:
         sync(path)
-    if rank == 0 and (size := (staging / METADATA).stat().st_size) > METADATA_LIMIT:
-        raise CheckpointError(
-            f"{METADATA} would have {size:,} bytes for all parts of tensors, and at most {METADATA_LIMIT:,} are read "
-            "again; shard over fewer ranks (raise mesh.dp_replicate)"
-        )
-    names = {path: path.relative_to(staging).as_posix() for path in own}
-    return {names[path]: (path.stat().st_size, manifests.digest_file(path)) for path in own}
+    if rank == 0:
+        size = (staging / METADATA).stat().st_size
+        if size > METADATA_LIMIT:
+            raise CheckpointError(
+                f"{METADATA} would have {size:,} bytes for all parts of tensors, and at most "
+                f"{METADATA_LIMIT:,} are read again; shard over fewer ranks (raise "
+                "mesh.dp_replicate)"
+            )
+    return {path.relative_to(staging).as_posix(): manifests.file_entry(path) for path in own}
 
 
 def _clear(path: Path) -> None:
-    """Remove what a save has left, or another has put in its place, as far as that can be. No link is followed."""
+    """Remove what a killed save has left at ``path``, or what is there in its place.
+
+    Folders are removed as far as possible. No link is followed.
+    """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
@@ -390,7 +477,10 @@ def _clear(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Space that cannot be freed must not end a healthy run. The new name comes first: half of it is no checkpoint."""
+    """Remove an old checkpoint. A failure is only logged: it must not end a healthy run.
+
+    The folder gets another name first: half of a checkpoint must not look like one.
+    """
     try:
         shutil.rmtree(path.rename(path.with_suffix(".tmp")))
     except OSError as error:
@@ -398,7 +488,7 @@ def _remove(path: Path) -> None:
 
 
 def _causes(error: UserError | CheckpointException) -> list[str]:
-    """What went wrong on which rank, one line each."""
+    """Describe what went wrong on which rank, one line each."""
     if isinstance(error, UserError):
         return list(error.lines)
     return [f"rank {rank}: {explain(cause)}" for rank, (cause, _) in sorted(error.failures.items())]

@@ -1,7 +1,10 @@
-"""Files of ``torch.save``, read without it: torch makes objects on a file's word, and lets it declare any size.
+"""Read files of ``torch.save`` without torch's own reader.
 
-Such a file is an uncompressed zip archive: ``NAME/data.pkl`` is a pickle of everything but the bytes of tensors, and
-each ``NAME/data/KEY`` is a storage, to which the pickle refers. Sizes are held against the file before memory is taken.
+Torch makes objects because a file asks for them, and lets the file declare any size. Here sizes are
+compared with the file before any memory is taken.
+
+Such a file is an uncompressed zip archive. ``NAME/data.pkl`` is a pickle of everything but the
+bytes of tensors. Each ``NAME/data/KEY`` is a storage, to which the pickle refers.
 """
 
 import mmap
@@ -20,7 +23,10 @@ from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, Storage, reading
 from composer3d.spec.files import MIB, open_plain
 
+# All dtypes of this torch by name, such as "float32".
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+# The classes and functions that files of tensors name.
 _STORAGES = {
     "torch.BFloat16Storage": torch.bfloat16,
     "torch.BoolStorage": torch.bool,
@@ -34,329 +40,420 @@ _STORAGES = {
     "torch.IntStorage": torch.int32,
     "torch.LongStorage": torch.int64,
     "torch.ShortStorage": torch.int16,
-    "torch.storage.UntypedStorage": torch.uint8,  # of all newer dtypes
+    "torch.storage.UntypedStorage": torch.uint8,  # used for all newer dtypes
 }
-_TENSOR, _NEWER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
-_PARAMETER, _SIZE, _DICT = (
-    "torch._utils._rebuild_parameter",
-    "torch.Size",
-    "collections.OrderedDict",
-)
+_REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
+_REBUILD_TENSOR_WITH_DTYPE = "torch._utils._rebuild_tensor_v3"
+_REBUILD_PARAMETER = "torch._utils._rebuild_parameter"
+_SIZE = "torch.Size"
+_ORDERED_DICT = "collections.OrderedDict"
 _NAMES = frozenset(
-    {_TENSOR, _NEWER, _PARAMETER, _SIZE, _DICT, *_STORAGES, *(f"torch.{name}" for name in DTYPES)}
+    {
+        _REBUILD_TENSOR,
+        _REBUILD_TENSOR_WITH_DTYPE,
+        _REBUILD_PARAMETER,
+        _SIZE,
+        _ORDERED_DICT,
+        *_STORAGES,
+        *(f"torch.{name}" for name in DTYPES),
+    }
 )
-_DEPTH, _VALUES = (
-    64,
-    200_000,
-)  # of what a file may hold: nested values, and values and dimensions in all
-_DIRECTORY = 64 * MIB  # of an archive; each storage takes about 100 bytes
-_TOO_MANY = f"it nests deeper than {_DEPTH} values, or holds more than {_VALUES:,}"
-_LARGEST = 1 << 62
-_ZIP = b"PK\x03\x04"
-_LISTED = struct.Struct("<4s6xH8xIIHHH8xI")
+
+# Limits of what a file may hold.
+_MAX_DEPTH = 64  # of values in values
+_MAX_VALUES = 200_000  # values, and dimensions of tensors
+_MAX_DIMS = 64
+_MAX_INTEGER = 1 << 62  # of sizes, strides and offsets, exclusive
+_MAX_DIRECTORY = 64 * MIB  # the list of records of an archive; each storage takes about 100 bytes
+_TOO_MANY_VALUES = f"it nests deeper than {_MAX_DEPTH} values, or holds more than {_MAX_VALUES:,}"
+
+# The zip format: the signatures of its structures, and their fixed fields.
+_HEADER_MARK = b"PK\x03\x04"  # of the header before each record's bytes
+_ENTRY_MARK = b"PK\x01\x02"  # of an entry in the list of records
+_END_MARK = b"PK\x05\x06"  # of the end of an archive
+_WIDE_END_MARK = b"PK\x06\x06"  # of the end of an archive above 4 GiB
+_WIDE_LOCATOR_MARK = b"PK\x06\x07"  # of the place of that end
+_ENTRY = struct.Struct("<4s6xH8xIIHHH8xI")
+_IN_EXTRA_FIELD = 0xFFFFFFFF  # a number above 32 bits, which stands in the entry's extra field
+_WIDE_NUMBERS = 1  # the kind of that extra field
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file: its form, where its bytes begin, and how to get it."""
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        shape: its sizes.
+        dtype: the dtype of its elements.
+        begin: the byte of the file at which its first element lies.
+        read: returns the tensor.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    begin: int  # byte of the file where its first element lies
+    begin: int
     read: Callable[[], Tensor]
 
 
-class _Part(NamedTuple):
-    """A stretch of a file."""
+class _ByteRange(NamedTuple):
+    """A range of bytes in a file."""
 
     begin: int
     size: int
 
 
 def load_torch(path: Path) -> Any:
-    """What a file of ``torch.save`` holds: dict, list, tuple and plain values, with ``Stored`` for each tensor.
+    """Read a file of ``torch.save``, except for the bytes of its tensors.
 
-    The file stays mapped for as long as one of them is there; nothing of a tensor is read before it is used.
+    The file is mapped. The mapping lives as long as one of the tensors, and the bytes of a tensor
+    are read from the disk only when they are used.
 
-    Raises CheckpointError where it is no such file, declares more than it has, or names another class than those of
-    tensors, which is never made.
+    Returns:
+        A dict, list, tuple or plain value, with a ``StoredTensor`` for each tensor.
+
+    Raises:
+        CheckpointError: it is no such file, declares more than it has, or names a class other than
+            those of tensors. That class is never made.
     """
     with reading(path), open_plain(path) as file:
         size = file.seek(0, 2)
-        archive = _Archive(file, _Part(0, size))
-        mapped = mmap.mmap(
-            file.fileno(), 0, access=mmap.ACCESS_COPY
-        )  # a copy of what is written to, not of the file
-        return _Tree(archive, lambda part, dtype: _view(mapped, part, dtype)).plain(
-            archive.content()
-        )
+        archive = _Archive(file, _ByteRange(0, size))
+        # Copy on write: a tensor that is changed in memory does not change the file.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        values = _Values(archive, lambda place, dtype: _view(mapped, place, dtype))
+        return values.convert(archive.parse_pickle())
 
 
 def read_tensor(file: BinaryIO, begin: int, size: int) -> Tensor:
-    """The one tensor of a ``torch.save`` that lies in ``size`` bytes of ``file``, in memory of its own.
+    """Read the only tensor of a ``torch.save`` that lies in ``size`` bytes of ``file``.
 
-    Raises ValueError (a PickleError where its pickle is at fault) and OSError.
+    Returns:
+        The tensor, in memory of its own.
+
+    Raises:
+        ValueError: it is something else; a PickleError if its pickle is wrong.
+        OSError: the file cannot be read.
     """
-    archive = _Archive(file, _Part(begin, size))
-    content = archive.content()
+    archive = _Archive(file, _ByteRange(begin, size))
+    content = archive.parse_pickle()
+    # Checked before the conversion, which would walk through whatever else it is.
     if type(content) is not Record:
         raise PickleError("it holds something else than one tensor")
-    held = _Tree(archive, lambda part, dtype: _copy(file, part, dtype)).plain(content)
-    if not isinstance(held, Stored):
+    values = _Values(archive, lambda place, dtype: _copy(file, place, dtype))
+    tensor = values.convert(content)
+    if not isinstance(tensor, StoredTensor):
         raise PickleError("it holds something else than one tensor")
-    return held.read()
+    return tensor.read()
 
 
-def _view(mapped: mmap.mmap, part: _Part, dtype: torch.dtype) -> Tensor:
-    if part.size == 0:
+def _view(mapped: mmap.mmap, place: _ByteRange, dtype: torch.dtype) -> Tensor:
+    """View the bytes at ``place`` as a flat tensor."""
+    if place.size == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(
-        mapped, dtype=dtype, count=part.size // dtype.itemsize, offset=part.begin
-    )
+    count = place.size // dtype.itemsize
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=place.begin)
 
 
-def _copy(file: BinaryIO, part: _Part, dtype: torch.dtype) -> Tensor:
-    held = torch.empty(part.size // dtype.itemsize, dtype=dtype)
-    file.seek(part.begin)
-    target = held.view(torch.uint8).numpy().data
+def _copy(file: BinaryIO, place: _ByteRange, dtype: torch.dtype) -> Tensor:
+    """Read the bytes at ``place`` into a new flat tensor."""
+    tensor = torch.empty(place.size // dtype.itemsize, dtype=dtype)
+    file.seek(place.begin)
+    target = tensor.view(torch.uint8).numpy().data
     if cast(BufferedReader, file).readinto(target) != len(target):
-        raise ValueError("it has become shorter")
-    return held
+        raise ValueError("the file has become shorter")
+    return tensor
 
 
 class _Archive:
-    """The records of an uncompressed zip archive, by their names without its own."""
+    """The records of an uncompressed zip archive, at ``place`` of ``file``.
 
-    def __init__(self, file: BinaryIO, place: _Part) -> None:
-        self._file, self._place = file, place
-        if self._read(_Part(0, min(len(_ZIP), place.size))) != _ZIP:
+    The first part of a record's path is the name of the archive. Methods take paths without it.
+    """
+
+    def __init__(self, file: BinaryIO, place: _ByteRange) -> None:
+        self._file = file
+        self._place = place
+        if self._read(_ByteRange(0, min(len(_HEADER_MARK), place.size))) != _HEADER_MARK:
             raise ValueError(
-                "it is no archive of torch.save, whose form before torch 1.6 is not read either; "
-                "where you trust it, load it with torch.load and write it with torch.save"
+                "it is not an archive of torch.save (the format before torch 1.6 is not read "
+                "either); where you trust it, load it with torch.load and write it with torch.save"
             )
-        found = dict(self._entries(self._directory()))
-        self._name = next(
-            (name for name in found if name.endswith("/data.pkl") and name.count("/") == 1), ""
-        )
-        if not self._name:
+        # By full path: the offset of each record's header in the archive, and the record's size.
+        self._records = dict(self._entries(self._read_directory()))
+        pickle_paths = [
+            path for path in self._records if path.endswith("/data.pkl") and path.count("/") == 1
+        ]
+        if not pickle_paths:
             raise ValueError("it is an archive without a data.pkl; write it with torch.save")
-        self._records = found
-        self._places: dict[str, _Part] = {}  # where records are that were asked for
+        self._prefix = pickle_paths[0].removesuffix("data.pkl")
+        self._places: dict[str, _ByteRange] = {}  # of the records that were looked up
 
-    def content(self) -> Any:
-        """What its pickle describes: everything but the bytes of tensors."""
-        self._require_order()
-        part = self._record("data.pkl")
-        if part.size > pickles.LIMIT:
+    def parse_pickle(self) -> Any:
+        """Parse ``data.pkl``: everything but the bytes of tensors."""
+        self._require_little_endian()
+        place = self._locate("data.pkl")
+        if place.size > pickles.LIMIT:
             raise ValueError(
-                f"its data.pkl has {part.size:,} bytes, and at most {pickles.LIMIT:,} are read"
+                f"its data.pkl has {place.size:,} bytes, and at most {pickles.LIMIT:,} are read"
             )
-        self._file.seek(part.begin)
-        return pickles.parse(self._file.read(part.size), _NAMES, storages=True)
+        self._file.seek(place.begin)
+        return pickles.parse(self._file.read(place.size), _NAMES, storages=True)
 
-    def _require_order(self) -> None:
-        """An archive may say in which order the bytes of its numbers lie; older ones do not, and are little."""
-        if self._name.removesuffix("data.pkl") + "byteorder" not in self._records:
+    def _require_little_endian(self) -> None:
+        """Refuse numbers of another byte order. An archive without that record is little endian."""
+        if self._prefix + "byteorder" not in self._records:
             return
-        part = self._record("byteorder")
-        self._file.seek(part.begin)
-        if self._file.read(min(part.size, 100)) != b"little":
+        place = self._locate("byteorder")
+        self._file.seek(place.begin)
+        if self._file.read(min(place.size, 100)) != b"little":
             raise ValueError(
-                "the bytes of its numbers lie in another order than little endian; "
-                "where you trust it, load it with torch.load on a little-endian machine, and write it with torch.save"
+                "its numbers are not little endian; where you trust it, load it with torch.load on "
+                "a little-endian machine, and write it with torch.save"
             )
 
-    def storage(self, key: str) -> _Part:
-        """Where a storage lies in the file."""
-        return self._record(f"data/{key}")
+    def locate_storage(self, key: str) -> _ByteRange:
+        """Return the place of a storage's bytes in the file."""
+        return self._locate(f"data/{key}")
 
-    def _record(self, name: str) -> _Part:
-        """Where its bytes are: after a header of its own, which repeats its name."""
+    def _locate(self, name: str) -> _ByteRange:
+        """Return the place of a record's bytes in the file.
+
+        They follow a header of the record's own, which repeats its name.
+        """
         if name in self._places:
             return self._places[name]
-        own = self._name.removesuffix("data.pkl") + name
-        if own not in self._records:
+        path = self._prefix + name
+        if path not in self._records:
             raise ValueError(f"it has no {name!r:.100}, to which it refers")
-        offset, size = self._records[own]
-        header = self._read(_Part(offset, 30))
-        name_size, more_size = struct.unpack("<HH", header[26:])
-        begin = offset + 30 + name_size + more_size
-        if header[:4] != _ZIP or begin + size > self._place.size:
+        offset, size = self._records[path]
+        header = self._read(_ByteRange(offset, 30))
+        name_size, extra_size = struct.unpack("<HH", header[26:])
+        begin = offset + 30 + name_size + extra_size
+        if header[:4] != _HEADER_MARK or begin + size > self._place.size:
             raise ValueError(f"its {name!r:.100} does not lie within it; copy it again")
-        self._places[name] = _Part(self._place.begin + begin, size)
+        self._places[name] = _ByteRange(self._place.begin + begin, size)
         return self._places[name]
 
-    def _read(self, part: _Part) -> bytes:
-        """``part`` counts from the beginning of the archive."""
-        if not 0 <= part.begin <= part.begin + part.size <= self._place.size:
+    def _read(self, place: _ByteRange) -> bytes:
+        """Read bytes of the archive. ``place`` counts from its beginning."""
+        if not 0 <= place.begin <= place.begin + place.size <= self._place.size:
             raise ValueError("it is cut off; copy it again")
-        self._file.seek(self._place.begin + part.begin)
-        return self._file.read(part.size)
+        self._file.seek(self._place.begin + place.begin)
+        return self._file.read(place.size)
 
-    def _directory(self) -> bytes:
-        """The list of records, at the archive's end."""
-        end = self._place.size - 22
-        last = self._read(_Part(end, 22))
-        if last[:4] != b"PK\x05\x06":
+    def _read_directory(self) -> bytes:
+        """Read the list of records, which stands near the end of the archive."""
+        end_at = self._place.size - 22
+        end = self._read(_ByteRange(end_at, 22))
+        if end[:4] != _END_MARK:
             raise ValueError("it is cut off, or something was added to it; copy it again")
-        size, offset = struct.unpack("<II", last[12:20])
-        if (
-            0xFFFFFFFF in (size, offset) or last[10:12] == b"\xff\xff"
-        ):  # the wide form of a large archive
-            locator = self._read(_Part(end - 20, 20))
-            wide = self._read(_Part(struct.unpack("<Q", locator[8:16])[0], 56))
-            if locator[:4] != b"PK\x06\x07" or wide[:4] != b"PK\x06\x06":
+        size, offset = struct.unpack("<II", end[12:20])
+        if _IN_EXTRA_FIELD in (size, offset) or end[10:12] == b"\xff\xff":
+            # A large archive: an end with wide numbers stands before this one.
+            locator = self._read(_ByteRange(end_at - 20, 20))
+            wide_end_at = struct.unpack("<Q", locator[8:16])[0]
+            wide_end = self._read(_ByteRange(wide_end_at, 56))
+            if locator[:4] != _WIDE_LOCATOR_MARK or wide_end[:4] != _WIDE_END_MARK:
                 raise ValueError("the end of its archive is damaged; copy it again")
-            size, offset = struct.unpack("<QQ", wide[40:56])
-        if size > _DIRECTORY:
+            size, offset = struct.unpack("<QQ", wide_end[40:56])
+        if size > _MAX_DIRECTORY:
             raise ValueError(
-                f"its list of records has {size:,} bytes, and at most {_DIRECTORY:,} are read"
+                f"its list of records has {size:,} bytes, and at most {_MAX_DIRECTORY:,} are read"
             )
-        return self._read(_Part(offset, size))
+        return self._read(_ByteRange(offset, size))
 
-    def _entries(self, directory: bytes) -> Iterator[tuple[str, _Part]]:
-        """Name of each record, where its header begins, and its size."""
-        at = 0
+    def _entries(self, directory: bytes) -> Iterator[tuple[str, _ByteRange]]:
+        """Yield each record's path, with the offset of its header and the size of its bytes."""
+        position = 0
         seen: set[str] = set()
-        while at < len(directory):
+        while position < len(directory):
             try:
-                name, method, packed, size, offset, at = _listed(directory, at)
+                entry = _parse_entry(directory, position)
             except (struct.error, UnicodeDecodeError):
-                name = ""
-            if not name or at > len(directory) or name in seen:
+                entry = None
+            if entry is None or not entry.path or entry.end > len(directory) or entry.path in seen:
                 raise ValueError("its list of records is damaged; copy it again")
-            if method != 0 or size != packed:
+            position = entry.end
+            if entry.method != 0 or entry.size != entry.packed_size:
                 raise ValueError(
-                    f"its {name!r:.100} is compressed, which torch.save never does; write it anew with it"
+                    f"its {entry.path!r:.100} is compressed, which torch.save never does; "
+                    "write it again with torch.save"
                 )
-            if offset + size > self._place.size:
+            if entry.offset + entry.size > self._place.size:
                 raise ValueError(
-                    f"its {name!r:.100} has {size:,} bytes, more than the file; copy it again"
+                    f"its {entry.path!r:.100} has {entry.size:,} bytes, more than the file; "
+                    "copy it again"
                 )
-            seen.add(name)
-            yield name, _Part(offset, size)
+            seen.add(entry.path)
+            yield entry.path, _ByteRange(entry.offset, entry.size)
 
 
-def _listed(directory: bytes, at: int) -> tuple[str, int, int, int, int, int]:
-    """What a list says of the record at ``at``: name, method, sizes packed and not, offset; and where the next is."""
-    mark, method, packed, size, name_size, more_size, note_size, offset = _LISTED.unpack_from(
-        directory, at
+class _Entry(NamedTuple):
+    """An entry in the list of records of an archive."""
+
+    path: str  # empty if there is no entry
+    method: int  # of compression; 0: none
+    packed_size: int  # bytes in the archive
+    size: int  # bytes of the record
+    offset: int  # of the record's header in the archive
+    end: int  # where the next entry begins in the list
+
+
+def _parse_entry(directory: bytes, position: int) -> _Entry:
+    """Parse the entry at ``position``. Raises struct.error and UnicodeDecodeError."""
+    mark, method, packed_size, size, name_size, extra_size, comment_size, offset = (
+        _ENTRY.unpack_from(directory, position)
     )
-    begin = at + _LISTED.size
-    name = directory[begin : begin + name_size].decode() if mark == b"PK\x01\x02" else ""
-    more = directory[begin + name_size : begin + name_size + more_size]
-    size, packed, offset = _widen(more, size, packed, offset)
-    return name, method, packed, size, offset, begin + name_size + more_size + note_size
+    name_at = position + _ENTRY.size
+    extra_at = name_at + name_size
+    comment_at = extra_at + extra_size
+    path = directory[name_at:extra_at].decode() if mark == _ENTRY_MARK else ""
+    extra = directory[extra_at:comment_at]
+    size, packed_size, offset = _widen(extra, size, packed_size, offset)
+    return _Entry(path, method, packed_size, size, offset, comment_at + comment_size)
 
 
-def _widen(more: bytes, *values: int) -> Iterator[int]:
-    """Numbers of a record, of which those above 32 bits stand in its extra field of the kind 1, in their order."""
-    wide, at = b"", 0
-    while at + 4 <= len(more):
-        kind, size = struct.unpack_from("<HH", more, at)
-        wide = more[at + 4 : at + 4 + size] if kind == 1 else wide
-        at += 4 + size
+def _widen(extra: bytes, *values: int) -> Iterator[int]:
+    """Yield ``values``. Those above 32 bits are taken from the extra field of wide numbers.
+
+    That field holds only these numbers, in the order of ``values``.
+    """
+    wide = b""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, position)
+        if kind == _WIDE_NUMBERS:
+            wide = extra[position + 4 : position + 4 + size]
+        position += 4 + size
     for value in values:
-        if value == 0xFFFFFFFF:
+        if value == _IN_EXTRA_FIELD:
             yield int.from_bytes(wide[:8], "little")
             wide = wide[8:]
         else:
             yield value
 
 
-class _Tree:
-    """Turns what a pickle describes into plain values and ``Stored`` tensors, each part of it checked."""
+class _Values:
+    """Converts what a pickle describes to plain values and ``StoredTensor``s, and checks all of it.
 
-    def __init__(self, archive: _Archive, read: Callable[[_Part, torch.dtype], Tensor]) -> None:
-        self._archive, self._read = archive, read
-        self._left = _VALUES
-        self._made: dict[
-            int, tuple[Record, Stored]
-        ] = {}  # by identity of the record, which is kept alive
+    Args:
+        archive: the archive that holds the pickle.
+        read: returns the bytes of a storage as a flat tensor.
+    """
 
-    def plain(self, value: Any, depth: int = 0) -> Any:
-        """A value with all that it holds, of which each is visited as often as it is held."""
-        self._charge(1)
-        if depth > _DEPTH:
-            raise PickleError(_TOO_MANY)
+    def __init__(
+        self, archive: _Archive, read: Callable[[_ByteRange, torch.dtype], Tensor]
+    ) -> None:
+        self._archive = archive
+        self._read = read
+        self._budget = _MAX_VALUES  # values that may still be converted
+        # Tensors by the identity of their record. The record is kept, so that no other object can
+        # get the same identity.
+        self._tensors: dict[int, tuple[Record, StoredTensor]] = {}
+
+    def convert(self, value: Any, depth: int = 0) -> Any:
+        """Convert a value with everything in it, as often as it is held."""
+        self._spend(1)
+        if depth > _MAX_DEPTH:
+            raise PickleError(_TOO_MANY_VALUES)
         if type(value) is list:
-            return [self.plain(each, depth + 1) for each in value]
+            return [self.convert(item, depth + 1) for item in value]
         if type(value) is tuple:
-            return tuple(self.plain(each, depth + 1) for each in value)
-        if type(value) is Record and value.path == _DICT and value.arguments == ():
-            value = value.items or {}  # its state is an attribute that a module's state_dict has
+            return tuple(self.convert(item, depth + 1) for item in value)
+        if type(value) is Record and value.path == _ORDERED_DICT and value.arguments == ():
+            # Its state is left out: a module's state_dict keeps an attribute with metadata there.
+            value = value.items or {}
         if type(value) is dict:
-            return {self._key(key): self.plain(each, depth + 1) for key, each in value.items()}
+            return {_check_key(key): self.convert(item, depth + 1) for key, item in value.items()}
         if type(value) is Record and value.path == _SIZE:
             return sizes_of(value)
         if type(value) is Record:
-            if id(value) not in self._made:
-                self._made[id(value)] = value, self._tensor(value)
-            stored = self._made[id(value)][1]
-            self._charge(len(stored.shape))
-            return stored
+            return self._tensor_once(value)
         if type(value) is Name:
             return value.path
         if value is None or type(value) in (bool, int, float, str):
             return value
         raise PickleError("it holds a storage that belongs to no tensor")
 
-    def _charge(self, count: int) -> None:
-        self._left -= count
-        if self._left < 0:
-            raise PickleError(_TOO_MANY)
+    def _spend(self, count: int) -> None:
+        self._budget -= count
+        if self._budget < 0:
+            raise PickleError(_TOO_MANY_VALUES)
 
-    def _key(self, key: Any) -> str | int:
-        if type(key) is not str and type(key) is not int:
-            raise PickleError("it holds a dict whose keys are no texts")
-        return key
+    def _tensor_once(self, record: Record) -> StoredTensor:
+        """Convert a tensor on the first visit, and return the same object on later ones.
 
-    def _tensor(self, record: Record) -> Stored:
-        if record.path == _PARAMETER and record.arguments and type(record.arguments[0]) is Record:
+        Its dimensions count on every visit.
+        """
+        if id(record) not in self._tensors:
+            self._tensors[id(record)] = record, self._tensor(record)
+        tensor = self._tensors[id(record)][1]
+        self._spend(len(tensor.shape))
+        return tensor
+
+    def _tensor(self, record: Record) -> StoredTensor:
+        if (
+            record.path == _REBUILD_PARAMETER
+            and record.arguments
+            and type(record.arguments[0]) is Record
+        ):
             record = record.arguments[0]
-        if record.path not in (_TENSOR, _NEWER) or not 6 <= len(record.arguments) <= 8:
+        is_rebuilt = record.path in (_REBUILD_TENSOR, _REBUILD_TENSOR_WITH_DTYPE)
+        if not is_rebuilt or not 6 <= len(record.arguments) <= 8:
             raise PickleError(
                 f"it makes an object of {record.path} in a way that torch.save does not"
             )
         storage, offset, size, stride = record.arguments[:4]
-        part, dtype = self._stored(storage)
-        if record.path == _NEWER:
-            dtype = _dtype(record.arguments[6]) if len(record.arguments) > 6 else dtype
-        shape, steps = sizes_of(size), sizes_of(stride)
-        if type(offset) is not int or not 0 <= offset < _LARGEST or len(steps) != len(shape):
+        place, dtype = self._locate_storage(storage)
+        if record.path == _REBUILD_TENSOR_WITH_DTYPE and len(record.arguments) > 6:
+            dtype = _dtype(record.arguments[6])
+        shape = sizes_of(size)
+        strides = sizes_of(stride)
+        if type(offset) is not int or not 0 <= offset < _MAX_INTEGER or len(strides) != len(shape):
             raise PickleError("it holds a tensor with strides or an offset that no tensor has")
-        room = part.size // dtype.itemsize
-        reach = (
-            offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1
-            if prod(shape)
-            else 0
-        )
-        if max(reach, prod(shape)) > room:
+
+        # All elements of the tensor must lie in the storage. Nor may there be more than it has:
+        # strides of 0 would make any number of elements of one.
+        is_empty = prod(shape) == 0
+        n_stored = place.size // dtype.itemsize
+        last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        n_needed = 0 if is_empty else max(last + 1, prod(shape))
+        if n_needed > n_stored:
             raise PickleError(
-                f"it holds a tensor of shape {shape} in a storage of {room} elements, which are too few"
+                f"it holds a tensor of shape {shape} in a storage of {n_stored} elements, "
+                "which are too few"
             )
 
         def read() -> Tensor:
-            return self._read(part, dtype).as_strided(shape, steps, offset if prod(shape) else 0)
+            flat = self._read(place, dtype)
+            return flat.as_strided(shape, strides, 0 if is_empty else offset)
 
-        return Stored(shape, dtype, part.begin + offset * dtype.itemsize, read)
+        return StoredTensor(shape, dtype, place.begin + offset * dtype.itemsize, read)
 
-    def _stored(self, storage: Any) -> tuple[_Part, torch.dtype]:
-        """Where the bytes of a tensor are, and of what dtype the pickle says that they are."""
+    def _locate_storage(self, storage: Any) -> tuple[_ByteRange, torch.dtype]:
+        """Return the place of a storage, and the dtype that the pickle gives to its elements."""
         identity = storage.arguments if type(storage) is Storage else ()
-        if [type(each) for each in identity] != [str, Name, str, str, int] or identity[
-            0
-        ] != "storage":
+        types = [type(item) for item in identity]
+        if types != [str, Name, str, str, int] or identity[0] != "storage":
             raise PickleError("it holds a tensor without a storage")
-        _, kind, key, _, count = identity
-        if kind.path not in _STORAGES:
-            raise PickleError(f"it holds a storage of {kind.path}, which is none")
-        part, dtype = self._archive.storage(key), _STORAGES[kind.path]
-        if count < 0 or count * dtype.itemsize != part.size:
+        _, storage_class, key, _, count = identity
+        if storage_class.path not in _STORAGES:
             raise PickleError(
-                f"it declares a storage of {count} {dtype}, but keeps {part.size:,} bytes of it"
+                f"it holds a storage of {storage_class.path}, which is no class of storages"
             )
-        return part, dtype
+        place = self._archive.locate_storage(key)
+        dtype = _STORAGES[storage_class.path]
+        if count < 0 or count * dtype.itemsize != place.size:
+            raise PickleError(
+                f"it declares a storage of {count} {dtype}, but keeps {place.size:,} bytes of it"
+            )
+        return place, dtype
+
+
+def _check_key(key: Any) -> str | int:
+    if type(key) is not str and type(key) is not int:
+        raise PickleError("it holds a dict with keys that are neither texts nor integers")
+    return key
 
 
 def _dtype(value: Any) -> torch.dtype:
@@ -366,13 +463,17 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """A shape, or the like: a tuple or ``torch.Size`` of integers that are not negative and not endless."""
+    """Return a shape, strides or offsets, given as a tuple or a ``torch.Size`` in a pickle.
+
+    Raises PickleError if it is something else, has too many dimensions, or holds a negative or very
+    large integer.
+    """
     if type(value) is Record and value.path == _SIZE and len(value.arguments) == 1:
         value = value.arguments[0]
     if (
         type(value) is not tuple
-        or len(value) > 64
-        or any(type(n) is not int or not 0 <= n < _LARGEST for n in value)
+        or len(value) > _MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < _MAX_INTEGER for n in value)
     ):
         raise PickleError("it holds a shape that no tensor has")
     return value

@@ -1,4 +1,7 @@
-"""Pickles written by hand, instruction by instruction: what an attacker can write and ``pickle.dumps`` does not."""
+"""Pickles assembled by hand, instruction by instruction, as an attacker can write them.
+
+Each function returns instructions that leave one value on the stack.
+"""
 
 from pathlib import Path
 
@@ -19,88 +22,96 @@ def name(path: str) -> bytes:
     return f"c{module}\n{last}\n".encode()
 
 
-def many(*values: bytes) -> bytes:
-    """A tuple."""
+def tuple_of(*values: bytes) -> bytes:
     return b"(" + b"".join(values) + b"t"
 
 
-def listed(*values: bytes) -> bytes:
+def list_of(*values: bytes) -> bytes:
     return b"](" + b"".join(values) + b"e"
 
 
-def held(**values: bytes) -> bytes:
-    """A dict."""
+def dict_of(**values: bytes) -> bytes:
+    """A dict with texts as keys."""
     return b"}(" + b"".join(text(key) + value for key, value in values.items()) + b"u"
 
 
-def pairs(values: dict[bytes, bytes]) -> bytes:
-    """A dict under keys that are no texts."""
+def dict_from(values: dict[bytes, bytes]) -> bytes:
+    """A dict with keys of any kind."""
     return b"}(" + b"".join(key + value for key, value in values.items()) + b"u"
 
 
 def call(path: str, *arguments: bytes) -> bytes:
-    return name(path) + many(*arguments) + b"R"
+    return name(path) + tuple_of(*arguments) + b"R"
 
 
-def made(path: str, state: bytes) -> bytes:
-    """An object of a class, and its state."""
+def object_of(path: str, state: bytes) -> bytes:
+    """An object of the class at ``path``, with its state."""
     return name(path) + b")\x81" + state + b"b"
 
 
-def slots(target: bytes, **attributes: bytes) -> bytes:
-    """Attributes set on ``target`` itself, which may be a class; what is left on the stack is taken away."""
-    return target + b"N" + held(**attributes) + b"\x86b0"
+def set_attributes(target: bytes, **attributes: bytes) -> bytes:
+    """Set attributes on ``target`` itself, which may be a class. Leaves nothing on the stack."""
+    return target + b"N" + dict_of(**attributes) + b"\x86b0"
 
 
 def sizes(*values: int) -> bytes:
-    return call("torch.Size", many(*map(number, values)))
+    return call("torch.Size", tuple_of(*map(number, values)))
 
 
 def chunk(offsets: tuple[int, ...], shape: tuple[int, ...]) -> bytes:
-    return made(f"{PLACE}.ChunkStorageMetadata", held(offsets=sizes(*offsets), sizes=sizes(*shape)))
+    return object_of(
+        f"{PLACE}.ChunkStorageMetadata", dict_of(offsets=sizes(*offsets), sizes=sizes(*shape))
+    )
 
 
-def properties(*more: bytes) -> bytes:
+def properties(*extra: bytes) -> bytes:
     layout = call("torch.serialization._get_layout", text("torch.strided"))
     order = call(f"{PLACE}._MEM_FORMAT_ENCODING", number(0))
-    state = many(name("torch.float32"), layout, b"\x89", order, b"\x89", *more)
-    return made(f"{PLACE}.TensorProperties", state)
+    state = tuple_of(name("torch.float32"), layout, b"\x89", order, b"\x89", *extra)
+    return object_of(f"{PLACE}.TensorProperties", state)
 
 
 def entry(shape: tuple[int, ...], *chunks: bytes) -> bytes:
-    state = held(properties=properties(), size=sizes(*shape), chunks=listed(*chunks))
-    return made(f"{PLACE}.TensorStorageMetadata", state)
+    state = dict_of(properties=properties(), size=sizes(*shape), chunks=list_of(*chunks))
+    return object_of(f"{PLACE}.TensorStorageMetadata", state)
 
 
 def index(tensor: str, *offsets: int) -> bytes:
-    return made(
-        f"{PLACE}.MetadataIndex", held(fqn=text(tensor), offset=sizes(*offsets), index=b"N")
+    return object_of(
+        f"{PLACE}.MetadataIndex", dict_of(fqn=text(tensor), offset=sizes(*offsets), index=b"N")
     )
 
 
 def info(file: str = "__0_0.distcp", begin: int = 0, length: int = 100) -> bytes:
-    return made(
+    return object_of(
         f"{FILES}._StorageInfo",
-        held(relative_path=text(file), offset=number(begin), length=number(length)),
+        dict_of(relative_path=text(file), offset=number(begin), length=number(length)),
     )
 
 
 def metadata(
     entries: dict[bytes, bytes], stored: dict[bytes, bytes], before: bytes = b"", after: bytes = b""
 ) -> bytes:
-    state = held(
-        state_dict_metadata=pairs(entries),
+    """A whole pickle of DCP's metadata, with other instructions before and after the object."""
+    state = dict_of(
+        state_dict_metadata=dict_from(entries),
         planner_data=b"N",
-        storage_data=pairs(stored),
+        storage_data=dict_from(stored),
         storage_meta=b"N",
         version=text("1.0.0"),
     )
-    return b"\x80\x02" + before + made(f"{PLACE}.Metadata", state) + after + b"."
+    return b"\x80\x02" + before + object_of(f"{PLACE}.Metadata", state) + after + b"."
 
 
-def one(folder: Path, **more: bytes) -> bytes:
-    """Metadata of one sound tensor, w, of 2 x 3 numbers of float32 in two parts, with the file they lie in."""
+def sound_metadata(folder: Path, **around: bytes) -> bytes:
+    """Metadata of one sound tensor, w, of 2 x 3 float32 numbers in two parts.
+
+    The file that holds the parts is made as well.
+
+    Args:
+        around: ``before`` and ``after`` of ``metadata``.
+    """
     (folder / "__0_0.distcp").write_bytes(bytes(200))
     shape = entry((2, 3), chunk((0, 0), (1, 3)), chunk((1, 0), (1, 3)))
     stored = {index("w", 0, 0): info(), index("w", 1, 0): info(begin=100)}
-    return metadata({text("w"): shape}, stored, **more)
+    return metadata({text("w"): shape}, stored, **around)

@@ -1,7 +1,7 @@
-"""How long training stands still for a save: ``python tests/checkpoint/stall.py FOLDER``, not a test.
+"""Measure how long training stands still for a save: ``python tests/checkpoint/stall.py FOLDER``.
 
-Two ranks, 200 MB of float32 parameters and moments; the same state saved at once and in the background, three times
-each, while a matrix product goes on as training would.
+This is not a test. Two ranks save 200 MB of float32 parameters and moments, at once and in the
+background, three times each. Meanwhile a matrix product keeps the machine busy, as training would.
 """
 
 import sys
@@ -14,35 +14,42 @@ import torch.distributed as dist
 from composer3d.checkpoint import Store
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-from tests.checkpoint.store_jobs import about, job
+from tests.checkpoint.store_jobs import make_job, make_manifest
 
 
 def measure(folder: Path) -> list[tuple[float, float, float]]:
-    """Seconds of each round: a save at once, the stall of one in the background, and that one's whole duration."""
-    rows = []
+    """Save in three rounds, and time each.
+
+    Returns:
+        For each round, in seconds: the save at once, the stall of the save in the background, and
+        the whole duration of the latter.
+    """
+    rounds = []
     with pool_world(timeout_s=600):
-        stages, optimizer = job(seed=0, shape=(4096, 4096))
-        at_once, behind = Store(folder / "a", keep=1), Store(folder / "b", keep=1, background=True)
+        stages, optimizer = make_job(seed=0, shape=(4096, 4096))
+        at_once = Store(folder / "a", keep=1)
+        behind = Store(folder / "b", keep=1, background=True)
         behind.warm_up(stages, optimizer)
-        work = torch.randn(256, 256)
+        matrix = torch.randn(256, 256)
         for step in (1, 2, 3):
-            times = []
+            stalls = []
             for store in (at_once, behind):
                 dist.barrier()
                 began = time.perf_counter()
-                store.save(about(step), stages, optimizer)
-                times.append(time.perf_counter() - began)
-                while store._flight is not None and not store._flight.done():
-                    work @ work
+                store.save(make_manifest(step), stages, optimizer)
+                stalls.append(time.perf_counter() - began)
+                while store._pending_save is not None and not store._pending_save.done():
+                    matrix @ matrix
                 store.wait()
-            rows.append((times[0], times[1], time.perf_counter() - began))
-    return rows
+            rounds.append((stalls[0], stalls[1], time.perf_counter() - began))
+    return rounds
 
 
 if __name__ == "__main__":
     with Pool() as pool:
-        for row in pool.run(measure, {"folder": Path(sys.argv[1])}, world_size=2, limit_s=300)[0]:
-            print(
-                "at once {:.3f} s, background: stall {:.3f} s of {:.3f} s".format(*row),
-                f"({row[1] / row[0]:.0%})",
-            )
+        rounds = pool.run(measure, {"folder": Path(sys.argv[1])}, world_size=2, limit_s=300)[0]
+    for at_once_s, stall_s, behind_s in rounds:
+        print(
+            f"at once {at_once_s:.3f} s, background: stall {stall_s:.3f} s of {behind_s:.3f} s",
+            f"({stall_s / at_once_s:.0%})",
+        )

@@ -1,4 +1,4 @@
-"""A job as small as a store allows, on whatever ranks run it."""
+"""The smallest job that a store can save, on any number of ranks."""
 
 from pathlib import Path
 from typing import cast
@@ -17,10 +17,10 @@ from composer3d.training.optim import build_optimizer
 SHAPE = (5, 3)
 
 
-def job(seed: int, shape: tuple[int, int] = SHAPE) -> tuple[Stages, torch.optim.AdamW]:
-    """A model of one matrix, sharded by rows where there are ranks, and an optimizer that has made a step.
+def make_job(seed: int, shape: tuple[int, int] = SHAPE) -> tuple[Stages, torch.optim.AdamW]:
+    """Make a model of one matrix, sharded by rows over the ranks, and an optimizer after one step.
 
-    A store asks nothing of ``Stages`` but its named parameters.
+    The model stands in for ``Stages``: a store uses only its named parameters.
     """
     torch.manual_seed(seed)
     module = nn.Module()
@@ -33,8 +33,8 @@ def job(seed: int, shape: tuple[int, int] = SHAPE) -> tuple[Stages, torch.optim.
     return cast(Stages, module), optimizer
 
 
-def whole(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, list[float]]:
-    """The state as numbers, the same on every rank."""
+def full_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, list[float]]:
+    """Return the whole state as numbers, the same on every rank."""
     ((_, parameter),) = stages.named_parameters()
     tensors = {"weight": parameter.detach(), **optimizer.state[parameter]}
     return {
@@ -43,7 +43,7 @@ def whole(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, list[float]
     }
 
 
-def about(step: int) -> Manifest:
+def make_manifest(step: int) -> Manifest:
     return Manifest(
         step=step,
         world_size=dist.get_world_size(),
@@ -58,5 +58,5 @@ def names(folder: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The data of a checkpoint: what does not hold an identity of the save."""
+    """Read the data files of a checkpoint: those without an identity of the save."""
     return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}

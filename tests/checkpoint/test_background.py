@@ -1,4 +1,4 @@
-"""A save in the background is the save that would have been made at once, whatever training does meanwhile."""
+"""A save in the background writes the state of the moment it was called, as a save at once does."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError, UserError
 from composer3d.training import build, loop, run_folder
-from tests.checkpoint.store_jobs import about, contents, job, names
+from tests.checkpoint.store_jobs import contents, make_job, make_manifest, names
 
 RECIPE = """\
 run = { name = "small", seed = 3, device = "cpu" }
@@ -40,29 +40,30 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def save_twice(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes], bool, bool]:
-    """One state saved at once, and in the background, where nothing is written before the state has changed.
+def save_at_once_and_behind(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes], bool, bool]:
+    """Save one state at once and in the background, which writes only after the state has changed.
 
     Returns:
-        Both checkpoints, whether the second save was still under way then, and whether a third waited for its end.
+        Both checkpoints, whether the background save was still under way after the change, and
+        whether a later save waited for the one before.
     """
     with pool_world():
-        stages, optimizer = job(seed=0, shape=(50, 40))
-        Store(folder / "at-once", keep=1).save(about(1), stages, optimizer)
+        stages, optimizer = make_job(seed=0, shape=(50, 40))
+        Store(folder / "at-once", keep=1).save(make_manifest(1), stages, optimizer)
         behind = Store(folder / "behind", keep=3, background=True)
-        changed, begin = threading.Event(), behind._prepare
-        behind._prepare = lambda staging: changed.wait(60) and begin(staging)  # type: ignore[method-assign]
-        behind.save(about(1), stages, optimizer)
+        changed, begin = threading.Event(), behind._make_staging
+        behind._make_staging = lambda staging: changed.wait(60) and begin(staging)  # type: ignore[method-assign]
+        behind.save(make_manifest(1), stages, optimizer)
         optimizer.step()
         under_way = not (folder / "behind" / "step-00000001").exists()
         dist.barrier()
         changed.set()
         behind.wait()
-        # The next one waits for one in flight, and writes from the same memory.
+        # A save waits for the one before, and writes from the same memory.
         changed.clear()
-        behind.save(about(2), stages, optimizer)
+        behind.save(make_manifest(2), stages, optimizer)
         threading.Timer(0.3, changed.set).start()
-        behind.save(about(3), stages, optimizer)
+        behind.save(make_manifest(3), stages, optimizer)
         waited = (folder / "behind" / "step-00000002").exists()
         behind.wait()
         dist.barrier()
@@ -80,9 +81,9 @@ def save_twice(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes], bool, 
         )
 
 
-def test_what_is_written_is_the_state_of_the_save(pool: Pool, tmp_path: Path) -> None:
+def test_later_changes_of_the_state_are_not_written(pool: Pool, tmp_path: Path) -> None:
     for at_once, behind, under_way, waited in pool.run(
-        save_twice, {"folder": tmp_path}, world_size=2
+        save_at_once_and_behind, {"folder": tmp_path}, world_size=2
     ):
         assert under_way
         assert sorted(at_once) == ["__0_0.distcp", "__1_0.distcp"]
@@ -91,16 +92,21 @@ def test_what_is_written_is_the_state_of_the_save(pool: Pool, tmp_path: Path) ->
 
 
 def fail_behind(folder: Path) -> tuple[bool, int, tuple[str, ...], list[str]]:
-    """Rank 1 fails in the background: at which round each rank learns of it, and what it says."""
+    """Rank 1 fails in the background.
+
+    Returns:
+        Whether this rank saw the failure at once, the round in which it did, the lines of
+        the error, and the names that are left.
+    """
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(dp_shard=2), device)
-        stages, optimizer = job(seed=0)
+        stages, optimizer = make_job(seed=0)
         behind = Store(folder, keep=2, background=True)
-        behind.save(about(1), stages, optimizer)
+        behind.save(make_manifest(1), stages, optimizer)
         behind.wait()
         if dist.get_rank() == 1:
             fail_in(store)
-        behind.save(about(2), stages, optimizer)
+        behind.save(make_manifest(2), stages, optimizer)
         first = behind.failed
         rounds = 0
         while not mesh.max_over_world(behind.failed)[0]:
@@ -109,17 +115,19 @@ def fail_behind(folder: Path) -> tuple[bool, int, tuple[str, ...], list[str]]:
         try:
             behind.wait()
         except CheckpointError as error:
-            dist.barrier()  # rank 0 removes what was half written
+            dist.barrier()  # rank 0 removes the incomplete checkpoint
             return first, rounds, error.lines, names(folder)
         raise AssertionError("nothing was raised")
 
 
 def fail_in(module: Any) -> None:
+    """Make the saves of this process fail a while after they have begun."""
+
     def fail(staging: Path) -> None:
         time.sleep(0.2)
         raise OSError(5, "Input/output error", str(staging))
 
-    module._seal = fail
+    module._sync_own_files = fail
 
 
 def test_error_is_raised_at_the_same_step_on_every_rank(pool: Pool, tmp_path: Path) -> None:
@@ -128,8 +136,8 @@ def test_error_is_raised_at_the_same_step_on_every_rank(pool: Pool, tmp_path: Pa
     at_once, _, lines, left = one
     assert not at_once
     assert lines == (
-        f"step 2 could not be saved in {tmp_path}/step-00000002.tmp: rank 1: writing: [Errno 5] Input/output error: "
-        f"'{tmp_path}/step-00000002.tmp'",
+        f"step 2 could not be saved in {tmp_path}/step-00000002.tmp: rank 1: writing: [Errno 5] "
+        f"Input/output error: '{tmp_path}/step-00000002.tmp'",
         f"the newest checkpoint is {tmp_path}/step-00000001: the same command goes on from it",
     )
     assert left == ["step-00000001"]
@@ -138,7 +146,12 @@ def test_error_is_raised_at_the_same_step_on_every_rank(pool: Pool, tmp_path: Pa
 def train_in(
     folder: Path, sets: list[str], *, fails: bool = False
 ) -> tuple[int, tuple[str, ...], list[float]]:
-    """Train the recipe of ``folder``: the steps done, what ended the run, and a random number of each step."""
+    """Train the recipe of ``folder``.
+
+    Returns:
+        The steps done at the start, or at the end if the run failed; the lines of the error; and a
+        random number drawn in each step.
+    """
     os.chdir(folder)
     drawn: list[float] = []
     with pool_world() as device:
@@ -177,11 +190,11 @@ def test_run_that_cannot_save_ends_soon_on_every_rank(pool: Pool, folder: Path) 
         "step 2 could not be saved in runs/small/checkpoints/step-00000002.tmp: rank 1: writing"
         in one[1][0]
     )
-    assert one[1][1].startswith("the newest checkpoint is none")
+    assert one[1][1] == "the newest checkpoint is none; the same command starts anew"
 
 
-def test_run_is_the_same_and_says_what_it_waited(pool: Pool, folder: Path) -> None:
-    """In the background or at once, whole or resumed on more ranks: losses, random numbers, checkpoints."""
+def test_run_is_the_same_and_logs_its_stalls(pool: Pool, folder: Path) -> None:
+    """Losses, random numbers and checkpoints, also of a run resumed on more ranks."""
     at_once = ["run.steps=6", "run.out_dir=a", "checkpoint.async_save=false"]
     ((_, _, drawn),) = pool.run(train_in, {"folder": folder, "sets": at_once}, world_size=1)
     parts = []
@@ -206,59 +219,68 @@ def test_run_is_the_same_and_says_what_it_waited(pool: Pool, folder: Path) -> No
     assert 'name = "small"' in written.recipe
 
 
-def test_damaged_newest_is_passed_over_and_written_anew(pool: Pool, folder: Path) -> None:
+def test_damaged_newest_is_skipped_and_written_again(pool: Pool, folder: Path) -> None:
     arguments = {"folder": folder, "sets": ["run.steps=4"]}
     pool.run(train_in, arguments, world_size=1)
     path = folder / "runs/small/checkpoints/step-00000004"
-    before, about_it = contents(path), lines_of(folder, "runs")
+    before, log_before = contents(path), lines_of(folder, "runs")
     (path / "__0_0.distcp").write_bytes(b"torn")
     ((begun, _, _),) = pool.run(train_in, arguments, world_size=1)
     assert begun == 2
     assert contents(path) == before
     assert [row["loss"] for row in lines_of(folder, "runs") if "loss" in row] == [
-        row["loss"] for row in about_it if "loss" in row
+        row["loss"] for row in log_before if "loss" in row
     ]
 
 
 def claim(folder: Path) -> tuple[str, int]:
-    """Two jobs of this process: what the second is told while the first has the folder."""
+    """Claim a folder for two jobs of this process.
+
+    Returns:
+        The error of the second job while the first has the folder, and the id of this process.
+    """
     with pool_world():
         first = run_folder.claim_folder(folder)
         try:
             run_folder.claim_folder(folder)
-            said = "nothing"
+            message = "nothing"
         except UserError as error:
-            (said,) = error.lines
+            (message,) = error.lines
         if first is not None:
             first.close()
         dist.barrier()
         run_folder.claim_folder(folder)
-        return said, os.getpid()
+        return message, os.getpid()
 
 
 def test_second_job_is_refused_and_told_of_the_first(pool: Pool, tmp_path: Path) -> None:
     answers = pool.run(claim, {"folder": tmp_path}, world_size=2)
-    for said, _ in answers:
-        assert said.startswith(
-            f"rank 0: {tmp_path} is in use by process {answers[0][1]} on {os.uname().nodename} (job "
+    for message, _ in answers:
+        assert message.startswith(
+            f"rank 0: {tmp_path} is in use by process {answers[0][1]} "
+            f"on {os.uname().nodename} (job "
         )
-        assert said.endswith("; wait for its end, or give this run another run.name")
+        assert message.endswith("; wait for its end, or give this run another run.name")
 
 
 def start_from(folder: Path, sets: list[str], hf: str) -> tuple[int, list[str]]:
-    """Build a run whose model comes from a folder: the steps done, and from where weights were read."""
+    """Train a run whose first weights come from a folder.
+
+    Returns:
+        The steps done, and the folders from which weights were read.
+    """
     os.chdir(folder)
-    asked: list[str] = []
-    build.load_hf = lambda place, stages: asked.append(str(place))
+    read_folders: list[str] = []
+    build.load_hf = lambda place, stages: read_folders.append(str(place))
     with pool_world() as device:
         recipe = load("recipe.toml", sets, world_size=1).recipe
         recipe = replace(recipe, model=replace(recipe.model, hf=hf))
         run = build.build(recipe, device, "")
         loop.train(run)
-        return run.step, asked
+        return run.step, read_folders
 
 
-def test_folder_of_weights_is_read_where_there_is_no_checkpoint(pool: Pool, folder: Path) -> None:
+def test_folder_of_weights_is_read_without_a_checkpoint(pool: Pool, folder: Path) -> None:
     arguments = {"folder": folder, "sets": ["run.steps=2"], "hf": "weights"}
     assert pool.run(start_from, arguments, world_size=1) == [(2, ["weights"])]
     # Its own checkpoint comes first, and does not depend on where the folder is.
@@ -272,21 +294,26 @@ def test_folder_of_weights_is_read_where_there_is_no_checkpoint(pool: Pool, fold
     assert [row["step"] for row in map(json.loads, other) if "loss" in row] == [1, 2]
 
 
-def copy_ahead(folder: Path) -> tuple[int, int, bool]:
-    """How many buffers there are before and after the first save, and whether it took those that were there."""
+def warm_up_and_save(folder: Path) -> tuple[int, int, bool]:
+    """Count the buffers on the host before the first save.
+
+    Returns:
+        Their number in a store that saves at once, and in one that saves in the background; and
+        whether the save has used the latter.
+    """
     with pool_world():
-        stages, optimizer = job(seed=0, shape=(50, 40))
+        stages, optimizer = make_job(seed=0, shape=(50, 40))
         at_once, behind = Store(folder, keep=1), Store(folder, keep=1, background=True)
         for each in (at_once, behind):
             each.warm_up(stages, optimizer)
-        before = {name: buffer.data_ptr() for name, buffer in behind._host.items()}
-        behind.save(about(1), stages, optimizer)
+        before = {name: buffer.data_ptr() for name, buffer in behind._host_copies.items()}
+        behind.save(make_manifest(1), stages, optimizer)
         behind.wait()
-        after = {name: buffer.data_ptr() for name, buffer in behind._host.items()}
-        return len(at_once._host), len(before), before == after
+        after = {name: buffer.data_ptr() for name, buffer in behind._host_copies.items()}
+        return len(at_once._host_copies), len(before), before == after
 
 
-def test_memory_of_copies_is_taken_before_the_first_save(pool: Pool, tmp_path: Path) -> None:
-    for unused, buffers, kept in pool.run(copy_ahead, {"folder": tmp_path}, world_size=2):
+def test_memory_is_allocated_before_the_first_save(pool: Pool, tmp_path: Path) -> None:
+    for unused, buffers, kept in pool.run(warm_up_and_save, {"folder": tmp_path}, world_size=2):
         assert (unused, kept) == (0, True)
         assert buffers > 3

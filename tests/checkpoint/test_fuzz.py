@@ -1,4 +1,7 @@
-"""Files that chance has made of sound ones: refused or read, and never anything else. ``many`` runs more by hand."""
+"""Sound files, changed at random: each is read or refused, and nothing else happens.
+
+``python tests/checkpoint/test_fuzz.py COUNT SEED`` tries more of them.
+"""
 
 import io
 import pickle
@@ -13,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer3d.checkpoint.manifest import FILE, Manifest, damage, read, write
-from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensors_of
-from composer3d.checkpoint.torchfile import Stored, load_torch
+from composer3d.checkpoint.manifest import FILE, FileEntry, Manifest, find_damage, read, write
+from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensor_specs
+from composer3d.checkpoint.torchfile import StoredTensor, load_torch
 from composer3d.spec.errors import CheckpointError
-from tests.checkpoint.assemble import call, name, one, text
+from tests.checkpoint.assemble import call, name, sound_metadata, text
 
 TARGETS = (
     "torch.Size",
@@ -25,6 +28,7 @@ TARGETS = (
     "torch.distributed.checkpoint.metadata.Metadata",
     "builtins.getattr",
 )
+# Instructions that are added to pickles.
 SPLICES = [
     *(name(path) for path in TARGETS),
     call("os.system", text("touch marker")),
@@ -34,8 +38,6 @@ SPLICES = [
     b"(",
     b"0",
     b"b",
-]
-SPLICES += [
     b"R",
     b"\x81",
     b"s",
@@ -52,7 +54,7 @@ SPLICES += [
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
-    """A few bytes are others, or the file is shorter."""
+    """Change a few bytes, or cut the file."""
     changed = bytearray(content)
     for _ in range(draw.choice((1, 1, 2, 8))):
         changed[draw.randrange(len(changed))] = draw.randrange(256)
@@ -60,7 +62,7 @@ def flipped(content: bytes, draw: random.Random) -> bytes:
 
 
 def rewritten(content: bytes, draw: random.Random) -> bytes:
-    """A few instructions of a pickle are dropped, doubled, moved or new."""
+    """Drop, repeat, move or add a few instructions of a pickle."""
     places = [place for _, _, place in pickletools.genops(content)]
     parts = [
         content[begin:end] for begin, end in zip(places, [*places[1:], len(content)], strict=True)
@@ -79,35 +81,30 @@ def rewritten(content: bytes, draw: random.Random) -> bytes:
     return b"".join(parts)
 
 
-def of_metadata(folder: Path, draw: random.Random) -> None:
+def try_metadata(folder: Path, draw: random.Random) -> None:
     change = draw.choice((flipped, rewritten))
-    (folder / METADATA).write_bytes(change(one(folder), draw))
+    (folder / METADATA).write_bytes(change(sound_metadata(folder), draw))
     found = read_metadata(folder)
-    for tensor in tensors_of(found, str(folder)):
-        with suppress(ValueError):  # its bytes are zeros
+    for tensor in tensor_specs(found, str(folder)):
+        with suppress(ValueError):  # the bytes of the tensors are zeros
             read_whole(folder, found, tensor)
 
 
-def of_torch_file(folder: Path, draw: random.Random) -> None:
-    held = {
+def try_torch_file(folder: Path, draw: random.Random) -> None:
+    content_in = {
         "a": torch.ones(3),
         "b": {"c": torch.nn.Parameter(torch.ones(2, 2)), "d": [1, "x", None]},
     }
     file = io.BytesIO()
-    torch.save(held, file)
+    torch.save(content_in, file)
     content = file.getvalue()
     if draw.random() < 0.5:
+        # Change the pickle, and keep its size.
         begin = content.index(b"\x80\x02")
-        end = (
-            begin
-            + next(
-                place
-                for code, _, place in pickletools.genops(content[begin:])
-                if code.name == "STOP"
-            )
-            + 1
+        room = 1 + next(
+            at for code, _, at in pickletools.genops(content[begin:]) if code.name == "STOP"
         )
-        room = end - begin
+        end = begin + room
         pickled = rewritten(content[begin:end], draw)[:room]
         content = content[:begin] + pickled + bytes(room - len(pickled)) + content[end:]
     else:
@@ -116,66 +113,68 @@ def of_torch_file(folder: Path, draw: random.Random) -> None:
     stack = [load_torch(folder / "x.pt")]
     while stack:
         value = stack.pop()
-        if isinstance(value, Stored):
+        if isinstance(value, StoredTensor):
             assert value.read().shape == value.shape
-        stack += (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        )
+        elif isinstance(value, dict):
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
 
 
-def of_manifest(folder: Path, draw: random.Random) -> None:
-    write(
-        folder,
-        Manifest(step=3, model={"model.dim": 8}, data={"next_step": 3}, files={"a": (1, "0" * 32)}),
-    )
+def try_manifest(folder: Path, draw: random.Random) -> None:
+    files = {"a": FileEntry(1, "0" * 32)}
+    write(folder, Manifest(step=3, model={"model.dim": 8}, data={"next_step": 3}, files=files))
     (folder / FILE).write_bytes(flipped((folder / FILE).read_bytes(), draw))
-    damage(folder, read(folder))
+    find_damage(folder, read(folder))
 
 
 KINDS: dict[str, Callable[[Path, random.Random], None]] = {
-    "metadata": of_metadata,
-    "torch file": of_torch_file,
-    "manifest": of_manifest,
+    "metadata": try_metadata,
+    "torch file": try_torch_file,
+    "manifest": try_manifest,
 }
 
 
-def many(folder: Path, kind: str, count: int, seed: int) -> tuple[int, int]:
-    """How many of ``count`` files were read and refused. Any other error than a CheckpointError goes through."""
-    results = [0, 0]
+def try_many(folder: Path, kind: str, count: int, seed: int) -> tuple[int, int]:
+    """Try ``count`` files of one kind. Any error but a CheckpointError is raised.
+
+    Returns:
+        How many files were read, and how many were refused.
+    """
+    n_read = n_refused = 0
     for number in range(count):
         draw = random.Random(f"{seed} {kind} {number}")
         began = time.process_time()
         try:
             KINDS[kind](folder, draw)
-            results[0] += 1
+            n_read += 1
+            lines: tuple[str, ...] = ()
         except CheckpointError as error:
-            results[1] += 1
-            said = error.lines
-        else:
-            said = ()
-        assert all(len(line) < 1500 and "\n" not in line for line in said), said
+            n_refused += 1
+            lines = error.lines
+        assert all(len(line) < 1500 and "\n" not in line for line in lines), lines
         assert time.process_time() - began < 2, number
-    return results[0], results[1]
+    return n_read, n_refused
 
 
 @pytest.fixture
 def unpickled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Whatever Python or torch would unpickle by itself."""
+    """Record each call by which Python or torch would unpickle something."""
     seen: list[str] = []
-    monkeypatch.setattr(pickle, "load", lambda *given, **more: seen.append("load"))
-    monkeypatch.setattr(pickle, "loads", lambda *given, **more: seen.append("loads"))
-    monkeypatch.setattr(torch, "load", lambda *given, **more: seen.append("torch.load"))
+    monkeypatch.setattr(pickle, "load", lambda *args, **options: seen.append("load"))
+    monkeypatch.setattr(pickle, "loads", lambda *args, **options: seen.append("loads"))
+    monkeypatch.setattr(torch, "load", lambda *args, **options: seen.append("torch.load"))
     return seen
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_chance_makes_is_refused_or_read(
+def test_randomly_changed_files_are_read_or_refused(
     tmp_path: Path, kind: str, unpickled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    whole, bad = many(tmp_path, kind, 400, seed=0)
-    assert whole + bad == 400
-    assert bad > 100
+    n_read, n_refused = try_many(tmp_path, kind, 400, seed=0)
+    assert n_read + n_refused == 400
+    assert n_refused > 100
     assert unpickled == []
     assert not (tmp_path / "marker").exists()
 
@@ -185,4 +184,4 @@ if __name__ == "__main__":
 
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as place:
-            print(kind, many(Path(place), kind, int(sys.argv[1]), seed=int(sys.argv[2])))
+            print(kind, try_many(Path(place), kind, int(sys.argv[1]), seed=int(sys.argv[2])))

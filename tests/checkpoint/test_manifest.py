@@ -1,4 +1,4 @@
-"""The manifest: no flipped bit of it passes, and what it says of the other files is held to."""
+"""The manifest: every flipped bit in it, and in the files that it lists, is found."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import os
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import xxhash
 from composer3d.checkpoint.manifest import (
     FILE,
     Manifest,
-    damage,
-    digest_file,
+    TensorSpec,
+    file_entry,
+    find_damage,
     model_of,
     read,
+    require_same_tensors,
     write,
 )
 from composer3d.models.llama.shape import PRESETS
@@ -33,30 +36,30 @@ FULL = Manifest(
     recipe='[run]\nname = "é"\n',
     data={"next_step": 3},
     lr=1e-5,
-    tensors={"model.w": ((2, 3), "float32")},
+    tensors={"model.w": TensorSpec((2, 3), "float32")},
 )
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "folder"
-    made.mkdir()
+    path = tmp_path / "folder"
+    path.mkdir()
     for name in ("a", "b"):
-        (made / name).write_bytes(name.encode() * 100)
-    files = {name: (100, digest_file(made / name)) for name in ("a", "b")}
-    write(made, Manifest(**{**vars(FULL), "files": files}))
-    return made
+        (path / name).write_bytes(name.encode() * 100)
+    files = {name: file_entry(path / name) for name in ("a", "b")}
+    write(path, replace(FULL, files=files))
+    return path
 
 
-def test_what_was_written_is_read(folder: Path) -> None:
+def test_manifest_is_read_as_it_was_written(folder: Path) -> None:
     manifest = read(folder)
-    assert manifest == Manifest(**{**vars(FULL), "files": manifest.files})
+    assert manifest == replace(FULL, files=manifest.files)
     assert manifest.files["a"] == (100, xxhash.xxh3_128_hexdigest(b"a" * 100))
-    assert damage(folder, manifest) == []
+    assert find_damage(folder, manifest) == []
 
 
-def test_every_flipped_bit_of_it_is_found(folder: Path) -> None:
-    """Also one that makes another spelling of the same number: 1e-05 and 1E-05."""
+def test_every_flipped_bit_is_found(folder: Path) -> None:
+    """Even one that only spells the same number in another way: 1E-05 for 1e-05."""
     whole = (folder / FILE).read_bytes()
     assert b"1e-05" in whole
     for bit in range(8 * len(whole)):
@@ -67,8 +70,8 @@ def test_every_flipped_bit_of_it_is_found(folder: Path) -> None:
             read(folder)
 
 
-def remade(change: Callable[[dict[str, Any]], object]) -> bytes:
-    """A manifest that someone has changed, and given its digest."""
+def changed_manifest(change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Encode a manifest that somebody has changed, with its new digest."""
     content: dict[str, Any] = {"format": 1, **vars(FULL)}
     change(content)
     encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
@@ -78,22 +81,38 @@ def remade(change: Callable[[dict[str, Any]], object]) -> bytes:
 
 
 def field(**changed: Any) -> bytes:
-    return remade(lambda content: content.update(changed))
+    return changed_manifest(lambda content: content.update(changed))
 
 
 HEX = "0" * 32
+WRONG_FILES = (
+    "the content of files is wrong; it must be an object from paths within the folder to size and "
+    "digest (XXH3-128)"
+)
 WRONG: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cannot be used: Expecting value"),
     "pickle": (b"\x80\x04cposix\nsystem\n", "cannot be used: 'utf-8' codec can't decode"),
     "deep": (b"[" * 100_000, "cannot be used: it nests too deep"),
     "deep within": (b'{"a":' * 100_000, "cannot be used: it nests too deep"),
-    "list": (b"[]", "cannot be used: it is not what its digest says"),
-    "text": (b'"x"', "cannot be used: it is not what its digest says"),
-    "later": (field(format=2), "is not of format 1"),
-    "no format": (remade(lambda content: content.pop("format")), "is not of format 1"),
-    "true format": (field(format=True), "is not of format 1"),
-    "lacking": (remade(lambda content: content.pop("tensors")), "cannot be used: it lacks tensors"),
-    "unknown": (field(more=1), "cannot be used: it has a field 'more', which no manifest has"),
+    "list": (b"[]", "cannot be used: its content does not match its digest"),
+    "text": (b'"x"', "cannot be used: its content does not match its digest"),
+    "later": (
+        field(format=2),
+        "is not of format 1, the only one that this composer3d reads; use a newer composer3d",
+    ),
+    "no format": (
+        changed_manifest(lambda content: content.pop("format")),
+        "is not of format 1, the only one that this composer3d reads; use a newer composer3d",
+    ),
+    "true format": (
+        field(format=True),
+        "is not of format 1, the only one that this composer3d reads; use a newer composer3d",
+    ),
+    "lacking": (
+        changed_manifest(lambda content: content.pop("tensors")),
+        "cannot be used: it lacks tensors",
+    ),
+    "unknown": (field(extra=1), "cannot be used: it has a field 'extra', which no manifest has"),
     "not a number": (field(lr=math.nan), "cannot be used: it holds NaN, which JSON does not have"),
     "infinite": (
         field(lr=-math.inf),
@@ -105,15 +124,24 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "step 1.5": (field(step=1.5), "step is 1.5, but must be an integer"),
     "step text": (field(step="x" * 10**6), f"step is '{'x' * 59}, but must be an integer"),
     "no ranks": (field(world_size=0), "world_size is 0, but must be an integer from 1 to 2^53"),
-    "layout number": (field(layout=5), "layout is 5, but must be integers from 0 to 2^53 by name"),
-    "layout texts": (field(layout={"pp": "2"}), "layout is another, but must be integers"),
-    "layout negative": (field(layout={"pp": -2}), "layout is another, but must be integers"),
+    "layout number": (
+        field(layout=5),
+        "layout is 5, but must be an object of integers from 0 to 2^53",
+    ),
+    "layout texts": (
+        field(layout={"pp": "2"}),
+        "the content of layout is wrong; it must be an object of integers",
+    ),
+    "layout negative": (
+        field(layout={"pp": -2}),
+        "the content of layout is wrong; it must be an object of integers",
+    ),
     "model list": (
         field(model=[1]),
-        "model is another, but must be numbers, texts or null by name",
+        "the content of model is wrong; it must be an object of numbers, texts, true, false",
     ),
-    "model nested": (field(model={"model.dim": [8]}), "model is another, but must be"),
-    "model wide": (field(model={"model.dim": 10**30}), "model is another, but must be"),
+    "model nested": (field(model={"model.dim": [8]}), "the content of model is wrong; it must be"),
+    "model wide": (field(model={"model.dim": 10**30}), "the content of model is wrong; it must be"),
     "recipe": (field(recipe=None), "recipe is None, but must be a text of at most 2^20 characters"),
     "recipe of a book": (
         field(recipe="x" * (2**20 + 1)),
@@ -121,7 +149,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     ),
     "data text": (
         field(data="gASVJAAAAAAAAACMBXBvc2l4"),
-        "data is 'gASVJAAAAAAAAACMBXBvc2l4', but must be null, or",
+        "data is 'gASVJAAAAAAAAACMBXBvc2l4', but must be null, or an object of",
     ),
     **{
         f"next step {value!r:.20}": (
@@ -130,16 +158,19 @@ WRONG: dict[str, tuple[bytes, str]] = {
         )
         for value in (-1, "x", 1e30, None, 2**53 + 1, True, [1])
     },
-    "data digest": (field(data={"digest": 5}), "data is another, but must be"),
-    "data seed": (field(data={"seed": "0"}), "data is another, but must be"),
-    "data rows": (field(data={"global_batch": -4}), "data is another, but must be"),
-    "data nested": (field(data={"more": {"a": 1}}), "data is another, but must be"),
+    "data digest": (field(data={"digest": 5}), "the content of data is wrong; it must be"),
+    "data seed": (field(data={"seed": "0"}), "the content of data is wrong; it must be"),
+    "data rows": (field(data={"global_batch": -4}), "the content of data is wrong; it must be"),
+    "data nested": (field(data={"extra": {"a": 1}}), "the content of data is wrong; it must be"),
     "lr text": (field(lr="1e-5"), "lr is '1e-5', but must be null or a finite number"),
-    "files list": (field(files=[]), "files is another, but must be size and digest"),
+    "files list": (
+        field(files=[]),
+        WRONG_FILES,
+    ),
     **{
         f"files {value!r:.40}": (
             field(files={"a": value}),
-            "files is another, but must be size and digest",
+            WRONG_FILES,
         )
         for value in (
             5,
@@ -156,7 +187,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     **{
         f"file called {name!r:.20}": (
             field(files={name: [5, HEX]}),
-            "by their names within the folder",
+            WRONG_FILES,
         )
         for name in (
             "",
@@ -173,11 +204,14 @@ WRONG: dict[str, tuple[bytes, str]] = {
             FILE,
         )
     },
-    "tensors": (field(tensors=[1]), "tensors is another, but must be shape and dtype by name"),
+    "tensors": (
+        field(tensors=[1]),
+        "the content of tensors is wrong; it must be an object from names to shape and dtype",
+    ),
     **{
         f"tensor {value!r:.20}": (
             field(tensors={"w": value}),
-            "tensors is another, but must be shape and dtype by name",
+            "the content of tensors is wrong; it must be an object from names to shape and dtype",
         )
         for value in (
             5,
@@ -193,20 +227,20 @@ WRONG: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_it_cannot_be_is_said(tmp_path: Path, case: str) -> None:
-    content, said = WRONG[case]
+def test_wrong_manifests_are_refused(tmp_path: Path, case: str) -> None:
+    content, message = WRONG[case]
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(UserError) as caught:
         read(tmp_path)
-    # A resume passes over damage alone.
-    assert isinstance(caught.value, CheckpointError) == ("format" not in said)
+    # A resume skips a damaged checkpoint, but not one of another format.
+    assert isinstance(caught.value, CheckpointError) == ("format" not in message)
     (line,) = caught.value.lines
-    assert said in line
+    assert message in line
     assert line.startswith(str(tmp_path / FILE))
     assert len(line) < len(str(tmp_path)) + 300
 
 
-def test_what_is_too_large_or_too_much_is_not_read(tmp_path: Path) -> None:
+def test_a_manifest_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     began = time.process_time()
     with open(tmp_path / FILE, "wb") as file:
         file.truncate(1 << 40)
@@ -222,24 +256,39 @@ def test_what_is_too_large_or_too_much_is_not_read(tmp_path: Path) -> None:
     assert time.process_time() - began < 2
 
 
-def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
-    many = {str(number): ((1,), "float32") for number in range(500_000)}
+def test_a_manifest_that_is_too_large_is_not_written(tmp_path: Path) -> None:
+    tensors = {str(number): TensorSpec((1,), "float32") for number in range(500_000)}
     with pytest.raises(CheckpointError, match="would be too large to be read"):
-        write(tmp_path, Manifest(**{**vars(FULL), "tensors": many}))
+        write(tmp_path, replace(FULL, tensors=tensors))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_it_is_a_plain_file(folder: Path, kind: str) -> None:
+def test_manifest_is_a_plain_file(folder: Path, kind: str) -> None:
     (folder / FILE).rename(folder.parent / "elsewhere")
-    {"link": lambda: (folder / FILE).symlink_to("../elsewhere"), "pipe": lambda: os.mkfifo(folder / FILE),
-     "folder": (folder / FILE).mkdir}[kind]()  # fmt: skip
-    said = {"link": "is a symbolic link", "pipe": "is a named pipe", "folder": "is a folder"}[kind]
-    with pytest.raises(CheckpointError, match=f"{FILE} cannot be used: it {said}"):
+    if kind == "link":
+        (folder / FILE).symlink_to("../elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(folder / FILE)
+    else:
+        (folder / FILE).mkdir()
+    message = {"link": "is a symbolic link", "pipe": "is a named pipe", "folder": "is a folder"}[
+        kind
+    ]
+    with pytest.raises(CheckpointError, match=f"{FILE} cannot be used: it {message}"):
         read(folder)
 
 
-def test_folder_without_it_is_no_checkpoint(tmp_path: Path) -> None:
+def test_error_of_the_system_is_quoted(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 300)
+    with pytest.raises(CheckpointError) as caught:
+        read(folder)
+    assert caught.value.lines == (
+        f"{folder / FILE} cannot be used: File name too long; copy the checkpoint again",
+    )
+
+
+def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path)
     assert caught.value.lines == (
@@ -250,21 +299,25 @@ def test_folder_without_it_is_no_checkpoint(tmp_path: Path) -> None:
 def test_each_kind_of_damage_is_named(folder: Path) -> None:
     manifest = read(folder)
     (folder / "a").write_bytes(b"a" * 99)
-    assert damage(folder, manifest) == [f"{folder / 'a'} has 99 bytes, the manifest says 100"]
+    assert find_damage(folder, manifest) == [
+        f"{folder / 'a'} has 99 bytes, but the manifest says 100"
+    ]
     (folder / "a").write_bytes(b"a" * 99 + b"\x60")
-    assert damage(folder, manifest) == [f"{folder / 'a'} has another digest than the manifest says"]
-    assert damage(folder, manifest, ["b"]) == []
+    assert find_damage(folder, manifest) == [
+        f"{folder / 'a'} has another digest than the manifest says"
+    ]
+    assert find_damage(folder, manifest, ["b"]) == []
     (folder / "a").unlink()
     (folder / "c").touch()
-    assert damage(folder, manifest) == [
+    assert find_damage(folder, manifest) == [
         f"{folder / 'a'} cannot be read (No such file or directory)",
         f"{folder / 'c'} is not in the manifest",
     ]
-    assert damage(folder, manifest, ["b"]) == [f"{folder / 'c'} is not in the manifest"]
+    assert find_damage(folder, manifest, ["b"]) == [f"{folder / 'c'} is not in the manifest"]
 
 
-def test_links_and_pipes_are_named_and_never_opened(folder: Path) -> None:
-    """Of the same content even: what lies elsewhere can change at any time, and a pipe has no end."""
+def test_links_and_pipes_are_reported_and_never_opened(folder: Path) -> None:
+    """Even a link to the same content is refused: a file elsewhere can change at any time."""
     manifest = read(folder)
     (folder / "a").rename(folder.parent / "elsewhere")
     (folder / "a").symlink_to(folder.parent / "elsewhere")
@@ -272,7 +325,7 @@ def test_links_and_pipes_are_named_and_never_opened(folder: Path) -> None:
     os.mkfifo(folder / "b")
     os.mkfifo(folder / "pipe")
     (folder / "link").symlink_to("/")
-    assert damage(folder, manifest) == [
+    assert find_damage(folder, manifest) == [
         f"{folder / 'a'} cannot be read (is a symbolic link, which is not followed here)",
         f"{folder / 'b'} cannot be read (is a named pipe, not a plain file)",
         f"{folder / 'link'} is not in the manifest",
@@ -280,33 +333,56 @@ def test_links_and_pipes_are_named_and_never_opened(folder: Path) -> None:
     ]
 
 
-def test_a_folder_within_is_no_link(folder: Path) -> None:
+def test_a_folder_within_must_not_be_a_link(folder: Path) -> None:
     (folder / "assets").mkdir()
     (folder / "assets/x").write_bytes(b"a" * 100)
     files = read(folder).files | {"assets/x": read(folder).files["a"]}
-    manifest = Manifest(**{**vars(FULL), "files": files})
-    assert damage(folder, manifest) == []
+    manifest = replace(FULL, files=files)
+    assert find_damage(folder, manifest) == []
     (folder / "assets").rename(folder.parent / "elsewhere")
     (folder / "assets").symlink_to(folder.parent / "elsewhere")
-    assert damage(folder, manifest) == [
-        f"{folder / 'assets/x'} cannot be read (assets is a symbolic link, which is not followed here)",
+    assert find_damage(folder, manifest) == [
+        f"{folder / 'assets/x'} cannot be read "
+        "(assets is a symbolic link, which is not followed here)",
         f"{folder / 'assets'} is not in the manifest",
     ]
 
 
-def test_many_files_too_many_are_counted(folder: Path) -> None:
+def test_many_unexpected_files_are_counted(folder: Path) -> None:
     for number in range(20):
         (folder / f"x{number:02d}").touch()
-    lines = damage(folder, read(folder))
+    lines = find_damage(folder, read(folder))
     assert lines[7:] == [
         f"{folder / 'x07'} is not in the manifest",
         f"{folder}: 12 more files are not in the manifest",
     ]
 
 
-def test_where_the_first_weights_came_from_makes_no_other_model() -> None:
+def test_origin_of_the_first_weights_does_not_change_the_model() -> None:
     shape = PRESETS["debug-tiny"]
     with_folder = Model(**vars(shape), hf="folder")
     assert model_of(with_folder, "float32") == model_of(shape, "float32")
     assert model_of(shape, "float32")["model.n_layers"] == 4
     assert model_of(shape, "float32") != model_of(shape, "bfloat16")
+
+
+def test_differences_of_tensors_are_named() -> None:
+    expected = {
+        "same": TensorSpec((1,), "float32"),
+        "missing": TensorSpec((2,), "float32"),
+        "other": TensorSpec((3,), "float32"),
+    }
+    saved = {
+        "same": TensorSpec((1,), "float32"),
+        "other": TensorSpec((3,), "bfloat16"),
+        "unexpected": TensorSpec((), "int64"),
+    }
+    require_same_tensors(expected, expected, "PLACE", "way out")
+    with pytest.raises(CheckpointError) as caught:
+        require_same_tensors(expected, saved, "PLACE", "way out")
+    assert caught.value.lines == (
+        "PLACE has no 'missing', but the model needs it as float32 (2,)",
+        "PLACE holds 'other' as bfloat16 (3,), but the model needs float32 (3,)",
+        "PLACE holds 'unexpected' as int64 (), which the model does not have",
+        "PLACE: 3 differences; way out",
+    )

@@ -1,4 +1,4 @@
-"""``.metadata`` of a stranger: nothing of it runs, and what it says of tensors, parts and files holds."""
+"""A stranger's ``.metadata``: nothing in it runs, and all that it claims is checked."""
 
 import gc
 import io
@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from composer3d.checkpoint import metadata as metadata_module
 from composer3d.checkpoint.metadata import (
     METADATA,
-    Planner,
-    Reader,
+    CheckedReader,
+    TensorLoadPlanner,
     fills,
     read_metadata,
     read_whole,
-    tensors_of,
+    tensor_specs,
 )
 from composer3d.spec.errors import CheckpointError
 from tests.checkpoint import assemble as asm
@@ -40,22 +40,22 @@ from tests.checkpoint.assemble import (
     PLACE,
     call,
     chunk,
+    dict_of,
     entry,
-    held,
     index,
     info,
-    made,
-    many,
     metadata,
     name,
     number,
-    one,
+    object_of,
+    sound_metadata,
     text,
+    tuple_of,
 )
 
 
 class Call:
-    """Pickled, it calls ``function(*arguments)`` wherever it is unpickled."""
+    """Its pickle calls ``function(*arguments)`` if it is unpickled."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -66,7 +66,7 @@ class Call:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of this process."""
+    """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -94,10 +94,10 @@ def save(folder: Path, **more: Any) -> Path:
     return folder
 
 
-def test_what_torch_writes_is_read(tmp_path: Path, alone: None) -> None:
+def test_metadata_of_torch_is_read(tmp_path: Path, alone: None) -> None:
     read = read_metadata(save(tmp_path, n=5))
     assert isinstance(read.state_dict_metadata.pop("n"), BytesStorageMetadata)
-    assert tensors_of(read, "x") == {
+    assert tensor_specs(read, "x") == {
         "a": ((2, 3), "bfloat16"),
         "b": ((), "float32"),
         "c": ((0, 3), "float32"),
@@ -106,89 +106,98 @@ def test_what_torch_writes_is_read(tmp_path: Path, alone: None) -> None:
         assert torch.equal(read_whole(tmp_path, read, tensor), value)
 
 
-def test_what_torch_writes_is_loaded(tmp_path: Path, alone: None) -> None:
+def test_checkpoint_of_torch_is_loaded(tmp_path: Path, alone: None) -> None:
     read = read_metadata(save(tmp_path))
     target = {tensor: torch.full_like(value, 7) for tensor, value in STATE.items()}
-    dcp.load(target, storage_reader=Reader(tmp_path, read), planner=Planner())
+    dcp.load(target, storage_reader=CheckedReader(tmp_path, read), planner=TensorLoadPlanner())
     assert all(torch.equal(target[tensor], value) for tensor, value in STATE.items())
 
 
-def test_what_is_written_by_hand_is_sound(tmp_path: Path) -> None:
-    """Each of the attacks below differs from it in one thing."""
-    assert tensors_of(read_metadata(written(tmp_path, one(tmp_path))), "x") == {
+def test_metadata_assembled_by_hand_is_sound(tmp_path: Path) -> None:
+    """Each of the attacks below differs from it in one detail."""
+    assert tensor_specs(read_metadata(written(tmp_path, sound_metadata(tmp_path))), "x") == {
         "w": ((2, 3), "float32")
     }
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_rests_meanwhile(
+def test_garbage_collector_is_paused(
     tmp_path: Path, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
     fill = metadata_module.fills
     monkeypatch.setattr(
-        metadata_module, "fills", lambda *given: seen.append(gc.isenabled()) or fill(*given)
+        metadata_module, "fills", lambda *args: seen.append(gc.isenabled()) or fill(*args)
     )
     before = gc.isenabled()
     try:
         gc.enable() if enabled else gc.disable()
-        read_metadata(written(tmp_path, one(tmp_path)))
+        read_metadata(written(tmp_path, sound_metadata(tmp_path)))
         assert gc.isenabled() == enabled
-        refused(written(tmp_path, one(tmp_path)[:-1]))
+        refused(written(tmp_path, sound_metadata(tmp_path)[:-1]))
         assert gc.isenabled() == enabled
     finally:
         gc.enable() if before else gc.disable()
     assert seen == [False]
 
 
-def test_strides_of_a_later_torch_are_passed_over(tmp_path: Path) -> None:
-    later = one(tmp_path).replace(asm.properties(), asm.properties(many(number(3), number(1))))
-    assert len(later) > len(one(tmp_path))
-    assert tensors_of(read_metadata(written(tmp_path, later)), "x") == {"w": ((2, 3), "float32")}
-    more = one(tmp_path).replace(asm.properties(), asm.properties(many(), many()))
-    assert "'w' has no properties of a tensor" in refused(written(tmp_path, more))
+def test_strides_of_a_later_torch_are_ignored(tmp_path: Path) -> None:
+    later = sound_metadata(tmp_path).replace(
+        asm.properties(), asm.properties(tuple_of(number(3), number(1)))
+    )
+    assert len(later) > len(sound_metadata(tmp_path))
+    assert tensor_specs(read_metadata(written(tmp_path, later)), "x") == {"w": ((2, 3), "float32")}
+    too_many = sound_metadata(tmp_path).replace(
+        asm.properties(), asm.properties(tuple_of(), tuple_of())
+    )
+    assert "'w' has no properties of a tensor" in refused(written(tmp_path, too_many))
 
 
 def test_an_enum_may_be_pickled_by_its_name(tmp_path: Path) -> None:
-    """As Python 3.11.2 does it; nothing is looked up."""
+    """Python 3.11.2 does so. Nothing is looked up."""
     by_name = call(
         "builtins.getattr", name(f"{PLACE}._MEM_FORMAT_ENCODING"), text("TORCH_CONTIGUOUS_FORMAT")
     )
-    whole = one(tmp_path).replace(call(f"{PLACE}._MEM_FORMAT_ENCODING", number(0)), by_name)
+    whole = sound_metadata(tmp_path).replace(
+        call(f"{PLACE}._MEM_FORMAT_ENCODING", number(0)), by_name
+    )
     assert by_name in whole
-    assert tensors_of(read_metadata(written(tmp_path, whole)), "x") == {"w": ((2, 3), "float32")}
+    assert tensor_specs(read_metadata(written(tmp_path, whole)), "x") == {"w": ((2, 3), "float32")}
 
 
-# What runs.
+# Attacks that run code in torch.
 
 
 def program(marker: Path) -> bytes:
-    """A file of ``torch.save`` that makes ``marker`` where torch unpickles it."""
+    """Return a file of ``torch.save`` that makes ``marker`` if torch unpickles it."""
     file = io.BytesIO()
     torch.save(Call(os.system, f"touch {marker}"), file)
     return file.getvalue()
 
 
-def test_class_that_is_made_a_tensor_runs_nothing(tmp_path: Path, alone: None) -> None:
-    """An enum whose class a pickle turns into a tensor's and an object's: torch would unpickle it, whatever it runs."""
+def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) -> None:
+    """A pickle makes the class of an enum a subclass of both kinds of entry.
+
+    Torch would take the enum for a tensor first and for an object later, and unpickle its bytes.
+    """
     marker, kind = tmp_path / "marker", f"{PLACE}._MEM_FORMAT_ENCODING"
     content = program(marker)
     (tmp_path / "__0_0.distcp").write_bytes(content)
-    bases = many(name(f"{PLACE}.TensorStorageMetadata"), name(f"{PLACE}.BytesStorageMetadata"))
-    fields = held(properties=asm.properties(), size=asm.sizes(2), chunks=b"]")
-    where = made(f"{PLACE}.MetadataIndex", held(fqn=text("w"), offset=b"N", index=b"N"))
+    bases = tuple_of(name(f"{PLACE}.TensorStorageMetadata"), name(f"{PLACE}.BytesStorageMetadata"))
+    fields = dict_of(properties=asm.properties(), size=asm.sizes(2), chunks=b"]")
+    where = object_of(f"{PLACE}.MetadataIndex", dict_of(fqn=text("w"), offset=b"N", index=b"N"))
     attack = metadata(
         {text("w"): call(kind, number(0)) + fields + b"b"},
         {where: info(length=len(content))},
-        after=asm.slots(name(kind), __bases__=bases),
+        after=asm.set_attributes(name(kind), __bases__=bases),
     )
     before = type(TensorProperties().__getstate__()[3]).__bases__
     assert "gives a state to what has none" in refused(written(tmp_path, attack))
     assert type(TensorProperties().__getstate__()[3]).__bases__ == before
-    assert "something else where a TensorStorageMetadata belongs" in refused(
-        written(tmp_path, attack.replace(asm.slots(name(kind), __bases__=bases), b""))
+    assert "something else in place of a TensorStorageMetadata" in refused(
+        written(tmp_path, attack.replace(asm.set_attributes(name(kind), __bases__=bases), b""))
     )
-    # Whatever came through: no object is unpickled.
+    # The readers refuse objects as well, should one ever get past the metadata.
     read = Metadata({"w": BytesStorageMetadata()}, storage_data={})
     item = ReadItem(
         LoadItemType.BYTE_IO,
@@ -198,9 +207,9 @@ def test_class_that_is_made_a_tensor_runs_nothing(tmp_path: Path, alone: None) -
     with pytest.raises(
         CheckpointError, match="'w' is an object and no tensor, which is not loaded"
     ):
-        Planner().load_bytes(item, io.BytesIO(content))
+        TensorLoadPlanner().load_bytes(item, io.BytesIO(content))
     with pytest.raises(CheckpointError, match="'w' is an object and no tensor"):
-        Reader(tmp_path, read)._read(io.BytesIO(content), info, item, Planner())  # type: ignore[arg-type]
+        CheckedReader(tmp_path, read)._read(io.BytesIO(content), info, item, TensorLoadPlanner())  # type: ignore[arg-type]
     assert not marker.exists()
     torch.load(io.BytesIO(content), weights_only=False)
     assert marker.exists()
@@ -230,17 +239,17 @@ def test_nothing_changes_a_class_or_function(tmp_path: Path, target: str, way: s
     ]
     before = [found, dir(torch.Size), dir(torch.float32), vars(torch.serialization._get_layout)]
     change = {
-        "slots": asm.slots(
+        "slots": asm.set_attributes(
             name(target), __init__=name("torch.Size"), rename=number(1), cache=number(1)
         ),
-        "state": name(target) + held(__init__=name("torch.Size"), cache=held()) + b"b0",
+        "state": name(target) + dict_of(__init__=name("torch.Size"), cache=dict_of()) + b"b0",
         "items": name(target) + text("cache") + b"Ns0",
         "call of the class": name(target)
         + b")\x81"
-        + many(held(), held(__class__=name(target)))
+        + tuple_of(dict_of(), dict_of(__class__=name(target)))
         + b"b0",
     }[way]
-    refused(written(tmp_path, one(tmp_path, before=change)))
+    refused(written(tmp_path, sound_metadata(tmp_path, before=change)))
     after = [
         Metadata.__init__,
         TensorProperties.__setstate__,
@@ -266,7 +275,7 @@ def test_nothing_changes_a_class_or_function(tmp_path: Path, target: str, way: s
         (torch.load, "torch.serialization.load"),
     ],
 )
-def test_a_call_is_refused_and_not_made(
+def test_a_call_is_refused_and_not_carried_out(
     tmp_path: Path, place: Any, function: Any, path: str
 ) -> None:
     marker = tmp_path / "marker"
@@ -285,55 +294,64 @@ def test_a_call_is_refused_and_not_made(
         assert marker.exists()
 
 
-def test_reader_reads_no_metadata_again(tmp_path: Path) -> None:
-    """What was read once is what torch gets, whatever the file has become since."""
-    read = read_metadata(written(tmp_path, one(tmp_path)))
+def test_reader_does_not_read_the_metadata_again(tmp_path: Path) -> None:
+    """Torch gets the metadata that were checked, even if the file has changed since."""
+    read = read_metadata(written(tmp_path, sound_metadata(tmp_path)))
     written(tmp_path, b"junk")
-    assert Reader(tmp_path, read).read_metadata() is read
+    assert CheckedReader(tmp_path, read).read_metadata() is read
 
 
 def test_objects_that_torch_would_unpickle_are_named() -> None:
     with pytest.raises(CheckpointError) as caught:
-        tensors_of(Metadata({"extra": BytesStorageMetadata()}), "x")
+        tensor_specs(Metadata({"extra": BytesStorageMetadata()}), "x")
     assert caught.value.lines == (
         "x holds objects that are no tensors, which are not loaded: 'extra'",
     )
 
 
-# What it says.
+# Metadata that contradict themselves or the files.
 
 W = (chunk((0, 0), (1, 3)), chunk((1, 0), (1, 3)))
 TWO = {index("w", 0, 0): info(), index("w", 1, 0): info(begin=100)}
 WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
-    "no parts": (metadata({text("w"): entry((2, 3))}, {}), "the parts of 'w' do not make (2, 3)"),
+    "no parts": (
+        metadata({text("w"): entry((2, 3))}, {}),
+        "the parts of 'w' do not hold each element of (2, 3) exactly once",
+    ),
     "a gap": (
         metadata({text("w"): entry((2, 3), W[0])}, {index("w", 0, 0): info()}),
-        "the parts of 'w' do not make (2, 3)",
+        "the parts of 'w' do not hold each element of (2, 3) exactly once",
     ),
     "an overlap": (
-        metadata({text("w"): entry((2, 3), *W, chunk((0, 1), (2, 1)))}, {**TWO, index("w", 0, 1): info("b")}),
-        "the parts of 'w' do not make (2, 3)",
+        metadata(
+            {text("w"): entry((2, 3), *W, chunk((0, 1), (2, 1)))},
+            {**TWO, index("w", 0, 1): info("b")},
+        ),
+        "the parts of 'w' do not hold each element of (2, 3) exactly once",
     ),
     "an overlap and a gap": (
         metadata({text("w"): entry((2, 3), chunk((0, 0), (1, 3)), chunk((0, 0), (1, 3)))}, TWO),
-        "the parts of 'w' do not make (2, 3)",
+        "the parts of 'w' do not hold each element of (2, 3) exactly once",
     ),
     "beyond the shape": (
         metadata({text("w"): entry((2, 3), W[0], chunk((1, 1), (1, 3)))}, TWO),
-        "the parts of 'w' do not make (2, 3)",
+        "the parts of 'w' do not hold each element of (2, 3) exactly once",
     ),
     "other dimensions": (
         metadata({text("w"): entry((2, 3), chunk((0,), (6,)))}, TWO),
-        "the parts of 'w' do not make (2, 3)",
+        "the parts of 'w' do not hold each element of (2, 3) exactly once",
     ),
     "two empty parts": (
-        metadata({text("w"): entry((2, 3), *W, chunk((2, 0), (0, 3)), chunk((2, 0), (0, 3)))},
+        metadata(
+            {text("w"): entry((2, 3), *W, chunk((2, 0), (0, 3)), chunk((2, 0), (0, 3)))},
             {**TWO, index("w", 2, 0): info("b"), index("v", 2, 0): info("b")},
         ),
         "two parts of 'w' begin at (2, 0)",
     ),
     "a part that is not stored": (
-        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info(), index("v", 0, 0): info("b")}),
+        metadata(
+            {text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info(), index("v", 0, 0): info("b")}
+        ),
         "the part of 'w' at (1, 0) is stored nowhere",
     ),
     "more parts than are stored": (
@@ -341,7 +359,7 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
         "its tensors have more parts than the 1 that are stored",
     ),
     "an object that is not stored": (
-        metadata({text("w"): made(f"{PLACE}.BytesStorageMetadata", b"}")}, {}),
+        metadata({text("w"): object_of(f"{PLACE}.BytesStorageMetadata", b"}")}, {}),
         "its tensors have more parts than the 0 that are stored",
     ),
     "stored twice": (
@@ -353,22 +371,38 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
         "it stores a part of 'v' that no tensor has",
     ),
     "too few bytes": (
-        metadata({text("w"): entry((2, 30), chunk((0, 0), (2, 30)))}, {index("w", 0, 0): info(length=200)}),
+        metadata(
+            {text("w"): entry((2, 30), chunk((0, 0), (2, 30)))},
+            {index("w", 0, 0): info(length=200)},
+        ),
         "the part of 'w' at (0, 0) has 200 bytes of 240",
     ),
     "sizes beyond all": (
-        metadata({text("w"): entry((2**61, 3), chunk((0, 0), (2**61, 3)))}, {index("w", 0, 0): info()}),
+        metadata(
+            {text("w"): entry((2**61, 3), chunk((0, 0), (2**61, 3)))}, {index("w", 0, 0): info()}
+        ),
         f"has 100 bytes of {12 * 2**61:,}",
     ),
-    "endless sizes": (metadata({text("w"): entry((2**62,), chunk((0,), (2**62,)))}, TWO), "a shape that no tensor has"),
-    "negative sizes": (metadata({text("w"): entry((-1,), chunk((0,), (-1,)))}, TWO), "a shape that no tensor has"),
+    "endless sizes": (
+        metadata({text("w"): entry((2**62,), chunk((0,), (2**62,)))}, TWO),
+        "a shape that no tensor has",
+    ),
+    "negative sizes": (
+        metadata({text("w"): entry((-1,), chunk((0,), (-1,)))}, TWO),
+        "a shape that no tensor has",
+    ),
     "a truth as a size": (
-        lambda folder: one(folder).replace(asm.sizes(2, 3), call("torch.Size", many(b"\x88", number(3)))),
+        lambda folder: sound_metadata(folder).replace(
+            asm.sizes(2, 3), call("torch.Size", tuple_of(b"\x88", number(3)))
+        ),
         "a shape that no tensor has",
     ),
     "65 dimensions": (metadata({text("w"): entry((1,) * 65)}, {}), "a shape that no tensor has"),
     "shared bytes": (
-        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info(), index("w", 1, 0): info(begin=99)}),
+        metadata(
+            {text("w"): entry((2, 3), *W)},
+            {index("w", 0, 0): info(), index("w", 1, 0): info(begin=99)},
+        ),
         "'__0_0.distcp' has 200 bytes, but parts of tensors overlap in it or end beyond it",
     ),
     "beyond the file": (
@@ -377,58 +411,91 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
     ),
     "before the file": (
         metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 1, 0): info(begin=-1)}),
-        "'w' lies nowhere in '__0_0.distcp'",
+        "'w' has no place in '__0_0.distcp'",
     ),
     "no bytes": (
         metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 1, 0): info(length=0)}),
-        "'w' lies nowhere in '__0_0.distcp'",
+        "'w' has no place in '__0_0.distcp'",
     ),
     "transformed": (
-        lambda folder: one(folder).replace(text("offset") + number(100), text("transform_descriptors") + b"]" + text("offset") + number(100)),  # noqa: E501
+        lambda folder: sound_metadata(folder).replace(
+            text("offset") + number(100),
+            text("transform_descriptors") + b"]" + text("offset") + number(100),
+        ),
         "'w' is transformed (compressed), which composer3d does not read",
     ),
-    "sparse": (lambda folder: one(folder).replace(b"strided", b"striped"), "'w' is no dense tensor"),
-    "an entry of a number": (metadata({text("w"): number(3)}, {}), "something else where a TensorStorageMetadata"),
+    "sparse": (
+        lambda folder: sound_metadata(folder).replace(b"strided", b"striped"),
+        "'w' is no dense tensor",
+    ),
+    "an entry of a number": (
+        metadata({text("w"): number(3)}, {}),
+        "something else in place of a TensorStorageMetadata",
+    ),
     "an entry of another class": (
-        lambda folder: one(folder).replace(b"TensorStorageMetadata", b"ChunkStorageMetadata"),
-        "something else where a TensorStorageMetadata",
+        lambda folder: sound_metadata(folder).replace(
+            b"TensorStorageMetadata", b"ChunkStorageMetadata"
+        ),
+        "something else in place of a TensorStorageMetadata",
     ),
     "parts of another class": (
-        lambda folder: one(folder).replace(b"\nChunkStorageMetadata", b"\nStorageMeta"),
-        "something else where a ChunkStorageMetadata",
+        lambda folder: sound_metadata(folder).replace(b"\nChunkStorageMetadata", b"\nStorageMeta"),
+        "something else in place of a ChunkStorageMetadata",
     ),
-    "a name that is a number": (metadata({number(1): entry((2, 3), *W)}, TWO), "names a tensor by no text"),
-    "a text without end": (metadata({text("w"): entry((2, 3), *W)}, TWO, before=text("x" * 4001)), "it holds a text"),
-    "a name without end": (metadata({text("w" * 1001): entry((2, 3), *W)}, TWO), "names a tensor by no text"),
+    "a name that is a number": (
+        metadata({number(1): entry((2, 3), *W)}, TWO),
+        "a tensor whose name is not a text",
+    ),
+    "a text without end": (
+        metadata({text("w"): entry((2, 3), *W)}, TWO, before=text("x" * 4001)),
+        "it holds a text",
+    ),
+    "a name without end": (
+        metadata({text("w" * 1001): entry((2, 3), *W)}, TWO),
+        "a tensor whose name is not a text",
+    ),
     "arguments of a class": (
-        lambda folder: one(folder).replace(b"\nMetadataIndex\n)\x81", b"\nMetadataIndex\nN\x85\x81"),
-        "something else where a MetadataIndex belongs",
+        lambda folder: sound_metadata(folder).replace(
+            b"\nMetadataIndex\n)\x81", b"\nMetadataIndex\nN\x85\x81"
+        ),
+        "something else in place of a MetadataIndex",
     ),
-    "no dtype": (lambda folder: one(folder).replace(name("torch.float32"), name("torch.Size")), "'w' has no dtype"),
-    "no fields": (made(f"{PLACE}.Metadata", many(number(1))) + b".", "a Metadata whose fields have no names"),
-    "no Metadata": (b"\x80\x04].", "something else where a Metadata belongs"),
-    "another class": (call(f"{PLACE}.StorageMeta") + b".", "something else where a Metadata belongs"),
+    "no dtype": (
+        lambda folder: sound_metadata(folder).replace(name("torch.float32"), name("torch.Size")),
+        "'w' has no dtype",
+    ),
+    "no fields": (
+        object_of(f"{PLACE}.Metadata", tuple_of(number(1))) + b".",
+        "a Metadata whose fields have no names",
+    ),
+    "no Metadata": (b"\x80\x04].", "something else in place of a Metadata"),
+    "another class": (call(f"{PLACE}.StorageMeta") + b".", "something else in place of a Metadata"),
     "empty": (b"", "it has 0 bytes, and at least 1"),
-    "cut off": (lambda folder: one(folder)[:-50], "it is cut off"),
+    "cut off": (lambda folder: sound_metadata(folder)[:-50], "it is cut off"),
     **{
         f"a file called {file!r:.20}": (
-            metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info(file), index("w", 1, 0): info(begin=9)}),
-            "which names no file of the folder",
+            metadata(
+                {text("w"): entry((2, 3), *W)},
+                {index("w", 0, 0): info(file), index("w", 1, 0): info(begin=9)},
+            ),
+            "which is no file of the folder",
         )
         for file in ("../x", "/etc/passwd", "a/b", "", ".", "..", "a\0b", "x" * 256, "x/", "./x")
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_is_said(tmp_path: Path, case: str) -> None:
-    content, said = WRONG[case]
+def test_wrong_metadata_is_refused(tmp_path: Path, case: str) -> None:
+    content, message = WRONG[case]
     (tmp_path / "__0_0.distcp").write_bytes(bytes(200))
-    assert said in refused(written(tmp_path, content(tmp_path) if callable(content) else content))
+    assert message in refused(
+        written(tmp_path, content(tmp_path) if callable(content) else content)
+    )
 
 
-def test_a_list_of_parts_under_many_names_costs_no_more_than_one(tmp_path: Path) -> None:
-    """20,000 names for one tensor of 20,000 empty parts: walked for each, they would take minutes."""
+def test_a_list_of_parts_under_many_names_costs_little(tmp_path: Path) -> None:
+    """20,000 names for one tensor of 20,000 empty parts: walking each would take minutes."""
     count, memo = 20_000, b"r\x00\x00\x00\x01"
     part = chunk((0,), (0,)) + memo + b"j" + memo[1:]
     shared = entry((0,), part, *[b"j" + memo[1:]] * count) + b"r\x01\x00\x00\x01"
@@ -440,40 +507,52 @@ def test_a_list_of_parts_under_many_names_costs_no_more_than_one(tmp_path: Path)
     assert time.process_time() - began < 5
 
 
-@pytest.mark.parametrize("which", ["__0_0.distcp", METADATA])
+@pytest.mark.parametrize("file", ["__0_0.distcp", METADATA])
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "nothing"])
-def test_files_are_plain_and_in_the_folder(tmp_path: Path, kind: str, which: str) -> None:
+def test_files_are_plain_and_in_the_folder(tmp_path: Path, kind: str, file: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    written(folder, one(folder))
-    place = (folder / which).rename(tmp_path / "elsewhere") and folder / which
-    {"link": lambda: place.symlink_to(tmp_path / "elsewhere"), "pipe": lambda: os.mkfifo(place),
-     "folder": place.mkdir, "nothing": lambda: None}[kind]()  # fmt: skip
+    written(folder, sound_metadata(folder))
+    place = folder / file
+    place.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        place.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
     line = refused(folder)
-    said = (
-        "which is no plain file"
-        if which != METADATA
-        else {"link": "is a symbolic link", "pipe": "a named pipe"}.get(kind, "")
-    )
-    assert (said if kind != "nothing" else "No such file") in line
+    if kind == "nothing":
+        message = "No such file"
+    elif file != METADATA:
+        message = "which is no plain file"
+    else:
+        message = {
+            "link": "is a symbolic link",
+            "pipe": "is a named pipe",
+            "folder": "is a folder",
+        }[kind]
+    assert message in line
 
 
 @pytest.mark.parametrize(
-    ("size", "said"),
+    ("size", "message"),
     [(1 << 40, "at most 4,294,967,296 are read"), (1 << 32, "its byte 0 is an instruction")],
 )
-def test_metadata_that_claims_to_be_huge_is_not_read(tmp_path: Path, size: int, said: str) -> None:
+def test_metadata_that_claims_to_be_huge_is_not_read(
+    tmp_path: Path, size: int, message: str
+) -> None:
     with open(tmp_path / METADATA, "wb") as file:
         file.truncate(size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
-    assert said in refused(tmp_path)
+    assert message in refused(tmp_path)
     assert time.process_time() - began < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
 
 
 @pytest.mark.parametrize("spoil", ["another shape", "another dtype", "another file", "a program"])
-def test_a_part_that_is_another_than_it_says_is_not_loaded(
+def test_a_part_that_differs_from_the_metadata_is_not_loaded(
     tmp_path: Path, alone: None, spoil: str
 ) -> None:
     marker = tmp_path / "marker"
@@ -491,16 +570,16 @@ def test_a_part_that_is_another_than_it_says_is_not_loaded(
     )
     (folder / where.relative_path).write_bytes(content)
     where.offset, where.length = 0, len(content)
-    said = {
+    message = {
         "another shape": "a part is .3, 2.",
         "another dtype": "torch.float32, but should be",
-        "another file": "no archive",
+        "another file": "not an archive",
         "a program": "posix.system",
     }[spoil]
     target = {"a": STATE["a"].clone()}
-    with pytest.raises(dcp.api.CheckpointException, match=said):
-        dcp.load(target, storage_reader=Reader(folder, read), planner=Planner())
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(dcp.api.CheckpointException, match=message):
+        dcp.load(target, storage_reader=CheckedReader(folder, read), planner=TensorLoadPlanner())
+    with pytest.raises(ValueError, match=message):
         read_whole(folder, read, "a")
     assert torch.equal(target["a"], STATE["a"])
     assert not marker.exists()
@@ -510,7 +589,7 @@ def test_a_part_that_is_another_than_it_says_is_not_loaded(
 
 
 def counted(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """``fills`` by counting every element."""
+    """Do the same as ``fills``, by counting every element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for offsets, sizes in boxes:
         if any(
@@ -522,8 +601,8 @@ def counted(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int
 
 
 @pytest.mark.parametrize("dims", [0, 1, 2, 3])
-def test_parts_fill_a_tensor_as_counting_says(dims: int) -> None:
-    """Grids with a box moved, doubled, dropped, grown or shrunk, and those that are whole."""
+def test_fills_agrees_with_counting(dims: int) -> None:
+    """Sound grids, and grids with a box moved, doubled, dropped, grown or shrunk."""
     draw = torch.Generator().manual_seed(dims)
     some = lambda most: int(torch.randint(most, (), generator=draw))  # noqa: E731
     seen = set()
@@ -552,7 +631,7 @@ def test_parts_fill_a_tensor_as_counting_says(dims: int) -> None:
 
 
 def test_many_parts_are_checked_in_time() -> None:
-    """100,000 parts in a grid of rows and columns, of which the last can be wrong."""
+    """100,000 parts in a grid of rows and columns: all right, then the last one wrong."""
     grid = [((row, column), (1, 2)) for row in range(1000) for column in range(0, 200, 2)]
     began = time.process_time()
     assert fills((1000, 200), grid)

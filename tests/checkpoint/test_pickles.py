@@ -1,4 +1,4 @@
-"""Pickles as data: what torch's writers use is read, and every other instruction, name and number is refused."""
+"""Pickles read as data: only what torch's writers use is accepted."""
 
 import os
 import pickle
@@ -12,7 +12,7 @@ import pytest
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, Storage, parse, reading
 from composer3d.spec.errors import CheckpointError
-from tests.checkpoint.assemble import call, held, many, name, number, slots, text
+from tests.checkpoint.assemble import call, dict_of, name, number, set_attributes, text, tuple_of
 
 NAMES = {"a.B", "os.path.join", "builtins.list"}
 
@@ -33,37 +33,43 @@ def test_plain_values_are_read(protocol: int) -> None:
     assert parse(pickle.dumps(many_values, protocol), ()) == many_values
 
 
-def test_what_is_named_stays_a_text() -> None:
+def test_names_calls_and_storages_become_records() -> None:
     named = parse(name("a.B") + b".", NAMES)
     assert type(named) is Name
     assert named.path == "a.B"
-    made = parse(call("os.path.join", text("x"), text("y")) + held(more=number(1)) + b"b.", NAMES)
-    assert type(made) is Record
-    assert (made.path, made.arguments, made.state) == ("os.path.join", ("x", "y"), {"more": 1})
-    stored = parse(many(text("storage"), number(3)) + b"Q.", (), storages=True)
+    record = parse(
+        call("os.path.join", text("x"), text("y")) + dict_of(extra=number(1)) + b"b.", NAMES
+    )
+    assert type(record) is Record
+    assert (record.path, record.arguments, record.state) == (
+        "os.path.join",
+        ("x", "y"),
+        {"extra": 1},
+    )
+    stored = parse(tuple_of(text("storage"), number(3)) + b"Q.", (), storages=True)
     assert type(stored) is Storage
     assert stored.arguments == ("storage", 3)
 
 
 def test_nothing_of_the_process_can_be_reached(tmp_path: Path) -> None:
-    """Every way in which a pickle calls, makes or changes: of allowed names, they change records alone."""
+    """Each way to call, make or change something: with allowed names, it changes only records."""
     marker = tmp_path / "marker"
     before = dict(vars(os.path)), list.__dict__.keys()
     calls = [
         call("os.path.join", text(str(marker))),
-        call("builtins.list", many(number(1))) + b"]b",
-        name("builtins.list") + b")\x81" + held(append=number(1)) + b"b",
-        name("os.path.join") + held(__code__=number(1)) + b"\x85R",
+        call("builtins.list", tuple_of(number(1))) + b"]b",
+        name("builtins.list") + b")\x81" + dict_of(append=number(1)) + b"b",
+        name("os.path.join") + dict_of(__code__=number(1)) + b"\x85R",
     ]
     for program in calls:
         assert type(parse(program + b".", NAMES)) is Record
     for program in (
-        slots(name("builtins.list"), append=number(1)),  # the attributes of a class
-        slots(name("os.path.join"), __code__=number(1)),
-        call("os.path.join") + number(1) + b"R",  # a call of what was made
-        name("a.B") + name("a.B") + b"\x85R" + many() + b"R",
-        text("x") + held() + b"b",
-        b"]" + held() + b"b",
+        set_attributes(name("builtins.list"), append=number(1)),  # sets attributes of a class
+        set_attributes(name("os.path.join"), __code__=number(1)),
+        call("os.path.join") + number(1) + b"R",  # calls the result of a call
+        name("a.B") + name("a.B") + b"\x85R" + tuple_of() + b"R",
+        text("x") + dict_of() + b"b",
+        b"]" + dict_of() + b"b",
     ):
         with pytest.raises(PickleError):
             parse(program + b"N.", NAMES)
@@ -85,7 +91,8 @@ def test_other_names_are_refused(path: str) -> None:
             parse(program, NAMES)
 
 
-SPARE = {  # instructions that no checkpoint has, with what they would take
+# Instructions that no checkpoint has, with their operands.
+SPARE = {
     "POP": b"NN0.",
     "POP_MARK": b"N(N1.",
     "DUP": b"N2.",
@@ -143,14 +150,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", [*SPARE, *BROKEN])
 def test_other_instructions_and_broken_pickles_are_refused(case: str) -> None:
-    program = SPARE.get(case) or BROKEN[case] if case else b""
+    program = {**SPARE, **BROKEN}[case]
     with pytest.raises(PickleError) as caught:
         parse(program, NAMES, storages=case not in SPARE)
     assert len(str(caught.value)) < 300
 
 
 def doubled(times: int) -> bytes:
-    """A tuple of two tuples of two tuples ...: 2^times values in a few bytes for each."""
+    """A tuple of two tuples of two tuples, and so on: 2^times values, 5 bytes a level."""
     return b")" + b"".join(b"q%ch%c\x86" % (i % 250, i % 250) for i in range(times))
 
 
@@ -180,8 +187,8 @@ def test_bombs_take_no_time_and_no_memory(case: str) -> None:
         tracemalloc.stop()
 
 
-def test_texts_are_held_to_their_limits() -> None:
-    whole = many(text("a" * 10), text("b" * 10)) + b"."
+def test_long_texts_are_refused() -> None:
+    whole = tuple_of(text("a" * 10), text("b" * 10)) + b"."
     assert parse(whole, (), longest_text=10, all_texts=20) == ("a" * 10, "b" * 10)
     assert parse(whole, (), longest_text=10, all_texts=None) == ("a" * 10, "b" * 10)
     for limits in ({"longest_text": 9}, {"all_texts": 19}):
@@ -189,7 +196,7 @@ def test_texts_are_held_to_their_limits() -> None:
             parse(whole, (), **limits)
 
 
-def test_a_text_that_is_too_long_is_refused_before_it_is_taken() -> None:
+def test_a_text_that_is_too_long_is_refused_before_it_is_copied() -> None:
     program = text("x" * 100_000_000) + b"."
     tracemalloc.start()
     try:
@@ -205,8 +212,8 @@ def test_a_long_text_hides_no_flood() -> None:
         parse(text("x" * 10_000_000) + b"\x94" * 1_000_000 + b".", ())
 
 
-def test_nests_and_doubles_that_are_read_stay_as_small_as_they_are() -> None:
-    """No recursion, and no copy: 2^60 values take 60 tuples, a million levels take a million."""
+def test_nested_and_repeated_values_take_no_more_memory_than_their_pickle() -> None:
+    """There is no recursion and no copy: 2^60 values take 60 tuples."""
     value = parse(doubled(60) + b".", ())
     for _ in range(60):
         assert value[0] is value[1]
@@ -225,7 +232,7 @@ def test_nests_and_doubles_that_are_read_stay_as_small_as_they_are() -> None:
         AssertionError(),
     ],
 )
-def test_whatever_a_file_raises_becomes_one_line(error: Exception) -> None:
+def test_every_error_of_a_file_becomes_one_line(error: Exception) -> None:
     with pytest.raises(CheckpointError) as caught, reading("PLACE", "; way out"):
         raise error
     (line,) = caught.value.lines
@@ -235,7 +242,7 @@ def test_whatever_a_file_raises_becomes_one_line(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_a_user_does_goes_on(error: type[BaseException]) -> None:
+def test_interrupts_and_exits_pass(error: type[BaseException]) -> None:
     with pytest.raises(error), reading("PLACE"):
         raise error
 
@@ -244,8 +251,8 @@ def test_long_errors_are_cut() -> None:
     assert len(pickles.explain(ValueError("x" * 10_000))) <= 500
 
 
-def test_calls_that_pickle_would_make_are_refused(tmp_path: Path) -> None:
-    """The marker appears where Python unpickles the same bytes."""
+def test_calls_that_python_would_make_are_refused(tmp_path: Path) -> None:
+    """The marker appears when Python unpickles the same bytes."""
 
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:

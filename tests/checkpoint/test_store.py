@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: which are, which one is used, and what is said where one cannot be written or read."""
+"""The store: which checkpoints it keeps, which one it uses, and its errors."""
 
 import logging
 import os
@@ -16,43 +16,43 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from composer3d.checkpoint import Store, manifest, store
-from composer3d.checkpoint.manifest import digest_file, read
+from composer3d.checkpoint.manifest import digest_file, file_entry, read
 from composer3d.checkpoint.store import gather_state
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError
-from tests.checkpoint.store_jobs import SHAPE, about, job, names, whole
+from tests.checkpoint.store_jobs import SHAPE, full_state, make_job, make_manifest, names
 
 State = dict[str, list[float]]
 
 
 def save(folder: Path, steps: list[int], keep: int, shape: tuple[int, int] = SHAPE) -> State:
-    """The state that was saved."""
+    """Save one state after each of ``steps``. Returns that state."""
     with pool_world():
-        stages, optimizer = job(seed=0, shape=shape)
+        stages, optimizer = make_job(seed=0, shape=shape)
         store = Store(folder, keep=keep)
         for step in steps:
-            store.save(about(step), stages, optimizer)
-        return whole(stages, optimizer)
+            store.save(make_manifest(step), stages, optimizer)
+        return full_state(stages, optimizer)
 
 
 def load(path: Path, shape: tuple[int, int] = SHAPE) -> State:
-    """The state after loading into a job of other values."""
+    """Load into a job with other values. Returns its state afterwards."""
     with pool_world():
-        stages, optimizer = job(seed=1, shape=shape)
-        before = whole(stages, optimizer)
+        stages, optimizer = make_job(seed=1, shape=shape)
+        before = full_state(stages, optimizer)
         store = Store(path.parent, keep=1)
         store.check(path)
         store.load(path, stages, optimizer)
-        assert before["weight"] != whole(stages, optimizer)["weight"]
-        return whole(stages, optimizer)
+        assert before["weight"] != full_state(stages, optimizer)["weight"]
+        return full_state(stages, optimizer)
 
 
 def refused(
     pool: Pool, function: Callable[..., Any], world_size: int, **arguments: Any
 ) -> list[tuple[str, ...]]:
-    """What each rank says of a task that a CheckpointError must end on all of them."""
+    """Run a task that a CheckpointError must end on all ranks. Returns the lines of each rank."""
     with pytest.raises(WorkerError) as caught:
         pool.run(function, arguments, world_size=world_size)
     assert set(caught.value.failures) == set(range(world_size)), caught.value
@@ -66,47 +66,49 @@ def refused(
     ]
 
 
-def test_the_newest_are_kept(pool: Pool, tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(pool: Pool, tmp_path: Path) -> None:
     pool.run(save, {"folder": tmp_path, "steps": [2, 9, 10, 100], "keep": 2}, world_size=1)
     assert names(tmp_path) == ["step-00000010", "step-00000100"]
     pool.run(save, {"folder": tmp_path, "steps": [101, 102], "keep": 6}, world_size=1)
     assert names(tmp_path) == ["step-00000010", "step-00000100", "step-00000101", "step-00000102"]
 
 
-def test_what_was_just_saved_is_never_dropped(pool: Pool, tmp_path: Path) -> None:
-    """A run that goes back to an earlier checkpoint saves steps below those that are there."""
+def test_the_last_save_is_never_removed(pool: Pool, tmp_path: Path) -> None:
+    """A run that goes back to an earlier checkpoint saves lower steps than there are already."""
     pool.run(save, {"folder": tmp_path, "steps": [5, 15, 20], "keep": 3}, world_size=1)
     (tmp_path / "step-00000001-mine").mkdir()
     pool.run(save, {"folder": tmp_path, "steps": [10], "keep": 2}, world_size=1)
     assert names(tmp_path) == ["step-00000001-mine", "step-00000010", "step-00000020"]
 
 
-def go_on(folder: Path, step: int, keep: int) -> tuple[str, list[str]]:
-    """Which checkpoint is found, and what is there after the next save."""
+def find_and_save(folder: Path, step: int, keep: int) -> tuple[str, list[str]]:
+    """Return the name of the checkpoint that is found, and the names after the next save."""
     with pool_world():
         store = Store(folder, keep=keep)
-        found = store.find()
-        store.save(about(step), *job(seed=0))
+        found = store.newest_whole()
+        store.save(make_manifest(step), *make_job(seed=0))
         return found[0].name if found else "none", names(folder)
 
 
-def test_what_is_damaged_counts_for_nothing_and_is_replaced(pool: Pool, tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_and_are_replaced(pool: Pool, tmp_path: Path) -> None:
     pool.run(save, {"folder": tmp_path, "steps": [5, 10, 20], "keep": 3}, world_size=1)
     for damaged in ("step-00000010", "step-00000020"):
         (tmp_path / damaged / "__0_0.distcp").write_bytes(b"torn")
-    # Kept are the one just saved and the newest whole one; the damaged ones that are newer are left to the user.
-    found, left = pool.run(go_on, {"folder": tmp_path, "step": 7, "keep": 2}, world_size=1)[0]
+    # The one just saved and the newest whole one are kept. Newer damaged ones are left to the user.
+    found, left = pool.run(find_and_save, {"folder": tmp_path, "step": 7, "keep": 2}, world_size=1)[
+        0
+    ]
     assert found == "step-00000005"
     assert left == ["step-00000005", "step-00000007", "step-00000010", "step-00000020"]
-    found, left = pool.run(go_on, {"folder": tmp_path, "step": 20, "keep": 1}, world_size=1)[0]
+    found, left = pool.run(
+        find_and_save, {"folder": tmp_path, "step": 20, "keep": 1}, world_size=1
+    )[0]
     assert (found, left) == ("step-00000007", ["step-00000020"])
     assert pool.run(load, {"path": tmp_path / "step-00000020"}, world_size=1)
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 1), (1, 2)])
-def test_what_was_saved_is_loaded_bit_for_bit(
-    pool: Pool, tmp_path: Path, saving: int, loading: int
-) -> None:
+def test_state_is_loaded_bit_for_bit(pool: Pool, tmp_path: Path, saving: int, loading: int) -> None:
     saved = pool.run(save, {"folder": tmp_path, "steps": [7], "keep": 1}, world_size=saving)
     path = tmp_path / "step-00000007"
     assert pool.run(load, {"path": path}, world_size=loading) == [saved[0]] * loading
@@ -129,7 +131,7 @@ def test_what_was_saved_is_loaded_bit_for_bit(
     )
 
 
-def test_staging_folder_of_a_crash_is_written_anew(pool: Pool, tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_are_removed(pool: Pool, tmp_path: Path) -> None:
     for leftover in (
         tmp_path / "step-00000004.tmp",
         tmp_path / "step-00000004",
@@ -137,14 +139,14 @@ def test_staging_folder_of_a_crash_is_written_anew(pool: Pool, tmp_path: Path) -
     ):
         leftover.mkdir()
         (leftover / "junk").write_text("from before")
-    (tmp_path / "step-00000003-hf.tmp").mkdir()  # what convert is writing
+    (tmp_path / "step-00000003-hf.tmp").mkdir()  # convert may be writing it
     pool.run(save, {"folder": tmp_path, "steps": [4, 5], "keep": 2}, world_size=2)
     assert names(tmp_path) == ["step-00000003-hf.tmp", "step-00000004", "step-00000005"]
     assert "junk" not in names(tmp_path / "step-00000004")
 
 
-def test_links_and_pipes_are_no_checkpoints(pool: Pool, tmp_path: Path) -> None:
-    """Of a name as theirs: a link could lead to anybody's checkpoint, and a pipe is never opened."""
+def test_links_and_pipes_are_not_checkpoints(pool: Pool, tmp_path: Path) -> None:
+    """They are ignored even under the name of one: a link could lead to anybody's checkpoint."""
     pool.run(save, {"folder": tmp_path / "other", "steps": [30], "keep": 1}, world_size=1)
     pool.run(save, {"folder": tmp_path / "run", "steps": [5], "keep": 1}, world_size=1)
     (tmp_path / "run/step-00000030").symlink_to(tmp_path / "other/step-00000030")
@@ -154,7 +156,7 @@ def test_links_and_pipes_are_no_checkpoints(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(newest, {"folder": tmp_path / "run"}, world_size=1) == [
         ["step-00000005", "step-00000005"]
     ]
-    # What is in the way of a save is put aside, and what a link leads to is left as it is.
+    # A save replaces whatever has its name. The target of a link is left as it is.
     before = names(tmp_path / "other/step-00000030")
     pool.run(save, {"folder": tmp_path / "run", "steps": [7, 30, 40], "keep": 9}, world_size=1)
     assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (5, 7, 30, 40, 50)]
@@ -165,42 +167,42 @@ def test_links_and_pipes_are_no_checkpoints(pool: Pool, tmp_path: Path) -> None:
 def newest(folder: Path) -> list[str | None]:
     with pool_world():
         store = Store(folder, keep=1)
-        found, path = store.find(), store.newest()
+        found, path = store.newest_whole(), store.newest()
         return [found and found[0].name, path and path.name]
 
 
-def warnings_of_two_looks(folder: Path) -> list[str]:
-    said: list[str] = []
+def warnings_of_two_searches(folder: Path) -> list[str]:
+    """Search twice for the newest checkpoint. Returns the warnings of this rank."""
+    message: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: message.append(record.getMessage())  # type: ignore[method-assign]
     log.get().addHandler(handler)
     try:
         with pool_world():
             looking = Store(folder, keep=1)
             for _ in range(2):
-                looking.find()
+                looking.newest_whole()
     finally:
         log.get().removeHandler(handler)
-    return said
+    return message
 
 
-def test_a_link_is_warned_of_once(pool: Pool, tmp_path: Path) -> None:
+def test_a_link_causes_one_warning(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "run").mkdir()
     place = tmp_path / "run/step-00000030"
     place.symlink_to(tmp_path / "other")
-    (tmp_path / "run/step-30").symlink_to(tmp_path / "other")  # no name of ours
-    said = f"{place} is a link, which is not followed: move the folder there"
-    found = pool.run(warnings_of_two_looks, {"folder": tmp_path / "run"}, world_size=2)
-    assert found == [[said], []]
+    (tmp_path / "run/step-30").symlink_to(tmp_path / "other")  # not the name of a checkpoint
+    message = f"{place} is a link, which is not followed: move the folder there"
+    found = pool.run(warnings_of_two_searches, {"folder": tmp_path / "run"}, world_size=2)
+    assert found == [[message], []]
 
 
-def test_what_is_being_written_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
+def test_a_folder_that_is_being_written_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(newest, {"folder": tmp_path / "absent"}, world_size=1) == [[None, None]]
     pool.run(save, {"folder": tmp_path, "steps": [5], "keep": 2}, world_size=1)
-    shutil.copytree(
-        tmp_path / "step-00000005", tmp_path / "step-00000030.tmp"
-    )  # a crash just before the rename
+    # As after a crash just before the rename.
+    shutil.copytree(tmp_path / "step-00000005", tmp_path / "step-00000030.tmp")
     assert pool.run(newest, {"folder": tmp_path}, world_size=1) == [
         ["step-00000005", "step-00000005"]
     ]
@@ -231,13 +233,17 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 
 
 def find_damage(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """For each kind of damage to step 2: the checkpoint that is found, and what is said of that of step 2."""
+    """Damage step 2 in many ways.
+
+    Returns:
+        For each way, the checkpoint that is found, and the lines of the error about step 2.
+    """
     answers = {}
     with pool_world():
-        stages, optimizer = job(seed=0)
+        stages, optimizer = make_job(seed=0)
         written = Store(folder, keep=2)
         for step in (1, 2):
-            written.save(about(step), stages, optimizer)
+            written.save(make_manifest(step), stages, optimizer)
         hurt, spare = folder / "step-00000002", folder / "spare"
         if dist.get_rank() == 0:
             shutil.copytree(hurt, spare)
@@ -247,7 +253,7 @@ def find_damage(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
                 shutil.copytree(spare, hurt)
                 spoil(hurt)
             dist.barrier()
-            found = Store(folder, keep=2).find()
+            found = Store(folder, keep=2).newest_whole()
             try:
                 written.check(hurt)
                 lines: tuple[str, ...] = ("nothing",)
@@ -257,9 +263,9 @@ def find_damage(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
     return answers
 
 
-def test_damage_to_any_file_is_named_and_the_older_one_used(pool: Pool, tmp_path: Path) -> None:
+def test_damage_to_any_file_is_reported_and_the_older_one_used(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(find_damage, {"folder": tmp_path}, world_size=2)
-    assert first == second  # one verdict, although each rank has read other files
+    assert first == second  # one verdict, although each rank reads other files
     place = tmp_path / "step-00000002"
     for kind, (found, lines) in first.items():
         name, _, how = kind.partition(" ")
@@ -269,33 +275,33 @@ def test_damage_to_any_file_is_named_and_the_older_one_used(pool: Pool, tmp_path
         elif how == "file too many":
             assert lines == (f"{place}/__2_0.distcp is not in the manifest",)
         else:
-            said = {"truncated": " has ", "missing": " cannot be read (No such file"}.get(
+            message = {"truncated": " has ", "missing": " cannot be read (No such file"}.get(
                 how, " has another digest "
             )
             assert len(lines) == 1, kind
-            assert lines[0].startswith(f"{place / name}{said}"), kind
+            assert lines[0].startswith(f"{place / name}{message}"), kind
     assert len(first) == 21
 
 
-def find(folder: Path) -> None:
+def search(folder: Path) -> None:
     with pool_world():
-        Store(folder, keep=1).find()
+        Store(folder, keep=1).newest_whole()
 
 
-def test_where_all_are_damaged_nothing_starts_anew(pool: Pool, tmp_path: Path) -> None:
+def test_if_all_are_damaged_no_run_starts_anew(pool: Pool, tmp_path: Path) -> None:
     pool.run(save, {"folder": tmp_path, "steps": [1, 2], "keep": 2}, world_size=1)
     for path in tmp_path.iterdir():
         (path / ".metadata").unlink()
-    assert refused(pool, find, 2, folder=tmp_path) == 2 * [
+    assert refused(pool, search, 2, folder=tmp_path) == 2 * [
         (
-            f"no checkpoint in {tmp_path} is whole (damaged: step-00000001, step-00000002); restore one, or remove "
-            "them to start anew",
+            f"no checkpoint in {tmp_path} is whole (damaged: step-00000001, step-00000002); "
+            "restore one, or remove them to start anew",
         )
     ]
 
 
 class Touch:
-    """Unpickled, it makes a file."""
+    """Its pickle makes a file if it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -305,7 +311,7 @@ class Touch:
 
 
 @pytest.mark.parametrize("where", [".metadata", "__0_0.distcp"])
-def test_code_in_a_checkpoint_whose_digests_hold_is_refused(
+def test_code_in_a_checkpoint_with_right_digests_is_refused(
     pool: Pool, tmp_path: Path, where: str
 ) -> None:
     pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 1}, world_size=1)
@@ -320,9 +326,7 @@ def test_code_in_a_checkpoint_whose_digests_hold_is_refused(
                 torch.save(Touch(marker), file)
                 entry.length = file.tell() - entry.offset
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    files = {
-        name: ((path / name).stat().st_size, digest_file(path / name)) for name in read(path).files
-    }
+    files = {name: file_entry(path / name) for name in read(path).files}
     manifest.write(path, replace(read(path), files=files))
     for lines in refused(pool, load, 2, path=path):
         assert all("posix.system" in line and "refused" in line for line in lines)
@@ -335,14 +339,11 @@ def save_object(folder: Path) -> None:
             {"model.weight": torch.ones(SHAPE), "extra": [1]},
             storage_writer=dcp.FileSystemWriter(folder),
         )
-        files = {
-            name: ((folder / name).stat().st_size, digest_file(folder / name))
-            for name in names(folder)
-        }
-        manifest.write(folder, replace(about(1), files=files))
+        files = {name: file_entry(folder / name) for name in names(folder)}
+        manifest.write(folder, replace(make_manifest(1), files=files))
 
 
-def test_objects_are_not_loaded(pool: Pool, tmp_path: Path) -> None:
+def test_objects_are_refused(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "step-00000001"
     pool.run(save_object, {"folder": path}, world_size=1)
     assert refused(pool, load, 1, path=path) == [
@@ -356,34 +357,37 @@ def test_checkpoint_of_another_model_is_refused_on_every_rank(pool: Pool, tmp_pa
     lines = refused(pool, load, 2, path=path, shape=(6, 3))
     assert lines == 2 * [
         (
-            f"{path} holds 'model.weight' as ((5, 3), 'float32'), but the model needs ((6, 3), 'float32')",
-            f"{path} holds 'optim.weight.exp_avg' as ((5, 3), 'float32'), but the model needs ((6, 3), 'float32')",
-            f"{path} holds 'optim.weight.exp_avg_sq' as ((5, 3), 'float32'), but the model needs ((6, 3), 'float32')",
+            *(
+                f"{path} holds {name!r} as float32 (5, 3), but the model needs float32 (6, 3)"
+                for name in ("model.weight", "optim.weight.exp_avg", "optim.weight.exp_avg_sq")
+            ),
             f"{path}: 3 differences; it is of another model: point checkpoint.resume elsewhere",
         )
     ]
 
 
 def seed_weights(folder: Path) -> tuple[State, State, State]:
-    """A checkpoint of weights alone, loaded into an optimizer that has not stepped: (weights, before, after)."""
+    """Load a checkpoint of weights alone into another job.
+
+    Returns:
+        The state that the weights were taken from, and the state of the job before and after.
+    """
     with pool_world():
-        stages, optimizer = job(seed=0)
+        stages, optimizer = make_job(seed=0)
         weights = {
             n: t for n, t in gather_state(stages, optimizer).items() if n.startswith("model.")
         }
         path = folder / "step-00000000"
         dcp.save(weights, storage_writer=dcp.FileSystemWriter(path))
-        files = {
-            name: ((path / name).stat().st_size, digest_file(path / name)) for name in names(path)
-        }
+        files = {name: file_entry(path / name) for name in names(path)}
         dist.barrier()
-        manifest.write(path, replace(about(0), files=files, data=None, lr=None))
-        other, fresh = job(seed=1)
-        before = whole(other, fresh)
+        manifest.write(path, replace(make_manifest(0), files=files, data=None, lr=None))
+        other, fresh = make_job(seed=1)
+        before = full_state(other, fresh)
         store = Store(folder, keep=1)
         store.check(path)
         store.load(path, other, fresh)
-        return whole(stages, optimizer), before, whole(other, fresh)
+        return full_state(stages, optimizer), before, full_state(other, fresh)
 
 
 def test_weights_alone_leave_the_optimizer_as_it_is(pool: Pool, tmp_path: Path) -> None:
@@ -392,37 +396,42 @@ def test_weights_alone_leave_the_optimizer_as_it_is(pool: Pool, tmp_path: Path) 
     assert before["weight"] != weights["weight"]
 
 
-# Saves that fail. What is said is said by every rank, and the checkpoint before is as it was.
+# Saves that fail. All ranks raise the same error, and the last checkpoint stays as it was.
 
 
 def save_and_fail(folder: Path, step: int, shape: tuple[int, int] = SHAPE, spoil: str = "") -> None:
-    """Save, where ``spoil`` fails on the last rank."""
+    """Save, while the function ``spoil`` fails on the last rank."""
     with pool_world():
         if spoil and dist.get_rank() == dist.get_world_size() - 1:
 
-            def fail(path: Path, *more: Any) -> Any:
-                if spoil == "rename" and not path.is_dir():  # torch's own, of .metadata
-                    return path.replace(*more)
+            def fail(path: Path, *args: Any) -> Any:
+                if spoil == "rename" and not path.is_dir():  # torch renames its .metadata
+                    return path.replace(*args)
                 raise OSError(5, "Input/output error", spoil)
 
-            place = {"rename": Path, "write": manifest, "_seal": store, "sync": manifest}[spoil]
-            setattr(place, spoil, fail)
-        Store(folder, keep=2).save(about(step), *job(seed=0, shape=shape))
+            owners = {
+                "rename": Path,
+                "write": manifest,
+                "_sync_own_files": store,
+                "sync": manifest,
+            }
+            setattr(owners[spoil], spoil, fail)
+        Store(folder, keep=2).save(make_manifest(step), *make_job(seed=0, shape=shape))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "ranks"), [("_seal", 2), ("sync", 2), ("write", 1), ("rename", 1)]
+    ("spoil", "ranks"), [("_sync_own_files", 2), ("sync", 2), ("write", 1), ("rename", 1)]
 )
 def test_save_that_fails_on_one_rank_fails_on_all(
     pool: Pool, tmp_path: Path, spoil: str, ranks: int
 ) -> None:
     pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 2}, world_size=2)
-    said = refused(pool, save_and_fail, ranks, folder=tmp_path, step=2, spoil=spoil)
+    message = refused(pool, save_and_fail, ranks, folder=tmp_path, step=2, spoil=spoil)
     prefix = "rank 1: " if ranks == 2 else ""
-    assert said == ranks * [
+    assert message == ranks * [
         (
-            f"step 2 could not be saved in {tmp_path}/step-00000002.tmp: {prefix}writing: [Errno 5] "
-            f"Input/output error: '{spoil}'",
+            f"step 2 could not be saved in {tmp_path}/step-00000002.tmp: {prefix}writing: "
+            f"[Errno 5] Input/output error: '{spoil}'",
             f"the newest checkpoint is {tmp_path}/step-00000001: the same command goes on from it",
         )
     ]
@@ -439,7 +448,7 @@ def test_file_where_a_folder_should_be(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of its own, of 1 MiB."""
+    """A separate disk of 1 MiB."""
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
@@ -452,7 +461,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-def test_full_disk_keeps_the_checkpoint_before(pool: Pool, disk: Path) -> None:
+def test_full_disk_keeps_the_last_checkpoint(pool: Pool, disk: Path) -> None:
     folder = disk / "run" / "checkpoints"
     shape = (160, 300)  # 576 kB with its moments
     pool.run(save, {"folder": folder, "steps": [1], "keep": 2, "shape": shape}, world_size=2)
@@ -467,13 +476,13 @@ def test_full_disk_keeps_the_checkpoint_before(pool: Pool, disk: Path) -> None:
         )
     assert names(folder) == ["step-00000001"]
     assert pool.run(newest, {"folder": folder}, world_size=1) == [["step-00000001"] * 2]
-    # There is room again: the next save is whole.
+    # Once there is room again, the next save is whole.
     (folder / "step-00000001" / "manifest.json").unlink()
     pool.run(save, {"folder": folder, "steps": [3], "keep": 1, "shape": (10, 10)}, world_size=2)
     assert names(folder) == ["step-00000003"]
 
 
-def test_read_only_folder_keeps_the_checkpoint_before(pool: Pool, disk: Path) -> None:
+def test_read_only_folder_keeps_the_last_checkpoint(pool: Pool, disk: Path) -> None:
     pool.run(save, {"folder": disk / "run", "steps": [1], "keep": 2}, world_size=1)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     for lines in refused(pool, save_and_fail, 2, folder=disk / "run", step=2):

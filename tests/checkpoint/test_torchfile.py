@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` read without torch's own reader: what is real is read alike, and all else is refused."""
+"""Files of ``torch.save`` are read as torch reads them; hostile ones are refused."""
 
 import io
 import os
@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from composer3d.checkpoint.torchfile import Stored, load_torch, read_tensor
+from composer3d.checkpoint.torchfile import StoredTensor, load_torch, read_tensor
 from composer3d.spec.errors import CheckpointError
-from tests.checkpoint.assemble import call, held, many, name, number, text
+from tests.checkpoint.assemble import call, dict_of, name, number, text, tuple_of
 
 DTYPES = [
     torch.float64,
@@ -27,8 +27,13 @@ DTYPES = [
     torch.int64,
     torch.int32,
     torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.uint16,
+    torch.float8_e4m3fn,
 ]
-DTYPES += [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn]
 
 
 class Call:
@@ -54,16 +59,14 @@ def refused(path: Path) -> str:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_and_form_of_a_tensor_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_and_layout_of_a_tensor_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     base = torch.arange(24).to(dtype).view(4, 6)
     tensors = {
         "whole": base,
-        "turned": base.t(),
+        "transposed": base.t(),
         "part": base[1:3, 2:5],
         "step": base[::2],
         "row": base[2],
-    }
-    tensors |= {
         "one": base[1, 1],
         "none": torch.empty(0, 3, dtype=dtype),
         "one of one": base.clone()[:1, :1],
@@ -71,14 +74,16 @@ def test_every_dtype_and_form_of_a_tensor_is_read(tmp_path: Path, dtype: torch.d
     torch.save(tensors, tmp_path / "x.pt")
     read = load_torch(tmp_path / "x.pt")
     for key, tensor in tensors.items():
-        assert type(read[key]) is Stored
+        assert type(read[key]) is StoredTensor
         assert (read[key].shape, read[key].dtype) == (tuple(tensor.shape), dtype)
-        assert torch.equal(read[key].read().view(torch.uint8) if dtype.itemsize == 1 else read[key].read(),
-                           tensor.view(torch.uint8) if dtype.itemsize == 1 else tensor)  # fmt: skip
+        loaded = read[key].read()
+        if dtype.itemsize == 1:  # torch.equal does not know all dtypes of one byte
+            loaded, tensor = loaded.view(torch.uint8), tensor.view(torch.uint8)
+        assert torch.equal(loaded, tensor)
 
 
 def test_state_of_a_module_is_read(tmp_path: Path) -> None:
-    """With parameters, the attribute that a state_dict has, shared storages, and what stands beside weights."""
+    """It has parameters, a state_dict with an attribute, shared storages, and plain values."""
     module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     tied = module[0].weight
     beside = {
@@ -126,7 +131,7 @@ def test_a_tensor_within_a_larger_file_is_read(tmp_path: Path) -> None:
 
 
 def test_nothing_is_read_before_it_is_used(tmp_path: Path) -> None:
-    """A file of 1 GB that is a hole, and numbers where they are looked for."""
+    """The file has a hole of 1 GB. The numbers are written into it after it was loaded."""
     with torch.serialization.skip_data():
         torch.save({"w": torch.empty(2**28), "v": torch.empty(4)}, tmp_path / "x.pt")
     read = load_torch(tmp_path / "x.pt")
@@ -138,20 +143,20 @@ def test_nothing_is_read_before_it_is_used(tmp_path: Path) -> None:
     assert read["v"].read().tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_what_is_changed_in_memory_stays_there(tmp_path: Path) -> None:
+def test_changes_in_memory_do_not_reach_the_file(tmp_path: Path) -> None:
     torch.save(torch.zeros(3), tmp_path / "x.pt")
     load_torch(tmp_path / "x.pt").read().add_(1)
     assert load_torch(tmp_path / "x.pt").read().tolist() == [0.0, 0.0, 0.0]
 
 
-# What is no such file.
+# Files that are something else.
 
 
 @pytest.mark.parametrize("path", ["posix.system", f"{__name__}.Stranger"])
-def test_another_class_is_refused_and_not_made(tmp_path: Path, path: str) -> None:
+def test_another_class_is_refused_and_not_created(tmp_path: Path, path: str) -> None:
     marker = tmp_path / "marker"
     evil = Call(os.system, f"touch {marker}") if path == "posix.system" else Stranger()
-    torch.save({"w": torch.ones(2), "more": evil}, tmp_path / "x.pt")
+    torch.save({"w": torch.ones(2), "extra": evil}, tmp_path / "x.pt")
     assert f"it names '{path}', which is refused: nothing of it was run" in refused(
         tmp_path / "x.pt"
     )
@@ -161,14 +166,14 @@ def test_another_class_is_refused_and_not_made(tmp_path: Path, path: str) -> Non
 @pytest.mark.parametrize(
     "content", [None, b"", b"PK", b"junk", b"PK\x03\x04junk", b"PK\x05\x06" + bytes(18)]
 )
-def test_what_is_no_torch_file_is_said(tmp_path: Path, content: bytes | None) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "x.pt").write_bytes(content)
     refused(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("kind", ["pickles", "tar"])
-def test_forms_before_torch_1_6_have_a_way_out(tmp_path: Path, kind: str) -> None:
+def test_error_for_formats_before_torch_1_6_has_a_way_out(tmp_path: Path, kind: str) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     if kind == "tar":
         (tmp_path / "x.pt").write_bytes(bytes(257) + b"ustar" + bytes(10_000))
@@ -177,7 +182,7 @@ def test_forms_before_torch_1_6_have_a_way_out(tmp_path: Path, kind: str) -> Non
     )
 
 
-def test_torchscript_is_none(tmp_path: Path) -> None:
+def test_torchscript_is_refused(tmp_path: Path) -> None:
     torch.save(Stranger(), tmp_path / "x.pt")
     assert "Stranger" in refused(tmp_path / "x.pt")
 
@@ -187,7 +192,7 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     assert "is a named pipe, not a plain file" in refused(tmp_path / "x.pt")
 
 
-# What is one, and is not what it says.
+# Files of torch.save that contradict themselves.
 
 
 def archive(path: Path, pickled: bytes, method: int = zipfile.ZIP_STORED, **records: bytes) -> Path:
@@ -207,10 +212,10 @@ def tensor(
     key: str = "0",
 ) -> bytes:
     identity = (
-        many(text("storage"), name("torch.FloatStorage"), text(key), text("cpu"), number(count))
+        tuple_of(text("storage"), name("torch.FloatStorage"), text(key), text("cpu"), number(count))
         + b"Q"
     )
-    sizes = (many(*map(number, shape)), many(*map(number, stride)))
+    sizes = (tuple_of(*map(number, shape)), tuple_of(*map(number, stride)))
     return call("torch._utils._rebuild_tensor_v2", identity, number(offset), *sizes, b"\x89", b"N")
 
 
@@ -250,14 +255,22 @@ WRONG: dict[str, tuple[bytes, str]] = {
     ),
     "a storage elsewhere": (tensor((4,), (1,), key="../../x"), "it has no 'data/../../x'"),
     "no storage": (
-        call("torch._utils._rebuild_tensor_v2", b"N", number(0), many(), many(), b"\x89", b"N"),
+        call(
+            "torch._utils._rebuild_tensor_v2",
+            b"N",
+            number(0),
+            tuple_of(),
+            tuple_of(),
+            b"\x89",
+            b"N",
+        ),
         "a tensor without a storage",
     ),
     "a storage alone": (
-        many(text("storage"), number(1)) + b"Q",
+        tuple_of(text("storage"), number(1)) + b"Q",
         "a storage that belongs to no tensor",
     ),
-    "another call": (call("torch.Size", many(text("a"))), "a shape that no tensor has"),
+    "another call": (call("torch.Size", tuple_of(text("a"))), "a shape that no tensor has"),
     "a parameter of nothing": (
         call("torch._utils._rebuild_parameter"),
         "in a way that torch.save does not",
@@ -271,12 +284,12 @@ WRONG: dict[str, tuple[bytes, str]] = {
         "in a way that torch.save does not",
     ),
     "dict with calls": (
-        call("collections.OrderedDict", many(number(1))),
+        call("collections.OrderedDict", tuple_of(number(1))),
         "in a way that torch.save does not",
     ),
     "keys that are objects": (
         b"}" + call("collections.OrderedDict") + b"Ns",
-        "a dict whose keys are no texts",
+        "keys that are neither texts nor integers",
     ),
     "itself": (b"]q\x00h\x00a", "it nests deeper than 64"),
     "deep": (b"N" + b"\x85" * 65, "it nests deeper than 64"),
@@ -285,17 +298,17 @@ WRONG: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_a_pickle_declares_is_held_against_the_file(tmp_path: Path, case: str) -> None:
-    program, said = WRONG[case]
+def test_false_declarations_of_a_pickle_are_refused(tmp_path: Path, case: str) -> None:
+    program, message = WRONG[case]
     began = time.process_time()
-    assert said in refused(archive(tmp_path / "x.pt", b"\x80\x02" + program + b".", _0=ROOM))
+    assert message in refused(archive(tmp_path / "x.pt", b"\x80\x02" + program + b".", _0=ROOM))
     assert time.process_time() - began < 5
 
 
-def test_what_is_written_by_hand_is_sound(tmp_path: Path) -> None:
+def test_archive_assembled_by_hand_is_sound(tmp_path: Path) -> None:
     archive(
         tmp_path / "x.pt",
-        b"\x80\x02" + held(w=tensor((2, 2), (2, 1))) + b".",
+        b"\x80\x02" + dict_of(w=tensor((2, 2), (2, 1))) + b".",
         _0=struct.pack("<4f", 1, 2, 3, 4),
     )
     assert load_torch(tmp_path / "x.pt")["w"].read().tolist() == [[1.0, 2.0], [3.0, 4.0]]
@@ -309,10 +322,10 @@ def test_another_order_of_bytes_is_refused(tmp_path: Path, order: bytes) -> None
     if order == b"little":
         assert load_torch(tmp_path / "x.pt") == {"a": 1}
     else:
-        assert "lie in another order than little endian" in refused(tmp_path / "x.pt")
+        assert "its numbers are not little endian" in refused(tmp_path / "x.pt")
 
 
-def test_a_tensor_held_many_times_is_made_once_and_counts_each_time(tmp_path: Path) -> None:
+def test_a_repeated_tensor_is_made_once_and_counts_each_time(tmp_path: Path) -> None:
     def written(times: int, dims: int) -> Path:
         one = tensor((1,) * dims, (1,) * dims) + b"q\x07"
         program = b"\x80\x02](" + one + b"h\x07" * (times - 1) + b"e."
@@ -323,8 +336,8 @@ def test_a_tensor_held_many_times_is_made_once_and_counts_each_time(tmp_path: Pa
     assert "holds more than 200,000" in refused(written(4000, 60))
 
 
-def test_a_part_that_is_no_tensor_is_not_walked(tmp_path: Path) -> None:
-    """Its top is looked at first: what follows could not be a tensor."""
+def test_a_part_that_is_no_tensor_is_not_walked_through(tmp_path: Path) -> None:
+    """The outermost value is checked first: it is no tensor."""
     archive(tmp_path / "x.pt", b"\x80\x02" + b")" + b"q\x00h\x00\x86" * 30 + b".", _0=ROOM)
     with (
         open(tmp_path / "x.pt", "rb") as file,
@@ -333,7 +346,7 @@ def test_a_part_that_is_no_tensor_is_not_walked(tmp_path: Path) -> None:
         read_tensor(file, 0, (tmp_path / "x.pt").stat().st_size)
 
 
-def test_a_compressed_pickle_is_not_blown_up(tmp_path: Path) -> None:
+def test_a_compressed_pickle_is_not_unpacked(tmp_path: Path) -> None:
     archive(tmp_path / "x.pt", b"\x80\x02" + bytes(10**8), zipfile.ZIP_DEFLATED)
     assert (tmp_path / "x.pt").stat().st_size < 10**6
     assert "its 'x/data.pkl' is compressed, which torch.save never does" in refused(
@@ -342,7 +355,11 @@ def test_a_compressed_pickle_is_not_blown_up(tmp_path: Path) -> None:
 
 
 def patched(path: Path, change: Callable[[bytearray, int], object]) -> Path:
-    """``change`` is given a sound archive and where its list of records begins."""
+    """Write a sound archive, changed.
+
+    Args:
+        change: gets the bytes of the archive, and the offset of its list of records.
+    """
     archive(path, pickle.dumps({"a": 1}, 2), _0=ROOM)
     content = bytearray(path.read_bytes())
     change(content, struct.unpack("<I", content[-6:-2])[0])
@@ -357,7 +374,7 @@ def put(form: str, *values: Any, at: int) -> Callable[[bytearray, int], object]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             put("<II", 10**9, 10**9, at=20),
@@ -384,18 +401,17 @@ def put(form: str, *values: Any, at: int) -> Callable[[bytearray, int], object]:
         (lambda content, begin: content.__setitem__(slice(30, 40), b"y" * 10), ""),
     ],
 )
-def test_a_list_of_records_that_lies_is_refused(tmp_path: Path, change: Any, said: str) -> None:
+def test_a_false_list_of_records_is_refused(tmp_path: Path, change: Any, message: str) -> None:
     path = patched(tmp_path / "x.pt", change)
-    if said:
+    if message:
         line = refused(path)
-        assert any(each in line for each in said.split("|")), line
+        assert any(each in line for each in message.split("|")), line
     else:
-        assert load_torch(path) == {
-            "a": 1
-        }  # a comment's length and a name beside the list count for nothing
+        # The length of the comment, and the name in the header of a record, are not used.
+        assert load_torch(path) == {"a": 1}
 
 
-def test_two_records_of_a_name_are_refused(tmp_path: Path) -> None:
+def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as file:
         file.writestr("x/data.pkl", pickle.dumps(1, 2))
@@ -405,7 +421,7 @@ def test_two_records_of_a_name_are_refused(tmp_path: Path) -> None:
     assert "its list of records is damaged" in refused(tmp_path / "x.pt")
 
 
-def test_an_archive_of_something_else_is_none(tmp_path: Path) -> None:
+def test_an_archive_of_something_else_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as file:
         file.writestr("a/b/data.pkl", b"N.")
     assert "an archive without a data.pkl" in refused(tmp_path / "x.pt")

@@ -87,7 +87,7 @@ def test_what_is_renamed_is_on_the_disk(points: kill.Points) -> None:
 def resume_from_the_oldest() -> None:
     from composer3d.checkpoint import Store
 
-    Store._steps, right = lambda self: right(self)[:1], Store._steps
+    Store._step_folders, right = lambda self: right(self)[:1], Store._step_folders
 
 
 def skip_a_step_of_data() -> None:
