@@ -1,7 +1,7 @@
-"""Compiled blocks: the numbers of eager ones, two graphs for a rank whatever the layout, and no traceback without g++.
+"""Compiled blocks: exact numbers, two graphs on a rank, and errors without a compiler.
 
-Only one layout goes through Inductor, whose C++ takes a core half a minute; the others take the graphs that it would
-get, and run them with AOTAutograd's own.
+Only one layout goes through Inductor, which compiles C++ for half a minute on one core. The others
+run the graphs that Inductor would get with AOTAutograd.
 """
 
 import os
@@ -31,19 +31,25 @@ RECIPE = str(RECIPE_PATH)
 SHAPE = ModelShape(dim=16, n_layers=12, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
 
 
-def strictly(backend: str, cache: str) -> None:
-    """A break of the graph is an error here, and so is a third graph: one trains, one validates."""
+def compile_strictly(backend: str, cache: str) -> None:
+    """Make a break of a graph an error, and a third graph as well.
+
+    A rank needs two graphs: one trains, one validates.
+    """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     torch.compile = partial(torch.compile, backend=backend, fullgraph=True)
     torch._dynamo.config.recompile_limit = 2
-    torch._inductor.config.compile_threads = 1  # no pool of processes that import torch again
-    torch._inductor.config.cpp.vec_isa_ok = True  # no trial of the processor's own instructions
+    # No pool of processes, each of which would import torch again.
+    torch._inductor.config.compile_threads = 1
+    # No test program that tries the vector instructions of this processor.
+    torch._inductor.config.cpp.vec_isa_ok = True
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        "mesh.tp=2 memory.activation_checkpoint=full parallel.sequence_parallel=false data.packing=documents",
+        "mesh.tp=2 memory.activation_checkpoint=full parallel.sequence_parallel=false "
+        "data.packing=documents",
         "mesh.cp=2 mesh.tp=2 memory.activation_checkpoint=selective model.n_kv_heads=1",
         "mesh.pp=2 mesh.dp_shard=2 parallel.schedule=Interleaved1F1B precision.compute=float32",
     ],
@@ -51,11 +57,15 @@ def strictly(backend: str, cache: str) -> None:
 def test_compiled_layout_is_exact(
     pool: Pool, references: Path, tmp_path: Path, layout: str
 ) -> None:
-    sets, fault = (
+    verdict = verify_layout(
+        pool,
+        references,
+        RECIPE,
         ["compile.enabled=true", *layout.split()],
-        partial(strictly, "aot_eager", str(tmp_path)),
+        dtype="float64",
+        steps=2,
+        fault=partial(compile_strictly, "aot_eager", str(tmp_path)),
     )
-    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float64", steps=2, fault=fault)
     assert verdict.passed, verdict
 
 
@@ -68,19 +78,26 @@ def _compiler() -> None:
 
 
 @pytest.mark.usefixtures("_compiler")
-def test_machine_code_is_exact(pool: Pool, references: Path, tmp_path: Path) -> None:
-    sets, fault = (
+def test_inductor_code_is_exact(pool: Pool, references: Path, tmp_path: Path) -> None:
+    verdict = verify_layout(
+        pool,
+        references,
+        RECIPE,
         ["compile.enabled=true", "memory.cpu_offload=true"],
-        partial(strictly, "inductor", str(tmp_path)),
+        dtype="float32",
+        steps=2,
+        fault=partial(compile_strictly, "inductor", str(tmp_path)),
     )
-    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float32", steps=2, fault=fault)
     assert verdict.passed, verdict
     assert verdict.max_grad_rel_err is not None
     assert verdict.max_grad_rel_err > 0.0
 
 
 def count_graphs(checkpointing: Any, tensor_parallel: int) -> list[int]:
-    """Graphs made by the end of each of: two steps, a validation, three steps, a validation; of twelve blocks."""
+    """Count the graphs of twelve blocks, so far, after each of four phases.
+
+    The phases are two steps, a validation, three steps and a validation.
+    """
     torch.compile = partial(torch.compile, backend="aot_eager", fullgraph=True)
     with pool_world() as device:
         stages = compose(
@@ -93,43 +110,43 @@ def count_graphs(checkpointing: Any, tensor_parallel: int) -> list[int]:
             step=StepShape(micro_batch=1, micro_batches=2, seq_len=16),
             seed=0,
         )
-        rows = torch.randint(32, (2, 16)), torch.randint(32, (2, 16)), torch.arange(16).repeat(2, 1)
-        seen = []
+        tokens, labels = torch.randint(32, (2, 16)), torch.randint(32, (2, 16))
+        positions = torch.arange(16).repeat(2, 1)
+        graphs = []
         for steps in (2, 3):
             for _ in range(steps):
-                stages.forward_backward(*rows, 32.0)
-            seen.append(counters["stats"]["unique_graphs"])
-            stages.evaluate(*rows)
-            seen.append(counters["stats"]["unique_graphs"])
-        return seen
+                stages.forward_backward(tokens, labels, positions, 32.0)
+            graphs.append(counters["stats"]["unique_graphs"])
+            stages.evaluate(tokens, labels, positions)
+            graphs.append(counters["stats"]["unique_graphs"])
+        return graphs
 
 
 @pytest.mark.parametrize(("checkpointing", "tensor_parallel"), [("none", 1), ("full", 2)])
 def test_blocks_share_a_graph(pool: Pool, checkpointing: str, tensor_parallel: int) -> None:
     arguments = {"checkpointing": checkpointing, "tensor_parallel": tensor_parallel}
-    assert (
-        pool.run(count_graphs, arguments, world_size=tensor_parallel)
-        == [[1, 2, 2, 2]] * tensor_parallel
-    )
+    graphs = pool.run(count_graphs, arguments, world_size=tensor_parallel)
+    assert graphs == [[1, 2, 2, 2]] * tensor_parallel
 
 
-def without_compiler() -> None:
+def hide_compiler() -> None:
     os.environ["CXX"] = "no-such-compiler"
 
 
-def test_no_compiler_is_said_before_training(pool: Pool, references: Path) -> None:
+def test_a_missing_compiler_is_reported_before_training(pool: Pool, references: Path) -> None:
     sets = ["compile.enabled=true", "data.global_batch=2"]
     verdict = verify_layout(
-        pool, references, RECIPE, sets, dtype="float64", steps=1, fault=without_compiler
+        pool, references, RECIPE, sets, dtype="float64", steps=1, fault=hide_compiler
     )
     assert verdict.refused
     assert verdict.error == (
-        "compile.enabled = true needs a C++ compiler on a CPU, and there is no 'no-such-compiler' on this machine; "
-        "install one, name another in the environment variable CXX, or use compile.enabled = false"
+        "compile.enabled = true needs a C++ compiler on a CPU, and there is no 'no-such-compiler' "
+        "on this machine; install one, name another in the environment variable CXX, or use "
+        "compile.enabled = false"
     )
 
 
-def test_no_triton_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_is_reported_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "find_spec", lambda name: None)
     with pytest.raises(
         DeviceError, match="needs Triton on a GPU, and this Python has none; install it, or use"

@@ -1,4 +1,4 @@
-"""Initial weights: any part of a tensor as the whole has it, and numbers that are normal."""
+"""Initial weights: a shard has the values of the whole tensor, and the numbers are normal."""
 
 import math
 from collections.abc import Mapping
@@ -20,30 +20,38 @@ PLAN = ShardingPlan(tensor={}, init={"norm.*": Constant(1.5), "*": Normal(0.02)}
 
 
 def filled(
-    shape: tuple[int, ...], *, offset: tuple[int, ...] | None = None, of: tuple[int, ...] = ()
+    shape: tuple[int, ...],
+    *,
+    offset: tuple[int, ...] | None = None,
+    whole_shape: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """The box of ``shape`` at ``offset`` of a tensor of shape ``of``; the whole tensor where these are absent."""
-    local = torch.full(shape, math.nan, dtype=torch.float64)
-    init.fill_normal(
-        local, of or shape, offset or (0,) * len(shape), std=0.5, key=init._key(3, "weight")
-    )
-    return local
+    """Fill the box of ``shape`` at ``offset`` of a tensor of ``whole_shape``.
+
+    Without ``offset`` and ``whole_shape``, the box is the whole tensor.
+    """
+    box = torch.full(shape, math.nan, dtype=torch.float64)
+    if offset is None:
+        offset = (0,) * len(shape)
+    key = init._key(3, "weight")
+    init.fill_normal(box, whole_shape or shape, offset, std=0.5, key=key)
+    return box
 
 
 def initialised(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
+    """Initialise modules of these names, each with a ``weight`` of its shape."""
     module = nn.Module()
     for name, shape in shapes.items():
-        part = nn.Module()
-        part.weight = nn.Parameter(torch.full(shape, math.nan, dtype=torch.float64))
-        module.add_module(name, part)
+        child = nn.Module()
+        child.weight = nn.Parameter(torch.full(shape, math.nan, dtype=torch.float64))
+        module.add_module(name, child)
     init.initialise(module, PLAN, seed)
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def shard_and_gather(
+def shard_has_values_of_whole(
     mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
 ) -> bool:
-    """Whether the shards that ranks fill on their own make the tensor that one process fills."""
+    """Whether the shard that this rank fills is its part of the tensor that one process fills."""
     with pool_world():
         mesh = init_device_mesh("cpu", mesh_shape)
         module = nn.Module()
@@ -55,19 +63,20 @@ def shard_and_gather(
         init.initialise(module, PLAN, seed=0)
         assert isinstance(module.first.weight, DTensor)
         whole = initialised({"first": shape})["first.weight"]
-        mine = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        return torch.equal(module.first.weight.to_local(), mine.to_local())
+        expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        return torch.equal(module.first.weight.to_local(), expected.to_local())
 
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[slice]]:
+    """The shape of a tensor and the slices of a box in it."""
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-    return shape, [slice(*each) for each in ends]
+    return shape, [slice(begin, end) for begin, end in ends]
 
 
 @given(box=boxes(), chunk=st.sampled_from([1, 7, 1 << 20]))
-def test_a_part_is_what_the_whole_has_there(
+def test_a_box_has_the_values_of_the_whole_tensor(
     box: tuple[tuple[int, ...], list[slice]], chunk: int
 ) -> None:
     shape, slices = box
@@ -75,9 +84,10 @@ def test_a_part_is_what_the_whole_has_there(
     assert not whole.isnan().any()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(init, "_CHUNK", chunk)
-        offset = tuple(each.start for each in slices)
-        part = filled(tuple(each.stop - each.start for each in slices), offset=offset, of=shape)
-    assert torch.equal(part, whole[tuple(slices)])
+        box_shape = tuple(part.stop - part.start for part in slices)
+        offset = tuple(part.start for part in slices)
+        values = filled(box_shape, offset=offset, whole_shape=shape)
+    assert torch.equal(values, whole[tuple(slices)])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +104,7 @@ def test_ranks_fill_their_shards_of_one_tensor(
     pool: Pool, mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
 ) -> None:
     arguments = {"mesh_shape": mesh_shape, "placements": placements, "shape": shape}
-    assert all(pool.run(shard_and_gather, arguments, world_size=math.prod(mesh_shape)))
+    assert all(pool.run(shard_has_values_of_whole, arguments, world_size=math.prod(mesh_shape)))
 
 
 def test_numbers_are_normal() -> None:
@@ -110,31 +120,28 @@ def test_numbers_are_normal() -> None:
     assert abs(numbers.pow(4).mean().item() - 3) < 5 * math.sqrt(96 / count)
     for lag in (1, 2, 64, 4096):
         assert abs((numbers[lag:] * numbers[:-lag]).mean().item()) < 5 / math.sqrt(count)
-    # Kolmogorov-Smirnov, at 0.1 %.
+    # The Kolmogorov-Smirnov test, at a significance of 0.1 %.
     expected = torch.special.ndtr(numbers.sort().values)
-    assert (expected - (torch.arange(count) + 0.5) / count).abs().max().item() < 1.95 / math.sqrt(
-        count
-    )
+    distance = (expected - (torch.arange(count) + 0.5) / count).abs().max().item()
+    assert distance < 1.95 / math.sqrt(count)
 
 
-def test_extreme_bits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_from_all_zeros_and_all_ones_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "_splitmix64", lambda index, key: index)
     numbers = init.normal_of(torch.tensor([0, -1]), key=0)
     assert numbers.isfinite().all()
     assert numbers.abs().max().item() < 7
 
 
-def test_indices_beyond_32_bits_have_numbers_of_their_own() -> None:
+def test_indices_beyond_32_bits_have_different_numbers() -> None:
     numbers = init.normal_of(torch.tensor([5, 5 + 2**32, 5 + 2**40]), key=0)
     assert len(numbers.unique()) == 3
-    far = filled((1, 4), of=(200_000, 128_256), offset=(150_000, 100))
-    assert torch.equal(
-        far[0] / 0.5,
-        init.normal_of(150_000 * 128_256 + 100 + torch.arange(4), init._key(3, "weight")),
-    )
+    far = filled((1, 4), whole_shape=(200_000, 128_256), offset=(150_000, 100))
+    indices = 150_000 * 128_256 + 100 + torch.arange(4)
+    assert torch.equal(far[0] / 0.5, init.normal_of(indices, init._key(3, "weight")))
 
 
-def test_names_and_seeds_give_other_numbers() -> None:
+def test_names_and_seeds_give_different_numbers() -> None:
     shapes = {"one": (64, 64), "two": (64, 64)}
     first, again, other = initialised(shapes), initialised(shapes), initialised(shapes, seed=1)
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -143,15 +150,13 @@ def test_names_and_seeds_give_other_numbers() -> None:
         assert a.std().item() == pytest.approx(0.02, rel=0.06)
         for b in tensors[:index]:
             assert not (a == b).any()
-            assert (
-                abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()) < 5 / 64
-            )
+            correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()
+            assert abs(correlation) < 5 / 64
 
 
-def test_a_constant_is_that_number() -> None:
-    assert torch.equal(
-        initialised({"norm": (7,)})["norm.weight"], torch.full((7,), 1.5, dtype=torch.float64)
-    )
+def test_a_constant_fills_the_tensor() -> None:
+    weight = initialised({"norm": (7,)})["norm.weight"]
+    assert torch.equal(weight, torch.full((7,), 1.5, dtype=torch.float64))
 
 
 def test_float32_is_float64_rounded() -> None:
