@@ -25,7 +25,7 @@ from composer3d.convert.formats import (
 from composer3d.convert.targets import EMBEDDING, write
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.model import Llama
-from composer3d.runtime.files import sync
+from composer3d.runtime.files import publish, sync
 from composer3d.spec.errors import CheckpointError
 
 SHARD_BYTES = 5 * 10**9  # the largest safetensors file that Hugging Face writes
@@ -115,8 +115,7 @@ def convert(
         }
         if logits:
             report["logits"] = _compare_logits(source, written, exact=dtype is None)
-        staging.rename(dst)
-        sync(dst.parent)
+        publish(staging, dst)
     except BaseException as error:
         if staging.is_dir():
             shutil.rmtree(staging)

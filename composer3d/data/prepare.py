@@ -1,4 +1,7 @@
-"""``composer3d prepare``: documents to token files, in one pass, in memory that the longest document decides."""
+"""``composer3d prepare``: turn documents into token files, in one pass.
+
+The memory that it takes depends on the longest document, not on the size of the source.
+"""
 
 import contextlib
 import glob
@@ -11,11 +14,11 @@ import uuid
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from composer3d.data.documents import Document, documents_of, files_of, refuse_unreadable
+from composer3d.data.documents import Document, list_files, read_documents, refuse_unreadable
 from composer3d.data.tokenizer import Tokenizer, open_tokenizer
 from composer3d.data.tokens import write_manifest
 from composer3d.recipe.values import one_line
@@ -23,17 +26,33 @@ from composer3d.runtime.files import publish
 from composer3d.spec.errors import DataError
 from composer3d.spec.token_manifest import digest_of
 
-_BATCH_BYTES = 2 << 20  # of text that is tokenized at once, and the rest of its last document
-_BATCH_DOCUMENTS = 1 << 14  # at most: each takes a thousand bytes of memory, were it empty
-_PROGRESS_S = 60.0  # between lines of progress, and on a terminal a sixth of it
-_JSON = (".json", ".ndjson")
+# Documents are tokenized in batches. A batch ends with the document that reaches one of these
+# limits.
+_BATCH_BYTES = 2 << 20  # of text
+_BATCH_DOCUMENTS = 1 << 14  # each takes about 1000 bytes of memory, even if it is empty
+
+_PROGRESS_S = 60.0  # between lines of progress; a terminal gets six times as many
+
+# Files that would be read as prose although they are not, by suffix, with what to do about them.
+_JSON_SUFFIXES = (".json", ".ndjson")
+_JSON_ADVICE = "rename it to .jsonl if each line is an object, else convert it or move it away"
 _NO_TEXT = {
-    ".parquet": "convert it to JSONL"
-}  # what would be read as prose: suffixes, and the way out
-_NO_TEXT |= dict.fromkeys(
-    _JSON, "rename it to .jsonl if each line is an object, else convert it or move it away"
-)
-_NO_TEXT |= dict.fromkeys((".gz", ".zst", ".bz2", ".xz"), "decompress it")
+    ".parquet": "convert it to JSONL",
+    ".json": _JSON_ADVICE,
+    ".ndjson": _JSON_ADVICE,
+    ".gz": "decompress it",
+    ".zst": "decompress it",
+    ".bz2": "decompress it",
+    ".xz": "decompress it",
+}
+
+
+class _Counts(NamedTuple):
+    """What was written, and the bytes of the source that were read for it."""
+
+    documents: int
+    tokens: int
+    source_bytes: int
 
 
 def prepare(
@@ -45,61 +64,69 @@ def prepare(
     removes it.
 
     Args:
-        source, out, tokenizer, eod: as on the command line.
-        field: the key of the text in JSONL; None: "text".
+        source: a text file, a JSONL file, or a folder of one kind.
+        out: the folder to make. It must not exist.
+        tokenizer: "bytes", or the path of a tokenizer.json.
+        eod: the name of the token that ends each document. None: the tokenizer's usual one.
+        field: the key of the text in JSONL. None: "text".
 
     Returns:
-        What was written: ``documents``, ``tokens``, ``vocab``, ``dtype``, ``source_bytes`` and more.
+        What was written: ``documents``, ``tokens``, ``vocab``, ``dtype``, ``end_of_document``,
+        ``tokenizer`` and ``source_bytes``.
 
     Raises:
-        DataError: the source or the tokenizer cannot be used, or ``out`` exists or cannot be written.
+        DataError: the source or the tokenizer cannot be used, or ``out`` exists or cannot be
+            written.
         SystemExit: on SIGTERM, which ends it as Ctrl-C does.
     """
     for option, path in (("SRC", source), ("-o", out), ("--tokenizer", tokenizer)):
-        _require_path(option, path)
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        _require_valid_path(option, path)
+    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        with contextlib.closing(open_tokenizer(tokenizer, eod)) as coder:
-            return _prepare(Path(source), Path(os.path.abspath(out)), coder, field)
+        with contextlib.closing(open_tokenizer(tokenizer, eod)) as opened:
+            return _prepare(Path(source), Path(os.path.abspath(out)), opened, field)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
-def _require_path(option: str, path: str) -> None:
-    """Raises DataError where no file can have such a name."""
+def _require_valid_path(option: str, path: str) -> None:
+    """Raise DataError if no file can have this path: it holds NUL or cannot be encoded."""
     try:
-        if b"\0" not in os.fsencode(path):
-            return
+        is_valid = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
-        pass
-    raise DataError(f"{option} {one_line(path)}: no file can have such a name; give another")
+        is_valid = False
+    if not is_valid:
+        raise DataError(f"{option} {one_line(path)}: no file can have such a name; give another")
 
 
 def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -> dict[str, Any]:
-    """Returns what ``tokens.json`` says, and ``source_bytes``."""
+    """Write the folder; return the facts in ``tokens.json``, and ``source_bytes``."""
     if os.path.lexists(out):
         raise DataError(f"{_shown(out)} exists; remove it, or give another -o")
-    for left in sorted(out.parent.glob(f"{glob.escape(out.name)}.tmp-*")):
+    for leftover in sorted(out.parent.glob(f"{glob.escape(out.name)}.tmp-*")):
         print(
-            f"{_shown(left)} is left of a prepare that was killed, or is running; remove it if none is",
+            f"{_shown(leftover)} is left of a prepare that was killed, or belongs to one that is "
+            "running; remove it if none is",
             file=sys.stderr,
         )
-    files, field = _open_source(source, field)
+
+    files, field = _list_source(source, field)
     staging = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         staging.mkdir(parents=True)
-        documents, tokens, source_bytes = _write(staging, files, field, tokenizer)
-        if not documents:
+        counts = _write(staging, files, field, tokenizer)
+        if not counts.documents:
             raise DataError(f"{_shown(source)}: all files are empty; give a path that holds text")
+        content = tokenizer.content
         facts = {
             "dtype": tokenizer.dtype.name,
             "vocab": tokenizer.vocab,
-            "tokens": tokens,
-            "documents": documents,
+            "tokens": counts.tokens,
+            "documents": counts.documents,
             "end_of_document": tokenizer.end,
             "tokenizer": {
                 "name": tokenizer.name,
-                "digest": tokenizer.content and digest_of(tokenizer.content),
+                "digest": None if content is None else digest_of(content),
             },
         }
         write_manifest(staging, facts)
@@ -110,67 +137,97 @@ def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return {**facts, "source_bytes": source_bytes}
+    return {**facts, "source_bytes": counts.source_bytes}
 
 
-def _open_source(source: Path, field: str | None) -> tuple[list[Path], str | None]:
-    """The files, and the key of the text if they are JSONL, which ``field`` makes of one file of any name."""
+def _list_source(source: Path, field: str | None) -> tuple[list[Path], str | None]:
+    """Return the files of the source, and the key of the text if they are JSONL.
+
+    A single file of any name is JSONL if ``field`` is given.
+
+    Raises DataError if there are no files, or they are not of one kind that can be read.
+    """
     if not os.path.exists(source):
         raise DataError(
-            f"{_shown(source)} does not exist; give a text file, a .jsonl file or a folder of one kind"
+            f"{_shown(source)} does not exist; "
+            "give a text file, a .jsonl file or a folder of one kind"
         )
-    files = files_of(source)
+    files = list_files(source)
     if not files:
         raise DataError(f"{_shown(source)}: no files found; give a path that holds text")
-    kinds = {file.suffix.lower(): file for file in files}
-    one = field is not None and files == [source]
-    for kind, file in kinds.items():
-        if kind in _NO_TEXT and not (one and kind in _JSON):
+
+    examples = {file.suffix.lower(): file for file in files}  # a file of each suffix
+    is_jsonl_by_field = field is not None and files == [source]
+    for suffix, file in examples.items():
+        is_read = suffix not in _NO_TEXT or (is_jsonl_by_field and suffix in _JSON_SUFFIXES)
+        if not is_read:
             raise DataError(
-                f"{_shown(file)}: a {one_line(kind)} file is not read as text; {_NO_TEXT[kind]}"
+                f"{_shown(file)}: a {one_line(suffix)} file is not read as text; {_NO_TEXT[suffix]}"
             )
-    if one or ".jsonl" in kinds:
-        others = [file for kind, file in kinds.items() if kind != ".jsonl"]
-        if len(kinds) > 1:
+
+    if is_jsonl_by_field or ".jsonl" in examples:
+        others = [file for suffix, file in examples.items() if suffix != ".jsonl"]
+        if len(examples) > 1:
             raise DataError(
-                f"{_shown(source)} holds JSONL and other files, such as {_shown(others[0])}; give a folder of one kind"
+                f"{_shown(source)} holds JSONL and other files, such as {_shown(others[0])}; "
+                "give a folder of one kind"
             )
         return files, "text" if field is None else field
     if field is not None:
         raise DataError(
-            f"--field {one_line(field)} is not read with text, and {_shown(source)} holds no .jsonl file; remove it"
+            f"--field {one_line(field)} is only read with JSONL, and {_shown(source)} holds no "
+            ".jsonl file; remove it"
         )
     return files, None
 
 
-def _write(
-    folder: Path, files: list[Path], field: str | None, tokenizer: Tokenizer
-) -> tuple[int, int, int]:
-    """Everything but the manifest. Returns how many documents, tokens and bytes of the source there were."""
+def _write(folder: Path, files: list[Path], field: str | None, tokenizer: Tokenizer) -> _Counts:
+    """Write all files of the folder except the manifest."""
     if tokenizer.content is not None:
         (folder / "tokenizer.json").write_bytes(tokenizer.content)
-    n_documents = n_tokens = read = 0
-    total = sum(map(_size, files))
-    pause_s = _PROGRESS_S / 6 if sys.stderr.isatty() else _PROGRESS_S
-    began = told = time.monotonic()
+    counts = _Counts(0, 0, 0)
+    progress = _Progress(sum(map(_size, files)))
     with (
         open(folder / "tokens.bin", "wb") as tokens_file,
         open(folder / "documents.bin", "wb") as starts_file,
     ):
-        for batch in _batches(documents_of(files, field, longest=tokenizer.longest)):
+        for batch in _batches(read_documents(files, field, longest=tokenizer.longest)):
             tokens, lengths = tokenizer.encode(batch)
             tokens_file.write(tokens.data)
-            starts_file.write((n_tokens + np.cumsum(lengths) - lengths).astype("<i8").data)
-            n_documents += len(batch)
-            n_tokens += len(tokens)
-            read += sum(document.size for document in batch)
-            now = time.monotonic()
-            if now - told >= pause_s:
-                told, left = now, timedelta(seconds=round((now - began) * max(total / read - 1, 0)))
-                shown = f"{n_documents:,} documents, {n_tokens:,} tokens, {read / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-                print(f"{shown}, {left} left", file=sys.stderr)
-        starts_file.write(np.array([n_tokens], dtype="<i8").data)
-    return n_documents, n_tokens, read
+            starts = counts.tokens + np.cumsum(lengths) - lengths
+            starts_file.write(starts.astype("<i8").data)
+            counts = _Counts(
+                counts.documents + len(batch),
+                counts.tokens + len(tokens),
+                counts.source_bytes + sum(document.size for document in batch),
+            )
+            progress.report(counts)
+        starts_file.write(np.array([counts.tokens], dtype="<i8").data)
+    return counts
+
+
+class _Progress:
+    """Prints a line now and then: what was done, and the time that is left."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._pause_s = _PROGRESS_S / 6 if sys.stderr.isatty() else _PROGRESS_S
+        self._started_s = self._reported_s = time.monotonic()
+
+    def report(self, counts: _Counts) -> None:
+        """Print a line if the last one is old enough."""
+        now_s = time.monotonic()
+        if now_s - self._reported_s < self._pause_s:
+            return
+        self._reported_s = now_s
+        # As fast as until now. The source may have grown, so nothing may be left.
+        ratio_left = max(self._total_bytes / counts.source_bytes - 1, 0)
+        left = timedelta(seconds=round((now_s - self._started_s) * ratio_left))
+        print(
+            f"{counts.documents:,} documents, {counts.tokens:,} tokens, "
+            f"{counts.source_bytes / 1e6:,.0f} of {self._total_bytes / 1e6:,.0f} MB, {left} left",
+            file=sys.stderr,
+        )
 
 
 def _size(file: Path) -> int:
@@ -181,10 +238,12 @@ def _size(file: Path) -> int:
 
 
 def _shown(path: Path) -> str:
+    """Return a path on one line."""
     return one_line(str(path))
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents into batches of bounded size. Each has at least one document."""
     batch: list[Document] = []
     size = 0
     for document in documents:
