@@ -1,4 +1,7 @@
-"""Documents, one after another: text files, and the lines of JSONL files, in the same order on every machine."""
+"""Read documents one after another: text files, and the lines of JSONL files.
+
+Their order is the same on every machine.
+"""
 
 import json
 import os
@@ -11,128 +14,160 @@ from composer3d.spec.errors import DataError
 from composer3d.spec.files import open_plain
 
 LONGEST_TEXT = 4 << 30  # bytes of a file that is one document
-_LINE_BYTES = 16 << 20  # of a line of JSONL: what it parses to can take 30 times that in memory
-END_OF_DOCUMENT = 0  # of tokens that are bytes; token files name their own
+_LINE_BYTES = 16 << 20  # of a line of JSONL; a parsed line can take 30 times its size in memory
+END_OF_DOCUMENT = 0  # the token that ends a document of bytes; token files name their own
+_SHOWN_CHARACTERS = 200  # of a line in a message
 
 
 class Document(NamedTuple):
-    """``place`` names it in messages: ``a.txt``, ``b.jsonl:7``. ``size``: bytes of the source that were read for it."""
+    """One document.
+
+    Attributes:
+        place: names it in messages, such as ``a.txt`` or ``b.jsonl:7``.
+        text: its bytes.
+        size: the number of bytes of the source that were read for it.
+    """
 
     place: str
     text: bytes
     size: int
 
 
-def files_of(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[Path]:
-    """``path`` itself where it is a file, else the files below it whose names end with ``suffix``, by relative path.
+def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[Path]:
+    """Return the files below the folder ``path``, in the order of their relative paths.
 
-    Hidden files, hidden folders, those that ``skip`` names, links to folders and what is no plain file (pipes, devices)
-    are passed over. Raises DataError where a folder cannot be read.
+    Hidden files and hidden folders are skipped, as are links to folders, and anything that is not a
+    plain file, such as a pipe or a device. A link to a file counts as a file.
+
+    Args:
+        path: a folder. If it is not a folder, it is the only file returned.
+        suffix: only files whose names end with it are returned.
+        skip: names of folders that are skipped.
+
+    Raises:
+        DataError: a folder cannot be read.
     """
     if not os.path.isdir(path):
         return [path]
-    found: list[Path] = []
-    left = [str(path)]
-    while (
-        left
-    ):  # not os.walk, which recurses: folders may lie in each other more than a thousand deep
-        folder = left.pop()
+    files: list[Path] = []
+    # os.walk would recurse, and folders may be nested more than a thousand deep.
+    pending = [str(path)]
+    while pending:
+        folder = pending.pop()
         try:
             with os.scandir(folder) as entries:
-                inner = [entry for entry in entries if not entry.name.startswith(".")]
+                visible = [entry for entry in entries if not entry.name.startswith(".")]
         except OSError as error:
             refuse_unreadable(error, Path(folder))
-        if not os.access(folder, os.X_OK):  # its files would look like none
+        # A folder that may be listed but not entered would seem to have no files.
+        if not os.access(folder, os.X_OK):
             raise DataError(
                 f"{_shown(folder)}: may not be entered; allow it, or move the folder away"
             )
-        for entry in inner:
+        for entry in visible:
             if entry.is_dir(follow_symlinks=False):
-                left += [entry.path] if entry.name not in skip else []
-            elif entry.name.endswith(suffix) and os.path.isfile(
-                entry.path
-            ):  # a link to a file is one
-                found.append(Path(entry.path))
-    return sorted(found, key=Path.as_posix)
+                if entry.name not in skip:
+                    pending.append(entry.path)
+            elif entry.name.endswith(suffix) and os.path.isfile(entry.path):
+                files.append(Path(entry.path))
+    return sorted(files, key=Path.as_posix)
 
 
-def documents_of(
+def read_documents(
     files: Iterable[Path], field: str | None, *, longest: int = LONGEST_TEXT
 ) -> Iterator[Document]:
-    """Each file is a document; with ``field``, that string of the JSON object in each line is one, in UTF-8.
+    """Yield the documents in ``files``, in order. Empty texts and blank lines are skipped.
 
-    Empty texts and blank lines are none. Raises DataError, naming file and line, where a file cannot be read or is no
-    plain one, a line is something else, or a file that is one document is larger than ``longest`` bytes.
+    Args:
+        files: text files, or JSONL files if ``field`` is given.
+        field: the key of the text in each line's JSON object; each line is a document, in UTF-8.
+            None: each file is a document.
+        longest: the largest size, in bytes, of a file that is one document.
+
+    Raises:
+        DataError: a file cannot be read, is not a plain file or is too large, or a line is not
+            such an object or is too long. It names the file and the line.
     """
     for file in files:
         place = _shown(file)
         try:
             with open_plain(file) as content:
                 if field is not None:
-                    yield from _documents_of_lines(content, field, place)
+                    yield from _read_lines(content, field, place)
                     continue
-                if (size := os.fstat(content.fileno()).st_size) > longest:
+                size = os.fstat(content.fileno()).st_size
+                if size > longest:
                     refuse_long(place, size, longest)
-                if text := content.read(longest + 1):
+                text = content.read(longest + 1)
+                if text:
                     yield Document(place, text, len(text))
         except OSError as error:
             refuse_unreadable(error, file)
 
 
-def _documents_of_lines(content: BinaryIO, field: str, place: str) -> Iterator[Document]:
+def _read_lines(content: BinaryIO, field: str, path: str) -> Iterator[Document]:
     number = 0
     while line := content.readline(_LINE_BYTES + 1):
         number += 1
+        place = f"{path}:{number}"
         if len(line) > _LINE_BYTES:
             raise DataError(
-                f"{place}:{number}: the line is longer than {_LINE_BYTES:_} bytes, which is too much for one document; "
-                "cut it into several"
+                f"{place}: the line is longer than {_LINE_BYTES:_} bytes, which is too much for "
+                "one document; cut it into several"
             )
-        if not line.isspace() and (text := _text_of(line, field, f"{place}:{number}")):
-            yield Document(f"{place}:{number}", text, len(line))
+        if line.isspace():
+            continue
+        text = _parse_line(line, field, place)
+        if text:
+            yield Document(place, text, len(line))
 
 
-def _text_of(line: bytes, field: str, place: str) -> bytes:
+def _parse_line(line: bytes, field: str, place: str) -> bytes:
+    """Return the text in a line of JSONL. Raises DataError if there is none."""
     try:
-        entry = json.loads(line)  # not strictly: corpora of Python's have NaN beside their text
+        # Not the strict parser of spec.files: corpora that Python wrote may have NaN beside the
+        # text.
+        entry = json.loads(line)
         if isinstance(entry, dict) and isinstance(entry.get(field), str):
             return entry[field].encode()
-        problem = f"got {one_line(line[:800].decode(errors='replace').strip()[:200])}"
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also half a surrogate pair, numbers of thousands of digits
+        # Cut before it is decoded as well: the line may be long.
+        shown = line[: 4 * _SHOWN_CHARACTERS].decode(errors="replace").strip()
+        problem = f"got {one_line(shown[:_SHOWN_CHARACTERS])}"
+    except (ValueError, RecursionError) as error:
+        # Also half of a surrogate pair, and a number of thousands of digits.
         problem = one_line(str(error))[:300]
-    form = f'{{"{one_line(field)}": "..."}}'
+    example = f'{{"{one_line(field)}": "..."}}'
     raise DataError(
-        f"{place}: must be a JSON object such as {form}: {problem}; mend the line, or name the key of the text with "
-        "data.field of a recipe, or --field of prepare"
+        f"{place}: must be a JSON object such as {example}: {problem}; correct the line, or name "
+        "the key of the text with data.field of a recipe, or --field of prepare"
     )
 
 
 def refuse_end_of_document(document: Document) -> None:
-    """Raises DataError where a text that is read as bytes holds the one that ends a document."""
-    if (offset := document.text.find(END_OF_DOCUMENT)) >= 0:
+    """Raise DataError if a text that is read as bytes holds byte 0, which ends a document."""
+    offset = document.text.find(END_OF_DOCUMENT)
+    if offset >= 0:
         raise DataError(
             f"{document.place}: byte 0 at offset {offset} would end a document there; "
-            "remove that byte, or take the document away if it is not text"
+            "remove that byte, or remove the document if it is not text"
         )
 
 
 def refuse_long(place: str, size: int, longest: int) -> NoReturn:
-    """Raises DataError: one document of ``size`` bytes is too long."""
+    """Raise DataError: one document of ``size`` bytes is longer than ``longest`` bytes."""
     raise DataError(
-        f"{place}: one document of {size:_} bytes, which must fit into memory; use at most {longest:_}, or cut it into "
-        "documents, a file or a JSONL line each"
+        f"{place}: one document of {size:_} bytes, which must fit into memory; use at most "
+        f"{longest:_}, or cut it into documents, a file or a JSONL line each"
     )
 
 
 def refuse_unreadable(error: OSError, file: Path) -> NoReturn:
+    """Raise DataError: ``file`` cannot be read, for the reason in ``error``."""
     raise DataError(
         f"{_shown(file)}: cannot be read: {error.strerror}; make it readable or move it away"
     ) from error
 
 
 def _shown(path: str | Path) -> str:
-    """A path on one line: a name may hold line breaks, and bytes that are not UTF-8."""
+    """Return a path on one line. A name may hold line breaks, and bytes that are not UTF-8."""
     return one_line(str(path))

@@ -1,7 +1,8 @@
-"""Batches in an order that is a pure function of (seed, step), whatever the layout.
+"""Serve batches in an order that is a pure function of (seed, step) on every layout.
 
-Samples are counted globally: step s is the global samples s * global_batch ... (s + 1) * global_batch - 1, and batch
-rank r of n takes the r-th of n contiguous slices. What a step trains on never depends on how many ranks share it.
+Samples are counted globally. Step s trains on the global samples s * global_batch to (s + 1) *
+global_batch - 1, and batch rank r of n takes the r-th of n contiguous slices. So what a step
+trains on never depends on the number of ranks that share it.
 """
 
 import warnings
@@ -19,23 +20,32 @@ from composer3d.data.tokens import Corpus
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.spec.errors import DataError
 
-# What the order of samples depends on: a checkpoint that was made with another one cannot be continued. With another
-# packing it can: the samples go on as they were, and a later stage of a training may well change it.
-_ORDER = ("seq_len", "global_batch", "seed")
+# The order of samples depends on these fields. A checkpoint cannot be resumed with other values.
+# It can be resumed with another packing: the samples are the same, and a later stage of training
+# may well change it.
+_ORDER_FIELDS = ("seq_len", "global_batch", "seed")
 
 
 class Batch(NamedTuple):
-    """What one rank trains on in one step. All int64 on the CPU; (rows, T / cp), but documents (rows, T).
+    """What one rank trains on in one step.
 
-    ``labels_BT[b, t]`` is the token that follows ``tokens_BT[b, t]``, or shape.IGNORE_INDEX where that is of another
-    document; ``positions_BT`` count from the start of the document within the row; ``documents_BT`` number the row's
-    documents from 0. Where rows are not split into documents it is None, and each row is one sequence.
+    All tensors are int64 on the CPU. Their shape is (rows, T / cp), but ``documents_BT`` has
+    (rows, T).
+
+    Attributes:
+        tokens_BT: the inputs.
+        labels_BT: the token that follows each input, or ``IGNORE_INDEX`` if that token belongs to
+            another document.
+        positions_BT: the position of each input in its document, from the document's start within
+            the row.
+        documents_BT: the number of each token's document within the row, from 0. None if rows are
+            not split into documents: then each row is one sequence.
     """
 
-    tokens_BT: torch.Tensor  # noqa: N815
-    labels_BT: torch.Tensor  # noqa: N815
-    positions_BT: torch.Tensor  # noqa: N815
-    documents_BT: torch.Tensor | None = None  # noqa: N815
+    tokens_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    positions_BT: torch.Tensor
+    documents_BT: torch.Tensor | None = None
 
 
 @lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
@@ -45,37 +55,71 @@ def _permutation(n_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def sample_order(n_samples: int, seed: int, first: int, count: int) -> np.ndarray:
-    """The corpus samples behind the global samples ``first`` ... ``first + count - 1``: int64, shape (count,).
+    """Return the corpus samples behind the global samples ``first`` to ``first + count - 1``.
 
-    Global sample g belongs to epoch g // n_samples, each epoch a permutation of its own. ``seed`` is at least 0.
+    Global sample g belongs to epoch g // n_samples. Each epoch has its own permutation of the
+    corpus.
+
+    Args:
+        n_samples: samples in the corpus.
+        seed: at least 0.
+        first: the first global sample.
+        count: how many samples.
+
+    Returns:
+        Indices of corpus samples: int64, shape (count,).
     """
     epochs, places = np.divmod(np.arange(first, first + count), n_samples)
-    out = np.empty(count, dtype=np.int64)
+    order = np.empty(count, dtype=np.int64)
     for epoch in np.unique(epochs):
-        out[epochs == epoch] = _permutation(n_samples, seed, int(epoch))[places[epochs == epoch]]
-    return out
+        in_epoch = epochs == epoch
+        order[in_epoch] = _permutation(n_samples, seed, int(epoch))[places[in_epoch]]
+    return order
 
 
 def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(documents, positions), int64 like a ``Batch``'s, of rows whose documents end where ``ends_BT`` is true."""
+    """Number the documents of each row, and the positions in each document.
+
+    Args:
+        ends_BT: bool, true at the last token of each document.
+
+    Returns:
+        The documents and the positions, as ``Batch`` has them: int64, of the shape of ``ends_BT``.
+    """
     starts_BT = ends_BT.roll(1, dims=1)
-    starts_BT[:, 0] = (
-        False  # the row's own start: position 0 of document 0, whether or not a document starts there
-    )
+    # A row starts with position 0 of document 0, whether or not a document starts there.
+    starts_BT[:, 0] = False
     places_T = torch.arange(ends_BT.shape[1])
-    return starts_BT.cumsum(1), places_T - torch.where(starts_BT, places_T, 0).cummax(1).values
+    start_places_BT = torch.where(starts_BT, places_T, 0).cummax(1).values
+    return starts_BT.cumsum(1), places_T - start_places_BT
 
 
 @dataclass(eq=False)
 class Loader(Dataset[Batch]):
-    """An iterator without end: one ``Batch`` of global_batch / batch_ranks rows a step.
+    """An endless iterator over the batches of one rank.
 
-    ``loader[step]`` is the batch of any step, of this rank's rows alone, and of the tokens of them that it holds. With
-    ``packing`` "documents" rows are split where a token ends a document, of which a rank reads the whole row; the
-    samples are the same.
-    The state counts steps of the global batch, so that it continues exactly under any number of batch ranks.
+    Each step has global_batch / batch_ranks rows for a rank. ``loader[step]`` is the batch of any
+    step. It reads only this rank's rows, and only the tokens of them that this rank holds. With
+    packing "documents", it reads whole rows and splits them after each token that ends a document;
+    the samples are the same.
 
-    ``batch_ranks`` divides ``global_batch``. Raises DataError where the corpus is too small for one sample.
+    The state counts steps of the global batch, so training continues exactly with any number of
+    batch ranks.
+
+    Attributes:
+        corpus: the tokens.
+        seq_len: tokens in a row.
+        global_batch: rows in a step, over all ranks; a multiple of ``batch_ranks``.
+        seed: of the order of samples, at least 0.
+        batch_rank: this rank's number among the ranks with different rows.
+        batch_ranks: how many such ranks there are.
+        packing: whether rows are split into documents.
+        owned_ranges: this rank's ranges of each row's tokens, each as (first, count), in order.
+            None: whole rows.
+        next_step: the step of the next batch.
+
+    Raises:
+        DataError: the corpus is too small for one sample.
     """
 
     corpus: Corpus
@@ -86,31 +130,34 @@ class Loader(Dataset[Batch]):
     batch_rank: int
     batch_ranks: int
     packing: Literal["none", "documents"] = "none"
-    held: Sequence[tuple[int, int]] | None = (
-        None  # (first, count) of a row's tokens, by turns; None: all
-    )
+    owned_ranges: Sequence[tuple[int, int]] | None = None
     next_step: int = 0
 
     def __post_init__(self) -> None:
-        self._rows, rest = divmod(self.global_batch, self.batch_ranks)
-        assert rest == 0  # a rule of recipes
+        self._rows, remainder = divmod(self.global_batch, self.batch_ranks)
+        assert remainder == 0  # a rule of recipes
         n_tokens = len(self.corpus.tokens)
         if n_tokens <= self.seq_len:
             raise DataError(
-                f"corpus {self.corpus.name} has {n_tokens} tokens: too few for data.seq_len = {self.seq_len}, "
-                f"which needs {self.seq_len + 1}; shorten data.seq_len or give more text"
+                f"corpus {self.corpus.name} has {n_tokens} tokens: too few for data.seq_len = "
+                f"{self.seq_len}, which needs {self.seq_len + 1}; shorten data.seq_len or give "
+                "more text"
             )
         # A view: sample i is row i, tokens[i * seq_len : i * seq_len + seq_len + 1].
         windows = np.lib.stride_tricks.sliding_window_view(self.corpus.tokens, self.seq_len + 1)
         self._samples = windows[:: self.seq_len]
-        # A DataLoader draws a seed for workers when it starts: a generator of its own leaves torch's global one alone.
+
+        # A DataLoader draws a seed for workers when it starts. With a generator of its own, it
+        # leaves torch's global one alone.
+        generator = torch.Generator()
         with warnings.catch_warnings():
-            # torchdata 0.11 calls it in every constructor; torch 2.13 warns and does nothing.
+            # torchdata 0.11 calls set_vital in every constructor; torch 2.13 warns and does
+            # nothing.
             warnings.filterwarnings(
                 "ignore", message="'set_vital' is deprecated", category=UserWarning
             )
             loader: StatefulDataLoader[Batch] = StatefulDataLoader(
-                self, batch_size=None, sampler=self._steps(), generator=torch.Generator()
+                self, batch_size=None, sampler=self._steps(), generator=generator
             )
         self._batches: Iterator[Batch] = iter(loader)
 
@@ -120,21 +167,25 @@ class Loader(Dataset[Batch]):
             yield self.next_step - 1
 
     def __getitem__(self, step: int) -> Batch:
-        first = step * self.global_batch + self.batch_rank * self._rows
-        numbers = sample_order(len(self._samples), self.seed, first, self._rows)
-        places = np.concatenate(
-            [np.arange(first, first + count) for first, count in self.held or [(0, self.seq_len)]]
-        )
-        tokens_BT, labels_BT = (
-            torch.from_numpy(self._samples[numbers[:, None], places + shift].astype(np.int64))
-            for shift in (0, 1)
-        )
+        first_sample = step * self.global_batch + self.batch_rank * self._rows
+        samples = sample_order(len(self._samples), self.seed, first_sample, self._rows)
+
+        ranges = self.owned_ranges or [(0, self.seq_len)]
+        places = np.concatenate([np.arange(first, first + count) for first, count in ranges])
+        tokens_BT = self._gather(samples, places)
+        labels_BT = self._gather(samples, places + 1)
         if self.packing == "none":
             return Batch(tokens_BT, labels_BT, torch.from_numpy(places).repeat(self._rows, 1))
-        ends_BT = torch.from_numpy(self._samples[numbers, :-1] == self.corpus.end_of_document)
+
+        whole_rows = self._samples[samples, :-1]
+        ends_BT = torch.from_numpy(whole_rows == self.corpus.end_of_document)
         documents_BT, positions_BT = number_documents(ends_BT)
         labels_BT = labels_BT.masked_fill_(ends_BT[:, places], IGNORE_INDEX)
         return Batch(tokens_BT, labels_BT, positions_BT[:, places], documents_BT)
+
+    def _gather(self, samples: np.ndarray, places: np.ndarray) -> torch.Tensor:
+        """Copy the tokens at ``places`` of the given corpus samples: int64, (samples, places)."""
+        return torch.from_numpy(self._samples[samples[:, None], places].astype(np.int64))
 
     def __iter__(self) -> "Loader":
         return self
@@ -143,24 +194,30 @@ class Loader(Dataset[Batch]):
         return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """``next_step``, the step of the next batch, ``digest`` of the corpus, and the keys that decide the order."""
-        order = {key: getattr(self, key) for key in _ORDER}
+        """Return what a resumed run needs: ``next_step``, the corpus's ``digest``, and the order.
+
+        The order is given by ``seq_len``, ``global_batch`` and ``seed``.
+        """
+        order = {name: getattr(self, name) for name in _ORDER_FIELDS}
         return {"next_step": self.next_step, "digest": self.corpus.digest, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where ``state`` was taken. Raises DataError where that was over other tokens or another order."""
+        """Continue from ``state``. Raises DataError if it was saved with other tokens or order."""
         if state["digest"] != self.corpus.digest:
             raise DataError(
-                f"corpus {self.corpus.name} has digest {self.corpus.digest}, the checkpoint's was {state['digest']}: "
-                "the data has changed since; restore it, or start anew under another run.name"
+                f"corpus {self.corpus.name} has digest {self.corpus.digest}, but the checkpoint "
+                f"was made with {state['digest']}: the data has changed since; restore it, "
+                "or start a new run under another run.name"
             )
         changed = [
-            f"data.{key} = {getattr(self, key)}, but the checkpoint was made with {state[key]}: samples would be "
-            "skipped or seen twice; set it back, or start anew under another run.name"
-            for key in _ORDER
-            if state[key] != getattr(self, key)
+            f"data.{name} = {getattr(self, name)}, but the checkpoint was made with {state[name]}: "
+            "samples would be skipped or seen twice; set it back, or start a new run under another "
+            "run.name"
+            for name in _ORDER_FIELDS
+            if state[name] != getattr(self, name)
         ]
         if changed:
             raise DataError(changed)
-        # Without workers the sampler is exactly as far as the batches that were handed out: its state is the loader's.
+        # There are no workers, so the sampler is exactly as far as the batches that were returned:
+        # its state is the loader's.
         self.next_step = state["next_step"]

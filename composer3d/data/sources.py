@@ -1,6 +1,8 @@
-"""Where training text comes from: documents read as bytes and joined into one array, or token files made before.
+"""Open the training or validation text of a recipe as one array of tokens.
 
-Read as bytes, the vocabulary is the 256 of them. Byte 0 ends a document and appears nowhere else.
+Text is either read as bytes and joined in memory, or was tokenized before into token files. Text
+that is read as bytes has a vocabulary of 256: each byte is a token. Byte 0 ends a document and
+appears nowhere else.
 """
 
 import hashlib
@@ -15,15 +17,16 @@ import numpy as np
 from composer3d.data.documents import (
     END_OF_DOCUMENT,
     Document,
-    documents_of,
-    files_of,
+    list_files,
+    read_documents,
     refuse_end_of_document,
 )
 from composer3d.data.tokens import Corpus, open_tokens
 from composer3d.spec.errors import DataError
 from composer3d.spec.token_manifest import digest_of
 
-# Of the standard library's folders: what is installed beside it, and tests, whose fixtures are no ordinary source.
+# Folders in the standard library's folder that are skipped: packages that are installed there, and
+# tests, whose fixtures are not ordinary source code.
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
@@ -38,50 +41,76 @@ def open_corpus(
     held_out_path: str | os.PathLike[str] | None = None,
     field: str = "text",
 ) -> Corpus:
-    """Opens one split of a source.
+    """Open one split of a source.
 
-    "python" reads the standard library of the running interpreter, reads no path, and holds out one file in 20 by the
-    hash of its name. The others read ``path`` to train and ``held_out_path`` to validate. "text": a file, or a folder
-    with all below it. "jsonl": a file, or a folder with all ``*.jsonl`` below it; ``field`` of each line is a document.
-    Hidden files, hidden folders and links to folders are passed over; empty texts are no documents. "tokens": see
-    ``tokens.open_tokens``.
+    The sources are
 
-    Raises DataError, naming the path, where there is nothing to read, a file cannot be read or is damaged, or a text
-    that is read as bytes holds byte 0.
+    - ``python``: the standard library of the running interpreter. It reads no path. One file in 20
+      is held out for validation, chosen by the hash of its name.
+    - ``text``: a file, or a folder with all files below it. Each file is a document.
+    - ``jsonl``: a file, or a folder with all ``*.jsonl`` below it. Each line is a document.
+    - ``tokens``: a folder of token files; see ``tokens.open_tokens``.
+
+    In folders of text and JSONL, hidden files, hidden folders and links to folders are skipped.
+    Empty texts are no documents.
+
+    Args:
+        source: one of these.
+        path: read for the split "train".
+        split: which split.
+        held_out_path: read for the split "validation".
+        field: the key of the text in a line of JSONL.
+
+    Raises:
+        DataError: there is nothing to read, a file cannot be read or is damaged, or a text that is
+            read as bytes holds byte 0. It names the path.
     """
     if source == "python":
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = files_of(root, ".py", skip=_NOT_LIBRARY)
-        held_out = split == "validation"
+        is_validation = split == "validation"
         files = [
-            file for file in files if _is_held_out(file.relative_to(root).as_posix()) == held_out
+            file
+            for file in list_files(root, ".py", skip=_NOT_LIBRARY)
+            if _is_held_out(file.relative_to(root).as_posix()) == is_validation
         ]
-        return _gather(documents_of(files, None), f"python ({split})", root, len(files))
+        return _join(read_documents(files, None), f"python ({split})", root, len(files))
+
     chosen = path if split == "train" else held_out_path
     assert chosen is not None  # a rule of recipes
     root, name = Path(chosen), f"{chosen} ({split})"
     if source == "tokens":
         return open_tokens(root, name=name)
-    files = files_of(root, ".jsonl" if source == "jsonl" else "")
-    return _gather(
-        documents_of(files, field if source == "jsonl" else None), name, root, len(files)
-    )
+    is_jsonl = source == "jsonl"
+    files = list_files(root, ".jsonl" if is_jsonl else "")
+    documents = read_documents(files, field if is_jsonl else None)
+    return _join(documents, name, root, len(files))
 
 
 def _is_held_out(name: str) -> bool:
-    """By the name alone, so that a file stays on its side when others come and go."""
+    """Decide by the name alone, so that a file keeps its split when others are added or removed."""
     digest = hashlib.blake2b(os.fsencode(name), digest_size=8).digest()
     return int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN == 0
 
 
-def _gather(documents: Iterable[Document], name: str, root: Path, n_files: int) -> Corpus:
-    """The documents as bytes in memory. ``root`` and ``n_files`` say where they were sought."""
-    buffer = bytearray()
+def _join(documents: Iterable[Document], name: str, root: Path, n_files: int) -> Corpus:
+    """Join documents as bytes in memory, each followed by byte 0.
+
+    Args:
+        documents: in order.
+        name: of the corpus, for messages.
+        root: where the documents come from, for messages.
+        n_files: how many files were read, for messages.
+
+    Raises:
+        DataError: there is no text, or a document holds byte 0.
+    """
+    content = bytearray()
     for document in documents:
         refuse_end_of_document(document)
-        buffer += document.text + bytes([END_OF_DOCUMENT])
-    if not buffer:
-        what = f"all {n_files} files are empty" if n_files else "no files found"
-        raise DataError(f"{root}: no text for corpus {name}: {what}; give a path that holds text")
-    tokens = np.frombuffer(memoryview(buffer).toreadonly(), dtype=np.uint8)
-    return Corpus(tokens, END_OF_DOCUMENT, digest_of(buffer), buffer.count(END_OF_DOCUMENT), name)
+        content += document.text + bytes([END_OF_DOCUMENT])
+    if not content:
+        reason = f"all {n_files} files are empty" if n_files else "no files found"
+        raise DataError(f"{root}: no text for corpus {name}: {reason}; give a path that holds text")
+    tokens = np.frombuffer(memoryview(content).toreadonly(), dtype=np.uint8)
+    n_documents = content.count(END_OF_DOCUMENT)
+    return Corpus(tokens, END_OF_DOCUMENT, digest_of(content), n_documents, name)

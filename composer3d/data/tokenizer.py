@@ -1,6 +1,7 @@
-"""From documents to tokens: bytes as they are, or a ``tokenizer.json`` of Hugging Face's ``tokenizers``.
+"""Turn documents into tokens: bytes as they are, or with a ``tokenizer.json`` of Hugging Face.
 
-A tokenizer.json runs in a process of its own (``tokenizer_worker``): it can panic, run for ever or take all memory.
+A tokenizer.json runs in a process of its own (``tokenizer_worker``), because it can panic, run for
+ever or take all memory.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,22 +32,28 @@ from composer3d.spec.files import read_plain
 from composer3d.spec.ranges import MOST_VOCAB
 
 _FILE_BYTES = 64 << 20  # of a tokenizer.json; the largest published ones have half of that
-_DOCUMENT_BYTES = 16 << 20  # tokenizers takes a text whole, and _MEMORY bytes for each byte of it
-_MEMORY = 156
 
-# What the process may use. Its times are of the processor, so that a busy machine changes nothing: the slowest of the
-# usual tokenizers takes some seconds for a megabyte. Memory: a tokenizer.json of 40 MB takes 5 times its size.
-_LOAD_S, _LOAD_S_PER_MB = 2.0, 2.0
-_ENCODE_S, _ENCODE_S_PER_MB = 2.0, 20.0
-_LOAD_MEMORY = 24  # bytes for each byte of the tokenizer.json
+# The tokenizers library takes a whole text at once, and this much memory for each byte of it.
+_DOCUMENT_BYTES = 16 << 20
+_MEMORY_PER_BYTE = 156
+
+# Limits of the worker process. CPU time is limited, not time on the clock, so that a busy machine
+# changes nothing. The slowest of the usual tokenizers takes some seconds for a megabyte of text. A
+# tokenizer.json of 40 MB takes 5 times its size in memory.
+_LOAD_S = 2.0
+_LOAD_S_PER_MB = 2.0
+_ENCODE_S = 2.0
+_ENCODE_S_PER_MB = 20.0
+_LOAD_MEMORY_PER_BYTE = 24  # of the tokenizer.json
 _BASE_MEMORY = 256 << 20
-_THREAD_MEMORY = 8 << 20  # for each core: tokenizers runs a thread on each
-_WALL_S, _WALL = (
-    30.0,
-    20,
-)  # and 20 times the processor's: for a process that waits for what never comes
+_THREAD_MEMORY = 8 << 20  # for each core, since tokenizers runs a thread on each
 
-# The first that a vocabulary has ends its documents: what pretraining used comes before what chats do.
+# Time on the clock until an answer must come. It ends a process that waits without using CPU time.
+_WALL_S = 30.0
+_WALL_PER_CPU_S = 20
+
+# The first of these names that a vocabulary has ends its documents. Tokens of pretraining come
+# before tokens of chats.
 _USUAL_ENDS = (
     "<|end_of_text|>",
     "<|endoftext|>",
@@ -59,76 +66,104 @@ _USUAL_ENDS = (
 
 
 class Tokenizer:
-    """Bytes as they are, and the form of all others.
+    """Makes a token of each byte. Its subclass uses a tokenizer.json.
 
-    ``vocab``: above every token. ``end``: the token after each document, which no text holds. ``dtype`` of the tokens:
-    the smaller of little-endian uint16 and uint32 that holds ``vocab``. ``content`` of the ``tokenizer.json``, None for
-    bytes.
+    Attributes:
+        name: "bytes", or the path of the tokenizer.json.
+        vocab: the size of the vocabulary; every token is below it.
+        end: the token after each document, which no text holds.
+        dtype: of the tokens: little-endian uint16 if it holds ``vocab``, else uint32.
+        content: of the tokenizer.json; None for bytes.
+        longest: the largest document, in bytes.
     """
 
-    name, vocab, end = "bytes", 256, END_OF_DOCUMENT
+    name = "bytes"
+    vocab = 256
+    end = END_OF_DOCUMENT
     dtype: np.dtype[Any] = np.dtype("<u2")
     content: bytes | None = None
-    longest = LONGEST_TEXT  # bytes of a document
+    longest = LONGEST_TEXT
 
     def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all documents, 1-D of ``dtype``, with ``end`` after each; how many are of each, int64.
+        """Turn documents into tokens.
 
-        Raises DataError, naming the document, where its text is too long, is not what the tokenizer takes, becomes no
-        token, or holds ``end``.
+        Returns:
+            The tokens of all documents with ``end`` after each, 1-D of ``dtype``; and how many
+            tokens
+            each document has with its ``end``, int64.
+
+        Raises:
+            DataError: a text is too long, cannot be read by the tokenizer, has no token for any of
+                its characters, or holds ``end``. It names the document.
         """
         for document in documents:
             refuse_end_of_document(document)
-        joined = b"".join(text + b"\0" for _, text, _ in documents)
-        lengths = np.array([len(text) + 1 for _, text, _ in documents], dtype=np.int64)
+        joined = b"".join(document.text + b"\0" for document in documents)
+        lengths = np.array([len(document.text) + 1 for document in documents], dtype=np.int64)
         return np.frombuffer(joined, dtype=np.uint8).astype(self.dtype), lengths
 
     def close(self) -> None:
-        """End what was started for it."""
+        """End the process of the tokenizer, if it has one."""
 
 
 def open_tokenizer(name: str, end: str | None) -> Tokenizer:
-    """``bytes``, or the path of a ``tokenizer.json``. ``end`` names the end-of-document token of the latter.
+    """Open a tokenizer. The caller must close it.
 
-    The caller closes it. Raises DataError where the file cannot be read or no token ends documents.
+    Args:
+        name: "bytes", or the path of a tokenizer.json.
+        end: the name of the token after each document, for a tokenizer.json. None: the first of the
+            usual ones that it has.
+
+    Raises:
+        DataError: the file cannot be read, or no token ends documents.
     """
     if name != "bytes":
-        return _FromFile(name, end)
+        return _FileTokenizer(name, end)
     if end is not None:
         raise DataError(
-            f"--eod {one_line(end)} is not read with --tokenizer bytes, where byte 0 ends a document; remove it"
+            f"--eod {one_line(end)} is not used with --tokenizer bytes, because byte 0 ends a "
+            "document; remove it"
         )
     return Tokenizer()
 
 
-class _FromFile(Tokenizer):
+class _FileTokenizer(Tokenizer):
+    """A tokenizer.json, in a process of its own."""
+
     def __init__(self, path: str, end: str | None) -> None:
-        self.name, self.longest = one_line(path), _DOCUMENT_BYTES
+        self.name = one_line(path)
+        self.longest = _DOCUMENT_BYTES
         try:
             self.content = read_plain(path, limit=_FILE_BYTES)
         except (OSError, ValueError) as error:
-            why = (isinstance(error, OSError) and error.strerror) or str(error)
+            reason = error.strerror if isinstance(error, OSError) else None
             raise DataError(
-                f"--tokenizer {self.name}: {why}; give bytes, or the path of a tokenizer.json"
+                f"--tokenizer {self.name}: {reason or error}; "
+                "give bytes, or the path of a tokenizer.json"
             ) from None
+
         ends = (end,) if end is not None else _USUAL_ENDS
         self._worker = _Worker(self.content, ends)
         try:
-            known = self._worker.known()
-            if known["end_name"] is None:
-                shown = one_line(join_with_or(list(ends)))
-                raise _Failed(f"it has no {shown} to end a document; name a token of it with --eod")
-            if known["vocab"] > MOST_VOCAB:
-                raise _Failed(
-                    f"it has token ids up to {known['vocab'] - 1:,}; use one below {MOST_VOCAB:,}"
+            vocabulary = self._worker.load()
+            if vocabulary.end_name is None or vocabulary.end is None:
+                names = one_line(join_with_or(list(ends)))
+                raise _WorkerError(
+                    f"it has no {names} to end a document; name one of its tokens with --eod"
                 )
-        except _Failed as failed:
+            if vocabulary.size > MOST_VOCAB:
+                raise _WorkerError(
+                    f"it has token ids up to {vocabulary.size - 1:,}; use one below {MOST_VOCAB:,}"
+                )
+        except _WorkerError as error:
             self.close()
-            raise DataError(f"--tokenizer {self.name}: {failed}") from None
+            raise DataError(f"--tokenizer {self.name}: {error}") from None
         except BaseException:
             self.close()
             raise
-        self.vocab, self.end, self.end_name = known["vocab"], known["end"], known["end_name"]
+
+        self.vocab, self.end = vocabulary.size, vocabulary.end
+        self._end_name = vocabulary.end_name
         self.dtype = np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
 
     def close(self) -> None:
@@ -138,39 +173,67 @@ class _FromFile(Tokenizer):
         for document in documents:
             _check_text(document)
         try:
-            counts, ids = self._worker.encode([document.text for document in documents])
-        except _Failed as failed:  # tokenizers does not say for which text
+            counts, tokens = self._worker.encode([document.text for document in documents])
+        except _WorkerError as error:
+            # tokenizers does not say which text it fails on.
             place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
-            raise DataError(f"{place}: {failed}") from None
+            raise DataError(f"{place}: {error}") from None
+
         stops = np.cumsum(counts)
-        wrong = np.flatnonzero((ids == self.end) | (ids >= self.vocab))
-        for number in map(int, np.searchsorted(stops, wrong[:1], side="right")):
-            said = f"{self.end_name}, which would end a document there"
-            if ids[wrong[0]] != self.end:
-                said = f"{ids[wrong[0]]}, which is beyond its own vocabulary"
+        wrong_places = np.flatnonzero((tokens == self.end) | (tokens >= self.vocab))
+        if len(wrong_places):
+            token = tokens[wrong_places[0]]
+            number = int(np.searchsorted(stops, wrong_places[0], side="right"))
+            if token == self.end:
+                problem = f"{self._end_name}, which would end a document there"
+            else:
+                problem = f"{token}, which is beyond its own vocabulary"
             raise DataError(
-                f"{documents[number].place}: its tokens hold {said}; "
-                "name another token with --eod, or take the document away"
+                f"{documents[number].place}: its tokens hold {problem}; "
+                "name another token with --eod, or remove the document"
             )
+
+        # A text that becomes no token is lost, unless it is blank.
         for number in map(int, np.flatnonzero(counts == 0)):
             if not documents[number].text.decode().isspace():
                 raise DataError(
                     f"{documents[number].place}: no character of it has a token in {self.name}; "
-                    "take the document away, or give a tokenizer that can represent it"
+                    "remove the document, or give a tokenizer that can represent it"
                 )
-        return np.insert(ids, stops, self.end).astype(self.dtype), counts + 1
+        return np.insert(tokens, stops, self.end).astype(self.dtype), counts + 1
 
 
-class _Failed(Exception):
-    """The tokenizer cannot do it. Says why, and the way out."""
+class _WorkerError(Exception):
+    """The tokenizer has failed. The text says why, and what to change."""
+
+
+class _Vocabulary(NamedTuple):
+    """What is known about the vocabulary of a tokenizer.json.
+
+    Attributes:
+        size: every token is below it.
+        end_name: the first name that can end a document, or None if there is none.
+        end: the token of that name.
+    """
+
+    size: int
+    end_name: str | None
+    end: int | None
 
 
 class _Worker:
-    """A tokenizer in a process of its own. Raises _Failed where that process refuses, panics, or is ended."""
+    """A tokenizer in a process of its own.
+
+    Methods raise _WorkerError if the process refuses, panics or is ended.
+
+    Args:
+        content: of the tokenizer.json.
+        ends: names of tokens that may end a document.
+    """
 
     def __init__(self, content: bytes, ends: Sequence[str]) -> None:
         program = Path(__file__).with_name("tokenizer_worker.py")
-        # -P: not with the folder of the program among those that modules come from.
+        # -P keeps the folder of the program out of the places that modules are imported from.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(program)],
             stdin=subprocess.PIPE,
@@ -185,33 +248,38 @@ class _Worker:
             "encode_s_per_byte": _ENCODE_S_PER_MB / 1e6,
             "memory": _BASE_MEMORY + _THREAD_MEMORY * (os.cpu_count() or 1),
             "tokenizer_bytes": len(content),
-            "load_memory_per_byte": _LOAD_MEMORY,
-            "encode_memory_per_byte": 2 * _MEMORY,
+            "load_memory_per_byte": _LOAD_MEMORY_PER_BYTE,
+            "encode_memory_per_byte": 2 * _MEMORY_PER_BYTE,
         }
         self._size = len(content)
-        self._requests = [json.dumps(settings).encode(), content]
+        self._first_requests = [json.dumps(settings).encode(), content]
 
-    def known(self) -> dict[str, Any]:
-        """``vocab``, ``end_name`` and ``end``: what its vocabulary holds."""
-        seconds = _LOAD_S + self._size / 1e6 * _LOAD_S_PER_MB
-        answer: dict[str, Any] = json.loads(self._ask(self._requests, seconds, "when it is loaded"))
+    def load(self) -> _Vocabulary:
+        """Load the tokenizer, and return what is known about its vocabulary."""
+        cpu_s = _LOAD_S + self._size / 1e6 * _LOAD_S_PER_MB
+        answer = json.loads(self._ask(self._first_requests, cpu_s, "when it is loaded"))
         if "error" in answer:
-            raise _Failed(f"{answer['error']}; give bytes, or the path of a tokenizer.json")
-        return answer
+            raise _WorkerError(f"{answer['error']}; give bytes, or the path of a tokenizer.json")
+        return _Vocabulary(answer["vocab"], answer["end_name"], answer["end"])
 
     def encode(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """The counts of tokens of each text, int64, and the tokens of all, int64. The texts are UTF-8."""
-        request = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts)) + b"".join(texts)
-        seconds = _ENCODE_S + len(request) / 1e6 * _ENCODE_S_PER_MB
-        answer = self._ask([request], seconds, f"on {sum(map(len, texts)):,} bytes of text")
+        """Encode texts, which must be UTF-8.
+
+        Returns:
+            How many tokens each text has, int64; and the tokens of all texts, int64.
+        """
+        header = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts))
+        request = header + b"".join(texts)
+        cpu_s = _ENCODE_S + len(request) / 1e6 * _ENCODE_S_PER_MB
+        answer = self._ask([request], cpu_s, f"on {sum(map(len, texts)):,} bytes of text")
         if answer[:1] != b"+":
-            raise _Failed(f"{answer[1:].decode()}; give one that can represent this text")
+            raise _WorkerError(f"{answer[1:].decode()}; give one that can represent this text")
         counts = np.frombuffer(answer, dtype="<i8", count=len(texts), offset=1)
-        return counts, np.frombuffer(answer, dtype="<u4", offset=1 + 8 * len(texts)).astype(
-            np.int64
-        )
+        tokens = np.frombuffer(answer, dtype="<u4", offset=1 + 8 * len(texts))
+        return counts, tokens.astype(np.int64)
 
     def close(self) -> None:
+        """Kill the process, and wait for it."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -219,54 +287,70 @@ class _Worker:
                 pipe.close()
         self._process.wait()
 
-    def _ask(self, requests: Sequence[bytes], seconds: float, what: str) -> bytes:
-        """The answer to a request, for which the process may take ``seconds`` of the processor."""
+    def _ask(self, requests: Sequence[bytes], cpu_s: float, occasion: str) -> bytes:
+        """Send requests and return the answer.
+
+        Args:
+            requests: each becomes a frame.
+            cpu_s: CPU time that the process may take.
+            occasion: what it is asked for, for messages.
+        """
         pipe = self._process.stdin
         assert pipe is not None
-        ends_at = time.monotonic() + _WALL_S + _WALL * seconds
+        deadline_s = time.monotonic() + _WALL_S + _WALL_PER_CPU_S * cpu_s
         try:
             for request in requests:
                 pipe.write(struct.pack("<q", len(request)))
                 pipe.write(request)
             pipe.flush()
-            (size,) = struct.unpack("<q", self._read(8, ends_at))
-            return self._read(size, ends_at)
+            (size,) = struct.unpack("<q", self._read(8, deadline_s))
+            return self._read(size, deadline_s)
         except (BrokenPipeError, EOFError):
-            pass
+            pass  # the process has ended
         except TimeoutError:
-            raise _Failed(f"it does not come back {what}; give another tokenizer.json") from None
+            raise _WorkerError(
+                f"it does not answer {occasion}; give another tokenizer.json"
+            ) from None
+
         status = self._process.wait()
         if status == -signal.SIGXCPU:
-            way_out = "a pattern in it may run for ever; give another tokenizer.json"
-            raise _Failed(f"it takes more than {seconds:.0f} s of processor time {what}; {way_out}")
-        why = "it takes too much memory, or tokenizers cannot run it"
-        raise _Failed(
-            f"its process ended with status {status} {what}: {why}; give another tokenizer.json"
+            raise _WorkerError(
+                f"it takes more than {cpu_s:.0f} s of processor time {occasion}; "
+                "a pattern in it may run for ever; give another tokenizer.json"
+            )
+        raise _WorkerError(
+            f"its process ended with status {status} {occasion}: it takes too much memory, or "
+            "tokenizers cannot run it; give another tokenizer.json"
         )
 
-    def _read(self, size: int, ends_at: float) -> bytes:
+    def _read(self, size: int, deadline_s: float) -> bytes:
+        """Read ``size`` bytes of the answer.
+
+        Raises EOFError if the process has ended, and TimeoutError at the deadline.
+        """
         pipe = self._process.stdout
         assert pipe is not None
         content = bytearray()
         while len(content) < size:
-            left = ends_at - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
                 raise TimeoutError
-            part = os.read(pipe.fileno(), min(size - len(content), 1 << 20))
-            if not part:
+            piece = os.read(pipe.fileno(), min(size - len(content), 1 << 20))
+            if not piece:
                 raise EOFError
-            content += part
+            content += piece
         return bytes(content)
 
 
 def _check_text(document: Document) -> None:
-    """Raises DataError where a text is too long for a tokenizer, or is no UTF-8."""
+    """Raise DataError if a text is too long for a tokenizer, or is not UTF-8."""
     if len(document.text) > _DOCUMENT_BYTES:
         refuse_long(document.place, len(document.text), _DOCUMENT_BYTES)
     try:
         document.text.decode()
     except UnicodeDecodeError as error:
+        wrong_byte = document.text[error.start]
         raise DataError(
-            f"{document.place}: byte 0x{document.text[error.start]:02x} at offset {error.start} is not UTF-8; "
+            f"{document.place}: byte 0x{wrong_byte:02x} at offset {error.start} is not UTF-8; "
             "convert the file, move it away if it is not text, or use --tokenizer bytes"
         ) from None

@@ -1,14 +1,20 @@
-"""The process that holds a tokenizer: whatever a tokenizer.json does to it, ``prepare`` goes on.
+"""The process that runs a tokenizer.json. Whatever that file does to it, ``prepare`` goes on.
 
-A tokenizer.json is a program of a kind: its patterns can run for ever, its rules can multiply a text a thousandfold,
-and tokenizers, which is Rust, panics or aborts on some. So it is loaded and run here, in a process of its own that has
-a limit of processor time and of memory for every request. It imports nothing but tokenizers and the standard library;
-it is run as a file, because the package that it lies in imports torch.
+A tokenizer.json is a program of a kind. Its patterns can run for ever, its rules can multiply a
+text a thousandfold, and the tokenizers library, which is Rust, panics or aborts on some files. So
+it is loaded and run in a process of its own, with a limit of CPU time and of memory for every
+request.
 
-Each request and each answer is a frame: its length in 8 bytes, little-endian, and that many bytes. The first request is
-the settings (JSON), the second the tokenizer.json; the answer is JSON, ``{"error": TEXT}`` or what is known of the
-vocabulary. Each one after it is a batch of texts: how many, and their lengths in bytes, all int64, and the texts in
-UTF-8. The answer begins with b"+": the counts of tokens, int64, and all tokens, uint32; or with b"-": an error's text.
+This file imports nothing but tokenizers and the standard library. It is run as a file, because its
+package imports torch.
+
+Each request and each answer is a frame: its length in 8 bytes, little-endian, then its content.
+
+- The first request is the settings (JSON), the second the tokenizer.json. The answer to both is
+  JSON: ``{"error": TEXT}``, or what ``describe`` returns.
+- Each further request is a batch of texts: their number and their lengths in bytes, all int64,
+  then the texts in UTF-8. The answer is b"+", the number of tokens of each text (int64), and all
+  tokens (uint32); or b"-" and the text of an error.
 """
 
 import array
@@ -18,69 +24,79 @@ import resource
 import signal
 import struct
 import sys
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 
 def main() -> None:
     """Answer the requests on standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent decides
+    # Ctrl-C reaches all processes of a terminal. The parent decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     settings = json.loads(read_frame(requests))
     content = read_frame(requests)
+
     limit(settings, "load", len(content))
-    coder = None
+    tokenizer = None
     try:
-        coder = load(content)
-        answer = describe(coder, settings["ends"])
+        tokenizer = load(content)
+        answer = describe(tokenizer, settings["ends"])
     except BaseException as error:
-        answer = {"error": text_of(error)}
+        answer = {"error": explain(error)}
     write_frame(answers, json.dumps(answer).encode())
-    while coder is not None and (batch := read_frame(requests)):
+
+    while tokenizer is not None:
+        batch = read_frame(requests)
+        if not batch:
+            break
         limit(settings, "encode", len(batch))
         try:
-            answer_bytes = b"+" + encode(coder, batch)
+            tokens = b"+" + encode(tokenizer, batch)
         except BaseException as error:
-            answer_bytes = b"-" + text_of(error).encode(errors="replace")
-        write_frame(answers, answer_bytes)
+            tokens = b"-" + explain(error).encode(errors="replace")
+        write_frame(answers, tokens)
 
 
 def load(content: bytes) -> Any:
-    """Make the tokenizer of a tokenizer.json. Raises whatever tokenizers raises, panics included."""
+    """Load a tokenizer.json. Raises whatever tokenizers raises, panics included."""
     import tokenizers
 
-    coder = tokenizers.Tokenizer.from_buffer(content)
-    coder.no_truncation()
-    coder.no_padding()
-    coder.encode_special_tokens = True  # "</s>" in a text is text: only prepare ends a document
-    return coder
+    tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # "</s>" in a text is text, because only prepare ends a document.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
-def describe(coder: Any, ends: list[str]) -> dict[str, Any]:
-    """Say how large the vocabulary is, and which of ``ends`` it has first.
+def describe(tokenizer: Any, ends: list[str]) -> dict[str, Any]:
+    """Return ``vocab``, its size, ``end_name``, the first of ``ends`` in it, and ``end``, its
+    token.
 
-    It encodes a short text as well: a tokenizer that panics does so here.
+    It also encodes a short text: a tokenizer that panics on its first text does so here.
     """
-    known: dict[str, int] = coder.get_vocab(with_added_tokens=True)
-    end = next((each for each in ends if each in known), None)
-    largest = max(known.values(), default=-1)  # not their number: ids may have gaps
-    with contextlib.suppress(
-        Exception
-    ):  # it need not know these characters, but a panic is no Exception
-        coder.encode_batch_fast(["a b\n1é"], add_special_tokens=False)
-    return {"vocab": largest + 1, "end_name": end, "end": known.get(end or "")}
+    tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    end_name = next((name for name in ends if name in tokens), None)
+    # The largest token counts, not the number of tokens: there may be gaps.
+    largest = max(tokens.values(), default=-1)
+    # The tokenizer need not know these characters. A panic is not suppressed: it is no Exception.
+    with contextlib.suppress(Exception):
+        tokenizer.encode_batch_fast(["a b\n1é"], add_special_tokens=False)
+    return {"vocab": largest + 1, "end_name": end_name, "end": tokens.get(end_name or "")}
 
 
-def encode(coder: Any, batch: bytes) -> bytes:
-    """Turn a batch of texts into the counts of their tokens and all tokens, in the form that the module describes."""
+def encode(tokenizer: Any, batch: bytes) -> bytes:
+    """Encode a batch of texts. Batch and result have the form that the module describes."""
     (count,) = struct.unpack_from("<q", batch)
     lengths = struct.unpack_from(f"<{count}q", batch, 8)
-    begin, texts = 8 * (1 + count), []
+    begin = 8 * (1 + count)
+    texts = []
     for length in lengths:
         texts.append(batch[begin : begin + length].decode())
         begin += length
+
     counts, tokens = [], array.array("I")
-    for encoding in coder.encode_batch_fast(texts, add_special_tokens=False):
+    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
         ids = encoding.ids
         counts.append(len(ids))
         tokens.extend(ids)
@@ -89,38 +105,41 @@ def encode(coder: Any, batch: bytes) -> bytes:
     return struct.pack(f"<{count}q", *counts) + tokens.tobytes()
 
 
-def limit(settings: dict[str, Any], what: str, size: int) -> None:
-    """Processor time and memory for a request of ``size`` bytes. Above it, the kernel ends this process."""
+def limit(settings: dict[str, Any], request: Literal["load", "encode"], size: int) -> None:
+    """Limit CPU time and memory for a request of ``size`` bytes; beyond, the kernel ends this
+    process.
+
+    Args:
+        settings: ``REQUEST_s`` and ``REQUEST_s_per_byte`` of either request; ``memory``,
+            ``load_memory_per_byte`` of the ``tokenizer_bytes``, and ``encode_memory_per_byte``.
+        request: what is asked for.
+        size: of the request.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = (
-        int(
-            used.ru_utime
-            + used.ru_stime
-            + settings[f"{what}_s"]
-            + size * settings[f"{what}_s_per_byte"]
-        )
-        + 1
-    )
-    lower(resource.RLIMIT_CPU, seconds)
+    used_s = used.ru_utime + used.ru_stime
+    allowed_s = settings[f"{request}_s"] + size * settings[f"{request}_s_per_byte"]
+    lower(resource.RLIMIT_CPU, int(used_s + allowed_s) + 1)
+
     memory = settings["memory"] + settings["tokenizer_bytes"] * settings["load_memory_per_byte"]
-    if what == "encode":
+    if request == "encode":
         memory += size * settings["encode_memory_per_byte"]
     lower(resource.RLIMIT_DATA, memory)
 
 
-def lower(kind: int, value: int) -> None:
-    """Set the soft limit; the hard one of the machine stays, so that the next request can have more."""
-    _, hard = resource.getrlimit(kind)
-    with contextlib.suppress(
-        ValueError, OSError
-    ):  # what a system cannot limit, the parent's clock does
-        resource.setrlimit(
-            kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard)
-        )
+def lower(resource_number: int, value: int) -> None:
+    """Set the soft limit of a resource.
+
+    The hard limit of the machine stays, so that the next request can have a higher soft one.
+    """
+    _, hard = resource.getrlimit(resource_number)
+    soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    # The parent's deadline ends what a system cannot limit.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource_number, (soft, hard))
 
 
-def text_of(error: BaseException) -> str:
-    """What went wrong, on one line. A panic of Rust comes as an exception of its own kind."""
+def explain(error: BaseException) -> str:
+    """Return the reason of an error on one line. A panic of Rust has an exception class."""
     if isinstance(error, MemoryError):
         return "it takes too much memory"
     text = " ".join(str(error).split())[:500] or type(error).__name__
@@ -128,13 +147,15 @@ def text_of(error: BaseException) -> str:
 
 
 def read_frame(file: BinaryIO) -> bytes:
-    """Empty where there is none: the parent has closed its end."""
-    head = file.read(8)
-    return file.read(struct.unpack("<q", head)[0]) if len(head) == 8 else b""
+    """Read the content of a frame. It is empty if the parent has closed its end."""
+    header = file.read(8)
+    if len(header) < 8:
+        return b""
+    return file.read(struct.unpack("<q", header)[0])
 
 
 def write_frame(file: BinaryIO, content: bytes) -> None:
-    """Write a length and so many bytes, and flush them."""
+    """Write a frame, and flush it."""
     file.write(struct.pack("<q", len(content)))
     file.write(content)
     file.flush()

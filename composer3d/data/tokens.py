@@ -1,9 +1,14 @@
-"""Token files: a folder that ``prepare`` writes once and that training maps into memory.
+"""Token files: a folder that ``composer3d prepare`` writes once and training maps into memory.
 
-``tokens.bin``: the tokens of all documents, each followed by an end-of-document token, little-endian uint16 or uint32.
-``documents.bin``: little-endian int64, where each document starts in tokens, and after them the number of tokens.
-``tokenizer.json``: a copy of the tokenizer; absent where the tokens are bytes.
-``tokens.json``: what they hold, with the size and the digests of each file and a digest of itself; written last.
+The folder holds
+
+- ``tokens.bin``: the tokens of all documents, each document followed by an end-of-document token;
+  little-endian uint16 or uint32;
+- ``documents.bin``: where each document starts, in tokens, and at the end the number of tokens;
+  little-endian int64;
+- ``tokenizer.json``: a copy of the tokenizer; absent if the tokens are bytes;
+- ``tokens.json``: the manifest, with the size and the digests of each file and a digest of itself;
+  written last.
 """
 
 import json
@@ -27,34 +32,46 @@ from composer3d.spec.token_manifest import (
     digest_of_manifest,
 )
 
-_BLOCK = 1 << 18  # tokens that are looked at together: what fits into a cache
+_BLOCK_TOKENS = 1 << 18  # how many tokens are compared at a time: they fit into a cache
+_START_BYTES = 8  # of an entry of documents.bin
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """All tokens of one split; each document is followed by one end-of-document token, which stands nowhere else."""
+    """All tokens of one split.
 
-    tokens: (
-        np.ndarray
-    )  # 1-D, read-only: uint8 in memory, or little-endian uint16 or uint32 in a memory-mapped file
+    Attributes:
+        tokens: 1-D and read-only: uint8 in memory, or little-endian uint16 or uint32 in a
+            memory-mapped file. Each document is followed by one end-of-document token, which
+            appears nowhere else.
+        end_of_document: that token.
+        digest: of the tokens, in hexadecimal. Two corpora with equal digests hold the same tokens.
+        n_documents: the number of documents.
+        name: of the corpus, for messages.
+    """
+
+    tokens: np.ndarray
     end_of_document: int
-    digest: str  # hexadecimal, of the tokens; two corpora with one digest hold the same tokens
+    digest: str
     n_documents: int
-    name: str  # says in messages which corpus this is
+    name: str
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Adds ``tokens.json`` to a folder that is complete, and syncs all of it to disk.
+    """Add ``tokens.json`` to a folder that is complete otherwise, and sync all files to disk.
 
-    ``facts``: dtype ("uint16" or "uint32"), vocab, tokens, documents, end_of_document (a token), tokenizer.
+    Args:
+        folder: of token files.
+        facts: dtype ("uint16" or "uint32"), vocab, tokens, documents, end_of_document (a token) and
+            tokenizer.
     """
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.iterdir()):
         sync(path)
         size = path.stat().st_size
+        n_chunks = -(-size // token_manifest.CHUNK_BYTES)
         with open(path, "rb") as file:
-            chunks = range(-(-size // token_manifest.CHUNK_BYTES))
-            digests = [digest_of(_chunk(file, number)) for number in chunks]
+            digests = [digest_of(_read_chunk(file, number)) for number in range(n_chunks)]
         files[path.name] = {"bytes": size, "digests": digests}
     manifest = {"format": FORMAT, "version": VERSION, **facts, "files": files}
     manifest["digest"] = digest_of_manifest(manifest)
@@ -63,64 +80,99 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def open_tokens(folder: Path, *, name: str) -> Corpus:
-    """Maps a folder of token files, and verifies it first: every size here, the content in turns with the node's ranks.
+    """Verify a folder of token files and map its tokens into memory.
 
-    The content: the digest of each chunk, that every token is below the vocabulary, and that documents are in order.
+    Every rank verifies the sizes of all files. The content is verified chunk by chunk: the digest
+    of each, that every token is below the vocabulary, and that documents are in order. The
+    LOCAL_WORLD_SIZE ranks of a node share the chunks among them. So all ranks must call this
+    function, and act on an error of any of them (``process_group.on_all``). A process alone
+    verifies everything.
 
-    With LOCAL_WORLD_SIZE ranks on a node, this one reads only its share of the bytes: all of them must call it, and
-    heed the error of any (``dist.on_all``). A lone process reads all of them.
+    Args:
+        folder: that ``composer3d prepare`` made.
+        name: of the corpus, for messages.
 
-    Raises DataError, naming the file, where one is missing or not what ``prepare`` wrote.
+    Raises:
+        DataError: a file is missing, or is not what ``prepare`` wrote. It names the file.
     """
     manifest = token_manifest.read_manifest(folder)
     manifest.check_files()
+
     chunks = [
-        (file, number)
-        for file, entry in manifest.files.items()
+        (file_name, number)
+        for file_name, entry in manifest.files.items()
         for number in range(len(entry.digests))
     ]
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    for file, number in chunks[int(os.environ.get("LOCAL_RANK", "0")) % ranks :: ranks]:
-        _verify_chunk(manifest, file, number)
-    with manifest.open("tokens.bin") as stream:
-        tokens = np.memmap(stream, dtype=np.dtype(manifest.dtype).newbyteorder("<"), mode="r")
+    rank = int(os.environ.get("LOCAL_RANK", "0")) % ranks
+    for file_name, number in chunks[rank::ranks]:
+        _verify_chunk(manifest, file_name, number)
+
+    with manifest.open("tokens.bin") as file:
+        tokens = np.memmap(file, dtype=_dtype(manifest), mode="r")
     digest = digest_of("".join(manifest.files["tokens.bin"].digests).encode())
     return Corpus(tokens, manifest.end_of_document, digest, manifest.documents, name)
 
 
-def _chunk(file: BinaryIO, number: int) -> bytes:
+def _dtype(manifest: TokenManifest) -> np.dtype[Any]:
+    return np.dtype(manifest.dtype).newbyteorder("<")
+
+
+def _read_chunk(file: BinaryIO, number: int) -> bytes:
     file.seek(number * token_manifest.CHUNK_BYTES)
     return file.read(token_manifest.CHUNK_BYTES)
 
 
-def _verify_chunk(manifest: TokenManifest, name: str, number: int) -> None:
-    """Hold the bytes of one chunk against their digest, and what they say against the manifest. Raises DataError."""
-    path, begin = manifest.folder / name, number * token_manifest.CHUNK_BYTES
-    before = b""
-    with manifest.open(name) as file:
-        if name == "documents.bin" and begin:
-            file.seek(begin - 8)
-            before = file.read(8)  # the last entry of the chunk before, which this one goes on from
-        content = _chunk(file, number)
+def _verify_chunk(manifest: TokenManifest, file_name: str, number: int) -> None:
+    """Compare one chunk with its digest, and its content with the manifest.
+
+    Raises DataError if either differs.
+    """
+    path = manifest.folder / file_name
+    begin = number * token_manifest.CHUNK_BYTES
     place = f"between bytes {begin} and {begin + token_manifest.CHUNK_BYTES}"
-    if digest_of(content) != manifest.files[name].digests[number]:
+    with manifest.open(file_name) as file:
+        content = _read_chunk(file, number)
+        # The last entry of the chunk before: the order must hold across chunks as well.
+        previous = b""
+        if file_name == "documents.bin" and begin:
+            file.seek(begin - _START_BYTES)
+            previous = file.read(_START_BYTES)
+
+    if digest_of(content) != manifest.files[file_name].digests[number]:
         raise DataError(
-            f"{path} is damaged {place}: their digest is not that of {MANIFEST}; {AGAIN}"
+            f"{path} is damaged {place}: its digest there is not the one in {MANIFEST}; {AGAIN}"
         )
-    if name == "tokens.bin":
-        tokens = np.frombuffer(content, dtype=np.dtype(manifest.dtype).newbyteorder("<"))
-        largest = max(
-            int(tokens[first : first + _BLOCK].max()) for first in range(0, len(tokens), _BLOCK)
+    if file_name == "tokens.bin":
+        _check_tokens(manifest, path, place, content)
+    elif file_name == "documents.bin":
+        is_last = begin + len(content) == manifest.files[file_name].bytes
+        _check_starts(manifest, path, previous + content, is_first=begin == 0, is_last=is_last)
+
+
+def _check_tokens(manifest: TokenManifest, path: Path, place: str, content: bytes) -> None:
+    """Raise DataError if a token is not in the vocabulary."""
+    tokens = np.frombuffer(content, dtype=_dtype(manifest))
+    largest = max(
+        int(tokens[first : first + _BLOCK_TOKENS].max())
+        for first in range(0, len(tokens), _BLOCK_TOKENS)
+    )
+    if largest >= manifest.vocab:
+        raise DataError(
+            f"{path} holds token {largest} {place}, but {MANIFEST} says a vocabulary of "
+            f"{manifest.vocab}; {AGAIN}"
         )
-        if largest >= manifest.vocab:
-            raise DataError(
-                f"{path} holds token {largest} {place}, but {MANIFEST} says a vocabulary of {manifest.vocab}; {AGAIN}"
-            )
-    elif name == "documents.bin":
-        starts = np.frombuffer(before + content, dtype="<i8")
-        last = begin + len(content) == manifest.files[name].bytes
-        whole = (begin > 0 or starts[0] == 0) and (not last or starts[-1] == manifest.tokens)
-        if not whole or not (starts[1:] > starts[:-1]).all():
-            raise DataError(
-                f"{path} does not cut {manifest.tokens} tokens into {manifest.documents} documents in order; {AGAIN}"
-            )
+
+
+def _check_starts(
+    manifest: TokenManifest, path: Path, content: bytes, *, is_first: bool, is_last: bool
+) -> None:
+    """Raise DataError if documents do not begin at 0, ascend, and end with the last token."""
+    starts = np.frombuffer(content, dtype="<i8")
+    begins_at_0 = not is_first or starts[0] == 0
+    ends_with_tokens = not is_last or starts[-1] == manifest.tokens
+    if not (begins_at_0 and ends_with_tokens and (starts[1:] > starts[:-1]).all()):
+        raise DataError(
+            f"{path} does not cut {manifest.tokens} tokens into {manifest.documents} documents in "
+            f"order; {AGAIN}"
+        )

@@ -45,7 +45,7 @@ def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loa
         batch_rank=mesh.batch_rank,
         batch_ranks=mesh.batch_ranks,
         packing=recipe.data.packing,
-        held=[(tokens.position, tokens.length) for tokens in owned],
+        owned_ranges=[(tokens.position, tokens.length) for tokens in owned],
     )
 
 

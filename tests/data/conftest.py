@@ -1,4 +1,4 @@
-"""A small tokenizer, and text in several alphabets for it."""
+"""A small tokenizer."""
 
 import sysconfig
 from pathlib import Path
@@ -11,7 +11,10 @@ END = "<|endoftext|>"
 
 @pytest.fixture(scope="session")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE of about 400 tokens as a tokenizer.json that cuts and pads, which prepare must not do."""
+    """Make a tokenizer.json: a byte-level BPE of about 400 tokens.
+
+    It asks to truncate and to pad texts, which prepare must not do.
+    """
     coder = Tokenizer(models.BPE())
     coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     coder.decoder = decoders.ByteLevel()

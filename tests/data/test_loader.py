@@ -1,4 +1,4 @@
-"""The order of samples: a function of (seed, step) alone, under every layout and across every restart."""
+"""The order of samples is a function of (seed, step), on every layout and after every restart."""
 
 import hashlib
 from itertools import islice
@@ -26,9 +26,8 @@ def corpus_of(tokens: bytes) -> Corpus:
     )
 
 
-CORPUS = corpus_of(
-    bytes(range(1, 78))
-)  # 19 samples of 4; every sample starts with a token of its own
+# 19 samples of 4 tokens. Each sample starts with another token.
+CORPUS = corpus_of(bytes(range(1, 78)))
 
 
 def loader_of(batch_rank: int = 0, batch_ranks: int = 1, **options: int) -> Loader:
@@ -43,12 +42,12 @@ def rows(batches: list[Batch]) -> torch.Tensor:
 
 
 def steps_of_ranks(batch_ranks: int, n_steps: int, state: dict | None = None) -> torch.Tensor:
-    """The rows of ``n_steps`` steps as the ranks together hold them, rank 0's first."""
+    """Return the rows of ``n_steps`` steps on all ranks. In each step, rank 0 comes first."""
     loaders = [loader_of(rank, batch_ranks) for rank in range(batch_ranks)]
-    for each in loaders:
+    for rank_loader in loaders:
         if state is not None:
-            each.load_state_dict(state)
-    return rows([next(each) for _ in range(n_steps) for each in loaders])
+            rank_loader.load_state_dict(state)
+    return rows([next(rank_loader) for _ in range(n_steps) for rank_loader in loaders])
 
 
 def test_each_epoch_is_a_permutation_of_its_own() -> None:
@@ -60,29 +59,12 @@ def test_each_epoch_is_a_permutation_of_its_own() -> None:
 
 
 def test_order_is_the_one_of_earlier_releases() -> None:
-    # A checkpoint holds a step, not an order: were the generator to change, a resumed run would see samples twice.
-    assert sample_order(8, 0, 0, 20).tolist() == [
-        2,
-        4,
-        3,
-        6,
-        5,
-        0,
-        1,
-        7,
-        1,
-        3,
-        7,
-        6,
-        0,
-        4,
-        2,
-        5,
-        5,
-        2,
-        6,
-        0,
-    ]
+    # A checkpoint holds a step, not an order. With another generator, a resumed run would see
+    # samples twice.
+    first_epoch = [2, 4, 3, 6, 5, 0, 1, 7]
+    second_epoch = [1, 3, 7, 6, 0, 4, 2, 5]
+    third_epoch = [5, 2, 6, 0]
+    assert sample_order(8, 0, 0, 20).tolist() == [*first_epoch, *second_epoch, *third_epoch]
 
 
 @settings(deadline=None, max_examples=50)
@@ -92,7 +74,7 @@ def test_order_is_the_one_of_earlier_releases() -> None:
     first=st.integers(0, 200),
     cuts=st.lists(st.integers(0, 60)),
 )
-def test_order_does_not_depend_on_how_it_is_asked_for(
+def test_order_does_not_depend_on_how_a_range_is_cut(
     n_samples: int, seed: int, first: int, cuts: list[int]
 ) -> None:
     whole = sample_order(n_samples, seed, first, sum(cuts))
@@ -132,13 +114,12 @@ def test_batches_share_no_memory() -> None:
 
 
 @pytest.mark.parametrize("batch_ranks", [2, 4, 8])
-def test_ranks_together_hold_the_same_rows_in_the_same_order(batch_ranks: int) -> None:
+def test_all_ranks_together_have_the_same_rows_in_the_same_order(batch_ranks: int) -> None:
     assert torch.equal(steps_of_ranks(batch_ranks, 6), steps_of_ranks(1, 6))
 
 
-@pytest.mark.parametrize(
-    "done", [0, 1, 2, 3, 5]
-)  # 19 samples, 8 a step: step 2 crosses into the second epoch
+# 19 samples, 8 in a step: step 2 crosses into the second epoch.
+@pytest.mark.parametrize("done", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 4), (4, 1)])
 def test_resume_continues_exactly(done: int, before: int, after: int) -> None:
     saved = loader_of(before - 1, before)
@@ -156,7 +137,7 @@ def test_resume_continues_exactly(done: int, before: int, after: int) -> None:
     assert torch.equal(rows([next(loader_of(next_step=done))]), steps_of_ranks(1, 1, state))
 
 
-def test_loading_moves_a_loader_that_has_run() -> None:
+def test_a_state_can_be_loaded_after_batches_were_drawn() -> None:
     batches = loader_of()
     expected = rows(list(islice(batches, 3)))
     batches.load_state_dict(loader_of(next_step=1).state_dict())
@@ -195,7 +176,7 @@ def test_samples_of_a_corpus(n_tokens: int, n_samples: int) -> None:
     assert set(batch.tokens_BT[:, 0].tolist()) == {SEQ_LEN * sample for sample in range(n_samples)}
 
 
-def test_too_small_a_corpus_is_refused() -> None:
+def test_a_corpus_that_is_too_small_is_refused() -> None:
     with pytest.raises(
         DataError, match=r"corpus test has 4 tokens: too few for data\.seq_len = 4, which needs 5"
     ):
@@ -203,18 +184,18 @@ def test_too_small_a_corpus_is_refused() -> None:
 
 
 def test_a_rank_gathers_only_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+    drawn: list[tuple[int, int]] = []
 
     def spy(n_samples: int, seed: int, first: int, count: int) -> np.ndarray:
-        asked.append((first, count))
+        drawn.append((first, count))
         return sample_order(n_samples, seed, first, count)
 
     monkeypatch.setattr(loader, "sample_order", spy)
     batches = loader_of(3, 4)
-    assert asked == []
+    assert drawn == []
     assert next(batches).tokens_BT.shape == (2, SEQ_LEN)
     next(batches)
-    assert asked == [(6, 2), (14, 2)]
+    assert drawn == [(6, 2), (14, 2)]
 
 
 def test_global_random_state_is_left_alone() -> None:

@@ -1,4 +1,4 @@
-"""Rows that are split into documents: their numbers, positions and labels, and a training on them."""
+"""Rows are split into documents: their numbers, positions and labels, and training on them."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ def batch_of(tokens: list[int], seq_len: int, packing: str) -> Batch:
 
 
 def split(row: list[int], following: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Documents, positions and labels of a row, token by token."""
+    """Return documents, positions and labels of a row, computed token by token."""
     documents, positions, labels = [], [], []
     document = position = 0
     for token, label in zip(row, following, strict=True):
@@ -54,9 +54,8 @@ def split(row: list[int], following: list[int]) -> tuple[list[int], list[int], l
 )
 def test_rows_are_split_where_documents_end(seq_len: int, tokens: list[int]) -> None:
     packed, plain = (batch_of(tokens, seq_len, packing) for packing in ("documents", "none"))
-    assert torch.equal(
-        packed.tokens_BT, plain.tokens_BT
-    )  # the samples and their order are the same
+    # The samples and their order are the same.
+    assert torch.equal(packed.tokens_BT, plain.tokens_BT)
     rows = [
         split(*row) for row in zip(plain.tokens_BT.tolist(), plain.labels_BT.tolist(), strict=True)
     ]
@@ -70,7 +69,7 @@ def test_rows_are_split_where_documents_end(seq_len: int, tokens: list[int]) -> 
         assert part.is_contiguous()
 
 
-def test_rows_of_one_sequence_name_no_documents() -> None:
+def test_rows_that_are_not_split_have_no_documents() -> None:
     batch = batch_of([1, END, 1, 1, END], 4, "none")
     assert batch.documents_BT is None
     assert batch.labels_BT.tolist() == [[END, 1, 1, END]]
@@ -119,7 +118,7 @@ tensorboard = false
 """
 
 
-def test_layouts_train_alike_on_packed_documents(tmp_path: Path) -> None:
+def test_layouts_agree_on_packed_documents(tmp_path: Path) -> None:
     for name, count in (("train", 60), ("held-out", 30)):
         lines = [
             json.dumps({"text": f"{name} {i}: " + "abc "[: i % 5] * (i % 11)}) for i in range(count)
@@ -140,7 +139,7 @@ def test_layouts_train_alike_on_packed_documents(tmp_path: Path) -> None:
             "recipe.toml",
             f"--set=run.out_dir={name}",
         ]
-        command += [f"--set={each}" for each in sets]
+        command += [f"--set={override}" for override in sets]
         done = run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
         rows = [

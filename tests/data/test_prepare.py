@@ -1,4 +1,4 @@
-"""Token files: what goes in comes back, and what is interrupted leaves nothing behind."""
+"""Token files decode to their source, and an interrupted prepare leaves nothing behind."""
 
 import errno
 import json
@@ -33,13 +33,8 @@ FILES = {
     "f": TEXTS[4],
     "empty": "",
 }
-IN_ORDER = [
-    TEXTS[0],
-    TEXTS[2],
-    TEXTS[1],
-    TEXTS[3],
-    TEXTS[4],
-]  # of relative paths: "." sorts before "/"
+# In the order of relative paths: "." sorts before "/".
+IN_ORDER = [TEXTS[0], TEXTS[2], TEXTS[1], TEXTS[3], TEXTS[4]]
 
 
 def write_texts(folder: Path) -> Path:
@@ -55,8 +50,11 @@ def write_lines(file: Path, texts: list[str], field: str = "text") -> Path:
     return file
 
 
-def run(capsys: pytest.CaptureFixture[str], source: Path, out: Path, *more: str) -> dict[str, Any]:
-    assert cli.main(["prepare", str(source), "-o", str(out), "--json", *more]) == 0
+def run(
+    capsys: pytest.CaptureFixture[str], source: Path, out: Path, *options: str
+) -> dict[str, Any]:
+    """Run prepare; return its JSON."""
+    assert cli.main(["prepare", str(source), "-o", str(out), "--json", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     answer: dict[str, Any] = json.loads(lines[-1])
@@ -64,10 +62,10 @@ def run(capsys: pytest.CaptureFixture[str], source: Path, out: Path, *more: str)
     return answer
 
 
-def refused(capsys: pytest.CaptureFixture[str], source: Path, out: Path, *more: str) -> str:
-    """The one line that refuses it; nothing is left beside the source."""
+def refused(capsys: pytest.CaptureFixture[str], source: Path, out: Path, *options: str) -> str:
+    """Run prepare, which must fail and leave nothing; return the one line that refuses."""
     before = sorted(out.parent.iterdir())
-    assert cli.main(["prepare", str(source), "-o", str(out), "--json", *more]) == 2
+    assert cli.main(["prepare", str(source), "-o", str(out), "--json", *options]) == 2
     shown = capsys.readouterr()
     assert sorted(out.parent.iterdir()) == before
     (line,) = shown.err.splitlines()
@@ -76,7 +74,7 @@ def refused(capsys: pytest.CaptureFixture[str], source: Path, out: Path, *more: 
 
 
 def documents_of(folder: Path) -> list[np.ndarray]:
-    """Cut where documents.bin says, each without its last token, which must be the end of a document."""
+    """Return the documents of a folder, each without its last token, which must end a document."""
     manifest = json.loads((folder / "tokens.json").read_text())
     tokens = np.fromfile(folder / "tokens.bin", dtype=manifest["dtype"])
     starts = np.fromfile(folder / "documents.bin", dtype="<i8")
@@ -126,7 +124,7 @@ def test_tokens_decode_to_the_source(
     assert sorted(path.name for path in tmp_path.iterdir() if "tmp" in path.name) == []
 
 
-def test_bytes_are_the_tokens_of_the_sources_that_are_read_as_bytes(
+def test_byte_tokens_equal_those_of_a_source_read_as_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [text.replace("\0", "") for text in TEXTS]
@@ -181,7 +179,7 @@ def test_the_same_source_gives_the_same_digest(
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (KeyboardInterrupt(), 130, None),
         (signal.SIGTERM, 143, None),
@@ -194,17 +192,17 @@ def test_the_same_source_gives_the_same_digest(
     ],
     ids=repr,
 )
-def test_what_is_interrupted_leaves_nothing_and_starts_again(
+def test_an_interrupted_prepare_leaves_nothing_and_can_be_repeated(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     error: Any,
     status: int,
-    said: str,
+    message: str | None,
 ) -> None:
     source, out = write_texts(tmp_path / "in"), tmp_path / "new" / "out"
     (source / "b" / "c.md").unlink()
-    whole = prepare.documents_of
+    whole = prepare.read_documents
 
     def interrupted(files: list[Path], field: None, *, longest: int) -> Iterator[Any]:
         documents = whole(files, field, longest=longest)
@@ -216,7 +214,7 @@ def test_what_is_interrupted_leaves_nothing_and_starts_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "_BATCH_BYTES", 1)
-        patch.setattr(prepare, "documents_of", interrupted)
+        patch.setattr(prepare, "read_documents", interrupted)
         arguments = ["prepare", str(source), "-o", str(out), "--tokenizer", "bytes"]
         before = signal.getsignal(signal.SIGTERM)
         if status is None:
@@ -228,28 +226,29 @@ def test_what_is_interrupted_leaves_nothing_and_starts_again(
         else:
             assert cli.main(arguments) == status
         assert signal.getsignal(signal.SIGTERM) is before
-    shown = capsys.readouterr().err.splitlines()
-    assert [(said in line) for line in shown] == [True] * (said is not None)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (0 if message is None else 1)
+    assert all(message in line for line in lines)
     assert list(out.parent.iterdir()) == []
-    left = out.parent / "out.tmp-killed"  # as SIGKILL leaves it
-    left.mkdir()
+    leftover = out.parent / "out.tmp-killed"  # as SIGKILL leaves it
+    leftover.mkdir()
     assert cli.main(arguments) == 0
-    assert f"{left} is left of a prepare that was killed" in capsys.readouterr().err
+    assert f"{leftover} is left of a prepare that was killed" in capsys.readouterr().err
     assert open_corpus("tokens", out, split="train").n_documents == 4
 
 
-def test_what_is_there_is_never_replaced(
+def test_an_existing_folder_is_never_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_lines(tmp_path / "x.jsonl", ["a"])
     run(capsys, source, tmp_path / "out", "--tokenizer", "bytes")
-    said = refused(capsys, source, tmp_path / "out", "--tokenizer", "bytes")
-    assert said == f"{tmp_path / 'out'} exists; remove it, or give another -o"
+    line = refused(capsys, source, tmp_path / "out", "--tokenizer", "bytes")
+    assert line == f"{tmp_path / 'out'} exists; remove it, or give another -o"
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     assert "exists" in refused(capsys, source, tmp_path / "dangling", "--tokenizer", "bytes")
 
 
-def test_of_two_at_once_the_second_is_refused(
+def test_the_second_of_two_at_once_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, whole = write_lines(tmp_path / "x.jsonl", ["a"]), prepare.write_manifest
@@ -262,12 +261,12 @@ def test_of_two_at_once_the_second_is_refused(
     assert (
         cli.main(["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
     )
-    said = f"{tmp_path / 'out'} cannot be written: Directory not empty; give another -o\n"
-    assert capsys.readouterr() == ("", said)
+    message = f"{tmp_path / 'out'} cannot be written: Directory not empty; give another -o\n"
+    assert capsys.readouterr() == ("", message)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["of_the_first", "out", "x.jsonl"]
 
 
-def test_all_is_on_disk_before_it_has_its_name(
+def test_all_files_are_on_disk_before_the_folder_is_renamed(
     tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
@@ -282,11 +281,11 @@ def test_all_is_on_disk_before_it_has_its_name(
     assert seen[-3:] == [out.stat().st_ino, "rename", tmp_path.stat().st_ino]
 
 
-def test_progress_is_a_line_now_and_then(
+def test_progress_is_printed_now_and_then(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_lines(tmp_path / "x.jsonl", ["a" * 999_980] * 3)
-    for seconds, said in (
+    for seconds, expected in (
         (60.0, []),
         (0.0, ["1 documents, 999,981 tokens, 1 of 3 MB, 0:00:00 left"]),
     ):
@@ -298,15 +297,15 @@ def test_progress_is_a_line_now_and_then(
             )
             == 0
         )
-        assert capsys.readouterr().err.splitlines()[:1] == said
+        assert capsys.readouterr().err.splitlines()[:1] == expected
 
 
-def test_what_a_killed_one_left_is_told_of_a_name_with_brackets(
+def test_a_leftover_of_a_name_with_brackets_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_lines(tmp_path / "x.jsonl", ["a"])
-    for left in ("o[1].tmp-ours", "o1.tmp-not-ours"):
-        (tmp_path / left).mkdir()
+    for leftover in ("o[1].tmp-ours", "o1.tmp-not-ours"):
+        (tmp_path / leftover).mkdir()
     assert (
         cli.main(["prepare", str(source), "-o", str(tmp_path / "o[1]"), "--tokenizer", "bytes"])
         == 0
@@ -316,7 +315,7 @@ def test_what_a_killed_one_left_is_told_of_a_name_with_brackets(
 
 
 @pytest.mark.parametrize(
-    ("files", "more", "said"),
+    ("files", "options", "message"),
     [
         ({}, [], "in does not exist; give a text file, a .jsonl file or a folder of one kind"),
         ({"in/.a": b"x"}, [], "in: no files found; give a path that holds text"),
@@ -329,12 +328,12 @@ def test_what_a_killed_one_left_is_told_of_a_name_with_brackets(
         (
             {"in/a": b"x"},
             ["--field", "body"],
-            r"--field body is not read with text, and \S+/in holds no .jsonl file; remove it",
+            r"--field body is only read with JSONL, and \S+/in holds no .jsonl file; remove it",
         ),
         (
             {"in/a": b"x"},
             ["--eod", "</s>"],
-            "--eod </s> is not read with --tokenizer bytes, where byte 0 ends a document;",
+            "--eod </s> is not used with --tokenizer bytes, because byte 0 ends a document;",
         ),
         (
             {"in/a": b"x"},
@@ -366,7 +365,8 @@ def test_what_a_killed_one_left_is_told_of_a_name_with_brackets(
         (
             {"in/a.jsonl": b'{"body": "a"}'},
             [],
-            r'in/a.jsonl:1: must be a JSON object such as \{"text": "..."\}: got \{"body": "a"\}; mend the line, or',
+            r'in/a.jsonl:1: must be a JSON object such as \{"text": "..."\}: got \{"body": '
+            r'"a"\}; correct the line, or',
         ),
         (
             {"in/a": b"x"},
@@ -396,20 +396,21 @@ def test_what_a_killed_one_left_is_told_of_a_name_with_brackets(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_prepared_is_refused(
+def test_a_wrong_source_or_option_is_refused(
     tmp_path: Path,
     bpe: Path,
     capsys: pytest.CaptureFixture[str],
     files: dict[str, bytes],
-    more: list[str],
-    said: str,
+    options: list[str],
+    message: str,
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    more = [str(bpe) if each == "BPE" else each for each in more]
-    more = more if "--tokenizer" in more else [*more, "--tokenizer", "bytes"]
-    assert re.search(said, refused(capsys, tmp_path / "in", tmp_path / "out", *more))
+    options = [str(bpe) if option == "BPE" else option for option in options]
+    if "--tokenizer" not in options:
+        options += ["--tokenizer", "bytes"]
+    assert re.search(message, refused(capsys, tmp_path / "in", tmp_path / "out", *options))
 
 
 def test_a_tokenizer_without_an_end_of_document_is_refused(
@@ -417,11 +418,11 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(
 ) -> None:
     Tokenizer(models.WordLevel({"a": 0, "q": 1}, unk_token="q")).save(str(tmp_path / "t.json"))
     (tmp_path / "a").write_text("a")
-    said = refused(
+    line = refused(
         capsys, tmp_path / "a", tmp_path / "out", "--tokenizer", str(tmp_path / "t.json")
     )
-    assert "it has no <|end_of_text|>, <|endoftext|>, </s>," in said
-    assert said.endswith("to end a document; name a token of it with --eod")
+    assert "it has no <|end_of_text|>, <|endoftext|>, </s>," in line
+    assert line.endswith("to end a document; name one of its tokens with --eod")
     run(
         capsys,
         tmp_path / "a",
@@ -435,7 +436,7 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("model", "text", "said"),
+    ("model", "text", "message"),
     [
         (
             models.WordLevel({"a": 0, "</s>": 1}),
@@ -445,7 +446,7 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(
         (
             models.BPE({"a": 0, "</s>": 1}, []),
             "zz",
-            r"/b: no character of it has a token in \S+; take the document",
+            r"/b: no character of it has a token in \S+; remove the document",
         ),
         (
             models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"),
@@ -461,7 +462,7 @@ def test_text_that_a_tokenizer_cannot_represent_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     model: Any,
     text: str,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(prepare, "_BATCH_BYTES", 1)
     Tokenizer(model).save(str(tmp_path / "t.json"))
@@ -469,9 +470,9 @@ def test_text_that_a_tokenizer_cannot_represent_is_refused(
     for name, content in (("a", "a"), ("b", text)):
         (tmp_path / "in" / name).write_text(content)
     named = ["--tokenizer", str(tmp_path / "t.json")]
-    assert re.search(said, refused(capsys, tmp_path / "in", tmp_path / "out", *named))
+    assert re.search(message, refused(capsys, tmp_path / "in", tmp_path / "out", *named))
     if isinstance(model, models.BPE):
-        (tmp_path / "in" / "b").write_text(" \n")  # blank: nothing is lost
+        (tmp_path / "in" / "b").write_text(" \n")  # blank, so nothing is lost
         run(capsys, tmp_path / "in", tmp_path / "out", *named)
         assert [document.tolist() for document in documents_of(tmp_path / "out")] == [[0], []]
 
@@ -483,7 +484,8 @@ def test_a_document_that_would_take_all_memory_is_refused(
         file.truncate((16 << 20) + 1)
     named = ["--tokenizer", str(bpe)]
     assert refused(capsys, tmp_path / "big.txt", tmp_path / "out", *named) == (
-        f"{tmp_path / 'big.txt'}: one document of 16_777_217 bytes, which must fit into memory; use at most "
+        f"{tmp_path / 'big.txt'}: one document of 16_777_217 bytes, which must fit into "
+        "memory; use at most "
         "16_777_216, or cut it into documents, a file or a JSONL line each"
     )
     monkeypatch.setattr(tokenizer, "_DOCUMENT_BYTES", 5)
@@ -501,22 +503,22 @@ def test_a_field_makes_a_file_of_any_name_jsonl(
         run(capsys, source, tmp_path / f"{name} out", "--tokenizer", "bytes", "--field", "text")
         assert len(documents_of(tmp_path / f"{name} out")) == 2
     (tmp_path / "b.jsonl.gz").write_bytes(b"x")
-    said = refused(
+    line = refused(
         capsys, tmp_path / "b.jsonl.gz", tmp_path / "out", "--tokenizer", "bytes", "--field", "text"
     )
-    assert said.endswith("b.jsonl.gz: a .gz file is not read as text; decompress it")
+    assert line.endswith("b.jsonl.gz: a .gz file is not read as text; decompress it")
 
 
-def test_a_path_that_cannot_be_looked_at_is_refused(
+def test_a_path_that_is_too_long_or_empty_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, tmp_path / ("x" * 300), tmp_path / "out", "--tokenizer", "bytes")
-    assert said.endswith(
+    line = refused(capsys, tmp_path / ("x" * 300), tmp_path / "out", "--tokenizer", "bytes")
+    assert line.endswith(
         "xxx does not exist; give a text file, a .jsonl file or a folder of one kind"
     )
     source = write_lines(tmp_path / "x.jsonl", ["a"])
-    said = refused(capsys, source, tmp_path / ("x" * 300), "--tokenizer", "bytes")
-    assert said.endswith("xxx cannot be written: File name too long; give another -o")
+    line = refused(capsys, source, tmp_path / ("x" * 300), "--tokenizer", "bytes")
+    assert line.endswith("xxx cannot be written: File name too long; give another -o")
     assert cli.main(["prepare", "", "-o", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
     assert "an argument is empty" in capsys.readouterr().err
 
@@ -542,9 +544,9 @@ def test_memory_does_not_grow_with_the_source(
     with open(tmp_path / "big.jsonl", "wb") as file:
         for _ in range(25):
             file.write(line * 1_000)
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory_mib("VmRSS")
     answer = run(capsys, tmp_path / "big.jsonl", tmp_path / "out", "--tokenizer", "bytes")
     assert answer["tokens"] == 25_000 * 2_001
-    # tokens.bin has 95 MiB; its digest is taken over 64 at a time.
+    # tokens.bin has 95 MiB, of which the digest takes 64 MiB at a time.
     assert memory_mib("VmHWM") - before < 90

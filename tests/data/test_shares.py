@@ -1,4 +1,4 @@
-"""The loader of every rank holds the tokens that its stages take for theirs: both packings, every order of cp."""
+"""A rank's loader serves the tokens that its stages own, with both packings and orders of cp."""
 
 import re
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from composer3d.verify.data import corpus_batch, make_corpus
 from tools.prove.paths import RECIPE as RECIPE_PATH
 
 RECIPE = RECIPE_PATH
-SEED, STEPS = 5, 4  # the corpus of a proof takes up less than two
+SEED, STEPS = 5, 4  # the corpus of a proof has less than two steps
 
 
 def recipe_of(cp: int, balance: str, packing: str, dp_shard: int = 1) -> Recipe:
@@ -28,12 +28,12 @@ def recipe_of(cp: int, balance: str, packing: str, dp_shard: int = 1) -> Recipe:
 
 
 def mesh_of(recipe: Recipe, rank: int) -> Any:
-    """What a loader and ``own_tokens`` ask of a mesh, without a process group."""
-    at, cp = coordinates(rank, recipe.mesh), recipe.mesh.cp
-    group = SimpleNamespace(size=lambda: cp, rank=lambda: at["cp"])
+    """Stand in for a mesh, without a process group, for a loader and ``own_tokens``."""
+    coords, cp = coordinates(rank, recipe.mesh), recipe.mesh.cp
+    group = SimpleNamespace(size=lambda: cp, rank=lambda: coords["cp"])
     return SimpleNamespace(
-        at=at,
-        batch_rank=at["dp_replicate"] * recipe.mesh.dp_shard + at["dp_shard"],
+        coords=coords,
+        batch_rank=coords["dp_replicate"] * recipe.mesh.dp_shard + coords["dp_shard"],
         batch_ranks=recipe.mesh.batch_ranks,
         cp_group=group if cp > 1 else None,
     )
@@ -45,7 +45,11 @@ def own_tokens(recipe: Recipe, mesh: Any, whole_BT: Tensor) -> Tensor:
 
 
 def documented_tokens(recipe: Recipe, at: int, whole_BT: Tensor) -> Tensor:
-    """Zigzag: of 2 cp chunks, rank r holds r and 2 cp - 1 - r; contiguous: of cp chunks, the r-th."""
+    """Return the tokens of cp rank ``at``, as the documentation says.
+
+    Zigzag: of 2 cp chunks, rank r owns r and 2 cp - 1 - r. Contiguous: of cp chunks, it owns the
+    r-th.
+    """
     cp = recipe.mesh.cp
     if cp == 1 or recipe.parallel.cp_balance == "contiguous":
         return whole_BT.chunk(cp, 1)[at]
@@ -54,8 +58,9 @@ def documented_tokens(recipe: Recipe, at: int, whole_BT: Tensor) -> Tensor:
 
 
 def problems(recipe: Recipe) -> list[str]:
-    """Where a batch of a rank's loader is not the rank's part of the global batch."""
-    corpus, found = make_corpus(recipe, "train"), []
+    """Return a line for each tensor of a rank's batch that is not its part of the global batch."""
+    corpus = make_corpus(recipe, "train")
+    lines = []
     for rank in range(recipe.world_size):
         mesh = mesh_of(recipe, rank)
         loader = make_loader(recipe, mesh, corpus, seed=SEED)
@@ -71,25 +76,27 @@ def problems(recipe: Recipe) -> list[str]:
                     documented_tokens(recipe, mesh.coords["cp"], part),
                 ):
                     if not torch.equal(getattr(mine, name), rule):
-                        found.append(f"{name} of rank {rank} in step {step}")
-            # Documents are those of whole rows, on every rank of cp.
+                        lines.append(f"{name} of rank {rank} in step {step}")
+            # Every rank of cp has the documents of whole rows.
             documents = None if whole.documents_BT is None else whole.documents_BT[rows]
             if (mine.documents_BT is None) != (documents is None) or not (
                 documents is None or torch.equal(cast(Tensor, mine.documents_BT), documents)
             ):
-                found.append(f"documents_BT of rank {rank} in step {step}")
-    return found
+                lines.append(f"documents_BT of rank {rank} in step {step}")
+    return lines
 
 
 @pytest.mark.parametrize("packing", ["none", "documents"])
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
-def test_a_loader_holds_what_its_stages_take(cp: int, balance: str, packing: str) -> None:
+def test_a_loader_serves_the_tokens_that_its_stages_own(
+    cp: int, balance: str, packing: str
+) -> None:
     assert problems(recipe_of(cp, balance, packing)) == []
 
 
 @pytest.mark.parametrize("packing", ["none", "documents"])
-def test_a_loader_holds_the_rows_of_its_batch_rank(packing: str) -> None:
+def test_a_loader_serves_the_rows_of_its_batch_rank(packing: str) -> None:
     assert problems(recipe_of(2, "zigzag", packing, dp_shard=4)) == []
 
 
@@ -103,6 +110,6 @@ def test_positions_that_a_rank_counts_itself_are_seen(
 
     monkeypatch.setattr(Loader, "__getitem__", Loader.__getitem__)  # put back afterwards
     give_positions_from_the_start_of_the_part()
-    found = problems(recipe_of(cp, "contiguous", packing))
-    assert found
-    assert all(re.match("positions_BT of rank [0-7]", line) for line in found)
+    lines = problems(recipe_of(cp, "contiguous", packing))
+    assert lines
+    assert all(re.match("positions_BT of rank [0-7]", line) for line in lines)

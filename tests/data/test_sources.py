@@ -1,4 +1,4 @@
-"""Corpora: what is read, in which order, what is held out, and what is refused."""
+"""Corpora: which files are read, in which order, which are held out, and which are refused."""
 
 import io
 import json
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from composer3d.data import documents, open_corpus, sources
-from composer3d.data.documents import files_of
+from composer3d.data.documents import list_files
 from composer3d.recipe import machine
 from composer3d.spec.errors import DataError
 
@@ -80,7 +80,7 @@ def test_python_splits_are_disjoint_and_deterministic() -> None:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     both = [
         file.relative_to(stdlib).as_posix()
-        for file in files_of(stdlib, ".py", skip=sources._NOT_LIBRARY)
+        for file in list_files(stdlib, ".py", skip=sources._NOT_LIBRARY)
     ]
     names = {
         split: [name for name in both if sources._is_held_out(name) == (split != "train")]
@@ -161,7 +161,7 @@ def test_a_read_that_fails_halfway_names_its_file(
             return os.open(os.devnull, os.O_RDONLY)
 
         def read(self, *_: object) -> Any:
-            raise OSError(5, "Input/output error")  # of read(2): it has no name
+            raise OSError(5, "Input/output error")  # as from read(2), without a file name
 
         readline = read
 
@@ -174,9 +174,8 @@ def test_a_folder_that_may_not_be_entered_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, {"a": b"x", "in/b": b"x"})
-    monkeypatch.setattr(
-        documents.os, "access", lambda path, mode: not str(path).endswith("in")
-    )  # root enters any
+    # Root may enter any folder, so permissions would not do.
+    monkeypatch.setattr(documents.os, "access", lambda path, mode: not str(path).endswith("in"))
     with pytest.raises(DataError, match=r"^\S+/in: may not be entered; allow it, or"):
         train(tmp_path)
 
@@ -185,7 +184,8 @@ def test_jsonl_is_read_line_by_line_in_order_of_relative_path(tmp_path: Path) ->
     write(
         tmp_path,
         {
-            "b.jsonl": b'\n{"text": "h\\u00e9", "id": [1]}\r\n  \n{"text": ""}\n{"id": 2, "text": "last line"}',
+            "b.jsonl": b'\n{"text": "h\\u00e9", "id": [1]}\r\n  \n'
+            b'{"text": ""}\n{"id": 2, "text": "last line"}',
             "a/z.jsonl": '\ufeff{"text": "first \U0001f600\\n"}\n'.encode(),
             "a/notes.txt": b"not this",
             ".c.jsonl": b'{"text": "nor this"}',
@@ -197,7 +197,7 @@ def test_jsonl_is_read_line_by_line_in_order_of_relative_path(tmp_path: Path) ->
     one = open_corpus("jsonl", None, split="validation", held_out_path=tmp_path / "a" / "z.jsonl")
     assert one.tokens.tobytes() == "first \U0001f600\n\0".encode()
     (tmp_path / "t.txt").write_bytes(b"first")
-    write(tmp_path, {"j": b'{"body": "first"}'})  # a file may have any name
+    write(tmp_path, {"j": b'{"body": "first"}'})  # a JSONL file may have any name
     assert (
         open_corpus("jsonl", tmp_path / "j", split="train", field="body").digest
         == train(tmp_path / "t.txt").digest
@@ -212,18 +212,19 @@ NEEDED = r'must be a JSON object such as \{"body": "\.\.\."\}: '
     [
         (
             b"plain text",
-            f"{NEEDED}Expecting value: line 1 column 1.*; mend the line, or name the key of the text with",
+            f"{NEEDED}Expecting value: line 1 column 1.*; correct the line, or name the "
+            "key of the text with",
         ),
         (b'{"body": "a"', f"{NEEDED}Expecting ',' delimiter"),
         (b'{"body": "\xff"}', f"{NEEDED}'utf-8' codec can't decode byte 0xff"),
         (b"[" * 200_000, NEEDED),
         (b"9" * 5_000, f"{NEEDED}Exceeds the limit"),
         (b'["body"]', rf'{NEEDED}got \["body"\]'),
-        (b'{"text": "a", "id": 1}', rf'{NEEDED}got \{{"text": "a", "id": 1\}}; mend'),
-        (b'{"body": null}', rf'{NEEDED}got \{{"body": null\}}; mend'),
+        (b'{"text": "a", "id": 1}', rf'{NEEDED}got \{{"text": "a", "id": 1\}}; correct'),
+        (b'{"body": null}', rf'{NEEDED}got \{{"body": null\}}; correct'),
         (
             json.dumps({"body": list(range(99))}).encode(),
-            rf'{NEEDED}got \{{"body": \[0, 1, [0-9, ]{{50,}}; mend',
+            rf'{NEEDED}got \{{"body": \[0, 1, [0-9, ]{{50,}}; correct',
         ),
         (
             b'{"body": "ab\\ud800"}',
@@ -264,7 +265,7 @@ def test_jsonl_without_text_is_refused(
 
 @pytest.fixture
 def deep(tmp_path: Path) -> Iterator[Callable[[int, str], Path]]:
-    """Makes folders in each other, and removes them: to remove them recursively is too deep for Python."""
+    """Make nested folders. They are removed with rm: Python cannot recurse that deep."""
 
     def make(levels: int, name: str) -> Path:
         here = os.getcwd()
@@ -282,36 +283,35 @@ def deep(tmp_path: Path) -> Iterator[Callable[[int, str], Path]]:
     subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
 
 
-def test_folders_may_lie_in_each_other_deeper_than_python_recurses(
+def test_folders_may_be_nested_deeper_than_python_recurses(
     deep: Callable[[int, str], Path],
 ) -> None:
     path = deep(1500, "d")
     assert train(path).tokens.tobytes() == b"deep\0"
-    assert (
-        machine.count_bytes("text", str(path), "text", enough=10) is None
-    )  # check leaves it to training
+    # The command check gives up on it, and leaves it to training.
+    assert machine.count_bytes("text", str(path), "text", enough=10) is None
 
 
 def test_folders_beyond_the_longest_path_are_refused(deep: Callable[[int, str], Path]) -> None:
     with pytest.raises(
         DataError,
-        match=r" characters\): cannot be read: File name too long; make it readable or move it away$",
+        match=r" characters\): cannot be read: File name too long; "
+        r"make it readable or move it away$",
     ):
         train(deep(30, "d" * 200))
 
 
 @pytest.mark.timeout(10)  # opening a pipe would wait forever
 @pytest.mark.parametrize("source", ["text", "jsonl"])
-def test_a_pipe_is_no_text(tmp_path: Path, source: Any) -> None:
+def test_a_pipe_is_refused(tmp_path: Path, source: Any) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(
         DataError, match=r"/pipe\.jsonl: cannot be read: is a named pipe, not a plain file; make it"
     ):
         open_corpus(source, tmp_path / "pipe.jsonl", split="train")
     write(tmp_path, {"a.jsonl": b'{"text": "a"}'})
-    assert (
-        open_corpus(source, tmp_path, split="train").n_documents == 1
-    )  # in a folder it is passed over
+    # In a folder, a pipe is skipped.
+    assert open_corpus(source, tmp_path, split="train").n_documents == 1
 
 
 def test_a_line_is_read_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,14 +327,14 @@ def test_a_line_is_read_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     write(tmp_path, {"a": b"x", "b": b"y"})
-    found = documents.documents_of(files_of(tmp_path), None)
-    assert next(found).text == b"x"
+    remaining = documents.read_documents(list_files(tmp_path), None)
+    assert next(remaining).text == b"x"
     (tmp_path / "b").unlink()
     with pytest.raises(DataError, match=r"/b: cannot be read: No such file or directory; make it"):
-        next(found)
+        next(remaining)
 
 
-def test_a_text_above_its_limit_is_not_read(tmp_path: Path) -> None:
+def test_a_text_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "a", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""A tokenizer.json that panics, never ends or takes all memory ends its own process, and is refused in one line."""
+"""A tokenizer.json that panics, never ends or takes all memory is refused with one line.
+
+It ends its own process only.
+"""
 
 import base64
 import json
@@ -18,17 +21,17 @@ from composer3d.spec.errors import DataError
 
 
 def write(folder: Path, **changed: Any) -> str:
-    """A tokenizer.json of two words; ``changed``: keys of it."""
+    """Write a tokenizer.json of three words, with other values of the keys in ``changed``."""
     model = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1, "<unk>": 2}, "unk_token": "<unk>"}
-    whole = {
+    content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
     }
-    whole |= {"pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model}
-    (folder / "t.json").write_text(json.dumps(whole | changed))
+    content |= {"pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model}
+    (folder / "t.json").write_text(json.dumps(content | changed))
     return str(folder / "t.json")
 
 
@@ -37,10 +40,12 @@ def document(text: bytes) -> Document:
 
 
 def split(regex: str) -> dict[str, Any]:
+    """A pre-tokenizer that splits texts at a pattern."""
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
-def times(number: int) -> dict[str, Any]:
+def multiply(number: int) -> dict[str, Any]:
+    """A normalizer that replaces each "a" by many."""
     return {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * number}
 
 
@@ -55,8 +60,9 @@ AT_LOAD = {
         "it panics: chunk size must be",
     ),
     "all memory": (
-        {"normalizer": {"type": "Sequence", "normalizers": [times(100)] * 6}},
-        "(its process ended with status -6 when it is loaded: it takes too much memory|it takes too much memory)",
+        {"normalizer": {"type": "Sequence", "normalizers": [multiply(100)] * 6}},
+        "(its process ended with status -6 when it is loaded: it takes too much memory|it "
+        "takes too much memory)",
     ),
     "ids beyond any vocabulary": (
         {"model": {"type": "WordLevel", "vocab": {"a": 2**32 - 1, "</s>": 1}, "unk_token": "a"}},
@@ -78,33 +84,34 @@ AT_TEXT = {
         "it panics: Onig: Regex search error",
     ),
     "all memory": (
-        {"normalizer": times(1_000_000)},
+        {"normalizer": multiply(1_000_000)},
         b"a" * 10_000,
-        "(its process ended with status -6 on 10,000 bytes of text: it takes|it takes) too much memory",
+        "(its process ended with status -6 on 10,000 bytes of text: it takes|it takes) too "
+        "much memory",
     ),
 }
 
 
-@pytest.mark.parametrize(("changed", "said"), AT_LOAD.values(), ids=AT_LOAD)
-def test_what_cannot_be_loaded_is_refused(
-    tmp_path: Path, changed: dict[str, Any], said: str
+@pytest.mark.parametrize(("changed", "message"), AT_LOAD.values(), ids=AT_LOAD)
+def test_a_tokenizer_that_fails_at_load_is_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     path = write(tmp_path, **changed)
-    with pytest.raises(DataError, match=rf"^--tokenizer {path}: {said}") as caught:
+    with pytest.raises(DataError, match=rf"^--tokenizer {path}: {message}") as caught:
         open_tokenizer(path, None)
     assert len(caught.value.lines) == 1
     assert not children()
 
 
-@pytest.mark.parametrize(("changed", "text", "said"), AT_TEXT.values(), ids=AT_TEXT)
-def test_what_a_text_brings_down_is_refused(
-    tmp_path: Path, changed: dict[str, Any], text: bytes, said: str
+@pytest.mark.parametrize(("changed", "text", "message"), AT_TEXT.values(), ids=AT_TEXT)
+def test_a_tokenizer_that_fails_on_a_text_is_refused(
+    tmp_path: Path, changed: dict[str, Any], text: bytes, message: str
 ) -> None:
     coder = open_tokenizer(write(tmp_path, **changed), None)
     try:
         assert coder.encode([document(b"b")])[0].tolist() == [2, 1]
         with pytest.raises(
-            DataError, match=rf"^a.txt or soon after: --tokenizer \S+: {said}"
+            DataError, match=rf"^a.txt or soon after: --tokenizer \S+: {message}"
         ) as caught:
             coder.encode([document(text)])
     finally:
@@ -125,14 +132,13 @@ def test_a_text_that_takes_for_ever_is_refused_by_processor_time(
             match="it takes more than 0 s of processor time on 260 bytes of text; a pattern",
         ):
             coder.encode([document(b"x" * 200 + b"a" * 60)])
-        assert (
-            time.monotonic() - begin < 60
-        )  # seconds, on a busy machine; without the limit it does not end
+        # Enough for a busy machine. Without the limit, it would not end.
+        assert time.monotonic() - begin < 60
     finally:
         coder.close()
 
 
-def test_prepare_says_it_in_one_line_and_leaves_nothing(
+def test_prepare_refuses_with_one_line_and_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = write(tmp_path, pre_tokenizer=split("(x+x+)+y"))
@@ -142,9 +148,8 @@ def test_prepare_says_it_in_one_line_and_leaves_nothing(
         cli.main(["prepare", str(tmp_path / "a.txt"), "-o", str(out), "--tokenizer", tokenizer])
         == 2
     )
-    out_text, err = (
-        capfd.readouterr()
-    )  # of the processes too: a panic of Rust writes to standard error
+    # With the output of the process: a panic of Rust writes to standard error.
+    out_text, err = capfd.readouterr()
     assert out_text == ""
     assert len(err.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "t.json"]
@@ -160,9 +165,11 @@ def test_tokens_are_those_of_the_library(bpe: Path) -> None:
             reference = Tokenizer.from_file(str(bpe))
             reference.no_truncation()
             reference.no_padding()
-            wanted = [[*reference.encode(text).ids, coder.end] for text in texts[first:] if text]
-            assert lengths.tolist() == list(map(len, wanted))
-            assert tokens.tolist() == [token for each in wanted for token in each]
+            expected = [[*reference.encode(text).ids, coder.end] for text in texts[first:] if text]
+            assert lengths.tolist() == list(map(len, expected))
+            assert tokens.tolist() == [
+                token for tokens_of_text in expected for token in tokens_of_text
+            ]
             assert tokens.dtype == np.dtype("<u2")
     finally:
         coder.close()
@@ -174,22 +181,22 @@ def test_a_tokenizer_is_a_plain_file_of_a_bounded_size(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with open(tmp_path / "large", "wb") as file:
         file.truncate(1 << 40)
-    for name, said in (
+    for name, message in (
         ("pipe", "is a named pipe, not a plain file"),
         ("large", "is larger than 67,108,864 bytes"),
     ):
-        with pytest.raises(DataError, match=rf"^--tokenizer \S+/{name}: {said}.*; give bytes"):
+        with pytest.raises(DataError, match=rf"^--tokenizer \S+/{name}: {message}.*; give bytes"):
             open_tokenizer(str(tmp_path / name), None)
 
 
 def children() -> list[str]:
-    """Processes that this one has started and that still are, or that nobody has waited for, of tokenizers."""
-    found = []
+    """Return this process's tokenizer processes that run, or that nobody has waited for."""
+    processes = []
     for task in Path("/proc/self/task").iterdir():
         for child in (task / "children").read_text().split():
             command = Path(f"/proc/{child}/cmdline")
             if command.exists() and (
                 not command.read_bytes() or b"tokenizer_worker" in command.read_bytes()
             ):
-                found.append(child)
-    return found
+                processes.append(child)
+    return processes

@@ -1,4 +1,4 @@
-"""Token files that training opens: what a loader reads of them, and every kind of damage, refused by name."""
+"""A loader reads token files; every kind of damage to them is refused by name."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from composer3d.spec.errors import DataError
 from composer3d.spec.token_manifest import digest_of, digest_of_manifest
 
 N = 1_000
-CHUNK = 512  # bytes: four of them in tokens.bin
+CHUNK = 512  # bytes; tokens.bin has four chunks
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +25,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(folder: Path, ids: np.ndarray, **changed: Any) -> Path:
+    """Make token files of one document; ``changed`` are other facts of the manifest."""
     folder.mkdir(parents=True)
     (folder / "tokens.bin").write_bytes(ids.tobytes())
     (folder / "documents.bin").write_bytes(np.array([0, len(ids)], dtype="<i8").tobytes())
@@ -108,15 +109,17 @@ def grow(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "tokenizer.json"])
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (
             flip(0),
-            rf"is damaged between bytes 0 and {CHUNK}: their digest is not that of tokens.json;",
+            rf"is damaged between bytes 0 and {CHUNK}: its digest there is not the one in "
+            rf"tokens.json;",
         ),
         (
             flip(-1),
-            r"is damaged between bytes \d+ and \d+: their digest is not that of tokens.json;",
+            r"is damaged between bytes \d+ and \d+: its digest there is not the one in "
+            r"tokens.json;",
         ),
         (cut, r"has \d+ bytes, but tokens.json says \d+ bytes;"),
         (grow, r"has \d+ bytes, but tokens.json says \d+ bytes;"),
@@ -125,20 +128,20 @@ def grow(file: Path) -> None:
     ids=["first byte", "last byte", "truncated", "too long", "missing"],
 )
 def test_a_damaged_file_is_refused_by_its_name(
-    folder: Path, name: str, damage: Callable[[Path], None], said: str
+    folder: Path, name: str, damage: Callable[[Path], None], message: str
 ) -> None:
     assert opened(folder).n_documents == 1
     damage(folder / name)
     with pytest.raises(
-        DataError, match=rf"t/{name} {said} make the folder again with composer3d prepare"
+        DataError, match=rf"t/{name} {message} make the folder again with composer3d prepare"
     ):
         opened(folder)
 
 
-def test_no_byte_of_the_manifest_can_change_unseen(folder: Path) -> None:
+def test_changes_of_the_manifest_are_found(folder: Path) -> None:
     path = folder / "tokens.json"
     whole = json.loads(path.read_text())
-    sizes, digest = "its tokens and documents make", "it does not have its own digest"
+    sizes, digest = "its tokens and documents make", "its digest does not match its content"
     changes: dict[str, tuple[Any, str]] = {
         "vocab": (1_071, digest),
         "tokens": (999, f"files.tokens.bin.bytes is 2000, but {sizes} 1998"),
@@ -146,16 +149,16 @@ def test_no_byte_of_the_manifest_can_change_unseen(folder: Path) -> None:
         "dtype": ("uint32", f"files.tokens.bin.bytes is 2000, but {sizes} 4000"),
         "end_of_document": (1, digest),
     }
-    for key, (value, said) in changes.items():
+    for key, (value, problem) in changes.items():
         path.write_text(json.dumps(whole | {key: value}))
-        with pytest.raises(DataError, match=rf"t/tokens\.json cannot be used \({said}\); make"):
+        with pytest.raises(DataError, match=rf"t/tokens\.json cannot be used \({problem}\); make"):
             opened(folder)
     path.write_text(json.dumps(whole))
     assert opened(folder).n_documents == 1
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, r"t has no tokens\.json; give a folder that composer3d prepare made"),
         (b"{", r"t/tokens\.json cannot be used \(Expecting"),
@@ -164,9 +167,12 @@ def test_no_byte_of_the_manifest_can_change_unseen(folder: Path) -> None:
         (b"{}", r"t/tokens\.json cannot be used \(it lacks version\); make"),
         (
             b'{"version": 2, "digest": ""}',
-            r"t/tokens\.json cannot be used \(.* version 2, this composer3d reads 1\)",
+            r"t/tokens\.json cannot be used \(.* version 2, but this composer3d reads 1\)",
         ),
-        (b'{"version": true}', r"cannot be used \(it has version true, this composer3d reads 1\)"),
+        (
+            b'{"version": true}',
+            r"cannot be used \(it has version true, but this composer3d reads 1\)",
+        ),
         (
             b'{"version": Infinity}',
             r"cannot be used \(it holds Infinity, which JSON does not have\)",
@@ -177,16 +183,16 @@ def test_no_byte_of_the_manifest_can_change_unseen(folder: Path) -> None:
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_refused(
-    folder: Path, content: bytes | None, said: str
+    folder: Path, content: bytes | None, message: str
 ) -> None:
     (folder / "tokens.json").unlink()
     if content is not None:
         (folder / "tokens.json").write_bytes(content)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         opened(folder)
 
 
-def test_a_file_is_no_folder_of_tokens(folder: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"tokens\.bin has no tokens\.json; give a folder"):
         opened(folder / "tokens.bin")
 
@@ -198,20 +204,18 @@ def test_the_ranks_of_a_node_share_the_check(
 ) -> None:
     flip(at)(folder / "tokens.bin")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    saw = []
+    lines: list[str] = []
     for rank in range(ranks):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         try:
             opened(folder)
         except DataError as error:
-            saw += error.lines
-    assert len(saw) == 1  # one rank reads the chunk, and sees it
-    assert f"tokens.bin is damaged between bytes {at // CHUNK * CHUNK} and" in saw[0]
+            lines += error.lines
+    assert len(lines) == 1  # one rank reads the chunk
+    assert f"tokens.bin is damaged between bytes {at // CHUNK * CHUNK} and" in lines[0]
 
 
-def test_a_process_of_a_pool_checks_all_by_itself(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_alone_verifies_everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "3")
     flip(0)(folder / "tokens.bin")
@@ -244,7 +248,7 @@ def test_a_token_above_the_vocabulary_is_refused(tmp_path: Path, dtype: str, at:
     ],
     ids=["right", "first", "last", "twice, over two chunks", "negative", "empty", "huge"],
 )
-def test_documents_are_in_order(tmp_path: Path, starts: list[int]) -> None:
+def test_documents_must_be_in_order(tmp_path: Path, starts: list[int]) -> None:
     folder = make(tmp_path / "t", np.arange(N, dtype="<u2"))
     for name in ("tokens.json", "documents.bin"):
         (folder / name).unlink()
@@ -283,7 +287,7 @@ def test_large_files_may_be_links_and_the_tokenizer_may_not(folder: Path, tmp_pa
 
 @pytest.mark.timeout(10)  # opening a pipe would wait forever
 @pytest.mark.parametrize("name", ["tokens.json", "tokens.bin", "documents.bin", "tokenizer.json"])
-def test_a_pipe_is_no_file_of_tokens(folder: Path, name: str) -> None:
+def test_a_pipe_is_refused(folder: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(
@@ -342,16 +346,16 @@ WRONG_MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("changed", "said"), WRONG_MANIFESTS.values(), ids=WRONG_MANIFESTS)
+@pytest.mark.parametrize(("changed", "message"), WRONG_MANIFESTS.values(), ids=WRONG_MANIFESTS)
 def test_no_value_of_a_manifest_is_trusted(
-    folder: Path, changed: dict[str, Any], said: str
+    folder: Path, changed: dict[str, Any], message: str
 ) -> None:
     manifest = json.loads((folder / "tokens.json").read_text()) | changed
     manifest["digest"] = digest_of_manifest(manifest)
     (folder / "tokens.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError) as caught:
         opened(folder)
-    assert caught.value.lines[0].startswith(f"{folder}/tokens.json cannot be used ({said}")
+    assert caught.value.lines[0].startswith(f"{folder}/tokens.json cannot be used ({message}")
 
 
 WRONG_FILES: dict[str, tuple[dict[str, Any], str]] = {
@@ -361,7 +365,7 @@ WRONG_FILES: dict[str, tuple[dict[str, Any], str]] = {
     "digests of a text": ({"digests": "0" * 4}, r"digests must be a list of 4"),
     "digests of numbers": (
         {"digests": [0] * 4},
-        r"digests holds 0, not a digest of 32 hexadecimal digits",
+        r"digests has 0, not a digest of 32 hexadecimal digits",
     ),
     "upper case": ({"digests": ["A" * 32] * 4}, r'digests holds "A{32}", not a digest'),
     "an odd size": ({"bytes": 1999}, r"bytes is 1999, but its tokens and documents make 2000"),
@@ -372,14 +376,16 @@ WRONG_FILES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("changed", "said"), WRONG_FILES.values(), ids=WRONG_FILES)
-def test_no_file_of_a_manifest_is_trusted(folder: Path, changed: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("changed", "message"), WRONG_FILES.values(), ids=WRONG_FILES)
+def test_no_file_of_a_manifest_is_trusted(
+    folder: Path, changed: dict[str, Any], message: str
+) -> None:
     manifest = json.loads((folder / "tokens.json").read_text())
     manifest["files"]["tokens.bin"] |= changed
     manifest["digest"] = digest_of_manifest(manifest)
     (folder / "tokens.json").write_text(json.dumps(manifest))
     with pytest.raises(
-        DataError, match=rf"tokens\.json cannot be used \(files\.tokens\.bin.?{said}"
+        DataError, match=rf"tokens\.json cannot be used \(files\.tokens\.bin.?{message}"
     ):
         opened(folder)
 

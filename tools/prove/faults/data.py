@@ -54,7 +54,7 @@ def give_positions_of_a_contiguous_part() -> None:
     _change_batches(
         lambda self, batch: batch._replace(
             positions_BT=torch.arange(batch.tokens_BT.shape[1]).expand_as(batch.tokens_BT)
-            + (self.held or [(0, 0)])[0][0]
+            + (self.owned_ranges or [(0, 0)])[0][0]
         )
     )
 
