@@ -1,40 +1,97 @@
-"""The README is true where a program can tell: its Python runs, its commands parse, what it names is there."""
+"""The README and the pages in ``docs/`` are true as far as a program can check.
 
+Their Python runs, their commands parse, and the files, links and recipe keys that they name exist.
+"""
+
+import ast
+import importlib.util
 import os
 import re
 import shlex
 import socket
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import tomli
 import torch
 
+import composer3d
 from composer3d import cli
 from composer3d.recipe.values import FIELDS
 from composer3d.runtime.launch import Pool
+from tools.bench import commands as bench
+from tools.prove.__main__ import PROOFS
 from tools.prove.paths import ROOT
 
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-
-
-COMMANDS = [
-    line.partition(" #")[0].strip()
-    for block in blocks("bash")
-    for line in block.splitlines()
-    if line.strip()
+README = ROOT / "README.md"
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "tools" / "bench" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
+CHANGELOG = ROOT / "CHANGELOG.md"  # it names files that are gone, so only its links are checked
+
+
+class Snippet(NamedTuple):
+    """A piece of a page. ``str()`` is the id of its test."""
+
+    page: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {' '.join(self.text.split())[:60]}"
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def inline_code(page: Path) -> list[str]:
+    """The texts between single backticks, outside of fenced blocks."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def commands_of(page: Path) -> list[str]:
+    """The commands of a page: the lines of its bash blocks without comments, and inline ones."""
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    commands = [line.partition(" #")[0].strip() for line in lines]
+    is_command = re.compile(r"(bash|python|composer3d) (?!\.\.\.)\S")
+    commands += [code for code in inline_code(page) if is_command.match(code)]
+    return [command for command in commands if command]
+
+
+PYTHON = [Snippet(name_of(page), block) for page in PAGES for block in blocks(page, "python")]
+TOML = [Snippet(name_of(page), block) for page in PAGES for block in blocks(page, "toml")]
+COMMANDS = list(
+    dict.fromkeys(Snippet(name_of(page), line) for page in PAGES for line in commands_of(page))
+)
+
+
+def test_the_pages_have_programs_commands_and_recipes() -> None:
+    assert len(blocks(README, "python")) == 2
+    assert len(PYTHON) >= 4
+    assert len(commands_of(README)) > 12
+    assert len(COMMANDS) > 50
+    assert len(TOML) >= 3
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= 1800
 
 
 def run_block(text: str, port: int) -> dict[str, Any]:
-    """A task: one block as a program of its own, and the numbers that it leaves, of tensors as lists."""
+    """Run a block as a program in a worker; returns its numbers, tensors as lists."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(text, "README.md", "exec"), names)
+    exec(compile(text, "page.md", "exec"), names)
     numbers = {
         name: value for name, value in names.items() if isinstance(value, torch.Tensor | float)
     }
@@ -45,29 +102,24 @@ def run_block(text: str, port: int) -> dict[str, Any]:
 
 
 def run(pool: Pool, text: str, world_size: int) -> list[dict[str, Any]]:
+    """Run a block as every rank of a world."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return pool.run(run_block, {"text": text, "port": port}, world_size=world_size)
 
 
-def test_there_are_two_programs() -> None:
-    assert len(blocks("python")) == 2
-    assert len(COMMANDS) > 20
-
-
 def test_the_composition_runs_as_printed(pool: Pool) -> None:
-    (alone,) = run(pool, blocks("python")[0], 1)
-    first, second = run(pool, blocks("python")[0], 2)
-    assert alone["loss"] == pytest.approx(
-        torch.tensor(256.0).log().item(), rel=0.05
-    )  # of a model that knows nothing
-    assert first["loss"] == second["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+    (single,) = run(pool, blocks(README, "python")[0], 1)
+    first, second = run(pool, blocks(README, "python")[0], 2)
+    uniform_loss = torch.tensor(256.0).log().item()  # of a model that has learned nothing
+    assert single["loss"] == pytest.approx(uniform_loss, rel=0.05)
+    assert first["loss"] == second["loss"] == pytest.approx(single["loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_attention_runs_as_printed(pool: Pool, world_size: int) -> None:
-    for names in run(pool, blocks("python")[1], world_size):
+    for names in run(pool, blocks(README, "python")[1], world_size):
         ids_BT = torch.tensor(names["ids_BT"])
         mask = (ids_BT[:, None, :, None] == ids_BT[:, None, None, :]).tril()
         q, k, v = (torch.tensor(names[name]) for name in ("q_BHTD", "k_BHTD", "v_BHTD"))
@@ -76,46 +128,166 @@ def test_attention_runs_as_printed(pool: Pool, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [line for line in COMMANDS if "composer3d " in line], ids=lambda line: line[:60]
+    "program", [snippet for snippet in PYTHON if snippet.page != "README.md"], ids=str
 )
-def test_a_command_parses(command: str) -> None:
-    words = shlex.split(command)
-    at = next(
-        n for n, word in enumerate(words) if word == "composer3d" or word.endswith("/composer3d")
-    )
-    arguments = words[at + 1 :]
-    if arguments and arguments[0].startswith("-") and arguments[0] != "--version":
-        pytest.fail(f"{command}: no command")
-    given = vars(cli._parser().parse_args(arguments))
-    for each in given.get("sets", []):
-        assert each.partition("=")[0] in FIELDS
+def test_a_program_runs_as_printed(pool: Pool, program: Snippet) -> None:
+    run(pool, program.text, 1)
 
 
-@pytest.mark.parametrize("block", blocks("toml"))
-def test_keys_of_a_recipe_exist(block: str) -> None:
-    for table, content in tomli.loads(block).items():
-        assert {f"{table}.{name}" for name in content} <= FIELDS.keys()
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_command_parses(command: Snippet) -> None:
+    words = shlex.split(command.text)
+    names = [Path(word).name for word in words]
+    if "composer3d" in names:
+        check_composer3d(words[names.index("composer3d") + 1 :])
+    elif words[0] == "bash":
+        check_script(words[1], words[2:])
+    elif words[0] == "python":
+        check_python(words[1:])
+    elif words[0] == "pip":
+        check_options_are_files(words[1:])
+    else:
+        pytest.fail(f"{command}: a program that this test does not know")
 
 
-def test_what_is_named_is_there() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    words = [word for line in COMMANDS for word in shlex.split(line)]
-    words += re.findall(r"`([^`\s]+)`", README)
-    paths = [
-        word for word in words if re.match(r"(recipes|tests|tools|composer3d)/[\w./-]+$", word)
+def check_composer3d(arguments: list[str]) -> None:
+    """Parse the arguments of ``composer3d``. The name of a command alone must be one."""
+    if len(arguments) == 1 or arguments[-1] == "--version":
+        with pytest.raises(SystemExit) as stop:
+            cli._parser().parse_args(
+                arguments if arguments[0].startswith("-") else [*arguments, "--help"]
+            )
+        assert stop.value.code == 0
+        return
+    assert not arguments[0].startswith("-"), "no command"
+    for override in getattr(cli._parser().parse_args(arguments), "sets", []):
+        assert override.partition("=")[0] in FIELDS
+
+
+def check_script(script: str, arguments: list[str]) -> None:
+    """Check that a script exists and knows the options."""
+    path = ROOT / script
+    assert path.is_file()
+    if script == "tools/prove/run":
+        name, *options = arguments
+        for proof in name.split("|"):
+            check_options(importlib.util.find_spec(PROOFS[proof]), options)
+    elif script == "tools/check":
+        assert arguments in ([], ["--no-tests"])
+    elif script == "tools/test":
+        assert [word for word in arguments if word.startswith("tests/")] == [
+            word for word in arguments if (ROOT / word).exists()
+        ]
+    else:
+        assert arguments == []
+
+
+def check_python(arguments: list[str]) -> None:
+    """Parse the arguments of a benchmark. Other programs must exist and know their options."""
+    if arguments[:2] == ["-m", "tools.bench"]:
+        if arguments[2:] != ["COMMAND"]:
+            bench._parser().parse_args(arguments[2:])
+    elif arguments[0] == "-m":
+        check_options(importlib.util.find_spec(arguments[1]), arguments[2:])
+    else:
+        assert (ROOT / arguments[0]).is_file()
+        source = (ROOT / arguments[0]).read_text()
+        assert [word for word in options_in(arguments) if f'"{word}"' not in source] == []
+
+
+def check_options(spec: Any, arguments: list[str]) -> None:
+    """Check that a module exists and that its source has each option as a text."""
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text()
+    assert [word for word in options_in(arguments) if f'"{word}"' not in source] == []
+
+
+def options_in(arguments: list[str]) -> list[str]:
+    """The options among arguments, without ``--help``, which argparse adds."""
+    return [word for word in arguments if word.startswith("--") and word != "--help"]
+
+
+def check_options_are_files(arguments: list[str]) -> None:
+    """Check the constraints file of a pip command."""
+    assert arguments[0] == "install"
+    assert (ROOT / arguments[arguments.index("-c") + 1]).is_file()
+
+
+@pytest.mark.parametrize("block", TOML, ids=str)
+def test_keys_of_a_recipe_exist(block: Snippet) -> None:
+    recipe = tomli.loads(block.text)
+    if "architecture" in recipe.get("model", {}):
+        del recipe["model"]  # its keys are the fields of the user's own shape
+    keys = {
+        f"{table}.{name}"
+        for table, content in recipe.items()
+        if isinstance(content, dict)
+        for name in content
+    }
+    assert keys <= FIELDS.keys()
+    assert {name for name, value in recipe.items() if not isinstance(value, dict)} <= {"base"}
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them from its headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text())
+    broken = []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page: Path) -> None:
+    words = [word for command in commands_of(page) for word in shlex.split(command)]
+    words += [word for code in inline_code(page) for word in code.split()]
+    named = [
+        word for word in words if re.match(r"(recipes|tests|tools|composer3d|docs)/[\w./-]+$", word)
     ]
-    assert len(links) > 5
-    assert len(paths) > 10
-    assert [path for path in (*links, *paths) if not (ROOT / path).exists()] == []
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_keys_in_the_text_exist() -> None:
+def test_the_readme_has_links_and_pages_have_files() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", README.read_text())
+    assert len(links) > 15
+    assert {name_of(page) for page in PAGES if page.parent.name == "docs"} <= {
+        *links,
+        *(link.partition("#")[0] for link in links),
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_keys_in_the_text_exist(page: Path) -> None:
     tables = {key.split(".")[0] for key in FIELDS}
-    named = re.findall(r"`(?:\[(\w+)\] )?([a-z]+\.[a-z_]+)(?: = [^`]*)?`", README)
+    named = re.findall(r"`(?:\[(\w+)\] )?([a-z]+\.[a-z_]+)(?: = [^`]*)?`", page.read_text())
     keys = [
         key
         for _, key in named
-        if key.split(".")[0] in tables and not key.endswith((".jsonl", ".toml", ".json"))
+        if key.split(".")[0] in tables and not key.endswith((".jsonl", ".toml", ".json", ".py"))
     ]
-    assert len(keys) > 15
     assert [key for key in keys if key not in FIELDS] == []
+
+
+def test_many_keys_are_in_the_text() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert sum(f"`{key}" in text for key in FIELDS) > 25
+
+
+@pytest.mark.parametrize("program", blocks(README, "python"))
+def test_the_readme_imports_public_names_from_the_package(program: str) -> None:
+    imports = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.ImportFrom)]
+    public = {alias.name for node in imports if node.module == "composer3d" for alias in node.names}
+    others = {alias.name for node in imports if node.module != "composer3d" for alias in node.names}
+    assert public
+    assert public <= set(composer3d.__all__)
+    assert not others & set(composer3d.__all__)
