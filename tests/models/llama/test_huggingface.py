@@ -1,7 +1,6 @@
-"""Models of transformers as they are and in our words: shapes, names and logits; and what is
-refused.
+"""Our shapes, names and logits agree with transformers, and other models are refused.
 
-transformers takes seconds to import, so that all that needs it is in this file.
+Importing transformers takes seconds, so all tests that need it are in this file.
 """
 
 import json
@@ -62,21 +61,21 @@ SMALL = {
 }
 
 
-def config_of(name: str) -> Any:
-    family, more = MODELS[name]
+def transformers_config(name: str) -> Any:
+    """Make a configuration of transformers for a model of the table."""
+    family, settings = MODELS[name]
     return getattr(transformers, f"{family}Config")(
-        **SMALL, max_position_embeddings=256, **{"num_key_value_heads": 4} | more
+        **SMALL, max_position_embeddings=256, **{"num_key_value_heads": 4} | settings
     )
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model as transformers saves it."""
+    """Save a random model with transformers."""
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(request.param))
-    with (
-        torch.no_grad()
-    ):  # norms and biases start as ones and zeros, which would hide each other's places
+    model = transformers.AutoModelForCausalLM.from_config(transformers_config(request.param))
+    # Norms and biases start as ones and zeros, so that a test would not see two of them swapped.
+    with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     path = tmp_path_factory.mktemp("hf")
@@ -84,21 +83,23 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def ours_from(folder: Path) -> Llama:
+def load_ours(folder: Path) -> Llama:
+    """Load a saved model with our code."""
     shape = hf.read_shape(folder)
     model = Llama(shape).to_empty(device="cpu")
     if shape.tied:
         model.last.head.weight = model.first.embed.weight
-    held, names = load_file(folder / "model.safetensors"), hf_names(shape)
-    assert set(names.values()) == held.keys()
-    assert {name: tuple(held[names[name]].shape) for name in names} == parameter_shapes(shape)
+    tensors, names = load_file(folder / "model.safetensors"), hf_names(shape)
+    assert set(names.values()) == tensors.keys()
+    assert {name: tuple(tensors[names[name]].shape) for name in names} == parameter_shapes(shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(held[names[name]])
+            parameter.copy_(tensors[names[name]])
     return model
 
 
-def theirs_from(folder: Path) -> Any:
+def load_theirs(folder: Path) -> Any:
+    """Load a saved model with transformers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype="float32"
     )
@@ -115,27 +116,26 @@ def logits(model: Llama, tokens_BT: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_logits_are_theirs(folder: Path) -> None:
-    ours, theirs = ours_from(folder), theirs_from(folder)
-    # Within a window and beyond it, and beyond the context that the model had before its positions
-    # were stretched.
+def test_logits_equal_those_of_transformers(folder: Path) -> None:
+    ours, theirs = load_ours(folder), load_theirs(folder)
+    # Within a window, beyond it, and beyond the context before the stretch of positions.
     for length in (4, 33, 200):
         tokens_BT = torch.randint(SMALL["vocab_size"], (2, length))
-        wanted = theirs(tokens_BT, use_cache=False).logits
-        worst = (logits(ours, tokens_BT) - wanted).abs().max() / wanted.abs().max()
-        assert worst < 1e-5, length
+        expected = theirs(tokens_BT, use_cache=False).logits
+        error = (logits(ours, tokens_BT) - expected).abs().max() / expected.abs().max()
+        assert error < 1e-5, length
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("carries", [False, True])
-def test_they_load_what_we_describe(folder: Path, tmp_path: Path, carries: bool) -> None:
+def test_transformers_loads_our_config(folder: Path, tmp_path: Path, carries: bool) -> None:
     shape, before = hf.read_shape(folder), json.loads((folder / "config.json").read_text())
     config = hf.make_config(shape, "float32", before | {"notes": "mine"} if carries else None)
     assert hf.parse_config(config) == shape
     assert "rope_parameters" not in config  # transformers 4 does not know it
     (tmp_path / "config.json").write_text(json.dumps(config))
     shutil.copy(folder / "model.safetensors", tmp_path)
-    again, first = theirs_from(tmp_path), theirs_from(folder)
+    again, first = load_theirs(tmp_path), load_theirs(folder)
     assert type(again) is type(first) or not carries
     assert again.config.dtype == torch.float32
     assert (again.config.vocab_size, config.get("notes")) == (
@@ -155,11 +155,15 @@ MINIMAL = {key: value for key, value in SMALL.items() if key != "vocab_size"} | 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
-    "more", [{}, {"use_sliding_window": True, "num_hidden_layers": 29}], ids=["least", "windows"]
+    "settings",
+    [{}, {"use_sliding_window": True, "num_hidden_layers": 29}],
+    ids=["least", "windows"],
 )
-def test_what_is_absent_is_what_they_take(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
-    heads = 32  # which the absent num_key_value_heads of each kind divides
-    config = MINIMAL | {"model_type": kind, "num_attention_heads": heads} | more
+def test_absent_keys_have_the_defaults_of_transformers(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    heads = 32  # divisible by the default num_key_value_heads of each model_type
+    config = MINIMAL | {"model_type": kind, "num_attention_heads": heads} | settings
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     if len(set(getattr(theirs, "layer_types", None) or [])) > 1:
@@ -197,7 +201,7 @@ LLAMA = MINIMAL | {"model_type": "llama"}
     ],
     ids=["new", "old", "older", "theta within"],
 )
-def test_positions_in_every_form(written: dict[str, Any], tmp_path: Path) -> None:
+def test_positions_are_read_in_every_notation(written: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(LLAMA | {"max_position_embeddings": 256} | written)
     )
@@ -216,7 +220,7 @@ def test_positions_in_every_form(written: dict[str, Any], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_come_back(preset: str) -> None:
+def test_presets_survive_a_round_trip(preset: str) -> None:
     shape = PRESETS[preset]
     plain = (
         replace(shape, head_dim=None) if shape.head_width * shape.n_heads == shape.dim else shape
@@ -231,14 +235,14 @@ def test_presets_come_back(preset: str) -> None:
     )
 
 
-def test_sizes_that_no_llama_of_theirs_may_have() -> None:
+def test_sizes_that_transformers_refuses_for_a_llama_make_a_mistral() -> None:
     shape = ModelShape(dim=60, n_layers=2, n_heads=8, n_kv_heads=2, ffn=96, vocab=99, head_dim=16)
     config = hf.make_config(shape, "float32")
     assert hf.parse_config(config) == shape
     assert transformers.AutoConfig.for_model(**config).model_type == "mistral"
 
 
-def test_what_came_with_another_shape_gives_ids_and_the_longest_sequence() -> None:
+def test_a_carried_config_of_another_shape_gives_ids_and_the_longest_sequence() -> None:
     carried = LLAMA | {
         "bos_token_id": 7,
         "eos_token_id": [8, 9],
@@ -256,46 +260,46 @@ def test_what_came_with_another_shape_gives_ids_and_the_longest_sequence() -> No
     assert "notes" not in config
 
 
-WANTED = "is not supported; it must be"
+RULE = "is not supported; it must be"
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another model": (
         {"model_type": "mixtral"},
-        [f'model_type = "mixtral" {WANTED} llama, mistral, qwen2 or qwen3'],
+        [f'model_type = "mixtral" {RULE} llama, mistral, qwen2 or qwen3'],
     ),
     "no model": (
         {"model_type": None},
-        [f"model_type = null {WANTED} llama, mistral, qwen2 or qwen3"],
+        [f"model_type = null {RULE} llama, mistral, qwen2 or qwen3"],
     ),
     "two at once": (
         {"hidden_act": "gelu", "mlp_bias": True},
-        [f'hidden_act = "gelu" {WANTED} "silu"', f"mlp_bias = true {WANTED} false, null or absent"],
+        [f'hidden_act = "gelu" {RULE} "silu"', f"mlp_bias = true {RULE} false, null or absent"],
     ),
-    "a bias": ({"attention_bias": True}, [f"attention_bias = true {WANTED} false, null or absent"]),
+    "a bias": ({"attention_bias": True}, [f"attention_bias = true {RULE} false, null or absent"]),
     "a bias of qwen 3": (
         {"model_type": "qwen3", "attention_bias": True},
-        [f"attention_bias = true {WANTED} false, null or absent"],
+        [f"attention_bias = true {RULE} false, null or absent"],
     ),
     "a window of llama": (
         {"sliding_window": 8},
-        [f"sliding_window = 8 {WANTED} false, null or absent"],
+        [f"sliding_window = 8 {RULE} false, null or absent"],
     ),
-    "no size": ({"hidden_size": None}, [f"hidden_size = null {WANTED} a positive integer"]),
-    "a size in words": ({"vocab_size": "99"}, [f'vocab_size = "99" {WANTED} a positive integer']),
+    "no size": ({"hidden_size": None}, [f"hidden_size = null {RULE} a positive integer"]),
+    "a size in words": ({"vocab_size": "99"}, [f'vocab_size = "99" {RULE} a positive integer']),
     "heads of half a width": (
         {"head_dim": 7.5},
-        [f"head_dim = 7.5 {WANTED} a positive integer, null or absent"],
+        [f"head_dim = 7.5 {RULE} a positive integer, null or absent"],
     ),
     "heads of no width": (
         {"head_dim": 0},
-        [f"head_dim = 0 {WANTED} a positive integer, null or absent"],
+        [f"head_dim = 0 {RULE} a positive integer, null or absent"],
     ),
     "quantized": (
         {"quantization_config": 1},
-        [f"quantization_config = 1 {WANTED} false, null or absent"],
+        [f"quantization_config = 1 {RULE} false, null or absent"],
     ),
     "yarn": (
         {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        [f'rope_scaling.rope_type = "yarn" {WANTED} "default" or "llama3"'],
+        [f'rope_scaling.rope_type = "yarn" {RULE} "default" or "llama3"'],
     ),
     "half a stretch": (
         {
@@ -306,7 +310,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
                 "high_freq_factor": 4,
             }
         },
-        [f"rope_parameters.original_max_position_embeddings = null {WANTED} a positive integer"],
+        [f"rope_parameters.original_max_position_embeddings = null {RULE} a positive integer"],
     ),
     "two contexts": (
         {
@@ -314,21 +318,21 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "original_max_position_embeddings": 16,
         },
         [
-            f"original_max_position_embeddings = 16 {WANTED} "
+            f"original_max_position_embeddings = 16 {RULE} "
             "rope_scaling.original_max_position_embeddings = 5"
         ],
     ),
     "positions by layer": (
         {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
         [
-            f'rope_parameters = {{"full_attention": {{"rope_theta": 1000000.0}}}} {WANTED} '
+            f'rope_parameters = {{"full_attention": {{"rope_theta": 1000000.0}}}} {RULE} '
             "without these keys, "
             "its rope_type is default"
         ],
     ),
     "part of a head": (
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
-        [f"partial_rotary_factor = 0.5 {WANTED} 1"],
+        [f"partial_rotary_factor = 0.5 {RULE} 1"],
     ),
     "windows of some layers": (
         {
@@ -338,23 +342,23 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "max_window_layers": 1,
         },
         [
-            f'layer_types = ["full_attention", "sliding_attention"] {WANTED} the same for '
+            f'layer_types = ["full_attention", "sliding_attention"] {RULE} the same for '
             "all layers "
             "(max_window_layers = 0)"
         ],
     ),
     "a window of nothing": (
         {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 0},
-        [f"sliding_window = 0 {WANTED} a positive integer"],
+        [f"sliding_window = 0 {RULE} a positive integer"],
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_we_do_not_compute_is_named(case: str, tmp_path: Path) -> None:
-    more, lines = REFUSED[case]
+def test_unsupported_values_are_named(case: str, tmp_path: Path) -> None:
+    settings, lines = REFUSED[case]
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(LLAMA | more))
+    file.write_text(json.dumps(LLAMA | settings))
     with pytest.raises(CheckpointError) as caught:
         hf.read_shape(tmp_path)
     assert list(caught.value.lines) == [f"{file}: {line}" for line in lines]
@@ -368,7 +372,7 @@ def test_what_we_do_not_compute_is_named(case: str, tmp_path: Path) -> None:
     ],
     ids=["none", "no JSON"],
 )
-def test_a_config_that_cannot_be_read(text: str | None, cause: str, tmp_path: Path) -> None:
+def test_an_unreadable_config_is_refused(text: str | None, cause: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(
@@ -378,6 +382,6 @@ def test_a_config_that_cannot_be_read(text: str | None, cause: str, tmp_path: Pa
         hf.read_shape(tmp_path)
 
 
-def test_a_shape_that_no_model_of_theirs_has() -> None:
+def test_a_shape_without_an_architecture_of_transformers_is_refused() -> None:
     with pytest.raises(CheckpointError, match="both qk_norm and qkv_bias; convert to torch or dcp"):
         hf.make_config(replace(PRESETS["debug-tiny"], qk_norm=True, qkv_bias=True), "float32")

@@ -1,4 +1,4 @@
-"""The table of names, Meta's rotary pairs and its params.json."""
+"""The table of parameter names, Meta's rotary pairs and params.json."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,9 +40,9 @@ def test_every_parameter_has_a_name_of_its_own() -> None:
 
 
 def test_shapes_are_those_of_the_model() -> None:
-    """They are told from one block; the model has them all."""
-    for more in ({}, {"qk_norm": True, "qkv_bias": True, "head_dim": 6}, {"tied": True}):
-        shape = replace(SHAPE, **more)
+    """The shapes are computed from one block, and compared with a whole model."""
+    for fields in ({}, {"qk_norm": True, "qkv_bias": True, "head_dim": 6}, {"tied": True}):
+        shape = replace(SHAPE, **fields)
         built = {
             name: tuple(parameter.shape) for name, parameter in Llama(shape).named_parameters()
         }
@@ -50,7 +50,7 @@ def test_shapes_are_those_of_the_model() -> None:
 
 
 def interleaved(x_TD: Tensor, theta: float) -> Tensor:
-    """Meta's rotation: neighbours are the two parts of a complex number."""
+    """Rotate as Meta does: neighbours are the real and imaginary parts of a complex number."""
     half = x_TD.shape[-1] // 2
     speed_D = 1.0 / theta ** (torch.arange(half, dtype=torch.float64) / half)
     angle_TD = torch.arange(x_TD.shape[0], dtype=torch.float64)[:, None] * speed_D
@@ -60,7 +60,7 @@ def interleaved(x_TD: Tensor, theta: float) -> Tensor:
     return torch.view_as_real(turned).flatten(-2)
 
 
-def test_scores_of_metas_heads_are_ours() -> None:
+def test_attention_scores_in_metas_layout_equal_ours() -> None:
     width = SHAPE.head_width
     x_TC = torch.randn(7, SHAPE.dim, dtype=torch.float64)
     ours = {kind: torch.randn(48, 48, dtype=torch.float64) for kind in ("wq", "wk", "wv")}
@@ -88,13 +88,14 @@ def test_scores_of_metas_heads_are_ours() -> None:
 
 
 def width_in_meta(dim: int, params: dict[str, Any]) -> int:
+    """Compute the width of the feed-forward as Meta's code does."""
     hidden = int(params["ffn_dim_multiplier"] * int(2 * (4 * dim) / 3))
-    of: int = params["multiple_of"]
-    return of * ((hidden + of - 1) // of)
+    multiple: int = params["multiple_of"]
+    return multiple * ((hidden + multiple - 1) // multiple)
 
 
 @given(dim=st.integers(4, 1 << 15), ffn=st.integers(2, 1 << 17))
-def test_metas_code_makes_the_same_width(dim: int, ffn: int) -> None:
+def test_metas_code_computes_the_same_width(dim: int, ffn: int) -> None:
     shape = ModelShape(dim=2 * dim, n_layers=1, n_heads=1, n_kv_heads=1, ffn=ffn, vocab=9)
     assert width_in_meta(2 * dim, names.make_meta_params(shape)) == ffn
 
@@ -102,7 +103,7 @@ def test_metas_code_makes_the_same_width(dim: int, ffn: int) -> None:
 @pytest.mark.parametrize(
     "preset", ["llama3-8b", "llama3.1-70b", "llama3.2-1b", "llama3.2-3b", "debug-tiny"]
 )
-def test_params_come_back(preset: str) -> None:
+def test_params_survive_a_round_trip(preset: str) -> None:
     shape = replace(PRESETS[preset], head_dim=None)
     params = names.make_meta_params(PRESETS[preset])
     assert (
@@ -110,7 +111,7 @@ def test_params_come_back(preset: str) -> None:
     )
 
 
-# As published: Llama 2 70B, Llama 3.1 8B, Llama 3.2 1B.
+# The params.json that Meta published: Llama 2 70B, and what Llama 3.1 8B and 3.2 1B share.
 LLAMA_2 = {
     "dim": 8192,
     "multiple_of": 4096,
@@ -128,7 +129,7 @@ LLAMA_3 = {
 }
 
 
-def test_what_meta_published_is_read() -> None:
+def test_published_params_are_read() -> None:
     params: dict[str, Any] = LLAMA_2 | {"norm_eps": 1e-05, "vocab_size": -1}
     assert width_in_meta(8192, params) == 28672
     two = names.parse_meta_params(params, vocab=32000, ffn=28672, tied=False)
@@ -153,7 +154,7 @@ def test_params_without_sizes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "named"),
+    ("fields", "problem"),
     [
         ({"qkv_bias": True}, "qkv_bias = True"),
         ({"qk_norm": True}, "qk_norm = True"),
@@ -163,8 +164,8 @@ def test_params_without_sizes_are_refused() -> None:
         ({"rope_factor": 8.0, "rope_context": 4096}, r"rope_\* = \(8.0, 1.0, 4.0, 4096\)"),
     ],
 )
-def test_what_meta_cannot_hold_is_named(more: dict[str, Any], named: str) -> None:
+def test_fields_that_meta_lacks_are_named(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(
-        CheckpointError, match=f"Meta's format of Llama has no {named}; convert to hf"
+        CheckpointError, match=f"Meta's format of Llama has no {problem}; convert to hf"
     ):
-        names.meta_names(replace(SHAPE, **more))
+        names.meta_names(replace(SHAPE, **fields))
