@@ -1,4 +1,8 @@
-"""The command line. A command imports what it needs when it is dispatched, so that ``check`` never waits for torch."""
+"""The command line.
+
+A command is a module of ``composer3d.commands`` with a function ``run``. It is imported only when
+it is dispatched, so that ``check`` never waits for torch.
+"""
 
 import argparse
 import contextlib
@@ -7,36 +11,35 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import composer3d
 from composer3d.recipe.values import is_utf8, one_line
 from composer3d.spec.errors import RecipeError, UserError
 
-if TYPE_CHECKING:
-    pass
-
-DONE, INTERRUPTED, NO_READER = 0, 130, 141
-_VERIFY = "verify:main_verify"
-_RECIPES = {
-    "check:main_check": "recipe",
-    "train:main_train": "path",
-    _VERIFY: "recipe",
-}  # the argument that names a recipe
+# Exit statuses: 128 plus the number of SIGINT, and of SIGPIPE.
+INTERRUPTED = 130
+NO_READER = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0 done, 1 the check failed, 2 the user's input is wrong.
+    """Run one command.
 
-    Under torchrun only rank 0 prints what is wrong with the input. 141: nobody reads the output, as after ``| head``.
+    Under torchrun, only rank 0 prints the errors in the user's input.
+
+    Args:
+        argv: the arguments; None takes those of this process.
+
+    Returns:
+        The exit status: 0 done, 1 the check failed, 2 the user's input is wrong, 130 interrupted,
+        141 nobody reads the output any more, as after ``| head``.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # names in a file may hold what the terminal's encoding does not
+        # File names may contain characters that the encoding of the terminal lacks.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
@@ -48,193 +51,254 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             print(flush=True)
         except BrokenPipeError:
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # Python flushes once more as it ends
+            # Python flushes the output once more when it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return NO_READER
-        raise  # another pipe than ours
+        raise  # The broken pipe is not the output.
 
 
 def _run(argv: Sequence[str]) -> int:
     errors = sys.stderr if os.environ.get("RANK", "0") == "0" else io.StringIO()
     try:
+        _check_sets(argv)
         with contextlib.redirect_stderr(errors):
-            given = vars(_parser().parse_args(_check_sets(argv)))
-    except SystemExit as stop:  # argparse has printed its help (0) or what is wrong (2)
+            arguments = vars(_parser().parse_args(argv))
+    except SystemExit as stop:  # argparse has printed the help (0) or an error (2)
         return int(stop.code or 0)
     except UserError as error:
         print(*error.lines, sep="\n", file=errors)
         return error.status
-    module, _, name = (run := given.pop("run")).partition(":")
+
+    command = arguments.pop("command")
     try:
-        _check_texts(given)
-        if (argument := _RECIPES.get(run)) is not None:
-            given[argument] = _find_recipe(given[argument])
-        function: Callable[..., int] = getattr(import_module(f"composer3d.commands.{module}"), name)
-        return function(**given)
+        _check_texts(arguments)
+        if arguments.get("recipe") is not None:
+            arguments["recipe"] = _find_recipe(arguments["recipe"])
+        module: Any = import_module(f"composer3d.commands.{command}")
+        status: int = module.run(**arguments)
+        return status
     except UserError as error:
-        if given.get("as_json") and run != _VERIFY:  # which has a form of its own
+        # The JSON of verify has its own format for errors.
+        if arguments.get("as_json") and command != "verify":
             print(json.dumps({"ok": False, "errors": error.lines}))
         print(*error.lines, sep="\n", file=errors)
         return error.status
 
 
-def _check_sets(argv: Sequence[str]) -> Sequence[str]:
-    """Return the command line. Raises UserError where the value of a ``--set`` stands apart from its key.
+def _check_sets(argv: Sequence[str]) -> None:
+    """Raise UserError if the value of a ``--set`` is separated from its key, as in ``--set a.b 1``.
 
     argparse would only say that the value is not recognized.
     """
-    for at, argument in enumerate(argv):
-        text = argv[at + 1] if argument == "--set" and at + 1 < len(argv) else None
-        if text is None or "=" in text or text.startswith("-"):
+    for index, argument in enumerate(argv):
+        if argument != "--set" or index + 1 == len(argv):
             continue
-        after = [part for part in argv[at + 2 : at + 4] if not part.startswith("--")]
-        if after[:1] == ["="]:
-            after = after[1:]
-        value = after[0].removeprefix("=") if after else ""
-        if not value or value.endswith(".toml"):  # it is the recipe
+        key = argv[index + 1]
+        if "=" in key or key.startswith("-"):
+            continue
+
+        # Guess the value for the message. The next argument may be the recipe instead.
+        following = [text for text in argv[index + 2 : index + 4] if not text.startswith("--")]
+        if following[:1] == ["="]:
+            following = following[1:]
+        value = following[0].removeprefix("=") if following else ""
+        if not value or value.endswith(".toml"):
             value = "VALUE"
-        form = (
-            f"--set {one_line(text)}={one_line(value)}" if "." in text else "--set TABLE.KEY=VALUE"
-        )
-        raise UserError(f"--set {one_line(text)}: key and value are one argument; write {form}")
-    return argv
+
+        correct = "--set TABLE.KEY=VALUE"
+        if "." in key:
+            correct = f"--set {one_line(key)}={one_line(value)}"
+        raise UserError(f"--set {one_line(key)}: key and value are one argument; write {correct}")
 
 
-def _check_texts(given: dict[str, Any]) -> None:
-    """Raises UserError where an argument is empty or holds what no file name and no key of a recipe can hold."""
-    for value in given.values():
+def _check_texts(arguments: dict[str, Any]) -> None:
+    """Raise UserError if an argument is empty, or cannot be a file name or a value of a recipe."""
+    for value in arguments.values():
         if value == "":
             raise UserError("composer3d: an argument is empty; give it a value, or leave it out")
-        for text in value if isinstance(value, list) else [value]:
-            # Of an override that is not UTF-8, the recipe's reader says which it is.
-            if isinstance(text, str) and (
-                "\0" in text or not (is_utf8(text) or isinstance(value, list))
-            ):
+        is_overrides = isinstance(value, list)
+        for text in value if is_overrides else [value]:
+            if not isinstance(text, str):
+                continue
+            # The reader of the recipe names the override that is not UTF-8.
+            if "\0" in text or not (is_overrides or is_utf8(text)):
                 raise UserError(
-                    f"composer3d: the argument {one_line(text)} holds a NUL byte or bytes that are not UTF-8; "
-                    "give the file or the value a name in UTF-8"
+                    f"composer3d: the argument {one_line(text)} contains a NUL byte or bytes that "
+                    "are not UTF-8; use a name in UTF-8"
                 )
 
 
-def _find_recipe(name: str | None) -> str | None:
-    """The path of a recipe: a file, or one that comes with composer3d, by its name with or without ``.toml``."""
-    if name is None or os.path.lexists(name):
+def _find_recipe(name: str) -> str:
+    """Return the path of a recipe: a file, or a recipe of composer3d, with or without ``.toml``."""
+    if os.path.lexists(name):
         return name
-    own = Path(__file__).with_name("recipes")
-    bare = name.removeprefix("recipes/").removesuffix(".toml")
-    if os.path.basename(bare) != bare:
+    stem = name.removeprefix("recipes/").removesuffix(".toml")
+    if os.path.basename(stem) != stem:
         return name
-    if (found := own / f"{bare}.toml").is_file():
-        return str(found)
+    folder = Path(__file__).with_name("recipes")
+    own = folder / f"{stem}.toml"
+    if own.is_file():
+        return str(own)
     if name.endswith(".toml"):
-        return name  # it is said that there is no such file
-    names = ", ".join(sorted(path.stem for path in own.glob("*.toml")))
+        return name  # Its reader reports that there is no such file.
+    names = ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
     raise RecipeError(
-        f"{one_line(name)}: no such file, nor a recipe of composer3d; those are {names}"
+        f"{one_line(name)}: there is no such file, and no such recipe in composer3d; its recipes "
+        f"are {names}"
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer3d",
-        description="Compose parallelisms for Llama-style models, and prove each composition exact.",
+        description="Compose parallelisms for Llama-style models, and prove each of them exact.",
     )
     parser.add_argument(
         "--version", action=_Version, help="print the versions of composer3d, torch and Python"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(
-        name: str, run: str, does: str, *, recipe: str = "", answers: bool = True
-    ) -> Callable[..., Any]:
-        """A command, for which ``run``, MODULE:FUNCTION, gets its arguments by their names: ``recipe`` of RECIPE."""
-        made = commands.add_parser(name, help=does, description=does, allow_abbrev=False)
-        made.set_defaults(run=run)
-        if recipe:
-            made.add_argument(
-                recipe,
-                metavar="RECIPE",
-                nargs="?" if name == "check" else None,
-                help="a TOML file, or the name of one of composer3d's own",
-            )
-            form, again = "TABLE.KEY=VALUE", "override a value; may be repeated"
-            made.add_argument(
-                "--set", metavar=form, dest="sets", action="append", default=[], help=again
-            )
-        if answers:
-            made.add_argument(
-                "--json", dest="as_json", action="store_true", help="print JSON as the last line"
-            )
-        return made.add_argument
+    def add_command(name: str, description: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, help=description, description=description, allow_abbrev=False
+        )
+        command.set_defaults(command=name)
+        return command
 
-    add = command(
-        "check",
-        "check:main_check",
-        "validate a recipe; print it with each value's origin",
-        recipe="recipe",
+    check = add_command("check", "validate a recipe; print it with the origin of each value")
+    _add_recipe(check, is_optional=True)
+    _add_json(check)
+    check.add_argument(
+        "--gpus", metavar="N", type=_positive, help="number of processes that the mesh must fill"
     )
-    add("--gpus", metavar="N", type=_count, help="processes of the world that the mesh must fill")
-    add("--schema", action="store_true", help="print every key of a recipe, and read none")
+    check.add_argument(
+        "--schema", action="store_true", help="print every key that a recipe may have, and exit"
+    )
 
-    does = "train; under torchrun as one rank, else with processes of its own"
-    command("train", "train:main_train", does, recipe="path", answers=False)
+    train = add_command("train", "train a recipe, as one rank under torchrun, else on this machine")
+    _add_recipe(train)
 
-    add = command(
-        "verify",
-        _VERIFY,
-        "prove that a recipe's layout computes what one process computes",
-        recipe="recipe",
+    verify = add_command(
+        "verify", "prove that a recipe's layout computes what one process computes"
     )
-    add("--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s")
-    add(
-        "--steps", metavar="N", type=_count, default=3, help="optimizer steps; default: %(default)s"
+    _add_recipe(verify)
+    _add_json(verify)
+    verify.add_argument(
+        "--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s"
     )
-    add("--layouts", metavar="FILE", help="prove many: a line of FILE is key=value overrides")
+    verify.add_argument(
+        "--steps",
+        metavar="N",
+        type=_positive,
+        default=3,
+        help="optimizer steps; default: %(default)s",
+    )
+    verify.add_argument(
+        "--layouts",
+        metavar="FILE",
+        help="prove many layouts: each line of FILE has key=value overrides",
+    )
 
-    add = command("prepare", "prepare:main_prepare", 'make token files, for data.source = "tokens"')
-    source = (
-        "a text file, or a folder of them: a document each; or a .jsonl file, or a folder of them: a document a "
-        "line; a folder of both is refused; hidden files and links to folders are passed over"
+    _add_prepare_arguments(add_command("prepare", 'make token files, for data.source = "tokens"'))
+    _add_convert_arguments(
+        add_command(
+            "convert", "convert a checkpoint to another format, and prove that the copy is exact"
+        )
     )
-    add("source", metavar="SRC", help=source)
-    add("-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist")
-    add("--tokenizer", metavar="FILE|bytes", required=True, help="a tokenizer.json, or plain bytes")
-    add(
-        "--eod",
-        metavar="TOKEN",
-        help="token after each document; default: the tokenizer's usual one",
-    )
-    field = (
-        "key of the text in a line of JSONL; default: text; with it, a file of any name is JSONL"
-    )
-    add("--field", metavar="KEY", help=field)
 
-    add = command(
-        "convert",
-        "convert:main_convert",
-        "write a checkpoint in another form, proven the same",
-    )
-    add("src", metavar="SRC", help="a folder of Hugging Face's, Meta's or a run's, or a torch file")
-    add("dst", metavar="DST", help="what to make; it must not exist")
-    add("--to", choices=("hf", "meta", "torch", "dcp"), required=True, help="torch is one file")
-    dtypes = ("float32", "bfloat16", "float16", "float64")
-    add("--dtype", choices=dtypes, help="dtype of the weights; default: as they are")
-    add("--weights-only", action="store_true", help="leave the optimizer's state behind")
-    add("--logits", action="store_true", help="run the model of both sides as well, and compare")
-
-    add = command(
-        "inspect",
-        "inspect:main_inspect",
-        "say what a checkpoint holds and whether it is whole",
-    )
-    add("path", metavar="PATH", help="as convert's SRC")
-    add("--tensors", action="store_true", help="list each tensor")
+    inspect = add_command("inspect", "report what a checkpoint contains and whether it is complete")
+    _add_json(inspect)
+    inspect.add_argument("path", metavar="PATH", help="a checkpoint, as SRC of convert")
+    inspect.add_argument("--tensors", action="store_true", help="list each tensor")
     return parser
 
 
+def _add_prepare_arguments(prepare: argparse.ArgumentParser) -> None:
+    _add_json(prepare)
+    prepare.add_argument(
+        "source",
+        metavar="SRC",
+        help="a text file, or a folder of them: each file is a document; or a .jsonl file, or a "
+        "folder of them: each line is a document. A folder with both is refused. Hidden files and "
+        "links to folders are skipped",
+    )
+    prepare.add_argument(
+        "-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist"
+    )
+    prepare.add_argument(
+        "--tokenizer",
+        metavar="FILE|bytes",
+        required=True,
+        help="a tokenizer.json; or bytes, which makes each byte a token",
+    )
+    prepare.add_argument(
+        "--eod",
+        metavar="TOKEN",
+        help="token after each document; default: the usual one of the tokenizer",
+    )
+    prepare.add_argument(
+        "--field",
+        metavar="KEY",
+        help="key of the text in a line of JSONL; default: text. With this option, a file of any "
+        "name is read as JSONL",
+    )
+
+
+def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
+    _add_json(convert)
+    convert.add_argument(
+        "src",
+        metavar="SRC",
+        help="a checkpoint: a folder in Hugging Face or Meta format or of a run, or a torch file",
+    )
+    convert.add_argument("dst", metavar="DST", help="file or folder to make; it must not exist")
+    convert.add_argument(
+        "--to",
+        choices=("hf", "meta", "torch", "dcp"),
+        required=True,
+        help="format of DST; torch makes one file, the others a folder",
+    )
+    convert.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        help="dtype of the weights; default: as in SRC",
+    )
+    convert.add_argument(
+        "--weights-only", action="store_true", help="leave out the state of the optimizer"
+    )
+    convert.add_argument(
+        "--logits", action="store_true", help="also run the models of SRC and DST, and compare them"
+    )
+
+
+def _add_recipe(command: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    command.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        nargs="?" if is_optional else None,
+        help="a TOML file, or the name of a recipe of composer3d",
+    )
+    command.add_argument(
+        "--set",
+        metavar="TABLE.KEY=VALUE",
+        dest="sets",
+        action="append",
+        default=[],
+        help="override a value; may be repeated",
+    )
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--json", dest="as_json", action="store_true", help="print JSON as the last line"
+    )
+
+
 class _Version(argparse.Action):
-    """Prints the versions that an issue should name, and ends. torch is not imported: its metadata says the version."""
+    """Prints the versions that an issue should name, and exits.
+
+    torch is not imported: its version is read from its metadata.
+    """
 
     def __init__(self, option_strings: Sequence[str], dest: str, **keywords: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **keywords)
@@ -250,7 +314,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _count(text: str) -> int:
+def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)

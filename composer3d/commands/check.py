@@ -51,8 +51,7 @@ def run(
     print(resolved.to_toml(), _summary(resolved.recipe), sep="\n")
     if resolved.fills_world and gpus is None:
         print(
-            "# mesh.dp_shard grows with the number of processes; --gpus N shows the recipe for N of "
-            "them"
+            "# mesh.dp_shard uses all remaining processes; --gpus N shows the recipe for N of them"
         )
     return 0
 

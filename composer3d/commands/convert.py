@@ -7,21 +7,27 @@ from typing import Any
 from composer3d.convert.convert import convert
 
 
-def main_convert(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
-    """Convert, and print what was done. ``options`` are those of ``convert``. Returns 0."""
+def run(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
+    """Convert a checkpoint, and print what was done.
+
+    ``options`` are those of ``convert.convert.convert``, which also raises the errors. Returns 0.
+    """
     report = convert(Path(src), Path(dst), **options)
     if as_json:
         print(json.dumps({"ok": True, **report}))
         return 0
+
     print(
         f"{report['target']}: {report['tensors']} tensors, {report['bytes']:,} bytes, in "
         f"{report['seconds']:.1f} s"
     )
-    print("proven: each tensor was read once and written once; read back, the copy is the same")
+    print("proven: each tensor was read once and written once, and the copy reads back the same")
     logits = report.get("logits")
     if logits is not None:
-        error = f"relative error {logits['relative_error']:.3g}"
-        print(f"logits: {'bitwise equal' if logits['bitwise'] else error}")
+        if logits["bitwise"]:
+            print("logits: bitwise equal")
+        else:
+            print(f"logits: relative error {logits['relative_error']:.3g}")
     for note in report["notes"]:
         print(note)
     return 0

@@ -7,34 +7,38 @@ from typing import Any
 from composer3d.convert.inspect import inspect
 
 
-def main_inspect(path: str, *, tensors: bool, as_json: bool) -> int:
-    """Print what is known of a checkpoint. Returns 0 if it is whole, 1 if it is not."""
-    found = inspect(Path(path))
-    status = 0 if found["whole"] else 1
-    listed = found.pop("tensors")
+def run(path: str, *, tensors: bool, as_json: bool) -> int:
+    """Print what is known about a checkpoint, and its tensors if ``tensors``.
+
+    Returns 0 if it is whole, 1 if it is not.
+    """
+    report = inspect(Path(path))
+    status = 0 if report["whole"] else 1
     if as_json:
-        print(json.dumps(found | ({"tensors": listed} if tensors else {})))
+        if not tensors:
+            del report["tensors"]
+        print(json.dumps(report))
         return status
 
-    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found["dtypes"].items())
-    parameters = found["parameters"]
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in report["dtypes"].items())
+    parameters = report["parameters"]
     rows = {
-        "format": found["format"],
-        "step": found["step"],
-        "layout": _pairs(found["layout"]),
-        "model": _pairs(found["model"]),
+        "format": report["format"],
+        "step": report["step"],
+        "layout": _pairs(report["layout"]),
+        "model": _pairs(report["model"]),
         "parameters": f"{parameters:,}" if parameters else None,
-        "tensors": f"{found['count']} ({dtypes}), {found['bytes']:,} bytes",
-        "carried": ", ".join(found["carried"]),
-        "whole": "yes" if found["whole"] else "no",
+        "tensors": f"{report['count']} ({dtypes}), {report['bytes']:,} bytes",
+        "carried": ", ".join(report["carried"]),
+        "whole": "yes" if report["whole"] else "no",
     }
     for name, value in rows.items():
         if value not in (None, ""):
             print(f"{name:<11}{value}")
-    for line in (*found["problems"], *found["notes"]):
+    for line in (*report["problems"], *report["notes"]):
         print(line)
     if tensors:
-        for name, (shape, dtype) in listed.items():
+        for name, (shape, dtype) in report["tensors"].items():
             print(f"  {name if name.isprintable() else repr(name)} {shape} {dtype}")
     return status
 

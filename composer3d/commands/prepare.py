@@ -7,7 +7,7 @@ from composer3d.data.prepare import prepare
 from composer3d.recipe.values import one_line
 
 
-def main_prepare(
+def run(
     *, source: str, out: str, tokenizer: str, eod: str | None, field: str | None, as_json: bool
 ) -> int:
     """Write token files and print what they hold. Returns 0; raises as ``data.prepare.prepare``."""

@@ -1,6 +1,7 @@
-"""``composer3d train``: from a command to ranks. Outside torchrun it starts them; inside it is one of them.
+"""``composer3d train``: from a command to ranks.
 
-Nothing here imports torch before the starter has begun to.
+Outside of torchrun the command starts the ranks of this machine; under torchrun it is one of them.
+Nothing here imports torch before the starter has begun to import it.
 """
 
 import os
@@ -17,217 +18,254 @@ from composer3d.recipe.changes import changes
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import launch, log
-from composer3d.runtime.ranks import identity, place
-from composer3d.runtime.starter import STORE, end_with
+from composer3d.runtime.ranks import describe_rank, identity
+from composer3d.runtime.starter import STORE_VARIABLE, die_with_parent
 from composer3d.spec.errors import DeviceError, LostPeersError, RecipeError, UserError
 
-PROCESSES_PER_CORE = 16  # of a job on CPUs; the slowest that is still of use to try a layout
+# Processes of a CPU job per core: with more, a layout is too slow to try.
+PROCESSES_PER_CORE = 16
+
+_STEP_FOLDER = re.compile(r"step-[0-9]{8}")
 
 
-def main_train(path: str, sets: Sequence[str]) -> int:
-    """Train a recipe, on as many processes of this machine as its mesh has, or as one rank of torchrun's.
+def run(recipe: str, sets: Sequence[str]) -> int:
+    """Train a recipe: as one rank under torchrun, else with all ranks of its mesh on this machine.
 
-    Returns the exit status: 0 done, 1 a rank failed, 2 the user's input is wrong, 128 + N stopped by signal N.
+    Args:
+        recipe: the recipe's file.
+        sets: overrides.
+
+    Returns:
+        The exit status: 0 done, 1 a rank failed, 2 the user's input is wrong, 128 + N stopped by
+        signal N.
     """
     if "RANK" in os.environ:
-        return train_rank(path, sets)
-    resolved = load(path, sets)
-    if (done := steps_done(resolved.recipe)) is not None:
+        return train_rank(recipe, sets)
+
+    resolved = load(recipe, sets)
+    total_steps = resolved.recipe.run.steps
+    finished_step = step_of_finished_run(resolved.recipe)
+    if finished_step is not None:
         log.setup("", main=True)
-        log.get().info(nothing_to_do(done, resolved.recipe.run.steps))
+        log.get().info(
+            f"nothing to do: {finished_step} of {total_steps} steps are done; raise run.steps to "
+            "train on"
+        )
         return 0
+
+    device = resolved.recipe.run.device
     processes = resolved.recipe.world_size
-    if resolved.recipe.run.device == "cpu":
+    if device == "cpu":
         require_cores(resolved)
     if processes > 1:
         launch.warm_up()
-    if resolved.recipe.run.device != "cpu":
+    if device != "cpu":
+        # Imported here, as this module imports torch.
         from composer3d.runtime.process_group import count_gpus
 
-        found = count_gpus()
-        if found and resolved.takes_what_is_left:
-            resolved = load(path, sets, world_size=found)
-            processes = found
-        elif found < processes and (found or resolved.recipe.run.device == "cuda"):
+        gpus = count_gpus()
+        if gpus and resolved.fills_world:
+            resolved = load(recipe, sets, world_size=gpus)
+            processes = gpus
+        elif gpus < processes and (gpus or device == "cuda"):
             raise DeviceError(
-                f"{resolved.place('mesh.dp_shard')}: the mesh needs {processes} GPUs, this machine shows {found}; "
-                'change [mesh], start several nodes with torchrun, or set run.device = "cpu"'
+                f"{resolved.place('mesh.dp_shard')}: the mesh needs {processes} GPUs, but this "
+                f"machine shows {gpus}; change [mesh], start several nodes with torchrun, or set "
+                'run.device = "cpu"'
             )
-        if not found:
+        if not gpus:
             require_cores(resolved)
+
     if processes == 1:
-        return train_rank(path, sets)
-    ended = launch.run_ranks(_rank, {"path": path, "sets": tuple(sets)}, processes=processes)
-    for line in lines_about(ended, resolved.recipe):
+        return train_rank(recipe, sets)
+    arguments = {"recipe": recipe, "sets": tuple(sets)}
+    result = launch.run_ranks(train_rank, arguments, processes=processes)
+    for line in describe_failures(result, resolved.recipe):
         print(line, file=sys.stderr)
-    return ended.status
+    return result.status
 
 
-def steps_done(recipe: Recipe) -> int | None:
-    """The steps of a run that is done, by its newest checkpoint; None where training has to look, or something to do.
+def step_of_finished_run(recipe: Recipe) -> int | None:
+    """Return the step of the newest checkpoint if it finishes the run, else None.
 
-    It reads the manifest and the sizes of the files. Where anything is not as it should be, or the recipe changes what
-    a checkpoint depends on, training finds it, and says what is wrong.
+    This reads only the manifest and the sizes of the files. None also means that something is
+    wrong with the checkpoint, or that the recipe changes something that the checkpoint depends
+    on: training then reports it.
     """
     folder = Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
-    names = [
-        path.name for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8}", path.name)
-    ]
-    if recipe.checkpoint.resume != "auto" or not names or int(max(names)[5:]) < recipe.run.steps:
+    names = [path.name for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
+    if recipe.checkpoint.resume != "auto" or not names:
         return None
-    # Imported here, as it imports torch: there is hardly anything else to do.
+    newest_name = max(names)
+    if int(newest_name.removeprefix("step-")) < recipe.run.steps:
+        return None
+
+    # Imported here, as this module imports torch. The run is almost certainly finished, so that
+    # torch is not needed for anything else.
     from composer3d.checkpoint import manifest as manifests
 
-    newest = folder / max(names)
+    newest = folder / newest_name
     try:
         manifest = manifests.read(newest)
-        changed = {change.key for change in changes(manifest.recipe, recipe)}
+        changed_keys = {change.key for change in changes(manifest.recipe, recipe)}
         is_whole = all(
             (newest / name).stat().st_size == size for name, (size, _) in manifest.files.items()
         )
     except (UserError, OSError, ValueError):
         return None
+
+    if manifest.step < recipe.run.steps or not is_whole:
+        return None
     model = manifests.model_of(recipe.model, recipe.precision.params)
-    same_model = all(manifest.model.get(key) == value for key, value in model.items())
-    refused = {key for key in changed if key == "run.seed" or key.startswith(("data.", "model."))}
-    if manifest.step < recipe.run.steps or not (is_whole and same_model) or refused:
+    if any(manifest.model.get(key) != value for key, value in model.items()):
+        return None
+    if any(key == "run.seed" or key.startswith(("data.", "model.")) for key in changed_keys):
         return None
     return manifest.step
 
 
-def nothing_to_do(done: int, total: int) -> str:
-    """What is said of a run that is done."""
-    return f"nothing to do: {done} of {total} steps are done; raise run.steps to train on"
-
-
 def require_cores(resolved: Resolved) -> None:
-    """Refuse a job whose processes would keep the machine busy with changing between them.
+    """Refuse a CPU job with too many processes for this machine, which would mostly switch tasks.
 
-    Raises RecipeError.
+    Raises:
+        RecipeError: there are more than 16 processes per core, and the recipe does not allow it.
     """
     recipe = resolved.recipe
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     most = PROCESSES_PER_CORE * cores
     if recipe.world_size > most and not recipe.run.oversubscribe:
         raise RecipeError(
-            f"{resolved.place('mesh.dp_shard')}: the mesh needs {recipe.world_size} processes, but this machine has "
-            f"{cores} cores: at most {most} processes, {PROCESSES_PER_CORE} a core, are started on them; change "
-            "[mesh], or set run.oversubscribe = true"
+            f"{resolved.place('mesh.dp_shard')}: the mesh needs {recipe.world_size} processes, but "
+            f"this machine has {cores} cores: at most {most} processes, {PROCESSES_PER_CORE} a "
+            "core, are started on them; change [mesh], or set run.oversubscribe = true"
         )
 
 
-def lines_about(ended: launch.Ended, recipe: Recipe) -> list[str]:
-    """What to say of ranks that could not say it themselves: who died, or was killed since it did not end."""
+def describe_failures(result: launch.JobResult, recipe: Recipe) -> list[str]:
+    """Describe the ranks that could not report their failure: those that died or were killed."""
     lines = []
-    by_signal: dict[int, list[int]] = defaultdict(list)
-    for rank, number in sorted(ended.died.items()):
-        by_signal[number].append(rank)
-    for number, ranks in by_signal.items():
-        was = "was" if len(ranks) == 1 else "were"
-        how = (
-            f"{was} ended by {_signal_words(number)}"
-            if number > 0
-            else f"ended with status {-number}"
-        )
-        lines.append(f"{_names(ranks, recipe)} {how}; {way_out(recipe)}")
-    if ended.stuck and ended.status > 128:
-        text = f"had not ended {launch.SHUTDOWN_S:.0f} s after the signal, or a second one came: killed"
-        lines.append(f"{_names(ended.stuck, recipe)} {text}; {way_out(recipe)}")
-    elif ended.stuck and signal.SIGABRT in by_signal:  # NCCL aborts the ranks that waited in vain
-        lines.append(f"{_names(ended.stuck, recipe)} still ran: look there first")
+    ranks_by_end: dict[int, list[int]] = defaultdict(list)
+    for rank, number in sorted(result.died.items()):
+        ranks_by_end[number].append(rank)
+    for number, ranks in ranks_by_end.items():
+        if number > 0:
+            were = "was" if len(ranks) == 1 else "were"
+            end = f"{were} ended by {_describe_signal(number)}"
+        else:
+            end = f"ended with status {-number}"
+        lines.append(f"{_describe_ranks(ranks, recipe)} {end}; {resume_advice(recipe)}")
+
+    if result.stuck:
+        ranks_text = _describe_ranks(result.stuck, recipe)
+        were = "was" if len(result.stuck) == 1 else "were"
+        if result.status > 128:
+            lines.append(
+                f"{ranks_text} {were} killed: {launch.SHUTDOWN_S:.0f} s passed after the signal, "
+                f"or a second one came; {resume_advice(recipe)}"
+            )
+        elif signal.SIGABRT in ranks_by_end:
+            # NCCL aborts the ranks that waited in vain, so that the others are the cause.
+            lines.append(f"{ranks_text} {were} still running: look for the cause there first")
     return lines
 
 
-def _signal_words(number: int) -> str:
+def _describe_signal(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else "a real-time signal"
-    why = (
-        "; often the kernel's answer to memory running out: see dmesg"
-        if number == signal.SIGKILL
-        else ""
-    )
-    return f"signal {number} ({name}{why})"
+    if number == signal.SIGKILL:
+        name += "; the kernel often sends it when memory runs out: see dmesg"
+    return f"signal {number} ({name})"
 
 
-def _names(ranks: Sequence[int], recipe: Recipe) -> str:
-    shown = ", ".join(place(rank, recipe.mesh) for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+def _describe_ranks(ranks: Sequence[int], recipe: Recipe) -> str:
+    text = ", ".join(describe_rank(rank, recipe.mesh) for rank in ranks[:8])
+    return text if len(ranks) <= 8 else f"{text} and {len(ranks) - 8} more"
 
 
-def way_out(recipe: Recipe) -> str:
-    """What to do after a failure: the newest checkpoint, if there is one, and that the same command resumes."""
+def resume_advice(recipe: Recipe) -> str:
+    """Say what the same command does next: resume from the newest checkpoint, or start anew."""
     folder = Path(recipe.run.out_dir) / recipe.run.name / "checkpoints"
     whole = [path.parent for path in folder.glob("step-*/manifest.json")]
-    steps = [path for path in whole if re.fullmatch(r"step-\d{8}", path.name)]
-    if not steps:
+    checkpoints = [path for path in whole if _STEP_FOLDER.fullmatch(path.name)]
+    if not checkpoints:
         return f"there is no checkpoint in {folder}: the same command starts anew"
-    return f"the newest checkpoint is {max(steps)}: the same command goes on from it"
+    return f"the newest checkpoint is {max(checkpoints)}: the same command goes on from it"
 
 
-def _rank(path: str, sets: Sequence[str]) -> int:
-    return train_rank(path, sets)
-
-
-def train_rank(path: str, sets: Sequence[str]) -> int:
-    """Train as the rank that RANK, LOCAL_RANK and WORLD_SIZE say, and return its exit status."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and STORE not in os.environ:
-        end_with(os.getppid())  # the agent: nobody else would end this rank when it is killed
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with suppress(OSError):  # for top and ps; Linux
+def train_rank(recipe: str, sets: Sequence[str]) -> int:
+    """Train as the rank that RANK, LOCAL_RANK and WORLD_SIZE name, and return its exit status."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and STORE_VARIABLE not in os.environ:
+        # The parent is torchrun's agent. If it is killed, nothing else ends this rank.
+        die_with_parent(os.getppid())
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    with suppress(OSError):
+        # The name that top and ps show, on Linux.
         Path("/proc/self/comm").write_text(f"c3d rank {rank}")
     try:
-        return _train(load(path, sets, world_size=size), rank)
+        return _train(load(recipe, sets, world_size=world_size), rank)
     except UserError as error:
-        torch = sys.modules.get("torch")
-        # Once there is a group, all ranks raise it (``dist.on_all``): one prints. Before, a node or rank can be alone.
-        formed = torch is not None and torch.distributed.is_initialized()
-        alone = isinstance(error, DeviceError) or os.environ.get("LOCAL_RANK", "0") == "0"
-        if error.lines and (
-            rank == 0 or (alone and not formed) or isinstance(error, LostPeersError)
-        ):
+        if error.lines and _must_report(error, rank):
+            # A LostPeersError names its rank itself.
             prefix = f"rank {rank}: " if rank and not isinstance(error, LostPeersError) else ""
             print(*(prefix + line for line in error.lines), sep="\n", file=sys.stderr, flush=True)
         return error.status
 
 
+def _must_report(error: UserError, rank: int) -> bool:
+    """Return whether this rank prints an error.
+
+    Once there is a process group, all ranks raise an error together (``process_group.on_all``), and
+    rank 0 prints it. Before, a node or a rank can be the only one with the error. Only one rank has
+    a LostPeersError with lines, so it always prints them.
+    """
+    if rank == 0 or isinstance(error, LostPeersError):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        return False
+    return isinstance(error, DeviceError) or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def _train(resolved: Resolved, rank: int) -> int:
     import torch
 
-    from composer3d.runtime import peers
-    from composer3d.runtime import process_group as dist
+    from composer3d.runtime import peers, process_group
     from composer3d.training.build import build
     from composer3d.training.loop import train
 
     recipe = resolved.recipe
     if recipe.world_size > 1 or "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = dist.pick_device(recipe.run.device)
+    device = process_group.pick_device(recipe.run.device)
     if device.type == "cpu":
-        dist.keep_freed_memory()
-    who = identity(rank, recipe.mesh, device.type)
-    log.setup(who, main=rank == 0)
-    if (
-        count := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    ) != "0" and STORE not in os.environ:
-        log.get().info(
-            f"restarted by torchrun, {count} of at most {os.environ.get('TORCHELASTIC_MAX_RESTARTS')}"
-        )
+        process_group.keep_freed_memory()
+
+    name = identity(rank, recipe.mesh, device.type)
+    log.setup(name, main=rank == 0)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts != "0" and STORE_VARIABLE not in os.environ:
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        log.get().info(f"restarted by torchrun, {restarts} of at most {most}")
+
     timeout_s = 60 * recipe.run.timeout_minutes
     try:
-        store = dist.open_store(timeout_s=timeout_s)
-        watch = peers.watched(
-            cast(Any, store).clone(),  # for a thread; torch's stubs lack it
+        store = process_group.open_store(timeout_s=timeout_s)
+        peer_watch = peers.explain_lost_peers(
+            # A clone for the thread of the watch; torch's type stubs lack ``clone``.
+            cast(Any, store).clone(),
             rank=rank,
             size=int(os.environ.get("WORLD_SIZE", "1")),
-            name=lambda peer: place(peer, recipe.mesh),
-            way_out=lambda: way_out(recipe),
+            describe=lambda peer: describe_rank(peer, recipe.mesh),
+            advice=lambda: resume_advice(recipe),
         )
-        with watch, dist.world(device, timeout_s=timeout_s, store=store):
-            stopped = train(build(recipe, device, resolved.to_toml()))
+        with peer_watch, process_group.world(device, timeout_s=timeout_s, store=store):
+            signal_number = train(build(recipe, device, resolved.to_toml()))
     except UserError:
         raise
     except Exception as error:
-        error.add_note(f"[{who}]")
+        error.add_note(f"[{name}]")
         raise
-    return 128 + stopped if stopped else 0
+    return 128 + signal_number if signal_number else 0

@@ -13,7 +13,7 @@ from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
 
 
-def main_verify(
+def run(
     *, recipe: str, sets: Sequence[str], dtype: str, steps: int, layouts: str | None, as_json: bool
 ) -> int:
     """Prove the recipe's layout, or each layout of the file ``layouts``, and print the verdicts.
@@ -47,7 +47,10 @@ def main_verify(
 
 
 def _read_layouts(path: str) -> list[str]:
-    """The lines of a file of layouts, without comments and empty lines."""
+    """Return the lines of a file of layouts, without comments and empty lines.
+
+    Raises UserError if the file cannot be read or has no layout.
+    """
     shown = f"--layouts {one_line(path)}"
     try:
         text = read_plain(path, limit=MIB).decode()
@@ -63,6 +66,10 @@ def _read_layouts(path: str) -> list[str]:
 
 
 def _print_verdict(verdict: Verdict, line: str) -> None:
+    """Print one line: the layout, and its errors relative to one process.
+
+    ``line`` is that of the file of layouts, or "" for the recipe's own layout.
+    """
     shown = line or verdict.layout
     if verdict.refused:
         print(f"refused {shown}", flush=True)

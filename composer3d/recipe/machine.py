@@ -1,6 +1,7 @@
-"""What a recipe needs of this machine: a folder that can be written, a device, enough text. No torch here.
+"""Checks whether this machine has what a recipe needs: a writable folder, a device, enough text.
 
-``check`` answers from these in milliseconds what training would say only after all its processes have started.
+``check`` answers from here within milliseconds. Training would find the same problems only after
+all its processes have started. No torch here.
 """
 
 import fcntl
@@ -15,45 +16,52 @@ from composer3d.recipe.schema import Recipe
 from composer3d.spec import files
 
 _LINE_LIMIT = 64 << 20  # bytes of a line of JSONL
-_NOTE_LIMIT = 4096  # bytes of the file that says who holds a run's folder
-# Of the standard library's folders: what training passes over.
+_NOTE_LIMIT = 4096  # bytes of the file that names the owner of a run's folder
+
+# Folders of the standard library that training skips.
 NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-# What the drivers of NVIDIA, of AMD, of WSL and of NVIDIA's boards for embedded systems make.
+
+# The device files made by the drivers of NVIDIA, of AMD, of WSL, and of NVIDIA's embedded boards.
 _GPU_FILES = re.compile(r"nvidia\d+|kfd|dxg|nvmap")
 
 
 def folder_problem(recipe: Recipe) -> str | None:
-    """Why the run's folder cannot be written, or is another job's; None where training can use it."""
+    """Return why training cannot use the run's folder, else None.
+
+    The folder cannot be written, is a link of another user, or is in use by another job.
+    """
     folder = Path(recipe.run.out_dir, recipe.run.name)
-    for place in (folder, folder / "checkpoints"):
+    checkpoints = folder / "checkpoints"
+    for path in (folder, checkpoints):
         try:
-            files.refuse_foreign_link(place)
+            files.refuse_foreign_link(path)
         except OSError as error:
-            return f"{place} {error.strerror}"
-    place = next(
-        place
-        for place in (folder / "checkpoints", folder, *folder.parents)
-        if os.path.lexists(place)
+            return f"{path} {error.strerror}"
+
+    existing = next(
+        path for path in (checkpoints, folder, *folder.parents) if os.path.lexists(path)
     )
-    if not place.is_dir():
-        return f"{place} is no folder, so that {folder} cannot be made"
-    if not os.access(place, os.W_OK | os.X_OK):
-        return f"{place} cannot be written by this user"
-    holder = holder_of(folder)
-    return (
-        f"{folder} is in use by {holder}; wait for its end, or give this run another run.name"
-        if holder
-        else None
-    )
+    if not existing.is_dir():
+        return f"{existing} is not a folder, so that {folder} cannot be made"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} cannot be written by this user"
+
+    owner = owner_of(folder)
+    if owner is not None:
+        return f"{folder} is in use by {owner}; wait for its end, or give this run another run.name"
+    return None
 
 
-def holder_of(folder: Path) -> str | None:
-    """Who has locked a run's folder; None where no job has. A lock that is tried here is given back at once."""
-    for place in (folder, folder / "lock"):
+def owner_of(folder: Path) -> str | None:
+    """Return who has locked a run's folder, or None if nobody has.
+
+    To find out, this process takes a lock for a moment and releases it at once.
+    """
+    for path in (folder, folder / "lock"):
         try:
-            descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             continue
         try:
@@ -64,7 +72,7 @@ def holder_of(folder: Path) -> str | None:
                 note = files.read_plain(folder / "lock", limit=_NOTE_LIMIT, follow_links=False)
             text = note.decode(errors="replace")
             return text if text and text.isprintable() else "another job"
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             continue
         finally:
             os.close(descriptor)
@@ -72,28 +80,38 @@ def holder_of(folder: Path) -> str | None:
 
 
 def shows_a_gpu() -> bool:
-    """Whether there may be a GPU: the files of a driver are there, and the environment hides none of its devices.
+    """Return whether this machine may have a GPU.
 
-    It costs no import, and counts nothing: torch has the last word.
+    That is the case if a driver has made its device files, and the environment does not hide all
+    GPUs. The GPUs are not counted, and nothing is imported: torch decides in the end.
     """
-    hidden = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-    if any(os.environ.get(name, "0").strip() in ("", "-1") for name in hidden):
-        return False
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if os.environ.get(variable, "0").strip() in ("", "-1"):
+            return False
     try:
         return any(_GPU_FILES.fullmatch(name) for name in os.listdir("/dev"))
     except OSError:
-        return True  # no such system: nothing is known
+        return True  # a system without /dev: nothing is known
 
 
 def count_bytes(source: str, path: str | None, field: str, *, enough: int) -> int | None:
-    """The tokens of a source that is read as bytes, counted up to ``enough``; a document ends with one more.
+    """Count the tokens of a source whose tokens are bytes.
 
-    None where it cannot be read: training says what is wrong. Of the source "python", of which a part is held out,
-    this is the whole.
+    Each document that is not empty has one token more, which ends it. The source "python" is
+    counted whole, although a part of it is held out.
+
+    Args:
+        source: ``data.source``, but not "tokens".
+        path: the file or folder, or None for "python".
+        field: the key of the text in a line of JSONL.
+        enough: the count at which to stop.
+
+    Returns:
+        The count, or None if the source cannot be read: training reports what is wrong.
     """
     count = 0
     try:
-        for size in _sizes(source, path, field):
+        for size in _document_sizes(source, path, field):
             count += size + 1 if size else 0
             if count >= enough:
                 break
@@ -102,27 +120,34 @@ def count_bytes(source: str, path: str | None, field: str, *, enough: int) -> in
     return count
 
 
-def _sizes(source: str, path: str | None, field: str) -> Iterator[int]:
-    """The bytes of each document."""
-    root = sysconfig.get_paths()["stdlib"] if source == "python" else path or ""
-    suffix = {"python": ".py", "jsonl": ".jsonl"}.get(source, "")
-    for name in _names(root, suffix, NOT_LIBRARY if source == "python" else frozenset()):
-        if source != "jsonl":
+def _document_sizes(source: str, path: str | None, field: str) -> Iterator[int]:
+    """Return the bytes of each document."""
+    if source == "python":
+        for name in _file_names(sysconfig.get_paths()["stdlib"], ".py", skip=NOT_LIBRARY):
             yield os.stat(name).st_size
-            continue
-        with files.open_plain(name) as file:
-            while line := file.readline(_LINE_LIMIT):
-                if line.strip():
-                    yield len(files.parse_json(line)[field].encode())
+    elif source == "text":
+        for name in _file_names(path or "", ""):
+            yield os.stat(name).st_size
+    else:
+        for name in _file_names(path or "", ".jsonl"):
+            with files.open_plain(name) as file:
+                while line := file.readline(_LINE_LIMIT):
+                    if line.strip():
+                        yield len(files.parse_json(line)[field].encode())
 
 
-def _names(root: str, suffix: str, skip: Set[str]) -> Iterator[str]:
-    """A file, or all files below a folder; hidden ones and links to folders are passed over, as training does."""
+def _file_names(root: str, suffix: str, *, skip: Set[str] = frozenset()) -> Iterator[str]:
+    """Return a file, or all files below a folder whose names end with ``suffix``.
+
+    Like training, this skips hidden files and folders, links to folders, and folders in ``skip``.
+    """
     if not os.path.isdir(root):
         yield root
         return
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if not name.startswith(".") and name not in skip]
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name for name in subfolders if not name.startswith(".") and name not in skip
+        ]
         for name in names:
             if name.endswith(suffix) and not name.startswith("."):
                 yield os.path.join(folder, name)

@@ -1,8 +1,9 @@
-"""The statements of a TOML text: where each begins, and which keys it gives. tomli gives no positions.
+"""Finds the statements of a TOML text, with the line of each and the keys it gives.
 
-One pass over the text finds where its statements end, in linear time. It runs before tomli, so that brackets and dotted
-keys deeper than those of any recipe are refused before anybody recurses into them. Of a text that is no TOML the
-answer means nothing: tomli is what refuses that.
+tomli gives no positions. One pass over the text finds the end of each statement, in linear time.
+The pass runs before tomli, so that it refuses brackets and dotted keys that nest deeper than any
+recipe before tomli recurses into them. For a text that is not TOML the result means nothing:
+tomli refuses such a text.
 """
 
 import re
@@ -13,25 +14,35 @@ import tomli
 
 KeyPath = tuple[str, ...]
 
-MOST_DEPTH = 16  # of brackets, and of the parts of a dotted key
+MOST_DEPTH = 16  # levels of brackets, and parts of a dotted key
 MOST_STATEMENTS = 4_000  # a recipe has fewer than a hundred
 
-_BLANK = r"(?:[ \t\r\n]|#[^\n]*(?=\n|\Z))*"  # what may stand between two statements
+# White space and comments, which may stand between two statements.
+_BLANK = r"(?:[ \t\r\n]|#[^\n]*(?=\n|\Z))*"
+_LEADING_BLANK = re.compile(_BLANK)
+
+# Everything outside of strings and comments that can begin or end something.
 _TOKEN = re.compile(rf"""\"{{3}}|'{{3}}|["'#\[\]{{}}.=]|\n{_BLANK}""")
-_LEADING = re.compile(_BLANK)
-_ENDS = {  # of a string, by its quotes: an escape, which is stepped over, or what ends it
+
+# Inside of a string, by its quotes: an escape sequence, which is skipped, or the end of the string.
+# Two quotes may stand before the three that end a multi-line string.
+_STRING_TOKENS = {
     '"': re.compile(r'\\.|["\n]'),
     "'": re.compile(r"['\n]"),
-    '"""': re.compile(
-        r'\\.|"{3,5}', re.DOTALL
-    ),  # two quotes may stand before the three that end it
+    '"""': re.compile(r'\\.|"{3,5}', re.DOTALL),
     "'''": re.compile(r"'{3,5}"),
 }
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Statement(NamedTuple):
-    """A header, or a key with its value. ``line`` counts from 1; ``equals`` is the place of the ``=`` in ``text``."""
+    """A header, or a key with its value.
+
+    Attributes:
+        line: the line on which the statement begins, from 1.
+        text: the statement.
+        equals: the index of the ``=`` in ``text``, or None for a header.
+    """
 
     line: int
     text: str
@@ -39,52 +50,68 @@ class Statement(NamedTuple):
 
 
 def statements(text: str) -> Iterator[Statement]:
-    """Every statement of ``text``, in order. Blank lines and comments are none.
+    """Return every statement of ``text``, in order. Blank lines and comments are not statements.
 
-    Raises ValueError where brackets or keys are nested too deep, or where there are too many statements.
+    Raises:
+        ValueError: brackets or keys nest too deep, or there are too many statements.
     """
     text = text.replace("\r\n", "\n")
     begin, line, count = 0, 1, 0
-    for end, equals in _ends(text):
-        first = _leading(text, begin, end)
+    for end, equals in _statement_ends(text):
+        first = _skip_blank(text, begin, end)
         if first < end:
             count += 1
             if count > MOST_STATEMENTS:
                 raise ValueError(f"it has more than {MOST_STATEMENTS:_} statements")
-            place = None if equals is None else equals - first
-            yield Statement(line + text.count("\n", begin, first), text[first:end], place)
+            yield Statement(
+                line=line + text.count("\n", begin, first),
+                text=text[first:end],
+                equals=None if equals is None else equals - first,
+            )
         line += text.count("\n", begin, end)
         begin = end
 
 
-def _leading(text: str, begin: int, end: int) -> int:
-    found = _LEADING.match(text, begin, end)
-    return found.end() if found else begin
+def _skip_blank(text: str, begin: int, end: int) -> int:
+    match = _LEADING_BLANK.match(text, begin, end)
+    return match.end() if match else begin
 
 
-def _ends(text: str) -> Iterator[tuple[int, int | None]]:
-    """Where each statement ends, before its line's end, and where its first ``=`` outside of brackets is."""
-    position = depth = parts = 0
-    dot = 0  # behind the last one
+def _statement_ends(text: str) -> Iterator[tuple[int, int | None]]:
+    """Return where each statement ends, and where its first ``=`` outside of brackets is.
+
+    The end is before the line break.
+    """
+    position = 0
+    depth = 0  # of brackets
+    key_parts = 0  # of the dotted key that is read, or 0
+    after_dot = 0  # the position after the last dot
     equals: int | None = None
     while token := _TOKEN.search(text, position):
-        position, kind = token.end(), token[0][:1]
-        if kind in "\"'":
+        position = token.end()
+        first_char = token[0][0]
+        if first_char in "\"'":
             position = _end_of_string(text, position, token[0])
-        elif kind == "#":
-            position = _index(text, "\n", position)
-        elif kind == ".":  # of a key that has dots, or of a number of an array
-            parts = 1 if parts == 0 or text.find(",", dot, position) >= 0 else parts + 1
-            dot = position
+        elif first_char == "#":
+            position = _find_or_end(text, "\n", position)
+        elif first_char == ".":
+            # The dot of a key, or of a number in an array: a comma before it starts a new element.
+            is_new = key_parts == 0 or text.find(",", after_dot, position) >= 0
+            key_parts = 1 if is_new else key_parts + 1
+            after_dot = position
         else:
-            parts = 0
-            depth = max(0, depth + (kind in "[{") - (kind in "]}"))
-            if kind == "=" and depth == 0 and equals is None:
+            key_parts = 0
+            if first_char in "[{":
+                depth += 1
+            elif first_char in "]}":
+                depth = max(0, depth - 1)
+            elif first_char == "=" and depth == 0 and equals is None:
                 equals = token.start()
-            elif kind == "\n" and depth == 0:
+            elif first_char == "\n" and depth == 0:
                 yield token.start(), equals
                 equals = None
-        if max(depth, parts) > MOST_DEPTH:
+
+        if max(depth, key_parts) > MOST_DEPTH:
             what = "brackets" if depth > MOST_DEPTH else "the parts of a key"
             line = text.count("\n", 0, position) + 1
             raise ValueError(f"line {line} nests {what} deeper than {MOST_DEPTH}")
@@ -92,53 +119,62 @@ def _ends(text: str) -> Iterator[tuple[int, int | None]]:
 
 
 def _end_of_string(text: str, position: int, quotes: str) -> int:
-    """Behind a string whose content begins at ``position``; a line's end, which ends one in error, is left."""
-    while found := _ENDS[quotes].search(text, position):
-        if found[0] == "\n":
-            return found.start()
-        position = found.end()
-        if found[0][0] != "\\":
+    """Return the position after a string whose content begins at ``position``.
+
+    A line break in a single-line string, which is an error, ends it and is not skipped.
+    """
+    while token := _STRING_TOKENS[quotes].search(text, position):
+        if token[0] == "\n":
+            return token.start()
+        position = token.end()
+        is_escape = token[0][0] == "\\"
+        if not is_escape:
             return position
     return len(text)
 
 
-def _index(text: str, wanted: str, position: int) -> int:
-    found = text.find(wanted, position)
-    return len(text) if found < 0 else found
+def _find_or_end(text: str, wanted: str, position: int) -> int:
+    index = text.find(wanted, position)
+    return len(text) if index < 0 else index
 
 
-def key_lines(found: Iterable[Statement]) -> dict[KeyPath, int]:
-    """The line, from 1, of the statement that first gives each key; a table that is implied has its first key's.
+def key_lines(found_statements: Iterable[Statement]) -> dict[KeyPath, int]:
+    """Return the line, from 1, of the statement that first gives each key.
 
-    ``found``: the statements of a text that tomli reads.
+    A table without a header has the line of its first key.
+
+    Args:
+        found_statements: the statements of a text that tomli accepts.
     """
     lines: dict[KeyPath, int] = {}
     table: KeyPath = ()
-    for line, text, equals in found:
-        given: list[KeyPath] = [()]
+    for line, text, equals in found_statements:
         if equals is None:
-            table = next(_paths(tomli.loads(text)))
+            table = next(_leaf_paths(tomli.loads(text)))
+            paths = [table]
         else:
-            given = list(_keys_of(text, equals))
-        for path in (table + path for path in given):
+            paths = [table + path for path in _keys_given(text, equals)]
+        for path in paths:
             for depth in range(1, len(path) + 1):
                 lines.setdefault(path[:depth], line)
     return lines
 
 
-def _keys_of(text: str, equals: int) -> Iterator[KeyPath]:
-    """The paths that a key with its value gives: several where the value is an inline table."""
+def _keys_given(text: str, equals: int) -> Iterator[KeyPath]:
+    """Return the paths of the keys that a statement gives: several for an inline table."""
     key = text[:equals].strip()
     if text[equals + 1 :].lstrip().startswith("{"):
-        yield from _paths(tomli.loads(text))
+        yield from _leaf_paths(tomli.loads(text))
     elif _PLAIN_KEY.fullmatch(key):
         yield (key,)
-    else:  # a value may be long: tomli reads the key alone
-        yield from _paths(tomli.loads(f"{key} = 0"))
+    else:
+        # Parse the key without its value, which may be long.
+        yield from _leaf_paths(tomli.loads(f"{key} = 0"))
 
 
-def _paths(tree: dict[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
-    """The innermost keys of nested dicts."""
+def _leaf_paths(tree: dict[str, Any], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    """Return the paths of the innermost keys of nested dicts."""
     for key, inner in tree.items():
-        below = list(_paths(inner, (*path, key))) if isinstance(inner, dict) else []
-        yield from below or [(*path, key)]
+        path = (*prefix, key)
+        below = list(_leaf_paths(inner, path)) if isinstance(inner, dict) else []
+        yield from below or [path]

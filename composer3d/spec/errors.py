@@ -1,16 +1,22 @@
-"""Exceptions that reach a user, and nothing else.
+"""Exceptions that a user sees.
 
-A ``UserError`` holds one message a line. The command line prints the lines on stderr and exits with status 2; it never
-shows a traceback for one. Anything else that escapes is a bug of composer3d and keeps its traceback.
+A ``UserError`` has one message per line. The command line prints the lines on stderr and exits
+with the error's status, without a traceback. Any other exception that reaches the command line is
+a bug of composer3d and keeps its traceback.
 """
 
 from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """Something the user gave is wrong. ``lines`` name the place, the value and the way out, one problem a line."""
+    """Something in the user's input is wrong.
 
-    status = 2  # what the command exits with
+    Attributes:
+        lines: one problem per line: where it is, the wrong value, and what to change.
+        status: the exit status of the command.
+    """
+
+    status = 2
 
     def __init__(self, lines: str | Sequence[str]) -> None:
         self.lines: tuple[str, ...] = (lines,) if isinstance(lines, str) else tuple(lines)
@@ -26,7 +32,7 @@ class ModelError(UserError):
 
 
 class DataError(UserError):
-    """Training or validation data is missing, empty, too small or has changed."""
+    """Training or validation data is missing, empty or too small, or it has changed."""
 
 
 class CheckpointError(UserError):
@@ -34,24 +40,27 @@ class CheckpointError(UserError):
 
 
 class MeshError(UserError):
-    """The world that was started does not fit the mesh of the recipe."""
+    """The number of processes does not fit the mesh of the recipe, or ranks disagree."""
 
 
 class DeviceError(UserError):
-    """A rank, or a node, lacks the device it needs; other ranks may have theirs."""
+    """A rank or a node lacks the device that it needs; other ranks may have theirs."""
 
 
 class PlanError(UserError):
-    """A parallelism plan does not fit the model it is applied to."""
+    """A sharding plan or a schedule does not fit the model or the mesh it is applied to."""
 
 
 class TrainingError(UserError):
-    """Training cannot go on: a loss or a gradient is not finite."""
+    """Training cannot go on, for example because a loss or a gradient is not finite."""
 
     status = 1
 
 
 class LostPeersError(UserError):
-    """Other ranks of the job have died or do not come to a collective. One rank has lines, the others none."""
+    """Other ranks of the job have died, or do not join a collective.
+
+    The error has lines on one rank only, so that it is printed once.
+    """
 
     status = 1

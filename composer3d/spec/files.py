@@ -1,7 +1,7 @@
 """Reading files that someone else may have made or placed. No torch here.
 
-Every function raises OSError (its ``strerror`` is a sentence for people) or ValueError, so that a caller
-can turn it into an error of its own kind, with the place and the way out.
+Every function raises OSError (its ``strerror`` is a sentence for people) or ValueError, so that a
+caller can turn it into an error of its own kind, with the place and the way out.
 """
 
 import errno
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 class RefusedFileError(OSError):
-    """A file that is not read or written, because of what it is. As text: its path, and what it is."""
+    """A file that is refused because of its type or size. As text: its path and the reason."""
 
     def __str__(self) -> str:
         return f"{self.filename} {self.strerror}"
@@ -36,15 +36,18 @@ class FileTooLargeError(RefusedFileError):
 
 
 def open_plain(path: str | os.PathLike[str], *, follow_links: bool = True) -> BinaryIO:
-    """Open a plain file for reading. Never waits: opening a named pipe would block until somebody writes.
+    """Open a plain file for reading, without waiting.
+
+    Opening a named pipe in the usual way would block until somebody writes to it.
 
     Args:
-        path: the file. A NUL byte or a lone surrogate in it raises ValueError.
+        path: the file.
         follow_links: whether the last component of ``path`` may be a symbolic link.
 
     Raises:
-        NotPlainFileError: ``path`` is something else than a plain file.
-        OSError: it is missing or cannot be read.
+        NotPlainFileError: ``path`` is not a plain file.
+        OSError: the file is missing or cannot be read.
+        ValueError: ``path`` contains a NUL byte or a lone surrogate.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     descriptor = open_descriptor(path, flags)
@@ -60,12 +63,18 @@ def read_plain(path: str | os.PathLike[str], *, limit: int, follow_links: bool =
     """Read a whole plain file of at most ``limit`` bytes.
 
     Raises:
-        FileTooLargeError: the file is larger. Nothing of it is read then.
+        FileTooLargeError: the file is larger. At most ``limit`` + 1 bytes of it are read then.
         OSError: as ``open_plain``.
+        ValueError: as ``open_plain``.
     """
     with open_plain(path, follow_links=follow_links) as file:
-        content = file.read(limit + 1) if os.fstat(file.fileno()).st_size <= limit else None
-        if content is None or len(content) > limit:  # a file can grow, and those of /proc say 0
+        content = b""
+        is_too_large = os.fstat(file.fileno()).st_size > limit
+        if not is_too_large:
+            # Read one byte more: the file may have grown, and files in /proc have size 0.
+            content = file.read(limit + 1)
+            is_too_large = len(content) > limit
+        if is_too_large:
             raise FileTooLargeError(
                 errno.EFBIG,
                 f"is larger than {limit:,} bytes, the limit for such a file",
@@ -78,14 +87,19 @@ def read_json(path: str | os.PathLike[str], *, limit: int = MIB, follow_links: b
     """Parse a whole JSON file of at most ``limit`` bytes.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, nests too deep, or holds NaN, Infinity or numbers of thousands of digits.
+        ValueError: the file is not JSON in UTF-8, nests too deep, or contains NaN, Infinity or a
+            number with thousands of digits.
         OSError: as ``read_plain``.
     """
     return parse_json(read_plain(path, limit=limit, follow_links=follow_links))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON strictly: ValueError where it nests too deep, or holds what JSON does not (NaN, Infinity)."""
+    """Parse JSON strictly.
+
+    Raises:
+        ValueError: the text is not JSON, nests too deep, or contains NaN or Infinity.
+    """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -93,27 +107,43 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def refuse_foreign_link(path: str | os.PathLike[str]) -> None:
-    """Accept a symbolic link only where root or the user of this process made it, as Linux does in /tmp.
+    """Accept a symbolic link only if root or this user owns it, as Linux does in /tmp.
 
-    Raises NotPlainFileError where ``path`` is a link of another user: what is written below it would go elsewhere.
+    Files that are written below the link of another user would go elsewhere. A path that does not
+    exist, or is not a link, is accepted.
+
+    Raises:
+        NotPlainFileError: ``path`` is a link of another user.
     """
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return
-    if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
-        problem = f"is a symbolic link of another user (uid {found.st_uid}), which is not followed; remove it"
-        raise NotPlainFileError(errno.ELOOP, problem, os.fspath(path))
+    if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+        raise NotPlainFileError(
+            errno.ELOOP,
+            f"is a symbolic link of another user (uid {status.st_uid}), which is not followed; "
+            "remove it",
+            os.fspath(path),
+        )
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file descriptor. If the path is not a file, the error says what it is.
+
+    Raises:
+        NotPlainFileError: ``path`` is a link and ``flags`` has O_NOFOLLOW, or it is a named pipe
+            or a socket that cannot be opened.
+        OSError: any other failure.
+    """
     try:
         return os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW and os.path.islink(path):
-            problem = "is a symbolic link, which is not followed here"
-            raise NotPlainFileError(errno.ELOOP, problem, os.fspath(path)) from None
-        if error.errno == errno.ENXIO:  # a named pipe nobody reads, or a socket
+            raise NotPlainFileError(
+                errno.ELOOP, "is a symbolic link, which is not followed here", os.fspath(path)
+            ) from None
+        if error.errno == errno.ENXIO:  # a named pipe that nobody reads, or a socket
             raise NotPlainFileError(
                 errno.ENXIO, "is a named pipe or a socket, not a plain file", os.fspath(path)
             ) from None
@@ -121,6 +151,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def require_plain(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """Raise NotPlainFileError, which names ``path``, if the descriptor is not a plain file."""
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")

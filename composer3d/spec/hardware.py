@@ -1,8 +1,9 @@
-"""One row for each accelerator: its name, the names torch gives it, its peaks and its memory. No torch here.
+"""A table of accelerators: name, names in torch, peak FLOP/s and memory. No torch here.
 
-Peaks are dense (no sparsity) FLOP/s of the vendors' datasheets: NVIDIA A100, H100, H200, HGX B200, GB200 and L40S;
-AMD Instinct MI300X. Peaks that a datasheet quotes with sparsity are halved. Memory is about what
-``torch.cuda.get_device_properties().total_memory`` reports, which is less than the name of the device says.
+Peaks are dense FLOP/s from the vendors' datasheets: NVIDIA A100, H100, H200, HGX B200, GB200 and
+L40S; AMD Instinct MI300X. Peaks that a datasheet quotes with sparsity are halved. Memory is about
+the ``total_memory`` of ``torch.cuda.get_device_properties()``, which is less than the name of the
+device says.
 """
 
 import re
@@ -10,7 +11,14 @@ from typing import NamedTuple
 
 
 class Hardware(NamedTuple):
-    """An accelerator. ``aliases`` are parts of ``torch.cuda.get_device_name``; ``peaks`` are FLOP/s by dtype."""
+    """An accelerator.
+
+    Attributes:
+        name: our name for it.
+        aliases: parts of the name that ``torch.cuda.get_device_name`` returns.
+        memory_gib: memory that a program can use.
+        peaks: dense peak FLOP/s by dtype; a dtype that is not supported or not known is absent.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -19,9 +27,9 @@ class Hardware(NamedTuple):
 
 
 def _peaks(*, half: float, tf32: float, fp32: float, fp8: float = 0.0) -> dict[str, float]:
-    """In FLOP/s, of TFLOP/s; ``half`` is that of bf16 and of fp16, and 0 says that there is none."""
-    peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": fp32, "fp8": fp8}
-    return {dtype: tflops * 1e12 for dtype, tflops in peaks.items() if tflops}
+    """Return peaks in FLOP/s, from TFLOP/s. ``half`` is for bf16 and fp16; 0 means no support."""
+    tflops = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": fp32, "fp8": fp8}
+    return {dtype: peak * 1e12 for dtype, peak in tflops.items() if peak}
 
 
 _A100 = _peaks(half=312.0, tf32=156.0, fp32=19.5)
@@ -58,25 +66,30 @@ DEVICES: tuple[Hardware, ...] = (
 
 
 def find(device_name: str) -> Hardware | None:
-    """The row whose name or alias occurs in ``device_name``, the longest one; None for a device that has no row.
+    """Return the row with the longest name or alias that occurs in ``device_name``, else None.
 
-    Case does not count, and an alias must stand by itself: "H200" is no part of "GH200", nor "B200" of "GB200".
-    A slice of a device (MIG) has no row: its peak is not that of the device.
+    Case is ignored. An alias must be a word: "H200" does not occur in "GH200", nor "B200" in
+    "GB200". A slice of a device (MIG) has no row, because its peak is not that of the whole
+    device.
     """
-    if re.search(r"\bmig\b", device_name.lower()):
+    device_name = device_name.lower()
+    if re.search(r"\bmig\b", device_name):
         return None
-    found = {
-        len(alias): row
-        for row in DEVICES
-        for alias in (row.name, *row.aliases)
-        if re.search(rf"(?<![a-z0-9]){re.escape(alias.lower())}(?![a-z0-9])", device_name.lower())
-    }
-    return found[max(found)] if found else None
+    longest, best_row = 0, None
+    for row in DEVICES:
+        for alias in (row.name, *row.aliases):
+            pattern = rf"(?<![a-z0-9]){re.escape(alias.lower())}(?![a-z0-9])"
+            if len(alias) >= longest and re.search(pattern, device_name):
+                longest, best_row = len(alias), row
+    return best_row
 
 
 def peak_flops(hw: Hardware, dtype_name: str) -> float | None:
-    """Dense peak of ``hw`` in FLOP/s for "bfloat16", "float16", "float32", "tf32" or "fp8"; None if it is not known.
+    """Return the dense peak of ``hw`` in FLOP/s, or None if it is not known.
 
-    float32 without TF32 runs on the vector units: ask for "tf32" where matrix products use it.
+    Args:
+        hw: a row of the table.
+        dtype_name: "bfloat16", "float16", "float32", "tf32" or "fp8". "float32" is without TF32, on
+            the vector units; use "tf32" if matrix products run in TF32.
     """
     return hw.peaks.get(dtype_name)

@@ -1,7 +1,8 @@
-"""``tokens.json``: what a folder of token files says of itself, read with suspicion. No torch or numpy here.
+"""Reads ``tokens.json``, the manifest of a folder of token files. No torch or numpy here.
 
-``check`` and training read it through this one reader. The digest of the manifest guards against accidents, not against
-somebody who writes a new one: every value is held against its type, its range and the sizes of the files.
+``check`` and training both use this reader. The digest in the manifest protects against
+accidents, not against an attacker who computes a new one. So every value is checked: its type,
+its range, and whether it agrees with the sizes of the files.
 """
 
 import hashlib
@@ -17,25 +18,32 @@ from composer3d.spec.files import NotPlainFileError, open_plain, read_json
 MANIFEST = "tokens.json"
 TOKENIZER = "tokenizer.json"
 FORMAT, VERSION = "composer3d tokens", 1
-CHUNK_BYTES = (
-    64 << 20
-)  # a digest for each, so that the ranks of a node can share a check; part of the version
+
+# Each chunk of a file has a digest, so that the ranks of a node can share the check of a file. The
+# size of a chunk cannot change without a new version.
+CHUNK_BYTES = 64 << 20
+
 AGAIN = "make the folder again with composer3d prepare"
 
 Dtype = Literal["uint16", "uint32"]
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
-_START_BYTES = 8  # of an entry of documents.bin, an int64
+_START_BYTES = 8  # an entry of documents.bin is an int64
 
-_MANIFEST_BYTES = 8 << 20  # digests of 13 TB
-_TOKENIZER_BYTES = 64 << 20
+_MOST_MANIFEST_BYTES = 8 << 20  # enough for the digests of 13 TB
+_MOST_TOKENIZER_BYTES = 64 << 20
 _MOST = 1 << 50  # tokens, documents or bytes
-_DIGITS = 32  # of a digest
-_BRIEF = 100  # characters of a value in a message
+_DIGEST_DIGITS = 32
+_SHOWN_LIMIT = 100  # characters of a value in a message
 
 
 @dataclass(frozen=True)
 class File:
-    """``digests``: of each chunk of CHUNK_BYTES, in order."""
+    """One file of the folder.
+
+    Attributes:
+        bytes: its size.
+        digests: the digest of each chunk of CHUNK_BYTES, in order.
+    """
 
     bytes: int
     digests: tuple[str, ...]
@@ -43,15 +51,23 @@ class File:
 
 @dataclass(frozen=True)
 class TokenManifest:
-    """What ``prepare`` wrote.
+    """The facts about a folder that ``prepare`` wrote.
 
-    ``end_of_document``: the token after each document, which stands nowhere else. ``tokenizer_digest``: None where the
-    tokens are bytes. ``files``: by name, all but the manifest itself.
+    Attributes:
+        folder: the folder.
+        dtype: of the tokens.
+        vocab: the size of the vocabulary; every token is below it.
+        tokens: the number of tokens.
+        documents: the number of documents.
+        end_of_document: the token after each document, which occurs nowhere else.
+        tokenizer_name: the name of the tokenizer's file, for people.
+        tokenizer_digest: the digest of that file, or None if the tokens are bytes.
+        files: by name, all files but the manifest itself.
     """
 
     folder: Path
     dtype: Dtype
-    vocab: int  # above every token
+    vocab: int
     tokens: int
     documents: int
     end_of_document: int
@@ -60,54 +76,61 @@ class TokenManifest:
     files: dict[str, File]
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file of the folder, held against its size.
+        """Open a file of the folder, and check its size.
 
-        A .bin may be a link: large files often lie elsewhere. The tokenizer must lie in the folder itself, because
-        exports carry it along.
+        A .bin may be a link, as large files often are elsewhere. The tokenizer must be in the
+        folder itself, because exports copy it.
 
-        Raises DataError, naming the file, where it is missing, not plain or of another size.
+        Raises:
+            DataError: the file, which the message names, is missing, is not plain or has another
+                size.
         """
-        path, wanted = self.folder / name, self.files[name].bytes
+        path = self.folder / name
+        expected = self.files[name].bytes
         try:
             file = open_plain(path, follow_links=name != TOKENIZER)
         except FileNotFoundError:
             raise DataError(
-                f"{path} is missing, but {MANIFEST} says {wanted} bytes; {AGAIN}"
+                f"{path} is missing, but {MANIFEST} says {expected} bytes; {AGAIN}"
             ) from None
         except NotPlainFileError as error:
             raise DataError(f"{path} {error.strerror}; put the file itself there") from None
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}; {AGAIN}") from None
-        found = os.fstat(file.fileno()).st_size
-        if found != wanted:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected:
             file.close()
             raise DataError(
-                f"{path} has {found} bytes, but {MANIFEST} says {wanted} bytes; {AGAIN}"
+                f"{path} has {size} bytes, but {MANIFEST} says {expected} bytes; {AGAIN}"
             )
         return file
 
     def check_files(self) -> None:
-        """Hold the size of every file against the manifest. Raises DataError as ``open``."""
+        """Check the size of every file. Raises DataError as ``open``."""
         for name in self.files:
             self.open(name).close()
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
-    return hashlib.blake2b(data, digest_size=_DIGITS // 2).hexdigest()
+    """Return the digest of a chunk: BLAKE2b of 16 bytes, in 32 hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=_DIGEST_DIGITS // 2).hexdigest()
 
 
 def digest_of_manifest(manifest: dict[str, Any]) -> str:
-    """Of all of it but its own ``digest``."""
-    rest = {key: value for key, value in manifest.items() if key != "digest"}
-    return digest_of(json.dumps(rest, sort_keys=True).encode())
+    """Return the digest of a manifest without its key ``digest``."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return digest_of(json.dumps(content, sort_keys=True).encode())
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> TokenManifest:
-    """Read the manifest of a folder of token files. Raises DataError, with one line, where it cannot be used."""
+    """Read and check the manifest of a folder of token files.
+
+    Raises:
+        DataError: it cannot be used; the error has one line.
+    """
     path = Path(folder) / MANIFEST
     try:
-        found = read_json(path, limit=_MANIFEST_BYTES)
-        return _checked(Path(folder), found)
+        return _parse(Path(folder), read_json(path, limit=_MOST_MANIFEST_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{folder} has no {MANIFEST}; give a folder that composer3d prepare made"
@@ -118,14 +141,15 @@ def read_manifest(folder: str | os.PathLike[str]) -> TokenManifest:
         raise DataError(f"{path} cannot be used ({error}); {AGAIN}") from None
 
 
-def _checked(folder: Path, found: Any) -> TokenManifest:
-    """The manifest that a JSON value is. Raises ValueError, which says what is wrong with it."""
-    facts = _object(found, "it", ("version",))
+def _parse(folder: Path, document: Any) -> TokenManifest:
+    """Check a JSON value, and return the manifest. Raises ValueError, which says what is wrong."""
+    # The version first: other versions may have other keys.
+    facts = _object(document, "it", ("version",))
     if type(facts["version"]) is not int or facts["version"] != VERSION:
         raise ValueError(
-            f"it has version {_brief(facts['version'])}, this composer3d reads {VERSION}"
+            f"it has version {_shown(facts['version'])}, but this composer3d reads {VERSION}"
         )
-    names = (
+    keys = (
         "format",
         "version",
         "dtype",
@@ -135,92 +159,122 @@ def _checked(folder: Path, found: Any) -> TokenManifest:
         "end_of_document",
         "tokenizer",
         "files",
+        "digest",
     )
-    _object(found, "it", (*names, "digest"), exact=True)
+    _object(document, "it", keys, exact=True)
     if facts["format"] != FORMAT:
-        raise ValueError(f"its format is {_brief(facts['format'])}, not {_brief(FORMAT)}")
+        raise ValueError(f"its format is {_shown(facts['format'])}, not {_shown(FORMAT)}")
+
     dtype = facts["dtype"]
     if dtype not in get_args(Dtype):
-        raise ValueError(f"dtype is {_brief(dtype)}, not uint16 or uint32")
+        raise ValueError(f"dtype is {_shown(dtype)}, not uint16 or uint32")
     vocab = _whole(facts, "vocab", 1, 1 << 8 * ITEM_BYTES[dtype])
     tokens = _whole(facts, "tokens", 1, _MOST)
     documents = _whole(facts, "documents", 1, tokens)
-    end = _whole(facts, "end_of_document", 0, vocab - 1)
+    end_of_document = _whole(facts, "end_of_document", 0, vocab - 1)
+
     tokenizer = _object(facts["tokenizer"], "tokenizer", ("name", "digest"), exact=True)
     if type(tokenizer["name"]) is not str:
-        raise ValueError(f"tokenizer.name is {_brief(tokenizer['name'])}, not a text")
+        raise ValueError(f"tokenizer.name is {_shown(tokenizer['name'])}, not a text")
     if tokenizer["digest"] is not None:
         _digest(tokenizer["digest"], "tokenizer.digest")
+
     sizes = {
         "tokens.bin": tokens * ITEM_BYTES[dtype],
         "documents.bin": (documents + 1) * _START_BYTES,
     }
     files = _files(facts["files"], sizes, has_tokenizer=tokenizer["digest"] is not None)
-    # Last: a manifest that is not of this form could nest too deep to be written again.
+
+    # The digest last: an unchecked manifest could nest too deep to be written as JSON.
     if _digest(facts["digest"], "digest") != digest_of_manifest(facts):
-        raise ValueError("it does not have its own digest")
+        raise ValueError("its digest does not match its content")
     if tokenizer["digest"] is not None and files[TOKENIZER].digests != (tokenizer["digest"],):
         raise ValueError(f"tokenizer.digest is not that of {TOKENIZER}")
     return TokenManifest(
-        folder, dtype, vocab, tokens, documents, end, tokenizer["name"], tokenizer["digest"], files
+        folder=folder,
+        dtype=dtype,
+        vocab=vocab,
+        tokens=tokens,
+        documents=documents,
+        end_of_document=end_of_document,
+        tokenizer_name=tokenizer["name"],
+        tokenizer_digest=tokenizer["digest"],
+        files=files,
     )
 
 
-def _files(found: Any, sizes: dict[str, int], *, has_tokenizer: bool) -> dict[str, File]:
-    """Exactly the files that belong there, each with its size and a digest for every chunk of it."""
+def _files(value: Any, sizes: dict[str, int], *, has_tokenizer: bool) -> dict[str, File]:
+    """Check the entry ``files``.
+
+    It must have exactly the files in ``sizes``, with these sizes, and perhaps the tokenizer. Each
+    file has one digest for each chunk.
+    """
     names = (*sizes, TOKENIZER) if has_tokenizer else tuple(sizes)
-    entries = _object(found, "files", names, exact=True)
+    entries = _object(value, "files", names, exact=True)
     files = {}
     for name in names:
         place = f"files.{name}"
         entry = _object(entries[name], place, ("bytes", "digests"), exact=True)
-        size = _whole(
-            entry, "bytes", 1, _TOKENIZER_BYTES if name == TOKENIZER else _MOST * 8, place=place
-        )
+        most_bytes = _MOST_TOKENIZER_BYTES if name == TOKENIZER else _MOST * 8
+        size = _whole(entry, "bytes", 1, most_bytes, place=place)
         if name in sizes and size != sizes[name]:
             raise ValueError(
                 f"{place}.bytes is {size}, but its tokens and documents make {sizes[name]}"
             )
-        digests, count = entry["digests"], -(-size // CHUNK_BYTES)
-        if type(digests) is not list or len(digests) != count:
+        digests = entry["digests"]
+        chunks = -(-size // CHUNK_BYTES)
+        if type(digests) is not list or len(digests) != chunks:
             raise ValueError(
-                f"{place}.digests must be a list of {count}, one for each {CHUNK_BYTES} bytes"
+                f"{place}.digests must be a list of {chunks}, one for each {CHUNK_BYTES} bytes"
             )
-        files[name] = File(size, tuple(_digest(each, f"{place}.digests") for each in digests))
+        checked_digests = tuple(_digest(digest, f"{place}.digests") for digest in digests)
+        files[name] = File(size, checked_digests)
     return files
 
 
 def _object(
-    found: Any, place: str, keys: tuple[str, ...], *, exact: bool = False
+    value: Any, place: str, keys: tuple[str, ...], *, exact: bool = False
 ) -> dict[str, Any]:
-    if type(found) is not dict:
-        raise ValueError(f"{place} must be an object, not {_brief(found)}")
-    if missing := [key for key in keys if key not in found]:
-        raise ValueError(f"{place} lacks {missing[0]}")
-    if exact and (unknown := [key for key in found if key not in keys]):
-        raise ValueError(f"{place} has {_brief(unknown[0])}, which does not belong there")
-    return found
+    """Return an object that has all ``keys``, and no others if ``exact``."""
+    if type(value) is not dict:
+        raise ValueError(f"{place} must be an object, not {_shown(value)}")
+    for key in keys:
+        if key not in value:
+            raise ValueError(f"{place} lacks {key}")
+    for key in value:
+        if exact and key not in keys:
+            raise ValueError(f"{place} has {_shown(key)}, which does not belong there")
+    return value
 
 
 def _whole(facts: dict[str, Any], key: str, least: int, most: int, *, place: str = "") -> int:
+    """Return the whole number at ``key``, if it is in its range."""
     value = facts[key]
+    # A bool is not accepted as an int.
     if type(value) is not int or not least <= value <= most:
         name = f"{place}.{key}" if place else key
-        raise ValueError(f"{name} is {_brief(value)}, not a whole number from {least} to {most}")
+        raise ValueError(f"{name} is {_shown(value)}, not a whole number from {least} to {most}")
     return value
 
 
 def _digest(value: Any, place: str) -> str:
-    if type(value) is not str or len(value) != _DIGITS or not set(value) <= set("0123456789abcdef"):
+    is_digest = (
+        type(value) is str
+        and len(value) == _DIGEST_DIGITS
+        and set(value) <= set("0123456789abcdef")
+    )
+    if not is_digest:
         raise ValueError(
-            f"{place} holds {_brief(value)}, not a digest of {_DIGITS} hexadecimal digits"
+            f"{place} has {_shown(value)}, not a digest of {_DIGEST_DIGITS} hexadecimal digits"
         )
     return value
 
 
-def _brief(value: Any) -> str:
-    """A value on one line, of a long one its beginning; what is nested is not written out."""
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "an object"
-    text = json.dumps(value[:_BRIEF] if isinstance(value, str) else value)
-    return text if len(text) <= _BRIEF else f"{text[:_BRIEF]}..."
+def _shown(value: Any) -> str:
+    """Return a value on one line: a long one is cut, and lists and objects are only named."""
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "an object"
+    text = json.dumps(value[:_SHOWN_LIMIT] if isinstance(value, str) else value)
+    return text if len(text) <= _SHOWN_LIMIT else f"{text[:_SHOWN_LIMIT]}..."

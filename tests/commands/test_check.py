@@ -16,9 +16,9 @@ import pytest
 
 import composer3d
 from composer3d import cli
+from composer3d.commands import check as check_command
 from composer3d.data import sources
 from composer3d.recipe import machine
-from composer3d.recipe import resolve as load_module
 from composer3d.recipe.schema import TABLES
 from composer3d.spec.errors import TrainingError
 from tests.recipe.wrong import token_files
@@ -64,7 +64,7 @@ def test_a_failed_run_has_its_own_status(
     def diverged(*args: object, **kwargs: object) -> None:
         raise TrainingError("loss is nan")
 
-    monkeypatch.setattr(load_module, "load", diverged)
+    monkeypatch.setattr(check_command, "load", diverged)
     assert cli.main(["check", RECIPE]) == 1
     assert capsys.readouterr() == ("", "loss is nan\n")
 
@@ -85,7 +85,7 @@ def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> No
         section = out.split(f"[{table}]\n")[1].split("\n\n")[0].splitlines()
         assert [line.split()[0] for line in section] == list(cls.__dataclass_fields__)
     assert (
-        "zero = 3                   0, 1, 2 or 3                0: replicas; 1: shards, gathered"
+        "zero = 3                   0, 1, 2 or 3                0: replicate parameters; 1: shard"
         in out
     )
 
@@ -132,13 +132,13 @@ def test_an_interrupt_has_no_traceback(
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(load_module, "load", interrupted)
+    monkeypatch.setattr(check_command, "load", interrupted)
     assert cli.main(["check", RECIPE]) == 130
     assert capsys.readouterr() == ("", "")
 
 
 def processes_of(group: int) -> list[int]:
-    """The processes of a process group that have not ended."""
+    """Return the processes of a process group that have not ended."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended since
@@ -171,9 +171,8 @@ def test_an_interrupted_verify_ends_quietly_with_all_its_processes(when: str) ->
             assert program.stdout.readline().startswith("exact")
         else:
             until = time.monotonic() + 60
-            while (
-                len(processes_of(program.pid)) < 3 and time.monotonic() < until
-            ):  # and a resource tracker
+            # The command, the forkserver and a resource tracker.
+            while len(processes_of(program.pid)) < 3 and time.monotonic() < until:
                 time.sleep(0.02)
         os.killpg(program.pid, signal.SIGINT)
         _, err = program.communicate(timeout=120)
@@ -184,8 +183,11 @@ def test_an_interrupted_verify_ends_quietly_with_all_its_processes(when: str) ->
         assert processes_of(program.pid) == []
 
 
-def test_version_is_said_without_torch() -> None:
-    code = "import sys; from composer3d import cli; cli.main(['--version']); sys.exit('torch' in sys.modules)"
+def test_version_is_printed_without_torch() -> None:
+    code = (
+        "import sys; from composer3d import cli; cli.main(['--version']);"
+        "sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     words = f"composer3d {composer3d.__version__} (torch {metadata.version('torch')}, Python "
     assert done.stdout.startswith(words)
@@ -215,7 +217,7 @@ def test_a_wrong_set_says_how_to_write_it(
     assert line.endswith(way_out)
 
 
-def test_a_set_without_its_value_does_not_take_the_recipe_for_it(
+def test_a_set_without_a_value_does_not_use_the_recipe_as_its_value(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["train", "--set", "mesh.tp", RECIPE]) == 2
@@ -240,7 +242,7 @@ def test_a_set_without_its_value_does_not_take_the_recipe_for_it(
     ],
     ids=lambda argv: " ".join(argv).replace(RECIPE, "RECIPE"),
 )
-def test_a_name_that_is_no_text_is_refused_by_every_command(
+def test_a_name_that_is_not_text_is_refused_by_every_command(
     argv: list[str], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([part.format(name) for part in argv]) == 2
@@ -248,13 +250,16 @@ def test_a_name_that_is_no_text_is_refused_by_every_command(
     (line,) = err.splitlines()
     assert out == ""
     assert line.startswith(
-        ("composer3d: the argument ", "--set run.out_dir=a\\udcffb.toml: write it in UTF-8")
+        ("composer3d: the argument ", "--set run.out_dir=a\\udcffb.toml: the text must be UTF-8")
     )
     assert line.isprintable()
 
 
 def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
-    code = "import sys; from composer3d import cli; cli.main(['--version']); print('tensor \\ud800 \\xe9')"
+    code = (
+        "import sys; from composer3d import cli; cli.main(['--version']);"
+        "print('tensor \\ud800 \\xe9')"
+    )
     env = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
@@ -267,11 +272,12 @@ TINY = '[run]\nname = "a"\ndevice = "cpu"\n[model]\npreset = "debug-tiny"\n'
 
 
 def check(
-    capsys: pytest.CaptureFixture[str], *sets: str, text: str = TINY, more: Sequence[str] = ()
+    capsys: pytest.CaptureFixture[str], *sets: str, text: str = TINY, options: Sequence[str] = ()
 ) -> list[str]:
-    """What ``check`` says of a recipe in the working directory that it refuses; no line where it does not."""
+    """Return the errors of ``check`` for a recipe in the working directory; none if it passes."""
     Path("x.toml").write_text(text)
-    status = cli.main(["check", "x.toml", *(f"--set={each}" for each in sets), *more])
+    overrides = [f"--set={override}" for override in sets]
+    status = cli.main(["check", "x.toml", *overrides, *options])
     lines = capsys.readouterr().err.splitlines()
     assert status == (2 if lines else 0)
     return lines
@@ -315,7 +321,7 @@ def test_check_finds_a_sequence_that_is_longer_than_the_data(
     assert line.startswith(
         f"--set data.seq_len={tokens}: data.seq_len = {tokens} needs {tokens + 1} tokens, but "
     )
-    assert line.endswith("; shorten data.seq_len or give more text")
+    assert line.endswith("; use a smaller data.seq_len or more text")
     if source != "python":
         assert f'data.path = "data" has {tokens};' in line
 
@@ -331,7 +337,7 @@ def test_check_finds_that_the_held_out_text_is_too_short(
     assert check(capsys, *sets, "data.seq_len=64") == []
 
 
-def test_check_passes_over_what_training_passes_over() -> None:
+def test_check_skips_the_same_folders_as_training() -> None:
     assert machine.NOT_LIBRARY == sources._NOT_LIBRARY
 
 
@@ -340,14 +346,13 @@ def test_check_finds_a_folder_that_cannot_be_made(
 ) -> None:
     (here / "file").touch()
     (line,) = check(capsys, "run.out_dir=file")
-    assert (
-        line
-        == "--set run.out_dir=file: run.out_dir: file is no folder, so that file/a cannot be made"
+    assert line == (
+        "--set run.out_dir=file: run.out_dir: file is not a folder, so that file/a cannot be made"
     )
     (here / "runs").mkdir()
     (here / "runs/a").touch()
     (line,) = check(capsys)
-    assert line == "x.toml:1: run.out_dir: runs/a is no folder, so that runs/a cannot be made"
+    assert line == "x.toml:1: run.out_dir: runs/a is not a folder, so that runs/a cannot be made"
     assert check(capsys, "run.out_dir=new/deep/er") == []
     assert not (here / "new").exists()
     access = os.access
@@ -368,9 +373,9 @@ def test_check_finds_a_folder_in_use(
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (line,) = check(capsys)
-        assert (
-            "runs/a is in use by process 7 on there; wait for its end, or give this run another run.name"
-            in line
+        assert line.endswith(
+            "runs/a is in use by process 7 on there; wait for its end, or give this run another "
+            "run.name"
         )
     finally:
         os.close(descriptor)
@@ -387,7 +392,7 @@ def test_check_finds_a_device_that_is_not_there(
     assert line.startswith(
         '--set run.device=cuda: run.device = "cuda", but this machine shows no GPU; use --gpus N'
     )
-    assert check(capsys, "run.device=cuda", more=["--gpus", "1"]) == []
+    assert check(capsys, "run.device=cuda", options=["--gpus", "1"]) == []
     assert check(capsys, "run.device=auto") == []
     for name in ("nvidia0", "kfd", "dxg"):
         listed[0] = name
@@ -408,13 +413,13 @@ def test_recipes_of_our_own_are_found_by_name(
     assert 'name = "a"' in capsys.readouterr().out
 
 
-def test_a_name_of_no_recipe_lists_those_there_are(
+def test_an_unknown_recipe_lists_those_of_composer3d(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["check", "quikstart"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(
-        "quikstart: no such file, nor a recipe of composer3d; those are debug-1-single, "
+    assert capsys.readouterr().err.startswith(
+        "quikstart: there is no such file, and no such recipe in composer3d; its recipes are "
+        "debug-1-single, "
     )
     assert cli.main(["check", "../quickstart"]) == 2
 
@@ -426,11 +431,14 @@ def test_help_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_commands_are_dispatched_with_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    fake = type(sys)("composer3d.fake")
-    fake.main_train = lambda path, sets: seen.append((path, sets)) or 0  # type: ignore[attr-defined]
-    fake.main_verify = lambda **given: seen.append(given) or 1  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "composer3d.commands.train", fake)
-    monkeypatch.setitem(sys.modules, "composer3d.verify.proof", fake)
+
+    def replace_command(name: str, status: int) -> None:
+        module = type(sys)(f"composer3d.commands.{name}")
+        module.run = lambda **arguments: seen.append(arguments) or status  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    replace_command("train", status=0)
+    replace_command("verify", status=1)
     assert cli.main(["train", "x.toml", "--set", "a.b=1", "--set", "c.d=2"]) == 0
     assert cli.main(["verify", "x.toml", "--dtype", "float32", "--layouts", "f.txt", "--json"]) == 1
     verify = {
@@ -441,7 +449,7 @@ def test_commands_are_dispatched_with_their_arguments(monkeypatch: pytest.Monkey
         "layouts": "f.txt",
         "as_json": True,
     }
-    assert seen == [("x.toml", ["a.b=1", "c.d=2"]), verify]
+    assert seen == [{"recipe": "x.toml", "sets": ["a.b=1", "c.d=2"]}, verify]
 
 
 def test_check_imports_neither_torch_nor_numpy() -> None:
@@ -469,9 +477,8 @@ def test_the_module_runs_as_a_program() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "unbuffered", ["", "1"]
-)  # it meets the broken pipe when it ends, or when it prints
+# Buffered, the command finds the broken pipe when it ends; unbuffered, when it prints.
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_goes_away_ends_a_command_quietly(unbuffered: str) -> None:
     command = [sys.executable, "-m", "composer3d", "check", RECIPE]
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -479,7 +486,8 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(unbuffered: str) -> None
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as program:
         assert program.stdout is not None
-        program.stdout.close()  # before it has anything to write, as `| head` does later
+        # Close the reader before the command writes anything; `| head` closes it later.
+        program.stdout.close()
         assert program.stderr is not None
         assert (program.stderr.read(), program.wait(60)) == (b"", 141)
 
@@ -488,6 +496,6 @@ def test_a_pipe_that_is_not_the_output_keeps_its_traceback(monkeypatch: pytest.M
     def broken(*args: object, **kwargs: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(load_module, "load", broken)
+    monkeypatch.setattr(check_command, "load", broken)
     with pytest.raises(BrokenPipeError):
         cli.main(["check", RECIPE])

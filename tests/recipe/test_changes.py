@@ -1,4 +1,4 @@
-"""What a recipe changes since a checkpoint: every key, once, shown on one line, whatever the checkpoint holds."""
+"""The changes since a checkpoint: every key once, on one line, whatever the checkpoint contains."""
 
 import time
 from dataclasses import replace
@@ -25,7 +25,7 @@ def test_a_recipe_does_not_differ_from_itself(path: Path) -> None:
     assert changes(resolved.to_toml(), resolved.recipe) == []
 
 
-def test_every_value_that_differs_is_told_in_order(resolved: Resolved) -> None:
+def test_every_value_that_differs_is_listed_in_order(resolved: Resolved) -> None:
     recipe = resolved.recipe
     now = replace(
         recipe,
@@ -69,7 +69,7 @@ def test_a_key_and_a_value_of_another_version_are_no_error(resolved: Resolved) -
     ],
     ids=lambda value: value[:12],
 )
-def test_whatever_was_there_is_shown_on_one_short_line(
+def test_any_old_value_is_shown_on_one_short_line(
     resolved: Resolved, value: str, shown: str
 ) -> None:
     (change,) = [
@@ -95,7 +95,7 @@ def test_whatever_was_there_is_shown_on_one_short_line(
     ],
     ids=["not TOML", "twice", "deep", "long", "dotted"],
 )
-def test_what_cannot_be_parsed_raises_soon(text: str) -> None:
+def test_a_text_that_cannot_be_parsed_raises_soon(text: str) -> None:
     begin = time.monotonic()
     with pytest.raises(ValueError, match=r"."):
         values_of(text)

@@ -1,4 +1,4 @@
-"""Every wrong recipe is refused with the exact lines that a user reads: the place, the value and the way out."""
+"""Every wrong recipe is refused with the exact lines that a user reads."""
 
 import json
 from collections.abc import Mapping

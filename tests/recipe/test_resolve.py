@@ -1,4 +1,4 @@
-"""What a recipe becomes: inheritance, overrides, defaults, presets, and where each value came from."""
+"""Resolution of a recipe: inheritance, overrides, defaults, presets, and origins of values."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import tomli
 
 from composer3d.models.llama.shape import PRESETS
 from composer3d.recipe.resolve import Resolved, load
-from composer3d.recipe.rules.layout import violations
+from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import TABLES, Model
 from composer3d.recipe.values import FIELDS
 from tools.prove.paths import ROOT
@@ -40,7 +40,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def layered(write) -> str:
     write(
         "low.toml",
-        '[model]\npreset = "debug-tiny"\nffn = 192\n[run]\nsteps = 5\nseed = 3\n[optim]\nbetas = [0.8, 0.9]\n',
+        '[model]\npreset = "debug-tiny"\nffn = 192\n'
+        "[run]\nsteps = 5\nseed = 3\n[optim]\nbetas = [0.8, 0.9]\n",
     )
     write("sub/mid.toml", 'base = "../low.toml"\n[run]\nsteps = 6\nname = "mid"\n')
     return write("x.toml", 'base = "sub/mid.toml"\nmesh = { tp = 2 }\n[run]\nname = "x"\n')
@@ -74,7 +75,7 @@ def test_a_preset_gives_what_the_recipe_does_not(write) -> None:
     assert resolved.origins["model.preset"] == "sub/../low.toml:2"
 
 
-def test_a_shape_without_preset_takes_the_defaults_of_the_rest(write) -> None:
+def test_a_shape_without_preset_takes_defaults_for_other_fields(write) -> None:
     path = write(
         "x.toml",
         "[model]\ndim = 64\nn_layers = 2\nn_heads = 2\nn_kv_heads = 1\nffn = 96\nvocab = 300\n",
@@ -114,13 +115,12 @@ def test_a_folder_of_hugging_face_gives_what_the_recipe_does_not(write, tmp_path
     assert resolved.place("model.dim") == "x.toml:4"
     assert round_trip(resolved, tmp_path / "again.toml").recipe == resolved.recipe
     (tmp_path / "m/config.json").unlink()
-    (
-        tmp_path / "m"
-    ).rmdir()  # a resolved recipe has the shape itself: a run goes on without the folder
+    # A resolved recipe has the shape itself: a run goes on without the folder.
+    (tmp_path / "m").rmdir()
     assert round_trip(resolved, tmp_path / "again.toml").recipe == resolved.recipe
 
 
-def test_place_of_what_is_not_written_is_its_table_or_the_file(write) -> None:
+def test_the_place_of_a_key_that_is_not_written_is_its_table_or_the_file(write) -> None:
     resolved = load(layered(write))
     assert resolved.place("mesh.pp") == "x.toml:2"
     assert resolved.place("run.device") == "x.toml:3"
@@ -153,7 +153,7 @@ def test_origins_cover_the_whole_recipe(write) -> None:
         ('run.device="cpu"', "device", "cpu"),
     ],
 )
-def test_overrides_are_text_for_str_and_toml_for_the_rest(
+def test_overrides_are_text_for_str_and_toml_for_other_types(
     write, text: str, key: str, value: object
 ) -> None:
     resolved = load(layered(write), [text])
@@ -161,13 +161,13 @@ def test_overrides_are_text_for_str_and_toml_for_the_rest(
     assert resolved.origins[f"run.{key}"] == f"--set {text}"
 
 
-def test_what_is_left_of_the_world_shards(write) -> None:
+def test_dp_shard_takes_all_remaining_processes(write) -> None:
     path = layered(write)
     assert load(path).recipe.mesh.dp_shard == 1
     resolved = load(path, world_size=8)
     assert resolved.recipe.mesh.dp_shard == 4
     assert resolved.recipe.world_size == 8
-    assert resolved.origins["mesh.dp_shard"] == "default, what is left of 8 processes"
+    assert resolved.origins["mesh.dp_shard"] == "default, to fill 8 processes"
     assert load(path, ["mesh.dp_shard=-1", "mesh.pp=2"], world_size=8).recipe.mesh.dp_shard == 2
 
 

@@ -1,12 +1,12 @@
-"""The rules on values alone: the planner calls them without a file."""
+"""The rules, called with values alone, as the planner calls them."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from composer3d.recipe.resolve import load
-from composer3d.recipe.rules.layout import RANGES, RULES, violations
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.rules import RANGES, RULES, violations
+from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.values import FIELDS, mention
 from tools.prove.paths import ROOT
 
@@ -17,7 +17,7 @@ def recipe() -> Recipe:
 
 
 def changed(recipe: Recipe, **values: object) -> Recipe:
-    """``mesh__tp=3`` replaces one value."""
+    """Replace values: ``mesh__tp=3`` replaces that of mesh.tp."""
     for key, value in values.items():
         table, name = key.split("__")
         recipe = replace(recipe, **{table: replace(getattr(recipe, table), **{name: value})})
@@ -26,6 +26,10 @@ def changed(recipe: Recipe, **values: object) -> Recipe:
 
 def keys_broken(recipe: Recipe) -> list[str]:
     return [violation.key for violation in violations(recipe)]
+
+
+def test_axes_are_the_keys_of_the_mesh_in_order() -> None:
+    assert tuple(entry.name for entry in fields(MeshTable)) == AXES
 
 
 def test_rules_name_keys_of_the_schema() -> None:
@@ -76,7 +80,8 @@ def test_an_open_axis_leaves_its_rules_out(recipe: Recipe) -> None:
         {"mesh__pp": 3, "data__global_batch": 6},
         {"parallel__sequence_parallel": False, "data__seq_len": 33},
         {"mesh__tp": 1, "data__seq_len": 33},
-        {"mesh__tp": 4},  # above the key-value heads
+        # More than the key-value heads.
+        {"mesh__tp": 4},
         {"model__window": 15, "mesh__cp": 2},
         {"model__vocab": 257},
         {"model__vocab": 257, "mesh__dp_shard": 64, "data__global_batch": 256},
@@ -102,11 +107,11 @@ def test_an_open_axis_leaves_its_rules_out(recipe: Recipe) -> None:
     ],
     ids=str,
 )
-def test_what_is_just_legal_is_accepted(recipe: Recipe, good: dict[str, object]) -> None:
+def test_a_value_that_is_just_legal_is_accepted(recipe: Recipe, good: dict[str, object]) -> None:
     assert violations(changed(recipe, **good)) == []
 
 
-def test_the_way_out_of_tp_is_a_way_out(recipe: Recipe) -> None:
+def test_the_suggested_values_of_tp_are_legal(recipe: Recipe) -> None:
     wrong = changed(recipe, mesh__tp=8)
     message = violations(wrong)[0].message(wrong)
     legal = [int(word.strip(",")) for word in message.split("use ")[1].split() if word != "or"]

@@ -1,4 +1,4 @@
-"""What the tables of wrong recipes are made of."""
+"""Parts of the tables of wrong recipes."""
 
 import json
 import struct
@@ -7,18 +7,34 @@ from typing import Any, NamedTuple
 
 from composer3d.spec.token_manifest import digest_of, digest_of_manifest
 
-TINY = '[model]\npreset = "debug-tiny"\n'  # lines 1 and 2: dim 64, 4 layers, 4 heads, 2 kv heads, ffn 160, vocab 256
+# Lines 1 and 2: dim 64, 4 layers, 4 heads, 2 key-value heads, ffn 160, vocab 256.
+TINY = '[model]\npreset = "debug-tiny"\n'
+
 PRESETS = (
-    "debug-tiny, debug-small, debug-bench, llama3-8b, llama3-70b, llama3-405b, llama3.1-8b, llama3.1-70b, llama3.2-1b, "
-    "llama3.2-3b, llama-175b, mistral-7b, mistral-7b-v0.3, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, "
-    "qwen3-14b, qwen3-32b"
+    "debug-tiny, debug-small, debug-bench, llama3-8b, llama3-70b, llama3-405b, llama3.1-8b, "
+    "llama3.1-70b, llama3.2-1b, llama3.2-3b, llama-175b, mistral-7b, mistral-7b-v0.3, qwen3-0.6b, "
+    "qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b"
 )
-TABLES = "run, model, mesh, parallel, memory, precision, compile, data, optim, checkpoint, metrics, validation"
-SCHEDULES = '"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV" or "csv"'
+TABLES = (
+    "run, model, mesh, parallel, memory, precision, compile, data, optim, checkpoint, metrics, "
+    "validation"
+)
+SCHEDULES = (
+    '"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", '
+    '"DualPipeV" or "csv"'
+)
 
 
 class Wrong(NamedTuple):
-    """A recipe in x.toml (or several files), overrides and a world, and the lines that refuse it."""
+    """A recipe that is refused.
+
+    Attributes:
+        name: of the case.
+        files: the text of x.toml, or several files by name.
+        lines: the exact error.
+        sets: overrides.
+        world: the number of processes for --gpus.
+    """
 
     name: str
     files: str | bytes | Mapping[str, str | bytes]
@@ -28,7 +44,7 @@ class Wrong(NamedTuple):
 
 
 def shape(**changed: object) -> str:
-    """A [model] without a preset: the table on line 1, its keys on lines 2 to 7."""
+    """Write a [model] without a preset: the table is on line 1, its keys on lines 2 to 7."""
     sizes = {
         "dim": 64,
         "n_layers": 4,
@@ -41,7 +57,10 @@ def shape(**changed: object) -> str:
 
 
 def token_files(folder: str, *, tokenizer: bytes = b"{}", **changed: Any) -> dict[str, str | bytes]:
-    """A folder of 100 tokens in one document. ``changed``: keys of its tokens.json, which has its own digest again."""
+    """Make the files of a folder of 100 tokens in one document.
+
+    ``changed`` replaces keys of tokens.json, whose digest is right nevertheless.
+    """
     files = {
         "tokens.bin": struct.pack("<100H", *[1] * 99, 0),
         "documents.bin": struct.pack("<2q", 0, 100),

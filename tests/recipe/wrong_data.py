@@ -13,8 +13,9 @@ RUN = [
         "name",
         TINY,
         [
-            '--set run.name=a/b: run.name = "a/b" names the folder of the run: it must not be empty, . or .., '
-            "nor hold / or \\ or control characters, and have at most 200 bytes in UTF-8"
+            '--set run.name=a/b: run.name = "a/b" cannot name the folder of the run: it must not '
+            "be empty, . or .., must not contain / or \\ or control characters, and must have at "
+            "most 200 bytes in UTF-8"
         ],
         ("run.name=a/b",),
     ),
@@ -22,8 +23,9 @@ RUN = [
         "no name",
         TINY + '[run]\nname = ""\n',
         [
-            'x.toml:4: run.name = "" names the folder of the run: it must not be empty, . or .., nor hold / or \\ or '
-            "control characters, and have at most 200 bytes in UTF-8"
+            'x.toml:4: run.name = "" cannot name the folder of the run: it must not be empty, . '
+            "or .., must not contain / or \\ or control characters, and must have at most 200 "
+            "bytes in UTF-8"
         ],
     ),
     Wrong(
@@ -63,25 +65,26 @@ RUN = [
         "decay",
         TINY + "[optim]\nwarmup = 10\ndecay = 10\n",
         [
-            "x.toml:5: optim.decay = 10 must be above optim.warmup = 10 (x.toml:4): the decay starts there"
+            "x.toml:5: optim.decay = 10 must be above optim.warmup = 10 (x.toml:4): the decay "
+            "starts after the warmup"
         ],
     ),
     Wrong(
         "constant with decay",
         TINY + '[optim]\nschedule = "constant"\ndecay = 10\nmin_lr = 1e-5\n',
         [
-            'x.toml:5: optim.decay = 10 is not read with optim.schedule = "constant" (x.toml:4); remove it, or use a '
-            "schedule that decays",
-            'x.toml:6: optim.min_lr = 1e-05 is not read with optim.schedule = "constant" (x.toml:4); use 0, or a '
-            "schedule that decays",
+            'x.toml:5: optim.decay = 10 is not used with optim.schedule = "constant" (x.toml:4); '
+            "remove it, or use a schedule that decays",
+            'x.toml:6: optim.min_lr = 1e-05 is not used with optim.schedule = "constant" '
+            "(x.toml:4); use 0, or a schedule that decays",
         ],
     ),
     Wrong(
         "decay_steps without wsd",
         TINY + "[optim]\ndecay_steps = 10\n",
         [
-            'x.toml:4: optim.decay_steps = 10 is not read with optim.schedule = "cosine" (default); remove it, or use '
-            'optim.schedule = "wsd"'
+            'x.toml:4: optim.decay_steps = 10 is not used with optim.schedule = "cosine" '
+            '(default); remove it, or use optim.schedule = "wsd"'
         ],
     ),
     Wrong(
@@ -93,36 +96,39 @@ RUN = [
         "wsd beyond decay",
         TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 16\nwarmup = 5\ndecay = 20\n',
         [
-            "x.toml:5: optim.decay_steps = 16 after optim.warmup = 5 (x.toml:6) would end beyond optim.decay = 20 "
-            "(x.toml:7); use at most 15"
+            "x.toml:5: optim.decay_steps = 16 after optim.warmup = 5 (x.toml:6) would end after "
+            "optim.decay = 20 (x.toml:7); use at most 15"
         ],
     ),
     Wrong(
         "wsd beyond the run",
         TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 1\nwarmup = 20\n[run]\nsteps = 20\n',
         [
-            "x.toml:5: optim.decay_steps = 1 after optim.warmup = 20 (x.toml:6) would end beyond run.steps = 20 "
-            "(x.toml:8); shorten the warmup"
+            "x.toml:5: optim.decay_steps = 1 after optim.warmup = 20 (x.toml:6) would end after "
+            "run.steps = 20 (x.toml:8); use a smaller optim.warmup"
         ],
     ),
     Wrong(
         "wsd before its warmup ends",
         TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 5\nwarmup = 20\ndecay = 10\n',
         [
-            "x.toml:7: optim.decay = 10 must be above optim.warmup = 20 (x.toml:6): the decay starts there"
+            "x.toml:7: optim.decay = 10 must be above optim.warmup = 20 (x.toml:6): the decay "
+            "starts after the warmup"
         ],
     ),
     Wrong(
         "wsd whose end is its warmup's",
         TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 5\nwarmup = 20\ndecay = 20\n',
         [
-            "x.toml:7: optim.decay = 20 must be above optim.warmup = 20 (x.toml:6): the decay starts there"
+            "x.toml:7: optim.decay = 20 must be above optim.warmup = 20 (x.toml:6): the decay "
+            "starts after the warmup"
         ],
     ),
     Wrong(
         "counts",
         TINY
-        + "[checkpoint]\nkeep = 0\nevery = -1\n[metrics]\nevery = 0\n[validation]\nsteps = 0\nevery = -2\n",
+        + "[checkpoint]\nkeep = 0\nevery = -1\n[metrics]\nevery = 0\n"
+        + "[validation]\nsteps = 0\nevery = -2\n",
         [
             "x.toml:5: checkpoint.every = -1 must be from 0 to 1_000_000_000",
             "x.toml:4: checkpoint.keep = 0 must be from 1 to 1_000_000",
@@ -160,32 +166,34 @@ DATA = [
         "field of text",
         {"x.toml": TEXT + 'field = "body"\n', "t": "some words"},
         [
-            'x.toml:7: data.field = "body" is not read with data.source = "text" (x.toml:4); remove it, or use '
-            'data.source = "jsonl"'
+            'x.toml:7: data.field = "body" is not used with data.source = "text" (x.toml:4); '
+            'remove it, or use data.source = "jsonl"'
         ],
     ),
     Wrong(
         "python with path",
         TINY + '[data]\npath = "t"\n',
         [
-            'x.toml:4: data.path = "t" is not read with data.source = "python" (default); remove it, or use '
-            'data.source = "text", "jsonl" or "tokens"'
+            'x.toml:4: data.path = "t" is not used with data.source = "python" (default); remove '
+            'it, or use data.source = "text", "jsonl" or "tokens"'
         ],
     ),
     Wrong(
         "validation without path",
         {"x.toml": TEXT + "[validation]\nevery = 5\n", "t": "some words"},
         [
-            'x.toml:8: validation.every = 5 with data.source = "text" (x.toml:4) needs validation.path, '
-            "held-out data: a text file or a folder of them; give it, or use validation.every = 0"
+            'x.toml:8: validation.every = 5 with data.source = "text" (x.toml:4) needs '
+            "validation.path, the held-out data: a text file or a folder of them; set it, or use "
+            "validation.every = 0"
         ],
     ),
     Wrong(
         "validation of tokens without path",
         WHOLE | {"x.toml": TOKENS + "[validation]\nevery = 5\n"},
         [
-            'x.toml:8: validation.every = 5 with data.source = "tokens" (x.toml:4) needs validation.path, '
-            "held-out data: a folder that composer3d prepare made; give it, or use validation.every = 0"
+            'x.toml:8: validation.every = 5 with data.source = "tokens" (x.toml:4) needs '
+            "validation.path, the held-out data: a folder that composer3d prepare made; set it, "
+            "or use validation.every = 0"
         ],
     ),
     Wrong(
@@ -210,7 +218,7 @@ DATA = [
             "x.toml": TOKENS,
             "t/tokens.json": str(WHOLE["t/tokens.json"]).replace("t.json", "u.json"),
         },
-        [f"{UNUSABLE}/tokens.json cannot be used (it does not have its own digest); {AGAIN}"],
+        [f"{UNUSABLE}/tokens.json cannot be used (its digest does not match its content); {AGAIN}"],
     ),
     Wrong(
         "short tokens.bin",
@@ -221,8 +229,8 @@ DATA = [
         "small vocabulary for tokens",
         token_files("t", vocab=257) | {"x.toml": TOKENS},
         [
-            'x.toml:5: data.path = "t" has a vocabulary of 257 tokens, more than model.vocab = 256 (preset '
-            "debug-tiny); set model.vocab to 257 or more"
+            'x.toml:5: data.path = "t" has a vocabulary of 257 tokens, more than model.vocab = '
+            "256 (preset debug-tiny); set model.vocab to 257 or more"
         ],
     ),
     Wrong(
@@ -231,15 +239,16 @@ DATA = [
         | token_files("v", tokenizer=b"[]")
         | {"x.toml": TOKENS + '[validation]\npath = "v"\n'},
         [
-            'x.toml:8: validation.path = "v" was made with another tokenizer or end of document than data.path; make '
-            "it again with the same"
+            'x.toml:8: validation.path = "v" was made with another tokenizer or end of document '
+            "than data.path; make it again with the same"
         ],
     ),
     Wrong(
         "token files as text",
         WHOLE | {"x.toml": TEXT},
         [
-            'x.toml:5: data.path = "t" holds tokens.json, made by composer3d prepare; use data.source = "tokens"'
+            'x.toml:5: data.path = "t" contains tokens.json, which composer3d prepare made; use '
+            'data.source = "tokens"'
         ],
     ),
     Wrong(
@@ -250,40 +259,40 @@ DATA = [
             "v/tokens.json": "",
         },
         [
-            'x.toml:8: validation.path = "v" holds tokens.json, made by composer3d prepare; use data.source = "tokens"'
+            'x.toml:8: validation.path = "v" contains tokens.json, which composer3d prepare '
+            'made; use data.source = "tokens"'
         ],
     ),
     Wrong(
         "validation path for python",
         TINY + '[validation]\npath = "t"\n',
         [
-            'x.toml:4: validation.path = "t" is not read with data.source = "python" (default); remove it, or use '
-            'data.source = "text", "jsonl" or "tokens"'
+            'x.toml:4: validation.path = "t" is not used with data.source = "python" (default); '
+            'remove it, or use data.source = "text", "jsonl" or "tokens"'
         ],
     ),
     Wrong(
         "no such text",
         TEXT,
         [
-            'x.toml:5: data.path = "t" does not exist; give a text file or a folder of them, relative to the '
-            "working directory"
+            'x.toml:5: data.path = "t" does not exist; give a text file or a folder of them, '
+            "relative to the working directory"
         ],
     ),
     Wrong(
         "no held-out text",
         {"x.toml": TEXT + '[validation]\npath = "v"\n', "t": "some words"},
         [
-            'x.toml:8: validation.path = "v" does not exist; give a text file or a folder of them, relative to '
-            "the working directory"
+            'x.toml:8: validation.path = "v" does not exist; give a text file or a folder of '
+            "them, relative to the working directory"
         ],
     ),
     Wrong(
         "resume",
         TINY + '[checkpoint]\nresume = "runs/none"\n',
         [
-            'x.toml:4: checkpoint.resume = "runs/none" is no folder; use "auto", "none" or the folder of a '
-            "checkpoint, relative to "
-            "the working directory"
+            'x.toml:4: checkpoint.resume = "runs/none" is not a folder; use "auto", "none" or '
+            "the folder of a checkpoint, relative to the working directory"
         ],
     ),
 ]

@@ -10,33 +10,33 @@ LAYOUTS = [
         "cp, sequence",
         TINY + "[data]\nseq_len = 30\n[mesh]\ncp = 4\n",
         [
-            "x.toml:4: data.seq_len = 30 must be a multiple of 8: mesh.cp = 4 (x.toml:6) cuts it into 8 chunks; "
-            "use 24 or 32"
+            "x.toml:4: data.seq_len = 30 must be a multiple of 8: mesh.cp = 4 (x.toml:6) cuts it "
+            "into 8 chunks; use 24 or 32"
         ],
     ),
     Wrong(
         "cp and tp, sequence",
         TINY + "[data]\nseq_len = 10\n[mesh]\ncp = 3\ntp = 2\n",
         [
-            "x.toml:4: data.seq_len = 10 must be a multiple of 6: mesh.cp = 3 (x.toml:6) cuts it into 6 chunks, "
-            "mesh.tp = 2 (x.toml:7) with parallel.sequence_parallel = true (default) cuts a rank's again; "
-            "use 6 or 12"
+            "x.toml:4: data.seq_len = 10 must be a multiple of 6: mesh.cp = 3 (x.toml:6) cuts it "
+            "into 6 chunks, and mesh.tp = 2 (x.toml:7) with parallel.sequence_parallel = true "
+            "(default) cuts the part of each rank again; use 6 or 12"
         ],
     ),
     Wrong(
         "virtual stages of 1F1B",
         TINY + "[mesh]\npp = 2\n[parallel]\nvirtual_stages = 2\n",
         [
-            'x.toml:6: parallel.virtual_stages = 2 does not fit parallel.schedule = "1F1B" (default), whose ranks '
-            "hold 1; use 1, or leave it out"
+            'x.toml:6: parallel.virtual_stages = 2 does not fit parallel.schedule = "1F1B" '
+            "(default), which needs 1; use 1, or remove it"
         ],
     ),
     Wrong(
         "one virtual stage interleaved",
         TINY + '[mesh]\npp = 2\n[parallel]\nvirtual_stages = 1\nschedule = "Interleaved1F1B"\n',
         [
-            'x.toml:6: parallel.virtual_stages = 1 does not fit parallel.schedule = "Interleaved1F1B" (x.toml:7), '
-            "whose ranks hold 2 or more; use 2 or more, or leave it out"
+            "x.toml:6: parallel.virtual_stages = 1 does not fit parallel.schedule = "
+            '"Interleaved1F1B" (x.toml:7), which needs 2 or more; use 2 or more, or remove it'
         ],
     ),
     Wrong(
@@ -48,29 +48,29 @@ LAYOUTS = [
         "more virtual stages than layers",
         TINY + '[mesh]\npp = 4\n[parallel]\nschedule = "Interleaved1F1B"\n',
         [
-            "x.toml:4: mesh.pp = 4, with 2 stages a rank, is more than model.n_layers = 4 (preset debug-tiny): "
-            "a stage needs a layer; use at most 2"
+            "x.toml:4: mesh.pp = 4 with 2 stages per rank makes 8 stages, but model.n_layers = 4 "
+            "(preset debug-tiny): every stage needs a layer; use at most 2"
         ],
     ),
     Wrong(
         "cut of too few stages",
         TINY + "[mesh]\npp = 4\n[parallel]\nstages = [2, 2]\n",
         [
-            "x.toml:6: parallel.stages = [2, 2] has 2 stages, but mesh.pp = 4 (x.toml:4) with 1 a rank makes 4; give 4 "
-            "numbers, or leave it out"
+            "x.toml:6: parallel.stages = [2, 2] has 2 stages, but mesh.pp = 4 (x.toml:4) with 1 "
+            "per rank makes 4; use 4 numbers, or remove it"
         ],
     ),
     Wrong(
         "cut of an empty stage",
         TINY + "[mesh]\npp = 2\n[parallel]\nstages = [4, 0]\n",
-        ["x.toml:6: parallel.stages = [4, 0] must give every stage a layer"],
+        ["x.toml:6: parallel.stages = [4, 0] must give every stage at least 1 layer"],
     ),
     Wrong(
         "cut of too many layers",
         TINY + "[mesh]\npp = 2\n[parallel]\nstages = [3, 2]\n",
         [
-            "x.toml:6: parallel.stages = [3, 2] holds 5 layers, but model.n_layers = 4 (preset debug-tiny); "
-            "make it add up"
+            "x.toml:6: parallel.stages = [3, 2] has 5 layers in total, but model.n_layers = 4 "
+            "(preset debug-tiny); the two must be equal"
         ],
     ),
     Wrong(
@@ -78,43 +78,46 @@ LAYOUTS = [
         TINY
         + '[mesh]\npp = 2\n[parallel]\nschedule = "Interleaved1F1B"\n[data]\nglobal_batch = 5\n',
         [
-            "x.toml:8: data.global_batch = 5 over data.micro_batch = 1 (default) x mesh.dp_replicate = 1 (default) x "
-            'mesh.dp_shard = 1 (default) gives a rank 5 micro-batches, but parallel.schedule = "Interleaved1F1B" '
-            "(x.toml:6) needs as many in each of its 2 rounds of mesh.pp = 2 (x.toml:4) or more; "
-            "use data.global_batch = 4 or 6"
+            "x.toml:8: data.global_batch = 5 over data.micro_batch = 1 (default) x "
+            "mesh.dp_replicate = 1 (default) x mesh.dp_shard = 1 (default) gives a rank 5 "
+            'micro-batches, but parallel.schedule = "Interleaved1F1B" (x.toml:6) needs a '
+            "multiple of 2, to form 2 equal rounds of at least mesh.pp = 2 (x.toml:4) "
+            "micro-batches; use data.global_batch = 4 or 6"
         ],
     ),
     Wrong(
         "virtual stages of a V",
         TINY + '[mesh]\npp = 2\n[parallel]\nvirtual_stages = 1\nschedule = "ZBVZeroBubble"\n',
         [
-            'x.toml:6: parallel.virtual_stages = 1 does not fit parallel.schedule = "ZBVZeroBubble" (x.toml:7), '
-            "whose ranks hold 2; use 2, or leave it out"
+            "x.toml:6: parallel.virtual_stages = 1 does not fit parallel.schedule = "
+            '"ZBVZeroBubble" (x.toml:7), which needs 2; use 2, or remove it'
         ],
     ),
     Wrong(
         "too few micro-batches for DualPipeV",
         TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "DualPipeV"\n[data]\nglobal_batch = 3\n',
         [
-            "x.toml:8: data.global_batch = 3 over data.micro_batch = 1 (default) x mesh.dp_replicate = 1 (default) x "
-            'mesh.dp_shard = 1 (default) gives a rank 3 micro-batches, but parallel.schedule = "DualPipeV" '
-            "(x.toml:6) needs at least twice mesh.pp = 2 (x.toml:4); use data.global_batch = 4, or "
-            'parallel.schedule = "GPipe", which takes fewer'
+            "x.toml:8: data.global_batch = 3 over data.micro_batch = 1 (default) x "
+            "mesh.dp_replicate = 1 (default) x mesh.dp_shard = 1 (default) gives a rank 3 "
+            'micro-batches, but parallel.schedule = "DualPipeV" (x.toml:6) needs at least twice '
+            'mesh.pp = 2 (x.toml:4); use data.global_batch = 4, or parallel.schedule = "GPipe", '
+            "which accepts fewer"
         ],
     ),
     Wrong(
         "csv without a file",
         TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\n',
         [
-            'x.toml:6: parallel.schedule = "csv" needs parallel.schedule_csv: the file of the schedule'
+            'x.toml:6: parallel.schedule = "csv" needs parallel.schedule_csv: the file of the '
+            "schedule"
         ],
     ),
     Wrong(
         "a file without csv",
         TINY + '[parallel]\nschedule_csv = "own.csv"\n',
         [
-            'x.toml:4: parallel.schedule_csv = "own.csv" is not read with parallel.schedule = "1F1B" (default); '
-            'remove it, or use parallel.schedule = "csv"'
+            'x.toml:4: parallel.schedule_csv = "own.csv" is not used with parallel.schedule = '
+            '"1F1B" (default); remove it, or use parallel.schedule = "csv"'
         ],
     ),
     Wrong(
@@ -128,38 +131,41 @@ LAYOUTS = [
         "zero 2 with a pipeline",
         TINY + "[mesh]\npp = 2\n[parallel]\nzero = 2\n",
         [
-            "x.toml:6: parallel.zero = 2 reduces gradients after each micro-batch, but with mesh.pp = 2 (x.toml:4) "
-            "they stay whole until the last one; use parallel.zero = 1 or 3"
+            "x.toml:6: parallel.zero = 2 reduces gradients after each micro-batch, but with "
+            "mesh.pp = 2 (x.toml:4) they stay whole until the last one; use parallel.zero = 1 or "
+            "3"
         ],
     ),
     Wrong(
         "compute wider than params",
         TINY + '[precision]\ncompute = "float64"\n',
         [
-            'x.toml:4: precision.compute = "float64" does not fit precision.params = "float32" (default); '
-            'use "float32" or "bfloat16"'
+            'x.toml:4: precision.compute = "float64" does not fit precision.params = "float32" '
+            '(default); use "float32" or "bfloat16"'
         ],
     ),
     Wrong(
         "proof in bfloat16",
         TINY + '[precision]\nparams = "float64"\ncompute = "bfloat16"\n',
         [
-            'x.toml:5: precision.compute = "bfloat16" does not fit precision.params = "float64" (x.toml:4); '
-            'use "float64"'
+            'x.toml:5: precision.compute = "bfloat16" does not fit precision.params = "float64" '
+            '(x.toml:4); use "float64"'
         ],
     ),
     Wrong(
         "half precision",
         TINY + '[precision]\ncompute = "float16"\n',
         [
-            'x.toml:4: \'precision.compute\' must be "float32", "float64" or "bfloat16", got "float16"'
+            'x.toml:4: \'precision.compute\' must be "float32", "float64" or "bfloat16", got '
+            '"float16"'
         ],
     ),
     Wrong(
         "checkpointing of another name",
         TINY + '[memory]\nactivation_checkpoint = "op"\n',
         [
-            'x.toml:4: \'memory.activation_checkpoint\' must be "none", "selective" or "full", got "op"'
+            'x.toml:4: \'memory.activation_checkpoint\' must be "none", "selective" or "full", got '
+            '"op"'
         ],
     ),
     Wrong(
@@ -167,9 +173,10 @@ LAYOUTS = [
         TINY
         + '[mesh]\npp = 2\n[parallel]\nschedule = "ZBVZeroBubble"\n[compile]\nenabled = true\n',
         [
-            "x.toml:8: compile.enabled = true makes one graph of a block's backward, which parallel.schedule = "
-            '"ZBVZeroBubble" (x.toml:6) runs in two halves; use compile.enabled = false, or parallel.schedule = '
-            '"GPipe", "1F1B", "LoopedBFS" or "Interleaved1F1B"'
+            "x.toml:8: compile.enabled = true makes one graph of a block's backward, but "
+            'parallel.schedule = "ZBVZeroBubble" (x.toml:6) splits backward into two halves; use '
+            'compile.enabled = false, or parallel.schedule = "GPipe", "1F1B", "LoopedBFS" or '
+            '"Interleaved1F1B"'
         ],
     ),
 ]

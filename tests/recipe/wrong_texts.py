@@ -1,4 +1,4 @@
-"""Recipes that cannot be read: wrong types, unknown names, overrides that are none, files that are no recipes."""
+"""Recipes that cannot be read: wrong types, unknown names, wrong overrides, unreadable files."""
 
 from tests.recipe.wrong import SCHEDULES, TABLES, TINY, Wrong
 
@@ -104,9 +104,10 @@ TYPES = [
         "inline table",
         TINY + "mesh = { pp = 1 }\n",
         [
-            "x.toml:3: unknown key 'model.mesh'; the keys of [model] are dim, n_layers, n_heads, n_kv_heads, ffn, "
-            "vocab, rope_theta, norm_eps, head_dim, tied, qk_norm, qkv_bias, window, rope_factor, rope_low_freq, "
-            "rope_high_freq, rope_context, preset, hf"
+            "x.toml:3: unknown key 'model.mesh'; the keys of [model] are dim, n_layers, n_heads, "
+            "n_kv_heads, ffn, vocab, rope_theta, norm_eps, head_dim, tied, qk_norm, qkv_bias, "
+            "window, rope_factor, rope_low_freq, rope_high_freq, rope_context, architecture, "
+            "preset, hf"
         ],
     ),
     Wrong(
@@ -145,7 +146,8 @@ NAMES = [
         "near nothing",
         TINY + "[mesh]\nzzz = 2\n",
         [
-            "x.toml:4: unknown key 'mesh.zzz'; the keys of [mesh] are pp, dp_replicate, dp_shard, cp, tp"
+            "x.toml:4: unknown key 'mesh.zzz'; the keys of [mesh] are pp, dp_replicate, "
+            "dp_shard, cp, tp"
         ],
     ),
     Wrong(
@@ -208,14 +210,16 @@ SETS = [
         "set: near a table",
         TINY,
         [
-            "--set paralel.schedule=x: unknown key 'paralel.schedule'; did you mean 'parallel.schedule' or "
-            "'optim.schedule'?"
+            "--set paralel.schedule=x: unknown key 'paralel.schedule'; did you mean "
+            "'parallel.schedule' or 'optim.schedule'?"
         ],
         ("paralel.schedule=x",),
     ),
     Wrong("set: nothing near", TINY, [f"--set z.z=x: unknown key 'z.z'; {TOP}"], ("z.z=x",)),
     Wrong("set: table", TINY, ["--set mesh=2: write it as table.key=value"], ("mesh=2",)),
-    Wrong("set: bytes", TINY, ["--set run.name=\\udcff: write it in UTF-8"], ("run.name=\udcff",)),
+    Wrong(
+        "set: bytes", TINY, ["--set run.name=\\udcff: the text must be UTF-8"], ("run.name=\udcff",)
+    ),
 ]
 
 FILES = [
@@ -244,8 +248,8 @@ FILES = [
         "not UTF-8",
         b"[model]\n# caf\xe9\n",
         [
-            "x.toml: not TOML that can be read: 'utf-8' codec can't decode byte 0xe9 in position 13: invalid "
-            "continuation byte"
+            "x.toml: cannot be read as TOML: 'utf-8' codec can't decode byte 0xe9 in position "
+            "13: invalid continuation byte"
         ],
     ),
     Wrong("missing", {"xy.toml": TINY}, ["x.toml: No such file or directory"]),
@@ -253,7 +257,7 @@ FILES = [
     Wrong(
         "deep",
         "x = " + "[" * 3000,
-        ["x.toml: not TOML that can be read: line 1 nests brackets deeper than 16"],
+        ["x.toml: cannot be read as TOML: line 1 nests brackets deeper than 16"],
     ),
     Wrong(
         "missing base",
@@ -268,12 +272,12 @@ FILES = [
     Wrong(
         "circle",
         {"x.toml": 'base = "y.toml"\n', "y.toml": '# b\nbase = "x.toml"\n'},
-        ['y.toml:2: base = "x.toml" makes a circle; remove one base'],
+        ['y.toml:2: base = "x.toml" makes a cycle; remove one base'],
     ),
     Wrong(
         "circle of one",
         'base = "x.toml"\n',
-        ['x.toml:1: base = "x.toml" makes a circle; remove one base'],
+        ['x.toml:1: base = "x.toml" makes a cycle; remove one base'],
     ),
     Wrong(
         "two bases",

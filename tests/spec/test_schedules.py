@@ -1,4 +1,4 @@
-"""How layers are cut into stages: against every cut there is, and on the layouts that are published."""
+"""The cut into stages, compared with all cuts; numbers of micro-batches; files of schedules."""
 
 import os
 import time
@@ -15,8 +15,8 @@ from composer3d.spec.errors import PlanError
 from composer3d.spec.schedules import (
     balanced_cut,
     check_csv,
-    nearest_micro_batches,
     micro_batch_requirement,
+    nearest_micro_batches,
     read_csv,
 )
 
@@ -24,8 +24,8 @@ COSTS = st.integers(0, 12)
 
 
 def costs(ranges: list[range], first: float, blocks: list[int], last: float) -> list[float]:
-    """The cost of each stage, counted anew."""
-    sums = [float(sum(blocks[i] for i in each)) for each in ranges]
+    """Return the cost of each stage, counted independently."""
+    sums = [float(sum(blocks[index] for index in stage)) for stage in ranges]
     sums[0] += first
     sums[-1] += last
     return sums
@@ -44,24 +44,22 @@ def test_no_cut_has_a_faster_slowest_stage_or_is_as_even(
     stages = data.draw(st.integers(1, len(blocks)))
     cut = balanced_cut(first, blocks, last, stages)
     assert len(cut) == stages
-    assert all(len(each) >= 1 for each in cut)
-    assert [i for each in cut for i in each] == list(range(len(blocks)))
+    assert all(len(stage) >= 1 for stage in cut)
+    assert [index for stage in cut for index in stage] == list(range(len(blocks)))
 
-    def rank(each: list[range]) -> tuple[int, int]:
-        sums = costs(each, first, blocks, last)
+    def rank(ranges: list[range]) -> tuple[int, int]:
+        sums = costs(ranges, first, blocks, last)
         return max(sums), sum(cost * cost for cost in sums)
 
     assert rank(cut) == min(map(rank, every_cut(len(blocks), stages)))
 
 
 def test_room_is_left_for_the_embedding_and_the_head() -> None:
-    assert [len(each) for each in balanced_cut(1.0, [1.0] * 6, 1.0, 4)] == [1, 2, 2, 1]
-    # The cut of the Llama 3 report, section 3.3.2: one layer less on the first and on the last stage.
+    assert [len(stage) for stage in balanced_cut(1.0, [1.0] * 6, 1.0, 4)] == [1, 2, 2, 1]
+    # The cut of the Llama 3 report, section 3.3.2: the first and the last stage have a layer less.
     shape = PRESETS["llama3-405b"]
-    each = parts(shape)
-    cut = balanced_cut(
-        each.embedding / 2, [each.block] * shape.n_layers, each.last_norm + each.head, 16
-    )
+    p = parts(shape)
+    cut = balanced_cut(p.embedding / 2, [p.block] * shape.n_layers, p.last_norm + p.head, 16)
     assert [len(stage) for stage in cut] == [7, *[8] * 14, 7]
 
 
@@ -84,18 +82,18 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_the_nearest_numbers_of_micro_batches_are_those_of_a_search(schedule: str) -> None:
     for pp in range(2, 9):
         good = [
-            count for count in range(1, 200) if micro_batch_requirement(schedule, count, pp, "") is None
+            count
+            for count in range(1, 200)
+            if micro_batch_requirement(schedule, count, pp, "") is None
         ]
         for count in sorted(set(range(1, 150)) - set(good)):
-            below, above = (
-                [each for each in good if each < count][-1:],
-                [each for each in good if each > count][:1],
-            )
+            below = [number for number in good if number < count][-1:]
+            above = [number for number in good if number > count][:1]
             assert nearest_micro_batches(schedule, count, pp) == below + above
 
 
-def test_a_schedule_in_which_one_rank_runs_at_a_time_is_held_in_linear_time(tmp_path: Path) -> None:
-    """Every action waits for the one before it: of 300 ranks, one can go on at a time."""
+def test_a_schedule_that_runs_one_rank_at_a_time_is_checked_in_linear_time(tmp_path: Path) -> None:
+    """Every action waits for the one before it, so that only one of 300 ranks can run at a time."""
     ranks, count = 300, 100
     first = ",".join(f"0F{number},0B{number}" for number in range(count))
     rows = [first] + [
@@ -104,7 +102,9 @@ def test_a_schedule_in_which_one_rank_runs_at_a_time_is_held_in_linear_time(tmp_
     file = tmp_path / "own.csv"
     file.write_text("\n".join(rows))
     begin = time.process_time()
-    stages = check_csv(read_csv(str(file)), str(file), pp=ranks, stages_per_rank=1, micro_batches=count)
+    stages = check_csv(
+        read_csv(str(file)), str(file), pp=ranks, stages_per_rank=1, micro_batches=count
+    )
     assert stages == [[rank] for rank in range(ranks)]
     assert time.process_time() - begin < 4
 

@@ -1,4 +1,4 @@
-"""The ledger of counts: parameters and FLOPs against modules, torch's own counter and published sizes."""
+"""The ledger of counts: parameters against modules, and FLOPs against torch's own counter."""
 
 from dataclasses import replace
 
@@ -56,14 +56,14 @@ def test_flops_are_what_torch_counts(name: str, seq_len: int) -> None:
     shape, batch = SHAPES[name], 2
     model = Llama(shape, device="meta")
     tokens_BT = torch.zeros(batch, seq_len, dtype=torch.long, device="meta")
-    # The math backend: torch counts its products in full, mask or not, and does not recompute scores in the backward.
+    # With the math backend, torch counts masked products too, and backward recomputes no scores.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens_BT, tokens_BT, tokens_BT).backward()
     expected = batch * seq_len * counts.flops_per_token(shape, seq_len, causal=False)
     assert counter.get_total_flops() == expected
 
 
-def test_a_causal_mask_lessens_attention_and_nothing_else() -> None:
+def test_a_causal_mask_reduces_attention_and_nothing_else() -> None:
     shape = replace(UNEVEN, head_dim=10)
     full = counts.flops_per_token(shape, 20, causal=False)
     causal = counts.flops_per_token(shape, 20)

@@ -20,7 +20,7 @@ from tools.prove.hostile import case
 def Case(name: str, make: Callable[[Path], list[str]], says: str) -> case.Case:
     """``name`` becomes the name of a folder; ``^`` and ``$`` in ``says`` are those of a line. The status is 2."""
     plain = re.sub(r"[^A-Za-z0-9_.=-]+", "-", name)[:120]
-    early = "^composer3d: the argument .* holds a NUL byte or bytes that are not UTF-8"  # of a command line
+    early = "^composer3d: the argument .* contains a NUL byte or bytes that are not UTF-8"  # of a command line
     return case.Case(plain, make, f"(?m)({says}|{early})", statuses=(2,))
 
 
@@ -249,7 +249,7 @@ def _texts() -> list[case.Case]:
         cases.append(Case(f"base of {what}", recipe(f"# a\n\nbase = {value}\n"), says))
 
     size = 256 << 10
-    unread = r"x\.toml: not TOML that can be read: "
+    unread = r"x\.toml: cannot be read as TOML: "
     lines = "".join(f"  {number},\n" for number in range(3000))
     texts: dict[str, tuple[str | bytes, str]] = {
         "3,000 lines of an array": (
@@ -290,11 +290,11 @@ def _texts() -> list[case.Case]:
         ),
         "unknown keys": (
             TINY + "[run]\n" + "".join(f"k{number} = 1\n" for number in range(3900)),
-            r"x\.toml:\d+: the recipe has 100 problems up to here; mend them first",
+            r"x\.toml:\d+: the recipe has 100 problems up to here; fix them first",
         ),
         "unknown tables": (
             "".join(f"[t{number}]\n" for number in range(3900)),
-            "the recipe has 100 problems up to here; mend them first",
+            "the recipe has 100 problems up to here; fix them first",
         ),
         "quotes": ("x = " + '"' * (size - 4), r"x\.toml:1: not TOML: "),
         "literal quotes": ("x = " + "'" * (size - 4), r"x\.toml:1: not TOML: "),
@@ -471,7 +471,7 @@ def _files() -> list[case.Case]:
         Case(
             "a circle by a link",
             circle_by_link,
-            r'x\.toml:1: base = "y\.toml" makes a circle; remove one base$',
+            r'x\.toml:1: base = "y\.toml" makes a cycle; remove one base$',
         ),
         Case(
             "a recipe of a terabyte",

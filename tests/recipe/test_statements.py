@@ -1,6 +1,7 @@
-"""The lines of keys against tomli, on every recipe and on texts made to mislead.
+"""The lines of keys, compared with tomli's values, on every recipe and on misleading texts.
 
-In a text of ours every number is the line that its statement begins on: tomli's own values say where each key is.
+In our texts every number is the line on which its statement begins. So the values that tomli
+reads say where each key is.
 """
 
 import contextlib
@@ -95,7 +96,7 @@ b = 8
 
 
 def paths_of(value: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
-    """Every key of a tree that tomli made."""
+    """Return every key of a tree that tomli made, with its value."""
     found: dict[KeyPath, Any] = {path: value} if path else {}
     for key, inner in value.items() if isinstance(value, dict) else ():
         found |= paths_of(inner, (*path, key))
@@ -103,7 +104,7 @@ def paths_of(value: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
 
 
 def lines_by_trial(text: str) -> dict[KeyPath, int]:
-    """The slow way, as a reference: a statement is the fewest lines that tomli takes alone."""
+    """Find the lines slowly, as a reference: a statement is the fewest lines that tomli accepts."""
 
     def paths(tree: dict[str, Any], path: KeyPath = ()) -> list[KeyPath]:
         return [
@@ -121,7 +122,7 @@ def lines_by_trial(text: str) -> dict[KeyPath, int]:
         pending += f"{line}\n"
         try:
             found = paths(tomli.loads(pending))
-        except ValueError:  # it goes on
+        except ValueError:  # the statement goes on
             continue
         if pending.lstrip().startswith("["):
             table, found = found[-1], [()]
@@ -190,7 +191,10 @@ def written_key(name: str) -> str:
 
 
 class Writer:
-    """Writes trees as TOML with noise between, and each number 1 as the line that its statement begins on."""
+    """Writes trees as TOML with noise between statements.
+
+    It writes each number 1 as the line on which its statement begins.
+    """
 
     def __init__(self, draw: Any) -> None:
         self.text, self.draw = "", draw
@@ -232,14 +236,15 @@ def test_any_text(tables: dict[str, dict[str, Any]], data: Any) -> None:
     assert_lines_are_right(writer.text)
 
 
-def test_dates_are_stepped_over_whole() -> None:
+def test_dates_are_skipped_as_a_whole() -> None:
     found = tomli.loads(TRICKY["scalars"])
     assert isinstance(found["d"], datetime)
     assert isinstance(found["e"], date)
 
 
 SIZE = 256 << 10
-LARGE = {  # of the size that a recipe may have
+# Texts as large as a recipe may be.
+LARGE = {
     "3,000 lines of an array": "[parallel]\nstages = [\n" + "  1,\n" * 3000 + "]\n",
     "an array": "a = [" + "1," * (SIZE // 2) + "]",
     "an array of lines": "a = [" + "1.5,\n" * (SIZE // 5) + "]",
@@ -271,13 +276,13 @@ def test_a_large_text_takes_linear_time(text: str) -> None:
             key_lines(list(statements(text)))
         return time.process_time() - begin
 
-    assert seconds(text) < 2  # with time that grows as the square it would be minutes
+    assert seconds(text) < 2  # quadratic time would take minutes
 
 
 @pytest.mark.parametrize(
     ("opening", "what"), [("[", "brackets"), ("{ t = ", "brackets"), ("a.", "the parts of a key")]
 )
-def test_what_is_nested_deep_is_refused_with_its_line(opening: str, what: str) -> None:
+def test_deep_nesting_is_refused_with_its_line(opening: str, what: str) -> None:
     assert len(list(statements("x = 1\n" + opening * 16))) == 2
     with pytest.raises(ValueError, match=f"^line 2 nests {what} deeper than 16$"):
         list(statements("x = 1\n" + opening * 17))

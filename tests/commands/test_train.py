@@ -1,0 +1,68 @@
+"""What the command ``train`` does before and after its ranks run."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from composer3d.commands import train
+from composer3d.recipe.resolve import load
+from composer3d.runtime import launch
+from composer3d.spec.errors import RecipeError
+
+
+@pytest.mark.parametrize("died", [{3: 9}, {1: 9, 3: 9}, {1: 11}, {0: -4}])
+def test_a_dead_rank_is_named_with_the_newest_checkpoint(
+    tmp_path: Path, died: dict[int, int]
+) -> None:
+    (tmp_path / "r.toml").write_text(
+        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[mesh]\ndp_shard = 2\ntp = 2\n'
+    )
+    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    kept = tmp_path / "a" / "checkpoints"
+    (line,) = train.describe_failures(launch.JobResult(1, died), recipe)
+    assert line.endswith(f"; there is no checkpoint in {kept}: the same command starts anew")
+    for name in ("step-00000004", "step-00000012", "step-00000020.tmp", "step-9999-mine"):
+        (kept / name).mkdir(parents=True)
+        (kept / name / "manifest.json").write_text("{}")
+    (kept / "step-00000016").mkdir()  # without a manifest it is not whole
+    (line,) = train.describe_failures(launch.JobResult(1, died), recipe)
+    deaths, _, advice = line.partition("; the newest")
+    assert advice == f" checkpoint is {kept}/step-00000012: the same command goes on from it"
+    kill = "signal 9 (SIGKILL; the kernel often sends it when memory runs out: see dmesg)"
+    rank_1, rank_3 = "rank 1 (pp0 dp0 cp0 tp1)", "rank 3 (pp0 dp1 cp0 tp1)"
+    expected = {
+        (3,): f"{rank_3} was ended by {kill}",
+        (1, 3): f"{rank_1}, {rank_3} were ended by {kill}",
+        (1,): f"{rank_1} was ended by signal 11 (SIGSEGV)",
+        (0,): "rank 0 (pp0 dp0 cp0 tp0) ended with status 4",
+    }
+    assert deaths == expected[tuple(died)]
+
+
+@pytest.mark.parametrize(
+    ("device", "sets", "refused"), [("cpu", [], True), ("cpu", ["run.oversubscribe=true"], False)]
+)
+def test_too_many_processes_for_the_cores_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, sets: list[str], refused: bool
+) -> None:
+    monkeypatch.setattr(launch, "warm_up", lambda: None)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: launch.JobResult(processes))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    (tmp_path / "r.toml").write_text(
+        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n'
+        "[mesh]\ndp_shard = 33\n[data]\nglobal_batch = 33\n"
+    )
+    sets = [f"run.device={device}", f"run.out_dir={tmp_path}", *sets]
+    if refused:
+        with pytest.raises(RecipeError) as caught:
+            train.run(str(tmp_path / "r.toml"), sets)
+        assert (
+            "needs 33 processes, but this machine has 2 cores: at most 32 processes"
+            in caught.value.lines[0]
+        )
+        assert "run.oversubscribe = true" in caught.value.lines[0]
+        sets += ["mesh.dp_shard=32", "data.global_batch=32"]
+        assert train.run(str(tmp_path / "r.toml"), sets) == 32
+    else:
+        assert train.run(str(tmp_path / "r.toml"), sets) == 33
