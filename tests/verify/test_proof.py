@@ -56,7 +56,7 @@ def test_layout_is_exact_in_float32(pool: Pool, references: Path, layout: str) -
     assert verdict.max_grad_rel_err > 1e-9  # it did run in float32
 
 
-# Half of those that take a job of several processes or of many steps, by their names: tools/mutate plants all.
+# All faults with a short check, and about half of the others. ``tools/prove/run faults`` plants all.
 PLANTED = [
     fault
     for fault in FAULTS
@@ -66,12 +66,12 @@ PLANTED = [
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.title)
 def test_planted_fault_is_seen(pool: Pool, references: Path, fault: Fault) -> None:
-    caught = catch(pool, references, fault)
-    assert caught.seen, caught.told
+    outcome = catch(pool, references, fault)
+    assert outcome.is_caught, outcome.finding
 
 
 @pytest.mark.parametrize("check", sorted(CHECKS))
-def test_checks_of_faults_find_nothing_where_nothing_is_planted(pool: Pool, check: str) -> None:
+def test_checks_of_faults_find_nothing_if_nothing_is_planted(pool: Pool, check: str) -> None:
     assert pool.run(f"tools.prove.faults.checks:{check}", {"plant": None}, world_size=1) == [[]]
 
 

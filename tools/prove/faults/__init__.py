@@ -1,5 +1,6 @@
-"""Faults that are planted in the composition, one function each: ``verify`` must see every one of them.
+"""Faults that are planted in composer3d, one function each: the proof must find every one of them.
 
-Each is called in a worker before anything is built, and changes what this process runs from then on. ``table`` says
-which layouts each of them harms, and what the verdict must say of it.
+Each function is called in a worker before anything is built, and changes what this process runs
+from then on. Its docstring describes what is wrong then. ``table`` lists the layouts that each
+fault harms, and what the verdict must say.
 """

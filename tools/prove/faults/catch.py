@@ -1,52 +1,73 @@
-"""What catches a planted fault: ``verify`` of a layout, or one of ``checks``. For tests and tools/mutate."""
+"""Plant a fault and look for it, by ``verify`` of a layout or by one of ``checks``."""
 
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from composer3d.runtime.launch import Pool, WorkerError
-from composer3d.verify.proof import Verdict, verify_layout
+from composer3d.verify.judge import Verdict
+from composer3d.verify.proof import verify_layout
 from tools.prove.faults.table import Fault
 from tools.prove.paths import RECIPE
 
-STEPS = 2  # one of the corpus and a random one, with a validation between them
+STEPS = 2  # one with a batch of the corpus, one with a random batch, and a validation between them
 
 
-class Caught(NamedTuple):
-    """``seen``: whether the fault was found, and called what ``Fault.says``; ``told``: what was found, in one line."""
+class Catch(NamedTuple):
+    """What became of a planted fault.
 
-    seen: bool
-    told: str
+    Attributes:
+        is_caught: whether the check found it, and said what ``Fault.message`` demands.
+        finding: what the check found, in one line.
+    """
+
+    is_caught: bool
+    finding: str
 
 
-def catch(pool: Pool, folder: Path, fault: Fault, dtype: str = "float64") -> Caught:
-    """Plant a fault and look for it. References of ``verify``, which compares in ``dtype``, are kept in ``folder``."""
+def catch(pool: Pool, folder: Path, fault: Fault, dtype: str = "float64") -> Catch:
+    """Plant a fault and look for it.
+
+    Args:
+        pool: the worker processes, in which the fault is planted.
+        folder: keeps the references of ``verify``.
+        fault: the fault and its check.
+        dtype: in which ``verify`` compares.
+    """
     if fault.check == "verify":
-        sets = fault.layout.split()
         verdict = verify_layout(
-            pool, folder, str(RECIPE), sets, dtype=dtype, steps=STEPS, fault=fault.plant
+            pool,
+            folder,
+            str(RECIPE),
+            fault.layout.split(),
+            dtype=dtype,
+            steps=STEPS,
+            fault=fault.plant,
         )
-        error = verdict.error or ""
-        seen = (
-            not verdict.passed and not verdict.refused and re.search(fault.says, error) is not None
-        )
-        return Caught(seen, _told(verdict))
+        is_wrong = not verdict.passed and not verdict.refused
+        matches = re.search(fault.message, verdict.error or "") is not None
+        return Catch(is_wrong and matches, _summary(verdict))
+
+    task = f"tools.prove.faults.checks:{fault.check}"
     try:
-        task = f"tools.prove.faults.checks:{fault.check}"
-        (found,) = pool.run(task, {"plant": fault.plant}, world_size=1)
+        (findings,) = pool.run(task, {"plant": fault.plant}, world_size=1)
     except WorkerError as error:
-        found = [f"error raised: {str(error).strip().splitlines()[-1]}"]
-    return Caught(
-        re.search(fault.says, "\n".join(found)) is not None, "; ".join(found[:3]) or "nothing"
-    )
+        findings = [f"error raised: {_last_line(str(error))}"]
+    matches = re.search(fault.message, "\n".join(findings)) is not None
+    return Catch(matches, "; ".join(findings[:3]) or "nothing")
 
 
-def _told(verdict: Verdict) -> str:
-    """What caught a fault, and whom the verdict suspects."""
+def _summary(verdict: Verdict) -> str:
+    """What caught a fault, and the axes or ranks that the verdict suspects, without numbers."""
     error = verdict.error or "nothing"
     if verdict.refused:
         return f"the layout is refused: {error}"
     if verdict.worst_parameter is None and not verdict.passed:
-        return f"error raised: {error.strip().splitlines()[-1]}"
-    what, *hints = error.split("; ")
-    return "; ".join([re.sub(r" (at step \d+ )?(is off|while).*", "", what), *hints])
+        return f"error raised: {_last_line(error)}"
+    subject, *hints = error.split("; ")
+    subject = re.sub(r" (at step \d+ )?(is off|while).*", "", subject)
+    return "; ".join([subject, *hints])
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]

@@ -1,8 +1,8 @@
-"""Checks of what ``verify`` has on both of its sides, or not at all: rotation, first weights,
-resume, conversion.
+"""Checks of code that ``verify`` runs on both of its sides, or not at all.
 
-Each runs in a worker of one process, with a fault planted or without one, and returns what it has
-found wrong. What is right is written out here, and shares no code with the package.
+They check rotary positions, initial weights, resuming and conversion. Each runs in a worker of one
+process, with or without a planted fault, and returns its findings: a line for each thing that is
+wrong. The right results are computed here, by code that shares nothing with the package.
 """
 
 import cmath
@@ -62,18 +62,16 @@ SHAPES = {
 
 
 def model(plant: Plant) -> list[str]:
-    """Hold the logits of a model against a Llama of loops and complex numbers."""
+    """Compare the logits of a model with those of a Llama of loops and complex numbers."""
     if plant is not None:
         plant()
-    found = []
+    findings = []
     for name, shape in SHAPES.items():
         ours = random_model(shape)
-        tokens = torch.randint(
-            shape.vocab, (40,), generator=torch.Generator().manual_seed(1)
-        ).tolist()
-        positions = [
-            300 + 7 * number for number in range(len(tokens))
-        ]  # beyond what bfloat16 can count
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(shape.vocab, (40,), generator=generator).tolist()
+        # Positions that bfloat16 cannot count.
+        positions = [300 + 7 * number for number in range(len(tokens))]
         seq = SequenceInfo(torch.tensor([positions]))
         with torch.no_grad():
             h = ours.first(torch.tensor([tokens]), seq)
@@ -81,27 +79,27 @@ def model(plant: Plant) -> list[str]:
                 h = block(h, seq)
             logits = ours.last.logits(h)[0]
             weights = {key: value.detach() for key, value in ours.named_parameters()}
-            wanted = plain_logits(shape, weights, tokens, positions)
-        error = ((logits - wanted).norm() / wanted.norm()).item()
+            expected = plain_logits(shape, weights, tokens, positions)
+        error = ((logits - expected).norm() / expected.norm()).item()
         if not error <= BOUND:
-            found.append(f"logits of the {name} model are off by {error:.1e}")
-    return found
+            findings.append(f"logits of the {name} model are off by {error:.1e}")
+    return findings
 
 
 def random_model(shape: ModelShape) -> Llama:
-    """In float64, with weights far from their first values: norms and biases too."""
-    made = Llama(shape, dtype=torch.float64, device="cpu")
+    """A model in float64 whose weights, norms and biases too, are far from their initial values."""
+    random_llama = Llama(shape, dtype=torch.float64, device="cpu")
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in random_llama.parameters():
             parameter.normal_(0.0, 0.3, generator=generator)
-    return made
+    return random_llama
 
 
 def plain_logits(
     shape: ModelShape, weights: dict[str, Tensor], tokens: list[int], positions: list[int]
 ) -> Tensor:
-    """A Llama as its papers write it, for one sequence: (T, vocabulary)."""
+    """The logits of one sequence, (T, vocabulary), of a Llama as its papers write it."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt() * weights[name]
@@ -134,7 +132,9 @@ def plain_logits(
 
 
 def rotations(shape: ModelShape, positions: list[int]) -> Tensor:
-    """(T, D / 2): e^(i angle) of each position and pair, with long wavelengths stretched as in Llama 3.1."""
+    """e^(i angle) of each position and pair, (T, D / 2); long wavelengths are stretched as in
+    Llama 3.1.
+    """
     half = shape.head_width // 2
     rows = []
     for position in positions:
@@ -146,41 +146,42 @@ def rotations(shape: ModelShape, positions: list[int]) -> Tensor:
                 speed /= shape.rope_factor
             elif wavelength > shape.rope_context / shape.rope_high_freq:
                 low, high = shape.rope_low_freq, shape.rope_high_freq
-                kept = (shape.rope_context / wavelength - low) / (high - low)
-                speed = (1 - kept) * speed / shape.rope_factor + kept * speed
+                unstretched = (shape.rope_context / wavelength - low) / (high - low)
+                speed = (1 - unstretched) * speed / shape.rope_factor + unstretched * speed
             row.append(cmath.exp(1j * position * speed))
         rows.append(row)
     return torch.tensor(rows, dtype=torch.complex128)
 
 
 def turn(x: Tensor, turns: Tensor) -> Tensor:
-    """The pairs (x[i], x[i + D/2]) of (T, heads, D), as complex numbers, times ``turns``."""
+    """Multiply the pairs (x[i], x[i + D/2]) of (T, heads, D), as complex numbers, by ``turns``."""
     a, b = x.chunk(2, -1)
     turned = torch.complex(a, b) * turns[:, None]
     return torch.cat((turned.real, turned.imag), -1)
 
 
 def weights(plant: Plant) -> list[str]:
-    """Hold first weights against splitmix64 and Box-Muller in Python's own numbers."""
+    """Compare initial weights with splitmix64 and Box-Muller in Python's own numbers."""
     if plant is not None:
         plant()
-    found = []
+    findings = []
+    shape = SHAPES["plain"]
     for seed in (0, 7):
-        shape = SHAPES["plain"]
         ours = Llama(shape, dtype=torch.float64, device="cpu")
         init.initialise(ours, sharding_plan(shape), seed)
         for name, parameter in ours.named_parameters():
             count = min(50, parameter.numel())
-            got = parameter.detach().flatten()[:count]
-            wanted = torch.tensor(
-                [first_weight(shape, seed, name, index) for index in range(count)]
+            actual = parameter.detach().flatten()[:count]
+            expected = torch.tensor(
+                [initial_weight(shape, seed, name, index) for index in range(count)]
             )
-            if not torch.allclose(got, wanted.double(), rtol=1e-6, atol=1e-9):
-                found.append(f"first weights of {name} with seed {seed} are not those of the rule")
-    return found
+            if not torch.allclose(actual, expected.double(), rtol=1e-6, atol=1e-9):
+                findings.append(f"initial weights of {name} with seed {seed} break their rule")
+    return findings
 
 
-def first_weight(shape: ModelShape, seed: int, name: str, index: int) -> float:
+def initial_weight(shape: ModelShape, seed: int, name: str, index: int) -> float:
+    """The initial value of element ``index`` of a parameter."""
     if name.endswith("norm.weight"):
         return 1.0
     std = 0.02 / math.sqrt(2 * shape.n_layers) if re.search(r"\.(wo|w2)\.", name) else 0.02
@@ -192,8 +193,10 @@ def first_weight(shape: ModelShape, seed: int, name: str, index: int) -> float:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
     x ^= x >> 31
-    one, two = (((x >> shift & 0x3FFFFFF) + 0.5 * (shift == 38)) / 2**26 for shift in (38, 12))
-    return std * math.sqrt(-2 * math.log(one)) * math.cos(2 * math.pi * two)
+    # Box-Muller of two numbers between 0 and 1, each of 26 bits. The first is never 0.
+    first = ((x >> 38 & 0x3FFFFFF) + 0.5) / 2**26
+    second = (x >> 12 & 0x3FFFFFF) / 2**26
+    return std * math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)
 
 
 RECIPE = """\
@@ -231,48 +234,55 @@ SAVED, STEPS = 3, 6
 
 
 def training(plant: Plant) -> list[str]:
-    """Train 3 steps, end, start again, train 3 more: hold all of it against plain PyTorch without an end."""
+    """Train 3 steps, end, resume and train 3 more; compare all of it with plain PyTorch."""
     torch.set_num_threads(1)
     if plant is not None:
         plant()
     with tempfile.TemporaryDirectory(prefix="composer3d-check-") as name, pool_world() as device:
         folder = Path(name)
-        text, held_out = (
-            write_text(folder / f"{split}.jsonl", split) for split in ("train", "validation")
-        )
+        train_corpus = write_text(folder / "train.jsonl", "train")
+        held_out = write_text(folder / "validation.jsonl", "validation")
         (folder / "recipe.toml").write_text(RECIPE)
-        places = [f"data.path={folder}/train.jsonl", f"validation.path={folder}/validation.jsonl"]
         for steps in (SAVED, STEPS):
-            sets = [*places, f"run.out_dir={folder}", f"run.steps={steps}"]
+            sets = [
+                f"data.path={folder}/train.jsonl",
+                f"validation.path={folder}/validation.jsonl",
+                f"run.out_dir={folder}",
+                f"run.steps={steps}",
+            ]
             resolved = load(folder / "recipe.toml", sets)
             run = build(resolved.recipe, device, resolved.to_toml())
             train(run)
         lines = (folder / "check" / "metrics.jsonl").read_text().splitlines()
-        measured = [json.loads(line) for line in lines]
-        ended = {name: p.detach().clone() for name, p in run.stages.named_parameters()}
-    wanted, final = train_plainly(resolved.recipe, text, held_out)
-    found = []
-    for key, values in wanted.items():
-        got = {row["step"]: row[key] for row in measured if key in row}
-        if got.keys() != values.keys():
-            found.append(f"{key} is there for steps {sorted(got)}, not {sorted(values)}")
+        rows = [json.loads(line) for line in lines]
+        weights = {name: p.detach().clone() for name, p in run.stages.named_parameters()}
+
+    expected_metrics, expected_weights = train_plainly(resolved.recipe, train_corpus, held_out)
+    findings = []
+    for key, expected in expected_metrics.items():
+        actual = {row["step"]: row[key] for row in rows if key in row}
+        if actual.keys() != expected.keys():
+            findings.append(f"{key} is there for steps {sorted(actual)}, not {sorted(expected)}")
             continue
-        off = [
+        wrong_steps = [
             step
-            for step, value in values.items()
-            if not abs(got[step] - value) <= BOUND * abs(value)
+            for step, value in expected.items()
+            if not abs(actual[step] - value) <= BOUND * abs(value)
         ]
-        if off:
-            found.append(f"{key} of step {off[0]} is {got[off[0]]}, not {values[off[0]]}")
-    for name, tensor in final.items():
-        error = ((ended[name] - tensor).norm() / tensor.norm()).item()
+        if wrong_steps:
+            step = wrong_steps[0]
+            findings.append(f"{key} of step {step} is {actual[step]}, not {expected[step]}")
+    for name, tensor in expected_weights.items():
+        error = ((weights[name] - tensor).norm() / tensor.norm()).item()
         if not error <= BOUND:
-            found.append(f"{name} is off by {error:.1e} in the end")
-    return found
+            findings.append(f"{name} is off by {error:.1e} in the end")
+    return findings
 
 
 def write_text(path: Path, split: str) -> Corpus:
-    """JSONL of documents of uneven lengths, and the tokens that they are: bytes, and 0 after each."""
+    """Write a JSONL of documents of uneven lengths; return its tokens: bytes, and 0 after each
+    document.
+    """
     generator = random.Random(f"{split} of a check")
     sizes = [generator.choice((1, 2, 5, 15, 16, 40)) for _ in range(12)]
     texts = ["".join(generator.choices("abcdefgh ", k=size)) for size in sizes]
@@ -282,9 +292,13 @@ def write_text(path: Path, split: str) -> Corpus:
 
 
 def train_plainly(
-    recipe: Recipe, text: Corpus, held_out: Corpus
+    recipe: Recipe, train_corpus: Corpus, held_out: Corpus
 ) -> tuple[dict[str, dict[int, float]], dict[str, Tensor]]:
-    """What ``metrics.jsonl`` must say of each step, and the weights in the end."""
+    """Train all steps with plain PyTorch, without a stop.
+
+    Returns:
+        The metrics that ``metrics.jsonl`` must hold, by name and step; and the weights in the end.
+    """
     table = recipe.optim
     ours = Llama(recipe.model, dtype=torch.float64, device="cpu")
     init.initialise(ours, sharding_plan(recipe.model), recipe.run.seed)
@@ -293,35 +307,36 @@ def train_plainly(
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": table.weight_decay}]
     groups.append({"params": vectors, "weight_decay": 0.0})
     optimizer = torch.optim.AdamW(groups, betas=table.betas, eps=table.eps, foreach=False)
-    out: dict[str, dict[int, float]] = {
+    metrics: dict[str, dict[int, float]] = {
         "loss": {},
         "grad_norm": {},
         "lr": {},
         "validation_loss": {},
     }
     for step in range(STEPS):
-        batch = corpus_batch(recipe, text, seed=recipe.data.seed, step=step)
+        batch = corpus_batch(recipe, train_corpus, seed=recipe.data.seed, step=step)
         loss = ours(*batch) / (batch.labels_BT != IGNORE_INDEX).sum()
         optimizer.zero_grad()
         loss.backward()
         norm = math.sqrt(sum(p.grad.square().sum().item() for p in ours.parameters()))
         for p in ours.parameters():
             p.grad *= min(1.0, table.clip / norm)
+        lr = reference_learning_rate(recipe, step)
         for group in optimizer.param_groups:
-            group["lr"] = reference_learning_rate(recipe, step)
+            group["lr"] = lr
         optimizer.step()
         done = step + 1
-        facts = {"loss": loss.item(), "grad_norm": norm, "lr": reference_learning_rate(recipe, step)}
+        metrics["loss"][done] = loss.item()
+        metrics["grad_norm"][done] = norm
+        metrics["lr"][done] = lr
         if done % recipe.validation.every == 0 or done in (SAVED, STEPS):
-            facts["validation_loss"] = validate_plainly(ours, recipe, held_out)
-        for key, value in facts.items():
-            out[key][done] = value
-    return out, {name: p.detach() for name, p in ours.named_parameters()}
+            metrics["validation_loss"][done] = validate_plainly(ours, recipe, held_out)
+    return metrics, {name: p.detach() for name, p in ours.named_parameters()}
 
 
 @torch.no_grad()
 def validate_plainly(ours: Llama, recipe: Recipe, held_out: Corpus) -> float:
-    """The sum of all losses over the number of all labels that count."""
+    """The mean loss over the valid tokens of all batches."""
     steps = range(recipe.validation.steps)
     batches = [corpus_batch(recipe, held_out, seed=0, step=step) for step in steps]
     labels = sum(int((batch.labels_BT != IGNORE_INDEX).sum()) for batch in batches)
@@ -356,15 +371,16 @@ for _block in (0, 1):
 
 
 def conversion(plant: Plant) -> list[str]:
-    """Convert weights to Hugging Face's files and to Meta's: hold both against names written out here."""
+    """Convert weights to Hugging Face's and Meta's files, and compare these with names written
+    here."""
     shape = SHAPES["plain"]
-    held = {
+    weights = {
         name: parameter.detach().float()
         for name, parameter in random_model(shape).named_parameters()
     }
     with tempfile.TemporaryDirectory(prefix="composer3d-check-") as name:
         folder = Path(name)
-        write_hf(folder / "source", shape, held)
+        write_hf(folder / "source", shape, weights)
         if plant is not None:
             plant()
         try:
@@ -376,18 +392,23 @@ def conversion(plant: Plant) -> list[str]:
         ours = torch.load(folder / "ours", weights_only=True)["model"]
         hf = load_file(folder / "hf" / "model.safetensors")
         meta = torch.load(folder / "meta" / "consolidated.00.pth", weights_only=True)
-    in_meta = {META_NAMES[key]: as_meta(shape, key, value) for key, value in held.items()}
+    expected_hf = {HF_NAMES[name]: tensor for name, tensor in weights.items()}
+    expected_meta = {
+        META_NAMES[name]: as_meta(shape, name, tensor) for name, tensor in weights.items()
+    }
     return [
-        *differences("torch", ours, held),
-        *differences("hf", hf, {HF_NAMES[key]: value for key, value in held.items()}),
-        *differences("meta", meta, in_meta),
+        *differences("torch", ours, weights),
+        *differences("hf", hf, expected_hf),
+        *differences("meta", meta, expected_meta),
     ]
 
 
-def write_hf(folder: Path, shape: ModelShape, held: dict[str, Tensor]) -> None:
-    """A checkpoint as Hugging Face publishes it."""
+def write_hf(folder: Path, shape: ModelShape, weights: dict[str, Tensor]) -> None:
+    """Write a checkpoint as Hugging Face publishes it."""
     folder.mkdir()
-    save_file({HF_NAMES[key]: value for key, value in held.items()}, folder / "model.safetensors")
+    save_file(
+        {HF_NAMES[key]: value for key, value in weights.items()}, folder / "model.safetensors"
+    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -407,7 +428,9 @@ def write_hf(folder: Path, shape: ModelShape, held: dict[str, Tensor]) -> None:
 
 
 def as_meta(shape: ModelShape, name: str, whole: Tensor) -> Tensor:
-    """Row by row: pair i of a head lies at i and i + D/2 in ours, at 2 i and 2 i + 1 in Meta's."""
+    """Permute the rows of a query or key: pair i of a head is at i and i + D/2 in ours, at 2i and
+    2i + 1 in Meta's.
+    """
     if not name.endswith(("attn.wq.weight", "attn.wk.weight")):
         return whole
     width = shape.head_width
@@ -419,13 +442,15 @@ def as_meta(shape: ModelShape, name: str, whole: Tensor) -> Tensor:
     return whole[rows]
 
 
-def differences(form: str, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    """Names that only one side has, and tensors that are not bitwise the other's."""
-    found = [f"{form}: {name} is there alone" for name in sorted(got.keys() ^ wanted.keys())]
-    both = sorted(got.keys() & wanted.keys())
-    return found + [
-        f"{form}: {name} is another" for name in both if not torch.equal(got[name], wanted[name])
+def differences(form: str, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """The names that only one side has, and the tensors that are not bitwise equal."""
+    findings = [
+        f"{form}: {name} is there alone" for name in sorted(actual.keys() ^ expected.keys())
     ]
+    for name in sorted(actual.keys() & expected.keys()):
+        if not torch.equal(actual[name], expected[name]):
+            findings.append(f"{form}: {name} is another")
+    return findings
 
 
 CHECKS: dict[str, Callable[[Plant], list[str]]] = {

@@ -1,4 +1,7 @@
-"""Faults of names and forms, which reading and writing share: files are held against a table of their own."""
+"""Faults in names and formats that reading and writing of checkpoints share.
+
+A copy and its source would agree, so ``checks.conversion`` compares files with a table of its own.
+"""
 
 from collections.abc import Callable
 
@@ -9,33 +12,33 @@ from composer3d.models.llama import names
 
 
 def _swap(*modules: str) -> None:
-    """Two of our modules have each other's names, in Hugging Face's files and in Meta's."""
+    """Swap the names of two of our modules, in Hugging Face's files and in Meta's."""
     a, b = modules
     names._TABLE[a], names._TABLE[b] = names._TABLE[b], names._TABLE[a]
 
 
 def swap_keys_and_values() -> None:
-    """wk is called v_proj, and wv k_proj."""
+    """Conversion: wk is called v_proj, and wv k_proj."""
     _swap("blocks.#.attn.wk", "blocks.#.attn.wv")
 
 
 def swap_gate_and_up() -> None:
-    """w1 is called up_proj, and w3 gate_proj."""
+    """Conversion: w1 is called up_proj, and w3 gate_proj."""
     _swap("blocks.#.ffn.w1", "blocks.#.ffn.w3")
 
 
 def swap_the_norms_of_a_block() -> None:
-    """attn_norm is called post_attention_layernorm, and ffn_norm input_layernorm."""
+    """Conversion: attn_norm is called post_attention_layernorm, and ffn_norm input_layernorm."""
     _swap("blocks.#.attn_norm", "blocks.#.ffn_norm")
 
 
 def swap_embedding_and_head() -> None:
-    """The embedding is called lm_head, and the head embed_tokens."""
+    """Conversion: the embedding is called lm_head, and the head embed_tokens."""
     _swap("first.embed", "last.head")
 
 
 def count_blocks_from_the_end() -> None:
-    """The blocks are numbered the other way."""
+    """Conversion: the blocks are numbered in reverse."""
     right = names._translate
 
     def wrong(name: str, column: str) -> str:
@@ -48,12 +51,12 @@ def count_blocks_from_the_end() -> None:
 
 
 def leave_rotary_pairs_apart() -> None:
-    """Queries and keys are written for Meta as they lie in ours."""
+    """Conversion: queries and keys keep our order of rows in Meta's files."""
     names.to_meta = lambda name, whole, shape, inverse=False: whole
 
 
 def turn_rotary_pairs_back() -> None:
-    """Queries and keys are rearranged in the wrong direction, which undoes itself."""
+    """Conversion: queries and keys are permuted in the wrong direction, both ways."""
     right = names.to_meta
     names.to_meta = lambda name, whole, shape, inverse=False: right(
         name, whole, shape, inverse=not inverse
@@ -61,7 +64,7 @@ def turn_rotary_pairs_back() -> None:
 
 
 def rearrange_only_queries() -> None:
-    """Keys are written for Meta as they lie in ours."""
+    """Conversion: keys keep our order of rows in Meta's files."""
     right = names.to_meta
     names.to_meta = lambda name, whole, shape, inverse=False: (
         whole if name.endswith("wk.weight") else right(name, whole, shape, inverse=inverse)
@@ -69,22 +72,23 @@ def rearrange_only_queries() -> None:
 
 
 def write_another_base() -> None:
-    """config.json has the rope_theta of Llama 2."""
+    """Conversion: config.json has the rope_theta of Llama 2."""
     _change_config(lambda config: config | {"rope_theta": 10_000.0})
 
 
 def write_another_epsilon() -> None:
-    """config.json has an epsilon of 1e-6."""
+    """Conversion: config.json has an epsilon of 1e-6."""
     _change_config(lambda config: config | {"rms_norm_eps": 1e-6})
 
 
 def _change_config(change: Callable[[dict], dict]) -> None:
+    """Write ``change(config)`` in place of config.json."""
     right = targets.make_config
-    targets.make_config = lambda *given: change(right(*given))
+    targets.make_config = lambda *arguments: change(right(*arguments))
 
 
 def round_to_half() -> None:
-    """Tensors pass through float16 where they are read."""
+    """Conversion: tensors are rounded to float16 when they are read."""
     right = formats.Source.read
 
     def wrong(self: formats.Source, ours: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""Faults of a single process: the rotation of positions, and the first weights.
+"""Faults of a single process: in rotary positions, and in the initial weights.
 
-``verify`` runs the same model on both of its sides and cannot see them; ``checks.model`` and
-``checks.weights`` do.
+``verify`` runs the same model on both of its sides and cannot see them. ``checks.model`` and
+``checks.weights`` can.
 """
 
 from collections.abc import Callable
@@ -21,23 +21,23 @@ Table = tuple[Tensor, Tensor]
 
 
 def _change_table(change: Callable[[Rope, Tensor, torch.dtype], Any]) -> None:
-    """Make the rotary table of other arguments, or of another dtype."""
+    """Call ``rope_table`` with the arguments that ``change`` returns for its arguments."""
     right = rope_module.rope_table
     rope_module.rope_table = lambda rope, positions, dtype: right(*change(rope, positions, dtype))
 
 
 def turn_by_another_base() -> None:
-    """rope_theta is 10,000, whatever the shape says."""
+    """Rotary positions: rope_theta is 10,000, whatever the shape sets."""
     _change_table(lambda rope, positions, dtype: (replace(rope, theta=1e4), positions, dtype))
 
 
 def forget_the_stretch_of_positions() -> None:
-    """rope_factor is 1, whatever the shape says."""
+    """Rotary positions: rope_factor is 1, whatever the shape sets."""
     _change_table(lambda rope, positions, dtype: (replace(rope, factor=1.0), positions, dtype))
 
 
 def swap_the_bounds_of_the_stretch() -> None:
-    """rope_low_freq and rope_high_freq have changed places."""
+    """Rotary positions: rope_low_freq and rope_high_freq are swapped."""
     _change_table(
         lambda rope, positions, dtype: (
             replace(rope, low_freq=rope.high_freq, high_freq=rope.low_freq),
@@ -48,12 +48,12 @@ def swap_the_bounds_of_the_stretch() -> None:
 
 
 def stretch_by_the_context_of_another_model() -> None:
-    """rope_context is 8,192, whatever the shape says."""
+    """Rotary positions: rope_context is 8,192, whatever the shape sets."""
     _change_table(lambda rope, positions, dtype: (replace(rope, context=8192), positions, dtype))
 
 
 def round_angles() -> None:
-    """Angles are computed in bfloat16."""
+    """Rotary positions: angles are computed in bfloat16."""
     right = rope_module.rope_table
 
     def wrong(rope: Rope, positions: Tensor, dtype: torch.dtype) -> Table:
@@ -64,7 +64,7 @@ def round_angles() -> None:
 
 
 def turn_neighbours() -> None:
-    """The pairs that are turned are neighbours, as in Meta's weights, and not halves."""
+    """Rotary positions: pairs are neighbours, as in Meta's weights, instead of halves."""
 
     def wrong(x: Tensor, table: Table) -> Tensor:
         half = x.shape[-1] // 2
@@ -76,68 +76,74 @@ def turn_neighbours() -> None:
 
 
 def turn_halves_apart() -> None:
-    """Both halves are added what the other is turned by, with one sign."""
+    """Rotary positions: the sine of both halves is added with the same sign."""
     attention.rotate = lambda x, table: torch.addcmul(
         x * table[0], x.roll(x.shape[-1] // 2, dims=-1), table[1].abs()
     )
 
 
 def turn_the_other_way() -> None:
-    """Pairs are turned clockwise: scores of a query and a key before it see the mirrored distance."""
+    """Rotary positions: pairs are rotated the other way, so that scores see negative distances."""
     right = attention.rotate
     attention.rotate = lambda x, table: right(x, (table[0], -table[1]))
 
 
 def norm_after_the_rotation() -> None:
-    """The norm of a head's query and key comes after the rotation (its weights then meet other numbers)."""
+    """The norms of queries and keys are applied after the rotation, to other elements of a head."""
     right = attention.Attention.forward
 
     def wrong(self: Any, x: Tensor, *, seq: Any) -> Tensor:
-        norms, rotate = (self.q_norm, self.k_norm), attention.rotate
-        given = iter(norms)
+        q_norm, k_norm, rotate = self.q_norm, self.k_norm, attention.rotate
+        # The query is rotated first, then the key.
+        norms = iter((q_norm, k_norm))
         self.q_norm = self.k_norm = torch.nn.Identity()
-        attention.rotate = lambda y, table: next(given)(rotate(y, table))
+        attention.rotate = lambda y, table: next(norms)(rotate(y, table))
         try:
             return right(self, x, seq=seq)
         finally:
-            (self.q_norm, self.k_norm), attention.rotate = norms, rotate
+            self.q_norm, self.k_norm, attention.rotate = q_norm, k_norm, rotate
 
     attention.Attention.forward = wrong
 
 
 def _change_key(change: Callable[[int, str], tuple[int, str]]) -> None:
+    """Make the key of initial weights from the seed and name that ``change`` returns for them."""
     right = init._key
     init._key = lambda seed, name: right(*change(seed, name))
 
 
 def start_every_block_alike() -> None:
-    """First weights do not depend on the number of the block."""
+    """Initial weights do not depend on the number of the block."""
     _change_key(lambda seed, name: (seed, name.translate(str.maketrans("", "", "0123456789"))))
 
 
 def start_every_run_alike() -> None:
-    """First weights do not depend on the seed."""
+    """Initial weights do not depend on the seed."""
     _change_key(lambda seed, name: (0, name))
 
 
 def _change_plan(change: Callable[[str, Normal | Constant], Normal | Constant]) -> None:
+    """Replace the plan's rule for the initial weights of a parameter by ``change(name, rule)``."""
     right = ShardingPlan.init_of
     ShardingPlan.init_of = lambda self, name: change(name, right(self, name))
 
 
 def start_projections_too_wide() -> None:
-    """Projections into the residual stream start like all others."""
-    _change_plan(lambda _, how: Normal(0.02) if isinstance(how, Normal) else how)
+    """Projections into the residual stream start with the deviation of all other matrices."""
+    _change_plan(lambda _, rule: Normal(0.02) if isinstance(rule, Normal) else rule)
 
 
 def start_norms_at_zero() -> None:
-    """The weights of norms are 0."""
-    _change_plan(lambda name, how: Constant(0.0) if name.endswith("norm.weight") else how)
+    """The weights of norms start at 0."""
+    _change_plan(lambda name, rule: Constant(0.0) if name.endswith("norm.weight") else rule)
 
 
 def draw_weights_from_a_box() -> None:
-    """First weights are uniform, of the right standard deviation."""
-    init.normal_of = lambda index, key: (
-        ((((init._splitmix64(index, key) >> 38) & 0x3FFFFFF).double() + 0.5) * 2.0**-26 - 0.5)
-        * 12**0.5
-    )
+    """Initial weights are uniform, with the right standard deviation."""
+
+    def uniform(index: Tensor, key: int) -> Tensor:
+        bits = (init._splitmix64(index, key) >> 38) & 0x3FFFFFF
+        between_0_and_1 = (bits.double() + 0.5) * 2.0**-26
+        return (between_0_and_1 - 0.5) * 12**0.5
+
+    init.normal_of = uniform

@@ -1,5 +1,6 @@
-"""Faults between the stages of a pipeline, of weight gradients that are put off, and of tied parameters."""
+"""Faults between the stages of a pipeline, in deferred weight gradients, and in tied parameters."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +13,18 @@ from composer3d.parallel.pipeline import runtime, ties, zero_bubble
 
 
 def lose_a_gradient_between_stages() -> None:
-    """The gradient of one micro-batch does not reach the stage before."""
+    """The gradient of one micro-batch does not reach the previous stage."""
     receive = _PipelineStageBase._retrieve_recv_grads
 
-    def lose(self: object, chunk: int) -> object:
+    def wrong(self: object, chunk: int) -> object:
         grads = receive(self, chunk)
         return tuple(grad * 0 for grad in grads) if chunk == 1 else grads
 
-    _PipelineStageBase._retrieve_recv_grads = lose
+    _PipelineStageBase._retrieve_recv_grads = wrong
 
 
 def double_the_gradients_between_stages() -> None:
-    """Every gradient reaches the stage before twice."""
+    """The previous stage receives twice every gradient."""
     receive = _PipelineStageBase._retrieve_recv_grads
     _PipelineStageBase._retrieve_recv_grads = lambda self, chunk: tuple(
         grad * 2 for grad in receive(self, chunk)
@@ -31,25 +32,30 @@ def double_the_gradients_between_stages() -> None:
 
 
 def receive_the_activations_of_another_micro_batch() -> None:
-    """A stage runs micro-batch 1 on what it received for micro-batch 0."""
-    receive, kept = _PipelineStageBase._retrieve_recv_activations, {}
+    """A stage runs micro-batch 1 on the activations that it received for micro-batch 0."""
+    receive = _PipelineStageBase._retrieve_recv_activations
+    first_activations: dict[int, list[Tensor]] = {}
 
-    def stale(self: Any, chunk: int) -> tuple[Tensor, ...]:
-        held = receive(self, chunk)
-        kept[self.stage_index, chunk] = [
-            each.detach().clone() for each in held if isinstance(each, Tensor)
-        ]
-        with torch.no_grad():
-            for each, old in zip(held, kept.get((self.stage_index, 0), ()), strict=False):
-                if chunk == 1:
-                    each.copy_(old)
-        return held
+    def wrong(self: Any, chunk: int) -> tuple[Tensor, ...]:
+        received = receive(self, chunk)
+        if chunk == 0:
+            first_activations[self.stage_index] = [
+                tensor.detach().clone() for tensor in received if isinstance(tensor, Tensor)
+            ]
+        if chunk == 1:
+            with torch.no_grad():
+                # The first stage receives no tensor.
+                for tensor, first in zip(
+                    received, first_activations.get(self.stage_index, ()), strict=False
+                ):
+                    tensor.copy_(first)
+        return received
 
-    _PipelineStageBase._retrieve_recv_activations = stale
+    _PipelineStageBase._retrieve_recv_activations = wrong
 
 
 def take_the_labels_of_the_next_micro_batch() -> None:
-    """The last stage scores each micro-batch against the labels of the next one."""
+    """The last stage compares each micro-batch with the labels of the next one."""
     right = runtime.Pipeline.step
 
     def wrong(
@@ -63,80 +69,91 @@ def take_the_labels_of_the_next_micro_batch() -> None:
 
 
 def swap_the_middle_stages() -> None:
-    """Of four stages of one layer each, the second and the third run in the other order."""
+    """Of four stages of one layer each, the second and the third are swapped."""
     right = stages.Stage.__init__
 
-    def wrong(self: stages.Stage, model: object, blocks: range, **more: object) -> None:
+    def wrong(self: stages.Stage, model: object, blocks: range, **options: object) -> None:
         start = {1: 2, 2: 1}.get(blocks.start, blocks.start)
-        right(self, model, range(start, start + 1), **more)
+        right(self, model, range(start, start + 1), **options)
 
     stages.Stage.__init__ = wrong
 
 
 def evaluate_one_micro_batch_less() -> None:
-    """Validation under pp forgets its last micro-batch."""
+    """Validation with pp leaves out its last micro-batch."""
     right = runtime.Pipeline.forward_only
     runtime.Pipeline.forward_only = lambda self, micro_batches: right(self, micro_batches[:-1])
 
 
-def _change_put_off_work(change: Callable[[int, zero_bubble.Work], zero_bubble.Work]) -> None:
-    """Give each stage ``change(number, work)`` for what is put off of its ``number``-th micro-batch of the run."""
+def _change_deferred_work(change: Callable[[int, zero_bubble.Work], zero_bubble.Work]) -> None:
+    """Replace the deferred work of each micro-batch of a stage by ``change(number, work)``."""
     right = zero_bubble.defer_weight_grads
 
     def wrong(*arguments: Any) -> Callable[[], zero_bubble.Work]:
-        builder, calls = right(*arguments), []
+        build_right, numbers = right(*arguments), itertools.count()
 
         def build() -> zero_bubble.Work:
-            calls.append(builder())
-            return change(len(calls) - 1, calls[-1])
+            return change(next(numbers), build_right())
 
         return build
 
     zero_bubble.defer_weight_grads = wrong
 
 
-def lose_a_put_off_gradient() -> None:
+def lose_a_deferred_gradient() -> None:
     """Zero bubble: the weight gradients of the second micro-batch are never computed."""
-    _change_put_off_work(lambda number, work: (lambda: None) if number == 1 else work)
+    _change_deferred_work(lambda number, work: (lambda: None) if number == 1 else work)
 
 
-def run_a_put_off_gradient_twice() -> None:
+def run_a_deferred_gradient_twice() -> None:
     """Zero bubble: the weight gradients of the second micro-batch are added twice."""
-    _change_put_off_work(lambda number, work: (lambda: (work(), work())) if number == 1 else work)
+
+    def run_twice(number: int, work: zero_bubble.Work) -> zero_bubble.Work:
+        def twice() -> None:
+            work()
+            work()
+
+        return twice if number == 1 else work
+
+    _change_deferred_work(run_twice)
 
 
-def put_off_with_the_input_of_another_micro_batch() -> None:
-    """Zero bubble: weight gradients are made of the input of the first micro-batch."""
-    right, first = zero_bubble._DeferredLinear.forward, {}
+def defer_with_the_input_of_another_micro_batch() -> None:
+    """Zero bubble: all weight gradients use the input of the first micro-batch."""
+    right = zero_bubble._DeferredLinear.forward
+    first_inputs: dict[int, Tensor] = {}
 
-    def wrong(ctx: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        out = right(ctx, x, weight, *rest)
-        ctx.save_for_backward(first.setdefault(id(weight), x.detach()))
+    def wrong(ctx: Any, x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+        out = right(ctx, x, weight, *arguments)
+        ctx.save_for_backward(first_inputs.setdefault(id(weight), x.detach()))
         return out
 
     zero_bubble._DeferredLinear.forward = staticmethod(wrong)
 
 
-def lose_the_gradient_of_the_follower() -> None:
-    """Tied over stages: what the head adds to the embedding's gradient stays on the last stage."""
+def lose_the_gradient_of_the_tied_copy() -> None:
+    """Tied over stages: the head's gradient is not added to the embedding's."""
     ties.Ties.add_gradients = lambda self: None
 
 
-def leave_the_follower_behind() -> None:
-    """Tied over stages: the head keeps the weights that it began with."""
-    right, begun = ties.Ties.refresh, []
+def leave_the_tied_copy_behind() -> None:
+    """Tied over stages: the head keeps its initial weights."""
+    right = ties.Ties.refresh
+    has_refreshed = False
 
     def wrong(self: ties.Ties) -> None:
-        if not begun:
-            begun.append(right(self))
+        nonlocal has_refreshed
+        if not has_refreshed:
+            has_refreshed = True
+            right(self)
 
     ties.Ties.refresh = wrong
 
 
-def train_the_follower() -> None:
-    """Tied over stages: the head is one more parameter, with an optimizer state and a term of the norm."""
+def train_the_tied_copy() -> None:
+    """Tied over stages: the head is a parameter of its own, for the optimizer and for the norm."""
 
-    def every(self: stages.Stages) -> Any:
+    def wrong(self: stages.Stages) -> Any:
         return (pair for module in self.modules for pair in module.named_parameters())
 
-    stages.Stages.named_parameters = every
+    stages.Stages.named_parameters = wrong

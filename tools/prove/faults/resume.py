@@ -1,4 +1,8 @@
-"""Faults of what a checkpoint brings back: seen by a run that ends, starts again and is held against plain training."""
+"""Faults in what a resume loads from a checkpoint.
+
+``checks.training`` sees them: it ends a run, resumes it, and compares all steps with plain
+training.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,35 +10,37 @@ from typing import Any
 
 
 def swap_two_moments() -> None:
-    """The first moments of keys and values are loaded into each other's places."""
+    """Resume: the first moments of keys and values are swapped."""
     from composer3d.checkpoint import Store
 
     def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
         right(self, path, stages, optimizer)
-        named = dict(stages.named_parameters())
-        a, b = (optimizer.state[named[f"blocks.1.attn.{name}.weight"]] for name in ("wk", "wv"))
-        a["exp_avg"], b["exp_avg"] = b["exp_avg"], a["exp_avg"]
+        parameters = dict(stages.named_parameters())
+        keys = optimizer.state[parameters["blocks.1.attn.wk.weight"]]
+        values = optimizer.state[parameters["blocks.1.attn.wv.weight"]]
+        keys["exp_avg"], values["exp_avg"] = values["exp_avg"], keys["exp_avg"]
 
-    Store.load, right = wrong, Store.load
+    right = Store.load
+    Store.load = wrong
 
 
 def forget_the_second_moments() -> None:
-    """AdamW's second moments are 0 after a resume."""
+    """Resume: AdamW's second moments are 0."""
     _change_state(lambda state: state["exp_avg_sq"].zero_())
 
 
 def forget_the_first_moments() -> None:
-    """AdamW's first moments are 0 after a resume."""
+    """Resume: AdamW's first moments are 0."""
     _change_state(lambda state: state["exp_avg"].zero_())
 
 
 def forget_how_many_steps_were_taken() -> None:
-    """AdamW corrects its moments after a resume as if no step had been taken."""
+    """Resume: AdamW corrects the bias of its moments as if no step had been taken."""
     _change_state(lambda state: state["step"].zero_())
 
 
 def _change_state(change: Callable[[Any], Any]) -> None:
-    """Call ``change`` with what AdamW keeps of each parameter, after it was loaded."""
+    """Call ``change`` with AdamW's state of each parameter after it is loaded."""
     from composer3d.checkpoint import Store
 
     def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
@@ -42,11 +48,12 @@ def _change_state(change: Callable[[Any], Any]) -> None:
         for state in optimizer.state.values():
             change(state)
 
-    Store.load, right = wrong, Store.load
+    right = Store.load
+    Store.load = wrong
 
 
 def keep_the_first_weights() -> None:
-    """A resume loads the optimizer, and leaves the weights as they were initialised."""
+    """Resume: the optimizer is loaded, but the weights keep their initial values."""
     from composer3d.checkpoint import Store
 
     def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
@@ -55,11 +62,12 @@ def keep_the_first_weights() -> None:
         for parameter, first in zip(stages.parameters(), before, strict=True):
             parameter.detach().copy_(first)
 
-    Store.load, right = wrong, Store.load
+    right = Store.load
+    Store.load = wrong
 
 
 def round_what_is_loaded() -> None:
-    """Weights are rounded to float32 where they are loaded."""
+    """Resume: loaded weights are rounded to float32."""
     from composer3d.checkpoint import Store
 
     def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
@@ -68,47 +76,48 @@ def round_what_is_loaded() -> None:
             whole = parameter.detach()
             whole.copy_(whole.float())
 
-    Store.load, right = wrong, Store.load
+    right = Store.load
+    Store.load = wrong
 
 
 def go_on_a_step_later() -> None:
-    """A batch is left out after a resume."""
+    """Resume: one batch is left out."""
     _change_position(lambda state: {**state, "next_step": state["next_step"] + 1})
 
 
 def go_on_a_step_earlier() -> None:
-    """The last batch before a checkpoint is trained on twice."""
+    """Resume: the last batch before the checkpoint is trained on again."""
     _change_position(lambda state: {**state, "next_step": state["next_step"] - 1})
 
 
 def begin_the_data_anew() -> None:
-    """The loader starts with its first batch after a resume."""
+    """Resume: the loader starts with its first batch."""
     _change_position(lambda state: {**state, "next_step": 0})
 
 
 def _change_position(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Load the state ``change(state)`` into the loader."""
     from composer3d.data import Loader
 
-    Loader.load_state_dict, right = (
-        lambda self, state: right(self, change(state)),
-        Loader.load_state_dict,
-    )
+    right = Loader.load_state_dict
+    Loader.load_state_dict = lambda self, state: right(self, change(state))
 
 
 def begin_the_learning_rate_anew() -> None:
-    """The schedule starts with its first step after a resume: it counts the steps of the process."""
+    """Resume: the schedule of the learning rate starts with its first step."""
     from composer3d.training import loop
 
-    steps: dict[int, int] = {}
-    right = loop.learning_rate
+    right_learning_rate, right_update = loop.learning_rate, loop.update
+    # The two runs of the check have different numbers of steps; each counts its own from 0.
+    steps_of_run: dict[int, int] = {}
 
-    def wrong(step: int, table: Any, total: int) -> float:
-        return right(steps.setdefault(total, 0) + 0 * step, table, total)
+    def wrong_learning_rate(step: int, table: Any, total_steps: int) -> float:
+        counted = steps_of_run.setdefault(total_steps, 0)
+        return right_learning_rate(counted, table, total_steps)
 
-    def count(stages: Any, optimizer: Any, **more: Any) -> None:
-        update(stages, optimizer, **more)
-        for total in steps:
-            steps[total] += 1
+    def count_step(stages: Any, optimizer: Any, **options: Any) -> None:
+        right_update(stages, optimizer, **options)
+        for total_steps in steps_of_run:
+            steps_of_run[total_steps] += 1
 
-    loop.learning_rate, update = wrong, loop.update
-    loop.update = count
+    loop.learning_rate, loop.update = wrong_learning_rate, count_step

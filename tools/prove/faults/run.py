@@ -1,8 +1,10 @@
-"""``bash tools/mutate [NAME ...]`` plants every fault of tests/faults, or those whose title holds a NAME.
+"""Plant every fault of ``tools/prove/faults``, or those whose title holds a NAME, and look for it.
 
-Each is looked for by ``verify`` of a layout, or by one of ``tests/faults/checks.py``. Prints a line for each: what was
-planted, in which layout or check, what caught it and whom it suspects. Exit status: 0 where all
-were caught, 1 where one survived, 2 where no fault has such a name.
+``verify`` of a layout looks for a fault, or one of the checks in ``tools/prove/faults/checks.py``.
+It prints a line for each fault: whether it was caught, its name, its layout or check, what was
+found, and which axis is suspected.
+
+Exit status: 0 if all were caught, 1 if one survived, 2 if no fault has such a name.
 """
 
 import argparse
@@ -17,40 +19,45 @@ from tools.prove.paths import FAULTS as FOLDER
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="mutate", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="tools/prove/run faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="part of a fault's name, layout or check"
     )
-    help_dtype = (
-        "what verify compares in; with float32 only faults that it looks for; default: %(default)s"
-    )
     parser.add_argument(
-        "--dtype", choices=("float32", "float64"), default="float64", help=help_dtype
+        "--dtype",
+        choices=("float32", "float64"),
+        default="float64",
+        help="what verify compares in; float32 plants only the faults that verify looks for; "
+        "default: %(default)s",
     )
     options = parser.parse_args(arguments)
-    names, dtype = options.names, options.dtype
-    from tools.prove.faults.catch import (
-        catch,  # it imports torch: not before the arguments are right
-    )
+    names = options.names
+
+    # These import torch: not before the arguments are right.
+    from tools.prove.faults.catch import catch
     from tools.prove.faults.table import FAULTS
 
-    chosen = [fault for fault in FAULTS if not names or any(name in fault.title for name in names)]
-    if dtype == "float32":
-        chosen = [fault for fault in chosen if fault.check == "verify"]
-    if not chosen:
+    faults = [fault for fault in FAULTS if not names or any(name in fault.title for name in names)]
+    if options.dtype == "float32":
+        faults = [fault for fault in faults if fault.check == "verify"]
+    if not faults:
         print(
-            f"mutate: no fault is called {' or '.join(names)}; they are in {FOLDER}",
+            f"tools/prove/run faults: no fault is called {' or '.join(names)}; "
+            f"they are in {FOLDER}",
             file=sys.stderr,
         )
         return 2
-    begin, caught = time.monotonic(), 0
-    with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-mutate-") as folder:
-        for fault in chosen:
-            found = catch(pool, Path(folder), fault, dtype)
-            caught += found.seen
-            print(
-                f"{'caught  ' if found.seen else 'SURVIVED'} {fault.title}: {found.told}",
-                flush=True,
-            )
-    print(f"{caught} of {len(chosen)} caught, in {time.monotonic() - begin:.0f} s")
-    return 0 if caught == len(chosen) else 1
+
+    begin, n_caught = time.monotonic(), 0
+    with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-faults-") as folder:
+        for fault in faults:
+            outcome = catch(pool, Path(folder), fault, options.dtype)
+            n_caught += outcome.is_caught
+            word = "caught  " if outcome.is_caught else "SURVIVED"
+            print(f"{word} {fault.title}: {outcome.finding}", flush=True)
+    print(f"{n_caught} of {len(faults)} caught, in {time.monotonic() - begin:.0f} s")
+    return 0 if n_caught == len(faults) else 1
