@@ -1,22 +1,20 @@
-"""Who a rank is on the mesh, and which ranks it talks to on each axis."""
+"""The groups of each rank: the ranks that it communicates with on each axis."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from composer3d.recipe.schema import MeshTable
 from composer3d.runtime.launch import Pool, WorkerError
-from composer3d.runtime.mesh import AXES, Mesh, coordinates, identity
+from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import MeshError
 
 
 def build_mesh(table: MeshTable) -> dict[str, Any]:
-    """What one rank knows of its mesh, as plain data."""
+    """A task: return one rank's view of its mesh as plain data."""
     with pool_world() as device:
         mesh = Mesh.build(table, device)
         groups = {
@@ -30,7 +28,7 @@ def build_mesh(table: MeshTable) -> dict[str, Any]:
             "pp_group": dist.get_process_group_ranks(mesh.pp_group),
             "fsdp_mesh": None if mesh.fsdp is None else mesh.fsdp.mesh.tolist(),
             "tp_mesh": None if mesh.tp is None else mesh.tp.mesh.tolist(),
-            "at": list(mesh.coords.values()),
+            "coords": list(mesh.coords.values()),
             "batch": (mesh.batch_rank, mesh.batch_ranks),
             "stage_ranks": mesh.stage_ranks,
             "identity": mesh.identity,
@@ -47,36 +45,7 @@ def reduce_scalars() -> tuple[list[float], list[float]]:
         return sums, mesh.max_over_world([15, 2][rank], [-3.0, -2.5][rank])
 
 
-@settings(deadline=None)
-@given(st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES}))
-def test_coordinates_are_row_major_with_tp_innermost(sizes: dict[str, int]) -> None:
-    table = MeshTable(**sizes)
-    world = torch.arange(torch.Size(sizes.values()).numel()).view(*(sizes[axis] for axis in AXES))
-    for rank in range(0, world.numel(), max(1, world.numel() // 50)):
-        at = coordinates(rank, table)
-        assert tuple(at) == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-        assert world[tuple(at.values())].item() == rank
-
-
-def test_adjacent_ranks_share_tp() -> None:
-    table = MeshTable(pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2)
-    at = [coordinates(rank, table) for rank in range(16)]
-    assert [place["tp"] for place in at] == [0, 1] * 8
-    assert [place["cp"] for place in at] == [0, 0, 1, 1] * 4
-    assert [place["pp"] for place in at] == [0] * 8 + [1] * 8
-
-
-def test_a_rank_says_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = MeshTable(pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2)
-    monkeypatch.delenv("GROUP_RANK", raising=False)
-    assert identity(11, table) == "rank 11 (pp1 dp0 cp1 tp1, node 0)"
-    monkeypatch.setenv("GROUP_RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "5")
-    assert identity(13, table, "cuda") == "rank 13 (pp1 dp1 cp0 tp1, node 1 gpu 5)"
-    assert identity(7, MeshTable(dp_replicate=2, dp_shard=4)) == "rank 7 (pp0 dp7 cp0 tp0, node 1)"
-
-
-def test_a_world_of_another_size_is_refused_with_the_arithmetic(pool: Pool) -> None:
+def test_a_world_of_another_size_is_refused_with_the_product_of_the_axes(pool: Pool) -> None:
     with pytest.raises(WorkerError) as caught:
         pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=1, tp=3)}, world_size=2)
     assert isinstance(caught.value.user_error, MeshError)
@@ -104,13 +73,13 @@ def test_groups_of_three_axes(pool: Pool) -> None:
     assert all(
         rank["fsdp_mesh"] == rank["fsdp"] and rank["tp_mesh"] == rank["tp"] for rank in ranks
     )
-    assert ranks[6]["at"] == [1, 0, 1, 0, 0]
+    assert ranks[6]["coords"] == [1, 0, 1, 0, 0]
     assert ranks[6]["identity"].startswith("rank 6 (pp1 dp1 cp0 tp0, node ")
     assert [rank["batch"] for rank in ranks] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
     assert {rank["stage_ranks"] for rank in ranks} == {4}
 
 
-def test_replicas_are_the_outer_axis_of_what_shards_parameters(pool: Pool) -> None:
+def test_replicas_are_the_outer_dim_of_the_fsdp_mesh(pool: Pool) -> None:
     ranks = pool.run(
         build_mesh, {"table": MeshTable(dp_replicate=2, dp_shard=2, tp=2)}, world_size=8
     )

@@ -1,5 +1,6 @@
+"""The metrics of a run: what is logged when, and files that are damaged, odd or full."""
+
 import json
-import logging
 import os
 import re
 import resource
@@ -108,7 +109,8 @@ def test_console_says_progress_speed_and_time_left(
         "step    1/1000   0%  loss 2.3412  norm 0.81  lr 2.9e-04  1,373 tok/s  "
     )
     assert second.startswith(
-        "step    2/1000   0%  loss 2.3412  norm 0.81  lr 2.9e-04  41,200 tok/s  0.0206 TFLOP/s  mfu n/a"
+        "step    2/1000   0%  loss 2.3412  norm 0.81  lr 2.9e-04  41,200 tok/s  "
+        "0.0206 TFLOP/s  mfu n/a"
     )
     assert re.search(r"  mem \d+\.\d GiB  left 0:33:16$", second)
     assert validation == "step    2/1000   0%  validation loss 2.5000"
@@ -124,7 +126,7 @@ def test_mfu_is_shown_where_the_peak_is_known(
     assert "  mfu 25.0%  " in capsys.readouterr().err
 
 
-def test_resume_drops_what_came_after_its_step(tmp_path: Path) -> None:
+def test_resume_drops_later_lines(tmp_path: Path) -> None:
     first = _metrics(tmp_path)
     first.validation(0, 5.0)
     _run(first, range(1, 8))
@@ -145,7 +147,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
+def test_a_value_that_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
     metrics = _metrics(tmp_path)
     metrics.step(1, loss=float("nan"), grad_norm=float("inf"), lr=1.0)
     assert (_lines(tmp_path)[0]["loss"], _lines(tmp_path)[0]["grad_norm"]) == (None, None)
@@ -180,11 +182,25 @@ def test_tensorboard_has_one_curve_after_a_resume(tmp_path: Path) -> None:
     assert "speed/mfu" not in events.Tags()["scalars"]
 
 
+def test_a_metric_without_a_tag_of_its_own_goes_to_other(tmp_path: Path) -> None:
+    metrics = _metrics(tmp_path, MetricsTable(every=1), total_steps=1)
+    metrics.step(
+        1, loss=1.0, grad_norm=1.0, lr=1.0, extra=lambda: {"cp_balance": 1.5, "moe_balance": 2.5}
+    )
+    metrics.close()
+    assert _lines(tmp_path)[0]["moe_balance"] == 2.5
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.value for event in events.Scalars("other/moe_balance")] == [2.5]
+    assert [event.value for event in events.Scalars("speed/cp_balance")] == [1.5]
+    tags = events.Tags()["scalars"]
+    assert [tag for tag in tags if tag.startswith("other/")] == ["other/moe_balance"]
+
+
 def test_memory_is_the_resident_peak_on_cpu(tmp_path: Path) -> None:
     _run(_metrics(tmp_path), range(1, 2))
-    assert (
-        0.05 < _lines(tmp_path)[0]["memory_gib"] < 64
-    )  # torch alone takes a tenth of a GiB; a wrong unit is 1024 off
+    # torch alone takes a tenth of a GiB; a wrong unit would be off by 1024.
+    assert 0.05 < _lines(tmp_path)[0]["memory_gib"] < 64
 
 
 def test_tensorboard_is_not_imported_until_it_is_needed() -> None:
@@ -192,43 +208,25 @@ def test_tensorboard_is_not_imported_until_it_is_needed() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("main", "expected"),
-    [
-        (True, ["plain", "[rank 3 (tp1)] warning: two", "[rank 3 (tp1)] warning: lines"]),
-        (False, ["[rank 3 (tp1)] warning: two", "[rank 3 (tp1)] warning: lines"]),
-    ],
-)
-def test_log_names_the_rank(
-    main: bool, expected: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    log.setup("rank 9", main=True)
-    log.setup("rank 3 (tp1)", main=main)  # replaces the first
-    log.get().info("plain")
-    log.get().warning("two\nlines")
-    assert capsys.readouterr().err.splitlines() == expected
-    assert log.get() is logging.getLogger("composer3d")
-
-
 @contextmanager
 def files_end_at(size: int) -> Iterator[None]:
-    """A disk that is full: no file of this process grows beyond ``size`` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    """A full disk: no file of this process grows beyond ``size`` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-LARGE = 8 << 20  # what else this process writes is smaller
+LARGE = 8 << 20  # bytes; all other files of this process are smaller
 
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    said: list[str] = []
-    monkeypatch.setattr(log.get(), "warning", said.append)
-    return said
+    lines: list[str] = []
+    monkeypatch.setattr(log.get(), "warning", lines.append)
+    return lines
 
 
 @pytest.mark.parametrize("room", [0, 10])
@@ -243,7 +241,7 @@ def test_a_full_disk_does_not_end_a_run_nor_leaves_half_a_line(
             metrics.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
     assert (tmp_path / FILE).stat().st_size == LARGE
     metrics.close()
-    assert [text.partition(" are not")[0] for text in warnings] == [
+    assert [text.partition(" could not be written: ")[0] for text in warnings] == [
         "the metrics of step 2",
         "the metrics of step 3",
     ]
@@ -294,15 +292,15 @@ def test_an_odd_file_is_kept_beside(
     assert (tmp_path / f"{FILE}.2").read_bytes() == GOOD + odd
     assert (tmp_path / f"{FILE}.1").read_text() == "another one"
     assert warnings == [
-        f"{tmp_path / FILE} holds what is no line of metrics: it is kept as {tmp_path / FILE}.2"
+        f"{tmp_path / FILE} has lines that are not metrics: it is kept as {tmp_path / FILE}.2"
     ]
 
 
-@pytest.mark.parametrize("torn", [b"", b"\n", b"{", b'{"st', b'{"step": 3, "loss": 1'], ids=ascii)
-def test_what_a_killed_process_tore_is_not_odd(
-    tmp_path: Path, warnings: list[str], torn: bytes
+@pytest.mark.parametrize("cut", [b"", b"\n", b"{", b'{"st', b'{"step": 3, "loss": 1'], ids=ascii)
+def test_a_line_cut_off_by_a_kill_is_not_odd(
+    tmp_path: Path, warnings: list[str], cut: bytes
 ) -> None:
-    (tmp_path / FILE).write_bytes(GOOD + torn)
+    (tmp_path / FILE).write_bytes(GOOD + cut)
     _metrics(tmp_path, start_step=2).close()
     assert (tmp_path / FILE).read_bytes() == GOOD
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
@@ -321,7 +319,7 @@ def test_gigabytes_are_kept_and_not_read(tmp_path: Path, warnings: list[str]) ->
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link", "dangling link"])
-def test_what_is_no_plain_file_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_is_not_plain_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
     run_dir, other = tmp_path / "run", tmp_path / "other"
     run_dir.mkdir()
     other.write_bytes(GOOD)
@@ -339,9 +337,7 @@ def test_what_is_no_plain_file_is_refused_and_left_alone(tmp_path: Path, kind: s
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_link_that_comes_while_a_run_trains_is_not_followed(
-    tmp_path: Path, warnings: list[str]
-) -> None:
+def test_a_link_placed_during_a_run_is_not_followed(tmp_path: Path, warnings: list[str]) -> None:
     (tmp_path / "other").touch()
     metrics = _metrics(tmp_path)
     (tmp_path / FILE).unlink()
@@ -378,7 +374,7 @@ def test_event_files_of_an_earlier_version_go_on_in_one_run(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "kind", ["link to a folder", "a user's file in it", "link in it", "plain file"]
 )
-def test_of_an_old_folder_nothing_else_is_moved(tmp_path: Path, kind: str) -> None:
+def test_nothing_else_in_an_old_folder_is_moved(tmp_path: Path, kind: str) -> None:
     run_dir, other = tmp_path / "run", tmp_path / "other"
     run_dir.mkdir()
     other.mkdir()

@@ -1,3 +1,5 @@
+"""AdamW and its learning rate: corners of the schedules, decay, state, frozen parameters."""
+
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer3d.checkpoint.optimizer_state import optimizer_state
+from composer3d.parallel.grad_norm import local_grad_norm_sq, scale_gradients
 from composer3d.recipe.resolve import load
-from composer3d.recipe.schema import OptimTable
+from composer3d.recipe.schema import MeshTable, OptimTable
+from composer3d.runtime.mesh import Mesh
 from composer3d.training.optim import build_optimizer, learning_rate, set_lr
 
 NAMES = ("blocks.0.attn.wq.weight", "blocks.0.attn_norm.weight")
@@ -21,7 +25,7 @@ NAMES = ("blocks.0.attn.wq.weight", "blocks.0.attn_norm.weight")
 
 @pytest.fixture
 def one_rank_world() -> Iterator[None]:
-    """A world of one without threads or sockets: enough for DTensors that hold everything."""
+    """A world of one rank without threads or sockets: enough for DTensors of one shard."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -99,10 +103,8 @@ def _take_steps(
             {0: 1.0, 89: 1.0, 90: 0.9, 94: 0.5, 98: 0.1, 99: 0.0, 100: 0.0},
         ),
         (OptimTable(lr=1.0, schedule="wsd", decay_steps=1, min_lr=0.1), {0: 1.0, 98: 1.0, 99: 0.1}),
-        (
-            OptimTable(lr=1.0, schedule="wsd", decay=5),
-            {0: 1.0, 3: 1.0, 4: 0.0, 5: 0.0},
-        ),  # a tenth: at least a step
+        # A tenth of 5 steps is at least one step.
+        (OptimTable(lr=1.0, schedule="wsd", decay=5), {0: 1.0, 3: 1.0, 4: 0.0, 5: 0.0}),
         (
             OptimTable(lr=1.0, schedule="wsd", warmup=95),
             {94: 1.0, 95: 0.8, 98: 0.2, 99: 0.0, 100: 0.0},
@@ -150,7 +152,7 @@ def test_only_matrices_are_decayed() -> None:
     optimizer = build_optimizer(parameters.items(), OptimTable(lr=0.1, weight_decay=0.5))
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for parameter in parameters.values():
-        parameter.grad = torch.zeros_like(parameter)  # nothing but decay moves a weight
+        parameter.grad = torch.zeros_like(parameter)  # only decay moves a weight
     optimizer.step()
     assert len(optimizer.param_groups) == 2
     torch.testing.assert_close(parameters[NAMES[0]].detach(), before[NAMES[0]] * (1 - 0.1 * 0.5))
@@ -198,6 +200,40 @@ def test_state_that_is_loaded_in_place_continues_bitwise(dtype: torch.dtype) -> 
         torch.equal(tensor, optimizer_state(other, resumed.items())[name])
         for name, tensor in optimizer_state(optimizer, kept.items()).items()
     )
+
+
+@pytest.mark.usefixtures("one_rank_world")
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_a_frozen_parameter_has_no_state_no_norm_and_no_update(max_norm: float) -> None:
+    mesh = Mesh.build(MeshTable(dp_shard=1), torch.device("cpu"))
+    table = OptimTable(lr=0.1, weight_decay=0.5)
+    parameters = _parameters()
+    without = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+    frozen = nn.Parameter(torch.ones(3, 2), requires_grad=False)
+    parameters["blocks.0.attn.lora_base"] = frozen
+    frozen_values = frozen.detach().clone()
+    optimizers = [build_optimizer(every.items(), table) for every in (parameters, without)]
+
+    norms = []
+    for every, optimizer in zip((parameters, without), optimizers, strict=True):
+        loss = sum((parameter * parameter).sum() for parameter in every.values())
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        norms.append(float(local_grad_norm_sq(every.values(), mesh)) ** 0.5)
+        scale_gradients(every.values(), norm=norms[-1], max_norm=max_norm)
+        optimizer.step()
+
+    assert frozen.grad is None
+    assert torch.equal(frozen, frozen_values)
+    assert frozen not in optimizers[0].state
+    assert all(frozen is not p for group in optimizers[0].param_groups for p in group["params"])
+    state = optimizer_state(optimizers[0], parameters.items())
+    assert set(state) == set(optimizer_state(optimizers[1], without.items()))
+    assert frozen not in optimizers[0].state
+
+    # The others step as they do without the frozen one.
+    assert norms[0] == norms[1] > 0.5
+    assert all(torch.equal(parameters[name], without[name]) for name in NAMES)
 
 
 def test_zero_state_is_that_of_torch() -> None:

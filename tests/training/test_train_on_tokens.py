@@ -1,4 +1,4 @@
-"""From text to a trained model by the commands that a user gives: prepare twice, then train on four processes."""
+"""From text to a trained model, as a user does it: prepare twice, then train on four ranks."""
 
 import json
 import math
@@ -88,7 +88,7 @@ def test_prepared_text_is_trained_on_and_damage_is_refused(tmp_path: Path, bpe: 
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     assert list(losses) == list(range(1, 9))
     assert all(map(math.isfinite, losses.values()))
-    assert losses[1] > math.log(400)  # a model of the vocabulary, not of bytes
+    assert losses[1] > math.log(400)  # so the model predicts tokens, not bytes
     assert losses[8] < losses[1] - 0.5
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert len(validation) == 2

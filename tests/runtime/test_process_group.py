@@ -1,0 +1,171 @@
+"""The process group of a job: rounds of torchrun's store, time-outs, and errors on all ranks."""
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composer3d.checkpoint import Store
+from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.process_group import (
+    agree_on_round,
+    check_same,
+    on_all,
+    pick_device,
+    pool_world,
+    world,
+)
+from composer3d.spec.errors import DataError, DeviceError, MeshError
+
+
+def compare(values: list[object]) -> None:
+    with pool_world():
+        check_same("the data", values[dist.get_rank()])
+
+
+def test_ranks_with_different_values_are_named(pool: Pool) -> None:
+    pool.run(compare, {"values": [{"train": "a"}] * 2}, world_size=2)
+    with pytest.raises(WorkerError) as caught:
+        pool.run(compare, {"values": ["a", "b", "a"]}, world_size=3)
+    error = caught.value
+    assert set(error.failures) == {0, 1, 2}  # no rank goes on alone
+    assert isinstance(error.user_error, MeshError)
+    assert error.user_error.lines == (
+        "the data must be the same on every rank; give all nodes the same files",
+        "ranks 0, 2 see 'a'",
+        "ranks 1 see 'b'",
+    )
+
+
+def time_outs(folder: Path) -> list[float]:
+    """The time-outs of the groups that are made in a world, in seconds."""
+    with world(torch.device("cpu"), timeout_s=7.0):
+        dist.barrier()
+        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        groups = [
+            dist.group.WORLD,
+            dist.new_group([0, 1]),
+            mesh.get_group(),
+            Store(folder, keep=1, timeout_s=9.0)._group,
+        ]
+        return [
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in groups
+        ]
+
+
+def test_every_group_has_the_time_out_of_its_world(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(time_outs, {"folder": tmp_path}, world_size=2) == [[7.0, 7.0, 7.0, 9.0]] * 2
+
+
+def start_ranks(store: dist.Store, ranks: list[int], size: int) -> dict[int, str]:
+    """Start some ranks of a job; return the names of the rounds that they join, by rank."""
+    rounds: dict[int, str] = {}
+
+    def join(rank: int) -> None:
+        rounds[rank] = agree_on_round(store.clone(), rank, size, timeout_s=5.0)  # type: ignore[attr-defined]
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)  # a later rank sees the keys of the earlier ones
+    for thread in threads:
+        thread.join()
+    return rounds
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_each_start_of_a_job_has_a_round_of_its_own(order: list[int]) -> None:
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+    rounds = []
+    for _ in range(3):
+        found = start_ranks(store, order, 3)
+        assert len(found) == 3
+        assert len(set(found.values())) == 1
+        rounds.append(found[0])
+        assert not store.check([f"{found[0]}/anything"])
+    assert len(set(rounds)) == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failed_start_does_not_hinder_the_next_one() -> None:
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+    # Rank 0 died before it met them, and they give up.
+    assert start_ranks(store, [1, 2], 3) == {}
+    found = start_ranks(store, [0, 2, 1], 3)
+    assert len(found) == 3
+    assert len(set(found.values())) == 1
+
+
+def fail_on_some(failing_ranks: dict[int, str]) -> int:
+    """A task: ranks in ``failing_ranks`` fail with that line, or with an OSError if it is empty."""
+    with pool_world():
+        rank = dist.get_rank()
+
+        def work() -> int:
+            if rank in failing_ranks and not failing_ranks[rank]:
+                raise FileNotFoundError(2, "No such file or directory", "x.bin")
+            if rank in failing_ranks:
+                raise DataError([failing_ranks[rank], "another line"])
+            return rank
+
+        return on_all("data", work)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(pool: Pool) -> None:
+    assert pool.run(fail_on_some, {"failing_ranks": {}}, world_size=3) == [0, 1, 2]
+    lines_of_cases = [
+        ({1: "wrong"}, ("rank 1: wrong", "rank 1: another line")),
+        ({0: "wrong", 2: "wrong"}, ("rank 0, 2: wrong", "rank 0, 2: another line")),
+        ({0: "wrong", 1: "wrong", 2: "wrong"}, ("wrong", "another line")),
+        (
+            {1: "wrong", 2: ""},
+            (
+                "rank 1: wrong",
+                "rank 1: another line",
+                "rank 2: data: [Errno 2] No such file or directory: 'x.bin'",
+            ),
+        ),
+    ]
+    for failing_ranks, lines in lines_of_cases:
+        with pytest.raises(WorkerError) as caught:
+            pool.run(fail_on_some, {"failing_ranks": failing_ranks}, world_size=3)
+        assert set(caught.value.failures) == {0, 1, 2}
+        for error in caught.value.failures.values():
+            assert isinstance(error, DataError)
+            assert error.lines == lines
+
+
+def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("composer3d.runtime.process_group.count_gpus", lambda: 0)
+    assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(
+        DeviceError, match="local rank 0 needs a GPU of its own, but this node shows 0;"
+    ):
+        pick_device("cuda")
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert pick_device("auto") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(DeviceError, match='"auto" found no GPU on this node, but other nodes'):
+        pick_device("auto")
+
+    monkeypatch.setattr("composer3d.runtime.process_group.count_gpus", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 1)
+    assert pick_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(
+        DeviceError, match="local rank 2 needs a GPU of its own, but this node shows 2;"
+    ):
+        pick_device("auto")

@@ -1,0 +1,213 @@
+"""The private API of torch exists, and each wrapper of it does what its docstring says.
+
+A new version of torch is supported once these tests pass with it.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import logging
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composer3d.runtime import torch_private
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.process_group import pool_world
+
+RANK, WORLD_SIZE = 5, 8
+
+
+@pytest.fixture
+def fake_world() -> Iterator[None]:
+    """A world in which this process is rank 5 of 8, without other processes or sockets."""
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD_SIZE)
+    yield
+    dist.destroy_process_group()
+
+
+def parameter_names(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_storage_info_has_the_fields_of_a_checkpoint() -> None:
+    info = torch_private.StorageInfo("__0_0.distcp", 16, 64)
+    assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 16, 64)
+    names = [field.name for field in dataclasses.fields(torch_private.StorageInfo)]
+    assert names[:3] == ["relative_path", "offset", "length"]
+    # Pickled metadata names the class by this path.
+    assert torch_private.StorageInfo.__module__ == "torch.distributed.checkpoint.filesystem"
+    assert torch_private.StorageInfo.__qualname__ == "_StorageInfo"
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_group_is_found_by_its_name() -> None:
+    group = dist.new_group([1, 5])
+    assert torch_private.group_by_name(group.group_name) is group
+    assert torch_private.group_by_name(dist.group.WORLD.group_name) is dist.group.WORLD
+
+
+def test_the_default_timeout_holds_inside_the_context_only() -> None:
+    c10d = dist.distributed_c10d
+    before = (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout)
+    seven = timedelta(seconds=7)
+    assert seven not in before
+    with torch_private.default_timeout(seven):
+        assert c10d._get_default_timeout("gloo") == seven
+        assert c10d._get_default_timeout("nccl") == seven
+    assert (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout) == before
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_dims_of_a_mesh_are_joined_and_split() -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+
+    flat = torch_private.flatten_mesh(mesh, "all")
+    assert flat.mesh_dim_names == ("all",)
+    assert flat.mesh.tolist() == list(range(WORLD_SIZE))
+    assert dist.get_process_group_ranks(flat.get_group()) == list(range(WORLD_SIZE))
+
+    split = torch_private.unflatten_mesh(mesh["inner"], [2, 2], ["a", "b"])
+    assert split.mesh_dim_names == ("a", "b")
+    assert split.mesh.tolist() == [[4, 5], [6, 7]]
+    assert dist.get_process_group_ranks(split["a"].get_group()) == [5, 7]
+    assert dist.get_process_group_ranks(split["b"].get_group()) == [4, 5]
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_the_offset_of_a_shard_is_a_global_index() -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+    # Rank 5 is at (1, 1).
+    for placements, offset in (
+        ([Replicate(), Replicate()], (0, 0)),
+        ([Replicate(), Shard(0)], (2, 0)),
+        ([Shard(1), Shard(0)], (2, 6)),
+    ):
+        shape = [8, 12]
+        for placement, size in zip(placements, (2, 4), strict=True):
+            if isinstance(placement, Shard):
+                shape[placement.dim] //= size
+        tensor = DTensor.from_local(torch.empty(shape), mesh, placements, run_check=False)
+        assert tensor.shape == (8, 12)
+        assert torch_private.offset_of(tensor) == offset
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_schedule_runs_the_actions_of_a_list() -> None:
+    group = dist.new_group([RANK, 0])
+    example = torch.empty(1, requires_grad=True)
+    stage_index = dist.get_rank(group)
+    stage = PipelineStage(
+        nn.Identity(),
+        stage_index,
+        2,
+        torch.device("cpu"),
+        input_args=(example,),
+        output_args=(example,),
+        group=group,
+    )
+    # It takes the arguments of the public class of all schedules with several stages.
+    assert issubclass(torch_private.ScheduleOfActions, PipelineScheduleMulti)
+    assert parameter_names(PipelineScheduleMulti)[:3] == ["stages", "n_microbatches", "loss_fn"]
+    assert "scale_grads" in parameter_names(PipelineScheduleMulti)
+    schedule = torch_private.ScheduleOfActions([stage], 2, lambda loss, _: loss, scale_grads=False)
+    rows = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    torch_private.plan_actions(schedule, rows)
+
+    # Compute actions stay in their order; torch adds the sends and receives.
+    lowered = [str(action) for action in schedule.pipeline_order_with_comms[0]]
+    assert [action for action in lowered if action in rows[0]] == rows[0]
+    assert {"0SEND_F0", "0SEND_F1", "0RECV_B0", "0RECV_B1"} <= set(lowered)
+
+    with pytest.raises(Exception, match="0X0"):
+        torch_private.plan_actions(schedule, [["0X0"], []])
+
+
+def test_own_parameters_are_live() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False))
+    linear = module[0]
+    assert torch_private.own_parameters(module) == {}
+    own = torch_private.own_parameters(linear)
+    assert list(own) == ["weight", "bias"]
+    assert own["weight"] is linear.weight
+    assert own["bias"] is None
+
+    other = nn.Parameter(torch.zeros(2, 2))
+    own["weight"] = other
+    assert linear.weight is other
+
+
+def add_gradients_outside_of_a_backward(mixed: bool) -> torch.Tensor:
+    """A task: return the gradient of two micro-batches with an extra gradient between them."""
+    with pool_world():
+        unit: Any = nn.Linear(2, 1, bias=False)
+        policy = MixedPrecisionPolicy()
+        if mixed:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+        unit.set_requires_gradient_sync(False)
+        unit.set_reshard_after_backward(False)
+        unit.set_is_last_backward(False)
+        unit(torch.ones(1, 2)).sum().backward()
+
+        weight = unit.weight
+        torch.autograd.backward([weight], [torch.full_like(weight, 2**-10)])
+        torch_private.accumulate_unsharded_grads(unit)
+        torch_private.accumulate_unsharded_grads(unit)  # nothing is left to move
+
+        unit.set_requires_gradient_sync(True)
+        unit.set_reshard_after_backward(True)
+        unit.set_is_last_backward(True)
+        unit(torch.ones(1, 2)).sum().backward()
+        return unit.weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gradients_outside_of_a_backward_join_the_sum_in_the_wide_dtype(
+    pool: Pool, mixed: bool
+) -> None:
+    (grad,) = pool.run(add_gradients_outside_of_a_backward, {"mixed": mixed}, world_size=1)
+    assert grad.dtype == torch.float32
+    # bfloat16 would round this sum to 2.
+    assert torch.equal(grad, torch.full((1, 2), 2 + 2**-10))
+
+
+def test_units_have_the_names_that_move_gradients() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    assert parameter_names(FSDPModule._get_fsdp_state) == ["self"]
+    moves_by_itself = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
+    if not moves_by_itself:
+        assert parameter_names(FSDPParam.to_accumulated_grad_if_needed) == ["self"]
+        assert parameter_names(FSDPParam.accumulate_unsharded_grad_if_needed) == ["self"]
+
+
+def test_the_warning_of_selective_checkpointing_is_silenced() -> None:
+    wrap = importlib.import_module("torch._higher_order_ops.wrap")
+    assert wrap.log is logging.getLogger("torch._higher_order_ops.wrap")
+    assert "context_fn is passed to torch.utils.checkpoint" in inspect.getsource(wrap)
+
+    level = wrap.log.level
+    try:
+        wrap.log.setLevel(logging.NOTSET)
+        torch_private.silence_selective_checkpoint_warning()
+        assert not wrap.log.isEnabledFor(logging.WARNING)
+        assert wrap.log.isEnabledFor(logging.ERROR)
+    finally:
+        wrap.log.setLevel(level)

@@ -1,0 +1,96 @@
+"""Small trainings: a recipe for several meshes, and the commands that run it."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+from composer3d.recipe.resolve import load
+from composer3d.runtime.process_group import pool_world
+from composer3d.training import loop
+from composer3d.training.build import build
+
+RECIPE = """\
+[run]
+name = "small"
+steps = 20
+seed = 3
+device = "cpu"
+
+[model]
+preset = "debug-tiny"
+
+[mesh]
+{mesh}
+
+[data]
+source = "text"
+path = "corpus.txt"
+seq_len = 32
+global_batch = 8
+micro_batch = 1
+
+[optim]
+lr = 1e-3
+warmup = 4
+decay = 20
+
+[checkpoint]
+every = 5
+keep = 2
+
+[metrics]
+every = 1
+tensorboard = false
+"""
+SINGLE = "dp_shard = 1"
+DATA = "dp_shard = 2"
+CUBE = "pp = 2\ndp_shard = 2\ntp = 2"
+
+
+def train(
+    folder: Path, *sets: str, launcher: tuple[str, ...] = ("-m",)
+) -> subprocess.CompletedProcess[str]:
+    """Run ``composer3d train`` in ``folder`` with these overrides."""
+    command = [sys.executable, *launcher, "composer3d", "train", "recipe.toml"]
+    for override in sets:
+        command += ["--set", override]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def losses(folder: Path, out_dir: str) -> dict[int, float]:
+    """The loss of each logged step."""
+    lines = (folder / out_dir / "small" / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
+
+
+def write_corpus(folder: Path) -> None:
+    text = bytes((i * i + i // 7) % 251 + 1 for i in range(20_000))
+    (folder / "corpus.txt").write_bytes(text)
+
+
+def build_and_train(
+    folder: str, sets: list[str], minutes: list[float] | None, largest_file: int | None
+) -> None:
+    """A task: train the recipe in ``folder``.
+
+    Args:
+        minutes: how long a step takes on the clock of each rank; None for real clocks.
+        largest_file: the most bytes that a file can have, as on a full disk; None for no limit.
+    """
+    os.chdir(folder)
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    with pool_world() as device:
+        resolved = load("recipe.toml", sets, world_size=size)
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        run = build(resolved.recipe, device, resolved.to_toml())
+        if minutes is not None:
+            clock = types.SimpleNamespace(monotonic=lambda: 60 * minutes[rank] * run.step)
+            loop.time = clock  # type: ignore[assignment]
+        loop.train(run)

@@ -1,0 +1,73 @@
+"""Building a run in a folder that cannot be used."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from composer3d.runtime.launch import Pool, WorkerError
+from tests.training.jobs import DATA, RECIPE, build_and_train, train
+
+
+def make_full(run: Path) -> None:
+    line = '{"step": 1, "loss": 1.0}\n'
+    (run / "metrics.jsonl").write_text(line * 100_000)
+
+
+def make_pipe(run: Path) -> None:
+    os.mkfifo(run / "metrics.jsonl")
+
+
+def make_foreign_link(run: Path) -> None:
+    (run.parent / "theirs").mkdir()
+    shutil.move(run / "checkpoints", run.parent / "theirs/checkpoints")
+    (run / "checkpoints").symlink_to(run.parent / "theirs/checkpoints")
+    os.chown(run / "checkpoints", 12345, 12345, follow_symlinks=False)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "largest_file", "message"),
+    [
+        (make_full, 1 << 20, "rank 0: metrics: [Errno 27] File too large"),
+        (
+            make_pipe,
+            None,
+            "rank 0: runs/small/metrics.jsonl is a named pipe, not a plain file; the run writes",
+        ),
+        pytest.param(
+            make_foreign_link,
+            None,
+            "run.out_dir: runs/small/checkpoints is a symbolic link of another user (uid 12345)",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a link away"),
+        ),
+    ],
+)
+def test_a_folder_that_is_wrong_ends_every_rank_with_one_line(
+    pool: Pool, trained: Path, spoil: Callable[[Path], None], largest_file: int | None, message: str
+) -> None:
+    (trained / "runs/small/metrics.jsonl").unlink()
+    spoil(trained / "runs/small")
+    arguments = {
+        "folder": str(trained),
+        "sets": ["mesh.dp_shard=2", "run.steps=6"],
+        "minutes": None,
+        "largest_file": largest_file,
+    }
+    with pytest.raises(WorkerError) as caught:
+        pool.run(build_and_train, arguments, world_size=2)
+    assert set(caught.value.failures) == {0, 1}
+    assert caught.value.user_error is not None
+    (line,) = caught.value.user_error.lines
+    assert message in line
+
+
+def test_folder_that_cannot_be_made_is_refused(folder: Path) -> None:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
+    (folder / "file").write_text("")
+    result = train(folder, "run.out_dir=file")
+    assert result.returncode == 2
+    assert "run.out_dir: " in result.stderr
+    assert "Not a directory" in result.stderr
+    assert "Traceback" not in result.stderr

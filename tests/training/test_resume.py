@@ -1,0 +1,231 @@
+"""Resuming: it repeats the losses, refuses what does not fit, and logs what the recipe changes."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from composer3d.checkpoint.manifest import Manifest
+from composer3d.commands import train as command
+from composer3d.recipe.resolve import load
+from composer3d.spec.errors import CheckpointError
+from composer3d.training import resume
+from tests.training.jobs import CUBE, RECIPE, SINGLE, losses, train
+
+
+@pytest.mark.parametrize("mesh", [SINGLE, CUBE], ids=["single", "pp-dp-tp"])
+def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> None:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=mesh))
+    whole = train(folder, "run.out_dir=whole")
+    assert whole.returncode == 0, whole.stderr
+    assert train(folder, "run.out_dir=parts", "run.steps=10").returncode == 0
+    second = train(folder, "run.out_dir=parts")
+    assert second.returncode == 0, second.stderr
+    assert (
+        "resumed from parts/small/checkpoints/step-00000010: 10 of 20 steps are done"
+        in second.stderr
+    )
+    assert losses(folder, "parts") == losses(folder, "whole")
+    assert len(losses(folder, "whole")) == 20
+    assert losses(folder, "whole")[20] < losses(folder, "whole")[1] - 0.1  # and it learns
+    kept = sorted(path.name for path in (folder / "parts/small/checkpoints").iterdir())
+    assert kept == ["step-00000015", "step-00000020"]
+    assert 'path = "corpus.txt"' in (folder / "parts/small/recipe.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["model.n_layers=3"], "was made with model.n_layers = 4, but the recipe says 3"),
+        (
+            ["model.rope_theta=123.0"],
+            "was made with model.rope_theta = 10000.0, but the recipe says 123.0",
+        ),
+        (
+            ["precision.params=float64"],
+            "was made with precision.params = float32, but the recipe says float64",
+        ),
+        (["data.path=other.txt"], "the data has changed since"),
+        (["data.global_batch=16"], "data.global_batch = 16, but the checkpoint was made with 8"),
+        (["data.seed=9"], "data.seed = 9, but the checkpoint was made with 0"),
+        (
+            ["run.seed=4"],
+            "step-00000005 was made with run.seed = 3, but the recipe says 4: "
+            "a run keeps its seed; set it back,",
+        ),
+        (
+            ["checkpoint.resume=none"],
+            'checkpoint.resume = "none", but runs/small/checkpoints goes on from step-00000005;',
+        ),
+        (["run.name=other", "checkpoint.resume=."], "is not a checkpoint: it has no manifest.json"),
+    ],
+    ids=["layers", "theta", "dtype", "data", "batch", "order", "seed", "anew", "folder"],
+)
+def test_checkpoint_that_does_not_fit_is_refused(
+    trained: Path, sets: list[str], message: str
+) -> None:
+    recipe = (trained / "runs/small/recipe.toml").read_bytes()
+    result = train(trained, *sets)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert (trained / "runs/small/recipe.toml").read_bytes() == recipe
+    assert list((trained / "runs/small").glob("recipe-*")) == []
+
+
+def test_damaged_checkpoint_is_named(trained: Path) -> None:
+    saved = trained / "runs/small/checkpoints/step-00000005"
+    next(saved.glob("*.distcp")).write_bytes(b"torn")
+    result = train(trained)
+    assert result.returncode == 2
+    assert (
+        "runs/small/checkpoints/step-00000005/__0_0.distcp has 4 bytes, but the manifest says"
+        in result.stderr
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_run_that_is_done_says_so(trained: Path) -> None:
+    result = train(trained, "run.steps=5", "optim.decay=20")
+    assert result.returncode == 0
+    assert "nothing to do: 5 of 5 steps are done" in result.stderr
+    assert "warning" not in result.stderr
+
+
+def forbid_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a rank is started")
+
+    monkeypatch.setattr(command, "train_rank", start)
+    monkeypatch.setattr(command.launch, "warm_up", start)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_is_done_starts_no_rank(
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    processes: int,
+) -> None:
+    forbid_ranks(monkeypatch)
+    monkeypatch.chdir(trained)
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    sets = ["run.steps=5", f"mesh.dp_shard={processes}"]
+    assert command.run("recipe.toml", sets) == 0
+    assert capsys.readouterr().err == (
+        "nothing to do: 5 of 5 steps are done; raise run.steps to train on\n"
+    )
+    assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
+
+
+def drop_a_byte(newest: Path) -> None:
+    file = next(newest.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def drop_the_manifest(newest: Path) -> None:
+    (newest / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [drop_a_byte, drop_the_manifest, None],
+    ids=lambda spoil: getattr(spoil, "__name__", ""),
+)
+def test_a_checkpoint_that_is_not_whole_is_left_to_training(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None] | None
+) -> None:
+    forbid_ranks(monkeypatch)
+    monkeypatch.chdir(trained)
+    if spoil is not None:
+        spoil(trained / "runs/small/checkpoints/step-00000005")
+    with pytest.raises(AssertionError, match="a rank is started"):
+        command.run("recipe.toml", [f"run.steps={5 if spoil else 6}"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run.seed=4",
+        "model.n_layers=3",
+        "data.seed=1",
+        "data.path=other.txt",
+        "checkpoint.resume=none",
+    ],
+)
+def test_a_recipe_that_cannot_resume_is_refused_when_all_is_done(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    forbid_ranks(monkeypatch)
+    monkeypatch.chdir(trained)
+    # The rank refuses the recipe.
+    with pytest.raises(AssertionError, match="a rank is started"):
+        command.run("recipe.toml", ["run.steps=5", change])
+
+
+def test_another_runs_checkpoint_starts_a_run_only_once(trained: Path) -> None:
+    seeded = [
+        "run.name=second",
+        "checkpoint.resume=runs/small/checkpoints/step-00000005",
+        "run.seed=4",
+    ]
+    first = train(trained, *seeded, "run.steps=8")
+    assert (
+        '\n  run.name: "small" -> "second"\n  run.seed: 3 -> 4\n  run.steps: 5 -> 8\n'
+        in first.stderr
+    )
+    assert (
+        "resumed from runs/small/checkpoints/step-00000005: 5 of 8 steps are done" in first.stderr
+    )
+    assert "no checkpoint in runs/second" not in first.stderr
+    shutil.rmtree(trained / "runs/small/checkpoints/step-00000005")  # as that run does in time
+    again = train(trained, *seeded, "run.steps=10")
+    assert (
+        "resumed from runs/second/checkpoints/step-00000008: 8 of 10 steps are done" in again.stderr
+    )
+    back = train(
+        trained,
+        "run.name=second",
+        "run.seed=4",
+        "checkpoint.resume=runs/second/checkpoints/step-00000008",
+    )
+    assert back.returncode == 2
+    assert (
+        "goes on from step-00000010; give the run another run.name, or remove what is newer"
+        in back.stderr
+    )
+
+
+def test_changes_of_the_recipe_are_logged_and_the_former_recipe_is_kept(trained: Path) -> None:
+    folder = trained / "runs/small"
+    former = (folder / "recipe.toml").read_bytes()
+    result = train(trained, "run.steps=6", "optim.lr=2e-3", "data.packing=documents")
+    assert result.returncode == 0
+    assert "warning: step 5 was taken with a learning rate of" in result.stderr
+    assert (
+        "the recipe differs from that of runs/small/checkpoints/step-00000005:\n"
+        '  data.packing: "none" -> "documents"\n'
+        "  optim.lr: 0.001 -> 0.002\n"
+        "  run.steps: 5 -> 6\n"
+    ) in result.stderr
+    assert (folder / "recipe-00000005.toml").read_bytes() == former
+    assert "lr = 0.002" in (folder / "recipe.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    "text", ["[[", "a = " + "[" * 20_000, "#" * 300_000], ids=["not TOML", "deep", "long"]
+)
+def test_a_recipe_in_a_manifest_that_cannot_be_read_is_one_line(folder: Path, text: str) -> None:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
+    recipe = load(folder / "recipe.toml", [f"data.path={folder}/corpus.txt"]).recipe
+    manifest = Manifest(step=5, model={}, recipe=text)
+    with pytest.raises(
+        CheckpointError, match="the recipe in its manifest cannot be read"
+    ) as caught:
+        resume._changes_since(folder, manifest, recipe)
+    (line,) = caught.value.lines
+    assert len(line) < 500
+    # Converted weights have no recipe.
+    assert resume._changes_since(folder, Manifest(step=5, model={}), recipe) == []
