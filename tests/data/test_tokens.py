@@ -330,7 +330,7 @@ WRONG_MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "digest of other form": (
         {"tokenizer": {"name": "t", "digest": "00"}},
-        'tokenizer.digest holds "00", not a digest',
+        'tokenizer.digest has "00", not a digest',
     ),
     "digest of another": (
         {"tokenizer": {"name": "t", "digest": "0" * 32}},
@@ -367,7 +367,7 @@ WRONG_FILES: dict[str, tuple[dict[str, Any], str]] = {
         {"digests": [0] * 4},
         r"digests has 0, not a digest of 32 hexadecimal digits",
     ),
-    "upper case": ({"digests": ["A" * 32] * 4}, r'digests holds "A{32}", not a digest'),
+    "upper case": ({"digests": ["A" * 32] * 4}, r'digests has "A{32}", not a digest'),
     "an odd size": ({"bytes": 1999}, r"bytes is 1999, but its tokens and documents make 2000"),
     "no size": ({"bytes": 0}, r"bytes is 0, not a whole number"),
     "below 0": ({"bytes": -2}, r"bytes is -2, not a whole number"),
