@@ -1,43 +1,46 @@
-"""Attention of a whole sequence on one process, which the tests of kernels, tiles and cp hold theirs against."""
+"""Attention of a whole sequence on one process, and from the shards of all ranks.
+
+The tests of kernels, tiles and context parallelism compare with it.
+"""
 
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from composer3d.data.loader import number_documents
+from composer3d.parallel.context import api, ownership
 
-HEADS = [
-    (4, 4),
-    (4, 2),
-    (3, 1),
-]  # query and key-value heads: all of their own, grouped, one for all
+# Query and key-value heads: a key-value head for each query head, for several, and one for all.
+HEADS = [(4, 4), (4, 2), (3, 1)]
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
 def random(*shape: int, seed: int) -> Tensor:
-    """As a projection leaves it: (B, heads, T, D), in memory (B, T, heads, D)."""
+    """Random (B, heads, T, D), in memory (B, T, heads, D), as a projection leaves it."""
     batch, heads, tokens, width = shape
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(
-        batch, tokens, heads, width, generator=generator, dtype=torch.float64
-    ).transpose(1, 2)
+    x_BTHD = torch.randn(batch, tokens, heads, width, generator=generator, dtype=torch.float64)
+    return x_BTHD.transpose(1, 2)
 
 
 def inputs(heads: int, kv_heads: int, tokens: int, batch: int = 2, width: int = 8) -> list[Tensor]:
-    """Whole q, k, v and the gradient of the output."""
+    """The whole q, k and v, and the gradient of the output."""
     counts = (heads, kv_heads, kv_heads, heads)
     return [random(batch, count, tokens, width, seed=seed) for seed, count in enumerate(counts)]
 
 
-def documents_of(tokens: int, often: float) -> Tensor:
-    """For two rows, to which document each token belongs; about one token in 1 / ``often`` ends one."""
-    ends_BT = torch.rand(2, tokens, generator=torch.Generator().manual_seed(5)) < often
-    return number_documents(ends_BT)[0]
+def random_documents(tokens: int, end_probability: float) -> Tensor:
+    """The document of each token in two rows. A token ends one with ``end_probability``."""
+    numbers_BT = torch.rand(2, tokens, generator=torch.Generator().manual_seed(5))
+    return number_documents(numbers_BT < end_probability)[0]
 
 
 class Mask(NamedTuple):
+    """Which keys a query sees; the arguments of ``ring_attention`` with these meanings."""
+
     documents: Tensor | None = None
     window: int = 0
     causal: bool = True
@@ -47,18 +50,68 @@ PLAIN = Mask()
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask = PLAIN) -> list[Tensor]:
-    """Output and the gradients of q, k, v on one process, written down as softmax over a mask."""
-    documents, window, causal = mask
+    """The output and the gradients of q, k and v: the softmax of all scores behind a mask."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     repeat, tokens = q.shape[1] // k.shape[1], q.shape[2]
     scores = q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5
-    seen = torch.ones(tokens, tokens, dtype=torch.bool)
-    seen = (seen.tril() if causal else seen).triu(1 - window if window else -tokens)[None, None]
-    if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None])
-    out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(repeat, 1)
+    visible = torch.ones(tokens, tokens, dtype=torch.bool)
+    if mask.causal:
+        visible = visible.tril()
+    if mask.window:
+        visible = visible.triu(1 - mask.window)
+    visible = visible[None, None]
+    if mask.documents is not None:
+        same_document = mask.documents[:, None, :, None] == mask.documents[:, None, None]
+        visible = visible & same_document
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    out = weights @ v.repeat_interleave(repeat, 1)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
-def error(got: Tensor, expected: Tensor) -> float:
-    return ((got.double() - expected).norm() / expected.norm()).item()
+def composed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    mask: Mask = PLAIN,
+    *,
+    dtype: torch.dtype = torch.float64,
+    method: str = "ring",
+    balanced: bool = True,
+) -> list[Tensor]:
+    """The results of ``reference``, computed from shards by all ranks and gathered again."""
+    group, length = group_of_all(), q.shape[2]
+    *shards, grad_shard = [
+        ownership.shard_sequence(x, 2, group, balanced=balanced, fill=0).to(dtype)
+        for x in (q, k, v, grad)
+    ]
+    leaves = [x.requires_grad_() for x in shards]
+    documents = mask.documents
+    if documents is not None:
+        # The padding belongs to the last document.
+        padded_length = grad_shard.shape[2] * group.size()
+        documents = documents[:, torch.arange(padded_length).clamp(max=length - 1)]
+    out = api.ring_attention(
+        *leaves,
+        group=group,
+        causal=mask.causal,
+        document_ids=documents,
+        window=mask.window,
+        method=method,
+        balanced=balanced,
+    )
+    assert out.dtype == dtype
+    results = [out.detach(), *torch.autograd.grad(out, leaves, grad_shard)]
+    return [
+        ownership.unshard_sequence(shard, 2, group, balanced=balanced, length=length)
+        for shard in results
+    ]
+
+
+def group_of_all() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()

@@ -1,35 +1,52 @@
-"""Kernels of a block: what they return, and the gradients of a block within longer rows."""
+"""Kernels of a block: their results, with and without a mask, and for a block of longer rows."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from composer3d.parallel.context import kernels
-from tests.parallel.context.attention import HEADS, ON_GPU, error, inputs, reference
+from tests.parallel.context.attention import HEADS, ON_GPU, inputs, reference, relative_error
 
 
-def one_block(
+class Results(NamedTuple):
+    """Each (out, lse, dq, dk, dv) of one block."""
+
+    actual: list[Tensor]
+    expected: list[Tensor]
+
+
+def run_block_of_longer_rows(
     device: str, dtype: torch.dtype, heads: int, kv_heads: int, causal: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """(out, lse, dq, dk, dv) of the kernels and of plain scores in float64, of a block within longer rows.
+) -> Results:
+    """Run the kernels, and plain scores in float64, on a block that is a part of longer rows.
 
-    Twice as many keys belong to the rows: the backward is given the whole rows' output and logsumexp, cut like a ring's
-    second half of queries.
+    The rows have twice as many keys as the block has queries. Backward gets the output and the
+    logsumexp of the whole rows, cut like the second half of a ring's queries.
     """
     tokens, width = 64, 16
     q, k, v, grad = (x.to(device, dtype) for x in inputs(heads, kv_heads, 2 * tokens, width=width))
-    late, wide = slice(tokens, None), [x.double() for x in (q, k, v)]
-    out, lse = kernels.attend_reference(*wide, causal=False)
+    q64, k64, v64 = q.double(), k.double(), v.double()
+    out, lse = kernels.attend_reference(q64, k64, v64, causal=False)
+    late = slice(tokens, None)
     keys = late if causal else slice(None)
-    got = kernels.attend_block(q[:, :, late], k[:, :, keys], v[:, :, keys], causal=causal)
+
+    actual = kernels.attend_block(q[:, :, late], k[:, :, keys], v[:, :, keys], causal=causal)
     expected = kernels.attend_reference(
-        wide[0][:, :, late], wide[1][:, :, keys], wide[2][:, :, keys], causal=causal
+        q64[:, :, late], k64[:, :, keys], v64[:, :, keys], causal=causal
     )
-    rows = (out.to(dtype)[:, :, late], lse.to(kernels.wide(dtype))[:, :, late])
-    block = (grad[:, :, late], q[:, :, late], k[:, :, keys], v[:, :, keys], *rows)
-    grads = kernels.attend_block_backward(*block, causal=causal)
-    wanted = kernels.attend_reference_backward(*(x.double() for x in block), causal=causal)
-    return [*got, *grads], [*expected, *wanted]
+    block = (
+        grad[:, :, late],
+        q[:, :, late],
+        k[:, :, keys],
+        v[:, :, keys],
+        out.to(dtype)[:, :, late],
+        lse.to(kernels.wide(dtype))[:, :, late],
+    )
+    actual_grads = kernels.attend_block_backward(*block, causal=causal)
+    expected_grads = kernels.attend_reference_backward(*(x.double() for x in block), causal=causal)
+    return Results([*actual, *actual_grads], [*expected, *expected_grads])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -49,11 +66,12 @@ def one_block(
 def test_kernels_agree_with_plain_scores(
     dtype: torch.dtype, device: str, heads: int, kv_heads: int, causal: bool
 ) -> None:
-    got, expected = one_block(device, dtype, heads, kv_heads, causal)
-    assert got[1].dtype == kernels.wide(dtype)
-    assert all(each.dtype == dtype for each in (got[0], *got[2:]))
-    for a, b in zip(got, expected, strict=True):
-        assert error(a, b) < 8 * torch.finfo(dtype).eps
+    results = run_block_of_longer_rows(device, dtype, heads, kv_heads, causal)
+    out, lse, *grads = results.actual
+    assert lse.dtype == kernels.wide(dtype)
+    assert all(x.dtype == dtype for x in (out, *grads))
+    for actual, expected in zip(results.actual, results.expected, strict=True):
+        assert relative_error(actual, expected) < 8 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
@@ -62,44 +80,53 @@ def test_kernels_agree_with_plain_scores(
 def test_masked_kernels_agree_with_plain_scores(
     device: str, dtype: torch.dtype, heads: int, kv_heads: int
 ) -> None:
-    """Of a block with queries that see none of its keys: they return nothing, with a logsumexp that weighs nothing."""
+    """Some queries see no key of the block: their output is 0, with a logsumexp of -inf."""
     q, k, v, grad = (x.to(device, dtype) for x in inputs(heads, kv_heads, 48, width=16))
-    seen = (torch.rand(2, 1, 48, 48, generator=torch.Generator().manual_seed(2)) < 0.2).to(device)
-    seen[:, :, 5], seen[1, :, 40:] = False, False
-    # The whole rows hold other keys as well.
-    out, lse = (
+    generator = torch.Generator().manual_seed(2)
+    visible = (torch.rand(2, 1, 48, 48, generator=generator) < 0.2).to(device)
+    visible[:, :, 5] = False
+    visible[1, :, 40:] = False
+
+    # The output and logsumexp that backward gets are of rows with other keys as well.
+    row_out, row_lse = (
         x.to(q) for x in kernels.attend_reference(q.double(), k.double(), v.double(), causal=False)
     )
-    block = (grad, q, k, v, out, lse.to(kernels.wide(dtype)))
-    wide = [x.double() for x in block]
-    got, expected = (
-        kernels.attend_block(q, k, v, causal=True, mask=seen),
-        plain_scores(*wide[1:4], seen),
-    )
-    for mine, plain in zip(
-        kernels.attend_reference(*wide[1:4], causal=True, mask=seen), expected, strict=True
+    block = (grad, q, k, v, row_out, row_lse.to(kernels.wide(dtype)))
+    block64 = [x.double() for x in block]
+    _, q64, k64, v64, _, _ = block64
+    out, lse = kernels.attend_block(q, k, v, causal=True, mask=visible)
+    expected_out, expected_lse = plain_scores(q64, k64, v64, visible)
+
+    reference64 = kernels.attend_reference(q64, k64, v64, causal=True, mask=visible)
+    for actual, expected in zip(reference64, (expected_out, expected_lse), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(lse.isneginf().cpu(), ~visible.any(-1).expand(2, heads, 48).cpu())
+    assert not out[lse.isneginf()].any()
+
+    grads = kernels.attend_block_backward(*block, causal=True, mask=visible)
+    expected_grads = kernels.attend_reference_backward(*block64, causal=True, mask=visible)
+    for actual, expected in zip(
+        (out, lse.exp(), *grads),
+        (expected_out, expected_lse.exp(), *expected_grads),
+        strict=True,
     ):
-        torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
-    assert torch.equal(got[1].isneginf().cpu(), ~seen.any(-1).expand(2, heads, 48).cpu())
-    assert not got[0][got[1].isneginf()].any()
-    grads = kernels.attend_block_backward(*block, causal=True, mask=seen)
-    wanted = kernels.attend_reference_backward(*wide, causal=True, mask=seen)
-    for a, b in zip(
-        (got[0], got[1].exp(), *grads), (expected[0], expected[1].exp(), *wanted), strict=True
-    ):
-        assert error(a, b) < 8 * torch.finfo(dtype).eps
+        assert relative_error(actual, expected) < 8 * torch.finfo(dtype).eps
 
 
-def plain_scores(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def plain_scores(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and logsumexp of attention behind a mask, written without a softmax."""
     repeat = q.shape[1] // k.shape[1]
-    weights = (q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5).exp() * seen
+    scores = q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5
+    weights = scores.exp() * visible
     total = weights.sum(-1)
-    return weights @ v.repeat_interleave(repeat, 1) / total.clamp(min=1e-30)[..., None], total.log()
+    out = weights @ v.repeat_interleave(repeat, 1) / total.clamp(min=1e-30)[..., None]
+    return out, total.log()
 
 
 def test_plain_backward_is_the_gradient() -> None:
     q, k, v, grad = inputs(4, 2, 10)
     out, lse = kernels.attend_reference(q, k, v, causal=True)
-    got = [out, *kernels.attend_reference_backward(grad, q, k, v, out, lse, causal=True)]
-    for a, b in zip(got, reference(q, k, v, grad), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    grads = kernels.attend_reference_backward(grad, q, k, v, out, lse, causal=True)
+    expected = reference(q, k, v, grad)
+    for actual, wanted in zip([out, *grads], expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
