@@ -1,4 +1,4 @@
-"""A part of tools/float32: random layouts in float32, of which none may be called wrong."""
+"""A slice of the float32 proof: ``verify`` calls no random layout wrong in float32."""
 
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ SMALL = list(islice((sets for sets in float32.layouts(40) if float32.world(sets)
 def test_a_random_layout_is_exact_in_float32(
     pool: Pool, references: Path, sets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)  # schedules are named from there
+    monkeypatch.chdir(ROOT)  # recipes name schedule files relative to it
     verdict = verify_layout(
         pool, references, str(RECIPE), sets, dtype="float32", steps=float32.STEPS
     )

@@ -1,4 +1,5 @@
-"""The covering matrix: that its list holds what it says, that what it refuses is refused, and a part of it, proven."""
+"""The covering matrix: its list is complete, refusals have messages, and a slice of it is
+proven."""
 
 from pathlib import Path
 
@@ -20,27 +21,27 @@ def id_of(row: matrix.Row) -> str:
     )
 
 
-def test_the_list_holds_all_that_is_legal() -> None:
+def test_the_list_holds_all_legal_targets() -> None:
     assert len(COVER.rows) >= 200
     assert matrix.uncovered(COVER) == []
     assert all(matrix.makes_sense(row) and matrix.is_legal(row) for row in COVER.rows)
 
 
-def test_the_list_can_be_seen_to_lack_something() -> None:
-    lacking = matrix.Cover(
+def test_a_list_without_a_schedule_is_incomplete() -> None:
+    incomplete = matrix.Cover(
         tuple(row for row in COVER.rows if row["schedule"] != "DualPipeV"), COVER.refused
     )
-    assert matrix.uncovered(lacking)
+    assert matrix.uncovered(incomplete)
 
 
-def test_a_line_says_what_a_row_is() -> None:
+def test_a_line_holds_a_whole_row() -> None:
     assert matrix.from_text(matrix.to_text(COVER)) == COVER
     row = COVER.rows[-1]
     assert matrix.recipe_of(row) == load(RECIPE, matrix.sets(row), check_files=False).recipe
 
 
 @pytest.mark.parametrize(("target", "row"), COVER.refused, ids=lambda value: str(value)[:60])
-def test_what_is_not_legal_is_refused_with_a_message(
+def test_an_illegal_layout_is_refused_with_a_message(
     target: matrix.Target, row: matrix.Row
 ) -> None:
     with pytest.raises(RecipeError) as caught:
@@ -53,7 +54,7 @@ def test_what_is_not_legal_is_refused_with_a_message(
 def test_a_layout_of_the_matrix_is_exact(
     pool: Pool, references: Path, row: matrix.Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)  # schedules are named from there
+    monkeypatch.chdir(ROOT)  # recipes name schedule files relative to it
     sets, steps = matrix.sets(row), matrix.STEPS
     verdict = verify_layout(pool, references, str(RECIPE), sets, dtype="float64", steps=steps)
     assert verdict.passed, verdict

@@ -1,4 +1,4 @@
-"""The long proofs. ``bash tools/prove/run NAME``, or ``python -m tools.prove NAME``; see ``__main__``.
+"""The long proofs: ``bash tools/prove/run NAME`` runs one; ``__main__`` lists them.
 
-The tests run a fixed slice of each.
+The tests import these modules and run a fixed slice of each proof. No module here imports a test.
 """

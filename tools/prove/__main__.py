@@ -1,14 +1,17 @@
-"""``python -m tools.prove NAME [OPTIONS]``: run one of the long proofs. ``NAME --help`` lists its options.
+"""Run one of the long proofs: ``bash tools/prove/run NAME [OPTIONS]``, or ``python -m
+tools.prove``.
 
-    matrix    every layout of the covering matrix, in float64, against one process
-    faults    every planted fault must be seen by verify or by a check
-    float32   random layouts in float32, none of which may be called wrong
-    kills     a training is killed at every point of a save, and at random times; it resumes bitwise
-    jobs      ranks, launchers and whole jobs are killed; the job resumes bitwise and nothing is left
-    resume    every layout resumes what every other layout has saved
-    hostile   hostile files: nothing is executed, read or written outside, no traceback
+    matrix    every layout of the covering matrix is exact in float64
+    faults    verify or a check finds every planted fault
+    float32   no exact layout, of random ones, is called wrong in float32
+    kills     a training killed at any point of a save, or at random, resumes bitwise
+    jobs      a job whose rank, launcher or whole group is killed resumes bitwise and leaves nothing
+    resume    every layout resumes what every layout has saved
+    hostile   hostile files: nothing is executed, nothing outside is read or written, no traceback
 
-Exit status: 0 where the proof holds, 1 where it does not, 2 where the arguments are wrong.
+``NAME --help`` lists the options of a proof.
+
+Exit status: 0 if the proof holds, 1 if it does not, 2 if the arguments are wrong.
 """
 
 import importlib
@@ -26,13 +29,16 @@ PROOFS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run the proof that ``arguments`` names; returns its exit status."""
+    """Run the proof that ``arguments`` name, and return its exit status."""
     name, *options = arguments or ["--help"]
     if name in ("-h", "--help"):
         print(__doc__)
         return 0
     if name not in PROOFS:
-        print(f"tools/prove: no proof {name!r}; there are {', '.join(PROOFS)}", file=sys.stderr)
+        print(
+            f"tools/prove/run: there is no proof {name!r}; use one of {', '.join(PROOFS)}",
+            file=sys.stderr,
+        )
         return 2
     return importlib.import_module(PROOFS[name]).main(options)
 

@@ -1,7 +1,10 @@
-"""``bash tools/float32 [--count N] [--part I/N]``: random layouts in float32, none of which may be called wrong.
+"""Prove random layouts in float32: ``verify`` must call none of them wrong.
 
-A layout is a random row of the covering matrix with random settings of the optimizer, a random seed, and sizes that
-the matrix does not vary. They are drawn by a fixed seed, small worlds more often. Exit status: 0 where all are exact.
+A layout is a random row of the covering matrix, with random settings of the optimizer, a random
+seed, and sizes that the matrix does not vary. The layouts are drawn with a fixed seed, small
+worlds more often.
+
+Exit status: 0 if all are exact, 1 if one is not.
 """
 
 import argparse
@@ -19,8 +22,8 @@ from tools.prove.matrix import cover as matrix
 from tools.prove.paths import RECIPE
 
 STEPS = 3
-# What is drawn beside a row; the first value is the most frequent one.
-MORE: dict[str, tuple[str, ...]] = {
+# Further settings of a layout; the first value of each is the most frequent one.
+SETTINGS: dict[str, tuple[str, ...]] = {
     "data.seq_len": ("48", "1", "7", "16", "96"),
     "model.window": ("", "1", "5"),
     "model.dim": ("", "128", "320"),
@@ -35,17 +38,22 @@ MORE: dict[str, tuple[str, ...]] = {
 
 
 def layouts(count: int, seed: int = 32) -> Iterator[list[str]]:
-    """Overrides of ``tests/verify.toml``: the same for a count and a seed, those of a lower count being the first."""
+    """Draw layouts, as overrides of ``tools/prove/verify.toml``.
+
+    A seed always gives the same sequence, so a smaller ``count`` gives the first ones of it.
+    """
     generator = random.Random(seed)
     while count:
         row = matrix.complete((), generator)
-        # A quarter as many of twice the world, and few that are compiled: a minute of all cores each.
-        if row is None or generator.random() > (
-            0.01 if row["compile"] == "yes" else 4 / matrix.world(row) ** 2
-        ):
+        if row is None:
+            continue
+        # A world of twice the size is a quarter as frequent. A compiled layout takes a minute of
+        # all cores.
+        chance = 0.01 if row["compile"] == "yes" else 4 / matrix.world(row) ** 2
+        if generator.random() > chance:
             continue
         sets = [*matrix.sets(row), f"run.seed={generator.randrange(1 << 30)}"]
-        for key, values in MORE.items():
+        for key, values in SETTINGS.items():
             value = values[0] if generator.random() < 0.5 else generator.choice(values)
             if value and is_legal([*sets, f"{key}={value}"]):
                 sets.append(f"{key}={value}")
@@ -54,7 +62,7 @@ def layouts(count: int, seed: int = 32) -> Iterator[list[str]]:
 
 
 def world(sets: list[str]) -> int:
-    """How many processes a layout has."""
+    """The number of processes of a layout."""
     return load(RECIPE, sets, check_files=False).recipe.world_size
 
 
@@ -68,30 +76,39 @@ def is_legal(sets: list[str]) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="tools/float32", description=(__doc__ or "").partition(": ")[2]
+        prog="tools/prove/run float32",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--count", type=int, default=200, metavar="N", help="layouts, 200 where it is absent"
+        "--count",
+        type=int,
+        default=200,
+        metavar="N",
+        help="the number of layouts; default: %(default)s",
     )
     parser.add_argument(
-        "--part", default="1/1", metavar="I/N", help="every Nth of them, from the Ith on"
+        "--part",
+        default="1/1",
+        metavar="I/N",
+        help="prove every Nth layout, from the Ith on; default: all",
     )
     options = parser.parse_args(arguments)
-    first, every = map(int, options.part.split("/"))
-    chosen = list(layouts(options.count))[first - 1 :: every]
-    begin, good = time.monotonic(), 0
+    first, step = map(int, options.part.split("/"))
+    chosen = list(layouts(options.count))[first - 1 :: step]
+    begin, n_exact = time.monotonic(), 0
     with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-float32-") as folder:
         for number, sets in enumerate(chosen, 1):
             verdict = verify_layout(
                 pool, Path(folder), str(RECIPE), sets, dtype="float32", steps=STEPS
             )
-            good += verdict.passed
-            word, error = "exact" if verdict.passed else "WRONG", verdict.max_grad_rel_err
+            n_exact += verdict.passed
+            word = "exact" if verdict.passed else "WRONG"
+            error = verdict.max_grad_rel_err
             shown = "-" if error is None else f"{error:.0e}"
             print(f"{number:>3} {word}  gradients {shown}  {verdict.layout}", flush=True)
             if not verdict.passed:
                 print(f"    {verdict.error}\n    {' '.join(sets)}", flush=True)
-    print(
-        f"{good} of {len(chosen)} layouts are exact in float32, in {(time.monotonic() - begin) / 60:.1f} minutes"
-    )
-    return 0 if good == len(chosen) else 1
+    minutes = (time.monotonic() - begin) / 60
+    print(f"{n_exact} of {len(chosen)} layouts are exact in float32, in {minutes:.1f} minutes")
+    return 0 if n_exact == len(chosen) else 1

@@ -1,1 +1,1 @@
-"""The covering matrix: which layouts are proven (``cover``), and what is written about them."""
+"""The covering matrix: the layouts to prove (``cover``), and the report about them (``report``)."""

@@ -1,12 +1,16 @@
-"""The covering matrix: ``bash tools/matrix`` proves every layout of it in float64 and writes ``tests/matrix.md``.
+"""The covering matrix: the layouts that ``bash tools/prove/run matrix`` proves in float64.
 
-Features and axes are the columns of one table. The layouts that are proven hold, as far as they are legal, every
-schedule with every ``zero`` and every mode of checkpointing; every two values of any two columns; and every schedule
-with every two values of two further columns. They are found greedily, cheap ones first, always the same. Two values
-that no legal layout holds must be refused with a message, and are listed with it.
+Features and axes are the columns of one table. The layouts hold, as far as it is legal:
 
-Where batches come from is no column: every proof takes its first and third from a small corpus, through the loader that
-training has, and its second from random numbers (``verify_worker``).
+- every schedule with every ``zero`` and every mode of checkpointing;
+- every two values of any two columns;
+- every schedule with every two values of two of the columns in ``WITH_SCHEDULE``.
+
+They are found greedily, cheap ones first, and are always the same. Two values that no legal layout
+holds must be refused with a message, and are listed with it.
+
+The source of batches is no column: every proof takes its first and third batch from a small corpus,
+through the loader of training, and its second from random numbers (``verify.worker``).
 """
 
 import json
@@ -15,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
@@ -24,13 +28,23 @@ from composer3d.spec.schedules import SCHEDULES, micro_batch_requirement
 from tools.prove.paths import MATRIX, RECIPE
 
 LIMIT = 16  # processes
-STEPS = 3  # of a proof: two of a corpus, a random one between them
-CSV = {
-    "least": ("recipes/zb-h1-2x4.csv", 1),
-    "more": ("tools/prove/v-2x4.csv", 2),
-}  # file, stages a rank
+STEPS = 3  # of a proof: two with batches of a corpus, and one with a random batch between them
 
-# The first value of a column is what it is where it does not matter.
+
+class ScheduleFile(NamedTuple):
+    """A schedule in a CSV file, and the number of stages of each of its ranks."""
+
+    path: str
+    stages_per_rank: int
+
+
+# By the value of the column "micro-batches".
+CSV = {
+    "least": ScheduleFile("recipes/zb-h1-2x4.csv", 1),
+    "more": ScheduleFile("tools/prove/v-2x4.csv", 2),
+}
+
+# A row has the first value of a column if the column does not matter to it.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "schedule": ("none", *SCHEDULES),
     "zero": ("3", "0", "1", "2"),
@@ -58,37 +72,51 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "offload": ("no", "yes"),
     "compile": ("no", "yes"),
 }
-ALWAYS = ("schedule", "zero", "checkpoint")  # in full
-WITH_SCHEDULE = (  # each two of them with each schedule
-    *(
-        "data",
-        "cp",
-        "cp method",
-        "tp",
-        "sequence",
-        "kv heads",
-        "vocabulary",
-        "layers",
-        "tied",
-        "packing",
-        "norms",
-    ),
-    *("micro-batches", "micro-batch", "pp"),
+# All combinations of the values of these columns are proven.
+ALWAYS = ("schedule", "zero", "checkpoint")
+# Every two values of two of these columns are proven with every schedule.
+WITH_SCHEDULE = (
+    "data",
+    "cp",
+    "cp method",
+    "tp",
+    "sequence",
+    "kv heads",
+    "vocabulary",
+    "layers",
+    "tied",
+    "packing",
+    "norms",
+    "micro-batches",
+    "micro-batch",
+    "pp",
 )
+
+HEADER = (
+    "# Made by `bash tools/prove/run matrix --find`; docs/matrix.md lists what each layout proves."
+)
+
+# A value for every column.
 Row = dict[str, str]
+# Columns with values that a row must hold together.
 Target = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Cover:
-    """``rows``: the layouts to prove; ``refused``: what no layout holds, with a layout that shows why."""
+    """The covering matrix.
+
+    Attributes:
+        rows: the layouts to prove.
+        refused: the targets that no legal row holds, each with a row that shows why.
+    """
 
     rows: tuple[Row, ...]
     refused: tuple[tuple[Target, Row], ...]
 
 
 def overrides(row: Row) -> dict[str, Any]:
-    """What makes ``row`` of ``tests/verify.toml``."""
+    """The keys and values that turn ``tools/prove/verify.toml`` into ``row``."""
     shard, replicate = DATA[row["data"]]
     out: dict[str, Any] = {
         "mesh.pp": int(row["pp"]),
@@ -122,20 +150,23 @@ def overrides(row: Row) -> dict[str, Any]:
     if row["schedule"] != "none":
         out["parallel.schedule"] = row["schedule"]
     if row["schedule"] == "csv":
-        out["parallel.schedule_csv"], out["parallel.virtual_stages"] = CSV[row["micro-batches"]]
+        schedule_file = CSV[row["micro-batches"]]
+        out["parallel.schedule_csv"] = schedule_file.path
+        out["parallel.virtual_stages"] = schedule_file.stages_per_rank
     if row["mixed"] == "yes":
         out["precision.compute"] = "bfloat16"
     return out
 
 
 def sets(row: Row) -> list[str]:
+    """The overrides of a row as ``--set`` takes them."""
     return [
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in overrides(row).items()
     ]
 
 
-# What a proof makes of these in few steps: ``verify_data.shorten``.
+# ``verify.data.shorten_run`` fits these to the few steps of a proof.
 RATES: dict[str, dict[str, Any]] = {
     "warmup, linear": {"optim.schedule": "linear", "optim.warmup": 10},
     "warmup, wsd": {
@@ -146,66 +177,74 @@ RATES: dict[str, dict[str, Any]] = {
     },
     "constant": {"optim.schedule": "constant"},
 }
+# (dp_shard, dp_replicate) by value of the column "data".
 DATA = {"1": (1, 1), "shard 2": (2, 1), "replicate 2": (1, 2), "HSDP 2 x 2": (2, 2)}
 
 
 def stages_of(row: Row) -> int:
+    """The number of pipeline stages."""
     if row["pp"] == "1" or row["schedule"] == "none":
         return 1
-    each = (
-        CSV[row["micro-batches"]][1]
-        if row["schedule"] == "csv"
-        else SCHEDULES[row["schedule"]].stages.default_per_rank
-    )
-    return int(row["pp"]) * each
+    if row["schedule"] == "csv":
+        stages_per_rank = CSV[row["micro-batches"]].stages_per_rank
+    else:
+        stages_per_rank = SCHEDULES[row["schedule"]].stages.default_per_rank
+    return int(row["pp"]) * stages_per_rank
 
 
 def micro_batches(row: Row) -> int:
-    """The fewest that the schedule takes, but at least two, or the next number that it takes."""
+    """The fewest micro-batches that the schedule accepts, or a larger number that it accepts.
+
+    With pp there are at least two.
+    """
     if row["schedule"] == "csv":
         return 4
     name, pp = row["schedule"], int(row["pp"])
     start = 1 if name == "none" or pp == 1 else 2
-    good = [
-        n
-        for n in range(start, 4 * pp + 4)
-        if name == "none" or micro_batch_requirement(name, n, pp, "") is None
+    accepted = [
+        count
+        for count in range(start, 4 * pp + 4)
+        if name == "none" or micro_batch_requirement(name, count, pp, "") is None
     ]
-    return (
-        good[0]
-        if row["micro-batches"] == "least"
-        else next(n for n in good if n > good[0] + (pp > 1))
-    )
+    fewest = accepted[0]
+    if row["micro-batches"] == "least":
+        return fewest
+    return next(count for count in accepted if count > fewest + (1 if pp > 1 else 0))
 
 
 def world(row: Row) -> int:
+    """The number of processes."""
     shard, replicate = DATA[row["data"]]
     return int(row["pp"]) * shard * replicate * int(row["cp"]) * int(row["tp"])
 
 
-def sharded(row: Row) -> bool:
+def uses_fsdp(row: Row) -> bool:
+    """Whether FSDP wraps the model, so that ``zero`` matters."""
     return row["data"] != "1" or row["cp"] != "1" or "yes" in (row["mixed"], row["offload"])
 
 
 def makes_sense(row: Row) -> bool:
     """Whether every value of ``row`` changes what is run, or is the first of its column."""
-    return (
-        (row["schedule"] == "none") == (row["pp"] == "1")
-        and world(row) <= LIMIT
-        and (sharded(row) or row["zero"] == "3")
-        and (
-            row["data"] != "1"
-            or row["cp"] != "1"
-            or row["schedule"] == "none"
-            or row["zero"] == "3"
-        )
-        and (row["tp"] != "1" or (row["sequence"], row["loss"]) == ("parallel", "parallel"))
-        and (row["cp"] != "1" or (row["cp method"], row["cp balance"]) == ("ring", "zigzag"))
-        and (row["layers"] == "even" or row["pp"] != "1")
-        and (row["schedule"] != "csv" or row["pp"] == "2")
-        and (row["compile"] == "no" or world(row) <= 4)  # every rank compiles: minutes for more
-        and (row["micro-batches"] == "more" or row["zero"] != "2" or row["pp"] != "1")
-    )
+    has_pp, has_cp, has_tp = row["pp"] != "1", row["cp"] != "1", row["tp"] != "1"
+    has_data = row["data"] != "1"
+    zero_matters = uses_fsdp(row) and (has_data or has_cp or row["schedule"] == "none")
+    if (row["schedule"] != "none") != has_pp or world(row) > LIMIT:
+        return False
+    if row["zero"] != "3" and not zero_matters:
+        return False
+    if not has_tp and (row["sequence"], row["loss"]) != ("parallel", "parallel"):
+        return False
+    if not has_cp and (row["cp method"], row["cp balance"]) != ("ring", "zigzag"):
+        return False
+    if row["layers"] == "uneven" and not has_pp:
+        return False
+    if row["schedule"] == "csv" and row["pp"] != "2":
+        return False
+    # Every rank compiles: more of them take minutes.
+    if row["compile"] == "yes" and world(row) > 4:
+        return False
+    # With one micro-batch, zero 2 is zero 1.
+    return not (row["zero"] == "2" and not has_pp and row["micro-batches"] == "least")
 
 
 @cache
@@ -214,14 +253,17 @@ def _base() -> Recipe:
 
 
 def recipe_of(row: Row) -> Recipe:
-    """As ``load`` makes it of ``sets(row)``, but a hundred times faster, and without a verdict on it."""
-    tables: dict[str, dict[str, Any]] = {}
+    """The recipe that ``load`` makes with ``sets(row)``, legal or not, but a hundred times
+    faster."""
+    values_of_table: dict[str, dict[str, Any]] = {}
     for key, value in overrides(row).items():
         table, name = key.split(".")
-        tables.setdefault(table, {})[name] = value
-    return replace(
-        _base(), **{table: replace(getattr(_base(), table), **new) for table, new in tables.items()}
-    )
+        values_of_table.setdefault(table, {})[name] = value
+    tables = {
+        table: replace(getattr(_base(), table), **values)
+        for table, values in values_of_table.items()
+    }
+    return replace(_base(), **tables)
 
 
 def is_legal(row: Row) -> bool:
@@ -229,9 +271,10 @@ def is_legal(row: Row) -> bool:
 
 
 def targets() -> list[Target]:
-    """What the rows must hold, if it is legal: in full, every two, and every two with each schedule."""
-    full = product(*([(column, value) for value in COLUMNS[column]] for column in ALWAYS))
-    out = [cells for cells in full if cells[0][1] != "none" and cells[1][1] != "2"]
+    """All cells that rows must hold together, if it is legal."""
+    combined = product(*([(column, value) for value in COLUMNS[column]] for column in ALWAYS))
+    # The combinations with pp, which refuses zero 2.
+    out = [cells for cells in combined if cells[0][1] != "none" and cells[1][1] != "2"]
     for a, b in combinations(COLUMNS, 2):
         out += [((a, x), (b, y)) for x, y in product(COLUMNS[a], COLUMNS[b])]
     for a, b in combinations(WITH_SCHEDULE, 2):
@@ -240,12 +283,12 @@ def targets() -> list[Target]:
     return out
 
 
-def held(row: Row, wanted: set[Target]) -> set[Target]:
-    """Which of ``wanted`` the row holds."""
-    return {cells for cells in _cells(row) if cells in wanted}
+def held_targets(row: Row, wanted: set[Target]) -> set[Target]:
+    """The targets among ``wanted`` that the row holds."""
+    return {target for target in _all_targets(row) if target in wanted}
 
 
-def _cells(row: Row) -> Iterator[Target]:
+def _all_targets(row: Row) -> Iterator[Target]:
     yield tuple((column, row[column]) for column in ALWAYS)
     items = list(row.items())
     yield from combinations(items, 2)
@@ -254,90 +297,99 @@ def _cells(row: Row) -> Iterator[Target]:
 
 
 def cost(row: Row) -> float:
-    """What a proof takes, roughly, in seconds of two cores."""
+    """The rough time of a proof on two cores, in seconds."""
     stages = max(stages_of(row), 2) / int(row["pp"])
     compiling = 10.0 * world(row) if row["compile"] == "yes" else 0.0
     return 1.0 + world(row) * (0.35 + 0.02 * micro_batches(row) * stages) + compiling
 
 
 def complete(fixed: Target, generator: random.Random) -> Row | None:
-    """A legal row that holds ``fixed``, its other values drawn; None where the draw is none."""
-    given = dict(fixed)
+    """Draw a row that holds ``fixed``; None if the drawn row is not legal or makes no sense."""
+    fixed_values = dict(fixed)
     row = {
-        column: given.get(column) or generator.choice(values) for column, values in COLUMNS.items()
+        column: fixed_values.get(column) or generator.choice(values)
+        for column, values in COLUMNS.items()
     }
-    for column, values in COLUMNS.items():  # what costs most, or goes with little, is drawn seldom
-        if (
-            column not in given
-            and column in ("compile", "window", "offload", "mixed")
-            and generator.random() < 0.6
-        ):
-            row[column] = values[0]
-    if "pp" not in given:
+    # Draw seldom what is slow, or goes together with little.
+    for column in ("window", "mixed", "offload", "compile"):
+        if column not in fixed_values and generator.random() < 0.6:
+            row[column] = COLUMNS[column][0]
+    if "pp" not in fixed_values:
         row["pp"] = "1" if row["schedule"] == "none" else generator.choice(("2", "2", "2", "4"))
-    if "cp" not in given and ("cp method" in given or "cp balance" in given):
+    if "cp" not in fixed_values and ("cp method" in fixed_values or "cp balance" in fixed_values):
         row["cp"] = generator.choice(("2", "3"))
     for column in ("cp method", "cp balance"):
-        if row["cp"] == "1" and column not in given:
+        if row["cp"] == "1" and column not in fixed_values:
             row[column] = COLUMNS[column][0]
-    if "schedule" not in given and row["pp"] == "1":
+    if "schedule" not in fixed_values and row["pp"] == "1":
         row["schedule"] = "none"
     return row if makes_sense(row) and is_legal(row) else None
 
 
+def _draw(target: Target, generator: random.Random, tries: int) -> list[Row]:
+    """The legal rows among ``tries`` drawn ones."""
+    rows = [complete(target, generator) for _ in range(tries)]
+    return [row for row in rows if row is not None]
+
+
 @cache
 def cover() -> Cover:
-    """The matrix: deterministic."""
+    """Find the matrix. The result is always the same."""
     generator, order = random.Random(3), targets()
-    missing, rows, hopeless = set(order), [], []
+    missing, rows, impossible = set(order), [], []
     for target in order:
         if target not in missing:
             continue
-        drawn = [row for _ in range(60) if (row := complete(target, generator)) is not None]
-        if not drawn:
-            drawn = [row for _ in range(1500) if (row := complete(target, generator)) is not None][
-                :10
-            ]
-        if not drawn:
-            hopeless.append(target)
+        candidates = _draw(target, generator, 60) or _draw(target, generator, 1500)[:10]
+        if not candidates:
+            impossible.append(target)
             missing.discard(target)
             continue
-        best = max(drawn, key=lambda row: len(held(row, missing)) / cost(row) ** 0.7)
+        best = max(candidates, key=lambda row: len(held_targets(row, missing)) / cost(row) ** 0.7)
         rows.append(best)
-        missing -= held(best, missing)
-    refused = [(target, row) for target in hopeless if (row := _why(target, generator)) is not None]
-    # Two cells that are refused say all that three, of which they are two, could say.
-    small = [set(target) for target, _ in refused if len(target) == 2]
+        missing -= held_targets(best, missing)
+
+    refused = []
+    for target in impossible:
+        row = _find_refused(target)
+        if row is not None:
+            refused.append((target, row))
+    # A refused pair explains every refused triple that holds it.
+    pairs = [set(target) for target, _ in refused if len(target) == 2]
     kept = [
-        (t, row) for t, row in refused if len(t) == 2 or not any(pair < set(t) for pair in small)
+        (target, row)
+        for target, row in refused
+        if len(target) == 2 or not any(pair < set(target) for pair in pairs)
     ]
     return Cover(tuple(rows), tuple(kept))
 
 
-def _why(target: Target, generator: random.Random) -> Row | None:
-    """A row that makes sense and is refused, with as few values that are not the first as can be; None: none does."""
-    given = dict(target)
-    free = [column for column in COLUMNS if column not in given]
-    plain = {column: given.get(column, values[0]) for column, values in COLUMNS.items()}
-    tries = [plain, *({**plain, column: value} for column in free for value in COLUMNS[column][1:])]
-    for first, second in combinations(free, 2):
-        tries += [
-            {**plain, first: x, second: y}
-            for x, y in product(COLUMNS[first][1:], COLUMNS[second][1:])
-        ]
-    for row in tries:
+def _find_refused(target: Target) -> Row | None:
+    """Find a row that holds ``target``, makes sense and is refused.
+
+    As few values as possible differ from the first of their columns. None if the first row that
+    makes sense is legal, or none does.
+    """
+    fixed = dict(target)
+    free = [column for column in COLUMNS if column not in fixed]
+    plain = {column: fixed.get(column, values[0]) for column, values in COLUMNS.items()}
+    candidates = [plain]
+    candidates += [plain | {column: value} for column in free for value in COLUMNS[column][1:]]
+    for a, b in combinations(free, 2):
+        values = product(COLUMNS[a][1:], COLUMNS[b][1:])
+        candidates += [plain | {a: x, b: y} for x, y in values]
+    for row in candidates:
         if makes_sense(row):
             return row if not is_legal(row) else None
     return None
 
 
 def context() -> list[Row]:
-    """Every way of context parallelism with every mask and grouping of heads, on 2 to 8 ranks, as far as legal."""
-    columns = {"cp": ("2", "3", "4", "8")}
-    columns |= {
-        column: COLUMNS[column]
-        for column in ("cp method", "cp balance", "kv heads", "packing", "window")
-    }
+    """All legal rows of context parallelism on 2 to 8 ranks: methods, orders, masks, head
+    groups."""
+    columns: dict[str, tuple[str, ...]] = {"cp": ("2", "3", "4", "8")}
+    for column in ("cp method", "cp balance", "kv heads", "packing", "window"):
+        columns[column] = COLUMNS[column]
     plain = {column: values[0] for column, values in COLUMNS.items()}
     rows = [
         plain | dict(zip(columns, values, strict=True)) for values in product(*columns.values())
@@ -346,72 +398,88 @@ def context() -> list[Row]:
 
 
 def slice_of(rows: Iterable[Row], budget: float = 90.0) -> list[Row]:
-    """A fixed part of the matrix for the test suite: each value with each schedule, as far as ``budget`` goes."""
-    order = sorted(rows, key=cost)
-    missing = {(row["schedule"], cell) for row in order for cell in row.items()}
-    out: list[Row] = []
-    while missing and sum(map(cost, out)) < budget:
-        best = max(order, key=lambda row: len(missing & _seen(row)) / cost(row))
-        out.append(best)
-        missing -= _seen(best)
-    return out
+    """The fixed slice that the tests prove: each value with each schedule, for ``budget``
+    seconds."""
+    candidates = sorted(rows, key=cost)
+    missing = {pair for row in candidates for pair in _values_with_schedule(row)}
+    chosen: list[Row] = []
+    while missing and sum(map(cost, chosen)) < budget:
+        best = max(
+            candidates, key=lambda row: len(missing & _values_with_schedule(row)) / cost(row)
+        )
+        chosen.append(best)
+        missing -= _values_with_schedule(best)
+    return chosen
 
 
-def _seen(row: Row) -> set[tuple[str, tuple[str, str]]]:
+def _values_with_schedule(row: Row) -> set[tuple[str, tuple[str, str]]]:
     return {(row["schedule"], cell) for cell in row.items()}
 
 
 def to_text(matrix: Cover) -> str:
-    """One line a layout: the values that are not the first of their columns. Refused ones end with what is at fault."""
-    lines = ["# Made by tools/matrix.py --find; what each layout proves is in matrix.md."]
+    """Write a line for each layout: the values that are not the first of their columns.
+
+    The lines of refused layouts end with the cells that cannot go together.
+    """
+    lines = [HEADER]
     lines += [line_of(row) for row in matrix.rows]
-    return (
-        "\n".join(
-            [
-                *lines,
-                *(f"{line_of(row)} ! {line_of(dict(target))}" for target, row in matrix.refused),
-            ]
-        )
-        + "\n"
-    )
+    lines += [f"{line_of(row)} ! {line_of(dict(target))}" for target, row in matrix.refused]
+    return "\n".join(lines) + "\n"
 
 
 def line_of(cells: Row) -> str:
-    return (
-        "; ".join(
-            f"{c}: {v}" for c, v in cells.items() if v != COLUMNS[c][0] or len(cells) < len(COLUMNS)
-        )
-        or "-"
-    )
+    """The cells of a row that are not the first of their columns, or all cells of a target."""
+    is_row = len(cells) == len(COLUMNS)
+    shown = [
+        f"{column}: {value}"
+        for column, value in cells.items()
+        if not is_row or value != COLUMNS[column][0]
+    ]
+    return "; ".join(shown) or "-"
 
 
 def from_text(text: str) -> Cover:
+    """Read what ``to_text`` has written."""
     rows: list[Row] = []
     refused: list[tuple[Target, Row]] = []
     for line in text.splitlines():
         if line.startswith("#"):
             continue
-        shown, _, fault = line.partition(" ! ")
-        cells = dict(cell.split(": ") for cell in shown.split("; ") if cell != "-")
+        row_text, _, target_text = line.partition(" ! ")
+        cells = dict(_cells_of(row_text))
         row = {column: cells.get(column, values[0]) for column, values in COLUMNS.items()}
-        if fault:
-            refused.append(
-                (tuple((c, v) for c, v in (cell.split(": ") for cell in fault.split("; "))), row)
-            )
+        if target_text:
+            refused.append((_cells_of(target_text), row))
         else:
             rows.append(row)
     return Cover(tuple(rows), tuple(refused))
 
 
+def _cells_of(line: str) -> Target:
+    cells = []
+    for cell in line.split("; ") if line != "-" else ():
+        column, value = cell.split(": ")
+        cells.append((column, value))
+    return tuple(cells)
+
+
 def read() -> Cover:
+    """Read the matrix that is in the repository."""
     return from_text(MATRIX.read_text())
 
 
 def uncovered(matrix: Cover) -> list[Target]:
-    """Targets that neither a row nor a refusal holds, though a legal row holding them is easily drawn."""
-    wanted = set(targets())
+    """The targets that the matrix lacks: no row holds them, no refusal explains them, but a legal
+    row that holds them is easily drawn.
+    """
+    missing = set(targets())
     for row in matrix.rows:
-        wanted -= held(row, wanted)
+        missing -= held_targets(row, missing)
+    refused = [set(target) for target, _ in matrix.refused]
+    missing = {target for target in missing if not any(cells <= set(target) for cells in refused)}
     generator = random.Random(5)
-    wanted = {t for t in wanted if not any(set(fault) <= set(t) for fault, _ in matrix.refused)}
-    return sorted(t for t in wanted if any(complete(t, generator) is not None for _ in range(20)))
+    return sorted(
+        target
+        for target in missing
+        if any(complete(target, generator) is not None for _ in range(20))
+    )

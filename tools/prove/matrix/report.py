@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from composer3d.recipe.rules import violations
-from composer3d.verify.proof import Verdict
+from composer3d.verify.judge import Verdict
 from tools.prove.matrix.cover import COLUMNS, STEPS, Cover, Row, line_of, recipe_of
 from tools.prove.paths import MATRIX_PAGE
 
