@@ -1,13 +1,14 @@
-"""Tensor parallelism: its two collectives are transposes, and a block needs no more of them than the papers say."""
+"""Tensor parallelism: exact blocks, with no more collectives than the papers have."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -17,7 +18,7 @@ from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel import ShardingPlan, StepShape, compose, init
-from composer3d.parallel.tensor import styles as tp
+from composer3d.parallel.tensor import styles
 from composer3d.recipe.schema import MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.mesh import Mesh
@@ -28,83 +29,48 @@ SHAPE = ModelShape(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, ffn=24, vocab=32
 HEAD_NORMS = replace(SHAPE, qk_norm=True, qkv_bias=True, head_dim=6)
 
 
+# --- one block against one process, and its collectives ---
+
+Counts = dict[str, int]  # calls by the name of the collective's operator
+
+
+class BlockCounts(NamedTuple):
+    """The collectives of a block, by phase."""
+
+    forward: Counts
+    backward: Counts
+    finish: Counts
+
+
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def close(a: Tensor | None, b: Tensor | None) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def check_collectives() -> tuple[float, float]:
-    """Values and gradients of both, against what one process computes; returns <G x, y> and <x, S y> of this rank."""
-    with pool_world():
-        rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-        assert group is not None
-        wholes = [random(2, 3 * size, 5, seed=seed) for seed in range(size)]  # one (B, T, C) a rank
-        x_whole = random(2, 3 * size, 5, seed=99)
-        shard, whole_sum = slice(3 * rank, 3 * rank + 3), torch.stack(wholes).sum(0)
-
-        x = x_whole[:, shard].clone().requires_grad_()
-        gathered = tp.gather_sequence(x, group)
-        torch.testing.assert_close(gathered, x_whole, rtol=0, atol=0)
-        gathered.backward(wholes[rank])
-        close(x.grad, whole_sum[:, shard])
-
-        # Laid out the other way round: a transposed input must be sent as what it means, not as it lies in memory.
-        y = wholes[rank].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-        scattered = tp.scatter_sum(y, group)
-        close(scattered, whole_sum[:, shard])
-        scattered.backward(x_whole[:, shard])
-        torch.testing.assert_close(y.grad, x_whole, rtol=0, atol=0)
-        return (gathered * y).sum().item(), (x * scattered).sum().item()
-
-
-def check_columns_and_rows() -> None:
-    """gather > columns > rows > scatter, as a feed-forward does it, against the two products on one process."""
-    with pool_world():
-        rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-        assert group is not None
-        x, up, down, cotangent = (
-            random(*shape, seed=seed).requires_grad_(seed < 3)
-            for seed, shape in enumerate(
-                [(2, 2 * size, 6), (4 * size, 6), (6, 4 * size), (2, 2 * size, 6)]
-            )
-        )
-        expected = (x @ up.T).relu() @ down.T
-        expected.backward(cotangent)
-        mine, part = slice(2 * rank, 2 * rank + 2), slice(4 * rank, 4 * rank + 4)
-        x_r, up_r, down_r = (
-            t.detach().clone().requires_grad_() for t in (x[:, mine], up[part], down[:, part])
-        )
-        out = tp.scatter_sum((tp.gather_sequence(x_r, group) @ up_r.T).relu() @ down_r.T, group)
-        out.backward(cotangent[:, mine])
-        assert x.grad is not None
-        assert up.grad is not None
-        assert down.grad is not None
-        close(out, expected[:, mine])
-        close(x_r.grad, x.grad[:, mine])
-        close(up_r.grad, up.grad[part])
-        close(down_r.grad, down.grad[:, part])
-
-
-def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """What ``run`` returns and the collectives that it runs, by the name of their operator."""
+def count_collectives(run: Callable[[], Any]) -> tuple[Any, Counts]:
+    """Call ``run``; return its result and the collectives that it ran."""
     with CommDebugMode() as mode:
-        out = run()
-    return out, {
-        str(op).rpartition(".")[2].strip("_"): count
-        for op, count in mode.get_comm_counts().items()
-        if count
-    }
+        result = run()
+    counts = {}
+    for operator, count in mode.get_comm_counts().items():
+        if count:
+            counts[str(operator).rpartition(".")[2].strip("_")] = count
+    return result, counts
 
 
-def run_block(parallel: ParallelTable, shape: ModelShape = SHAPE) -> dict[str, dict[str, int]]:
-    """One block forward and backward on two ranks, held against one process; its collectives by phase."""
+def total(counts: Counts, word: str) -> int:
+    """The number of calls of all collectives with ``word`` in their name."""
+    return sum(count for name, count in counts.items() if word in name)
+
+
+def run_block(parallel: ParallelTable, shape: ModelShape = SHAPE) -> BlockCounts:
+    """Run one block forward and backward over all ranks, and compare it with one process."""
     with pool_world() as device:
-        plan, rank = sharding_plan(shape), dist.get_rank()
+        plan, rank, size = sharding_plan(shape), dist.get_rank(), dist.get_world_size()
         step = StepShape(micro_batch=2, micro_batches=1, seq_len=8)
-        size = dist.get_world_size()
         mesh = Mesh.build(MeshTable(dp_shard=1, tp=size), device)
         stages = compose(
             Llama(shape, dtype=torch.float64), plan, mesh, parallel=parallel, step=step, seed=5
@@ -112,100 +78,68 @@ def run_block(parallel: ParallelTable, shape: ModelShape = SHAPE) -> dict[str, d
         single = Llama(shape, dtype=torch.float64, device="cpu")
         init.initialise(single, plan, 5)
         seq = SequenceInfo(torch.arange(8).repeat(2, 1))
-        whole = random(2, 8, shape.dim, seed=1).requires_grad_()
+        whole_h = random(2, 8, shape.dim, seed=1).requires_grad_()
         cotangent = random(2, 8, shape.dim, seed=2)
-        expected = single.blocks["0"](whole, seq)
+        expected = single.blocks["0"](whole_h, seq)
         expected.backward(cotangent)
 
-        mine = (
-            slice(8 // size * rank, 8 // size * (rank + 1))
-            if parallel.sequence_parallel
-            else slice(None)
-        )
-        h = whole.detach()[:, mine].clone().requires_grad_()
-        out, forward = counted(lambda: stages.modules[0].blocks["0"](h, seq))
-        _, backward = counted(lambda: out.backward(cotangent[:, mine]))
-        _, finish = counted(stages.finish_gradients)
-        assert whole.grad is not None
-        close(out, expected[:, mine])
-        close(h.grad, whole.grad[:, mine])
-        wanted = {
+        own_tokens = slice(None)
+        if parallel.sequence_parallel:
+            own_tokens = slice(8 // size * rank, 8 // size * (rank + 1))
+        h = whole_h.detach()[:, own_tokens].clone().requires_grad_()
+        out, forward = count_collectives(lambda: stages.modules[0].blocks["0"](h, seq))
+        _, backward = count_collectives(lambda: out.backward(cotangent[:, own_tokens]))
+        _, finish = count_collectives(stages.finish_gradients)
+        assert whole_h.grad is not None
+        assert_close(out, expected[:, own_tokens])
+        assert_close(h.grad, whole_h.grad[:, own_tokens])
+
+        expected_grads = {
             f"blocks.0.{name}": parameter.grad
             for name, parameter in single.blocks["0"].named_parameters()
         }
-        found = {
-            name: parameter.grad for name, parameter in stages.named_parameters() if name in wanted
+        grads = {
+            name: parameter.grad
+            for name, parameter in stages.named_parameters()
+            if name in expected_grads
         }
-        assert len(found) == len(wanted)
-        for name, grad in found.items():
+        assert len(grads) == len(expected_grads)
+        for name, grad in grads.items():
             assert isinstance(grad, DTensor), name
-            close(grad.full_tensor(), wanted[name])
-        return {"forward": forward, "backward": backward, "finish": finish}
+            assert_close(grad.full_tensor(), expected_grads[name])
+        return BlockCounts(forward, backward, finish)
 
 
-def placements(shape: ModelShape) -> dict[str, str]:
-    with pool_world() as device:
-        model = Llama(shape)
-        mesh = Mesh.build(MeshTable(dp_shard=1, tp=dist.get_world_size()), device)
-        assert mesh.tp is not None
-        tp.apply(model, sharding_plan(shape), mesh.tp, ParallelTable())
-        return {
-            name: "".join(str(p.dim) if isinstance(p, Shard) else "R" for p in parameter.placements)
-            for name, parameter in model.named_parameters()
-            if isinstance(parameter, DTensor)
-        }
+def test_a_block_under_sequence_parallelism_gathers_and_scatters_twice(pool: Pool) -> None:
+    for counts in pool.run(run_block, {"parallel": ParallelTable()}, world_size=2):
+        assert total(counts.forward, "gather") == total(counts.forward, "scatter") == 2
+        assert total(counts.backward, "gather") == total(counts.backward, "scatter") == 2
+        assert sum(counts.forward.values()) == sum(counts.backward.values()) == 4
+        # A rank has the gradients of the two norms for its tokens only. They are summed once a
+        # step.
+        assert counts.finish == {"all_reduce": 2}
 
 
-def leave_norms_uncut() -> None:
-    with pool_world() as device:
-        plan = sharding_plan(SHAPE)
-        tensor = {glob: style for glob, style in plan.tensor.items() if style != "norm"}
-        mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
-        assert mesh.tp is not None
-        tp.apply(Llama(SHAPE), replace(plan, tensor=tensor), mesh.tp, ParallelTable())
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gather_and_scatter_are_transposes(pool: Pool, world_size: int) -> None:
-    products = pool.run(check_collectives, {}, world_size=world_size)
-    one, other = (sum(each) for each in zip(*products, strict=True))
-    assert abs(one) > 1
-    assert one == pytest.approx(other, rel=1e-12)
-
-
-def test_columns_and_rows_are_one_product(pool: Pool) -> None:
-    pool.run(check_columns_and_rows, {}, world_size=2)
-
-
-def test_block_under_sequence_parallelism_gathers_and_scatters_twice(pool: Pool) -> None:
-    for rank in pool.run(run_block, {"parallel": ParallelTable()}, world_size=2):
-        assert total(rank["forward"], "gather") == total(rank["forward"], "scatter") == 2
-        assert total(rank["backward"], "gather") == total(rank["backward"], "scatter") == 2
-        assert sum(rank["forward"].values()) == sum(rank["backward"].values()) == 4
-        # Each rank has the gradients of its tokens only for the two norms: they are summed once a step.
-        assert rank["finish"] == {"all_reduce": 2}
-
-
-def test_block_without_it_reduces_twice(pool: Pool) -> None:
-    for rank in pool.run(
-        run_block, {"parallel": ParallelTable(sequence_parallel=False)}, world_size=2
-    ):
-        assert total(rank["forward"], "reduce") == total(rank["backward"], "reduce") == 2
-        assert sum(rank["forward"].values()) == sum(rank["backward"].values()) == 2
-        assert rank["finish"] == {}
+def test_a_block_without_sequence_parallelism_reduces_twice(pool: Pool) -> None:
+    arguments = {"parallel": ParallelTable(sequence_parallel=False)}
+    for counts in pool.run(run_block, arguments, world_size=2):
+        assert total(counts.forward, "reduce") == total(counts.backward, "reduce") == 2
+        assert sum(counts.forward.values()) == sum(counts.backward.values()) == 2
+        assert counts.finish == {}
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_norms_and_biases_of_heads_have_exact_gradients(
-    pool: Pool, sequence_parallel: bool
-) -> None:
-    """Each rank has the gradients of its heads only for q_norm and k_norm, whether the sequence is cut or not."""
+def test_head_norms_and_biases_have_exact_gradients(pool: Pool, sequence_parallel: bool) -> None:
+    """A rank has the gradients of q_norm and k_norm for its heads only, with a cut sequence or not.
+
+    They are summed like those of the block's norms.
+    """
     arguments = {
         "parallel": ParallelTable(sequence_parallel=sequence_parallel),
         "shape": HEAD_NORMS,
     }
-    for rank in pool.run(run_block, arguments, world_size=2):
-        assert rank["finish"] == {"all_reduce": 4 if sequence_parallel else 2}
+    for counts in pool.run(run_block, arguments, world_size=2):
+        assert counts.finish == {"all_reduce": 4 if sequence_parallel else 2}
 
 
 @pytest.mark.parametrize(("world_size", "kv_heads"), [(2, 1), (4, 2), (4, 1)])
@@ -213,73 +147,49 @@ def test_norms_and_biases_of_heads_have_exact_gradients(
 def test_ranks_share_key_value_heads(
     pool: Pool, world_size: int, kv_heads: int, sequence_parallel: bool
 ) -> None:
-    """Weights and biases of keys and values are whole on every rank, and their gradients are summed once a step."""
+    """Every rank has whole key and value weights and biases. Their gradients are summed."""
     shape = replace(HEAD_NORMS, n_heads=2 * world_size, n_kv_heads=kv_heads)
     arguments = {"parallel": ParallelTable(sequence_parallel=sequence_parallel), "shape": shape}
-    for rank in pool.run(run_block, arguments, world_size=world_size):
-        assert rank["finish"] == {"all_reduce": 4 + (4 if sequence_parallel else 2)}
-    cut = pool.run(placements, {"shape": shape}, world_size=world_size)[0]
-    whole = {name for name, placement in cut.items() if placement == "R" and "norm" not in name}
+    for counts in pool.run(run_block, arguments, world_size=world_size):
+        assert counts.finish == {"all_reduce": 4 + (4 if sequence_parallel else 2)}
+    cuts = pool.run(cuts_of_parameters, {"shape": shape}, world_size=world_size)[0]
+    whole = {name for name, cut in cuts.items() if cut == "R" and "norm" not in name}
     assert whole == {
-        f"blocks.0.attn.w{each}.{kind}" for each in "kv" for kind in ("weight", "bias")
+        "blocks.0.attn.wk.weight",
+        "blocks.0.attn.wk.bias",
+        "blocks.0.attn.wv.weight",
+        "blocks.0.attn.wv.bias",
     }
 
 
-def test_key_value_heads_that_fit_no_way_are_refused(pool: Pool) -> None:
-    with pytest.raises(
-        WorkerError,
-        match=r"mesh\.tp = 3 and 2 key-value heads: one must divide the other; use mesh\.tp = 2",
-    ):
-        pool.run(placements, {"shape": SHAPE}, world_size=3)
+# --- how parameters are cut ---
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (
-            "plain",
-            "cuts a head at its seam `cross_entropy`, which Linear lacks: compute the loss in the head",
-        ),
-        (
-            "own loss",
-            r"Head has a loss of its own, which needs whole logits; use parallel.loss_parallel = false",
-        ),
-        (
-            "short",
-            r"a vocabulary of 4 rows leaves no row for the last of 3 tp ranks; use a lower mesh\.tp",
-        ),
-    ],
-)
-def test_heads_that_cannot_be_cut_are_refused(pool: Pool, kind: str, words: str) -> None:
-    with pytest.raises(WorkerError, match=words):
-        pool.run(cut_a_head, {"kind": kind}, world_size=3 if kind == "short" else 2)
+def tp_mesh(device: torch.device) -> DeviceMesh:
+    """A mesh with all ranks on its tp axis."""
+    mesh = Mesh.build(MeshTable(dp_shard=1, tp=dist.get_world_size()), device)
+    assert mesh.tp is not None
+    return mesh.tp
 
 
-def cut_a_head(kind: str) -> None:
+def cuts_of_parameters(shape: ModelShape) -> dict[str, str]:
+    """By name of a parameter: the dimension that is cut, or "R" if it is replicated."""
     with pool_world() as device:
-        mesh = Mesh.build(MeshTable(dp_shard=1, tp=3 if kind == "short" else 2), device)
-        assert mesh.tp is not None
-        head: nn.Module = nn.Linear(4, 4, bias=False) if kind == "plain" else Head(4, 4)
-        if kind == "own loss":
-            head.cross_entropy = lambda logits, labels: logits.sum()
-            # Whole logits go through it.
-            plan = ShardingPlan(tensor={"0": "head"}, init={})
-            tp.apply(nn.Sequential(Head(4, 4)), plan, mesh.tp, ParallelTable(loss_parallel=False))
-        tp.apply(
-            nn.Sequential(head),
-            ShardingPlan(tensor={"0": "head"}, init={}),
-            mesh.tp,
-            ParallelTable(),
-        )
-
-
-def total(collectives: dict[str, int], word: str) -> int:
-    return sum(count for name, count in collectives.items() if word in name)
+        model = Llama(shape)
+        styles.apply(model, sharding_plan(shape), tp_mesh(device), ParallelTable())
+        cuts = {}
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                cuts[name] = "".join(
+                    str(placement.dim) if isinstance(placement, Shard) else "R"
+                    for placement in parameter.placements
+                )
+        return cuts
 
 
 def test_parameters_are_cut_as_the_plan_says(pool: Pool) -> None:
-    for rank in pool.run(placements, {"shape": SHAPE}, world_size=2):
-        assert rank == {
+    for cuts in pool.run(cuts_of_parameters, {"shape": SHAPE}, world_size=2):
+        assert cuts == {
             "first.embed.weight": "0",
             "blocks.0.attn_norm.weight": "R",
             "blocks.0.attn.wq.weight": "0",
@@ -295,14 +205,15 @@ def test_parameters_are_cut_as_the_plan_says(pool: Pool) -> None:
         }
 
 
-def test_norms_of_heads_are_replicated_and_biases_cut(pool: Pool) -> None:
-    plain = set(pool.run(placements, {"shape": SHAPE}, world_size=2)[0])
-    for rank in pool.run(placements, {"shape": HEAD_NORMS}, world_size=2):
-        assert {
+def test_head_norms_are_replicated_and_biases_cut(pool: Pool) -> None:
+    plain_names = set(pool.run(cuts_of_parameters, {"shape": SHAPE}, world_size=2)[0])
+    for cuts in pool.run(cuts_of_parameters, {"shape": HEAD_NORMS}, world_size=2):
+        added_cuts = {
             name.removeprefix("blocks.0.attn."): cut
-            for name, cut in rank.items()
-            if name not in plain
-        } == {
+            for name, cut in cuts.items()
+            if name not in plain_names
+        }
+        assert added_cuts == {
             "wq.bias": "0",
             "wk.bias": "0",
             "wv.bias": "0",
@@ -311,7 +222,83 @@ def test_norms_of_heads_are_replicated_and_biases_cut(pool: Pool) -> None:
         }
 
 
-def test_parameter_that_no_style_cuts_is_refused(pool: Pool) -> None:
+# --- models and meshes that do not fit ---
+
+
+def test_key_value_heads_that_do_not_divide_are_refused(pool: Pool) -> None:
+    with pytest.raises(
+        WorkerError,
+        match=r"mesh\.tp = 3 and 2 key-value heads: one must divide the other; use mesh\.tp = 2",
+    ):
+        pool.run(cuts_of_parameters, {"shape": SHAPE}, world_size=3)
+
+
+def cut_head(head: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = True) -> None:
+    """Cut a model that consists of ``head``."""
+    plan = ShardingPlan(tensor={"0": "head"}, init={})
+    styles.apply(nn.Sequential(head), plan, mesh, ParallelTable(loss_parallel=loss_parallel))
+
+
+def cut_head_without_a_loss() -> None:
+    with pool_world() as device:
+        cut_head(nn.Linear(4, 4, bias=False), tp_mesh(device))
+
+
+def cut_head_with_a_loss_of_its_own() -> None:
+    def sum_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.sum()
+
+    with pool_world() as device:
+        mesh = tp_mesh(device)
+        for loss_parallel in (False, True):  # with False it gets whole logits, and is accepted
+            head = Head(4, 4)
+            head.cross_entropy = sum_of_logits
+            cut_head(head, mesh, loss_parallel=loss_parallel)
+
+
+def cut_head_of_four_rows() -> None:
+    with pool_world() as device:
+        cut_head(Head(4, 4), tp_mesh(device))
+
+
+@pytest.mark.parametrize(
+    ("task", "world_size", "message"),
+    [
+        (
+            cut_head_without_a_loss,
+            2,
+            "cuts a head at its seam `cross_entropy`, which Linear lacks: compute the loss in the "
+            "head",
+        ),
+        (
+            cut_head_with_a_loss_of_its_own,
+            2,
+            r"Head has a loss of its own, which needs whole logits; use parallel.loss_parallel = "
+            "false",
+        ),
+        (
+            cut_head_of_four_rows,
+            3,
+            "a vocabulary of 4 rows leaves no row for the last of 3 tp ranks; "
+            r"use a lower mesh\.tp",
+        ),
+    ],
+)
+def test_heads_that_cannot_be_cut_are_refused(
+    pool: Pool, task: Callable[[], None], world_size: int, message: str
+) -> None:
+    with pytest.raises(WorkerError, match=message):
+        pool.run(task, {}, world_size=world_size)
+
+
+def leave_norms_uncut() -> None:
+    with pool_world() as device:
+        plan = sharding_plan(SHAPE)
+        tensor = {glob: style for glob, style in plan.tensor.items() if style != "norm"}
+        styles.apply(Llama(SHAPE), replace(plan, tensor=tensor), tp_mesh(device), ParallelTable())
+
+
+def test_a_parameter_without_a_style_is_refused(pool: Pool) -> None:
     with pytest.raises(WorkerError) as caught:
         pool.run(leave_norms_uncut, {}, world_size=2)
     assert isinstance(caught.value.user_error, PlanError)
