@@ -86,8 +86,8 @@ class Manifest:
 def model_of(shape: DecoderShape, params: str) -> dict[str, Any]:
     """Return the values that tell models apart: all fields of the shape, and the parameters' dtype.
 
-    The architecture is included if it is not the default one. Two models that differ in one of these
-    values compute different functions, even with the same tensors.
+    The architecture is included if it is not the default one. Two models that differ in one of
+    these values compute different functions, even with the same tensors.
     """
     values = {
         f"model.{entry.name}": getattr(shape, entry.name)

@@ -192,7 +192,7 @@ def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) ->
         after=asm.set_attributes(name(kind), __bases__=bases),
     )
     before = type(TensorProperties().__getstate__()[3]).__bases__
-    assert "gives a state to what has none" in refused(written(tmp_path, attack))
+    assert "gives a state to a value that has none" in refused(written(tmp_path, attack))
     assert type(TensorProperties().__getstate__()[3]).__bases__ == before
     assert "something else in place of a TensorStorageMetadata" in refused(
         written(tmp_path, attack.replace(asm.set_attributes(name(kind), __bases__=bases), b""))
