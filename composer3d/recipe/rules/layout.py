@@ -61,6 +61,7 @@ def _fits_kv_heads(tp: int, kv_heads: int) -> bool:
 
 @rule("mesh.tp", "model.vocab")
 def every_tp_rank_has_vocabulary(recipe: Recipe) -> Iterator[str]:
+    """Every tp rank holds at least one row of the vocabulary."""
     vocab, tp = recipe.model.vocab, recipe.mesh.tp
     chunk = -(-vocab // tp)
     if chunk * (tp - 1) >= vocab:
@@ -147,6 +148,7 @@ def world_can_be_started(recipe: Recipe) -> Iterator[str]:
 
 @rule("mesh.pp", "parallel.virtual_stages", "parallel.schedule", "model.n_layers")
 def stages_have_layers(recipe: Recipe) -> Iterator[str]:
+    """Every pipeline stage holds at least one layer."""
     pp, layers = recipe.mesh.pp, recipe.model.n_layers
     per_rank = recipe.parallel.stages_per_rank
     if pp == 1 or pp * per_rank <= layers:
@@ -167,6 +169,7 @@ def stages_have_layers(recipe: Recipe) -> Iterator[str]:
 
 @rule("parallel.virtual_stages", "parallel.schedule")
 def schedule_accepts_virtual_stages(recipe: Recipe) -> Iterator[str]:
+    """The schedule allows this number of stages on each rank."""
     stages = SCHEDULES[recipe.parallel.schedule].stages
     least, most = stages.least_per_rank, stages.most_per_rank
     virtual_stages = recipe.parallel.virtual_stages
@@ -182,6 +185,7 @@ def schedule_accepts_virtual_stages(recipe: Recipe) -> Iterator[str]:
     "parallel.stages", "mesh.pp", "parallel.virtual_stages", "parallel.schedule", "model.n_layers"
 )
 def explicit_stages_fit(recipe: Recipe) -> Iterator[str]:
+    """``parallel.stages`` gives each stage its layers, and all layers a stage."""
     stages, pp = recipe.parallel.stages, recipe.mesh.pp
     if stages is None:
         return
@@ -209,6 +213,7 @@ _BATCH_PRODUCT = " x ".join(f"<{key}>" for key in _BATCH_KEYS)
 
 @rule("data.global_batch", *_BATCH_KEYS)
 def batch_divides(recipe: Recipe) -> Iterator[str]:
+    """The global batch is a whole number of micro-batches on every rank."""
     batch = recipe.data.global_batch
     unit = recipe.data.micro_batch * recipe.mesh.batch_ranks
     if batch % unit:
@@ -220,6 +225,7 @@ def batch_divides(recipe: Recipe) -> Iterator[str]:
 
 @rule("data.global_batch", *_BATCH_KEYS, "parallel.schedule", "mesh.pp")
 def schedule_accepts_micro_batches(recipe: Recipe) -> Iterator[str]:
+    """The schedule can run this number of micro-batches."""
     pp, schedule = recipe.mesh.pp, recipe.parallel.schedule
     unit = recipe.data.micro_batch * recipe.mesh.batch_ranks
     count, remainder = divmod(recipe.data.global_batch, unit)
@@ -263,6 +269,7 @@ def pipeline_reduces_once(recipe: Recipe) -> Iterator[str]:
 
 @rule("precision.compute", "precision.params")
 def compute_fits_params(recipe: Recipe) -> Iterator[str]:
+    """The dtype of the computation goes with that of the parameters."""
     params = recipe.precision.params
     legal = ("float32", "bfloat16") if params == "float32" else (params,)
     if recipe.precision.computes_in not in legal:
