@@ -1,4 +1,4 @@
-"""A plan against its model: everything that does not fit is told at once."""
+"""Sharding plans: all errors of a plan are reported at once, and the first matching glob counts."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ class Tiny(nn.Module):
         self.norm = nn.RMSNorm(2)
 
 
-def test_everything_that_does_not_fit_is_told_at_once() -> None:
+def test_all_errors_of_a_plan_are_reported_at_once() -> None:
     plan = ShardingPlan(
         tensor={"": "gather", "u?": "column", "blocks.*": "row", "norm": "gather"},
         init={
@@ -35,16 +35,15 @@ def test_everything_that_does_not_fit_is_told_at_once() -> None:
     )
     with pytest.raises(PlanError) as caught:
         plan.check(Tiny())
-    assert (
-        caught.value.lines
-        == (
-            "the plan's tensor glob 'blocks.*' matches no module of Tiny",
-            "the plan's init glob '*.bias' matches no parameter of Tiny",
-            "the plan's init glob 'norm' matches no parameter of Tiny",  # a module, not a parameter
-            "no glob of the plan's tensor table covers parameter 'down.weight'",
-            "no glob of the plan's tensor table covers parameter 'norm.weight'",  # "gather" cuts no parameter
-            "no glob of the plan's init table covers parameter 'norm.weight'",
-        )
+    assert caught.value.lines == (
+        "the plan's tensor glob 'blocks.*' matches no module of Tiny",
+        "the plan's init glob '*.bias' matches no parameter of Tiny",
+        # ``norm`` is a module, not a parameter.
+        "the plan's init glob 'norm' matches no parameter of Tiny",
+        "no glob of the plan's tensor table covers parameter 'down.weight'",
+        # The style "gather" covers no parameter.
+        "no glob of the plan's tensor table covers parameter 'norm.weight'",
+        "no glob of the plan's init table covers parameter 'norm.weight'",
     )
 
 
@@ -64,57 +63,49 @@ def test_llama_has_a_plan(preset: str) -> None:
     assert plan.kv_heads == PRESETS[preset].n_kv_heads
 
 
-def test_key_value_columns_need_the_count_of_heads() -> None:
+def test_key_value_columns_need_the_number_of_heads() -> None:
     plan = ShardingPlan(
         tensor={"": "gather", "up": "column", "down": "kv_column", "norm": "norm"},
         init={"*": Normal(1.0)},
     )
-    with pytest.raises(PlanError, match='has modules of style "kv_column", so it must give kv_heads'):
+    with pytest.raises(
+        PlanError, match='has modules of style "kv_column", so it must give kv_heads'
+    ):
         plan.check(Tiny())
     replace(plan, kv_heads=2).check(Tiny())
 
 
-def test_columns_need_what_gathers_their_input() -> None:
+def test_columns_need_a_module_that_gathers_their_input() -> None:
     plan = ShardingPlan(
         tensor={"up": "column", "down": "row", "norm": "norm"}, init={"*": Normal(1.0)}
     )
     with pytest.raises(
-        PlanError, match="the plan cuts 'up' into columns, so a module above it needs style \"gather\""
+        PlanError,
+        match="the plan cuts 'up' into columns, so a module above it needs style \"gather\"",
     ):
         plan.check(Tiny())
 
 
 def test_the_first_glob_that_matches_counts() -> None:
-    narrow, wide = Constant(1.0), Normal(0.02)
-    assert (
-        ShardingPlan(tensor={}, init={"*norm.weight": narrow, "*": wide}).init_of(
-            "last.norm.weight"
-        )
-        == narrow
-    )
-    assert (
-        ShardingPlan(tensor={}, init={"*": wide, "*norm.weight": narrow}).init_of(
-            "last.norm.weight"
-        )
-        == wide
-    )
-    assert ShardingPlan(tensor={}, init={"*": wide}).init_of("head.weight") == wide
-    assert (
-        ShardingPlan(tensor={}, init={"*Norm.weight": narrow}).init_of("last.norm.weight") is None
-    )
+    norm_values, other_values = Constant(1.0), Normal(0.02)
+    norms_first = ShardingPlan(tensor={}, init={"*norm.weight": norm_values, "*": other_values})
+    norms_last = ShardingPlan(tensor={}, init={"*": other_values, "*norm.weight": norm_values})
+    assert norms_first.init_of("last.norm.weight") == norm_values
+    assert norms_last.init_of("last.norm.weight") == other_values
+
+    everything = ShardingPlan(tensor={}, init={"*": other_values})
+    assert everything.init_of("head.weight") == other_values
+    # Case matters.
+    capital = ShardingPlan(tensor={}, init={"*Norm.weight": norm_values})
+    assert capital.init_of("last.norm.weight") is None
 
 
 def test_projections_into_the_residual_stream_start_smaller_with_depth() -> None:
     plan = sharding_plan(PRESETS["llama3-8b"])
-    into = Normal(0.02 / 8)  # 1 / sqrt(2 * 32)
-    assert (
-        plan.init_of("blocks.31.attn.wo.weight") == plan.init_of("blocks.0.ffn.w2.weight") == into
-    )
-    assert (
-        plan.init_of("blocks.31.attn.wq.weight") == plan.init_of("last.head.weight") == Normal(0.02)
-    )
-    assert (
-        plan.init_of("blocks.3.ffn_norm.weight")
-        == plan.init_of("last.norm.weight")
-        == Constant(1.0)
-    )
+    scaled = Normal(0.02 / 8)  # 1 / sqrt(2 * 32 blocks)
+    assert plan.init_of("blocks.31.attn.wo.weight") == scaled
+    assert plan.init_of("blocks.0.ffn.w2.weight") == scaled
+    assert plan.init_of("blocks.31.attn.wq.weight") == Normal(0.02)
+    assert plan.init_of("last.head.weight") == Normal(0.02)
+    assert plan.init_of("blocks.3.ffn_norm.weight") == Constant(1.0)
+    assert plan.init_of("last.norm.weight") == Constant(1.0)

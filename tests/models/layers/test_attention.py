@@ -1,4 +1,6 @@
-"""Packed documents on one process: a model sees each of them as it sees it alone."""
+"""Attention on one process: sliding windows, and packed documents, each as if it were alone."""
+
+import math
 
 import pytest
 import torch
@@ -11,20 +13,24 @@ from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel.context.api import attend_over
 
-LENGTHS = [[1, 1, 5, 9, 4], [20], [7, 13]]  # of the documents of three rows
-ROWS, LENGTH = 3, 20
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-def rows() -> tuple[Tensor, Tensor]:
-    """Documents and positions of ``LENGTHS``."""
+# --- packed documents ---
+
+LENGTHS = [[1, 1, 5, 9, 4], [20], [7, 13]]  # of the documents of three rows
+ROWS, LENGTH = 3, 20
+
+
+def documents_and_positions() -> tuple[Tensor, Tensor]:
+    """The documents and positions of rows with ``LENGTHS``, each (B, T)."""
     ends_BT = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
     for row, lengths in zip(ends_BT, LENGTHS, strict=True):
         row[torch.tensor(lengths).cumsum(0) - 1] = True
     return number_documents(ends_BT)
 
 
-def model_of(window: int) -> Llama:
+def make_model(window: int) -> Llama:
     shape = ModelShape(dim=24, n_layers=2, n_heads=4, n_kv_heads=2, ffn=16, vocab=32, window=window)
     model = Llama(shape, dtype=torch.float64, device="cpu")
     generator = torch.Generator().manual_seed(3)
@@ -40,28 +46,30 @@ def gradients(model: Llama) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("window", [0, 3, 8, LENGTH])
-def test_loss_and_gradients_are_those_of_each_document_alone(window: int) -> None:
-    model, (documents_BT, positions_BT) = model_of(window), rows()
+def test_packed_loss_and_gradients_are_those_of_each_document_alone(window: int) -> None:
+    model, (documents_BT, positions_BT) = make_model(window), documents_and_positions()
     generator = torch.Generator().manual_seed(4)
     tokens_BT, labels_BT = torch.randint(32, (2, ROWS, LENGTH), generator=generator)
-    packed = model(tokens_BT, labels_BT, positions_BT, documents_BT)
-    packed.backward()
-    got = [packed.detach(), *gradients(model)]
+    packed_loss = model(tokens_BT, labels_BT, positions_BT, documents_BT)
+    packed_loss.backward()
+    packed = [packed_loss.detach(), *gradients(model)]
+
     model.zero_grad()
-    alone = torch.zeros((), dtype=torch.float64)
+    sum_of_losses = torch.zeros((), dtype=torch.float64)
     for row, lengths in enumerate(LENGTHS):
-        for tokens, labels in zip(
-            tokens_BT[row].split(lengths), labels_BT[row].split(lengths), strict=True
-        ):
+        documents = zip(tokens_BT[row].split(lengths), labels_BT[row].split(lengths), strict=True)
+        for tokens, labels in documents:
             loss = model(tokens[None], labels[None], torch.arange(len(tokens))[None])
             loss.backward()
-            alone += loss.detach()
-    expected = [alone, *gradients(model)]
-    assert len(got) == len(expected) == 22
-    for mine, each in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, each, rtol=1e-12, atol=1e-12)
-    across = model(tokens_BT, labels_BT, positions_BT)
-    assert abs(across - alone) > 1e-3 * alone  # documents do matter here
+            sum_of_losses += loss.detach()
+    expected_results = [sum_of_losses, *gradients(model)]
+    assert len(packed) == len(expected_results) == 22
+    for actual, expected in zip(packed, expected_results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+    # The loss is another one if tokens attend across documents.
+    across_documents = model(tokens_BT, labels_BT, positions_BT)
+    assert abs(across_documents - sum_of_losses) > 1e-3 * sum_of_losses
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -76,28 +84,99 @@ def test_loss_and_gradients_are_those_of_each_document_alone(window: int) -> Non
         pytest.param("cuda", torch.bfloat16, 0.05, marks=ON_GPU),
     ],
 )
-def test_attention_is_that_of_the_tokens_it_may_see(
+def test_packed_attention_reads_the_visible_tokens_only(
     device: str, dtype: torch.dtype, bound: float, kv_heads: int, window: int
 ) -> None:
-    documents_BT, positions_BT = rows()
+    documents_BT, positions_BT = documents_and_positions()
     generator = torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(ROWS, heads, LENGTH, 8, generator=generator, dtype=torch.float64).to(dtype)
         for heads in (4, kv_heads, kv_heads)
     )
     seq = SequenceInfo(positions_BT.to(device), documents_BT)
-    tensors = [x.to(device) for x in (q, k, v)]
-    out = attend_sdpa(*tensors, seq=seq, window=window).cpu()
-    in_tiles = attend_over(None)(*tensors, seq=seq, window=window).cpu()
-    assert out.dtype == in_tiles.dtype == dtype
-    torch.testing.assert_close(in_tiles, out, rtol=0, atol=bound)
+    inputs = [x.to(device) for x in (q, k, v)]
+    out = attend_sdpa(*inputs, seq=seq, window=window).cpu()
+    out_in_tiles = attend_over(None)(*inputs, seq=seq, window=window).cpu()
+    assert out.dtype == out_in_tiles.dtype == dtype
+    torch.testing.assert_close(out_in_tiles, out, rtol=0, atol=bound)
+
     for row, lengths in enumerate(LENGTHS):
+        starts = [sum(lengths[:n]) for n in range(len(lengths))]
         for t in range(LENGTH):
-            start = next(
-                s for s in reversed([sum(lengths[:n]) for n in range(len(lengths))]) if s <= t
-            )
-            seen = slice(max(start, t - window + 1) if window else start, t + 1)
+            first = max(start for start in starts if start <= t)
+            if window:
+                first = max(first, t - window + 1)
+            visible = slice(first, t + 1)
             for head in range(4):
-                keys, values = (x[row, head * kv_heads // 4, seen].double() for x in (k, v))
+                kv_head = head * kv_heads // 4
+                keys = k[row, kv_head, visible].double()
+                values = v[row, kv_head, visible].double()
                 weights = (keys @ q[row, head, t].double() / 8**0.5).softmax(0)
                 assert (out[row, head, t] - weights @ values).abs().max().item() < bound
+
+
+# --- sliding windows ---
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dense(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int) -> Tensor:
+    """Attention with all scores: query q sees key k if 0 <= q - k < window."""
+    groups = q_BHTD.shape[1] // k_BKTD.shape[1]
+    k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BKTD, v_BKTD))
+    scores = q_BHTD @ k_BHTD.mT / math.sqrt(q_BHTD.shape[-1])
+    positions = torch.arange(q_BHTD.shape[2])
+    distance = positions[:, None] - positions
+    hidden = (distance < 0) | (distance >= (window or len(positions)))
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v_BHTD
+
+
+@pytest.mark.parametrize(
+    ("length", "window"),
+    [(12, 0), (12, 1), (12, 4), (13, 4), (15, 4), (5, 4), (7, 6), (12, 12), (4, 9), (1, 1)],
+)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_window_is_exact(length: int, window: int, kv_heads: int) -> None:
+    inputs = [
+        random(2, length, heads, 8, seed=seed).transpose(1, 2)
+        for seed, heads in enumerate((4, kv_heads, kv_heads))
+    ]
+    cotangent = random(2, 4, length, 8, seed=9)
+    seq = SequenceInfo(torch.arange(length).repeat(2, 1))
+
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend_sdpa(*leaves, seq=seq, window=window)
+    results = [out, *torch.autograd.grad(out, leaves, cotangent)]
+
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = dense(*leaves, window)
+    expected_results = [out, *torch.autograd.grad(out, leaves, cotangent)]
+    for actual, expected in zip(results, expected_results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_window_runs_in_narrow_dtypes(dtype: torch.dtype, bound: float) -> None:
+    q, k, v = (random(1, heads, 19, 8, seed=heads) for heads in (4, 2, 2))
+    seq = SequenceInfo(torch.arange(19)[None])
+    out = attend_sdpa(q.to(dtype), k.to(dtype), v.to(dtype), seq=seq, window=5)
+    assert out.dtype == dtype
+    assert (out - dense(q, k, v, 5)).abs().max().item() < bound
+
+
+def test_window_saves_no_square_of_scores() -> None:
+    """Backward saves no tensor of T x T elements, for a row of 16 windows in a composed model."""
+    length, window = 256, 16
+    sizes: list[int] = []
+
+    def note_size(x: Tensor) -> Tensor:
+        sizes.append(x.numel())
+        return x
+
+    q = random(1, 1, length, 8, seed=1).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(note_size, lambda x: x):
+        attend_over(None)(q, q, q, seq=SequenceInfo(torch.arange(length)[None]), window=window)
+    assert sizes
+    assert max(sizes) <= 2 * length * window < length * length

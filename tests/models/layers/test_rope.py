@@ -1,0 +1,115 @@
+"""Rotary positions: the speeds of the pairs, their precision, and the table that blocks share."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.layers import rope as rope_module
+from composer3d.models.layers.rope import Rope, rope_table, rotate, shared_rope_table
+from composer3d.models.llama.model import Llama, rope_of
+from composer3d.models.llama.shape import PRESETS, ModelShape
+
+LLAMA_3_1 = PRESETS["llama3.1-8b"]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def speeds(shape: ModelShape) -> list[float]:
+    """Radians that each pair turns in one position, read from the table."""
+    cos, sin = rope_table(rope_of(shape), torch.ones(1, 1, dtype=torch.int64), torch.float64)
+    half = shape.head_width // 2
+    assert torch.equal(cos[..., :half], cos[..., half:])
+    assert torch.equal(sin[..., :half], -sin[..., half:])
+    return torch.atan2(sin[0, 0, 0, half:], cos[0, 0, 0, half:]).tolist()
+
+
+def test_long_wavelengths_are_stretched_as_in_llama_3_1() -> None:
+    """Pair i turns theta^(-i / 64) * 8192 / (2 pi) times in 8,192 positions.
+
+    That is more than 4 times for pairs 0 to 28, and less than once for pairs 35 to 63.
+    """
+    plain = [5e5 ** (-i / 64) for i in range(64)]
+    turns = [8192 * speed / (2 * math.pi) for speed in plain]
+    kept = [i for i in range(64) if turns[i] > 4]
+    stretched = [i for i in range(64) if turns[i] < 1]
+    assert (kept[-1], stretched[0]) == (28, 35)
+
+    kept_share = {i: (turns[i] - 1) / 3 for i in range(29, 35)}
+    expected = [
+        *(plain[i] for i in kept),
+        *(plain[i] * ((1 - share) / 8 + share) for i, share in kept_share.items()),
+        *(plain[i] / 8 for i in stretched),
+    ]
+    assert speeds(LLAMA_3_1) == pytest.approx(expected, rel=1e-12)
+    assert speeds(replace(LLAMA_3_1, rope_factor=1.0)) == pytest.approx(plain, rel=1e-12)
+
+
+def test_far_positions_are_distinct_in_bfloat16() -> None:
+    x_BTHD = random(1, 5, 1, 128, seed=0)
+    positions_BT = torch.arange(5)[None] + 8191  # bfloat16 itself would round them to 8192
+    rope = rope_of(LLAMA_3_1)
+    rotated = rotate(x_BTHD.bfloat16(), rope_table(rope, positions_BT, torch.bfloat16))
+    assert rotated.dtype == torch.bfloat16
+    exact = rotate(x_BTHD, rope_table(rope, positions_BT, torch.float64))
+    assert (rotated - exact).abs().max().item() < 0.04
+
+
+def test_blocks_share_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed_dtypes: list[torch.dtype] = []
+
+    def counted(rope: Rope, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        computed_dtypes.append(dtype)
+        return rope_table(rope, positions_BT, dtype)
+
+    monkeypatch.setattr(rope_module, "rope_table", counted)
+    model = Llama(PRESETS["debug-tiny"], device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+    tokens_BT, positions_BT = torch.zeros(2, 6, dtype=torch.int64), torch.arange(6).repeat(2, 1)
+    model(tokens_BT, tokens_BT, positions_BT)
+    model(tokens_BT, tokens_BT, positions_BT)
+    # One for each forward pass, in which 4 blocks rotate queries and keys.
+    assert computed_dtypes == [torch.float32] * 2
+
+    seq = SequenceInfo(positions_BT)
+    rope = rope_of(LLAMA_3_1)
+    first, again = (shared_rope_table(rope, seq, torch.float32) for _ in range(2))
+    assert first[0] is again[0]
+    for other, dtype in ((rope, torch.float64), (replace(rope, theta=1e4), torch.float32)):
+        shared = shared_rope_table(other, seq, dtype)
+        direct = rope_table(other, positions_BT, dtype)
+        for actual, expected in zip(shared, direct, strict=True):
+            assert torch.equal(actual, expected)
+            assert actual.dtype == dtype
+
+
+def test_recomputed_blocks_use_the_table_of_the_first_run() -> None:
+    shape = ModelShape(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn=24, vocab=32)
+    model = Llama(shape, dtype=torch.float64, device="cpu")
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data = random(*parameter.shape, seed=seed)
+    positions_BT, h_BTC = torch.arange(6).repeat(2, 1), random(2, 6, 16, seed=99)
+
+    def gradients(*, recompute: bool) -> list[Tensor]:
+        model.zero_grad()
+        seq, h = SequenceInfo(positions_BT), h_BTC.clone().requires_grad_()
+        out = h
+        for block in model.blocks.values():
+            if recompute:
+                out = checkpoint(block, out, seq, use_reentrant=False)
+            else:
+                out = block(out, seq)
+        out.square().sum().backward()
+        return [x.grad.clone() for x in (h, *model.blocks.parameters()) if x.grad is not None]
+
+    stored, recomputed = gradients(recompute=False), gradients(recompute=True)
+    assert len(stored) == len(recomputed) == 19
+    assert all(torch.equal(a, b) for a, b in zip(stored, recomputed, strict=True))
