@@ -1,4 +1,4 @@
-"""Jobs that are killed and go on: a part of ``tools/kill_jobs``, ranks that hang, and torchrun on two nodes."""
+"""Killed jobs resume: a slice of the jobs proof, ranks that hang, and torchrun on two nodes."""
 
 import os
 import signal
@@ -26,9 +26,8 @@ def test_the_cases_are_of_every_kind() -> None:
     chosen = kill_jobs.cases(40)
     assert Counter((case.launcher, case.victim) for case in chosen).most_common()[-1][1] >= 6
     assert {case.world for case in chosen} == {2, 3}
-    assert (
-        len({case.step for case in chosen}) > (kill_jobs.STEPS - 11) // 2
-    )  # of all steps that there are
+    # More than half of all possible steps.
+    assert len({case.step for case in chosen}) > (kill_jobs.STEPS - 11) // 2
     assert chosen == kill_jobs.cases(40)
 
 
@@ -54,14 +53,14 @@ def test_a_rank_that_hangs_is_named(killer: Killer) -> None:
         job.wait_for_step(6)
         os.kill(job.pid_of(1), signal.SIGSTOP)
         status = job.wait(60.0)
-        lines = [line for line in job.said().splitlines() if "rank 1 (" in line]
+        lines = [line for line in job.output().splitlines() if "rank 1 (" in line]
         assert status == 1
-        assert len(lines) == 1, job.said()
+        assert len(lines) == 1, job.output()
         assert lines[0].startswith(
             "rank 1 (pp0 dp1 cp0 tp0) does not answer: it has died, or is stopped; the newest"
         )
         assert lines[0].endswith("/run/checkpoints/step-00000005: the same command goes on from it")
-        assert "Traceback" not in job.said()
+        assert "Traceback" not in job.output()
         assert job.left_over() == []
     finally:
         job.end()
@@ -73,7 +72,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def nodes() -> Iterator[list[tuple[str, str, str]]]:
-    """Two nodes: name of the network namespace, interface and address. Skips where they cannot be made."""
+    """Two nodes: (network namespace, interface, address) of each. Skips if they cannot be made."""
     mark = uuid.uuid4().hex[:6]
     found = [(f"c3d-{mark}-{n}", f"v{mark}{n}", f"10.77.0.{n + 1}") for n in (0, 1)]
     with ExitStack() as stack:
@@ -140,18 +139,19 @@ def test_a_killed_rank_costs_one_restart_on_two_nodes(
     killer: Killer, nodes: list[tuple[str, str, str]], killed: int
 ) -> None:
     folder = killer.folder / uuid.uuid4().hex
-    wanted = killer.alone(2)
+    expected = killer.uninterrupted_losses(2)
     jobs = [Node(folder, killer.folder / "recipe-2.toml", number, nodes) for number in (0, 1)]
     try:
         jobs[0].wait_for_step(12)
         for job in jobs:
-            with suppress(RuntimeError):  # the rank may be on either node
+            # The rank may be on either node.
+            with suppress(RuntimeError):
                 os.kill(job.pid_of(killed), signal.SIGKILL)
-        assert [job.wait() for job in jobs] == [0, 0], [job.said() for job in jobs]
-        said = "".join(job.said() for job in jobs)
-        assert said.count("resumed from") == 1
-        assert said.count("Traceback") == 0
-        assert kill_jobs.losses(folder) == wanted
+        assert [job.wait() for job in jobs] == [0, 0], [job.output() for job in jobs]
+        output = "".join(job.output() for job in jobs)
+        assert output.count("resumed from") == 1
+        assert output.count("Traceback") == 0
+        assert kill_jobs.losses(folder) == expected
         assert [job.left_over() for job in jobs] == [[], []]
     finally:
         for job in jobs:
@@ -166,13 +166,13 @@ def test_a_second_job_is_refused_though_the_lock_is_removed(killer: Killer) -> N
         (folder / "run" / "lock").unlink()
         second = Job(folder, 2, "train", "run.steps=100000")
         assert second.wait() == 2
-        assert "is in use by another job" in second.said()
+        assert "is in use by another job" in second.output()
         (folder / "run").rename(folder / "moved")
         begin = time.monotonic()
         third = Job(folder, 2, "train", "run.steps=20")
-        assert third.wait() == 0, third.said()
+        assert third.wait() == 0, third.output()
         assert first.wait(30.0) == 1
-        assert "was removed or replaced while this job ran" in first.said()
+        assert "was removed or replaced while this job ran" in first.output()
         assert time.monotonic() - begin < 60
         assert max(kill_jobs.losses(folder)) == 20
     finally:

@@ -1,4 +1,5 @@
-"""What one layout saves another resumes: a part of ``tools/resume_matrix``, and that each of its checks can fail."""
+"""What one layout saves another resumes: a part of ``tools/resume_matrix``, and that each of its
+checks can fail."""
 
 import re
 from collections.abc import Callable

@@ -1,1 +1,2 @@
-"""Trainings and jobs that are killed and must resume bitwise: at points of a save, and whole jobs."""
+"""Kill trainings and jobs, and check that they resume bitwise: ``run`` in a save, ``jobs`` as a
+whole."""

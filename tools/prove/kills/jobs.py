@@ -1,9 +1,9 @@
-"""Kills jobs with SIGKILL at random steps: one rank, the launcher, or every process; and starts them again.
+"""Kill jobs with SIGKILL at random steps, and start them again.
 
-Both launchers are tried: ``composer3d train``, and torchrun with ``--max-restarts 3``. After each kill no process of
-the job may be left 10 s later, and none of our temporary folders. A rank's death must be told in one line that names
-the rank, and torchrun must need one restart and no more. The job that goes on must have bitwise the losses of a job
-that nobody killed.
+A kill hits one rank, the launcher, or every process, under ``composer3d train`` and under torchrun
+with ``--max-restarts 3``. No process of the job and none of our temporary folders may be left 10 s
+later. The job must report the death of a rank in one line that names it, and torchrun must restart
+once and no more. The job that resumes must have bitwise the losses of an uninterrupted job.
 """
 
 import argparse
@@ -50,20 +50,31 @@ keep = 2
 every = 1
 tensorboard = false
 """
-STEPS, LIMIT_S, GONE_S = 40, 200.0, 10.0
-MARK = "COMPOSER3D_KILL_JOBS"  # in the environment of every process of a job, by which it is found
+STEPS = 40
+LIMIT_S = 200.0  # of a job
+GONE_S = 10.0  # from a kill until all processes must be gone
+# In the environment of every process of a job, to find them.
+MARK = "COMPOSER3D_KILL_JOBS"
 Launcher = Literal["train", "torchrun"]
 Victim = Literal["rank", "launcher", "all"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kill: of whom, in a job of how many ranks, when the step is logged, under which launcher."""
+    """One kill.
+
+    Attributes:
+        launcher: of the job.
+        victim: one rank, the launcher, or all processes.
+        world: the number of ranks.
+        rank: that is killed, if the victim is a rank.
+        step: the kill comes when this step is logged.
+    """
 
     launcher: Launcher
     victim: Victim
     world: int
-    rank: int  # the rank that is killed, where it is one
+    rank: int
     step: int
 
     def __str__(self) -> str:
@@ -72,27 +83,23 @@ class Case:
 
 
 def cases(count: int, seed: int = 13) -> list[Case]:
-    """As many cases as asked for, always the same: launchers and victims in turn, the rest at random."""
+    """Make cases with launchers and victims in turn, and the rest at random.
+
+    A seed always gives the same ones.
+    """
     generator = random.Random(seed)
     out = []
     for number in range(count):
         launcher: Launcher = ("train", "torchrun")[number % 2]  # type: ignore[assignment]
         victim: Victim = ("rank", "launcher", "all")[number // 2 % 3]  # type: ignore[assignment]
         world = generator.choice((2, 2, 3))
-        out.append(
-            Case(
-                launcher,
-                victim,
-                world,
-                generator.randrange(world),
-                generator.randrange(1, STEPS - 10),
-            )
-        )
+        rank, step = generator.randrange(world), generator.randrange(1, STEPS - 10)
+        out.append(Case(launcher, victim, world, rank, step))
     return out
 
 
 class Job:
-    """A started job and its processes. ``folder`` holds its run, its temporary files and what it says."""
+    """A started job and its processes. ``folder`` holds its run, temporary files and output."""
 
     def __init__(self, folder: Path, world: int, launcher: Launcher, *sets: str) -> None:
         self.folder, self.world, self.launcher = folder, world, launcher
@@ -105,101 +112,110 @@ class Job:
             "TMPDIR": str(self.temporary),
             "OMP_NUM_THREADS": "1",
         }
-        self.output = folder / f"output-{self._mark}"
-        changes = [part for each in (f"run.out_dir={folder}", *sets) for part in ("--set", each)]
-        with self.output.open("wb") as out:
+        self.output_path = folder / f"output-{self._mark}"
+        command = self.command()
+        for override in (f"run.out_dir={folder}", *sets):
+            command += ["--set", override]
+        with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
-                [*self.command(), *changes],
+                command,
                 env=environment,
-                stdout=out,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
     def command(self) -> list[str]:
-        """What is started, without overrides."""
-        command = [
-            "-m",
-            "composer3d",
-            "train",
-            str(self.folder.parent / f"recipe-{self.world}.toml"),
-        ]
-        if self.launcher == "torchrun":
-            torchrun = [
-                "-m",
-                "torch.distributed.run",
-                "--max-restarts",
-                "3",
-                "--nproc-per-node",
-                str(self.world),
-            ]
-            command = [
-                *torchrun,
-                "--rdzv-backend",
-                "c10d",
-                "--rdzv-endpoint",
-                "localhost:0",
-                *command,
-            ]
-        return [sys.executable, *command]
+        """The command to start, without overrides."""
+        recipe = str(self.folder.parent / f"recipe-{self.world}.toml")
+        train = ["-m", "composer3d", "train", recipe]
+        if self.launcher == "train":
+            return [sys.executable, *train]
+        torchrun = ["-m", "torch.distributed.run"]
+        options = {
+            "--max-restarts": "3",
+            "--nproc-per-node": str(self.world),
+            "--rdzv-backend": "c10d",
+            "--rdzv-endpoint": "localhost:0",
+        }
+        for option, value in options.items():
+            torchrun += [option, value]
+        return [sys.executable, *torchrun, *train]
 
     def processes(self) -> list[int]:
-        """All that run, the launcher and what it started; one that has ended and is not yet reaped does not count."""
-        found = []
+        """The job's running processes: the launcher and all that it started, without zombies."""
+        pids = []
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    environment = (entry / "environ").read_bytes().split(b"\0")
-                    zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-                except OSError:
-                    continue
-                if f"{MARK}={self._mark}".encode() in environment and not zombie:
-                    found.append(int(entry.name))
-        return found
+            if not entry.name.isdigit():
+                continue
+            try:
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if f"{MARK}={self._mark}".encode() in environment and state != "Z":
+                pids.append(int(entry.name))
+        return pids
 
     def wait_for_step(self, step: int) -> None:
+        """Wait until a step is logged.
+
+        Raises:
+            RuntimeError: the job ends before, or takes longer than ``LIMIT_S``.
+        """
         until = time.monotonic() + LIMIT_S
         while not losses(self.folder) or max(losses(self.folder)) < step:
             if self.process.poll() is not None:
-                raise RuntimeError(f"it ended before step {step}: {self.said()}")
+                raise RuntimeError(f"it ended before step {step}: {self.output()}")
             if time.monotonic() > until:
-                raise RuntimeError(f"no step {step} within {LIMIT_S:.0f} s: {self.said()}")
+                raise RuntimeError(f"no step {step} within {LIMIT_S:.0f} s: {self.output()}")
             time.sleep(0.02)
 
     def pid_of(self, rank: int) -> int:
-        """The process of a rank, by the name that it gives itself."""
+        """The process of a rank, found by the name that it gives itself."""
         for pid in self.processes():
             if pid != self.process.pid and rank_of(pid) == rank:
                 return pid
         raise RuntimeError(f"no process of rank {rank}")
 
     def kill(self, victim: Victim, rank: int) -> None:
+        """Kill a rank, the launcher or all processes."""
         if victim == "rank":
             pids = [self.pid_of(rank)]
+        elif victim == "launcher":
+            pids = [self.process.pid]
         else:
-            pids = [self.process.pid] if victim == "launcher" else self.processes()
+            pids = self.processes()
         for pid in pids:
-            with suppress(ProcessLookupError):  # it ended with the one before
+            # A process may end with the one before.
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
+        """Wait for the end of the launcher, and return its exit status.
+
+        Raises:
+            RuntimeError: it does not end in time; all its processes are killed then.
+        """
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             self.end()
-            raise RuntimeError(f"it has not ended after {limit_s:.0f} s: {self.said()}") from None
+            raise RuntimeError(f"it has not ended after {limit_s:.0f} s: {self.output()}") from None
 
     def end(self) -> None:
+        """Kill all processes."""
         for pid in [self.process.pid, *self.processes()]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def said(self) -> str:
-        return self.output.read_text(errors="replace")
+    def output(self) -> str:
+        """What the job has printed so far."""
+        return self.output_path.read_text(errors="replace")
 
     def left_over(self) -> list[str]:
-        """Processes that still run after ``GONE_S``, and temporary folders of ours."""
+        """The processes that still run after ``GONE_S``, and our temporary folders."""
         until = time.monotonic() + GONE_S
         while (pids := self.processes()) and time.monotonic() < until:
             time.sleep(0.1)
@@ -212,16 +228,17 @@ class Job:
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank of a process, or None where it is the launcher or another helper."""
+    """The rank of a process, or None if it is the launcher or a helper."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return None
-    found = re.fullmatch(r"c3d rank (\d+)", name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"c3d rank (\d+)", name)
+    return int(match[1]) if match else None
 
 
 def losses(folder: Path) -> dict[int, float]:
+    """The losses that a run has logged so far, by step."""
     path = folder / "run" / "metrics.jsonl"
     if not path.exists():
         return {}
@@ -230,12 +247,13 @@ def losses(folder: Path) -> dict[int, float]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
-            continue  # half of a line that is being written
+            # The line is being written.
+            continue
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 class Killer:
-    """Runs cases in folders of its own."""
+    """Run cases, in folders of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -243,36 +261,38 @@ class Killer:
         corpus.write_bytes(bytes((i * i + i // 7) % 251 + 1 for i in range(40_000)))
         for world in (2, 3, 4):
             (folder / f"recipe-{world}.toml").write_text(RECIPE.format(corpus=corpus, world=world))
-        self._alone: dict[int, dict[int, float]] = {}
+        self._uninterrupted: dict[int, dict[int, float]] = {}
 
-    def alone(self, world: int) -> dict[int, float]:
-        """The losses of a job that nobody kills."""
-        if world not in self._alone:
-            job = Job(self.folder / f"alone-{world}", world, "train")
-            if status := job.wait():
-                raise RuntimeError(f"the job that nobody kills ended with {status}: {job.said()}")
-            self._alone[world] = losses(job.folder)
-        return self._alone[world]
+    def uninterrupted_losses(self, world: int) -> dict[int, float]:
+        """The losses of a job of ``world`` ranks that is not killed, by step."""
+        if world not in self._uninterrupted:
+            job = Job(self.folder / f"uninterrupted-{world}", world, "train")
+            status = job.wait()
+            if status != 0:
+                raise RuntimeError(f"the uninterrupted job ended with {status}: {job.output()}")
+            self._uninterrupted[world] = losses(job.folder)
+        return self._uninterrupted[world]
 
     def run(self, case: Case) -> list[str]:
-        """Everything that is wrong; nothing where the case is as it should be."""
-        wanted = self.alone(case.world)
+        """Run a case, and return all problems."""
+        expected = self.uninterrupted_losses(case.world)
         job = Job(self.folder / uuid.uuid4().hex, case.world, case.launcher)
         problems: list[str] = []
         try:
             job.wait_for_step(case.step)
             job.kill(case.victim, case.rank)
             status = job.wait()
-            problems += [f"left after the kill: {each}" for each in job.left_over()]
+            problems += [f"left after the kill: {item}" for item in job.left_over()]
             if case.victim == "rank":
-                problems += told(case, job, status)
+                problems += check_report(case, job, status)
             if status != 0:
                 job = Job(job.folder, case.world, case.launcher)
-                if status := job.wait():
-                    problems.append(f"started again, it ended with {status}: {job.said()}")
-                problems += [f"left at the end: {each}" for each in job.left_over()]
-            if losses(job.folder) != wanted:
-                problems.append(f"its losses are {losses(job.folder)}, not {wanted}")
+                status = job.wait()
+                if status != 0:
+                    problems.append(f"started again, it ended with {status}: {job.output()}")
+                problems += [f"left at the end: {item}" for item in job.left_over()]
+            if losses(job.folder) != expected:
+                problems.append(f"its losses are {losses(job.folder)}, not {expected}")
         except RuntimeError as error:
             problems.append(str(error))
         finally:
@@ -281,32 +301,45 @@ class Killer:
         return problems
 
 
-def told(case: Case, job: Job, status: int) -> list[str]:
-    """What is wrong with what a job says of its rank that was killed."""
+def check_report(case: Case, job: Job, status: int) -> list[str]:
+    """List what is wrong with a job's report of its killed rank, and with its exit status."""
+    output = job.output()
     lines = [
         line
-        for line in job.said().splitlines()
+        for line in output.splitlines()
         if re.search(rf"rank {case.rank} \(.*(ended by|answer)", line)
     ]
     problems = []
-    if len(lines) != 1 or ("the same command goes on from it" not in lines[0] and case.step > 6):
-        problems.append(f"it names the rank in {len(lines)} lines: {lines or job.said()}")
+    # The first checkpoint comes after step 5.
+    must_name_checkpoint = case.step > 6
+    if len(lines) != 1 or (
+        must_name_checkpoint and "the same command goes on from it" not in lines[0]
+    ):
+        problems.append(f"it names the rank in {len(lines)} lines: {lines or output}")
     if case.launcher == "train":
         if status != 1:
-            problems.append(f"it ended with {status}: {job.said()}")
-        if "Traceback" in job.said():
-            problems.append(f"it shows a traceback: {job.said()}")
+            problems.append(f"it ended with {status}: {output}")
+        if "Traceback" in output:
+            problems.append(f"it shows a traceback: {output}")
     else:
-        restarts = job.said().count("restarted by torchrun")
+        restarts = output.count("restarted by torchrun")
         if status != 0 or restarts != 1:
-            problems.append(f"it ended with {status} after {restarts} restarts: {job.said()}")
+            problems.append(f"it ended with {status} after {restarts} restarts: {output}")
     return problems
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("tools/kill_jobs", description=__doc__)
-    parser.add_argument("--cases", type=int, default=40, help="kills (40)")
-    parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
+    parser = argparse.ArgumentParser(
+        "tools/prove/run jobs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--cases", type=int, default=40, help="the number of kills; default: %(default)s"
+    )
+    parser.add_argument(
+        "--first", type=int, default=0, help="begin with this kill; default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     failed, begin = 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill-jobs-") as folder:
@@ -314,16 +347,13 @@ def main(arguments: Sequence[str]) -> int:
         for number, case in enumerate(cases(options.cases)):
             if number < options.first:
                 continue
-            since, problems = time.monotonic(), killer.run(case)
+            case_begin = time.monotonic()
+            problems = killer.run(case)
             failed += bool(problems)
             verdict = "bitwise" if not problems else "WRONG"
-            print(
-                f"{number:>3}  {case!s:<48} {verdict}  {time.monotonic() - since:.0f} s",
-                *problems,
-                sep="\n    ",
-            )
-            sys.stdout.flush()
-    print(
-        f"{options.cases - options.first} kills, {failed} wrong, in {time.monotonic() - begin:.0f} s"
-    )
+            seconds = time.monotonic() - case_begin
+            line = f"{number:>3}  {case!s:<48} {verdict}  {seconds:.0f} s"
+            print(line, *problems, sep="\n    ", flush=True)
+    count = options.cases - options.first
+    print(f"{count} kills, {failed} wrong, in {time.monotonic() - begin:.0f} s")
     return 1 if failed else 0

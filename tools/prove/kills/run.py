@@ -1,10 +1,15 @@
-"""Kills trainings with SIGKILL, starts them again, and compares them with one that was left alone.
+"""Kill trainings with SIGKILL, start them again, and compare them with an uninterrupted run.
 
-Points: every write (half of it done), sync, rename, removal and new file or folder of a save, as a run that is not
-killed lists them. Instants: at random, while training. The next start must resume from the newest checkpoint that was
-published before the kill, or from the one in flight; its losses and its last state must be bitwise those of the run
-that nobody killed; and its next save leaves nothing over. What a power failure could undo is read from the same lists:
-files must be synced before their folder gets its name, and that name before an older checkpoint goes.
+A training is killed at each point of a save: every write (half of it done), sync, rename,
+removal, and new file or folder. An uninterrupted run lists these points. It is also killed at
+random instants.
+
+The next start must resume from the newest checkpoint that was published before the kill, or from
+the one in flight. Its losses and its last state must be bitwise those of the uninterrupted run,
+and its next save must leave no other files.
+
+The same lists show what a power failure could undo: files must be synced before their folder gets
+its name, and that name must be synced before an older checkpoint is removed.
 """
 
 import argparse
@@ -20,9 +25,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from composer3d.runtime.launch import Pool, WorkerError
 from tools.prove.kills.trap import PUBLISHED, Death, Event, Outcome, train_once
@@ -51,22 +56,31 @@ every = 1
 every = 1
 tensorboard = false
 """
-STEPS, LONG = (
-    6,
-    12,
-)  # of a run that is killed in the save after BASE + 1 steps, and of one killed at random
+STEPS = 6  # of a run that is killed in the save after BASE + 1 steps
 BASE = 3
+LONG_STEPS = 12  # of a run that is killed at random
 LIMIT_S = 90.0
-LIVED, RANDOM = "it was not killed", "at random"
+SURVIVED = "it was not killed"
+RANDOM = "at random"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to kill. ``before``: what its folder holds at the start: nothing; ``BASE`` steps; and with those the next
-    checkpoint with a flipped bit, or its whole staging folder. Each event of the rank ``dying`` is a point."""
+    """A run to kill.
+
+    Attributes:
+        name: of the scenario.
+        before: what its folder holds at the start. "empty": nothing. "whole": a run of ``BASE``
+            steps. "damaged": also the next checkpoint, with a flipped bit. "leftover": also the
+            complete staging folder of the next checkpoint.
+        sets: overrides of the recipe.
+        world: the number of ranks.
+        dying: the rank to kill; each of its events is a point.
+        keep: the number of checkpoints to keep.
+    """
 
     name: str
-    before: str = "whole"
+    before: Literal["empty", "whole", "damaged", "leftover"] = "whole"
     sets: tuple[str, ...] = ()
     world: int = 1
     dying: int = 0
@@ -94,7 +108,14 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: where, the steps of the newest checkpoint then, and those that the next start had done."""
+    """The result of one kill.
+
+    Attributes:
+        where: the point or the instant of the kill.
+        newest: the step of the newest checkpoint at that time.
+        resumed: the step that the next start resumed from; -1 if it did not start.
+        problem: what is wrong, or None.
+    """
 
     where: str
     newest: int
@@ -103,8 +124,14 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Alone:
-    """The run that nobody kills: loss by step, state by rank, and the seconds of its loop."""
+class Uninterrupted:
+    """The run that is not killed.
+
+    Attributes:
+        losses: by step.
+        states: the last state of each rank.
+        loop_s: the seconds of its loop.
+    """
 
     losses: dict[int, float]
     states: list[str]
@@ -112,26 +139,26 @@ class Alone:
 
 
 class Killer:
-    """Kills runs and starts them again, in folders of its own. Methods may be called from several threads.
+    """Kill runs and start them again, in folders of its own.
 
-    ``pool`` serves one thread; absent, each makes its own. ``fault`` is called first in a run that is started again.
+    Several threads may call its methods.
+
+    Args:
+        pool: worker processes for a single thread. Default: each thread makes its own.
+        fault: called first in a run that is started again.
     """
 
     def __init__(self, pool: Pool | None = None, fault: Callable[[], None] | None = None) -> None:
-        self._given, self._fault, self._local, self._lock = (
-            pool,
-            fault,
-            threading.local(),
-            threading.Lock(),
-        )
+        self._pool, self._fault = pool, fault
+        self._local, self._lock = threading.local(), threading.Lock()
         self._stack = ExitStack()
-        self.folder = Path(
-            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="composer3d-kill-"))
-        )
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="composer3d-kill-"))
+        self.folder = Path(folder)
         corpus = self.folder / "corpus.txt"
         corpus.write_bytes(bytes((i * i + i // 7) % 251 + 1 for i in range(4_000)))
         (self.folder / "recipe.toml").write_text(RECIPE.format(corpus=corpus))
-        self._alone: dict[tuple[int, int], Alone] = {}
+        # By number of ranks and steps.
+        self._uninterrupted: dict[tuple[int, int], Uninterrupted] = {}
         self._count = 0
 
     def __enter__(self) -> "Killer":
@@ -145,65 +172,77 @@ class Killer:
             self._count += 1
             return self.folder / f"{self._count:05d}"
 
-    def train(self, folder: Path, sets: Sequence[str], *, world: int, **more: Any) -> list[Outcome]:
-        """``more``: of ``train_once``."""
-        if self._given is None and not hasattr(self._local, "pool"):
+    def train(
+        self, folder: Path, sets: Sequence[str], *, world: int, **train_arguments: Any
+    ) -> list[Outcome]:
+        """Run a training; ``train_arguments`` are further arguments of ``train_once``."""
+        if self._pool is None and not hasattr(self._local, "pool"):
             self._local.pool = self._stack.enter_context(Pool())
-        pool = self._given or self._local.pool
+        pool = self._pool or self._local.pool
         arguments = {
             "recipe": str(self.folder / "recipe.toml"),
             "folder": folder,
+            "sets": [f"mesh.dp_shard={world}", *sets],
             "death": None,
-            **more,
+            **train_arguments,
         }
-        arguments["sets"] = [f"mesh.dp_shard={world}", *sets]
         outcomes: list[Outcome] = pool.run(train_once, arguments, world_size=world, limit_s=LIMIT_S)
         return outcomes
 
-    def alone(self, world: int, steps: int) -> Alone:
+    def uninterrupted(self, world: int, steps: int) -> Uninterrupted:
+        """The run of these sizes that is not killed; it is made once."""
         with self._lock:
-            known = self._alone.get((world, steps))
-        if known is None:
+            run = self._uninterrupted.get((world, steps))
+        if run is None:
             folder = self.new_folder()
             outcomes = self.train(folder, [f"run.steps={steps}"], world=world)
-            known = Alone(losses(folder), [each.state for each in outcomes], outcomes[0].loop_s)
-            self._alone[world, steps] = known
-        return known
+            states = [outcome.state for outcome in outcomes]
+            run = Uninterrupted(losses(folder), states, outcomes[0].loop_s)
+            self._uninterrupted[world, steps] = run
+        return run
 
-    def dying(self, folder: Path, sets: Sequence[str], world: int, death: Death) -> str | None:
-        """Run to the death of one of ``death.ranks`` or more. Returns what is wrong: it lived, or ended otherwise."""
+    def run_and_kill(
+        self, folder: Path, sets: Sequence[str], world: int, death: Death
+    ) -> str | None:
+        """Run until at least one of ``death.ranks`` dies.
+
+        Returns:
+            What is wrong, if the run survived or ended in another way.
+        """
         try:
             self.train(folder, sets, world=world, death=death)
         except WorkerError as error:
             killed = any(error.failures.get(rank) == "the process died" for rank in death.ranks)
             return None if killed else f"something else happened: {error}"
-        return LIVED
+        return SURVIVED
 
     def start_again(
         self, folder: Path, sets: Sequence[str], where: str, *, world: int, steps: int, keep: int
     ) -> Kill:
-        """What became of a run that was killed."""
-        newest, wanted = published(folder), self.alone(world, steps)
+        """Start a killed run again, and compare it with the uninterrupted one."""
+        newest, expected = published(folder), self.uninterrupted(world, steps)
         try:
             outcomes = self.train(folder, sets, world=world, fault=self._fault)
         except WorkerError as error:
             return Kill(where, newest, -1, f"it does not start again: {error}")
+        resumed = {outcome.resumed for outcome in outcomes}
+        if min(resumed) <= steps // 2:
+            # Measure the time of the loop again: the machine may be busier now than it was then.
+            loop_s = outcomes[0].loop_s * steps / (steps - min(resumed))
+            self._uninterrupted[world, steps] = replace(expected, loop_s=loop_s)
+
         kept = sorted(path.name for path in checkpoints(folder).iterdir())
-        resumed = {each.resumed for each in outcomes}
-        if min(resumed) <= steps // 2:  # the machine may be busier now than it was then
-            self._alone[world, steps] = replace(
-                wanted, loop_s=outcomes[0].loop_s * steps / (steps - min(resumed))
-            )
+        newest_names = [f"step-{step:08d}" for step in range(steps - keep + 1, steps + 1)]
         problem = None
         if len(resumed) > 1 or min(resumed) < newest:
             problem = f"it resumed from step {resumed}"
-        elif losses(folder) != wanted.losses:
-            problem = f"its losses are {losses(folder)}, those of the run alone {wanted.losses}"
-        elif [each.state for each in outcomes] != wanted.states:
-            problem = "its last state is another one than that of the run alone"
-        elif min(resumed) < steps and kept != [
-            f"step-{step:08d}" for step in range(steps - keep + 1, steps + 1)
-        ]:
+        elif losses(folder) != expected.losses:
+            problem = (
+                f"its losses are {losses(folder)}, and of the uninterrupted run {expected.losses}"
+            )
+        elif [outcome.state for outcome in outcomes] != expected.states:
+            problem = "its last state differs from the one of the uninterrupted run"
+        elif min(resumed) < steps and kept != newest_names:
             problem = f"it leaves {kept}"
         shutil.rmtree(folder)
         return Kill(where, newest, min(resumed), problem)
@@ -214,19 +253,19 @@ def checkpoints(folder: Path) -> Path:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """By step; every one that was ever logged and is still there."""
+    """All losses that are in the log, by step."""
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def published(folder: Path) -> int:
-    """The newest step whose checkpoint was given its name and not damaged since; 0: there is none."""
+    """The newest step whose checkpoint was published and not damaged since, or 0."""
     journal = folder / "run" / PUBLISHED
     return max(map(int, journal.read_text().split())) if journal.exists() else 0
 
 
 class Points:
-    """A scenario's points: ``events`` of the one that dies, from its start to the end of the save after ``BASE``."""
+    """The points of a scenario, and kills at them."""
 
     def __init__(self, killer: Killer, scenario: Scenario) -> None:
         self.killer, self.scenario = killer, scenario
@@ -235,47 +274,49 @@ class Points:
         self._prepare()
 
     def _prepare(self) -> None:
-        folder, how, world = self._before, self.scenario.before, self.scenario.world
-        if how == "empty":
+        """Make the folder that each kill starts from."""
+        folder, before, world = self._before, self.scenario.before, self.scenario.world
+        if before == "empty":
             folder.mkdir()
             return
-        steps = BASE + (how == "damaged")
+        steps = BASE + 1 if before == "damaged" else BASE
         self.killer.train(folder, [*self.scenario.all_sets, f"run.steps={steps}"], world=world)
-        if how == "damaged":
-            flip_a_bit(
-                max(
-                    (checkpoints(folder) / f"step-{steps:08d}").iterdir(),
-                    key=lambda path: path.stat().st_size,
-                )
-            )
+        if before == "damaged":
+            files = (checkpoints(folder) / f"step-{steps:08d}").iterdir()
+            flip_a_bit(max(files, key=lambda path: path.stat().st_size))
             (folder / "run" / PUBLISHED).write_text(f"{BASE}\n")
-        elif how == "leftover":
-            killed = Death(
-                event=Event("rename", f"step-{BASE + 1:08d}.tmp -> step-{BASE + 1:08d}", 1)
-            )
-            problem = self.killer.dying(folder, self._sets, world, killed)
+        elif before == "leftover":
+            name = f"step-{BASE + 1:08d}"
+            death = Death(event=Event("rename", f"{name}.tmp -> {name}", 1))
+            problem = self.killer.run_and_kill(folder, self._sets, world, death)
             assert problem is None, problem
 
     @cached_property
     def events(self) -> list[Event]:
+        """The events of the dying rank from its start to the end of its first save."""
         folder = shutil.copytree(self._before, self.killer.new_folder())
         outcomes = self.killer.train(folder, self._sets, world=self.scenario.world)
         events = outcomes[self.scenario.dying].events
-        later = f"step-{2 if self.scenario.before == 'empty' else BASE + 2:08d}"
-        return list(
-            events[: next(i for i, event in enumerate(events) if event.path.startswith(later))]
-        )
+        next_save = f"step-{2 if self.scenario.before == 'empty' else BASE + 2:08d}"
+        end = next(index for index, event in enumerate(events) if event.path.startswith(next_save))
+        return list(events[:end])
 
     def kill(self, event: Event) -> Kill:
+        """Kill the run at one point, and start it again."""
         scenario, folder = self.scenario, shutil.copytree(self._before, self.killer.new_folder())
         where = f"{event.what} {event.path} {event.number}"
-        problem = self.killer.dying(
-            folder, self._sets, scenario.world, Death((scenario.dying,), event=event)
-        )
+        death = Death((scenario.dying,), event=event)
+        problem = self.killer.run_and_kill(folder, self._sets, scenario.world, death)
         if problem is not None:
             return Kill(where, -1, -1, problem)
-        how = {"world": scenario.world, "steps": STEPS, "keep": scenario.keep}
-        return self.killer.start_again(folder, self._sets, where, **how)
+        return self.killer.start_again(
+            folder,
+            self._sets,
+            where,
+            world=scenario.world,
+            steps=STEPS,
+            keep=scenario.keep,
+        )
 
 
 def flip_a_bit(path: Path) -> None:
@@ -285,130 +326,148 @@ def flip_a_bit(path: Path) -> None:
 
 
 def not_durable(events: Sequence[Event]) -> list[str]:
-    """What a power failure could undo though a later event relies on it."""
+    """List what a power failure could undo although a later event relies on it."""
     problems: list[str] = []
-    dirty: set[str] = set()  # files with content, folders with names, that are not on the disk
+    # Files whose content, and folders whose names, are not yet on the disk.
+    dirty: set[str] = set()
     for what, paths, _ in events:
         path, _, target = paths.partition(" -> ")
-        gets_name = re.fullmatch(r"step-\d{8}", target)
-        goes = re.match(r"step-\d{8}(/|$)", path) and what not in ("fsync", "close")
-        if gets_name:
+        is_published = re.fullmatch(r"step-\d{8}", target)
+        is_removed = re.match(r"step-\d{8}(/|$)", path) and what not in ("fsync", "close")
+        if is_published:
             problems += [
-                f"{each} was not synced when {target} got its name"
-                for each in dirty
-                if each.startswith(path)
+                f"{unsynced} was not synced when {target} got its name"
+                for unsynced in dirty
+                if unsynced.startswith(path)
             ]
-        if goes and "." in dirty:
-            problems.append(f"{path} went before the name of the newer one was synced")
+        if is_removed and "." in dirty:
+            problems.append(f"{path} was removed before the name of the newer one was synced")
         if what in ("fsync", "fdatasync"):
             dirty.discard(path)
         elif what == "write":
             dirty.add(path)
-        elif what != "close" and (gets_name or ".tmp/" in path):
+        elif what != "close" and (is_published or ".tmp/" in path):
             dirty.add(path.rpartition("/")[0] or ".")
         if path in dirty and target:
             dirty = dirty - {path} | {target}
     return sorted(set(problems))
 
 
-Instant = tuple[str, int, Sequence[str], tuple[int, ...], float]
+class Instant(NamedTuple):
+    """A kill at a random time.
+
+    Attributes:
+        name: of the kill.
+        world: the number of ranks.
+        sets: overrides of the recipe.
+        dying: the ranks to kill.
+        fraction: of the loop's time that passes before the kill.
+    """
+
+    name: str
+    world: int
+    sets: Sequence[str]
+    dying: tuple[int, ...]
+    fraction: float
 
 
 def instants(count: int, seed: int = 7) -> list[Instant]:
-    """What to kill at random: name, processes, overrides, dying ranks, and when, as a part of the loop's time."""
+    """The kills at random; a seed always gives the same ones."""
     generator = random.Random(seed)
     out: list[Instant] = []
     for number in range(count):
         sets = ASYNC if number // 2 % 2 else ()
-        dying = ((0,), (1,), (0, 1))[number // 10 % 3] if number % 10 == 0 else (0,)
-        world = 2 if number % 10 == 0 else 1
-        out.append((f"instant {number}", world, sets, dying, generator.random()))
+        # Every tenth run has two ranks, of which the first, the second or both are killed.
+        has_two_ranks = number % 10 == 0
+        dying = ((0,), (1,), (0, 1))[number // 10 % 3] if has_two_ranks else (0,)
+        world = 2 if has_two_ranks else 1
+        out.append(Instant(f"instant {number}", world, sets, dying, generator.random()))
     return out
 
 
-def kill_at_random(
-    killer: Killer, name: str, world: int, sets: Sequence[str], dying: tuple[int, ...], at: float
-) -> Kill:
-    sets, loop_s = (
-        [*sets, "checkpoint.keep=2", f"run.steps={LONG}"],
-        killer.alone(world, LONG).loop_s,
-    )
-    for _ in range(8):  # it may have been faster than the run alone
-        folder, death = killer.new_folder(), Death(dying, after_s=at * loop_s)
-        problem = killer.dying(folder, sets, world, death)
-        if problem != LIVED:
+def kill_at_random(killer: Killer, instant: Instant) -> Kill:
+    """Kill a run at a random time, and start it again."""
+    sets = [*instant.sets, "checkpoint.keep=2", f"run.steps={LONG_STEPS}"]
+    after_s = instant.fraction * killer.uninterrupted(instant.world, LONG_STEPS).loop_s
+    # A run that is faster than the uninterrupted one survives: it is killed earlier then.
+    for _ in range(8):
+        folder = killer.new_folder()
+        death = Death(instant.dying, after_s=after_s)
+        problem = killer.run_and_kill(folder, sets, instant.world, death)
+        if problem != SURVIVED:
             break
-        at *= 0.8
+        after_s *= 0.8
         shutil.rmtree(folder)
     if problem is not None:
-        return Kill(name, -1, -1, problem)
-    where = f"{name}: {at * loop_s:.3f} s into the loop"
-    return killer.start_again(folder, sets, where, world=world, steps=LONG, keep=2)
+        return Kill(instant.name, -1, -1, problem)
+    where = f"{instant.name}: {after_s:.3f} s into the loop"
+    return killer.start_again(folder, sets, where, world=instant.world, steps=LONG_STEPS, keep=2)
 
 
 def main(arguments: Sequence[str]) -> int:
-    names = [*(each.name for each in SCENARIOS), RANDOM]
-    epilog, how = (
-        "\n  ".join(["scenarios, of which NAME is a part:", *names]),
-        argparse.RawDescriptionHelpFormatter,
-    )
+    names = [*(scenario.name for scenario in SCENARIOS), RANDOM]
     parser = argparse.ArgumentParser(
-        "tools/kill", description=__doc__, epilog=epilog, formatter_class=how
+        "tools/prove/run kills",
+        description=__doc__,
+        epilog="\n  ".join(["scenarios:", *names]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "names", metavar="NAME", nargs="*", help="only these scenarios; absent: all"
+        "names", metavar="NAME", nargs="*", help="part of a scenario's name; default: all scenarios"
     )
-    parser.add_argument("--instants", type=int, default=100, help="kills at random (100)")
-    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time (2)")
+    parser.add_argument(
+        "--instants", type=int, default=100, help="kills at random; default: %(default)s"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="trainings at the same time; default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     chosen = [name for name in names if any(part in name for part in options.names or [""])]
     if not chosen:
         parser.error(f"no scenario's name holds {' or '.join(options.names)}")
-    begin, failed, every_kill = time.monotonic(), 0, []
+
+    begin, failed = time.monotonic(), 0
+    all_kills: list[Kill] = []
     print(
         f"{'scenario':<36}{'kills':>6}{'failed':>8}{'s':>6}  resumed from step: times", flush=True
     )
     with Killer() as killer, ThreadPoolExecutor(options.jobs) as threads:
-        for scenario in (each for each in SCENARIOS if each.name in chosen):
-            since, points = time.monotonic(), Points(killer, scenario)
-            killer.alone(scenario.world, STEPS)
+        for scenario in SCENARIOS:
+            if scenario.name not in chosen:
+                continue
+            scenario_begin = time.monotonic()
+            points = Points(killer, scenario)
+            # Made here, so that the threads do not all make it.
+            killer.uninterrupted(scenario.world, STEPS)
             kills = list(threads.map(points.kill, points.events))
-            failed += report(
-                scenario.name,
-                kills,
-                not_durable(points.events) if scenario.world == 1 else [],
-                since,
-            )
-            every_kill += kills
+            undurable = not_durable(points.events) if scenario.world == 1 else []
+            failed += report(scenario.name, kills, undurable, scenario_begin)
+            all_kills += kills
+
         if RANDOM in chosen and options.instants:
-            since = time.monotonic()
+            scenario_begin = time.monotonic()
             for world in (1, 2):
-                killer.alone(world, LONG)
-            kills = list(
-                threads.map(lambda each: kill_at_random(killer, *each), instants(options.instants))
-            )
-            failed += report(RANDOM, kills, [], since)
-            every_kill += kills
-    kinds = ", ".join(
-        f"{n} {kind}"
-        for kind, n in Counter(each.where.split()[0] for each in every_kill).most_common()
-    )
-    verdict = "0 problems: every one goes on bitwise" if not failed else f"{failed} PROBLEMS"
-    print(f"{len(every_kill)} kills ({kinds}), {verdict}, in {time.monotonic() - begin:.0f} s")
+                killer.uninterrupted(world, LONG_STEPS)
+            kills = list(threads.map(partial(kill_at_random, killer), instants(options.instants)))
+            failed += report(RANDOM, kills, [], scenario_begin)
+            all_kills += kills
+
+    counts = Counter(kill.where.split()[0] for kill in all_kills).most_common()
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts)
+    verdict = f"{failed} PROBLEMS" if failed else "0 problems: all resume bitwise"
+    print(f"{len(all_kills)} kills ({kinds}), {verdict}, in {time.monotonic() - begin:.0f} s")
     return 1 if failed else 0
 
 
-def report(name: str, kills: Sequence[Kill], problems: Sequence[str], since: float) -> int:
-    """Print a scenario's line and what failed in it; return how many did."""
-    bad = [f"{kill.where}: {kill.problem}" for kill in kills if kill.problem is not None] + list(
-        problems
-    )
+def report(name: str, kills: Sequence[Kill], undurable: Sequence[str], begin: float) -> int:
+    """Print a scenario's line and its problems; return the number of problems."""
+    problems = [f"{kill.where}: {kill.problem}" for kill in kills if kill.problem is not None]
+    problems += undurable
     if not kills:
-        bad.append("there was nothing to kill")
-    resumed = ", ".join(
-        f"{step}: {times}"
-        for step, times in sorted(Counter(kill.resumed for kill in kills).items())
-    )
-    line = f"{name:<36}{len(kills):>6}{len(bad):>8}{time.monotonic() - since:>6.0f}  {resumed}"
-    print(line, *bad, sep="\n    ", flush=True)
-    return len(bad)
+        problems.append("there was nothing to kill")
+    counts = sorted(Counter(kill.resumed for kill in kills).items())
+    resumed = ", ".join(f"{step}: {count}" for step, count in counts)
+    seconds = time.monotonic() - begin
+    line = f"{name:<36}{len(kills):>6}{len(problems):>8}{seconds:>6.0f}  {resumed}"
+    print(line, *problems, sep="\n    ", flush=True)
+    return len(problems)

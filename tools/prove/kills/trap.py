@@ -1,4 +1,4 @@
-"""A training that can be told to kill itself: at one of its file operations, or after some seconds."""
+"""A training that kills itself at one of its file operations, or after some seconds."""
 
 import builtins
 import hashlib
@@ -14,13 +14,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PUBLISHED = (
-    "published"  # a file of the run's folder: the steps whose checkpoints have got their names
+# A file of the run's folder: the steps whose checkpoints were published under their names.
+PUBLISHED = "published"
+
+
+_CALLS_WITH_ONE_PATH = (
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "remove",
+    "truncate",
+    "ftruncate",
+    "fsync",
+    "fdatasync",
 )
+_CALLS_WITH_TWO_PATHS = ("rename", "replace", "link")
 
 
 class Event(NamedTuple):
-    """The ``number``-th time, from 1, that ``what`` is done to ``path`` (below the folder of checkpoints)."""
+    """One file operation, by its place among equal ones.
+
+    Attributes:
+        what: the operation, such as "write" or "rename".
+        path: below the folder of checkpoints; of a rename, both names.
+        number: how often this operation was done to this path so far, from 1.
+    """
 
     what: str
     path: str
@@ -29,7 +47,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Death:
-    """Where and when a training kills itself: ``rank`` does, at ``event`` or ``after_s`` into its loop; never: None."""
+    """Where or when a training kills itself.
+
+    Attributes:
+        ranks: that kill themselves.
+        event: they die before it, or, if it is a write, after half of it. None: at no event.
+        after_s: they die this many seconds after the start of their loop. None: at no time.
+    """
 
     ranks: tuple[int, ...] = (0,)
     event: Event | None = None
@@ -37,9 +61,14 @@ class Death:
 
 
 class Trap:
-    """Stands in for everything that changes files in ``folder``. Kills the process before ``event``, or amid a write.
+    """Replace all calls that change files, and kill the process at one of them.
 
-    ``events`` is what has been done so far. torch writes through Python's files as well.
+    It kills the process before ``event``, or in the middle of it if it is a write. torch writes
+    through
+    Python's files as well.
+
+    Attributes:
+        events: all operations below ``folder`` so far.
     """
 
     def __init__(self, folder: Path, event: Event | None) -> None:
@@ -47,18 +76,9 @@ class Trap:
         self.events: list[Event] = []
         self._counts: Counter[tuple[str, str]] = Counter()
         self._open, self._write = io.open, os.write
-        for name in (
-            "mkdir",
-            "rmdir",
-            "unlink",
-            "remove",
-            "truncate",
-            "ftruncate",
-            "fsync",
-            "fdatasync",
-        ):
+        for name in _CALLS_WITH_ONE_PATH:
             setattr(os, name, self._of_one_path(name, getattr(os, name)))
-        for name in ("rename", "replace", "link"):
+        for name in _CALLS_WITH_TWO_PATHS:
             setattr(os, name, self._of_two_paths(name, getattr(os, name)))
         os.write = self._write_to_descriptor
         builtins.open = io.open = self._open_file
@@ -66,11 +86,19 @@ class Trap:
     def meet(
         self, what: str, path: str, tear: Callable[[], object] | None = None, to: str = ""
     ) -> None:
-        """Count an event, of a rename by both names; die where it is the one to die at, after ``tear``."""
+        """Count an event, and die if it is the fatal one.
+
+        Args:
+            what: the operation.
+            path: its absolute path.
+            tear: does half of the operation before the process dies.
+            to: the new path of a rename or link.
+        """
         if not path.startswith(self.folder) and path != self.folder[:-1]:
             return
         path = path.removeprefix(self.folder[:-1])[1:] or "."
-        path += f" -> {to.removeprefix(self.folder)}" if to else ""
+        if to:
+            path += f" -> {to.removeprefix(self.folder)}"
         self._counts[what, path] += 1
         event = Event(what, path, self._counts[what, path])
         self.events.append(event)
@@ -80,55 +108,58 @@ class Trap:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _of_one_path(self, name: str, right: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(path: Any, *given: Any, dir_fd: int | None = None, **named: Any) -> Any:
-            self.meet(name, where(path, dir_fd))
-            return right(path, *given, **named, **({} if dir_fd is None else {"dir_fd": dir_fd}))
+        def wrapped(path: Any, *arguments: Any, dir_fd: int | None = None, **keywords: Any) -> Any:
+            self.meet(name, absolute_path(path, dir_fd))
+            # Some calls have no such keyword.
+            if dir_fd is not None:
+                keywords["dir_fd"] = dir_fd
+            return right(path, *arguments, **keywords)
 
         return wrapped
 
     def _of_two_paths(self, name: str, right: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(source: Any, target: Any, **named: Any) -> None:
-            self.meet(name, where(source), to=where(target))
-            right(source, target, **named)
-            if re.fullmatch(r"step-\d{8}", os.path.basename(target)) and where(target).startswith(
-                self.folder
-            ):
-                note(
-                    Path(self.folder).parent / PUBLISHED,
-                    f"{int(os.path.basename(target)[5:])}\n",
-                    self._write,
-                )
+        def wrapped(source: Any, target: Any, **keywords: Any) -> None:
+            target_path = absolute_path(target)
+            self.meet(name, absolute_path(source), to=target_path)
+            right(source, target, **keywords)
+            published = re.fullmatch(r"step-(\d{8})", os.path.basename(target))
+            if published and target_path.startswith(self.folder):
+                journal = Path(self.folder).parent / PUBLISHED
+                append_line(journal, str(int(published[1])), self._write)
 
         return wrapped
 
     def _write_to_descriptor(self, descriptor: int, data: Any) -> int:
-        self.meet(
-            "write", where(descriptor), lambda: self._write(descriptor, data[: len(data) // 2])
-        )
+        def write_half() -> None:
+            self._write(descriptor, data[: len(data) // 2])
+
+        self.meet("write", absolute_path(descriptor), write_half)
         return self._write(descriptor, data)
 
     def _open_file(
-        self, file: Any, mode: str = "r", buffering: int = -1, *given: Any, **named: Any
+        self, file: Any, mode: str = "r", buffering: int = -1, *arguments: Any, **keywords: Any
     ) -> Any:
-        if not set(mode) & set("wax") or not where(file).startswith(self.folder):
-            return self._open(file, mode, buffering, *given, **named)
-        self.meet("create", where(file))
+        writes = bool(set(mode) & set("wax"))
+        if not writes or not absolute_path(file).startswith(self.folder):
+            return self._open(file, mode, buffering, *arguments, **keywords)
+        self.meet("create", absolute_path(file))
         buffered = io.BufferedWriter(_File(file, mode.replace("b", "").replace("t", ""), self))
-        return buffered if "b" in mode else io.TextIOWrapper(buffered, *given, **named)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, *arguments, **keywords)
 
 
 class _File(io.FileIO):
-    """What lies below the buffer of a file open for writing: its writes are those that reach the system."""
+    """The raw file below the buffer of a file open for writing; its writes reach the system."""
 
     def __init__(self, file: Any, mode: str, trap: Trap) -> None:
         super().__init__(file, mode)
-        self._path, self._trap = where(file), trap
+        self._path, self._trap = absolute_path(file), trap
 
     def write(self, data: Any) -> int:
-        self._trap.meet(
-            "write", self._path, lambda: super(_File, self).write(data[: len(data) // 2])
-        )
+        self._trap.meet("write", self._path, lambda: self._write_half(data))
         return super().write(data)
+
+    def _write_half(self, data: Any) -> None:
+        super().write(data[: len(data) // 2])
 
     def close(self) -> None:
         if not self.closed:
@@ -136,8 +167,8 @@ class _File(io.FileIO):
         super().close()
 
 
-def where(path: Any, dir_fd: int | None = None) -> str:
-    """The whole path of what is named by a path or a descriptor."""
+def absolute_path(path: Any, dir_fd: int | None = None) -> str:
+    """The absolute path of a path or a file descriptor."""
     if isinstance(path, int):
         return os.readlink(f"/proc/self/fd/{path}")
     if dir_fd is not None:
@@ -145,32 +176,41 @@ def where(path: Any, dir_fd: int | None = None) -> str:
     return os.path.abspath(os.fspath(path))
 
 
-def note(path: Path, text: str, write: Callable[[int, bytes], int]) -> None:
+def append_line(path: Path, line: str, write: Callable[[int, bytes], int]) -> None:
+    """Append a line to a file by ``write``, the call that is not counted."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    write(descriptor, text.encode())
+    write(descriptor, f"{line}\n".encode())
     os.close(descriptor)
 
 
 def die_after(seconds: float) -> Callable[[], None]:
-    """Have this process killed from outside; what is returned calls that off."""
-    me = os.getpid()
+    """Have another process kill this one after some seconds; the returned function cancels that."""
+    pid = os.getpid()
     killer = os.fork()
-    if not killer:
+    if killer == 0:
         time.sleep(seconds)
-        if os.getppid() == me:
-            os.kill(me, signal.SIGKILL)
+        # A process that has ended has left its number to another.
+        if os.getppid() == pid:
+            os.kill(pid, signal.SIGKILL)
         os._exit(0)
 
-    def call_off() -> None:
+    def cancel() -> None:
         os.kill(killer, signal.SIGKILL)
         os.waitpid(killer, 0)
 
-    return call_off
+    return cancel
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank that lived says: steps done at its start, what its state became, events, seconds in the loop."""
+    """What a rank that was not killed returns.
+
+    Attributes:
+        resumed: the number of steps that were done at its start.
+        state: the digest of its parameters and of its optimizer's state at the end.
+        events: all its file operations.
+        loop_s: the seconds of its training loop.
+    """
 
     resumed: int
     state: str
@@ -185,7 +225,15 @@ def train_once(
     death: Death | None,
     fault: Callable[[], None] | None = None,
 ) -> Outcome:
-    """A task of ``launch.Pool``: a rank of ``composer3d train``, in ``folder``, up to its end or its death."""
+    """Run a rank of ``composer3d train`` to its end or its death; a task of ``launch.Pool``.
+
+    Args:
+        recipe: the path of the recipe.
+        folder: for the run.
+        sets: overrides of the recipe.
+        death: where or when ranks kill themselves; None: nowhere.
+        fault: called first; a test plants a fault with it.
+    """
     import torch
 
     from composer3d.recipe.resolve import load
@@ -198,30 +246,31 @@ def train_once(
     if fault is not None:
         fault()
     rank = int(os.environ["RANK"])
-    mine = death if death is not None and rank in death.ranks else None
-    trap = Trap(folder / "run" / "checkpoints", mine.event if mine else None)
+    if death is None or rank not in death.ranks:
+        death = Death(ranks=())
+    trap = Trap(folder / "run" / "checkpoints", death.event)
     with pool_world() as device:
         resolved = load(
             recipe, [*sets, f"run.out_dir={folder}"], world_size=int(os.environ["WORLD_SIZE"])
         )
         run = build(resolved.recipe, device, resolved.to_toml())
         resumed, begin = run.step, time.monotonic()
-        call_off = die_after(mine.after_s) if mine and mine.after_s is not None else None
+        cancel = None if death.after_s is None else die_after(death.after_s)
         train(run)
         loop_s = time.monotonic() - begin
-        if call_off is not None:
-            call_off()
+        if cancel is not None:
+            cancel()
         return Outcome(resumed, digest(run), tuple(trap.events), loop_s)
 
 
 def digest(run: Any) -> str:
-    """Of this rank's part of every parameter and of its optimizer's state."""
+    """The SHA-256 of this rank's shards of all parameters and of the optimizer's states."""
     from composer3d.parallel.init import local_part
 
     out = hashlib.sha256()
     for name, parameter in sorted(run.stages.named_parameters()):
         for key, tensor in (("", parameter), *sorted(run.optimizer.state[parameter].items())):
-            out.update(
-                f"{name} {key}".encode() + local_part(tensor)[0].contiguous().numpy().tobytes()
-            )
+            local, _ = local_part(tensor)
+            out.update(f"{name} {key}".encode())
+            out.update(local.contiguous().numpy().tobytes())
     return out.hexdigest()
