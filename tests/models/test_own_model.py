@@ -1,4 +1,7 @@
-"""The model of docs/own_model.md, installed in a folder of its own: check, verify and train treat it as one of ours."""
+"""The model of docs/own_model.md, installed in a folder of its own.
+
+check, verify and train treat it as one of ours.
+"""
 
 import json
 import os
@@ -125,9 +128,9 @@ def loss_of(lines: str) -> list[float]:
     [
         (
             ("their_models.other_name:", "no_such_package.gpt:"),
-            r"gpt\.toml:5: model\.architecture: \"no_such_package\.gpt:ARCHITECTURE\" cannot be imported: "
-            r"ModuleNotFoundError: No module named 'no_such_package'; install the package, or put its folder "
-            r"into PYTHONPATH",
+            r"gpt\.toml:5: model\.architecture: \"no_such_package\.gpt:ARCHITECTURE\" cannot be "
+            r"imported: ModuleNotFoundError: No module named 'no_such_package'; install the "
+            r"package, or put its folder into PYTHONPATH",
         ),
         (
             (":ARCHITECTURE", ":GPT"),

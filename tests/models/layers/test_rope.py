@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -103,10 +104,8 @@ def test_recomputed_blocks_use_the_table_of_the_first_run() -> None:
         seq, h = SequenceInfo(positions_BT), h_BTC.clone().requires_grad_()
         out = h
         for block in model.blocks.values():
-            if recompute:
-                out = checkpoint(block, out, seq, use_reentrant=False)
-            else:
-                out = block(out, seq)
+            run = partial(checkpoint, block, use_reentrant=False) if recompute else block
+            out = run(out, seq)
         out.square().sum().backward()
         return [x.grad.clone() for x in (h, *model.blocks.parameters()) if x.grad is not None]
 

@@ -1,8 +1,11 @@
-"""Llama against the formulas of its papers, written out here once more for one sample and one head at a time."""
+"""Llama against the formulas of its papers, and presets against the published models.
+
+The formulas are written here again, for one sample and one head at a time.
+"""
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,13 +16,14 @@ from composer3d.models.llama import counts
 from composer3d.models.llama.model import First, Last, Llama
 from composer3d.models.llama.shape import PRESETS, ModelShape
 
+# The rotary base and the epsilon are such that they matter at 12 positions.
 SHAPE = ModelShape(
     dim=24, n_layers=2, n_heads=4, n_kv_heads=2, ffn=40, vocab=31, rope_theta=100.0, norm_eps=1e-3
-)  # a base and an epsilon that are seen at 12 positions
+)
 
 
 def build(shape: ModelShape = SHAPE, seed: int = 0) -> Llama:
-    """Every parameter random, norms as well: a forgotten one would not be seen if it were 1."""
+    """A model with random parameters, norms included: a norm of 1 could be missing unnoticed."""
     model = Llama(shape, dtype=torch.float64, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -31,7 +35,10 @@ def build(shape: ModelShape = SHAPE, seed: int = 0) -> Llama:
 
 
 def rows(n_rows: int = 2, length: int = 12, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels of which some do not count, and positions that start elsewhere in each row and leave gaps."""
+    """Tokens, labels and positions, each (B, T).
+
+    Some labels are ignored. Each row's positions start at another number and have gaps.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens_BT, labels_BT = (
         torch.randint(SHAPE.vocab, (n_rows, length), generator=generator) for _ in range(2)
@@ -58,7 +65,7 @@ def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
 
 
 def speed(i: int, shape: ModelShape) -> float:
-    """Radians a position of pair i; branch by branch as Llama 3.1 publishes it."""
+    """Radians that pair i turns in one position, with the branches that Llama 3.1 publishes."""
     plain = shape.rope_theta ** (-2 * i / shape.head_width)
     wavelength = 2 * math.pi / plain
     if shape.rope_factor == 1 or wavelength < shape.rope_context / shape.rope_high_freq:
@@ -71,8 +78,8 @@ def speed(i: int, shape: ModelShape) -> float:
     return (1 - smooth) * plain / shape.rope_factor + smooth * plain
 
 
-def turn(x_TD: Tensor, positions_T: Tensor, shape: ModelShape) -> Tensor:
-    """The pair (x[i], x[i + D/2]) is turned by position * speed."""
+def rotate(x_TD: Tensor, positions_T: Tensor, shape: ModelShape) -> Tensor:
+    """Rotate each pair (x[i], x[i + D/2]) by position * speed."""
     out, width = x_TD.clone(), x_TD.shape[1]
     for t, position in enumerate(positions_T.tolist()):
         for i in range(width // 2):
@@ -86,42 +93,53 @@ def turn(x_TD: Tensor, positions_T: Tensor, shape: ModelShape) -> Tensor:
 def reference_logits(
     weights: dict[str, Tensor], shape: ModelShape, tokens_T: Tensor, positions_T: Tensor
 ) -> Tensor:
-    width = shape.head_width
+    """The logits (T, V) of one row."""
     h_TC = weights["first.embed.weight"][tokens_T]
     for layer in range(shape.n_layers):
-        own = {
-            name.split(".", 2)[2]: w
-            for name, w in weights.items()
+        block_weights = {
+            name.split(".", 2)[2]: weight
+            for name, weight in weights.items()
             if name.startswith(f"blocks.{layer}.")
         }
-        x_TC = rms_norm(h_TC, own["attn_norm.weight"], shape.norm_eps)
-        q, k, v = (x_TC @ own[f"attn.w{name}.weight"].T for name in "qkv")
-        if shape.qkv_bias:
-            q, k, v = (
-                x + own[f"attn.w{name}.bias"] for x, name in zip((q, k, v), "qkv", strict=True)
-            )
-        heads = []
-        for head in range(shape.n_heads):
-            shared = head // (shape.n_heads // shape.n_kv_heads)
-            mine, theirs = (slice(index * width, (index + 1) * width) for index in (head, shared))
-            q_TD, k_TD = q[:, mine], k[:, theirs]
-            if shape.qk_norm:
-                q_TD = rms_norm(q_TD, own["attn.q_norm.weight"], shape.norm_eps)
-                k_TD = rms_norm(k_TD, own["attn.k_norm.weight"], shape.norm_eps)
-            q_TD, k_TD = turn(q_TD, positions_T, shape), turn(k_TD, positions_T, shape)
-            outs = []
-            for t in range(len(tokens_T)):
-                seen = slice(max(0, t + 1 - shape.window) if shape.window else 0, t + 1)
-                scores = torch.exp(k_TD[seen] @ q_TD[t] / math.sqrt(width))
-                outs.append((scores / scores.sum()) @ v[seen, theirs])
-            heads.append(torch.stack(outs))
-        h_TC = h_TC + torch.cat(heads, dim=1) @ own["attn.wo.weight"].T
-        x_TC = rms_norm(h_TC, own["ffn_norm.weight"], shape.norm_eps)
-        gate_TF = x_TC @ own["ffn.w1.weight"].T
-        up_TF = x_TC @ own["ffn.w3.weight"].T
-        h_TC = h_TC + (gate_TF / (1 + torch.exp(-gate_TF)) * up_TF) @ own["ffn.w2.weight"].T
+        h_TC = reference_block(block_weights, shape, h_TC, positions_T)
     head = weights["first.embed.weight" if shape.tied else "last.head.weight"]
     return rms_norm(h_TC, weights["last.norm.weight"], shape.norm_eps) @ head.T
+
+
+def reference_block(
+    weights: dict[str, Tensor], shape: ModelShape, h_TC: Tensor, positions_T: Tensor
+) -> Tensor:
+    """One block; ``weights`` are its own, by their names in the block."""
+    x_TC = rms_norm(h_TC, weights["attn_norm.weight"], shape.norm_eps)
+    q, k, v = (x_TC @ weights[f"attn.w{name}.weight"].T for name in "qkv")
+    if shape.qkv_bias:
+        q = q + weights["attn.wq.bias"]
+        k = k + weights["attn.wk.bias"]
+        v = v + weights["attn.wv.bias"]
+
+    heads = []
+    width = shape.head_width
+    for head in range(shape.n_heads):
+        kv_head = head // (shape.n_heads // shape.n_kv_heads)
+        q_columns = slice(head * width, (head + 1) * width)
+        kv_columns = slice(kv_head * width, (kv_head + 1) * width)
+        q_TD, k_TD, v_TD = q[:, q_columns], k[:, kv_columns], v[:, kv_columns]
+        if shape.qk_norm:
+            q_TD = rms_norm(q_TD, weights["attn.q_norm.weight"], shape.norm_eps)
+            k_TD = rms_norm(k_TD, weights["attn.k_norm.weight"], shape.norm_eps)
+        q_TD, k_TD = rotate(q_TD, positions_T, shape), rotate(k_TD, positions_T, shape)
+        outs = []
+        for t in range(len(h_TC)):
+            visible = slice(max(0, t + 1 - shape.window) if shape.window else 0, t + 1)
+            scores = torch.exp(k_TD[visible] @ q_TD[t] / math.sqrt(width))
+            outs.append((scores / scores.sum()) @ v_TD[visible])
+        heads.append(torch.stack(outs))
+    h_TC = h_TC + torch.cat(heads, dim=1) @ weights["attn.wo.weight"].T
+
+    x_TC = rms_norm(h_TC, weights["ffn_norm.weight"], shape.norm_eps)
+    gate_TF = x_TC @ weights["ffn.w1.weight"].T
+    up_TF = x_TC @ weights["ffn.w3.weight"].T
+    return h_TC + (gate_TF / (1 + torch.exp(-gate_TF)) * up_TF) @ weights["ffn.w2.weight"].T
 
 
 @pytest.mark.parametrize(
@@ -135,10 +153,8 @@ def reference_logits(
         {"qk_norm": True},
         {"qkv_bias": True},
         {"window": 5},
-        {
-            "rope_factor": 8.0,
-            "rope_context": 40,
-        },  # of its three wavelengths one is kept, one stretched, one between
+        # Of the three wavelengths, one is kept, one is stretched and one is between.
+        {"rope_factor": 8.0, "rope_context": 40},
         {
             "head_dim": 8,
             "tied": True,
@@ -150,7 +166,7 @@ def reference_logits(
     ],
     ids=lambda changed: " ".join(changed),
 )
-def test_llama_is_its_formulas(changed: dict[str, Any]) -> None:
+def test_llama_computes_the_formulas(changed: dict[str, Any]) -> None:
     shape = replace(SHAPE, **changed)
     model = build(shape)
     tokens_BT, labels_BT, positions_BT = rows()
@@ -160,27 +176,29 @@ def test_llama_is_its_formulas(changed: dict[str, Any]) -> None:
         loss = model(tokens_BT, labels_BT, positions_BT)
     expected_BTV = torch.stack(
         [
-            reference_logits(weights, shape, *row)
-            for row in zip(tokens_BT, positions_BT, strict=True)
+            reference_logits(weights, shape, tokens_T, positions_T)
+            for tokens_T, positions_T in zip(tokens_BT, positions_BT, strict=True)
         ]
     )
     torch.testing.assert_close(logits_BTV, expected_BTV, rtol=1e-12, atol=1e-12)
-    expected = sum(
-        torch.log(torch.exp(expected_BTV[b, t]).sum()) - expected_BTV[b, t, labels_BT[b, t]]
-        for b in range(2)
-        for t in range(12)
-        if labels_BT[b, t] != IGNORE_INDEX
-    )
+
+    expected = 0.0
+    for b in range(2):
+        for t in range(12):
+            label = labels_BT[b, t]
+            if label != IGNORE_INDEX:
+                logits_V = expected_BTV[b, t]
+                expected += float(torch.log(torch.exp(logits_V).sum()) - logits_V[label])
     assert loss.dtype == torch.float64
-    assert loss.item() == pytest.approx(float(expected), rel=1e-12)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_ignored_labels_count_for_nothing() -> None:
+def test_ignored_labels_add_nothing_to_the_loss() -> None:
     model = build()
     tokens_BT, labels_BT, positions_BT = rows()
     everything_ignored = torch.full_like(labels_BT, IGNORE_INDEX)
     assert model(tokens_BT, everything_ignored, positions_BT).item() == 0
-    # A sum over tokens: what two masks count apart, they count together.
+    # The loss is a sum over tokens: the losses of two halves add up to the whole loss.
     half = torch.arange(12) < 6
     parts = [
         model(tokens_BT, labels_BT.masked_fill(mask, IGNORE_INDEX), positions_BT).item()
@@ -191,33 +209,34 @@ def test_ignored_labels_count_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("changed", [1, 6, 11])
-def test_no_token_sees_a_later_one(changed: int) -> None:
+def test_a_token_reads_no_later_one(changed: int) -> None:
     model = build()
     tokens_BT, _, positions_BT = rows()
     other_BT = tokens_BT.clone()
     other_BT[:, changed] = (other_BT[:, changed] + 1) % SHAPE.vocab
     with torch.no_grad():
-        before, after = (logits_of(model, each, positions_BT) for each in (tokens_BT, other_BT))
+        before = logits_of(model, tokens_BT, positions_BT)
+        after = logits_of(model, other_BT, positions_BT)
     difference_BT = (before - after).abs().amax(-1)
     assert difference_BT[:, :changed].max().item() < 1e-13
-    assert difference_BT[:, changed:].min().item() > 1e-6  # and every one sees those before it
+    # Every later token reads the changed one.
+    assert difference_BT[:, changed:].min().item() > 1e-6
 
 
 def test_rotary_positions_are_relative() -> None:
     model = build()
     tokens_BT, _, positions_BT = rows()
     with torch.no_grad():
-        base, moved, stretched = (
-            logits_of(model, tokens_BT, p)
-            for p in (positions_BT, positions_BT + 7, 2 * positions_BT)
-        )
+        base = logits_of(model, tokens_BT, positions_BT)
+        moved = logits_of(model, tokens_BT, positions_BT + 7)
+        stretched = logits_of(model, tokens_BT, 2 * positions_BT)
     torch.testing.assert_close(moved, base, rtol=1e-11, atol=1e-11)
     assert (stretched - base).abs().max().item() > 1e-3
 
 
-def test_bfloat16_keeps_a_wide_loss() -> None:
+def test_bfloat16_has_a_float32_loss() -> None:
     model = Llama(SHAPE, dtype=torch.bfloat16, device="cpu")
-    assert torch.get_default_dtype() == torch.float32  # what building changed for a moment
+    assert torch.get_default_dtype() == torch.float32  # building leaves the default as it was
     assert isinstance(model.first, First)
     assert model.first.embed.weight.dtype == torch.bfloat16
     assert model(*rows()).dtype == torch.float32
@@ -231,37 +250,52 @@ def test_tied_embedding_and_head_are_one_parameter() -> None:
     untied = build()
     weights = {**model.state_dict(), "last.head.weight": model.get_parameter("first.embed.weight")}
     untied.load_state_dict(weights)
-    for each in (model, untied):
-        each(*rows()).backward()
-    both = (
-        untied.get_parameter("first.embed.weight").grad,
-        untied.get_parameter("last.head.weight").grad,
-    )
-    assert both[0] is not None
-    assert both[1] is not None
+    model(*rows()).backward()
+    untied(*rows()).backward()
+    embedding_grad = untied.get_parameter("first.embed.weight").grad
+    head_grad = untied.get_parameter("last.head.weight").grad
+    assert embedding_grad is not None
+    assert head_grad is not None
     torch.testing.assert_close(
-        model.get_parameter("first.embed.weight").grad, both[0] + both[1], rtol=1e-12, atol=1e-12
+        model.get_parameter("first.embed.weight").grad,
+        embedding_grad + head_grad,
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 
-PUBLISHED: dict[str, tuple[Any, ...]] = {
-    # The numel of a published checkpoint, where a tied pair is one, and what its config.json says that no numel shows:
-    # name             parameters       theta  eps   window factor tied   qk_norm
-    "llama3-8b": (8_030_261_248, 5e5, 1e-5, 0, 1.0, False, False),
-    "llama3-70b": (70_553_706_496, 5e5, 1e-5, 0, 1.0, False, False),
-    "llama3-405b": (405_853_388_800, 5e5, 1e-5, 0, 8.0, False, False),
-    "llama3.1-8b": (8_030_261_248, 5e5, 1e-5, 0, 8.0, False, False),
-    "llama3.1-70b": (70_553_706_496, 5e5, 1e-5, 0, 8.0, False, False),
-    "llama3.2-1b": (1_235_814_400, 5e5, 1e-5, 0, 32.0, True, False),
-    "llama3.2-3b": (3_212_749_824, 5e5, 1e-5, 0, 32.0, True, False),
-    "mistral-7b": (7_241_732_096, 1e4, 1e-5, 4096, 1.0, False, False),
-    "mistral-7b-v0.3": (7_248_023_552, 1e6, 1e-5, 0, 1.0, False, False),
-    "qwen3-0.6b": (596_049_920, 1e6, 1e-6, 0, 1.0, True, True),
-    "qwen3-1.7b": (1_720_574_976, 1e6, 1e-6, 0, 1.0, True, True),
-    "qwen3-4b": (4_022_468_096, 1e6, 1e-6, 0, 1.0, True, True),
-    "qwen3-8b": (8_190_735_360, 1e6, 1e-6, 0, 1.0, False, True),
-    "qwen3-14b": (14_768_307_200, 1e6, 1e-6, 0, 1.0, False, True),
-    "qwen3-32b": (32_762_123_264, 1e6, 1e-6, 0, 1.0, False, True),
+class Published(NamedTuple):
+    """The parameters of a published checkpoint, and entries of its config.json.
+
+    A tied pair counts once in ``numel``. The entries are those on which it does not depend.
+    """
+
+    numel: int
+    rope_theta: float
+    norm_eps: float
+    window: int
+    rope_factor: float
+    tied: bool
+    qk_norm: bool
+
+
+PUBLISHED: dict[str, Published] = {
+    # numel, rope_theta, norm_eps, window, rope_factor, tied, qk_norm
+    "llama3-8b": Published(8_030_261_248, 5e5, 1e-5, 0, 1.0, False, False),
+    "llama3-70b": Published(70_553_706_496, 5e5, 1e-5, 0, 1.0, False, False),
+    "llama3-405b": Published(405_853_388_800, 5e5, 1e-5, 0, 8.0, False, False),
+    "llama3.1-8b": Published(8_030_261_248, 5e5, 1e-5, 0, 8.0, False, False),
+    "llama3.1-70b": Published(70_553_706_496, 5e5, 1e-5, 0, 8.0, False, False),
+    "llama3.2-1b": Published(1_235_814_400, 5e5, 1e-5, 0, 32.0, True, False),
+    "llama3.2-3b": Published(3_212_749_824, 5e5, 1e-5, 0, 32.0, True, False),
+    "mistral-7b": Published(7_241_732_096, 1e4, 1e-5, 4096, 1.0, False, False),
+    "mistral-7b-v0.3": Published(7_248_023_552, 1e6, 1e-5, 0, 1.0, False, False),
+    "qwen3-0.6b": Published(596_049_920, 1e6, 1e-6, 0, 1.0, True, True),
+    "qwen3-1.7b": Published(1_720_574_976, 1e6, 1e-6, 0, 1.0, True, True),
+    "qwen3-4b": Published(4_022_468_096, 1e6, 1e-6, 0, 1.0, True, True),
+    "qwen3-8b": Published(8_190_735_360, 1e6, 1e-6, 0, 1.0, False, True),
+    "qwen3-14b": Published(14_768_307_200, 1e6, 1e-6, 0, 1.0, False, True),
+    "qwen3-32b": Published(32_762_123_264, 1e6, 1e-6, 0, 1.0, False, True),
 }
 
 
@@ -276,21 +310,15 @@ def test_every_preset_of_a_published_model_is_counted() -> None:
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_presets_are_the_published_models_and_meta_holds_no_bytes(preset: str) -> None:
-    shape, (numel, *said) = PRESETS[preset], PUBLISHED[preset]
-    assert [getattr(shape, f"rope_{name}") for name in ("low_freq", "high_freq", "context")] == [
-        1,
-        4,
-        8192,
-    ]
-    names = ("rope_theta", "norm_eps", "window", "rope_factor", "tied", "qk_norm")
-    assert [getattr(shape, name) for name in names] == said
+def test_presets_are_the_published_models_and_meta_allocates_nothing(preset: str) -> None:
+    shape, published = PRESETS[preset], PUBLISHED[preset]
+    assert (shape.rope_low_freq, shape.rope_high_freq, shape.rope_context) == (1, 4, 8192)
+    for field in ("rope_theta", "norm_eps", "window", "rope_factor", "tied", "qk_norm"):
+        assert getattr(shape, field) == getattr(published, field), field
     model = Llama(shape)
     parameters = dict(model.named_parameters())
-    assert sum(parameter.numel() for parameter in parameters.values()) == numel
-    assert counts.parameters(shape) == numel
+    assert sum(parameter.numel() for parameter in parameters.values()) == published.numel
+    assert counts.parameters(shape) == published.numel
     assert all(tensor.is_meta for tensor in (*parameters.values(), *model.buffers()))
-    assert parameters[f"blocks.{shape.n_layers - 1}.attn.wk.weight"].shape == (
-        8 * shape.head_width,
-        shape.dim,
-    )
+    wk = parameters[f"blocks.{shape.n_layers - 1}.attn.wk.weight"]
+    assert wk.shape == (8 * shape.head_width, shape.dim)
