@@ -131,7 +131,7 @@ def _changes_since(path: Path, manifest: Manifest, recipe: Recipe) -> list[Chang
 
 
 def _warn_of_another_rate(manifest: Manifest, recipe: Recipe) -> None:
-    """Warn if the learning-rate schedule gives the last step another rate than it was taken with."""
+    """Warn if the schedule now gives the last step another learning rate than it was taken with."""
     lr = learning_rate(manifest.step - 1, recipe.optim, recipe.run.steps)
     if manifest.lr is not None and lr != manifest.lr:
         log.get().warning(
