@@ -26,7 +26,7 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError
-from tests.convert.made import (
+from tests.convert.sample_checkpoints import (
     CARRIED,
     NAMES_IN_ORDER,
     SHAPE,

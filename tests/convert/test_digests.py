@@ -11,7 +11,7 @@ from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
 from composer3d.spec.errors import CheckpointError
-from tests.convert.made import make_dcp, same, tensors
+from tests.convert.sample_checkpoints import make_dcp, same, tensors
 
 
 @pytest.fixture(autouse=True)

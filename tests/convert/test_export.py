@@ -20,7 +20,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build
 from composer3d.training.loop import train
-from tests.convert.made import SHAPE, make_hf
+from tests.convert.sample_checkpoints import SHAPE, make_hf
 
 END = "<|endoftext|>"
 TEXT = "def f(x):\n    return 'äöü 中文 🙂' + str(x)\n"

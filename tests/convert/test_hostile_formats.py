@@ -20,7 +20,7 @@ from composer3d.convert.inspect import inspect
 from composer3d.models.llama import huggingface as hf
 from composer3d.models.llama.shape import ModelShape
 from composer3d.spec.errors import CheckpointError
-from tests.convert.made import SHAPE, make_dcp, make_hf
+from tests.convert.sample_checkpoints import SHAPE, make_dcp, make_hf
 
 SECONDS, MEMORY_KB = 1.0, 200_000
 

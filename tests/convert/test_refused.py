@@ -24,7 +24,7 @@ from composer3d.convert import formats, targets
 from composer3d.convert.convert import convert
 from composer3d.convert.inspect import inspect
 from composer3d.spec.errors import CheckpointError
-from tests.convert.made import SHAPE, make_dcp, make_hf, weights
+from tests.convert.sample_checkpoints import SHAPE, make_dcp, make_hf, weights
 
 
 @pytest.fixture(autouse=True)
