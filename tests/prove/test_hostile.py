@@ -1,6 +1,6 @@
-"""A fixed part of the hostile cases; ``bash tools/hostile`` runs all of them.
+"""A fixed slice of the hostile cases; ``bash tools/prove/run hostile`` runs all of them.
 
-Nothing of them is executed, nothing is read or written outside of their folders, and each ends
+Nothing of them is executed, nothing outside of their folders is read or written, and each ends
 within its bounds with a message and no traceback.
 """
 
@@ -56,7 +56,7 @@ def _copies(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("make", [_reads_outside, _writes_outside, _marks, _copies])
 def test_each_trap_can_be_sprung(ground: Path, pool: Pool, make: object) -> None:
-    """What the user names on the command line may lie anywhere, so that these are no faults; the
-    traps see them."""
+    """The traps see these, although they are no faults: a user may name any file on the command
+    line."""
     case = Case(f"trap{make.__name__}", make, None)  # type: ignore[attr-defined, arg-type]
     assert problems_of(case, ground, pool)

@@ -1,5 +1,4 @@
-"""What one layout saves another resumes: a part of ``tools/resume_matrix``, and that each of its
-checks can fail."""
+"""A slice of the resume proof, and planted faults that show that each of its checks can fail."""
 
 import re
 from collections.abc import Callable
@@ -44,7 +43,7 @@ def test_the_layouts_are_many_and_legal(tmp_path: Path) -> None:
 def test_a_layout_resumes_what_others_saved(matrix: resume_matrix.Matrix, name: str) -> None:
     cells = matrix.resume(name)
     assert [cell.source for cell in cells] == list(PART)
-    assert [cell for cell in cells if not cell.good] == []
+    assert [cell for cell in cells if not cell.is_exact] == []
     assert next(cell for cell in cells if cell.source == name).deviation == 0.0
 
 
@@ -58,7 +57,7 @@ def skip_a_sample() -> None:
 
 
 def train_ranks_on_each_others_samples() -> None:
-    """The samples of a step are right, but the parts of the batch have changed places."""
+    """The samples of a step are right, but ranks have swapped theirs."""
     from composer3d.data import loader
 
     def wrong(n: int, seed: int, first: int, count: int) -> Any:
@@ -81,7 +80,7 @@ def train_ranks_on_each_others_samples() -> None:
         (train_ranks_on_each_others_samples, None, False, True),
     ],
 )
-def test_what_is_wrong_is_seen(
+def test_a_fault_is_found(
     matrix: resume_matrix.Matrix,
     fault: Callable[[], None],
     tensors: str | None,
@@ -90,7 +89,7 @@ def test_what_is_wrong_is_seen(
 ) -> None:
     on, source = PART[:2] if fault is not train_ranks_on_each_others_samples else PART[1::-1]
     (cell,) = matrix.resume(on, fault, [source])
-    assert not cell.good
+    assert not cell.is_exact
     assert all(re.fullmatch(tensors or "none", name) for name in cell.wrong)
     assert bool(cell.wrong) == (tensors is not None)
     assert (cell.deviation > resume_matrix.BOUND) == losses

@@ -1,4 +1,4 @@
-"""The data of a proof, and the rules that it is held to: they agree with the package's own code on any recipe."""
+"""The data of a proof and its reference rules, which agree with the package's own code."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +41,11 @@ def recipe_of(*sets: str) -> Recipe:
     ],
     ids=" ".join,
 )
-def test_the_rule_is_the_schedule_of_training(schedule: str, sets: tuple[str, ...]) -> None:
+def test_the_reference_learning_rate_is_the_one_of_training(
+    schedule: str, sets: tuple[str, ...]
+) -> None:
     unread = {"constant": ("decay", "min_lr"), "wsd": ()}.get(schedule, ("decay_steps",))
-    kept = [each for each in sets if not any(word in each for word in unread)]
+    kept = [override for override in sets if not any(word in override for word in unread)]
     recipe = recipe_of("run.steps=30", f"optim.schedule={schedule}", *kept)
     got = [learning_rate(step, recipe.optim, 30) for step in range(35)]
     assert got == pytest.approx(
@@ -89,7 +91,7 @@ def test_a_proof_draws_from_two_epochs(global_batch: int) -> None:
     corpus = make_corpus(recipe, "train")
     samples = (len(corpus.tokens) - 1) // 16
     assert global_batch < samples < 2 * global_batch or global_batch < 3
-    assert (len(corpus.tokens) - 1) % 16  # a rest that makes no sample
+    assert (len(corpus.tokens) - 1) % 16  # the last tokens do not fill a sample
     assert corpus.tokens.max() < recipe.model.vocab
 
 
@@ -106,7 +108,7 @@ def test_batches_of_documents_have_uneven_numbers_of_labels() -> None:
     recipe = recipe_of("data.packing=documents")
     held_out = make_corpus(recipe, "validation")
     labels = [corpus_batch(recipe, held_out, seed=0, step=step).labels_BT for step in range(2)]
-    first, second = ((each != IGNORE_INDEX).sum(1) for each in labels)
+    first, second = ((labels_BT != IGNORE_INDEX).sum(1) for labels_BT in labels)
     assert first.sum() != second.sum()
     assert len(set(first.tolist())) > 3
 

@@ -1,4 +1,5 @@
-"""Twin tests: every layout against one process in float64, and planted faults that must be seen."""
+"""Twin tests: every layout against one process in float64, and planted faults that must be
+found."""
 
 import json
 import re
@@ -56,7 +57,7 @@ def test_layout_is_exact_in_float32(pool: Pool, references: Path, layout: str) -
     assert verdict.max_grad_rel_err > 1e-9  # it did run in float32
 
 
-# All faults with a short check, and about half of the others. ``tools/prove/run faults`` plants all.
+# All faults with a short check, and half of the others. ``tools/prove/run faults`` plants all.
 PLANTED = [
     fault
     for fault in FAULTS
@@ -136,12 +137,12 @@ def test_boxes_that_agree_are_exact() -> None:
 
 def test_error_of_a_tensor_is_that_of_its_boxes_together() -> None:
     # Of ranks 0 and 2, which hold the same box, the worse counts: sqrt(0.09 + 0.16) / 2.
-    piece = ShardError(0, "gradient", "last.a", (0,), (2,), 0.09, 2.0, 2.0)
+    shard = ShardError(0, "gradient", "last.a", (0,), (2,), 0.09, 2.0, 2.0)
     verdict = judged(
         {
-            0: {"last.a": piece},
-            2: {"last.a": piece._replace(diff_sq=0.04)},
-            3: {"last.a": piece._replace(offset=(2,), diff_sq=0.16)},
+            0: {"last.a": shard},
+            2: {"last.a": shard._replace(diff_sq=0.04)},
+            3: {"last.a": shard._replace(offset=(2,), diff_sq=0.16)},
         }
     )
     assert verdict.max_grad_rel_err == pytest.approx(0.25)
@@ -159,9 +160,9 @@ def test_factor_on_all_shards_names_the_axes(factor: float) -> None:
     assert f"it is {factor:g} times the reference, suspect {suspects};" in verdict.error
 
 
-def test_ranks_that_are_off_are_told_by_what_they_share() -> None:
-    piece = ShardError(0, "gradient", "last.a", (2,), (2,), 1.0, 2.0, 2.0)
-    verdict = judged({1: {"last.a": piece}, 3: {"last.a": piece}})
+def test_ranks_that_are_off_are_described_by_shared_coordinates() -> None:
+    shard = ShardError(0, "gradient", "last.a", (2,), (2,), 1.0, 2.0, 2.0)
+    verdict = judged({1: {"last.a": shard}, 3: {"last.a": shard}})
     assert verdict.error is not None
     assert "only on ranks 1, 3 with tp1" in verdict.error
 
@@ -201,7 +202,7 @@ def test_ranks_that_are_off_are_told_by_what_they_share() -> None:
     ],
     ids=["lost shard", "lost tensor", "overlap", "missing", "not a number"],
 )
-def test_what_ranks_do_not_hold_fails(
+def test_missing_or_unusable_shards_fail(
     change: dict[int, dict[str, ShardError | None]], words: str
 ) -> None:
     verdict = judged(change)
@@ -221,7 +222,7 @@ def test_what_ranks_do_not_hold_fails(
     ],
     ids=["no validation", "no norm", "not a number", "norm"],
 )
-def test_numbers_that_ranks_do_not_have_fail(more: dict[str, Any], words: str) -> None:
+def test_missing_or_wrong_scalars_fail(more: dict[str, Any], words: str) -> None:
     verdict = judged(**more)
     assert not verdict.passed
     assert words in (verdict.error or "")
@@ -247,7 +248,7 @@ def test_a_wrong_learning_rate_fails_a_proof_in_which_all_else_is_right() -> Non
     assert verdict.error == "learning rate of step 51 is 1, not 2"
 
 
-def test_a_replica_that_holds_nothing_is_seen() -> None:
+def test_a_replica_that_holds_nothing_fails() -> None:
     """The other ranks hold every element, so that none is missing in the whole."""
     verdict = judged({3: {"last.c": None}})
     assert not verdict.passed
@@ -255,7 +256,7 @@ def test_a_replica_that_holds_nothing_is_seen() -> None:
     assert "last.c is missing on rank 3, while other ranks of its stage hold it" in verdict.error
 
 
-def test_a_tensor_of_two_stages_is_seen() -> None:
+def test_a_tensor_of_two_stages_fails() -> None:
     """Rank 3 holds the same boxes as rank 1, as a replica would, but belongs to another stage."""
     verdict = judged(stages=(0, 0, 0, 1))
     assert not verdict.passed
@@ -265,36 +266,39 @@ def test_a_tensor_of_two_stages_is_seen() -> None:
     )
 
 
-def test_a_tensor_of_rounding_alone_may_be_off_by_a_rounding() -> None:
-    """The gradient of a query that sees one key is zero: what is left of it says nothing, and has no relative error."""
+def test_a_tensor_of_rounding_alone_may_differ_by_a_rounding() -> None:
+    """The gradient of a query that sees one key is zero but for rounding.
+
+    It has no meaningful relative error.
+    """
     norms = {
         kind: [{"last.a": 1e-19, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")
     }
     stats = STATS._replace(norms=norms)
 
     def off_by(error: float) -> Verdict:
-        pieces = [
+        shards = [
             ShardError(0, "gradient", "last.a", (at,), (2,), error**2 / 2, 0.0, 0.0)
             for at in (0, 2)
         ]
-        return judged({rank: {"last.a": pieces[rank % 2]} for rank in range(4)}, stats)
+        return judged({rank: {"last.a": shards[rank % 2]} for rank in range(4)}, stats)
 
     assert off_by(3e-19).passed
     assert off_by(8e-16).passed
     assert not off_by(2e-15).passed
-    # Of what is more than a rounding the relative error counts, down to 1e-12 of the norm of all.
+    # A tensor above one rounding has a relative error, to at least 1e-12 of the norm of all.
     norms["gradient"][0]["last.a"] = 1e-14
     assert not off_by(1e-20).passed
 
 
-def test_float32_may_differ_by_what_it_differs_by_itself() -> None:
+def test_a_bound_in_float32_grows_with_the_noise() -> None:
     def off_by(error: float, noise: float) -> Verdict:
-        pieces = [
+        shards = [
             ShardError(0, "gradient", "last.a", (at,), (2,), (2 * error) ** 2 / 2, 2.0, 2.0)
             for at in (0, 2)
         ]
         change: dict[int, dict[str, ShardError | None]] = {
-            rank: {"last.a": pieces[rank % 2]} for rank in range(4)
+            rank: {"last.a": shards[rank % 2]} for rank in range(4)
         }
         return judged(change, STATS._replace(noise=[{"last.a": 2 * noise}]), dtype="float32")
 
@@ -302,7 +306,7 @@ def test_float32_may_differ_by_what_it_differs_by_itself() -> None:
     assert not off_by(1.1e-5, 0.0).passed
     assert off_by(7e-5, 1e-5).passed
     assert not off_by(9e-5, 1e-5).passed
-    # Where float32 tells nothing apart any more, nothing passes for exact: neither an infinite noise, nor what is none.
+    # No noise, however large, infinite or not a number, excuses an error beyond the largest bound.
     for noise in (1.0, float("inf"), float("nan")):
         assert not off_by(2e-3, noise).passed
     verdict = judged(
@@ -317,9 +321,9 @@ def test_a_reference_that_is_not_finite_proves_nothing(number: float) -> None:
     norms = {
         kind: [{"last.a": number, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")
     }
-    piece = ShardError(0, "gradient", "last.a", (0,), (2,), number - number, number, number)
+    shard = ShardError(0, "gradient", "last.a", (0,), (2,), number - number, number, number)
     change: dict[int, dict[str, ShardError | None]] = {
-        rank: {"last.a": piece._replace(offset=(rank % 2 * 2,))} for rank in range(4)
+        rank: {"last.a": shard._replace(offset=(rank % 2 * 2,))} for rank in range(4)
     }
     assert not judged(change, STATS._replace(norms=norms)).passed
 
@@ -343,11 +347,22 @@ def test_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFi
         (True, False, 2),
         (False, True, 0),
     ]
-    keys = "passed world_size layout dtype loss_rel_err grad_norm_rel_err max_grad_rel_err max_weight_rel_err"
-    assert set(answer["results"][0]) == {*keys.split(), "worst_parameter", "refused", "error"}
+    assert set(answer["results"][0]) == {
+        "passed",
+        "world_size",
+        "layout",
+        "dtype",
+        "loss_rel_err",
+        "grad_norm_rel_err",
+        "max_grad_rel_err",
+        "max_weight_rel_err",
+        "worst_parameter",
+        "refused",
+        "error",
+    }
 
 
-def test_shrinking_keeps_what_matters(root: Path) -> None:
+def test_shrinking_keeps_axes_and_layers(root: Path) -> None:
     for path in sorted((root / "recipes").glob("*.toml")):
         full = load(path).recipe
         for small in shrink(full):

@@ -1,4 +1,4 @@
-"""What float32 may differ by: AdamW's step once more in float64, and the measured noise of gradients."""
+"""Rounding in float32 proofs: AdamW replayed in float64, and the measured noise of gradients."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,8 @@ LR = (1e-4, 3e-4, 2e-4)
 
 
 def gradient(step: int) -> Tensor:
-    """Of 4,000 elements: usual ones, ones far below epsilon, ones whose square float32 loses, and zeros."""
+    """4,000 elements: usual ones, some far below epsilon, some whose square float32 loses,
+    zeros."""
     generator = torch.Generator().manual_seed(step)
     sizes = torch.tensor([1e-2, 1e-9, 1e-30, 0.0]).repeat(1000)
     return torch.randn(4000, generator=generator) * sizes
@@ -33,16 +34,21 @@ def excess(
     spoil: Callable[[Tensor, torch.optim.Optimizer, int], None] | None = None,
     foreach: bool = False,
 ) -> float:
-    """The largest relative error that is left of three steps of torch's AdamW in float32, in a job that did ``spoil``.
+    """The largest relative error that rounding does not explain in three steps of torch's AdamW.
 
-    ``trained``: what the job's optimizer was built with, if not ``table``; ``lr``: its learning rate.
+    Args:
+        table: the settings of the replay.
+        trained: the settings of the optimizer, in float32; by default those of the replay.
+        lr: changes the optimizer's learning rate.
+        spoil: is called after each step, to damage the weight or the optimizer's state.
+        foreach: use AdamW's foreach form instead of the fused one.
     """
-    mine = trained or table
+    trained = trained or table
     norms = [gradient(step).double().norm().item() for step in range(3)]
     weight = (torch.randn(4000, generator=torch.Generator().manual_seed(9)) * 0.02).requires_grad_()
-    rest = {"fused": True} if not foreach else {"foreach": True}
+    form = {"foreach": True} if foreach else {"fused": True}
     optimizer = torch.optim.AdamW(
-        [weight], betas=mine.betas, eps=mine.eps, weight_decay=mine.weight_decay, **rest
+        [weight], betas=trained.betas, eps=trained.eps, weight_decay=trained.weight_decay, **form
     )
     replay = AdamWReplay(table, norms, [min(norm, table.clip or norm) for norm in norms])
     largest = 0.0
@@ -50,8 +56,8 @@ def excess(
         before = weight.detach().double()
         weight.grad = gradient(step)
         replay.record_gradients(step, {"w": weight.grad})
-        if 0 < mine.clip < norms[step]:
-            weight.grad *= mine.clip / norms[step]
+        if 0 < trained.clip < norms[step]:
+            weight.grad *= trained.clip / norms[step]
         optimizer.param_groups[0]["lr"] = lr(LR[step])
         optimizer.step()
         if spoil is not None:
@@ -143,7 +149,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     assert torch.equal(a, weight + 1e-9)
 
 
-def test_what_is_not_a_number_is_not_explained() -> None:
+def test_rounding_does_not_explain_a_value_that_is_not_finite() -> None:
     replay = AdamWReplay(TABLE, [1.0], [1.0])
     replay.record_gradients(0, {"w": torch.ones(3)})
     weight = torch.tensor([1.0, float("nan"), float("inf")], dtype=torch.float64)
@@ -164,12 +170,12 @@ def test_noise_is_that_of_float32() -> None:
     tokens = torch.randint(97, (6, 16), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(16).repeat(6, 1)
 
-    def gradients(each: Llama, rows: int) -> dict[str, Tensor]:
-        each.zero_grad()
-        for part in range(0, 6, rows or 6):
-            taken = slice(part, part + (rows or 6))
-            each(tokens[taken], tokens[taken].roll(-1, 1), positions[taken]).backward()
-        return {name: p.grad.clone() for name, p in each.named_parameters() if p.grad is not None}
+    def gradients(llama: Llama, rows: int) -> dict[str, Tensor]:
+        llama.zero_grad()
+        for first in range(0, 6, rows or 6):
+            part = slice(first, first + (rows or 6))
+            llama(tokens[part], tokens[part].roll(-1, 1), positions[part]).backward()
+        return {name: p.grad.clone() for name, p in llama.named_parameters() if p.grad is not None}
 
     exact = gradients(model, 0)
     found = measure_noise(model, exact, gradients)

@@ -1,4 +1,4 @@
-"""Shrinking as a property: what decides how a recipe is computed is the same of a small recipe as of the full one."""
+"""Shrinking: a small recipe has all properties of the full one that decide how it is computed."""
 
 import random
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ BASE = load(str(RECIPE_PATH), [], check_files=False).recipe
 
 
 def recipes(count: int, most: int, seed: int) -> Iterator[Recipe]:
-    """Legal recipes whose mesh has at most ``most`` ranks, of sizes that shards mostly do not divide."""
+    """Random legal recipes of at most ``most`` ranks; shards do not divide most of their sizes."""
     draw = random.Random(seed)
     while count:
         mesh = MeshTable(
@@ -76,17 +76,17 @@ def recipes(count: int, most: int, seed: int) -> Iterator[Recipe]:
             count -= 1
 
 
-def holds(recipe: Recipe) -> dict[str, object]:
-    """What every small recipe shares with the full one, whatever its mesh."""
+def properties(recipe: Recipe) -> dict[str, object]:
+    """Properties that every small recipe shares with the full one, whatever its mesh."""
     model, data = recipe.model, recipe.data
     stream = model.head_width * model.n_heads
-    seen = model.window if 0 < model.window < data.seq_len else 0
+    window = model.window if 0 < model.window < data.seq_len else 0
     return {
         "heads in groups": model.n_kv_heads < model.n_heads,
         "heads wider than the stream": stream > model.dim,
         "heads narrower than the stream": stream < model.dim,
-        "window": seen > 0,
-        "window of one": seen == 1,
+        "window": window > 0,
+        "window of one": window == 1,
         "one token": data.seq_len == 1,
         "several micro-batches": recipe.micro_batches > 1,
         "several samples": data.micro_batch > 1,
@@ -94,7 +94,7 @@ def holds(recipe: Recipe) -> dict[str, object]:
     }
 
 
-def of_cp(recipe: Recipe) -> dict[str, object]:
+def properties_with_cp(recipe: Recipe) -> dict[str, object]:
     chunks = recipe.mesh.cp * (2 if recipe.parallel.cp_balance == "zigzag" else 1)
     chunk, window, seq_len = recipe.data.seq_len // chunks, recipe.model.window, recipe.data.seq_len
     return {
@@ -103,14 +103,14 @@ def of_cp(recipe: Recipe) -> dict[str, object]:
     }
 
 
-def of_pp(recipe: Recipe) -> dict[str, object]:
+def properties_with_pp(recipe: Recipe) -> dict[str, object]:
     return {
         "uneven layers": recipe.model.n_layers % (recipe.mesh.pp * recipe.parallel.stages_per_rank)
         > 0
     }
 
 
-def of_tp(recipe: Recipe) -> dict[str, object]:
+def properties_with_tp(recipe: Recipe) -> dict[str, object]:
     model, tp = recipe.model, recipe.mesh.tp
     return {
         "key-value heads": (model.n_kv_heads > tp) - (model.n_kv_heads < tp),
@@ -143,11 +143,11 @@ def test_a_window_over_a_whole_sequence_is_kept() -> None:
 
 
 def rows_over(recipe: Recipe, shards: int) -> dict[str, list[bool]]:
-    """Of each parameter, on the first and the last rank of tp: do shards divide its rows, is one left without."""
+    """For each kind of parameter: whether shards divide its rows, and whether one holds none."""
     model, tp = recipe.model, recipe.mesh.tp
     kv_rows = model.n_kv_heads * model.head_width
     chunk = -(-model.vocab // tp)
-    every = {
+    rows_of = {
         "norm, wo, w2": [model.dim],
         "wq": [model.n_heads * model.head_width // tp],
         "wk, wv": [kv_rows if model.n_kv_heads < tp else kv_rows // tp],
@@ -156,14 +156,14 @@ def rows_over(recipe: Recipe, shards: int) -> dict[str, list[bool]]:
         "embed, head, last rank": [model.vocab - chunk * (tp - 1)],
     }
     if model.qk_norm:
-        every["q_norm, k_norm"] = [model.head_width]
+        rows_of["q_norm, k_norm"] = [model.head_width]
     return {
         name: [
             value
             for count in rows
             for value in (count % shards == 0, -(-count // shards) * (shards - 1) >= count)
         ]
-        for name, rows in every.items()
+        for name, rows in rows_of.items()
     }
 
 
@@ -178,10 +178,14 @@ def test_a_small_recipe_is_like_the_full_one(most: int, seed: int) -> None:
             assert all(
                 (getattr(small.mesh, axis) > 1) <= (getattr(full.mesh, axis) > 1) for axis in AXES
             )
-            assert holds(small) == holds(full), (full, small)
-            for axis, of_axis in (("tp", of_tp), ("cp", of_cp), ("pp", of_pp)):
+            assert properties(small) == properties(full), (full, small)
+            for axis, properties_with_axis in (
+                ("tp", properties_with_tp),
+                ("cp", properties_with_cp),
+                ("pp", properties_with_pp),
+            ):
                 if getattr(small.mesh, axis) > 1:
-                    assert of_axis(small) == of_axis(full), (full, small)
+                    assert properties_with_axis(small) == properties_with_axis(full), (full, small)
             if full.world_size <= LIMIT:
                 assert small.mesh == full.mesh
                 assert small.data.seq_len % 2 == full.data.seq_len % 2
@@ -199,7 +203,8 @@ def test_fsdp_cuts_every_tensor_of_a_small_recipe_as_in_the_full_one(most: int, 
         smalls = [(small, small.mesh.dp_shard * small.mesh.cp) for small in shrink(full)]
         for name, cut in rows_over(full, shards).items():
             if "embed" in name and cut[1]:
-                continue  # rows of 256 words or more go to all of 16 ranks
+                # A small vocabulary has at least 256 rows, so each of 16 ranks holds some.
+                continue
             number += 1
             if not any(
                 cut == rows_over(small, count)[name] for small, count in smalls if count > 1

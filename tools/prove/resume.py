@@ -1,8 +1,11 @@
-"""Resumes what each of 13 layouts has saved on each of them, and holds it exact.
+"""Resume on each of 13 layouts from the checkpoints of all 13 layouts, and prove each resume exact.
 
-Each trains 3 steps, saves, and trains 5 more. Then each loads what each has saved: its parts of all parameters and
-moments must be bitwise those of the one that saved, its next 5 losses those that the other went on to (within 1e-5,
-which is what the table shows), and it must take the same samples: in all, each sample of the data exactly once.
+Each layout trains 3 steps, saves, and trains 5 more. Then each loads what each has saved. Its
+shards of all parameters and moments must be bitwise those of the source. Its next 5 losses must
+be those of the source within 1e-5; the table shows the difference. It must take the same samples:
+in all, each sample of the data exactly once.
+
+Exit status: 0 if all pairs are exact, 1 if one is not.
 """
 
 import argparse
@@ -17,13 +20,15 @@ from typing import Any
 
 from composer3d.runtime.launch import Pool, WorkerError
 
-SAVED, MORE = 3, 5  # steps before and after the checkpoint
+# Steps before and after the checkpoint.
+STEPS_BEFORE, STEPS_AFTER = 3, 5
 BATCH, SEQ_LEN = 12, 48
-SAMPLES = (SAVED + MORE) * BATCH  # as many as the data has
+SAMPLES = (STEPS_BEFORE + STEPS_AFTER) * BATCH  # of the data
 BOUND = 1e-5  # between two losses in float32
 LIMIT_S = 900.0
 
-# A vocabulary that tp does not divide, tied over the stages, with fewer key-value heads than ranks of tp.
+# A vocabulary that tp does not divide, tied over the stages, with fewer key-value heads than
+# ranks of tp.
 RECIPE = """\
 [run]
 steps = 3
@@ -50,7 +55,8 @@ decay = 8
 tensorboard = false
 """
 ASYNC = "checkpoint.async_save=true"
-# Processes and overrides. Micro-batches are as large as the schedule lets them be: it is faster.
+# The number of processes, and overrides. Micro-batches are as large as the schedule allows, for
+# speed.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ("data.micro_batch=3", ASYNC)),
     "zero 3 x 2": (2, ("mesh.dp_shard=2", "data.micro_batch=3")),
@@ -98,7 +104,12 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Steps:
-    """What the steps after the checkpoint were: their losses, and the samples of each (of all steps, for a source)."""
+    """The steps after the checkpoint; of a source, ``samples`` holds all steps.
+
+    Attributes:
+        losses: of each step.
+        samples: of each step.
+    """
 
     losses: list[float]
     samples: list[list[int]]
@@ -106,7 +117,15 @@ class Steps:
 
 @dataclass(frozen=True)
 class Cell:
-    """A source resumed on a target. ``wrong``: tensors that are not bitwise the source's, or how it failed."""
+    """The result of one source, resumed on one target.
+
+    Attributes:
+        source: the layout that saved.
+        target: the layout that resumed.
+        deviation: the largest relative difference of a loss.
+        wrong: the tensors that are not bitwise those of the source, or how the run failed.
+        same_samples: whether the same samples were taken.
+    """
 
     source: str
     target: str
@@ -115,12 +134,12 @@ class Cell:
     same_samples: bool
 
     @property
-    def good(self) -> bool:
+    def is_exact(self) -> bool:
         return self.deviation <= BOUND and not self.wrong and self.same_samples
 
 
 class Ledger:
-    """A loader that notes which samples it hands out: they are known by the rank's part of their tokens."""
+    """A loader that records the samples it returns; it knows them by the rank's tokens."""
 
     def __init__(self, loader: Any, numbers: Mapping[bytes, int]) -> None:
         self._loader, self._numbers = loader, numbers
@@ -152,20 +171,21 @@ def start(recipe: str, sets: Sequence[str], device: Any) -> Any:
     samples = (
         np.asarray(corpus.tokens)[: SAMPLES * SEQ_LEN].astype(np.int64).reshape(SAMPLES, SEQ_LEN)
     )
-    mine = run.stages.own_tokens(torch.from_numpy(samples)).numpy()
-    run.loader = Ledger(run.loader, {row.tobytes(): number for number, row in enumerate(mine)})
+    local_samples = run.stages.own_tokens(torch.from_numpy(samples)).numpy()
+    numbers = {tokens.tobytes(): number for number, tokens in enumerate(local_samples)}
+    run.loader = Ledger(run.loader, numbers)
     return run
 
 
-def go_on(run: Any) -> list[float]:
-    """Train ``MORE`` steps, in which nothing is saved."""
+def train_on(run: Any) -> list[float]:
+    """Train ``STEPS_AFTER`` steps without a save, and return their losses."""
     from composer3d.training.optim import learning_rate
     from composer3d.training.step import compute_gradients, update
 
     losses = []
-    for _ in range(MORE):
+    for _ in range(STEPS_AFTER):
         loss, norm = compute_gradients(run.stages, next(run.loader))
-        lr = learning_rate(run.step, run.recipe.optim, SAVED + MORE)
+        lr = learning_rate(run.step, run.recipe.optim, STEPS_BEFORE + STEPS_AFTER)
         update(run.stages, run.optimizer, norm=norm, max_norm=run.recipe.optim.clip, lr=lr)
         run.step += 1
         losses.append(loss)
@@ -173,7 +193,9 @@ def go_on(run: Any) -> list[float]:
 
 
 def parts(run: Any) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Any]]:
-    """(name, shape, offset, this rank's elements) of every parameter and everything that its optimizer keeps."""
+    """Yield (name, shape, offset, local elements) of all parameters and optimizer states of this
+    rank.
+    """
     from composer3d.parallel.init import local_part
 
     for name, parameter in run.stages.named_parameters():
@@ -187,13 +209,18 @@ def parts(run: Any) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Any
 
 
 def box(offset: Sequence[int], local: Any) -> tuple[slice, ...]:
+    """The slices of a shard, which begins at ``offset``, in the whole tensor."""
     return tuple(
         slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True)
     )
 
 
 def train_source(recipe: str, sets: Sequence[str], folder: Path) -> tuple[int, Steps]:
-    """A task: train, save, note what was saved, train on. Returns the rank's place in the batch, and its steps."""
+    """Train, save, store this rank's shards, and train on; a task of the pool.
+
+    Returns:
+        The rank's place in the batch, and its steps.
+    """
     import torch
 
     from composer3d.runtime.process_group import pool_world
@@ -204,11 +231,15 @@ def train_source(recipe: str, sets: Sequence[str], folder: Path) -> tuple[int, S
         train(run)
         saved = [(key, shape, offset, local.clone()) for key, shape, offset, local in parts(run)]
         torch.save(saved, folder / f"rank-{run.stages.mesh.rank}.pt")
-        return run.stages.mesh.batch_rank, Steps(go_on(run), run.loader.steps)
+        return run.stages.mesh.batch_rank, Steps(train_on(run), run.loader.steps)
 
 
 def merge(folder: Path) -> list[str]:
-    """A task: put the ranks' parts together as ``whole.pt``. Returns tensors with a hole, or that ranks disagree on."""
+    """Join the shards of all ranks in ``whole.pt``; a task of the pool.
+
+    Returns:
+        The tensors that have a hole, or that ranks disagree on.
+    """
     import torch
 
     whole: dict[str, Any] = {}
@@ -217,13 +248,14 @@ def merge(folder: Path) -> list[str]:
     for path in sorted(folder.glob("rank-*.pt")):
         for key, shape, offset, local in torch.load(path, weights_only=True):
             tensor = whole.setdefault(key, torch.zeros(shape, dtype=local.dtype))
-            there = filled.setdefault(key, torch.zeros(shape, dtype=torch.bool))
-            at = box(offset, local)
-            if not torch.equal(tensor[at][there[at]], local[there[at]]):
+            is_filled = filled.setdefault(key, torch.zeros(shape, dtype=torch.bool))
+            place = box(offset, local)
+            if not torch.equal(tensor[place][is_filled[place]], local[is_filled[place]]):
                 wrong.add(key)
-            tensor[at], there[at] = local, True
+            tensor[place] = local
+            is_filled[place] = True
     torch.save(whole, folder / "whole.pt")
-    return sorted(wrong | {key for key, there in filled.items() if not there.all()})
+    return sorted(wrong | {key for key, is_filled in filled.items() if not is_filled.all()})
 
 
 def resume_all(
@@ -233,23 +265,33 @@ def resume_all(
     sources: Mapping[str, Path],
     fault: Callable[[], None] | None,
 ) -> tuple[int, dict[str, tuple[list[str], Steps]]]:
-    """A task: resume from every source in turn. Returns the rank's place in the batch; what is wrong, and the steps."""
+    """Resume from every source in turn; a task of the pool.
+
+    Args:
+        recipe: the path of a recipe.
+        sets: overrides of it.
+        folder: for the run.
+        sources: the folder of each source by name.
+        fault: called first; a test plants a fault with it.
+
+    Returns:
+        The rank's place in the batch; and by source, the tensors that are wrong, and the steps.
+    """
     import torch
 
     from composer3d.runtime.process_group import pool_world
     from composer3d.training.resume import resume
 
-    out = {}
+    results = {}
     with pool_world() as device:
         if fault is not None:
             fault()
         run = start(recipe, [*sets, f"run.out_dir={folder}"], device)
         for name, source in sources.items():
             path = next((source / "run" / "checkpoints").iterdir())
-            wanted = replace(
-                run.recipe, checkpoint=replace(run.recipe.checkpoint, resume=str(path))
-            )
-            run.step = resume(wanted, run.store, run.stages, run.optimizer, run.loader)
+            table = replace(run.recipe.checkpoint, resume=str(path))
+            recipe_of_source = replace(run.recipe, checkpoint=table)
+            run.step = resume(recipe_of_source, run.store, run.stages, run.optimizer, run.loader)
             run.loader.steps.clear()
             whole = torch.load(source / "whole.pt", weights_only=True, mmap=True)
             wrong = [
@@ -257,29 +299,31 @@ def resume_all(
                 for key, _, offset, local in parts(run)
                 if not same(whole.get(key), offset, local)
             ]
-            out[name] = wrong, Steps(go_on(run), list(run.loader.steps))
-    return run.stages.mesh.batch_rank, out
+            results[name] = wrong, Steps(train_on(run), list(run.loader.steps))
+    return run.stages.mesh.batch_rank, results
 
 
 def same(whole: Any, offset: Sequence[int], local: Any) -> bool:
-    """Bit for bit: 0 is not -0 here, and a NaN is itself."""
-    return (
-        whole is not None and whole[box(offset, local)].numpy().tobytes() == local.numpy().tobytes()
-    )
+    """Whether a shard is bitwise equal: 0 is not -0, and NaN equals itself."""
+    if whole is None:
+        return False
+    return whole[box(offset, local)].numpy().tobytes() == local.numpy().tobytes()
 
 
 def in_order(ranks: Sequence[tuple[int, list[list[int]]]]) -> list[list[int]]:
-    """The samples of each step over all ranks: those of one place in the batch must agree."""
-    places: dict[int, list[list[int]]] = {}
-    for place, steps in ranks:
-        if places.setdefault(place, steps) != steps:
+    """The samples of each step over all ranks; ranks of the same place in the batch must agree."""
+    steps_of_rank: dict[int, list[list[int]]] = {}
+    for batch_rank, steps in ranks:
+        if steps_of_rank.setdefault(batch_rank, steps) != steps:
             return [[-1]] * len(steps)
-    each = [places[place] for place in sorted(places)]
-    return [[sample for rows in step for sample in rows] for step in zip(*each, strict=True)]
+    in_batch_order = [steps_of_rank[batch_rank] for batch_rank in sorted(steps_of_rank)]
+    return [
+        [sample for rows in step for sample in rows] for step in zip(*in_batch_order, strict=True)
+    ]
 
 
 class Matrix:
-    """Runs sources and targets, in one temporary folder."""
+    """Run sources and targets in one temporary folder."""
 
     def __init__(self, pool: Pool, folder: Path) -> None:
         self._pool, self._folder = pool, folder
@@ -294,23 +338,22 @@ class Matrix:
         arguments |= {"recipe": str(self._recipe), "sets": sets}
         return self._pool.run(task, arguments, world_size=processes, limit_s=LIMIT_S)
 
-    def _place(self, name: str) -> Path:
+    def _folder_of(self, name: str) -> Path:
         return self._folder / f"source-{list(LAYOUTS).index(name)}"
 
     def save(self, name: str) -> list[str]:
-        """Train on one layout. Returns what is wrong of its own: its tensors, or its samples."""
+        """Train and save on one layout; return the problems of its tensors and samples."""
         try:
-            answers = self._run(train_source, name, folder=self._place(name))
+            answers = self._run(train_source, name, folder=self._folder_of(name))
         except WorkerError as error:
             return [str(error)]
-        samples = in_order([(place, steps.samples) for place, steps in answers])
+        samples = in_order([(batch_rank, steps.samples) for batch_rank, steps in answers])
         self._sources[name] = Steps(answers[0][1].losses, samples)
-        (wrong,) = self._pool.run(merge, {"folder": self._place(name)}, world_size=1)
-        every = sorted(sample for step in samples for sample in step)
-        return [
-            *wrong,
-            *([] if every == list(range(SAMPLES)) else ["samples are skipped or repeated"]),
-        ]
+        (problems,) = self._pool.run(merge, {"folder": self._folder_of(name)}, world_size=1)
+        all_samples = sorted(sample for step in samples for sample in step)
+        if all_samples != list(range(SAMPLES)):
+            problems.append("samples are skipped or repeated")
+        return problems
 
     def resume(
         self,
@@ -318,34 +361,42 @@ class Matrix:
         fault: Callable[[], None] | None = None,
         sources: Sequence[str] | None = None,
     ) -> list[Cell]:
-        """Resume on one layout from ``sources``, or from every one that was saved."""
-        places = {source: self._place(source) for source in sources or self._sources}
+        """Resume on one layout from ``sources``, by default from all that were saved."""
+        folders = {source: self._folder_of(source) for source in sources or self._sources}
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         try:
-            answers = self._run(resume_all, name, folder=folder, sources=places, fault=fault)
+            answers = self._run(resume_all, name, folder=folder, sources=folders, fault=fault)
         except WorkerError as error:
-            return [Cell(source, name, math.inf, (str(error),), False) for source in places]
+            return [Cell(source, name, math.inf, (str(error),), False) for source in folders]
         cells = []
-        for source in places:
-            wanted = self._sources[source]
-            got = [(place, *each[source]) for place, each in answers]
-            pairs = zip(got[0][2].losses, wanted.losses, strict=True)
-            deviation = max(abs(a - b) / abs(b) for a, b in pairs)
-            samples = in_order([(place, steps.samples) for place, _, steps in got])
-            wrong = tuple(sorted({key for _, keys, _ in got for key in keys}))
-            cells.append(Cell(source, name, deviation, wrong, samples == wanted.samples[SAVED:]))
+        for source in folders:
+            expected = self._sources[source]
+            wrong: set[str] = set()
+            samples_of_ranks = []
+            for batch_rank, results in answers:
+                wrong_of_rank, steps = results[source]
+                wrong |= set(wrong_of_rank)
+                samples_of_ranks.append((batch_rank, steps.samples))
+            # All ranks have the same losses.
+            losses = answers[0][1][source][1].losses
+            deviation = max(
+                abs(a - b) / abs(b) for a, b in zip(losses, expected.losses, strict=True)
+            )
+            same_samples = in_order(samples_of_ranks) == expected.samples[STEPS_BEFORE:]
+            cells.append(Cell(source, name, deviation, tuple(sorted(wrong)), same_samples))
         return cells
 
 
 def main(arguments: Sequence[str]) -> int:
-    epilog, how = (
-        "\n  ".join(["layouts, of which NAME is a part:", *LAYOUTS]),
-        argparse.RawDescriptionHelpFormatter,
-    )
     parser = argparse.ArgumentParser(
-        "tools/resume_matrix", description=__doc__, epilog=epilog, formatter_class=how
+        "tools/prove/run resume",
+        description=__doc__,
+        epilog="\n  ".join(["layouts:", *LAYOUTS]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", metavar="NAME", nargs="*", help="only these layouts; absent: all")
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", help="part of a layout's name; default: all layouts"
+    )
     names = parser.parse_args(arguments).names
     layouts = [name for name in LAYOUTS if not names or any(part in name for part in names)]
     if not layouts:
@@ -357,22 +408,22 @@ def main(arguments: Sequence[str]) -> int:
             wrong = matrix.save(name)
             problems += [f"{name}: {line}" for line in wrong]
             print(f"{number:>2} {name:<36} {'WRONG' if wrong else 'saved'}", flush=True)
-        print(
-            f"resumed on, from: {' ' * 21}"
-            + "".join(f"{number:>7}" for number in range(1, len(layouts) + 1))
-        )
+        numbers = "".join(f"{number:>7}" for number in range(1, len(layouts) + 1))
+        print(f"resumed on, from: {' ' * 21}{numbers}")
         for number, name in enumerate(layouts, 1):
             row = matrix.resume(name)
             cells += row
-            told = (f"{cell.deviation:.0e}" if cell.good else "WRONG" for cell in row)
-            print(f"{number:>2} {name:<36}" + "".join(f"{each:>7}" for each in told), flush=True)
-    problems += [str(cell) for cell in cells if not cell.good]
+            shown = ""
+            for cell in row:
+                word = f"{cell.deviation:.0e}" if cell.is_exact else "WRONG"
+                shown += f"{word:>7}"
+            print(f"{number:>2} {name:<36}{shown}", flush=True)
+    problems += [str(cell) for cell in cells if not cell.is_exact]
     print(*problems, sep="\n")
     worst = max((cell.deviation for cell in cells), default=0.0)
-    verdict = (
-        "0 problems: all bitwise, the same samples" if not problems else f"{len(problems)} PROBLEMS"
-    )
-    print(
-        f"{len(cells)} pairs, {verdict}, losses within {worst:.1e}, in {time.monotonic() - begin:.0f} s"
-    )
+    verdict = "0 problems: all bitwise, the same samples"
+    if problems:
+        verdict = f"{len(problems)} PROBLEMS"
+    seconds = time.monotonic() - begin
+    print(f"{len(cells)} pairs, {verdict}, losses within {worst:.1e}, in {seconds:.0f} s")
     return 1 if problems else 0

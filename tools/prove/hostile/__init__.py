@@ -1,4 +1,5 @@
-"""Hostile input: files and folders that a stranger could hand to a user, and the runner that shows what each does.
+"""Hostile input: files and folders from a stranger, and a runner that finds the harm that they do.
 
-``case`` says what a case is and runs one. ``checkpoints``, ``exports`` and ``recipes_data`` hold the cases.
+``case`` defines a case and runs it. ``checkpoints``, ``exports`` and ``recipes_data`` hold the
+cases.
 """

@@ -1,4 +1,5 @@
-"""Sound files that hostile cases copy from: text, token files, a recipe, a run's checkpoint and its exports."""
+"""Valid files that hostile cases copy: text, token files, a recipe, a checkpoint and its
+exports."""
 
 import json
 from pathlib import Path
@@ -36,7 +37,7 @@ CHECKPOINT = f"runs/victim/checkpoints/step-{STEPS:08d}"
 
 
 def make_base(folder: Path, pool: Pool) -> None:
-    """Fill ``folder`` by the commands a user would run, and hold that each of them succeeds."""
+    """Fill ``folder`` by the commands that a user would run, all of which must succeed."""
     folder.mkdir()
     (folder / "corpus.txt").write_text("What a stranger sends is read with care. " * 40)
     (folder / "recipe.toml").write_text(RECIPE)

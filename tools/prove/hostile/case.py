@@ -1,12 +1,14 @@
 """A hostile case, the command that meets it, and everything the command must not do.
 
-Each case runs ``composer3d`` in a process of its own, forked from one that has imported torch. The process reports its
-exit status, what it printed, its CPU time and its peak memory. Three traps show code that ran and files that were
-touched outside of the case's folder:
+Each case runs ``composer3d`` in a process of its own, forked from one that has imported torch. The
+process reports its exit status, its output, its CPU time and its peak memory. Three traps show code
+that ran, and files outside of the case's folder that were touched:
 
 - a pickled or registered payload creates ``EXECUTED`` (a marker file) when it runs;
-- ``outside`` holds files with a secret; their access times are set to 0 and are looked at afterwards;
-- an audit hook notes every file that is opened for writing, every process that is started and every connection.
+- ``outside`` holds files with a secret; their access times are reset before a case and read after
+  it;
+- an audit hook records every file that is opened for writing, every process that is started and
+  every connection.
 """
 
 import contextlib
@@ -27,12 +29,12 @@ from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.starter import STORE_VARIABLE
 
 LIMIT_CPU_S = 5.0
-LIMIT_WALL_S = 60.0  # many times the CPU time, for a machine that does other work too
+LIMIT_WALL_S = 60.0  # many times the CPU time, for a busy machine
 LIMIT_MIB = 500.0
 SECRET = "a secret that nobody may read"
 MARKER = "EXECUTED"
 _EXITS = (1, 2)
-_NEVER_READ_NS = 10**9  # the access time of a file that nobody has read
+_NEVER_READ_NS = 10**9  # the access time of a file that was not read
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,18 @@ class Case:
 
     Attributes:
         name: unique; also the name of its folder.
-        make: writes the input into an empty folder and returns the arguments of ``composer3d``. Beside that folder lie
-            ``base`` (sound files to copy from) and ``outside`` (files that must not be touched).
-        says: a regular expression that what is printed must match; None where only the traps count, because the
-            input may also be harmless (a random change of a byte).
-        statuses: exit statuses that are right.
-        title: what the case is, where its name does not say that.
+        make: writes the input into an empty folder and returns the arguments of ``composer3d``.
+            Beside that folder are ``base`` (valid files to copy) and ``outside`` (files that must
+            not be touched).
+        message: a regular expression that the output must match. None if the input may also be
+            harmless, such as a random change of a byte: then only the traps count.
+        statuses: the exit statuses that are right.
+        title: describes the case if its name does not.
     """
 
     name: str
     make: Callable[[Path], list[str]]
-    says: str | None
+    message: str | None
     statuses: tuple[int, ...] = _EXITS
     title: str = ""
 
@@ -83,11 +86,12 @@ def prepare_outside(root: Path) -> None:
 
 
 def problems_of(case: Case, root: Path, pool: Pool) -> list[str]:
-    """Run ``case`` in a new folder below ``root``, and say everything that is wrong with what happened."""
+    """Run ``case`` in a new folder below ``root``, and list the harm that it did."""
     folder, outside = root / case.name, root / "outside"
     folder.mkdir()
     arguments = case.make(folder)
-    _state_of(outside)  # what making the case has read does not count
+    # Making the case may have read these files: this resets their access times.
+    _state_of(outside)
     before = _state_of(outside)
     outcome = run(arguments, folder, pool)
     after = _state_of(outside)
@@ -104,10 +108,11 @@ def problems_of(case: Case, root: Path, pool: Pool) -> list[str]:
         problems.append("it printed a traceback")
     if SECRET in outcome.output or any(map(_holds_secret, folder.rglob("*"))):
         problems.append("it copied a secret from outside")
-    if outcome.status not in (*case.statuses, *([0] if case.says is None else [])):
+    statuses = case.statuses if case.message is not None else (*case.statuses, 0)
+    if outcome.status not in statuses:
         problems.append(f"it exited with {outcome.status}, not with {case.statuses}")
-    if case.says is not None and not re.search(case.says, outcome.output):
-        problems.append(f"it did not say {case.says!r}")
+    if case.message is not None and not re.search(case.message, outcome.output):
+        problems.append(f"its output does not match {case.message!r}")
     if outcome.cpu_s > LIMIT_CPU_S:
         problems.append(f"it took {outcome.cpu_s:.1f} s of CPU time")
     if outcome.peak_mib > LIMIT_MIB:
@@ -118,17 +123,18 @@ def problems_of(case: Case, root: Path, pool: Pool) -> list[str]:
 
 
 def run(arguments: list[str], folder: Path, pool: Pool) -> Outcome:
-    """Run ``composer3d`` with ``arguments`` in ``folder``, in a process of its own that has torch already."""
+    """Run ``composer3d`` with ``arguments`` in ``folder``, in a process of its own."""
     task = {"arguments": arguments, "folder": str(folder)}
     try:
         outcome: Outcome = pool.run(serve, task, world_size=1, limit_s=LIMIT_WALL_S)[0]
         return outcome
-    except WorkerError as error:  # it died, or gave no answer
+    except WorkerError as error:
+        # The process died, or gave no answer.
         return Outcome(traceback=str(error))
 
 
 def serve(arguments: list[str], folder: str) -> Outcome:
-    """Run ``composer3d`` in this process, which ends afterwards, and say what it did."""
+    """Run ``composer3d`` in this process, which ends afterwards, and report what it did."""
     os.chdir(folder)
     sys.argv = ["composer3d"]
     for name in (
@@ -158,7 +164,7 @@ def serve(arguments: list[str], folder: str) -> Outcome:
 
 
 def _watch(folder: Path, touched: list[str]) -> None:
-    """Note files that are opened for writing, renamed or removed outside of ``folder``, processes and connections."""
+    """Record changes of files outside of ``folder``, started processes and connections."""
     allowed = (str(folder.resolve()), "/dev/null", "/dev/shm", "/tmp/torch", "/tmp/composer3d-")
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -171,7 +177,7 @@ def _watch(folder: Path, touched: list[str]) -> None:
         elif event in ("os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"):
             paths = list(arguments[:1])
         elif event == "subprocess.Popen" and list(arguments[1][:2]) == [sys.executable, "-P"]:
-            # The process of a tokenizer: a file of the package, and nothing that a case names.
+            # A tokenizer runs in a process, which must run our own file and nothing else.
             if (
                 not str(arguments[1][2]).endswith("composer3d/data/tokenizer_worker.py")
                 or len(arguments[1]) != 3
@@ -185,25 +191,26 @@ def _watch(folder: Path, touched: list[str]) -> None:
             return
         for path in paths:
             if isinstance(path, str | bytes | os.PathLike):
-                where = os.path.realpath(os.fsdecode(path))
-                is_thread_name = re.fullmatch(r"/proc/\d+/(task/\d+/)?comm", where)
-                if not (where.startswith(allowed) or is_thread_name or "__pycache__" in where):
-                    touched.append(f"{event} {where}")
+                real_path = os.path.realpath(os.fsdecode(path))
+                is_thread_name = re.fullmatch(r"/proc/\d+/(task/\d+/)?comm", real_path)
+                is_cache = "__pycache__" in real_path
+                if not (real_path.startswith(allowed) or is_thread_name or is_cache):
+                    touched.append(f"{event} {real_path}")
 
     sys.addaudithook(note)
 
 
 def _state_of(outside: Path) -> list[tuple[str, int, int, bool]]:
-    """Name, size, time of change of every file, and whether it was read since the last call.
+    """List each file's name, size, time of change, and whether it was read since the last call.
 
-    The access time is set back to 0: the usual ``relatime`` lets the next read set it again.
+    The access time is reset to 1970: with the usual ``relatime``, the next read sets it again.
     """
     state = []
     for path in sorted(outside.iterdir()):
-        found = path.lstat()
-        was_read = found.st_atime_ns != _NEVER_READ_NS
-        state.append((path.name, found.st_size, found.st_mtime_ns, was_read))
-        os.utime(path, ns=(_NEVER_READ_NS, found.st_mtime_ns))
+        status = path.lstat()
+        was_read = status.st_atime_ns != _NEVER_READ_NS
+        state.append((path.name, status.st_size, status.st_mtime_ns, was_read))
+        os.utime(path, ns=(_NEVER_READ_NS, status.st_mtime_ns))
     return state
 
 
@@ -214,7 +221,7 @@ def _holds_secret(path: Path) -> bool:
 
 
 def chosen(cases: list[Case], one_in: int) -> Iterator[Case]:
-    """A fixed part of ``cases``: every ``one_in``-th by name, so that new cases do not move the others."""
+    """A fixed slice of ``cases``: every ``one_in``-th one in the order of their names."""
     for number, case in enumerate(sorted(cases, key=lambda case: case.name)):
         if number % one_in == 0:
             yield case

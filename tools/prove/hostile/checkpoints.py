@@ -1,6 +1,6 @@
-"""Checkpoints and torch files that a stranger made, opened by ``train`` (as its seed), ``inspect`` and ``convert``.
+"""Hostile checkpoints and torch files, for ``train`` (to resume from), ``inspect`` and ``convert``.
 
-Whoever makes a file can also make the digests that go with it: every checkpoint here is sealed again after the change.
+Who changes a file can also change its digest, so every checkpoint here gets right digests again.
 """
 
 import io
@@ -34,7 +34,7 @@ _SEED = 20261122
 
 
 class Call:
-    """Calls ``function(*arguments)`` where it is unpickled."""
+    """An object that calls ``function(*arguments)`` when it is unpickled."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = function, arguments
@@ -44,12 +44,12 @@ class Call:
 
 
 def touch(folder: Path) -> Call:
-    """Creates the marker of the case in ``folder`` when it is unpickled."""
+    """An object that creates the marker of the case in ``folder`` when it is unpickled."""
     return Call(os.system, f"touch {marker_of(folder)}")
 
 
 def command(name: str, path: str) -> list[str]:
-    """How a user meets the checkpoint or file ``path``."""
+    """The command line of a user who opens the checkpoint or file ``path``."""
     if name == "resume":
         sets = [f"checkpoint.resume={path}", "data.path=../base/tokens"]
         return [
@@ -61,7 +61,7 @@ def command(name: str, path: str) -> list[str]:
 
 
 def seal(folder: Path) -> None:
-    """Have the manifest say what the files of ``folder`` now are."""
+    """Give the manifest the sizes and digests that the files of ``folder`` now have."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name in manifest["files"]:
         path = folder / name
@@ -82,8 +82,8 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / "manifest.json").write_bytes(canonical(manifest | {"digest": digest}))
 
 
-def checkpoint_case(name: str, change: Change, says: str | None, *commands: str) -> list[Case]:
-    """The checkpoint after ``change``, in each of ``commands`` (all three where none is named)."""
+def checkpoint_case(name: str, change: Change, message: str | None, *commands: str) -> list[Case]:
+    """The changed checkpoint as a case of each of ``commands``, by default of all three."""
 
     def maker(met: str) -> Callable[[Path], list[str]]:
         def make(folder: Path) -> list[str]:
@@ -98,7 +98,7 @@ def checkpoint_case(name: str, change: Change, says: str | None, *commands: str)
         return make
 
     return [
-        Case(f"{name}-{met}", maker(met), says)
+        Case(f"{name}-{met}", maker(met), message)
         for met in commands or ("resume", "inspect", "convert")
     ]
 
@@ -123,14 +123,19 @@ def _text(text: str) -> bytes:
 
 
 def _set_attribute(owner: bytes, name: str, value: bytes) -> bytes:
-    """Opcodes that set an attribute of what ``owner`` pushes: BUILD with a state of slots calls setattr."""
+    """Opcodes that set an attribute of the object that ``owner`` pushes.
+
+    BUILD with a state of slots calls setattr.
+    """
     return owner + b"(N}" + _text(name) + value + b"st" + b"b0"
 
 
 def _class_as_tensor(evil: Path) -> None:
-    """Make the enum of memory formats a subclass of both kinds of entry; its member passes as a tensor.
+    """Make the enum of memory formats a subclass of both kinds of entry; its member passes as a
+    tensor.
 
-    DCP's reader then takes the entry for bytes, and hands them to ``torch.load(weights_only=False)``.
+    DCP's reader then takes the entry for bytes, and hands them to
+    ``torch.load(weights_only=False)``.
     """
     metadata = pickle.loads((evil / ".metadata").read_bytes())
     payload = pickle.dumps(touch(evil.parent))
@@ -150,15 +155,16 @@ def _class_as_tensor(evil: Path) -> None:
     metadata.storage_data[MetadataIndex(name)] = _StorageInfo(data.name, begin, length)
     del metadata.state_dict_metadata[name]
     fields = {"properties": entry.properties, "size": entry.size, "chunks": entry.chunks}
-    kept = struct.pack("<I", 100_000)  # a place in the memo that nothing else uses
+    memo_index = struct.pack("<I", 100_000)  # which nothing else uses
     program = (
         b"\x80\x02}("
         + _items(fields)
         + b"u"
         + b"r"
-        + kept
+        + memo_index
         + b"0"
-        # Only now: with other bases, members of the enum can no longer be compared, as their making does.
+        # Only now: with other bases, members of the enum cannot be compared, which making them
+        # does.
         + pickle.dumps(metadata, 2)[2:-1]
         + b"}"
         + _text("state_dict_metadata")
@@ -169,7 +175,7 @@ def _class_as_tensor(evil: Path) -> None:
         + _FORMAT
         + b"(K\x00tR"
         + b"j"
-        + kept
+        + memo_index
         + b"b"
         + b"us"
         + b"b."
@@ -192,7 +198,7 @@ def _replaced_method(owner: tuple[str, str], name: str) -> Change:
 
 
 def _program(body: Callable[[Path], object]) -> Change:
-    """``.metadata`` is the pickle of what ``body`` returns, or its bytes."""
+    """Write as ``.metadata`` the pickle of the object that ``body`` returns, or the bytes."""
 
     def change(evil: Path) -> None:
         content = body(evil)
@@ -203,7 +209,7 @@ def _program(body: Callable[[Path], object]) -> Change:
 
 
 def _with(field: str) -> Change:
-    """A call inside of sound metadata, in the field of that name."""
+    """Put a call into valid metadata, in the field of that name."""
 
     def change(evil: Path) -> None:
         metadata: Metadata = pickle.loads((evil / ".metadata").read_bytes())
@@ -230,7 +236,7 @@ def _nested(depth: int) -> bytes:
 
 
 def _memo_bomb(evil: Path) -> bytes:
-    """Lists of lists of the same list: 10^30 items once somebody walks through them."""
+    """Lists of lists of the same list: who walks through them meets 10^30 items."""
     return b"\x80\x02]q\x00" + b"".join(b"](" + b"h\x00" * 10 + b"eq\x00" for _ in range(30)) + b"."
 
 
@@ -394,7 +400,7 @@ FOLDERS: dict[str, Change] = {
 
 
 def _manifest(field: str, value: Any) -> Change:
-    """A field of the manifest; ``a/b`` is field b of the object that is field a."""
+    """Change a field of the manifest; ``a/b`` is field b of the object in field a."""
 
     def change(evil: Path) -> None:
         manifest = json.loads((evil / "manifest.json").read_text())
@@ -473,8 +479,8 @@ def _another_folder(name: str) -> Change:
 # Files of torch.save.
 
 
-def torch_case(name: str, change: Callable[[Path], object], says: str | None) -> list[Case]:
-    """The one-file export after ``change``, in ``inspect`` and ``convert``."""
+def torch_case(name: str, change: Callable[[Path], object], message: str | None) -> list[Case]:
+    """The changed one-file export, as cases of ``inspect`` and ``convert``."""
 
     def maker(met: str) -> Callable[[Path], list[str]]:
         def make(folder: Path) -> list[str]:
@@ -484,7 +490,7 @@ def torch_case(name: str, change: Callable[[Path], object], says: str | None) ->
 
         return make
 
-    return [Case(f"torch-{name}-{met}", maker(met), says) for met in ("inspect", "convert")]
+    return [Case(f"torch-{name}-{met}", maker(met), message) for met in ("inspect", "convert")]
 
 
 def _saved(edit: Callable[[Any, Path], Any]) -> Callable[[Path], object]:
@@ -497,7 +503,7 @@ def _saved(edit: Callable[[Any, Path], Any]) -> Callable[[Path], object]:
 
 
 def _pickled(body: Callable[[Path], bytes], *, compress: bool = False) -> Callable[[Path], object]:
-    """Replace ``data.pkl`` of the file by ``body(folder)``."""
+    """Replace ``data.pkl`` in the file by ``body(folder)``."""
 
     def change(path: Path) -> None:
         method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
@@ -511,7 +517,10 @@ def _pickled(body: Callable[[Path], bytes], *, compress: bool = False) -> Callab
 
 
 def _raw_item(archive: zipfile.ZipFile, item: str) -> bytes:
-    """The bytes of an item. Our export leaves its checksums of tensors empty, and torch does not look at them."""
+    """The bytes of an item, read without its checksum.
+
+    Our export leaves the checksums of tensors empty, and torch does not check them.
+    """
     with archive.open(item) as file:
         file._expected_crc = None  # type: ignore[attr-defined]
         return file.read()
@@ -585,7 +594,7 @@ def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-# Random changes by a fixed seed: most are damage, some are harmless, none may do harm.
+# Random changes with a fixed seed: most damage the file, some are harmless, none may do harm.
 
 
 def _flipped(name: str, seed: int) -> Change:
@@ -603,16 +612,16 @@ def _flipped(name: str, seed: int) -> Change:
 
 def _cases() -> list[Case]:
     cases: list[Case] = []
-    for name, (change, says) in PROGRAMS.items():
-        cases += checkpoint_case(f"program-{name}", change, says)
+    for name, (change, message) in PROGRAMS.items():
+        cases += checkpoint_case(f"program-{name}", change, message)
     for name, edit in STRUCTURES.items():
         cases += checkpoint_case(f"structure-{name}", _edit(edit), "evil")
     for name, change in FOLDERS.items():
         cases += checkpoint_case(f"folder-{name}", change, "evil")
     for name, change in MANIFESTS.items():
         # A recipe in a manifest is only shown: one that is no TOML does no harm.
-        says = None if name.startswith("recipe-") else "evil"
-        cases += checkpoint_case(f"manifest-{name}", change, says, "resume", "inspect")
+        message = None if name.startswith("recipe-") else "evil"
+        cases += checkpoint_case(f"manifest-{name}", change, message, "resume", "inspect")
     for name in ("hf", "assets"):
         cases += checkpoint_case(f"manifest-names-{name}", _another_folder(name), None)
     for name, change in TORCH.items():

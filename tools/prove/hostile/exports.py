@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's and Meta's form, and run folders, that a stranger made or changed."""
+"""Hostile folders in the formats of Hugging Face and Meta, and hostile folders of runs."""
 
 import json
 import os
@@ -18,8 +18,8 @@ Change = Callable[[Path], object]
 _SEED = 20261122
 
 
-def _case(form: str, name: str, change: Change, says: str | None, *commands: str) -> list[Case]:
-    """A sound folder of ``form`` after ``change``, in each of ``commands``."""
+def _case(form: str, name: str, change: Change, message: str | None, *commands: str) -> list[Case]:
+    """A valid folder of ``form`` after ``change``, as a case of each of ``commands``."""
 
     def maker(met: str) -> Callable[[Path], list[str]]:
         def make(folder: Path) -> list[str]:
@@ -45,7 +45,8 @@ def _case(form: str, name: str, change: Change, says: str | None, *commands: str
         return make
 
     return [
-        Case(f"{form}-{name}-{met}", maker(met), says) for met in commands or ("inspect", "convert")
+        Case(f"{form}-{name}-{met}", maker(met), message)
+        for met in commands or ("inspect", "convert")
     ]
 
 
@@ -257,7 +258,7 @@ def _pickled(evil: Path) -> None:
 # A run's folder that somebody prepared
 
 
-def _run_case(name: str, change: Change, says: str | None, *sets: str) -> Case:
+def _run_case(name: str, change: Change, message: str | None, *sets: str) -> Case:
     def make(folder: Path) -> list[str]:
         run = folder / "runs/victim"
         run.mkdir(parents=True)
@@ -265,7 +266,7 @@ def _run_case(name: str, change: Change, says: str | None, *sets: str) -> Case:
         words = [word for each in ("data.path=../base/tokens", *sets) for word in ("--set", each)]
         return ["train", "../base/recipe.toml", *words]
 
-    return Case(f"run-{name}", make, says)
+    return Case(f"run-{name}", make, message)
 
 
 def _outside_link(name: str, target: str) -> Change:
@@ -276,7 +277,7 @@ def _outside_link(name: str, target: str) -> Change:
 
 
 def _continued(name: str, content: bytes) -> Change:
-    """A run that has a checkpoint, and a file that somebody changed since."""
+    """A run with a checkpoint, and with a file that was changed since."""
 
     def change(run: Path) -> None:
         shutil.copytree(run.parents[2] / "base/runs/victim/checkpoints", run / "checkpoints")

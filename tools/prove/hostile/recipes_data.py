@@ -1,6 +1,6 @@
-"""Recipes, data and tokenizers that somebody made to harm: what each is refused with.
+"""Recipes, data and tokenizers that were made to harm, and the message that refuses each.
 
-Each is refused with one line, status 2, or where a recipe has several problems with a line for each.
+Each is refused with status 2 and one line, or a line for each problem of a recipe.
 """
 
 import base64
@@ -17,19 +17,22 @@ from composer3d.spec.token_manifest import digest_of, digest_of_manifest
 from tools.prove.hostile import case
 
 
-def Case(name: str, make: Callable[[Path], list[str]], says: str) -> case.Case:
-    """``name`` becomes the name of a folder; ``^`` and ``$`` in ``says`` are those of a line. The status is 2."""
-    plain = re.sub(r"[^A-Za-z0-9_.=-]+", "-", name)[:120]
-    early = "^composer3d: the argument .* contains a NUL byte or bytes that are not UTF-8"  # of a command line
-    return case.Case(plain, make, f"(?m)({says}|{early})", statuses=(2,))
+def Case(name: str, make: Callable[[Path], list[str]], message: str) -> case.Case:
+    """A case that must be refused with status 2 and a line that matches ``message``.
+
+    ``name`` becomes the name of its folder.
+    """
+    folder_name = re.sub(r"[^A-Za-z0-9_.=-]+", "-", name)[:120]
+    # The command line may refuse it first.
+    early = "^composer3d: the argument .* contains a NUL byte or bytes that are not UTF-8"
+    return case.Case(folder_name, make, f"(?m)({message}|{early})", statuses=(2,))
 
 
 TINY = '[model]\npreset = "debug-tiny"\n'
 SIZES = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn": 160, "vocab": 256}
 AGAIN = "make the folder again with composer3d prepare$"
-SURROGATE = (
-    "caf\udce9"  # a byte that is not UTF-8, as Python shows one of a command line or a folder
-)
+# A byte that is not UTF-8, as Python shows it in an argument or in the name of a file.
+SURROGATE = "caf\udce9"
 NO_FILE = "is (a named pipe|a socket|a device|a folder|a named pipe or a socket), not a plain file"
 
 
@@ -58,11 +61,12 @@ def folder(path: Path) -> None:
 
 
 def listening(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
+    with socket.socket(socket.AF_UNIX) as bound:
         here = os.getcwd()
-        os.chdir(path.parent)  # the name of a socket has at most 107 bytes
+        # The name of a socket has at most 107 bytes.
+        os.chdir(path.parent)
         try:
-            made.bind(path.name)
+            bound.bind(path.name)
         finally:
             os.chdir(here)
 
@@ -78,7 +82,7 @@ NO_PLAIN: dict[str, Callable[[Path], None]] = {
 def recipe(
     text: str | bytes, *sets: str, command: tuple[str, ...] = ("check",)
 ) -> Callable[[Path], list[str]]:
-    """A case whose only file is a recipe."""
+    """Make the input of a case whose only file is a recipe."""
 
     def make(where: Path) -> list[str]:
         path = write(where / "x.toml", text)
@@ -88,7 +92,7 @@ def recipe(
 
 
 def table_of(key: str, value: str) -> str:
-    """A whole recipe that gives one key another value."""
+    """A complete recipe in which one key has another value."""
     table, name = key.split(".")
     if table == "model":
         shape = dict(SIZES) | ({name: value} if name in SIZES else {})
@@ -97,7 +101,7 @@ def table_of(key: str, value: str) -> str:
     return f"{TINY}[{table}]\n{name} = {value}\n"
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# Values.
 
 INTS = {
     "model.dim": (1, 2**20),
@@ -145,18 +149,18 @@ def _values() -> list[case.Case]:
     cases = []
     for key, (least, most) in INTS.items():
         for value in (least - 1 if key != "mesh.dp_shard" else -2, most + 1, 2**63 - 1):
-            says = rf"x\.toml:\d+: {key} = {value} must be from {least:_} to {most:_}"
-            cases.append(Case(f"{key} = {value}", recipe(table_of(key, str(value))), says))
-        says = rf"x\.toml:\d+: '{key}' must be an int of 64 bits, got 1{{24}}"
-        cases.append(Case(f"{key} of 24 digits", recipe(table_of(key, "1" * 24)), says))
+            message = rf"x\.toml:\d+: {key} = {value} must be from {least:_} to {most:_}"
+            cases.append(Case(f"{key} = {value}", recipe(table_of(key, str(value))), message))
+        message = rf"x\.toml:\d+: '{key}' must be an int of 64 bits, got 1{{24}}"
+        cases.append(Case(f"{key} of 24 digits", recipe(table_of(key, "1" * 24)), message))
     for key, values in FLOATS.items():
         for value in values:
-            says = rf"x\.toml:\d+: {key} = \S+ must be (from|above) "
-            cases.append(Case(f"{key} = {value}", recipe(table_of(key, value)), says))
+            message = rf"x\.toml:\d+: {key} = \S+ must be (from|above) "
+            cases.append(Case(f"{key} = {value}", recipe(table_of(key, value)), message))
         for value in ("nan", "inf", "-inf"):
-            says = rf"x\.toml:\d+: '{key}' must be a finite float, got {value}"
-            cases.append(Case(f"{key} = {value}", recipe(table_of(key, value)), says))
-    more = {
+            message = rf"x\.toml:\d+: '{key}' must be a finite float, got {value}"
+            cases.append(Case(f"{key} = {value}", recipe(table_of(key, value)), message))
+    other_values = {
         "model.head_dim": ["1", "7", str(2**40)],
         "run.seed": ["-1"],
         "data.seed": ["-1"],
@@ -165,17 +169,25 @@ def _values() -> list[case.Case]:
         "model.tied": ['"false"'],
         "run.steps": ["1e30", "1" * 5000, "true"],
     }
-    for key, values in more.items():
+    for key, values in other_values.items():
         for value in values:
-            says = rf"x\.toml(:\d+)?: ('?{key}'? (= \S+ |= \[.*\] )?must|not TOML that can be read: Exceeds)"
-            cases.append(Case(f"{key} = {value[:30]}", recipe(table_of(key, value)), says))
+            message = (
+                rf"x\.toml(:\d+)?: ('?{key}'? (= \S+ |= \[.*\] )?must"
+                r"|cannot be read as TOML: Exceeds)"
+            )
+            cases.append(Case(f"{key} = {value[:30]}", recipe(table_of(key, value)), message))
     products = {
-        "a world beyond all": "[mesh]\npp = 4\ndp_replicate = 1024\ndp_shard = 1024\ncp = 1024\ntp = 4\n",
+        "a world beyond all": (
+            "[mesh]\npp = 4\ndp_replicate = 1024\ndp_shard = 1024\ncp = 1024\ntp = 4\n"
+        ),
         "a billion micro-batches": (
-            '[mesh]\npp = 3\n[data]\nglobal_batch = 1073741823\n[parallel]\nschedule = "Interleaved1F1B"\n'
+            "[mesh]\npp = 3\n[data]\nglobal_batch = 1073741823\n"
+            '[parallel]\nschedule = "Interleaved1F1B"\n'
         ),
         "a pipeline as deep": "[mesh]\npp = 1048576\n[data]\nglobal_batch = 1048576\n",
-        "as many virtual stages": '[mesh]\npp = 4\n[parallel]\nvirtual_stages = 10000\nschedule = "LoopedBFS"\n',
+        "as many virtual stages": (
+            '[mesh]\npp = 4\n[parallel]\nvirtual_stages = 10000\nschedule = "LoopedBFS"\n'
+        ),
         "a warmup beyond the run": "[optim]\nwarmup = 1000000000\n",
     }
     for name, text in products.items():
@@ -189,7 +201,7 @@ def _values() -> list[case.Case]:
     return cases
 
 
-# --- texts of recipes -------------------------------------------------------------------------------------------------
+# Texts of recipes.
 
 PATH_KEYS = (
     "data.path",
@@ -224,29 +236,32 @@ def _texts() -> list[case.Case]:
                 if key == "model.hf"
                 else f"{TINY}{BEFORE[key]}{name} = {value}\n"
             )
-            says = rf"x\.toml:\d+: {key} = .* must be a path of 1 to 4096 characters, without control characters$"
-            cases.append(Case(f"{key} of {what}", recipe(text), says))
-        says = rf"^--set {key}=caf\S+: write it in UTF-8$"
-        cases.append(Case(f"{key} of no UTF-8", recipe(TINY, f"{key}={SURROGATE}"), says))
+            message = (
+                rf"x\.toml:\d+: {key} = .* must be a path of 1 to 4096 characters, "
+                r"without control characters$"
+            )
+            cases.append(Case(f"{key} of {what}", recipe(text), message))
+        message = rf"^--set {key}=caf\S+: write it in UTF-8$"
+        cases.append(Case(f"{key} of no UTF-8", recipe(TINY, f"{key}={SURROGATE}"), message))
     for what, value in (
         BAD_TEXTS | {"300 letters": f'"{"x" * 300}"', "300 bytes": f'"{"é" * 150}"'}
     ).items():
-        says = r"x\.toml:4: run\.name = .* names the folder of the run: it must not be empty"
-        cases.append(Case(f"run.name of {what}", recipe(f"{TINY}[run]\nname = {value}\n"), says))
+        message = r"x\.toml:4: run\.name = .* names the folder of the run: it must not be empty"
+        cases.append(Case(f"run.name of {what}", recipe(f"{TINY}[run]\nname = {value}\n"), message))
     for number, value in enumerate(("..", ".", "a/b", "/etc", "a\\b", "  ")):
-        says = r"x\.toml:4: run\.name = .* names the folder of the run"
+        message = r"x\.toml:4: run\.name = .* names the folder of the run"
         cases.append(
             Case(
                 f"run.name that is no name {number}",
                 recipe(f"{TINY}[run]\nname = '{value}'\n"),
-                says,
+                message,
             )
         )
-    says = r"x\.toml:3: 'base' must be the path of one recipe"
+    message = r"x\.toml:3: 'base' must be the path of one recipe"
     for what, value in (
         BAD_TEXTS | {"a number": "7", "a list": "[[[[]]]]", "a table": "{ a = 1 }"}
     ).items():
-        cases.append(Case(f"base of {what}", recipe(f"# a\n\nbase = {value}\n"), says))
+        cases.append(Case(f"base of {what}", recipe(f"# a\n\nbase = {value}\n"), message))
 
     size = 256 << 10
     unread = r"x\.toml: cannot be read as TOML: "
@@ -325,7 +340,9 @@ def _texts() -> list[case.Case]:
         "bytes": (bytes(range(256)) * 16, unread),
         "too large": (b"#" * (size + 1), r"x\.toml: is larger than 262,144 bytes"),
     }
-    cases += [Case(f"recipe of {name}", recipe(text), says) for name, (text, says) in texts.items()]
+    cases += [
+        Case(f"recipe of {name}", recipe(text), message) for name, (text, message) in texts.items()
+    ]
     deep = "[" * 300 + "]" * 300
     cases += [
         Case(
@@ -408,8 +425,8 @@ def _files() -> list[case.Case]:
         if what != "folder":
             for source in ("text", "jsonl"):
                 text = f'{TINY}[data]\nsource = "{source}"\npath = "HERE/y"\n'
-                says = r'x\.toml:5: data\.path = ".*/y" is neither a file nor a folder; give'
-                cases.append(Case(f"{source} is a {what}", put("y", kind, text), says))
+                message = r'x\.toml:5: data\.path = ".*/y" is neither a file nor a folder; give'
+                cases.append(Case(f"{source} is a {what}", put("y", kind, text), message))
 
             def source_of_prepare(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
                 kind(where / "y")
@@ -495,12 +512,12 @@ def _files() -> list[case.Case]:
         Case(
             "a schedule of long numbers",
             schedule(b"0F" + b"9" * 9999 + b"\n1F0\n"),
-            r":1: '0F9+\.\.\. is no action",
+            r":1: '0F9+\.\.\. is not an action",
         ),
         Case(
             "a schedule of many lines",
             schedule(b"0F0\n" * 99_999),
-            r"has 99999 lines, one for each pipeline rank",
+            r"has 99999 lines, but needs one for each of mesh\.pp = 2 pipeline ranks",
         ),
         Case(
             "a schedule of many cells",
@@ -516,7 +533,7 @@ def _files() -> list[case.Case]:
     return cases
 
 
-# --- token folders ----------------------------------------------------------------------------------------------------
+# Token folders.
 
 
 def prepare(where: Path, source: Path, *more: str, tokenizer: str | Path = "bytes") -> list[str]:
@@ -545,7 +562,8 @@ def tokens(
     after: Callable[[Path], object] = lambda where: None,
     text: str | bytes | None = None,
 ) -> Callable[[Path], list[str]]:
-    """A folder of token files whose manifest is changed, and signed anew; ``after`` is done to the folder."""
+    """A folder of token files whose manifest is changed, and signed anew; ``after`` is done to
+    the folder."""
 
     def make(where: Path) -> list[str]:
         files = {
@@ -745,7 +763,7 @@ def _tokens() -> list[case.Case]:
     return cases
 
 
-# --- sources and tokenizers -------------------------------------------------------------------------------------------
+# Sources and tokenizers.
 
 
 def lines(content: bytes, *more: str) -> Callable[[Path], list[str]]:

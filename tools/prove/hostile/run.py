@@ -1,7 +1,6 @@
-"""``bash tools/hostile [NAME ...]`` runs every case of tests/hostile, or those whose name holds a NAME.
+"""Run every hostile case, or those whose name holds a NAME, and list the harm that each did.
 
-Prints what was wrong with each that did harm, and how many did none. Exit status: 0 where none did harm, 1 where one
-did, 2 where no case has such a name.
+Exit status: 0 if none did harm, 1 if one did, 2 if no case has such a name.
 """
 
 import argparse
@@ -17,9 +16,17 @@ from tools.prove.paths import HOSTILE
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="hostile", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", metavar="NAME", nargs="*", help="part of a case's name")
+    parser = argparse.ArgumentParser(
+        prog="tools/prove/run hostile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", help="part of a case's name; default: all cases"
+    )
     names = parser.parse_args(arguments).names
+
+    # These import torch: not before the arguments are right.
     from tools.prove.hostile.base import make_base
     from tools.prove.hostile.case import prepare_outside, problems_of
     from tools.prove.hostile.cases import CASES
@@ -31,7 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     ]
     if not chosen:
         print(
-            f"hostile: no case is called {' or '.join(names)}; they are in {HOSTILE}",
+            f"tools/prove/run hostile: no case is called {' or '.join(names)}; "
+            f"they are in {HOSTILE}",
             file=sys.stderr,
         )
         return 2
@@ -45,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             harmful += bool(problems)
             if problems:
                 print(f"HARMFUL {case.name} {case.title}", *problems, sep="\n  ", flush=True)
-            # Some hold folders deeper than shutil.rmtree can go.
+            # shutil.rmtree cannot remove the deepest folders.
             subprocess.run(["rm", "-rf", str(root / case.name)], check=True)
     seconds = time.monotonic() - begin
     print(
