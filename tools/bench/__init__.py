@@ -1,1 +1,1 @@
-"""What ``tools/bench.py`` runs. Every measured run is a fresh process; nothing is timed in the bench's own."""
+"""Benchmarks. Every measured run is a fresh process; nothing runs in the bench's own process."""

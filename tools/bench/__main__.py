@@ -1,4 +1,4 @@
-"""``python -m tools.bench COMMAND``: benchmarks. What each does, and its figures: ``README.md`` here."""
+"""Run the benchmarks: ``python -m tools.bench COMMAND``. ``README.md`` describes the commands."""
 
 import signal
 import sys
@@ -6,6 +6,6 @@ import sys
 from tools.bench.commands import main
 
 if __name__ == "__main__":
-    # As an exception, so that no run outlives the bench.
+    # SIGTERM raises an exception, so that the bench ends its runs before it ends itself.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

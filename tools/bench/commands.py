@@ -1,8 +1,8 @@
-"""The commands of ``tools/bench.py``: which runs are compared, in which order, and how the figures are shown.
+"""The commands of ``python -m tools.bench``: the runs that they compare, and the report.
 
-Compared runs take turns (A, B, A, B, ...), each in fresh processes with one thread, so that whatever else happens on
-the machine meets both. A figure is the median over the repeats and their range; a ratio is that of the medians, its
-range that of the ratios of neighbours.
+Compared runs take turns (A, B, A, B, ...), each in fresh processes with one thread, so that other
+load of the machine affects both. A figure is the median over the repeats, with its range. A ratio
+is that of the medians, with the range of the ratios of neighbouring runs.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +27,31 @@ from tools.bench import sequence
 from tools.bench.jobs import Job, JobError, Result, TitanJob, composer3d_job, measure, plain_job
 
 HERE = Path(__file__).parent
-CPU, GPU = HERE / "bench.toml", HERE / "gpu.toml"
+CPU_RECIPE = HERE / "bench.toml"
+GPU_RECIPE = HERE / "gpu.toml"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+# One side of a comparison: makes the jobs of one run, with their files in an empty folder.
 Side = Callable[[Path], Sequence[Job]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The same layout twice: as overrides of bench.toml, and as arguments of the peer's bench.sh."""
+    """One layout, written for both sides.
+
+    Attributes:
+        sets: overrides of bench.toml.
+        peer: arguments of the peer's bench.sh: processes, batch, batch ranks, and flags.
+        attention: of the peer; its context parallelism needs a mask.
+    """
 
     sets: tuple[str, ...]
     peer: str
-    attention: str = "causal"  # of the peer: its context parallelism needs a mask
+    attention: str = "causal"
 
 
-# Micro-batches, schedule and what FSDP keeps gathered are alike on both sides: the peer reshards only without pp.
+# Both sides have the same micro-batches, schedule and resharding. The peer reshards only without
+# pp, hence zero = 1 for the layout with both dp and pp.
 _PP = "--parallelism.pipeline-parallel-degree 2 --parallelism.pipeline-parallel-microbatch-size"
 _TP = "--parallelism.tensor-parallel-degree 2"
 LAYOUTS = {
@@ -70,7 +79,11 @@ PRECISIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 done, 1 a run failed, 2 the user's input is wrong or the machine cannot do it."""
+    """Run one command.
+
+    Returns:
+        0; 1 if a run failed; 2 if the user's input is wrong or the machine cannot run it.
+    """
     args = _parser().parse_args(argv)
     try:
         status: int = args.command(args)
@@ -80,190 +93,211 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobError as error:
         print(error, file=sys.stderr)
         return 1
-    except OSError as error:  # no such interpreter, no such folder of a peer
-        print(f"bench.py {args.command.__name__}: {error}", file=sys.stderr)
+    except OSError as error:  # for example, there is no such interpreter or folder of a peer
+        print(f"bench {args.command.__name__}: {error}", file=sys.stderr)
         return 2
     return status
 
 
 def train(args: argparse.Namespace) -> int:
-    # The steps of a recipe, and a warmup that may be longer than a bench, give way; what the user sets stays.
+    """Measure one run of a recipe."""
+    # These replace the recipe's steps, and a warmup that may be longer than the run. The user's own
+    # overrides come last and win.
     sets = [f"run.steps={args.steps}", "optim.warmup=0", *args.set]
     result = measure(lambda folder: [composer3d_job(args.python, args.recipe, sets, folder)])
-    answer = asdict(result)
-    del answer["peak_gpu_gib"]
-    print(
-        json.dumps(answer)
-        if args.json
-        else "\n".join(f"{key:<24}{value:10.3f}" for key, value in answer.items())
-    )
+    figures = asdict(result)
+    del figures["peak_gpu_gib"]
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name:<24}{value:10.3f}")
     return 0
 
 
 def one(args: argparse.Namespace) -> int:
-    sets = (*LAYOUTS["one"].sets, *_common(args))
-    row = compare(
-        "one", {"plain": plain(args, CPU, sets), "composer3d": ours(args, CPU, sets)}, args.repeats
-    )
-    return report(args, [row])
+    """Compare one process with the hand-written loop."""
+    sets = (*LAYOUTS["one"].sets, *_common_sets(args))
+    sides = {
+        "plain": plain(args, CPU_RECIPE, sets),
+        "composer3d": ours(args, CPU_RECIPE, sets),
+    }
+    return report(args, [compare("one", sides, args.repeats)])
 
 
 def layouts(args: argparse.Namespace) -> int:
-    half = ("data.global_batch=4", "data.micro_batch=4", *_common(args))
+    """Compare each layout with the ideal for two cores: two processes, on half a batch each."""
+    half_batch = ("data.global_batch=4", "data.micro_batch=4", *_common_sets(args))
+    run_half_batch = ours(args, CPU_RECIPE, half_batch)
 
     def ideal(folder: Path) -> list[Job]:
-        """Two cores' worth: two runs of one process each, on half of the batch, at the same time."""
-        return [job for name in ("first", "second") for job in ours(args, CPU, half)(folder / name)]
+        return [*run_half_batch(folder / "first"), *run_half_batch(folder / "second")]
 
-    rows = [
-        compare(
-            name,
-            {"ideal": ideal, "composer3d": ours(args, CPU, (*LAYOUTS[name].sets, *_common(args)))},
-            args.repeats,
-        )
-        for name in args.only or [name for name in LAYOUTS if name != "one"]
-    ]
+    rows = []
+    for name in args.only or [name for name in LAYOUTS if name != "one"]:
+        sets = (*LAYOUTS[name].sets, *_common_sets(args))
+        sides: dict[str, Side] = {"ideal": ideal, "composer3d": ours(args, CPU_RECIPE, sets)}
+        rows.append(compare(name, sides, args.repeats))
     return report(args, rows)
 
 
 def peers(args: argparse.Namespace) -> int:
-    def titan(layout: Layout, folder: Path) -> list[Job]:
-        env = {
-            "PY": "venv/bin/python",
-            "STEPS": str(args.steps),
-            "WARM": "3",
-            "TMO": "1700",
-            "ATTN": layout.attention,
-        }
-        command = ["bash", "bench.sh", *layout.peer.split()]
-        return [
-            TitanJob(
-                command=command, cwd=args.titan, output=folder / "output", env=env | ONE_THREAD
-            )
-        ]
-
+    """Compare each layout with torchtitan."""
     rows = []
     for name in args.only or LAYOUTS:
         layout = LAYOUTS[name]
         sides: dict[str, Side] = {
-            "torchtitan": partial(titan, layout),
-            "composer3d": ours(args, CPU, (*layout.sets, *_common(args))),
+            "torchtitan": titan(args, layout),
+            "composer3d": ours(args, CPU_RECIPE, (*layout.sets, *_common_sets(args))),
         }
         rows.append(compare(name, sides, args.repeats))
-    return report(
-        args, rows, torchtitan=_version(str(args.titan / "venv/bin/python"), "torchtitan")
-    )
+    titan_version = _version(str(args.titan / "venv/bin/python"), "torchtitan")
+    return report(args, rows, torchtitan=titan_version)
 
 
 def gpu(args: argparse.Namespace) -> int:
+    """Compare one GPU with the hand-written loop, in each precision."""
     probe = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    name = subprocess.run(
-        [args.python, "-c", probe], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if not name:
+    result = subprocess.run([args.python, "-c", probe], capture_output=True, text=True, check=True)
+    gpu_name = result.stdout.strip()
+    if not gpu_name:
         raise UserError(
-            "bench.py gpu: torch sees no CUDA GPU on this machine; 'one' and 'layouts' run on CPU"
+            "bench gpu: torch sees no CUDA GPU on this machine; 'one' and 'layouts' run on CPU"
         )
+    device = hardware.find(gpu_name)
     rows = []
-    device = hardware.find(name)
-    for precision, choice in PRECISIONS.items():
-        sets = (*choice, *_common(args))
-        recipe = load(GPU, sets).recipe
-        row = compare(
-            precision,
-            {"plain": plain(args, GPU, sets), "composer3d": ours(args, GPU, sets)},
-            args.repeats,
-        )
-        peak = hardware.peak_flops(device, precision) if device else None
-        for side in row.get("sides", {}).values():
-            flops = side["tokens_per_s"]["median"] * counts.flops_per_token(
-                recipe.model, recipe.data.seq_len
-            )
-            side["mfu"] = flops / peak if peak else None
+    for precision, precision_sets in PRECISIONS.items():
+        sets = (*precision_sets, *_common_sets(args))
+        recipe = load(GPU_RECIPE, sets).recipe
+        sides = {
+            "plain": plain(args, GPU_RECIPE, sets),
+            "composer3d": ours(args, GPU_RECIPE, sets),
+        }
+        row = compare(precision, sides, args.repeats)
+        flops_per_token = counts.flops_per_token(recipe.model, recipe.data.seq_len)
+        peak_flops = hardware.peak_flops(device, precision) if device else None
+        for figures in row.get("sides", {}).values():
+            flops = figures["tokens_per_s"]["median"] * flops_per_token
+            figures["mfu"] = flops / peak_flops if peak_flops else None
         rows.append(row)
-    return report(args, rows, gpu=name)
+    return report(args, rows, gpu=gpu_name)
 
 
-def _common(args: argparse.Namespace) -> tuple[str, ...]:
+def _common_sets(args: argparse.Namespace) -> tuple[str, ...]:
     return (f"run.steps={args.steps}", *args.set)
 
 
 def ours(args: argparse.Namespace, recipe: Path, sets: Sequence[str]) -> Side:
-    return lambda folder: [_one_thread(composer3d_job(args.python, recipe, sets, folder))]
+    """``composer3d train`` on a recipe."""
+    return lambda folder: [_on_one_thread(composer3d_job(args.python, recipe, sets, folder))]
 
 
 def plain(args: argparse.Namespace, recipe: Path, sets: Sequence[str]) -> Side:
-    return lambda folder: [_one_thread(plain_job(args.python, recipe, sets, folder))]
+    """The hand-written loop with the sizes of a recipe."""
+    return lambda folder: [_on_one_thread(plain_job(args.python, recipe, sets, folder))]
 
 
-def _one_thread(job: Job) -> Job:
+def titan(args: argparse.Namespace, layout: Layout) -> Side:
+    """torchtitan on a layout, through its ``bench.sh``."""
+    env = {
+        "PY": "venv/bin/python",
+        "STEPS": str(args.steps),
+        "WARM": "3",
+        "TMO": "1700",
+        "ATTN": layout.attention,
+    }
+    command = ["bash", "bench.sh", *layout.peer.split()]
+
+    def make_jobs(folder: Path) -> list[Job]:
+        job = TitanJob(command=command, cwd=args.titan, output=folder / "output", env=dict(env))
+        return [_on_one_thread(job)]
+
+    return make_jobs
+
+
+def _on_one_thread(job: Job) -> Job:
     job.env |= ONE_THREAD
     return job
 
 
 def compare(name: str, sides: Mapping[str, Side], repeats: int) -> dict[str, Any]:
-    """Run the two ``sides`` in turns: a row of the report, with the second's tokens/s as a ratio of the first's."""
+    """Run two sides in turns.
+
+    Returns:
+        A row of the report: the figures of each side, and the tokens/s of the second side as a
+        ratio of the first side's. If a run failed, only the error.
+    """
     results: dict[str, list[Result]] = {side: [] for side in sides}
     try:
-        for repeat in range(repeats):
-            for side, make in sides.items():
-                results[side].append(measure(make))
+        for repeat in range(1, repeats + 1):
+            for side, make_jobs in sides.items():
+                result = measure(make_jobs)
+                results[side].append(result)
                 print(
-                    f"{name} {side} {repeat + 1}/{repeats}: {results[side][-1].tokens_per_s:.0f}",
-                    file=sys.stderr,
+                    f"{name} {side} {repeat}/{repeats}: {result.tokens_per_s:.0f}", file=sys.stderr
                 )
     except (JobError, UserError) as error:
         return {"name": name, "error": str(error)}
-    base, other = ([result.tokens_per_s for result in each] for each in results.values())
+
+    base, other = (
+        [result.tokens_per_s for result in side_results] for side_results in results.values()
+    )
     ratio = spread([b / a for a, b in zip(base, other, strict=True)])
     ratio["median"] = statistics.median(other) / statistics.median(base)
-    figures = {
-        side: {
-            entry.name: spread([getattr(result, entry.name) for result in each])
-            for entry in fields(Result)
-            if getattr(each[0], entry.name) is not None
-        }
-        for side, each in results.items()
-    }
+    figures = {side: _figures(side_results) for side, side_results in results.items()}
     return {"name": name, "ratio": ratio, "sides": figures}
 
 
+def _figures(results: Sequence[Result]) -> dict[str, dict[str, float]]:
+    """The median and range of each figure that the results have."""
+    figures = {}
+    for field in fields(Result):
+        values = [getattr(result, field.name) for result in results]
+        if values[0] is not None:
+            figures[field.name] = spread(values)
+    return figures
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median and the range."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def report(args: argparse.Namespace, rows: list[dict[str, Any]], **more: str) -> int:
-    """Print the machine and the rows; 1 where a run failed or was refused."""
+def report(args: argparse.Namespace, rows: list[dict[str, Any]], **versions: str) -> int:
+    """Print the machine and the rows; return 1 if a run failed or was refused, else 0."""
     about = {
         "date": datetime.date.today().isoformat(),
         **machine(),
         "torch": _version(args.python, "torch"),
-        **more,
+        **versions,
+        "repeats": args.repeats,
+        "steps": args.steps,
     }
-    about |= {"repeats": args.repeats, "steps": args.steps}
     if args.json:
         print(json.dumps(about | {"rows": rows}))
     else:
         print(", ".join(f"{key} {value}" for key, value in about.items()))
         print(
-            "| run | side | tokens/s (range) | step s | launch to step 1, s | peak GiB | MFU | ratio (range) |"
+            "| run | side | tokens/s (range) | step s | launch to step 1, s | peak GiB | MFU | "
+            "ratio (range) |"
         )
         print("|---|---|---|---|---|---|---|---|")
         for row in rows:
-            print("\n".join(_lines(row)))
+            print("\n".join(_table_lines(row)))
     return 1 if any("error" in row for row in rows) else 0
 
 
-def _lines(row: dict[str, Any]) -> list[str]:
+def _table_lines(row: dict[str, Any]) -> list[str]:
+    """The lines of a row in the printed table: one for each side, the last one with the ratio."""
     if "error" in row:
         return [f"| {row['name']} | failed: {row['error'].splitlines()[0]} |"]
     lines: list[str] = []
     for side, figures in row["sides"].items():
-        speed, memory = (
-            figures["tokens_per_s"],
-            figures.get("peak_gpu_gib", figures["peak_rss_gib"]),
-        )
-        ratio = "{median:.3f} ({min:.3f}..{max:.3f})".format(**row["ratio"]) if lines else ""
+        speed = figures["tokens_per_s"]
+        memory = figures.get("peak_gpu_gib", figures["peak_rss_gib"])
+        ratio = ""
+        if lines:
+            ratio = "{median:.3f} ({min:.3f}..{max:.3f})".format(**row["ratio"])
         cells = (
             row["name"],
             side,
@@ -279,6 +313,7 @@ def _lines(row: dict[str, Any]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
+    """The processor, the number of its cores, and the memory."""
     model = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         match = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
@@ -296,12 +331,15 @@ def _version(python: str, package: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="bench.py", description="Measures composer3d against what it should reach."
+        prog="python -m tools.bench",
+        description="Measure composer3d, and compare it with other programs.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(command: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
-        new = commands.add_parser(command.__name__, help=does, description=does)
+    def add_command(
+        command: Callable[[argparse.Namespace], int], description: str
+    ) -> argparse.ArgumentParser:
+        new = commands.add_parser(command.__name__, help=description, description=description)
         new.set_defaults(command=command)
         new.add_argument(
             "--json", action="store_true", help="print one JSON object as the last line"
@@ -314,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="N",
             type=_count,
             default=12,
-            help="steps of a run, the first 3 untimed",
+            help="steps of a run; the first 3 are not timed",
         )
         new.add_argument(
             "--python",
@@ -322,29 +360,43 @@ def _parser() -> argparse.ArgumentParser:
             default=sys.executable,
             help="interpreter that runs composer3d",
         )
-        if command is not train:
-            new.add_argument(
-                "--repeats", metavar="N", type=_count, default=5, help="runs of each side"
-            )
         return new
 
-    add(train, "measure a recipe").add_argument("recipe", metavar="RECIPE", type=Path)
-    add(one, "one process against the hand-written loop of plain.py")
-    names: dict[str, Any] = {
-        "metavar": "NAME,...",
-        "type": _names,
-        "help": f"of {', '.join(LAYOUTS)}",
-    }
-    add(layouts, "each layout against two single processes that share the batch").add_argument(
-        "--only", **names
+    def add_repeats(command_parser: argparse.ArgumentParser) -> None:
+        command_parser.add_argument(
+            "--repeats", metavar="N", type=_count, default=5, help="runs of each side"
+        )
+
+    def add_only(command_parser: argparse.ArgumentParser) -> None:
+        command_parser.add_argument(
+            "--only", metavar="NAME,...", type=_names, help=f"layouts, of {', '.join(LAYOUTS)}"
+        )
+
+    train_parser = add_command(train, "measure a recipe")
+    train_parser.add_argument("recipe", metavar="RECIPE", type=Path)
+
+    one_parser = add_command(one, "one process against the hand-written loop of plain.py")
+    add_repeats(one_parser)
+
+    layouts_parser = add_command(
+        layouts, "each layout against two single processes that share the batch"
     )
-    peer = add(peers, "each layout against torchtitan")
-    peer.add_argument("--only", **names)
-    peer.add_argument(
+    add_repeats(layouts_parser)
+    add_only(layouts_parser)
+
+    peers_parser = add_command(peers, "each layout against torchtitan")
+    add_repeats(peers_parser)
+    add_only(peers_parser)
+    peers_parser.add_argument(
         "--titan", metavar="DIR", type=Path, required=True, help="folder with bench.sh and venv/"
     )
-    sequence.arguments(add(sequence.cp, "attention of one sequence over ranks against one process"))
-    add(gpu, "bfloat16 and float32 on one GPU against the hand-written loop")
+
+    cp_parser = add_command(sequence.cp, "attention of one sequence over ranks against one process")
+    add_repeats(cp_parser)
+    sequence.add_arguments(cp_parser)
+
+    gpu_parser = add_command(gpu, "bfloat16 and float32 on one GPU against the hand-written loop")
+    add_repeats(gpu_parser)
     return parser
 
 

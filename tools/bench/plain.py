@@ -1,7 +1,8 @@
-"""The loop composer3d is measured against: Llama training on one device as one writes it by hand, without composer3d.
+"""A hand-written training loop of a Llama on one device, to compare composer3d with.
 
-``python plain.py JSON`` trains on random tokens and writes a line of metrics.jsonl after each step, with the keys that
-composer3d's own file has. JSON holds the fields of ``Setup``.
+It imports nothing of composer3d. ``python plain.py JSON`` trains on random tokens and writes a line
+of metrics.jsonl after each step, with the keys of composer3d's own file. JSON has the fields of
+``Setup``.
 """
 
 import json
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """Computes in the dtype of its input: with bfloat16 activations the float32 weight is cast where it is used."""
+    """A linear layer that casts its float32 weight to the dtype of the input, such as bfloat16."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -28,6 +29,8 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.RMSNorm):
+    """RMSNorm that casts its weight to the dtype of the input."""
+
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
@@ -38,6 +41,8 @@ def rotate(x_bthd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
+    """A pre-norm block: attention and a SwiGLU feed-forward layer."""
+
     def __init__(
         self, *, dim: int, n_heads: int, n_kv_heads: int, ffn: int, norm_eps: float
     ) -> None:
@@ -45,20 +50,21 @@ class Block(nn.Module):
         self.head_dim = dim // n_heads
         kv_dim = n_kv_heads * self.head_dim
         self.attn_norm = Norm(dim, eps=norm_eps)
-        self.wq, self.wk, self.wv, self.wo = (
-            Linear(dim, dim),
-            Linear(dim, kv_dim),
-            Linear(dim, kv_dim),
-            Linear(dim, dim),
-        )
+        self.wq = Linear(dim, dim)
+        self.wk = Linear(dim, kv_dim)
+        self.wv = Linear(dim, kv_dim)
+        self.wo = Linear(dim, dim)
         self.ffn_norm = Norm(dim, eps=norm_eps)
-        self.w1, self.w2, self.w3 = Linear(dim, ffn), Linear(ffn, dim), Linear(dim, ffn)
+        self.w1 = Linear(dim, ffn)
+        self.w2 = Linear(ffn, dim)
+        self.w3 = Linear(dim, ffn)
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = self.attn_norm(h)
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if q.is_cuda and q.dtype == torch.float32:  # no fused kernel takes grouped heads there
+        if q.is_cuda and q.dtype == torch.float32:
+            # No fused kernel for float32 takes grouped heads.
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = F.scaled_dot_product_attention(
@@ -70,7 +76,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """``model(tokens, labels)``, both (B, T): the mean loss. Parameters are registered in the order of the forward."""
+    """``model(tokens, labels) -> mean loss``; both are (B, T).
+
+    Parameters are registered in the order in which forward uses them.
+    """
 
     def __init__(
         self,
@@ -109,17 +118,26 @@ class Llama(nn.Module):
 
 @dataclass(kw_only=True)
 class Setup:
-    shape: dict[str, Any]  # dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta, norm_eps
+    """The model and the run.
+
+    Attributes:
+        shape: dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta and norm_eps.
+        compute: dtype of forward and backward; parameters and optimizer are float32.
+        out: the file for the metrics.
+    """
+
+    shape: dict[str, Any]
     seq_len: int
     global_batch: int
     micro_batch: int
     steps: int
     device: str
-    compute: str  # dtype of forward and backward; parameters and optimizer are float32
-    out: str  # metrics.jsonl
+    compute: str
+    out: str
 
 
 def train(setup: Setup) -> None:
+    """Train for ``setup.steps`` steps."""
     device = torch.device(setup.device)
     torch.manual_seed(0)
     with device:
@@ -128,16 +146,14 @@ def train(setup: Setup) -> None:
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
-    data = torch.randint(
-        256, (1_000_000,)
-    )  # in memory; the texts composer3d trains on are bytes too
+    # Bytes, as in the texts that composer3d trains on.
+    data = torch.randint(256, (1_000_000,))
     with Path(setup.out).open("w") as out:
         for step in range(1, setup.steps + 1):
-            begin = time.perf_counter()
+            began_s = time.perf_counter()
             starts = torch.randint(len(data) - setup.seq_len, (setup.global_batch,)).tolist()
-            rows = torch.stack([data[start : start + setup.seq_len + 1] for start in starts]).to(
-                device
-            )
+            rows = torch.stack([data[start : start + setup.seq_len + 1] for start in starts])
+            rows = rows.to(device)
             optimizer.zero_grad(set_to_none=True)
             total = torch.zeros((), device=device)
             for micro in rows.split(setup.micro_batch):
@@ -146,18 +162,23 @@ def train(setup: Setup) -> None:
                 total += loss.detach()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
             optimizer.step()
+            # ``item`` waits until a GPU has finished the step, so the time is read after it.
+            loss, grad_norm = total.item(), norm.item()
+            step_s = time.perf_counter() - began_s
             line = {
                 "step": step,
-                "loss": total.item(),
-                "grad_norm": norm.item(),
-            }  # waits for a GPU to finish the step
-            line["step_s"] = time.perf_counter() - begin
-            line["tokens_per_s"] = setup.global_batch * setup.seq_len / line["step_s"]
-            out.write(json.dumps(line | {"memory_gib": peak_gib(device)}) + "\n")
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "step_s": step_s,
+                "tokens_per_s": setup.global_batch * setup.seq_len / step_s,
+                "memory_gib": peak_gib(device),
+            }
+            out.write(json.dumps(line) + "\n")
             out.flush()
 
 
 def peak_gib(device: torch.device) -> float:
+    """The peak memory: what torch allocated on a GPU, else the resident set of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,4 +1,7 @@
-"""``bench.py cp``: attention of one sequence over ranks against attention on one process: time, memory, bytes sent."""
+"""The command ``cp``: attention of one sequence over several ranks, compared with one process.
+
+It measures time, memory and the bytes sent, and the memory of a whole training step.
+"""
 
 import argparse
 import ctypes
@@ -7,10 +10,10 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,76 +27,123 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build_stages
 
-HEADS, KV_HEADS, WIDTH = 8, 8, 32  # Ulysses cuts key-value heads too, here over up to 8 ranks
+# Ulysses cuts key-value heads too, here over up to 8 ranks.
+HEADS, KV_HEADS, WIDTH = 8, 8, 32
 MIB = 2**20
-ALONE = "one process"  # on every rank the whole sequence
+ALONE = "one process"  # the method in which every rank attends to a whole sequence by itself
+
+
+class Kind(NamedTuple):
+    """One kind of run: how many ranks attend, and how."""
+
+    ranks: int
+    method: str
+
+
+# The figures of one run, or their medians: seconds, peak_bytes and sent_bytes.
+Figures = dict[str, float]
 
 
 def cp(args: argparse.Namespace) -> int:
-    """Print a row for each length, number of ranks and method: medians of the repeats, in which all take turns.
+    """Print a row for each length, number of ranks and method: the medians of the repeats.
 
-    As many whole sequences as there are cores, one on each, say what that many cores are worth.
+    All kinds of runs take turns. One kind runs a whole sequence on each core at the same time: it
+    shows what that many cores are worth.
     """
-    rows = []
-    kinds = [
-        (ranks, method) for ranks in args.ranks for method in (METHODS if ranks > 1 else (ALONE,))
-    ]
-    kinds.insert(1, (os.cpu_count() or 1, ALONE))
+    kinds = []
+    for ranks in args.ranks:
+        kinds += [Kind(ranks, method) for method in (METHODS if ranks > 1 else (ALONE,))]
+    kinds.insert(1, Kind(os.cpu_count() or 1, ALONE))
+
+    rows: list[dict[str, Any]] = []
     print(
-        "| tokens | ranks | method | forward + backward s | of one process's | peak MiB a rank | MiB sent a rank |"
+        "| tokens | ranks | method | forward + backward s | of one process's | peak MiB a rank | "
+        "MiB sent a rank |"
     )
     print("|---|---|---|---|---|---|---|")
     with Pool() as pool:
         for tokens in args.tokens:
-            runs: dict[tuple[int, str], list[dict[str, float]]] = {kind: [] for kind in kinds}
-            for (ranks, method), taken in list(runs.items()) * args.repeats:
-                task = {"method": method, "tokens": tokens, "documents": args.documents}
-                results = pool.run("bench.sequence:measure", task, world_size=ranks, limit_s=1800.0)
-                taken.append({key: max(result[key] for result in results) for key in results[0]})
-            for (ranks, method), taken in runs.items():
-                row: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "method": method}
-                row |= {key: statistics.median(run[key] for run in taken) for key in taken[0]}
-                pairs = zip(taken, runs[kinds[0]], strict=True)
-                row["time_ratio"] = statistics.median(
-                    run["seconds"] / one["seconds"] for run, one in pairs
-                )
+            runs: dict[Kind, list[Figures]] = {kind: [] for kind in kinds}
+            for _ in range(args.repeats):
+                for kind in runs:
+                    runs[kind].append(_run(pool, kind, tokens, args.documents))
+            for kind, figures in runs.items():
+                row = _row(kind, tokens, figures, base=runs[kinds[0]])
                 rows.append(row)
-                print(
-                    f"| {tokens} | {ranks} | {method} | {row['seconds']:.3f} | {row['time_ratio']:.2f} | "
-                    f"{row['peak_bytes'] / MIB:.1f} | {row['sent_bytes'] / MIB:.1f} |",
-                    flush=True,
-                )
-        memory: dict[int, float] = {}
-        for ranks in args.ranks if args.step_tokens else ():
-            task = {"tokens": args.step_tokens, "ranks": ranks}
-            memory[ranks] = max(
-                pool.run("bench.sequence:step_memory", task, world_size=ranks, limit_s=1800.0)
-            )
-            share = memory[ranks] * ranks / memory[args.ranks[0]]
-            each = f"{memory[ranks] / MIB:.0f} MiB on each of {ranks}"
-            print(
-                f"a step of {args.step_tokens} tokens: {each}, {share:.2f} of one process's in all"
-            )
+                _print_row(row)
+        step_bytes = _step_memory_of_ranks(pool, args.ranks, args.step_tokens)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "step_bytes": memory,
-                    "heads": HEADS,
-                    "kv_heads": KV_HEADS,
-                    "width": WIDTH,
-                    "cores": os.cpu_count(),
-                    "rows": rows,
-                }
-            )
-        )
+        answer = {
+            "step_bytes": step_bytes,
+            "heads": HEADS,
+            "kv_heads": KV_HEADS,
+            "width": WIDTH,
+            "cores": os.cpu_count(),
+            "rows": rows,
+        }
+        print(json.dumps(answer))
     return 0
 
 
+def _run(pool: Pool, kind: Kind, tokens: int, documents: int) -> Figures:
+    """Run once; return the largest figures of any rank."""
+    arguments = {"method": kind.method, "tokens": tokens, "documents": documents}
+    results = pool.run(measure, arguments, world_size=kind.ranks, limit_s=1800.0)
+    return {key: max(result[key] for result in results) for key in results[0]}
+
+
+def _row(
+    kind: Kind, tokens: int, runs: Sequence[Figures], base: Sequence[Figures]
+) -> dict[str, Any]:
+    """The medians of a kind's runs. ``base`` are the runs of the first kind, in the same turns."""
+    row: dict[str, Any] = {"tokens": tokens, "ranks": kind.ranks, "method": kind.method}
+    for key in runs[0]:
+        row[key] = statistics.median(run[key] for run in runs)
+    row["time_ratio"] = statistics.median(
+        run["seconds"] / base_run["seconds"] for run, base_run in zip(runs, base, strict=True)
+    )
+    return row
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    cells = (
+        row["tokens"],
+        row["ranks"],
+        row["method"],
+        f"{row['seconds']:.3f}",
+        f"{row['time_ratio']:.2f}",
+        f"{row['peak_bytes'] / MIB:.1f}",
+        f"{row['sent_bytes'] / MIB:.1f}",
+    )
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def _step_memory_of_ranks(
+    pool: Pool, all_ranks: Sequence[int], step_tokens: int
+) -> dict[int, float]:
+    """Measure and print the memory of a whole step, by number of ranks; 0 tokens measure none."""
+    step_bytes: dict[int, float] = {}
+    if step_tokens == 0:
+        return step_bytes
+    for ranks in all_ranks:
+        arguments = {"tokens": step_tokens, "ranks": ranks}
+        results = pool.run(step_memory, arguments, world_size=ranks, limit_s=1800.0)
+        step_bytes[ranks] = max(results)
+        share = step_bytes[ranks] * ranks / step_bytes[all_ranks[0]]
+        print(
+            f"a step of {step_tokens} tokens: {step_bytes[ranks] / MIB:.0f} MiB on each of "
+            f"{ranks}, {share:.2f} of one process's in all"
+        )
+    return step_bytes
+
+
 def step_memory(tokens: int, ranks: int) -> float:
-    """On one rank: by how many bytes forward and backward of ``bench.toml``'s model grow it, of one long sequence."""
+    """Measure by how many bytes forward and backward of one long sequence grow this rank.
+
+    The model is that of ``bench.toml``.
+    """
     torch.set_num_threads(1)
-    give_back_memory()
+    return_freed_memory()
     sets = [
         f"data.seq_len={tokens}",
         f"mesh.cp={ranks}",
@@ -105,127 +155,158 @@ def step_memory(tokens: int, ranks: int) -> float:
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)
         stages = build_stages(recipe, mesh)
-        whole = torch.randint(
-            recipe.model.vocab, (1, tokens), generator=torch.Generator().manual_seed(1)
-        )
-        mine = [stages.own_tokens(x) for x in (whole, whole, torch.arange(tokens)[None])]
-        for _ in range(2):  # the first warms up
+        generator = torch.Generator().manual_seed(1)
+        whole_BT = torch.randint(recipe.model.vocab, (1, tokens), generator=generator)
+        tokens_BT = stages.own_tokens(whole_BT)
+        positions_BT = stages.own_tokens(torch.arange(tokens)[None])
+        for _ in range(2):  # the first run warms up
             gc.collect()
-            with peak_memory() as grown:
-                stages.forward_backward(*mine, tokens)
+            with peak_memory() as growth:
+                stages.forward_backward(tokens_BT, tokens_BT, positions_BT, tokens)
             for parameter in stages.parameters():
                 parameter.grad = None
-        return grown[0]
+        return growth.bytes
 
 
-def give_back_memory() -> None:
-    """Have what is freed leave the process at once: glibc else keeps it, and the resident memory with it."""
-    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+def return_freed_memory() -> None:
+    """Make glibc return freed memory to the system at once, or the resident set would not fall."""
+    m_mmap_threshold = -3
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**16)
 
 
-def measure(method: str, tokens: int, documents: int) -> dict[str, float]:
-    """On one rank: seconds of forward and backward, peak bytes beyond the inputs, bytes sent in both."""
+def measure(method: str, tokens: int, documents: int) -> Figures:
+    """Measure attention on this rank.
+
+    Returns:
+        Seconds of forward and backward, the peak bytes beyond the inputs, and the bytes sent.
+    """
     torch.set_num_threads(1)
-    give_back_memory()
+    return_freed_memory()
     with pool_world():
         group = dist.group.WORLD
         assert group is not None
-        shape = (1, tokens // (1 if method == ALONE else group.size()), 2 * KV_HEADS + HEADS, WIDTH)
-        q, k, v = torch.randn(shape).split((HEADS, KV_HEADS, KV_HEADS), 2)
+        own_tokens = tokens if method == ALONE else tokens // group.size()
+        qkv = torch.randn(1, own_tokens, 2 * KV_HEADS + HEADS, WIDTH)
+        q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), 2)
         leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
         grad = torch.randn_like(leaves[0])
-        ids = torch.arange(tokens)[None] // documents if documents else None
+        document_ids = torch.arange(tokens)[None] // documents if documents else None
 
         def attend() -> Tensor:
             if method == ALONE:
-                return attend_over(None)(
-                    *leaves, seq=SequenceInfo(torch.arange(tokens)[None], ids), window=0
-                )
-            return ring_attention(*leaves, group=group, method=method, document_ids=ids)
+                seq = SequenceInfo(torch.arange(tokens)[None], document_ids)
+                return attend_over(None)(*leaves, seq=seq, window=0)
+            return ring_attention(*leaves, group=group, method=method, document_ids=document_ids)
 
-        for _ in range(2):  # the first warms up
+        for _ in range(2):  # the first run warms up
             for leaf in leaves:
                 leaf.grad = None
             gc.collect()
-            with counting() as sent, peak_memory() as grown:
+            with count_sent_bytes() as sent, peak_memory() as growth:
                 dist.barrier()
-                begin = time.perf_counter()
+                began_s = time.perf_counter()
                 out = attend()
                 out.backward(grad)
                 del out
                 dist.barrier()
-                seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "peak_bytes": grown[0], "sent_bytes": sent[0]}
+                seconds = time.perf_counter() - began_s
+        return {"seconds": seconds, "peak_bytes": growth.bytes, "sent_bytes": sent.bytes}
+
+
+class ByteCount:
+    """A number of bytes that a context manager fills in."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
 
 
 @contextmanager
-def counting() -> Iterator[list[int]]:
-    """The bytes that this rank sends."""
-    sent = [0]
-    real: dict[str, Any] = {}
+def count_sent_bytes() -> Iterator[ByteCount]:
+    """Count the bytes that this rank sends inside the context."""
+    sent = ByteCount()
+    originals: dict[str, Any] = {}
 
-    def counted(name: str, part: Callable[[Tensor, int], int]) -> Callable[..., Any]:
+    def wrap(name: str, sent_bytes: Callable[[Tensor, int], int]) -> Callable[..., Any]:
         def run(out: Tensor, x: Tensor, *, group: dist.ProcessGroup) -> Any:
-            sent[0] += part(x, group.size())
-            return real[name](out, x, group=group)
+            sent.bytes += sent_bytes(x, group.size())
+            return originals[name](out, x, group=group)
 
         return run
 
-    def batch(ops: list[dist.P2POp]) -> Any:
-        sent[0] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
-        return real["batch_isend_irecv"](ops)
+    def to_all_others(x: Tensor, size: int) -> int:
+        return (size - 1) * x.nbytes
 
-    wrapped: dict[str, Callable[..., Any]] = {
-        "all_gather_single": counted("all_gather_single", lambda x, size: (size - 1) * x.nbytes),
-        "reduce_scatter_single": counted(
-            "reduce_scatter_single", lambda x, size: (size - 1) * x.nbytes // size
-        ),
-        "all_to_all_single": counted(
-            "all_to_all_single", lambda x, size: (size - 1) * x.nbytes // size
-        ),
-        "batch_isend_irecv": batch,
+    def a_part_to_each_other(x: Tensor, size: int) -> int:
+        return (size - 1) * x.nbytes // size
+
+    def send_batch(ops: list[dist.P2POp]) -> Any:
+        sent.bytes += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        return originals["batch_isend_irecv"](ops)
+
+    wrappers: dict[str, Callable[..., Any]] = {
+        "all_gather_single": wrap("all_gather_single", to_all_others),
+        "reduce_scatter_single": wrap("reduce_scatter_single", a_part_to_each_other),
+        "all_to_all_single": wrap("all_to_all_single", a_part_to_each_other),
+        "batch_isend_irecv": send_batch,
     }
-    for name, wrapper in wrapped.items():
-        real[name] = getattr(dist, name)
+    for name, wrapper in wrappers.items():
+        originals[name] = getattr(dist, name)
         setattr(dist, name, wrapper)
     try:
         yield sent
     finally:
-        for name, function in real.items():
+        for name, function in originals.items():
             setattr(dist, name, function)
 
 
 @contextmanager
-def peak_memory() -> Iterator[list[int]]:
-    """By how many bytes the resident memory of this process grew at most; set when the context ends. Linux."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before, grown = _status("VmRSS"), [0]
-    yield grown
-    grown[0] = _status("VmHWM") - before
+def peak_memory() -> Iterator[ByteCount]:
+    """Measure by how much the resident set of this process grew at most. Linux only.
+
+    The number is there when the context ends.
+    """
+    # This value resets VmHWM, the peak.
+    Path("/proc/self/clear_refs").write_text("5")
+    before, growth = _memory_status("VmRSS"), ByteCount()
+    yield growth
+    growth.bytes = _memory_status("VmHWM") - before
 
 
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+def _memory_status(key: str) -> int:
+    """One of the memory figures of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return 1024 * int(line.split()[1])
+    raise ValueError(f"/proc/self/status has no {key}")
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def parse_numbers(text: str) -> list[int]:
+    """Parse numbers with commas between them."""
+    return [int(number) for number in text.split(",")]
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``cp``."""
     parser.add_argument(
-        "--tokens", metavar="N,...", type=numbers, default=[4096, 8192, 16384, 32768]
+        "--tokens",
+        metavar="N,...",
+        type=parse_numbers,
+        default=[4096, 8192, 16384, 32768],
+        help="lengths of the sequence",
     )
     parser.add_argument(
-        "--ranks", metavar="N,...", type=numbers, default=[1, 2, 4, 8], help="the first should be 1"
+        "--ranks",
+        metavar="N,...",
+        type=parse_numbers,
+        default=[1, 2, 4, 8],
+        help="numbers of ranks; the first should be 1",
     )
     parser.add_argument(
         "--step-tokens",
         metavar="N",
         type=int,
         default=8192,
-        help="of the memory of a whole step; 0: none",
+        help="measure the memory of a whole step of N tokens; 0: do not",
     )
     parser.add_argument(
         "--documents", metavar="N", type=int, default=0, help="pack documents of N tokens; 0: none"
