@@ -56,7 +56,6 @@ def _copies(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("make", [_reads_outside, _writes_outside, _marks, _copies])
 def test_each_trap_can_be_sprung(ground: Path, pool: Pool, make: object) -> None:
-    """The traps see these, although they are no faults: a user may name any file on the command
-    line."""
+    """The traps see these, although a user may name any file on the command line."""
     case = Case(f"trap{make.__name__}", make, None)  # type: ignore[attr-defined, arg-type]
     assert problems_of(case, ground, pool)

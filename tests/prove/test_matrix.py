@@ -1,5 +1,4 @@
-"""The covering matrix: its list is complete, refusals have messages, and a slice of it is
-proven."""
+"""The covering matrix is complete, its refusals have messages, and a slice of it is exact."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""Twin tests: every layout against one process in float64, and planted faults that must be
-found."""
+"""Twin tests: every layout is exact in float64, and every planted fault is found."""
 
 import json
 import re
@@ -23,13 +22,13 @@ from composer3d.verify.shrink import shrink
 from tools.prove.faults.catch import catch
 from tools.prove.faults.checks import CHECKS
 from tools.prove.faults.table import FAULTS, Fault
-from tools.prove.paths import LAYOUTS
+from tools.prove.paths import LAYOUTS as LAYOUTS_PATH
 from tools.prove.paths import RECIPE as RECIPE_PATH
 
 RECIPE = str(RECIPE_PATH)
 LAYOUTS = [
     line.strip()
-    for line in LAYOUTS.read_text().splitlines()
+    for line in LAYOUTS_PATH.read_text().splitlines()
     if line.strip() and not line.startswith("#")
 ]
 

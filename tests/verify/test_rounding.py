@@ -19,8 +19,7 @@ LR = (1e-4, 3e-4, 2e-4)
 
 
 def gradient(step: int) -> Tensor:
-    """4,000 elements: usual ones, some far below epsilon, some whose square float32 loses,
-    zeros."""
+    """4,000 elements: usual ones, tiny ones, ones whose square float32 loses, and zeros."""
     generator = torch.Generator().manual_seed(step)
     sizes = torch.tensor([1e-2, 1e-9, 1e-30, 0.0]).repeat(1000)
     return torch.randn(4000, generator=generator) * sizes

@@ -1,5 +1,6 @@
-"""Run one of the long proofs: ``bash tools/prove/run NAME [OPTIONS]``, or ``python -m
-tools.prove``.
+"""Run one of the long proofs: ``python -m tools.prove NAME [OPTIONS]``.
+
+``bash tools/prove/run NAME`` does the same in an environment that it makes first.
 
     matrix    every layout of the covering matrix is exact in float64
     faults    verify or a check finds every planted fault

@@ -193,9 +193,7 @@ def train_on(run: Any) -> list[float]:
 
 
 def parts(run: Any) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Any]]:
-    """Yield (name, shape, offset, local elements) of all parameters and optimizer states of this
-    rank.
-    """
+    """Yield (name, shape, offset, local elements) of this rank's parameters and their states."""
     from composer3d.parallel.init import local_part
 
     for name, parameter in run.stages.named_parameters():

@@ -17,7 +17,7 @@ class Catch(NamedTuple):
     """What became of a planted fault.
 
     Attributes:
-        is_caught: whether the check found it, and said what ``Fault.message`` demands.
+        is_caught: whether the check found it, and its message matches ``Fault.message``.
         finding: what the check found, in one line.
     """
 

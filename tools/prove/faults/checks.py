@@ -132,9 +132,7 @@ def plain_logits(
 
 
 def rotations(shape: ModelShape, positions: list[int]) -> Tensor:
-    """e^(i angle) of each position and pair, (T, D / 2); long wavelengths are stretched as in
-    Llama 3.1.
-    """
+    """e^(i angle) of each position and pair, (T, D / 2), with Llama 3.1's stretched wavelengths."""
     half = shape.head_width // 2
     rows = []
     for position in positions:
@@ -280,9 +278,7 @@ def training(plant: Plant) -> list[str]:
 
 
 def write_text(path: Path, split: str) -> Corpus:
-    """Write a JSONL of documents of uneven lengths; return its tokens: bytes, and 0 after each
-    document.
-    """
+    """Write documents of uneven lengths as JSONL; return their bytes, with a 0 after each."""
     generator = random.Random(f"{split} of a check")
     sizes = [generator.choice((1, 2, 5, 15, 16, 40)) for _ in range(12)]
     texts = ["".join(generator.choices("abcdefgh ", k=size)) for size in sizes]
@@ -371,8 +367,7 @@ for _block in (0, 1):
 
 
 def conversion(plant: Plant) -> list[str]:
-    """Convert weights to Hugging Face's and Meta's files, and compare these with names written
-    here."""
+    """Convert weights to both other formats, and compare the files with names written here."""
     shape = SHAPES["plain"]
     weights = {
         name: parameter.detach().float()
@@ -428,8 +423,9 @@ def write_hf(folder: Path, shape: ModelShape, weights: dict[str, Tensor]) -> Non
 
 
 def as_meta(shape: ModelShape, name: str, whole: Tensor) -> Tensor:
-    """Permute the rows of a query or key: pair i of a head is at i and i + D/2 in ours, at 2i and
-    2i + 1 in Meta's.
+    """Permute the rows of a query or key as Meta orders them.
+
+    Pair i of a head is at i and i + D/2 in ours, and at 2i and 2i + 1 in Meta's.
     """
     if not name.endswith(("attn.wq.weight", "attn.wk.weight")):
         return whole

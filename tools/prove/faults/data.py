@@ -42,9 +42,7 @@ def _change_loaders(change: Callable[[Loader], None]) -> None:
 
 
 def give_positions_from_the_start_of_the_part() -> None:
-    """Loader, cp: the positions of each rank's tokens are 0, 1, 2, ... and not those in the whole
-    row.
-    """
+    """Loader, cp: the positions of each rank's tokens are 0, 1, 2, ... instead of global ones."""
     _change_batches(
         lambda _, batch: batch._replace(
             positions_BT=torch.arange(batch.tokens_BT.shape[1]).expand_as(batch.tokens_BT).clone()
@@ -53,9 +51,7 @@ def give_positions_from_the_start_of_the_part() -> None:
 
 
 def give_positions_of_a_contiguous_part() -> None:
-    """Loader, cp: positions count on from the first of a rank's two chunks, as if it had one
-    chunk.
-    """
+    """Loader, cp: a rank's second chunk has the positions that follow its first chunk."""
     _change_batches(
         lambda self, batch: batch._replace(
             positions_BT=torch.arange(batch.tokens_BT.shape[1]).expand_as(batch.tokens_BT)
@@ -311,8 +307,7 @@ def rise_again_after_the_decay() -> None:
 
 
 def clip_with_a_small_constant() -> None:
-    """Clipping: the bound is divided by the norm plus 1e-6, as ``clip_grad_norm_`` of torch
-    does."""
+    """Clipping: the bound is divided by the norm plus 1e-6, as torch's own clipping does."""
 
     def wrong(parameters: Any, *, norm: float, max_norm: float) -> None:
         if not norm > max_norm > 0:

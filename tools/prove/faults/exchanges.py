@@ -1,5 +1,4 @@
-"""Faults in what ranks send each other: over tp, over the axes of FSDP, and around the ring of
-cp."""
+"""Faults in what ranks send each other: over tp, over FSDP's axes, and around the ring of cp."""
 
 import sys
 from collections.abc import Callable
@@ -48,9 +47,7 @@ def reduce_scatter_twice() -> None:
 
 
 def drop_sum_of_gradients() -> None:
-    """tp without sequence parallelism: backward does not sum the ranks' gradients of a shared
-    input.
-    """
+    """tp without sequence parallelism: backward does not sum the gradients of a shared input."""
     styles.sum_gradients = lambda x, group: x
 
 
@@ -103,9 +100,7 @@ def leave_gradients_partial() -> None:
 
 
 def read_the_wrong_kv_head() -> None:
-    """tp above the number of key-value heads: ranks read the heads in turn, but queries are in
-    order.
-    """
+    """tp above the number of key-value heads: ranks read the heads in turn, not in order."""
 
     def wrong(kv_heads: int, mesh: Any) -> styles.Local:
         rank = mesh.get_local_rank()
@@ -119,9 +114,7 @@ def read_the_wrong_kv_head() -> None:
 
 
 def keep_own_share_of_kv_gradients() -> None:
-    """tp above the number of key-value heads: a shared head gets the gradient of one rank's
-    queries.
-    """
+    """tp above the number of key-value heads: a shared head gets one rank's gradient alone."""
     right = styles._kv_column
 
     def wrong(kv_heads: int, mesh: Any) -> styles.Local:
@@ -217,9 +210,7 @@ def cut_rows_twice() -> None:
 
 
 def keep_parameters_after_validation() -> None:
-    """FSDP: gathered parameters stay after a validation, so it misses the step before the next
-    one.
-    """
+    """FSDP: parameters stay gathered after a validation, so it misses the next update."""
     fsdp.reshard = lambda stage: None
 
 
@@ -314,9 +305,7 @@ def lose_what_other_ranks_owe_the_keys() -> None:
 
 
 def _spoil_hops(*callers: str) -> None:
-    """Make a hop that ``callers`` send, the innermost first, bring back the message that was
-    sent.
-    """
+    """Make a hop called by ``callers``, the innermost first, return the message that it sent."""
     right = ring._send_to_next
 
     def wrong(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
@@ -343,9 +332,7 @@ def lose_the_hop_of_keys() -> None:
 
 
 def lose_the_hop_of_keys_in_backward() -> None:
-    """Ring, backward: a rank differentiates with its own keys and values, not the ones that
-    arrive.
-    """
+    """Ring, backward: a rank differentiates with its own keys and values, not arriving ones."""
     _spoil_hops("_kv_rounds", "_attend_over_ring_backward")
 
 

@@ -369,9 +369,7 @@ def set_the_learning_rate_of_one_group() -> None:
 
 
 def same_weights_on_every_shard() -> None:
-    """Initial weights: each shard has the values of the first one, as DTensor's own init gives on
-    CPU.
-    """
+    """Initial weights: each shard has the values of the first one, as DTensor's own init does."""
     right = init.fill_normal
 
     def wrong(local: Tensor, shape: object, offset: tuple[int, ...], **options: Any) -> None:

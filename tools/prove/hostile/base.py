@@ -1,5 +1,4 @@
-"""Valid files that hostile cases copy: text, token files, a recipe, a checkpoint and its
-exports."""
+"""Valid files that hostile cases copy: text, tokens, a recipe, a checkpoint and its exports."""
 
 import json
 from pathlib import Path

@@ -131,10 +131,9 @@ def _set_attribute(owner: bytes, name: str, value: bytes) -> bytes:
 
 
 def _class_as_tensor(evil: Path) -> None:
-    """Make the enum of memory formats a subclass of both kinds of entry; its member passes as a
-    tensor.
+    """Make the enum of memory formats a subclass of both kinds of entry.
 
-    DCP's reader then takes the entry for bytes, and hands them to
+    Its member passes as a tensor. DCP's reader then takes the entry for bytes, and passes them to
     ``torch.load(weights_only=False)``.
     """
     metadata = pickle.loads((evil / ".metadata").read_bytes())

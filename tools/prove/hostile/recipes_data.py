@@ -378,6 +378,7 @@ def _files() -> list[case.Case]:
     cases = []
 
     def put(name: str, kind: Callable[[Path], None], text: str) -> Callable[[Path], list[str]]:
+        """Set a key of a manifest; ``/`` separates the parts of the key."""
         def make(where: Path) -> list[str]:
             kind(where / name)
             return ["check", str(write(where / "x.toml", text.replace("HERE", str(where))))]
@@ -562,8 +563,13 @@ def tokens(
     after: Callable[[Path], object] = lambda where: None,
     text: str | bytes | None = None,
 ) -> Callable[[Path], list[str]]:
-    """A folder of token files whose manifest is changed, and signed anew; ``after`` is done to
-    the folder."""
+    """Make the input of a case with a folder of token files.
+
+    Args:
+        change: changes the manifest, which gets a right digest afterwards.
+        after: changes the finished folder.
+        text: replaces the manifest.
+    """
 
     def make(where: Path) -> list[str]:
         files = {
@@ -585,7 +591,7 @@ def tokens(
 
 
 def put(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Set a key, dotted, of a manifest; ``files.tokens.bin`` is named as ``files/tokens.bin``."""
+    """Set a key of a manifest; ``/`` separates the parts of the key."""
 
     def change(manifest: dict[str, Any]) -> None:
         *outer, name = key.split("/")
@@ -711,8 +717,8 @@ def _tokens() -> list[case.Case]:
         "many lists": ("[" + "[]," * 999_999 + "[]]", "it must be an object, not a list"),
     }
     cases += [
-        Case(f"tokens.json of {name}", tokens(text=text), unusable + said)
-        for name, (text, said) in texts.items()
+        Case(f"tokens.json of {name}", tokens(text=text), unusable + reason)
+        for name, (text, reason) in texts.items()
     ]
 
     def replace(name: str, kind: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -731,8 +737,8 @@ def _tokens() -> list[case.Case]:
             )
         )
         for name in ("tokens.bin", "documents.bin", "tokenizer.json"):
-            said = rf"x\.toml:5: data\.path = .* cannot be used: .*/t/{name} (is|cannot)"
-            cases.append(Case(f"{name} is a {what}", tokens(after=replace(name, kind)), said))
+            reason = rf"x\.toml:5: data\.path = .* cannot be used: .*/t/{name} (is|cannot)"
+            cases.append(Case(f"{name} is a {what}", tokens(after=replace(name, kind)), reason))
     for name in ("tokens.bin", "documents.bin", "tokenizer.json"):
         prefix = rf"x\.toml:5: data\.path = .* cannot be used: .*/t/{name} "
         cases += [
@@ -840,7 +846,9 @@ def _sources() -> list[case.Case]:
         "a line of escapes": (b'["\\u001b[2J\\n"]\r', needed + "got"),
         "a line of controls": (b'["a"]\x0b\x0c', needed),
     }
-    cases = [Case(f"JSONL of {name}", lines(text), said) for name, (text, said) in texts.items()]
+    cases = [
+        Case(f"JSONL of {name}", lines(text), reason) for name, (text, reason) in texts.items()
+    ]
 
     def huge_line(where: Path) -> list[str]:
         return prepare(where, sparse(where / "a.jsonl", 1 << 40))
@@ -1039,8 +1047,8 @@ def _tokenizers() -> list[case.Case]:
             r"/a\.txt: one document of 16_777_217 bytes",
         ),
         *(
-            Case(f"tokenizer.json of {name}", _raw_tokenizer(content), refused + said)
-            for name, content, said in (
+            Case(f"tokenizer.json of {name}", _raw_tokenizer(content), refused + reason)
+            for name, content, reason in (
                 ("nothing", b"", "Cannot instantiate"),
                 ("brackets", b"[" * 100_000, "Cannot instantiate"),
                 ("braces", b'{"a":' * 100_000, "Cannot instantiate"),

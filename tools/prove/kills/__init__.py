@@ -1,2 +1,1 @@
-"""Kill trainings and jobs, and check that they resume bitwise: ``run`` in a save, ``jobs`` as a
-whole."""
+"""Kill trainings (``run``) and whole jobs (``jobs``), and check that they resume bitwise."""

@@ -253,8 +253,7 @@ def _base() -> Recipe:
 
 
 def recipe_of(row: Row) -> Recipe:
-    """The recipe that ``load`` makes with ``sets(row)``, legal or not, but a hundred times
-    faster."""
+    """The recipe that ``load`` makes with ``sets(row)``, legal or not, a hundred times faster."""
     values_of_table: dict[str, dict[str, Any]] = {}
     for key, value in overrides(row).items():
         table, name = key.split(".")
@@ -385,8 +384,7 @@ def _find_refused(target: Target) -> Row | None:
 
 
 def context() -> list[Row]:
-    """All legal rows of context parallelism on 2 to 8 ranks: methods, orders, masks, head
-    groups."""
+    """All legal rows of context parallelism on 2 to 8 ranks, with each mask and head grouping."""
     columns: dict[str, tuple[str, ...]] = {"cp": ("2", "3", "4", "8")}
     for column in ("cp method", "cp balance", "kv heads", "packing", "window"):
         columns[column] = COLUMNS[column]
@@ -398,8 +396,7 @@ def context() -> list[Row]:
 
 
 def slice_of(rows: Iterable[Row], budget: float = 90.0) -> list[Row]:
-    """The fixed slice that the tests prove: each value with each schedule, for ``budget``
-    seconds."""
+    """The fixed slice that the tests prove: values with each schedule, in ``budget`` seconds."""
     candidates = sorted(rows, key=cost)
     missing = {pair for row in candidates for pair in _values_with_schedule(row)}
     chosen: list[Row] = []
@@ -469,8 +466,10 @@ def read() -> Cover:
 
 
 def uncovered(matrix: Cover) -> list[Target]:
-    """The targets that the matrix lacks: no row holds them, no refusal explains them, but a legal
-    row that holds them is easily drawn.
+    """The targets that the matrix lacks.
+
+    No row holds them and no refusal explains them, but a legal row that holds them is easily
+    drawn.
     """
     missing = set(targets())
     for row in matrix.rows:
