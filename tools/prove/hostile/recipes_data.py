@@ -379,6 +379,7 @@ def _files() -> list[case.Case]:
 
     def put(name: str, kind: Callable[[Path], None], text: str) -> Callable[[Path], list[str]]:
         """Set a key of a manifest; ``/`` separates the parts of the key."""
+
         def make(where: Path) -> list[str]:
             kind(where / name)
             return ["check", str(write(where / "x.toml", text.replace("HERE", str(where))))]
