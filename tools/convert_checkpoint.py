@@ -1,4 +1,7 @@
-"""``composer3d convert`` as a script: ``python tools/convert_checkpoint.py SRC DST --to hf|meta|torch|dcp``."""
+"""Run ``composer3d convert``: ``python tools/convert_checkpoint.py SRC DST --to FORMAT``.
+
+FORMAT is hf, meta, torch or dcp.
+"""
 
 import sys
 
