@@ -1,4 +1,4 @@
-"""A Llama of three blocks, composed on a mesh, and a step of it: what several tests share."""
+"""A Llama of three blocks, composed on a mesh, and a step of it, for several tests."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Random tensors and labels, and the plain loss: what the tests of heads compare with."""
+"""Random tensors and labels, and the plain loss, for the tests of heads."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A record of what a rank sends, waits for and computes."""
+"""A recorder of the messages, waits and blocks of a rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,7 +120,7 @@ def recording() -> Iterator[Recorder]:
 
 
 class Records(NamedTuple):
-    """What a rank did forward and backward."""
+    """The recorders of one rank, forward and backward."""
 
     forward: Recorder
     backward: Recorder

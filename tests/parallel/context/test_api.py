@@ -1,4 +1,4 @@
-"""Context parallelism computes what one process computes, and sends what its docstring says."""
+"""Context parallelism: exact values, the documented number of bytes, and refused arguments."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""The ring: what is in flight while a block is computed, and how large a block may be."""
+"""The ring: messages in flight while a block is computed, and the size of a block."""
 
 from itertools import product
 

@@ -20,7 +20,7 @@ EMBEDDING = "first.embed.weight"
 
 
 class RankState(NamedTuple):
-    """What a rank has after training.
+    """The state of a rank after training.
 
     Attributes:
         names: of its parameters, without copies of tied ones.
