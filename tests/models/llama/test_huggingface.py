@@ -377,7 +377,7 @@ def test_an_unreadable_config_is_refused(text: str | None, cause: str, tmp_path:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(
         CheckpointError,
-        match=f"config.json cannot be read .*{cause}.*give a folder in Hugging Face's",
+        match=f"config.json cannot be read .*{cause}.*give a folder in the format of Hugging Face",
     ):
         hf.read_shape(tmp_path)
 
