@@ -413,7 +413,7 @@ def save_and_fail(folder: Path, step: int, shape: tuple[int, int] = SHAPE, spoil
                 "rename": Path,
                 "write": manifest,
                 "_sync_own_files": store,
-                "sync": manifest,
+                "sync": store,
             }
             setattr(owners[spoil], spoil, fail)
         Store(folder, keep=2).save(make_manifest(step), *make_job(seed=0, shape=shape))
