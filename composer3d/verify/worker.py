@@ -152,7 +152,9 @@ def _validate_plainly(model: Decoder, recipe: Recipe, held_out: Corpus) -> float
     return loss / max(1, valid_tokens)
 
 
-def _plain_gradients(model: Decoder, batch: Batch, rows: int = 0) -> tuple[float, dict[str, Tensor]]:
+def _plain_gradients(
+    model: Decoder, batch: Batch, rows: int = 0
+) -> tuple[float, dict[str, Tensor]]:
     """Compute the loss of a global batch and its gradients, ``rows`` samples at a time (0: all)."""
     model.zero_grad()
     batch_rows = len(batch.tokens_BT)
