@@ -6,8 +6,9 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -287,8 +288,11 @@ def test_progress_is_printed_now_and_then(
     source = write_lines(tmp_path / "x.jsonl", ["a" * 999_980] * 3)
     for seconds, expected in (
         (60.0, []),
-        (0.0, ["1 documents, 999,981 tokens, 1 of 3 MB, 0:00:00 left"]),
+        (0.0, ["1 documents, 999,981 tokens, 1 of 3 MB, 0:00:20 left"]),
     ):
+        # A clock that advances 10 s from one document to the next.
+        clock = SimpleNamespace(monotonic=count(0, 10).__next__)
+        monkeypatch.setattr(prepare, "time", clock)
         monkeypatch.setattr(prepare, "_BATCH_BYTES", 1)
         monkeypatch.setattr(prepare, "_PROGRESS_S", seconds)
         assert (
@@ -381,7 +385,7 @@ def test_a_leftover_of_a_name_with_brackets_is_reported(
         (
             {"in/a": b"x"},
             ["--tokenizer", "BPE", "--eod", "</s>"],
-            r"--tokenizer \S+: it has no </s> to end a document; name a",
+            r"--tokenizer \S+: it has no </s> to end a document; name one of its tokens with --eod",
         ),
         (
             {"in/a": b"fine", "in/b": b"ab\xff"},
