@@ -26,12 +26,13 @@ class Architecture:
     """Everything that train, verify, check and convert need to know of an architecture.
 
     Attributes:
-        shape: a frozen dataclass derived from ``DecoderShape``. Its fields are the keys of
-        ``[model]``. model: ``model(shape, *, dtype, device) -> Decoder``, with uninitialised
-        parameters. plan: ``plan(shape) -> ShardingPlan``. parameters: ``parameters(shape) ->
-        int``, of the whole model. flops_per_token: ``flops_per_token(shape, seq_len) -> float``,
-        forward and backward. presets: shapes by name, for ``[model] preset``. huggingface: the
-        module that reads and writes Hugging Face's config.json, or None.
+        shape: a frozen dataclass derived from ``DecoderShape``. Its fields are keys of ``[model]``.
+        model: ``model(shape, *, dtype, device) -> Decoder``, with uninitialised parameters.
+        plan: ``plan(shape) -> ShardingPlan``.
+        parameters: ``parameters(shape) -> int``, of the whole model.
+        flops_per_token: ``flops_per_token(shape, seq_len) -> float``, forward and backward.
+        presets: shapes by name, for ``[model] preset``.
+        huggingface: the module that reads and writes Hugging Face's config.json, or None.
     """
 
     shape: type[DecoderShape]
