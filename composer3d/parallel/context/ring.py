@@ -60,8 +60,10 @@ def attend_over_ring(
         balanced: whether parts are in balanced order.
         group_name: of a group of at least two ranks; "" if this rank holds whole sequences.
 
-    Collectives: ring: (size - 1) sends of the rank's keys and values to the next rank, the next one
-    on its way while a block is computed. allgather: one all-gather of the same bytes.
+    Collectives:
+        ring: (size - 1) sends of the rank's keys and values to the next rank; the next ones are on
+            their way while a block is computed.
+        allgather: one all-gather of the same bytes.
     """
     wide = kernels.wide(q.dtype)
     out = torch.zeros_like(q, dtype=wide)
