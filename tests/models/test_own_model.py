@@ -117,6 +117,12 @@ def test_it_is_checked_trained_and_resumed(installed: Path) -> None:
     assert len(resumed) == 4
     assert resumed == loss_of(losses)
 
+    # A checkpoint alone never leads to an import: here the module cannot be found.
+    found = run(installed, "inspect", "runs/apart", path="nowhere")
+    assert found.returncode == 2, found.stdout
+    assert "has a model of the architecture" in found.stderr
+    assert "their_models.other_name:ARCHITECTURE" in found.stderr
+
 
 def loss_of(lines: str) -> list[float]:
     rows = [json.loads(line) for line in lines.splitlines()]
