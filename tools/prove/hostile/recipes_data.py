@@ -241,7 +241,7 @@ def _texts() -> list[case.Case]:
                 r"without control characters$"
             )
             cases.append(Case(f"{key} of {what}", recipe(text), message))
-        message = rf"^--set {key}=caf\S+: write it in UTF-8$"
+        message = rf"^--set {key}=caf\S+: the text must be UTF-8$"
         cases.append(Case(f"{key} of no UTF-8", recipe(TINY, f"{key}={SURROGATE}"), message))
     for what, value in (
         BAD_TEXTS | {"300 letters": f'"{"x" * 300}"', "300 bytes": f'"{"é" * 150}"'}
