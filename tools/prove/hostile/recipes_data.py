@@ -246,7 +246,9 @@ def _texts() -> list[case.Case]:
     for what, value in (
         BAD_TEXTS | {"300 letters": f'"{"x" * 300}"', "300 bytes": f'"{"é" * 150}"'}
     ).items():
-        message = r"x\.toml:4: run\.name = .* cannot name the folder of the run: it must not be empty"
+        message = (
+            r"x\.toml:4: run\.name = .* cannot name the folder of the run: it must not be empty"
+        )
         cases.append(Case(f"run.name of {what}", recipe(f"{TINY}[run]\nname = {value}\n"), message))
     for number, value in enumerate(("..", ".", "a/b", "/etc", "a\\b", "  ")):
         message = r"x\.toml:4: run\.name = .* cannot name the folder of the run"
