@@ -14,7 +14,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from composer3d.models.contract import ShardingPlan
@@ -30,16 +29,18 @@ def apply(blocks: Iterable[nn.Module], plan: ShardingPlan, memory: MemoryTable) 
     """
     if memory.activation_checkpoint == "none":
         return
-    context_fn: Callable[[], Any] = noop_context_fn
+    # Left out for "full": torch.compile cannot trace a context that does nothing.
+    options: dict[str, Any] = {}
     if memory.activation_checkpoint == "selective":
-        context_fn = partial(create_selective_checkpoint_contexts, save_policy(plan.save))
+        policy = save_policy(plan.save)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     for block in blocks:
         block.forward = partial(
             checkpoint,
             block.forward,
             use_reentrant=False,
             preserve_rng_state=False,  # no block draws random numbers in forward
-            context_fn=context_fn,
+            **options,
         )
 
 
