@@ -391,7 +391,8 @@ class _PickledByName:
     """A table that is made when it is needed cannot be pickled as a class; its values can be."""
 
     def __reduce__(self) -> Any:
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
+        table: Any = self  # a dataclass derives from this class
+        values = {entry.name: getattr(table, entry.name) for entry in fields(table)}
         return _make_model, (values,)
 
 

@@ -83,4 +83,4 @@ def receive_twice() -> None:
 
 
 def test_a_message_cannot_be_received_twice(pool: Pool) -> None:
-    pool.run(receive_twice, {}, world_size=2)
+    assert pool.run(receive_twice, {}, world_size=2) == [None, None]  # both refused the second
