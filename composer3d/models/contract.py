@@ -29,11 +29,20 @@ class SequenceInfo:
         shared: values that a block computes from the positions alone, for the blocks after it (the
             tables of rotary positions, for example). No gradient may flow through them: a block
             that is checkpointed runs again, and then finds them here.
+        step_tokens: the number of tokens in the whole optimizer step, over all ranks and
+            micro-batches. A layer that adds a mean over tokens to the loss divides by it. Default:
+            the tokens of ``positions_BT``.
     """
 
-    def __init__(self, positions_BT: Tensor, documents_BT: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        positions_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        step_tokens: int | None = None,
+    ) -> None:
         self.positions_BT = positions_BT
         self.documents_BT = documents_BT
+        self.step_tokens = positions_BT.numel() if step_tokens is None else step_tokens
         self.shared: dict[Any, Any] = {}
 
 
@@ -92,9 +101,13 @@ class Decoder(nn.Module):
         labels_BT: Tensor,
         positions_BT: Tensor,
         documents_BT: Tensor | None = None,
+        step_tokens: int | None = None,
     ) -> Tensor:
-        """Run the whole model on one process; returns the summed loss."""
-        seq = SequenceInfo(positions_BT, documents_BT)
+        """Run the whole model on one process; returns the summed loss.
+
+        ``step_tokens``: see ``SequenceInfo``; give it where a step has several calls.
+        """
+        seq = SequenceInfo(positions_BT, documents_BT, step_tokens)
         return self.last(self.hidden(tokens_BT, seq), seq, labels_BT)
 
     def logits(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
@@ -113,6 +126,7 @@ class Decoder(nn.Module):
 # How tensor parallelism cuts a module; ``parallel.tensor.styles`` gives the placements of each:
 #   embedding  rows of the vocabulary; tokens of other ranks' rows give 0 before the sum
 #   norm       not cut; sees this rank's part of the sequence under sequence parallelism
+#   router     not cut; chooses experts for this rank's part of the sequence
 #   head_norm  not cut; sees this rank's heads only
 #   gather     a module without parameters of its own around columns: gathers their input once
 #   column     output features cut; must lie below a module of style "gather"
@@ -121,7 +135,9 @@ class Decoder(nn.Module):
 #   head       rows of the vocabulary cut. It is called with (h_BTC, labels_BT) and returns the
 #              summed loss; it has ``weight``, the seam ``cross_entropy(logits_NV, labels_N)`` and,
 #              to be computed in parts, ``chunks``, as ``models.layers.head.Head`` has
-Style = Literal["embedding", "norm", "head_norm", "gather", "column", "kv_column", "row", "head"]
+Style = Literal[
+    "embedding", "norm", "router", "head_norm", "gather", "column", "kv_column", "row", "head"
+]
 
 
 @dataclass(frozen=True)
@@ -147,6 +163,9 @@ class ShardingPlan:
         init: glob over parameter names -> initial values. Every parameter must be named here.
         kv_heads: key-value heads that the modules of style "kv_column" project to.
         attend: glob over the modules that attend across tokens: those with the seam ``attend``.
+        experts: glob over the modules that hold experts: those with the seam ``exchange`` (see
+            ``layers.moe``). The first dim of each of their parameters is the expert. Tensor
+            parallelism does not cut them.
         save: globs over operators, such as "aten.mm.default", whose outputs selective activation
             checkpointing keeps.
     """
@@ -155,6 +174,7 @@ class ShardingPlan:
     init: Mapping[str, Normal | Constant]
     kv_heads: int | None = None
     attend: str | None = None
+    experts: str | None = None
     save: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
@@ -171,13 +191,16 @@ class ShardingPlan:
                 ("tensor", self.tensor, modules, "module"),
                 ("init", self.init, parameters, "parameter"),
                 ("attend", (self.attend,) if self.attend else (), modules, "module"),
+                ("experts", (self.experts,) if self.experts else (), modules, "module"),
             )
             for glob in globs
             if not any(fnmatchcase(name, glob) for name in names)
         ]
 
         for name in parameters:
-            if self.style_of(name.rpartition(".")[0]) in (None, "gather"):
+            module_name = name.rpartition(".")[0]
+            is_cut = self.style_of(module_name) not in (None, "gather")
+            if not is_cut and not self.holds_experts(module_name):
                 lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")
@@ -212,6 +235,11 @@ class ShardingPlan:
                 lines.append(
                     f"{name!r} has the seam `attend`; the plan's attend glob must match it"
                 )
+            if self.holds_experts(name) != hasattr(module, "exchange"):
+                lines.append(
+                    f"{name!r}: the plan's experts glob must match the modules with the seam "
+                    "`exchange`, and no others"
+                )
         if lines:
             raise PlanError(lines)
 
@@ -224,6 +252,10 @@ class ShardingPlan:
     def attends(self, module: str) -> bool:
         """Whether the module of this name attends across tokens."""
         return self.attend is not None and fnmatchcase(module, self.attend)
+
+    def holds_experts(self, module: str) -> bool:
+        """Whether the module of this name holds experts."""
+        return self.experts is not None and fnmatchcase(module, self.experts)
 
     def init_of(self, parameter: str) -> Normal | Constant | None:
         """The initial values of the parameter of this name, or None where no glob matches."""

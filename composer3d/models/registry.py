@@ -18,7 +18,10 @@ from composer3d.spec.errors import ModelError
 Reference = Any
 
 DEFAULT = "llama"
-_OURS = {"llama": "composer3d.models.llama.architecture:ARCHITECTURE"}
+_OURS = {
+    "llama": "composer3d.models.llama.architecture:ARCHITECTURE",
+    "moe": "composer3d.models.moe.architecture:ARCHITECTURE",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,8 @@ class Architecture:
         plan: ``plan(shape) -> ShardingPlan``.
         parameters: ``parameters(shape) -> int``, of the whole model.
         flops_per_token: ``flops_per_token(shape, seq_len) -> float``, forward and backward.
+        active_parameters: ``active_parameters(shape) -> int``, those that compute a token; None: all
+            of them do.
         presets: shapes by name, for ``[model] preset``.
         huggingface: the module that reads and writes Hugging Face's config.json, or None.
     """
@@ -40,6 +45,7 @@ class Architecture:
     plan: Reference
     parameters: Reference
     flops_per_token: Reference
+    active_parameters: Reference = None
     presets: Mapping[str, DecoderShape] = field(default_factory=dict)
     huggingface: Reference = None
 

@@ -46,6 +46,16 @@ class DecoderShape:
         return False
 
     @property
+    def experts(self) -> int:
+        """The number of experts of a layer; 0: no layer has experts."""
+        return 0
+
+    @property
+    def expert_width(self) -> int:
+        """The width of an expert."""
+        return self.ffn
+
+    @property
     def head_width(self) -> int:
         """The width of a head."""
         return self.head_dim or self.dim // self.n_heads

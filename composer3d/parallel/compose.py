@@ -10,6 +10,8 @@ from composer3d.models.contract import Decoder, SequenceInfo, ShardingPlan
 from composer3d.parallel import checkpointing, compile, init
 from composer3d.parallel.context import api as context
 from composer3d.parallel.data import fsdp
+from composer3d.parallel.expert import api as expert
+from composer3d.parallel.expert.balance import Balance, routers_of
 from composer3d.parallel.pipeline import runtime as pipeline
 from composer3d.parallel.pipeline import zero_bubble
 from composer3d.parallel.pipeline.ties import Ties, check_ties, find_ties, split_ties, tie
@@ -58,15 +60,19 @@ def compose(
         activation = activation.to(getattr(torch, precision.compute))
     set_loss_chunks(model, plan, memory.loss_chunks)
     ties = find_ties(model)
-    fsdp_mesh = fsdp.mesh_of(mesh, parallel, precision, memory)
-    check_ties(ties, mesh, sharded=fsdp_mesh is not None)
+    shard_meshes = fsdp.meshes_of(mesh, plan, parallel, precision, memory)
+    check_ties(ties, mesh, sharded=shard_meshes is not None)
+    routers = {name: router.experts for name, router in routers_of(model).items()}
+    step_tokens = step.micro_batch * step.micro_batches * step.seq_len * mesh.batch_ranks
     placement = pipeline.place_stages(mesh.sizes.pp, parallel, step.micro_batches)
     defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
     dw_builders = []
 
     # 1. Pipeline: cut into stages before anything wraps a module. All later steps then touch only
     #    the layers of this rank.
-    modules = cut_into_stages(model, placement.stages, mesh.coords["pp"], parallel)
+    modules = cut_into_stages(
+        model, placement.stages, mesh.coords["pp"], parallel, step_tokens=step_tokens
+    )
     for module in modules:
         module.tied_copies = split_ties(module, ties)
 
@@ -81,24 +87,27 @@ def compose(
             refreshes = tensor.apply(module, plan, mesh.tp, parallel)
             tie(module, ties)
 
-        # 4. Context: it replaces what a block calls to attend, and nothing else.
+        # 4. Expert: it decides which experts are here, and how tokens get to the others.
+        expert.apply(module, plan, mesh, parallel)
+
+        # 5. Context: it replaces what a block calls to attend, and nothing else.
         context.apply(module, plan, mesh.cp_group, parallel)
 
-        # 5. Checkpointing: it wraps everything a block computes, and backward repeats that.
+        # 6. Checkpointing: it wraps everything a block computes, and backward repeats that.
         checkpointing.apply(module.blocks.values(), plan, memory)
 
-        # 6. Compile: one graph of all that. FSDP's hooks come later and stay outside of it.
+        # 7. Compile: one graph of all that. FSDP's hooks come later and stay outside of it.
         compile.apply(module.blocks, compiling, mesh.device, _in_blocks(refreshes))
 
-        # 7. FSDP: it wraps whatever a block has become, and owns the parameters from here on.
-        if fsdp_mesh is not None:
-            fsdp.apply(module, fsdp_mesh, parallel, precision, memory)
+        # 8. FSDP: it wraps whatever a block has become, and owns the parameters from here on.
+        if shard_meshes is not None:
+            fsdp.apply(module, plan, shard_meshes, parallel, precision, memory)
 
-        # 8. Materialise: memory is allocated last, so only this rank's shards ever exist.
+        # 9. Materialise: memory is allocated last, so only this rank's shards ever exist.
         module.to_empty(device="cpu" if memory.cpu_offload else mesh.device)
         tie(module, ties)
 
-        # 9. Initial weights: by global name and index, so that they do not depend on the layout.
+        # 10. Initial weights: by global name and index, so that they do not depend on the layout.
         init.initialise(module, plan, seed, skip=module.tied_copies)
 
     runtime = None
@@ -107,12 +116,23 @@ def compose(
             modules, dw_builders, mesh, parallel, placement, step.micro_batches, activation
         )
     return Stages(
-        modules, mesh, parallel, step, runtime, Ties(ties, modules, mesh, placement.stages)
+        modules,
+        mesh,
+        parallel,
+        step,
+        runtime,
+        Ties(ties, modules, mesh, placement.stages),
+        Balance(routers, modules, mesh),
     )
 
 
 def cut_into_stages(
-    model: Decoder, stages: Sequence[Sequence[int]], rank: int, parallel: ParallelTable
+    model: Decoder,
+    stages: Sequence[Sequence[int]],
+    rank: int,
+    parallel: ParallelTable,
+    *,
+    step_tokens: int | None = None,
 ) -> list[Stage]:
     """Make the stages of pipeline rank ``rank``; ``stages`` are the stage numbers of each rank.
 
@@ -140,7 +160,13 @@ def cut_into_stages(
             count,
         )
     return [
-        Stage(model, ranges[index], first=index == 0, last=index == count - 1)
+        Stage(
+            model,
+            ranges[index],
+            first=index == 0,
+            last=index == count - 1,
+            step_tokens=step_tokens,
+        )
         for index in stages[rank]
     ]
 

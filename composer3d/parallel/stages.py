@@ -1,6 +1,6 @@
 """What ``compose`` returns: this rank's stages of the model, and how a step runs through them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from composer3d.models.contract import Decoder, SequenceInfo, hidden
 from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.data import fsdp
+from composer3d.parallel.expert.balance import Balance, RouterLoad
 from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.parallel.pipeline.ties import Ties
 from composer3d.recipe.schema import ParallelTable
@@ -29,8 +30,17 @@ class Stage(nn.Module):
         name.
     """
 
-    def __init__(self, model: Decoder, blocks: range, *, first: bool, last: bool) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        blocks: range,
+        *,
+        first: bool,
+        last: bool,
+        step_tokens: int | None = None,
+    ) -> None:
         super().__init__()
+        self._step_tokens = step_tokens
         names = list(model.blocks)
         self.first: nn.Module | None = model.first if first else None
         self.blocks = nn.ModuleDict({names[i]: model.blocks[names[i]] for i in blocks})
@@ -48,7 +58,7 @@ class Stage(nn.Module):
         if documents_BT is not None:
             # FSDP has moved them to the GPU; attention reads them on the CPU, once in each block.
             documents_BT = documents_BT.cpu()
-        seq = SequenceInfo(positions_BT, documents_BT)
+        seq = SequenceInfo(positions_BT, documents_BT, self._step_tokens)
         h = hidden(self.first, self.blocks, h, seq)
         return h if self.last is None else self.last(h, seq, labels_BT)
 
@@ -76,6 +86,7 @@ class Stages:
     _step: StepShape
     _pipeline: Pipeline | None
     _ties: Ties
+    _balance: Balance
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank by global name, without copies of tied ones.
@@ -126,11 +137,13 @@ class Stages:
         Returns:
             This rank's share of the loss, a float64 scalar; ``Mesh.sum_over_world`` gives the loss.
 
-        Collectives: those of the techniques composed. Afterwards no gradient is partial.
+        Collectives: those of the techniques composed, and with experts one all-reduce of what the
+        routers have seen. Afterwards no gradient is partial.
         """
         self._begin(training=True)
         for module in self.modules:
             module.zero_grad()
+        self._balance.reset()
         keywords = self._keywords(labels_BT, positions_BT, documents_BT)
         if self._pipeline is not None:
             total = self._pipeline.step(tokens_BT, keywords, valid_tokens)
@@ -144,7 +157,20 @@ class Stages:
                 loss.backward()
                 total += loss.detach()
         self.finish_gradients()
+        self._balance.collect()
         return total if self.counts_loss else torch.zeros_like(total)
+
+    @property
+    def router_loads(self) -> Mapping[str, RouterLoad]:
+        """What the routers of the whole model have seen in the last ``forward_backward``, by name.
+
+        The same on all ranks.
+        """
+        return self._balance.loads
+
+    def move_router_biases(self) -> None:
+        """Move the biases of routers by their loads, once a step. No collective."""
+        self._balance.move_biases()
 
     def finish_gradients(self) -> None:
         """Reduce gradients that no technique has reduced, and give those of copies to the owners.

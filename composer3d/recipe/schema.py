@@ -18,7 +18,8 @@ from composer3d.spec.ranges import MOST_LAYERS, MOST_TOKENS, Range, above, betwe
 from composer3d.spec.schedules import SCHEDULES
 
 # The mesh axes, outermost to innermost. Ranks that are adjacent on the innermost axis are adjacent
-# in the world.
+# in the world. Expert parallelism (ep) is no axis of its own: it groups the same ranks in another
+# way (``runtime.mesh``).
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 MOST_RANKS = 1 << 24  # processes in a world
@@ -124,7 +125,7 @@ class Model(ModelShape):
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTable:
-    """Sizes of the mesh axes, outermost first. Their product is the world size."""
+    """Sizes of the mesh axes, outermost first. Their product, without ep, is the world size."""
 
     pp: int = key(1, "pipeline parallel ranks", AXIS)
     dp_replicate: int = key(1, "replicas that all-reduce gradients (HSDP)", AXIS)
@@ -133,10 +134,21 @@ class MeshTable:
     )
     cp: int = key(1, "context parallel ranks: each holds a part of every sequence", AXIS)
     tp: int = key(1, "tensor parallel ranks", AXIS)
+    ep: int = key(
+        1,
+        "ranks that share the experts of each layer, a part of dp_shard x cp x tp: no further "
+        "processes",
+        AXIS,
+    )
 
     @property
     def world_size(self) -> int:
         return prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that shard each expert: (dp_shard x cp x tp) / ep."""
+        return self.dp_shard * self.cp * self.tp // self.ep
 
     @property
     def batch_ranks(self) -> int:

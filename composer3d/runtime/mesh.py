@@ -105,6 +105,14 @@ class Mesh:
         flat = flatten_mesh(self.device_mesh["dp_replicate", "fsdp"], "replicas")
         return unflatten_mesh(flat, (flat.size(), 1), ("replica", "whole"))
 
+    def expert_replicas(self) -> DeviceMesh:
+        """The ranks that hold the same experts if none of them shards: a mesh of (replicas, 1).
+
+        Collective: it forms groups.
+        """
+        flat = flatten_mesh(self.sparse["dp_replicate", "efsdp"], "expert_replicas")
+        return unflatten_mesh(flat, (flat.size(), 1), ("expert_replica", "whole_expert"))
+
     @cached_property
     def cp_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold parts of the same sequences; None if one rank holds whole sequences.
@@ -115,6 +123,33 @@ class Mesh:
             return None
         sizes = (self.sizes.dp_shard, self.sizes.cp)
         return unflatten_mesh(self.device_mesh["fsdp"], sizes, ("dp_shard", "cp"))["cp"].get_group()
+
+    @cached_property
+    def sparse(self) -> DeviceMesh:
+        """The same ranks as the experts see them: a mesh (pp, dp_replicate, efsdp, ep).
+
+        efsdp x ep is dp_shard x cp x tp, with adjacent ranks along ep: an expert is on one rank of
+        ep, and sharded over efsdp. Collective at its first use: it forms groups.
+        """
+        sizes = self.sizes
+        return init_device_mesh(
+            self.device.type,
+            (sizes.pp, sizes.dp_replicate, sizes.efsdp, sizes.ep),
+            mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+        )
+
+    @cached_property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """The ranks of cp and tp: with sequence parallelism, parts of the same sequences.
+
+        None if one rank holds whole sequences. Collective at its first use: it forms groups.
+        """
+        sizes = self.sizes
+        if sizes.cp * sizes.tp == 1:
+            return None
+        flat = flatten_mesh(self.device_mesh["fsdp", "tp"], "batch_and_sequence")
+        split = unflatten_mesh(flat, (sizes.dp_shard, sizes.cp * sizes.tp), ("batch", "sequence"))
+        return split["sequence"].get_group()
 
     @property
     def tp(self) -> DeviceMesh | None:

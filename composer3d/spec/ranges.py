@@ -24,6 +24,7 @@ class Range(NamedTuple):
 MOST_LAYERS = 10_000  # published models have 126 at most
 MOST_HEADS = 1 << 16
 MOST_WIDTH = 1 << 20  # width of the residual stream; Llama 3 405B has 16,384
+MOST_EXPERTS = 1 << 16
 MOST_TOKENS = 1 << 27  # tokens in a sequence: 134 million
 MOST_VOCAB = 1 << 24
 

@@ -42,6 +42,7 @@ def update(
     grad_norm.scale_gradients(stages.parameters(), norm=norm, max_norm=max_norm)
     set_lr(optimizer, lr)
     optimizer.step()
+    stages.move_router_biases()
 
 
 def validate(recipe: Recipe, stages: Stages, held_out: Corpus) -> float:

@@ -113,6 +113,8 @@ def describe(small: Recipe) -> str:
     words = [f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1]
     if not words:
         words.append("one process")
+    if mesh.ep > 1:
+        words.append(f"ep {mesh.ep}")
 
     if mesh.pp > 1:
         words.append(parallel.schedule)

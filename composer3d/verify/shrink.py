@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
+from composer3d.recipe.values import divisors
 from composer3d.spec.errors import UserError
 from composer3d.spec.schedules import micro_batch_requirement
 
@@ -28,6 +29,9 @@ def shrink(full: Recipe) -> list[Recipe]:
     - heads: grouped-query or not; key-value heads fewer than tp (one or several), equal to it or
       more; heads narrower or wider than the stream;
     - the model: a vocabulary that tp does not divide, tied embeddings, norms and biases;
+    - experts: several on a rank or one; one expert of a token or several; groups, shared experts,
+      dense layers; whether ranks of ep are also ranks of tp, cp or data, and whether experts are
+      sharded;
     - the sequence: one token or an odd number of them; a window of one token, within a chunk of the
       sequence, beyond it, or over more than one chunk back; packing;
     - memory: chunks of the loss, and what is checkpointed, compiled or offloaded;
@@ -122,7 +126,7 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     if is_uneven and mesh.dp_shard > 2:
         axes_of_three.append("dp_shard")
 
-    meshes = [_widen_to_three(choice, axes_of_three) for choice in choices]
+    meshes = [_with_ep(full, _widen_to_three(choice, axes_of_three)) for choice in choices]
     if is_long_ring and all(small.cp <= 2 for small in meshes):
         meshes.append(MeshTable(dp_shard=1, cp=3))
     return meshes
@@ -140,6 +144,40 @@ def _small_sizes(full: Recipe) -> dict[str, int]:
         has_few_micro_batches = 1 < full.micro_batches < mesh.pp
         sizes["pp"] = min(3 if has_few_micro_batches else 2, sizes["pp"])
     return sizes
+
+
+def _with_ep(full: Recipe, small: MeshTable) -> MeshTable:
+    """``small`` with the ep that groups its ranks most as ``full`` does, and perhaps more ranks."""
+    if full.mesh.ep == 1:
+        return small
+    wanted = _ep_relations(full.mesh)
+    widened = replace(small, dp_shard=2 * small.dp_shard)
+    meshes = [small]
+    if full.mesh.dp_shard >= widened.dp_shard and widened.world_size <= LIMIT:
+        meshes.append(widened)
+    candidates = []
+    for mesh in meshes:
+        ranks = mesh.dp_shard * mesh.cp * mesh.tp
+        candidates += [
+            replace(mesh, ep=ep) for ep in divisors(ranks) if ep > 1 and ep <= full.model.experts
+        ]
+
+    def likeness(mesh: MeshTable) -> int:
+        return sum(a == b for a, b in zip(_ep_relations(mesh), wanted, strict=True))
+
+    # The first of the best: the fewest processes, then the fewest ranks of ep.
+    return max(candidates, key=likeness, default=small)
+
+
+def _ep_relations(mesh: MeshTable) -> tuple[bool, ...]:
+    """How ep relates to the other axes: what a small mesh should keep."""
+    sequence_ranks = mesh.cp * mesh.tp
+    return (
+        mesh.efsdp > 1,
+        mesh.ep > mesh.tp,
+        mesh.ep > sequence_ranks,
+        mesh.ep < mesh.tp,
+    )
 
 
 def _small_tp(full: Recipe) -> int:
@@ -176,7 +214,7 @@ def _meshes_of_shards(full: Recipe) -> list[MeshTable]:
     if mesh.world_size <= LIMIT:
         return [mesh]
     meshes = [
-        MeshTable(dp_shard=dp_shard, cp=cp, tp=tp)
+        _with_ep(full, MeshTable(dp_shard=dp_shard, cp=cp, tp=tp))
         for dp_shard, cp, tp in product(
             range(1, min(mesh.dp_shard, 8) + 1),
             range(1, min(mesh.cp, 4) + 1),
@@ -192,7 +230,7 @@ def _meshes_of_shards(full: Recipe) -> list[MeshTable]:
 
 def _resized(shape: Model, **sizes: Any) -> Model:
     """``shape`` with other sizes, as far as its architecture has them."""
-    names = {entry.name for entry in fields(shape)}
+    names = _field_names(shape)
     return replace(shape, **{name: size for name, size in sizes.items() if name in names})
 
 
@@ -204,6 +242,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         _shape(full, mesh, cuts),
         n_layers=_layers(full, mesh) if stages is None else sum(stages),
         window=window,
+        **_expert_sizes(full, mesh),
     )
 
     micro_batch = min(2, full.data.micro_batch)
@@ -244,7 +283,10 @@ def _layers(full: Recipe, mesh: MeshTable) -> int:
     full_layers, full_stages = full.model.n_layers, _count_stages(full, full.mesh.pp)
     per_stage = min(2, max(1, full_layers // full_stages))
     extra = 1 if full_layers % full_stages else 0
-    return _count_stages(full, mesh.pp) * per_stage + extra
+    layers = _count_stages(full, mesh.pp) * per_stage + extra
+    # At least one layer with experts, after one without.
+    expert_sizes = _expert_sizes(full, mesh)
+    return max(layers, expert_sizes.get("dense_layers", 0) + 1, expert_sizes.get("moe_every", 1))
 
 
 def _small_stages(full: Recipe, mesh: MeshTable) -> tuple[int, ...] | None:
@@ -331,7 +373,8 @@ def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
         return chosen
 
     is_uneven = model.vocab % full.mesh.tp > 0
-    heads = _heads(full, mesh, dim_multiple=shards if is_uneven else 1)
+    dim_multiple = math.lcm(shards if is_uneven else 1, _expert_shards(full, mesh))
+    heads = _heads(full, mesh, dim_multiple)
     small = best(heads, "width", "queries", "keys", "head")
 
     # Twelve rows of the feed-forward for each tp rank if possible, or else more, or else fewer.
@@ -349,6 +392,46 @@ def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
     return best(
         (replace(small, vocab=vocab) for vocab in vocabs), "vocabulary", "last of the vocabulary"
     )
+
+
+def _expert_shards(full: Recipe, mesh: MeshTable) -> int:
+    """The number of ranks that shard each expert."""
+    return mesh.efsdp if full.model.experts and full.parallel.zero else 1
+
+
+def _expert_sizes(full: Recipe, mesh: MeshTable) -> dict[str, Any]:
+    """The fields of a shape with experts; empty if ``full`` has none, or not these fields."""
+    model: Any = full.model
+    if not model.experts or not {"experts_per_token", "moe_every"} <= _field_names(model):
+        return {}
+    groups = min(4, model.expert_groups)
+    chosen_groups = min(model.groups_per_token, groups)
+    if model.groups_per_token < model.expert_groups:
+        chosen_groups = min(2, model.groups_per_token, groups - 1)
+    per_token = min(2, model.experts_per_token)
+
+    several = model.experts > full.mesh.ep
+    unit = math.lcm(groups, mesh.ep)
+    experts = model.experts
+    if experts > 16 or experts % unit:
+        least = max(4, 2 * mesh.ep if several else mesh.ep, 2 * groups if several else groups)
+        experts = -(-least // unit) * unit
+
+    shards = _expert_shards(full, mesh)
+    return {
+        "experts": experts,
+        "experts_per_token": per_token,
+        "expert_groups": groups,
+        "groups_per_token": chosen_groups,
+        "expert_ffn": shards * -(-10 // shards),
+        "shared_ffn": 10 * mesh.tp if model.shared_ffn else 0,
+        "dense_layers": min(1, model.dense_layers),
+        "moe_every": min(2, model.moe_every),
+    }
+
+
+def _field_names(shape: Model) -> set[str]:
+    return {entry.name for entry in fields(shape)}
 
 
 def _is_vocab_cut(vocab: int, tp: int, is_uneven: bool) -> bool:

@@ -8,17 +8,19 @@ gives: a micro-batch without a label, and a different number of labels in each r
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer3d.data import Batch, Corpus
 from composer3d.models.contract import IGNORE_INDEX, Decoder
+from composer3d.models.layers.moe import MoE, Router
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages, grad_norm, init
 from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
@@ -84,6 +86,8 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
     chosen = architecture(recipe.model.architecture)
     model = chosen.build(recipe.model, dtype=torch.float64, device="cpu")
     init.initialise(model, resolve(chosen.plan)(recipe.model), recipe.run.seed)
+    for name, parameter in model.named_parameters():
+        _starve_first_expert(name, parameter, recipe.model.experts > 0)
     optimizer = _plain_optimizer(model, recipe.optim)
     train_corpus = make_corpus(recipe, "train")
     held_out = make_corpus(recipe, "validation")
@@ -103,7 +107,8 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
             batch = random_batch(recipe, step)
         else:
             batch = corpus_batch(recipe, train_corpus, seed=recipe.data.seed, step=step)
-        reference["loss"][step], gradients = _plain_gradients(model, batch)
+        with _count_tokens_of_experts(model) as tokens_of_experts:
+            reference["loss"][step], gradients = _plain_gradients(model, batch)
         if dtype == "float32":
             noise = measure_noise(model, gradients, partial(_gradients_of_batch, batch))
             reference["noise"].append(noise)
@@ -119,6 +124,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = reference_learning_rate(recipe, step)
         optimizer.step()
+        _move_router_biases(tokens_of_experts)
         if dtype == "float32":
             round_to_float32(model)
 
@@ -139,6 +145,62 @@ def _plain_optimizer(model: Decoder, table: OptimTable) -> torch.optim.AdamW:
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False)
+
+
+@contextmanager
+def _count_tokens_of_experts(model: Decoder) -> Iterator[dict[Router, Tensor]]:
+    """Yield the tokens that each router sends to each expert until the end of the block."""
+    counts: dict[Router, Tensor] = {}
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, MoE):
+
+            def count(experts: nn.Module, inputs: Any, router: Router = module.router) -> None:
+                counts[router] = counts.get(router, 0) + inputs[1]
+
+            hooks.append(module.experts.register_forward_pre_hook(count))
+    yield counts
+    for hook in hooks:
+        hook.remove()
+
+
+@torch.no_grad()
+def _move_router_biases(tokens_of_experts: Mapping[Router, Tensor]) -> None:
+    """Raise the bias of each expert that got fewer tokens than the mean, and lower the others."""
+    for router, tokens_E in tokens_of_experts.items():
+        if router.bias is not None:
+            total, experts = int(tokens_E.sum()), len(tokens_E)
+            for expert, tokens in enumerate(tokens_E.tolist()):
+                if tokens * experts < total:
+                    router.bias[expert] += router.bias_rate
+                elif tokens * experts > total:
+                    router.bias[expert] -= router.bias_rate
+
+
+def _starve_first_expert(name: str, parameter: Tensor, experts: bool) -> None:
+    """Change initial weights so that expert 0 of each layer gets no token.
+
+    The first feature of every embedding becomes positive, and the router of each layer subtracts it
+    from the score of expert 0. So a proof sees that an expert without tokens is updated too.
+    """
+    if not experts:
+        return
+    if name == "first.embed.weight":
+        _set_box(parameter, (slice(None), slice(0, 1)), 0.05)
+    elif name.endswith("moe.router.weight"):
+        _set_box(parameter, (slice(0, 1), slice(None)), 0.0)
+        _set_box(parameter, (slice(0, 1), slice(0, 1)), -10.0)
+
+
+@torch.no_grad()
+def _set_box(parameter: Tensor, box: tuple[slice, ...], value: float) -> None:
+    """Set a box of the whole tensor, as far as this rank holds it."""
+    local, offset = init.local_part(parameter)
+    own = []
+    for part, begin, size, whole in zip(box, offset, local.shape, parameter.shape, strict=True):
+        first, last, _ = part.indices(whole)
+        own.append(slice(max(first - begin, 0), max(min(last - begin, size), 0)))
+    local[tuple(own)] = value
 
 
 @torch.no_grad()
@@ -162,7 +224,8 @@ def _plain_gradients(
     valid_tokens = max(1, _count_valid(batch))
     total_loss = 0.0
     for first in range(0, batch_rows, rows):
-        loss = model(*_rows(batch, first, rows)) / valid_tokens
+        step_tokens = batch.tokens_BT.numel()
+        loss = model(*_rows(batch, first, rows), step_tokens) / valid_tokens
         loss.backward()
         total_loss += loss.item()
     gradients = {
@@ -223,6 +286,8 @@ def run_composed(
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)
         stages = build_stages(recipe, mesh)
+        for name, parameter in stages.named_parameters():
+            _starve_first_expert(name, parameter, recipe.model.experts > 0)
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
         loader = batches.make_loader(
             recipe, mesh, make_corpus(recipe, "train"), seed=recipe.data.seed
@@ -250,7 +315,11 @@ def run_composed(
             loss, norm = train_step.compute_gradients(stages, batch)
             errors.loss[step] = _relative_error(loss, expected["loss"][step])
             errors.norm.append(_relative_error(norm, expected["norm"][step]))
-            gradients = {name: parameter.grad for name, parameter in stages.named_parameters()}
+            gradients = {
+                name: parameter.grad
+                for name, parameter in stages.named_parameters()
+                if parameter.requires_grad
+            }
             for name, gradient in gradients.items():
                 expected_gradient = expected["gradient"][step].get(name)
                 errors.shards.append(_compare(step, "gradient", name, gradient, expected_gradient))

@@ -5,7 +5,7 @@ loss is already divided by the number of valid tokens of the whole step; FSDP's 
 number of ranks would divide it a second time.
 """
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,41 +19,72 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from composer3d.models.contract import ShardingPlan
 from composer3d.parallel.pipeline.ties import find_ties
 from composer3d.recipe.schema import MemoryTable, ParallelTable, PrecisionTable
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import accumulate_unsharded_grads
 
 
-def mesh_of(
-    mesh: Mesh, parallel: ParallelTable, precision: PrecisionTable, memory: MemoryTable
-) -> DeviceMesh | None:
-    """The mesh that FSDP shards over (last dim) and replicates over (first of two dims).
+class ShardMeshes(NamedTuple):
+    """The meshes that FSDP shards over (last dim) and replicates over (first of two dims).
+
+    Attributes:
+        dense: for all parameters but those of experts.
+        experts: for experts; None: there are none.
+    """
+
+    dense: DeviceMesh
+    experts: DeviceMesh | None
+
+
+def meshes_of(
+    mesh: Mesh,
+    plan: ShardingPlan,
+    parallel: ParallelTable,
+    precision: PrecisionTable,
+    memory: MemoryTable,
+) -> ShardMeshes | None:
+    """The meshes of FSDP. None: FSDP has nothing to do. Collective: forms groups.
 
     A single rank needs FSDP for mixed precision and for offload, where it holds the master
-    parameters and casts or copies them as it gathers. None: FSDP has nothing to do.
+    parameters and casts or copies them as it gathers.
     """
+    sizes = mesh.sizes
+    shares_experts = plan.experts is not None and sizes.dp_replicate * sizes.efsdp > 1
+    is_needed = precision.compute is not None or memory.cpu_offload
+    if mesh.fsdp is None and not shares_experts and not is_needed:
+        return None
+
+    dense = mesh.device_mesh["fsdp"] if mesh.fsdp is None else mesh.fsdp
     if parallel.zero == 0 and mesh.fsdp is not None:
-        return mesh.replicas()
-    if mesh.fsdp is None and (precision.compute is not None or memory.cpu_offload):
-        return mesh.device_mesh["fsdp"]
-    return mesh.fsdp
+        dense = mesh.replicas()
+    if plan.experts is None:
+        return ShardMeshes(dense, None)
+    if parallel.zero == 0 and shares_experts:
+        return ShardMeshes(dense, mesh.expert_replicas())
+    if sizes.dp_replicate > 1:
+        return ShardMeshes(dense, mesh.sparse["dp_replicate", "efsdp"])
+    return ShardMeshes(dense, mesh.sparse["efsdp"])
 
 
 def apply(
     stage: nn.Module,
-    mesh: DeviceMesh,
+    plan: ShardingPlan,
+    meshes: ShardMeshes,
     parallel: ParallelTable,
     precision: PrecisionTable,
     memory: MemoryTable,
 ) -> None:
-    """Shard ``stage`` in place over the last dim of ``mesh``, and replicate it over the first.
+    """Shard ``stage`` in place over the last dims of ``meshes``, and replicate it over the first.
 
-    Units are ``first``, every block, and ``last``. If ``first`` and ``last`` share a parameter, the
-    stage itself is the unit of both.
+    Units are ``first``, every block, the experts of every block, and ``last``. If ``first`` and
+    ``last`` share a parameter, the stage itself is the unit of both. Vectors that are not trained,
+    the biases of routers, belong to no unit: every rank holds them whole, in their own dtype.
 
     Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before
-    their tp placement; ``Shard(1)`` where tp cuts the rows unevenly. They are gathered in
+    their tp placement; ``Shard(1)`` where tp cuts the rows unevenly, and for experts, of which a
+    rank may have fewer than there are shards. They are gathered in
     ``precision.compute``. Gradients are reduced in ``precision.params``.
 
     Collectives of a unit and step: an all-gather of its parameters, once; with ``zero = 3``, in
@@ -71,7 +102,7 @@ def apply(
     mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     offload_policy = OffloadPolicy()
     if memory.cpu_offload:
-        offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        offload_policy = CPUOffloadPolicy(pin_memory=meshes.dense.device_type == "cuda")
 
     children = dict(stage.named_children())
     first, last = children.get("first"), children.get("last")
@@ -79,27 +110,58 @@ def apply(
         first = last = None
     modules = [first, *children["blocks"].children(), last]
     in_order = [module for module in modules if module is not None]
+    experts_of = {
+        module: [
+            part
+            for name, part in stage.named_modules()
+            if plan.holds_experts(name) and part in set(module.modules())
+        ]
+        for module in in_order
+    }
+    whole = {
+        parameter
+        for parameter in stage.parameters()
+        if not parameter.requires_grad and parameter.ndim == 1
+    }
     for module in (*in_order, stage):
         # Backward starts with `last`: what its forward dropped would be gathered at once.
         reshard = parallel.zero == 3 and module is not last and module is not stage
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            shard_placement_fn=_shard_columns_if_rows_are_uneven,
-        )
+        # Inner units first: an outer one takes the parameters that no unit has taken.
+        for unit in (*experts_of.get(module, ()), module):
+            is_dense = unit is module
+            mesh = meshes.dense if is_dense else meshes.experts
+            assert mesh is not None
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                mp_policy=mp_policy,
+                offload_policy=offload_policy,
+                shard_placement_fn=_shard_columns_if_rows_are_uneven if is_dense else _second_dim,
+                ignored_params=whole,
+            )
 
     # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is
     # the `last` of the previous micro-batch: a useless all-gather. So every unit names what it
-    # prefetches; the first one names itself, which is gathered already.
+    # prefetches; the first one names itself, which is gathered already. Experts are prefetched with
+    # their block, and prefetch nothing.
     for previous, module in zip((in_order[0], *in_order), in_order, strict=False):
-        cast(FSDPModule, module).set_modules_to_backward_prefetch([cast(FSDPModule, previous)])
+        _prefetch_in_backward(module, [previous, *experts_of[previous]])
+        for experts in experts_of[module]:
+            _prefetch_in_backward(experts, [experts])
     for unit in units(stage):
         unit.set_gradient_divide_factor(1.0)
         # FSDP would multiply by 1 in the collective (PREMUL_SUM), which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _prefetch_in_backward(unit: nn.Module, targets: list[nn.Module]) -> None:
+    cast(FSDPModule, unit).set_modules_to_backward_prefetch(cast(list[FSDPModule], targets))
+
+
+def _second_dim(parameter: nn.Parameter) -> Shard:
+    """Shard the rows of each expert; the first dim is the expert."""
+    return Shard(1)
 
 
 def _shard_columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:

@@ -53,7 +53,8 @@ def apply(
 
     ``stage`` is on the meta device, or holds the same values on all ranks. Afterwards every
     parameter is a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)``
-    for rows, ``Replicate()`` for norms and for key-value heads that are fewer than ranks.
+    for rows, ``Replicate()`` for norms, routers and key-value heads that are fewer than ranks.
+    Experts are left as they are.
 
     Returns:
         By module name, a function that must run before a compiled block does: its graph reads this
@@ -71,7 +72,9 @@ def apply(
     parallelize_module(stage, mesh, dict(styles), src_data_rank=None)
 
     uncut = [
-        name for name, parameter in stage.named_parameters() if not isinstance(parameter, DTensor)
+        name
+        for name, parameter in stage.named_parameters()
+        if not isinstance(parameter, DTensor) and not plan.holds_experts(name.rpartition(".")[0])
     ]
     if uncut:
         raise PlanError(
@@ -167,6 +170,8 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
             return Local(Shard(0), post_collective=reduce, make_forward=_embedding_forward)
         case "norm":
             return Local(Replicate(), grad_placement=Partial() if sequence_parallel else None)
+        case "router":
+            return Local(Replicate(), grad_placement=Partial())
         case "head_norm":  # a rank sees some of the heads: its gradient is a part of the sum
             return Local(Replicate(), grad_placement=Partial())
         case "gather":  # one all-gather serves all projections that read this input

@@ -11,6 +11,7 @@ from composer3d.recipe.values import (
     join_with_or,
     nearest_multiples,
     suggest,
+    value_of,
 )
 from composer3d.spec.schedules import (
     SCHEDULES,
@@ -128,6 +129,74 @@ def sequence_divides(recipe: Recipe) -> Iterator[str]:
     if tp > 1:
         reason += f", and {cuts_by_tp} cuts the part of each rank again"
     yield f"<data.seq_len> must be a multiple of {unit}: {reason}; use {multiples}"
+
+
+# --- expert parallelism ---
+
+
+@rule("mesh.ep", "mesh.dp_shard", "mesh.cp", "mesh.tp")
+def ep_divides_ranks(recipe: Recipe) -> Iterator[str]:
+    """ep groups the ranks of dp_shard, cp and tp; it adds none."""
+    mesh = recipe.mesh
+    ranks = mesh.dp_shard * mesh.cp * mesh.tp
+    if ranks % mesh.ep:
+        yield (
+            "<mesh.ep> must divide <mesh.dp_shard> x <mesh.cp> x <mesh.tp>, which is "
+            f"{ranks}; {suggest(divisors(gcd(ranks, recipe.model.experts or 1)), mesh.ep)}"
+        )
+
+
+@rule("mesh.ep")
+def ep_needs_experts(recipe: Recipe) -> Iterator[str]:
+    if recipe.mesh.ep > 1 and not recipe.model.experts:
+        yield (
+            "<mesh.ep> shares experts, and the model has none; use mesh.ep = 1, or "
+            'model.architecture = "moe"'
+        )
+
+
+@rule("mesh.ep", "model.experts")
+def ep_divides_experts(recipe: Recipe) -> Iterator[str]:
+    """Every rank of ep holds equally many experts."""
+    if recipe.model.experts % recipe.mesh.ep:
+        yield (
+            "<mesh.ep> must divide <model.experts>; "
+            f"{suggest(divisors(recipe.model.experts), recipe.mesh.ep)}"
+        )
+
+
+@rule("parallel.sequence_parallel", "mesh.tp")
+def experts_need_sequence_parallel(recipe: Recipe) -> Iterator[str]:
+    """Without sequence parallelism, all tp ranks would send the same tokens to experts."""
+    if recipe.model.experts and recipe.mesh.tp > 1 and not recipe.parallel.sequence_parallel:
+        yield (
+            "<parallel.sequence_parallel> with <mesh.tp> lets every tp rank hold all tokens, and a "
+            "model with experts would compute each of them several times; use "
+            "parallel.sequence_parallel = true, or mesh.tp = 1"
+        )
+
+
+@rule(
+    "mesh.ep", "mesh.dp_shard", "mesh.cp", "mesh.tp", "parallel.zero", "model.dim", "model.experts"
+)
+def experts_are_sharded_evenly(recipe: Recipe) -> Iterator[str]:
+    """FSDP shards the rows of each expert over (dp_shard x cp x tp) / ep ranks."""
+    model, shards = recipe.model, recipe.mesh.efsdp
+    if not model.experts or not recipe.parallel.zero or recipe.mesh.ep * shards == 0:
+        return
+    if model.dim % shards or model.expert_width % shards:
+        yield (
+            "<mesh.dp_shard> x <mesh.cp> x <mesh.tp> over <mesh.ep> shards each expert over "
+            f"{shards} ranks, which must divide <model.dim> and {model.expert_width}, the width of "
+            "an expert; use a larger mesh.ep, or other sizes"
+        )
+
+
+@rule("mesh.tp", "model.shared_ffn")
+def tp_divides_shared_ffn(recipe: Recipe) -> Iterator[str]:
+    shared_ffn, tp = value_of(recipe, "model.shared_ffn"), recipe.mesh.tp
+    if shared_ffn % tp:
+        yield f"<mesh.tp> must divide <model.shared_ffn>; {suggest(divisors(shared_ffn), tp)}"
 
 
 # --- the world ---
@@ -279,6 +348,16 @@ def compute_fits_params(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule("compile.enabled")
+def experts_are_eager(recipe: Recipe) -> Iterator[str]:
+    """The number of rows of an expert is known only when it runs, so no graph holds for it."""
+    if recipe.compile.enabled and recipe.model.experts:
+        yield (
+            "<compile.enabled> makes one graph of a block, but the number of tokens of each expert "
+            "changes in every step; use compile.enabled = false"
+        )
+
+
 @rule("compile.enabled", "parallel.schedule", "mesh.pp")
 def split_backward_is_eager(recipe: Recipe) -> Iterator[str]:
     """A compiled block has one backward graph, which cannot be split into two halves."""
@@ -301,6 +380,12 @@ RULES: tuple[Rule, ...] = (
     every_tp_rank_has_vocabulary,
     uneven_vocabulary_has_even_columns,
     sequence_divides,
+    ep_divides_ranks,
+    ep_needs_experts,
+    ep_divides_experts,
+    experts_need_sequence_parallel,
+    experts_are_sharded_evenly,
+    tp_divides_shared_ffn,
     world_can_be_started,
     stages_have_layers,
     schedule_accepts_virtual_stages,
@@ -311,5 +396,6 @@ RULES: tuple[Rule, ...] = (
     zero_0_does_not_shard,
     pipeline_reduces_once,
     compute_fits_params,
+    experts_are_eager,
     split_backward_is_eager,
 )

@@ -1,0 +1,409 @@
+"""Mixture of experts: a router sends each token to a few of many feed-forward layers.
+
+Shazeer et al. 2017 (arXiv 1701.06538). No token is dropped and no capacity is set: every expert
+computes exactly the tokens that were routed to it.
+
+Shapes are in the names: N tokens of a micro-batch (B x T), C model width, E experts, K experts of
+a token, F width of an expert, M = N x K rows, one for each token and each of its experts.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.layers.ffn import FeedForward
+
+# Below the sum of any scores that float32 can tell from 0; DeepSeek-V3 divides so.
+_SMALLEST_SUM = 1e-20
+
+# grouped_mm reads rows in units of this many bytes.
+_ROW_BYTES = 16
+
+
+class RouterStatistics:
+    """What a router has seen of this rank's tokens since the step began.
+
+    Backward adds to it, not forward: a micro-batch has one backward, even if activation
+    checkpointing runs its forward twice, and an evaluation has none.
+
+    Attributes:
+        sums: float64 (E + 3): the tokens of each expert, then the balance loss and the z-loss, both
+            times their coefficients and divided by the tokens of the step, then the entropy of the
+            routing probabilities, in nats, summed over tokens. None: no backward since the reset.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+
+    def add(self, sums: Tensor) -> None:
+        """Add what one micro-batch has seen."""
+        self.sums = sums.clone() if self.sums is None else self.sums + sums
+
+    def reset(self) -> None:
+        """Forget everything: a new step begins."""
+        self.sums = None
+
+
+class Routing(NamedTuple):
+    """Where the tokens of a micro-batch go.
+
+    Attributes:
+        experts_NK: int64: the experts of each token, in the order of ``topk``.
+        weights_NK: float32 or wider: the weights of their outputs.
+        tokens_E: int64: the number of rows that go to each expert.
+    """
+
+    experts_NK: Tensor
+    weights_NK: Tensor
+    tokens_E: Tensor
+
+
+class Router(nn.Module):
+    """Choose ``per_token`` of ``experts`` experts for each token.
+
+    Scores are computed in float32 or wider, whatever the dtype of the stream is: in bfloat16 many
+    of them are equal (Zoph et al. 2022, arXiv 2202.08906, section 3.3).
+
+    Args:
+        dim: width C of the residual stream.
+        experts, per_token: E and K.
+        scores: "softmax" over all experts (Mixtral, Qwen 3), or "sigmoid" (DeepSeek-V3).
+        renormalise: divide the weights of a token's experts by their sum.
+        scale: factor of the weights, after that.
+        groups, groups_per_token: only experts of the best groups of consecutive experts are chosen.
+            A group is as good as the sum of its two best scores (DeepSeek-V3).
+        has_bias: add a bias to the scores for the choice, not for the weights. It gets no gradient.
+        bias_rate: how far it moves in a step (see ``bias_move``).
+        balance_loss: coefficient of the balance loss (see ``_balance_loss``).
+        z_loss: coefficient of the mean of logsumexp(logits)^2 (arXiv 2202.08906).
+
+    Attributes:
+        weight: (E, C).
+        bias: (E), or None.
+        statistics: of the current step.
+        sequence_ranks, sum_over_sequence, own_documents: the seams of parallelisms that cut
+            sequences: the number of ranks that hold parts of the same sequences; a function that
+            sums a tensor over them; and a function that takes the documents of whole sequences and
+            returns those of the tokens that this rank routes.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        experts: int,
+        per_token: int,
+        scores: Literal["softmax", "sigmoid"] = "softmax",
+        renormalise: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        groups_per_token: int = 1,
+        has_bias: bool = False,
+        bias_rate: float = 0.0,
+        balance_loss: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.experts, self.per_token = experts, per_token
+        self.scores, self.renormalise, self.scale = scores, renormalise, scale
+        self.groups, self.groups_per_token = groups, groups_per_token
+        self.bias_rate, self.balance_loss, self.z_loss = bias_rate, balance_loss, z_loss
+        self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if has_bias else None
+        self.statistics = RouterStatistics()
+        self.sequence_ranks = 1
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = _identity
+        self.own_documents: Callable[[Tensor], Tensor] = _identity
+
+    def forward(self, x_BTC: Tensor, seq: SequenceInfo) -> Routing:
+        wide = torch.promote_types(x_BTC.dtype, torch.float32)
+        x_NC = x_BTC.flatten(0, 1)
+        logits_NE = F.linear(x_NC.to(wide), self.weight.to(wide))
+        if self.scores == "softmax":
+            scores_NE = probabilities_NE = logits_NE.softmax(-1)
+        else:
+            scores_NE = logits_NE.sigmoid()
+            probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+
+        experts_NK = self._choose(scores_NE.detach())
+        weights_NK = scores_NE.gather(1, experts_NK)
+        if self.renormalise:
+            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        weights_NK = weights_NK * self.scale
+
+        tokens_E = _count(experts_NK.flatten(), self.experts)
+        if self.training and torch.is_grad_enabled():
+            weights_NK = self._account(
+                weights_NK, logits_NE, probabilities_NE, experts_NK, tokens_E, x_BTC.shape[0], seq
+            )
+        return Routing(experts_NK, weights_NK, tokens_E)
+
+    def bias_move(self, tokens_E: Tensor) -> Tensor:
+        """What to add to the bias after a step, to favour the experts that got few tokens.
+
+        Each bias moves by ``bias_rate``, up or down (Wang et al. 2024, arXiv 2408.15664).
+
+        Args:
+            tokens_E: the tokens of each expert in the whole step, over all ranks.
+        """
+        return self.bias_rate * (tokens_E.mean() - tokens_E).sign()
+
+    def _choose(self, scores_NE: Tensor) -> Tensor:
+        """The experts of each token: those of the largest scores, with the bias added."""
+        if self.bias is not None:
+            scores_NE = scores_NE + self.bias.to(scores_NE)
+        if self.groups > 1:
+            by_group_NGe = scores_NE.unflatten(1, (self.groups, -1))
+            best_two_NG2 = by_group_NGe.topk(min(2, by_group_NGe.shape[-1]), dim=-1).values
+            groups_NG = best_two_NG2.sum(-1).topk(self.groups_per_token, dim=-1).indices
+            is_out_NG = torch.ones_like(by_group_NGe[..., 0], dtype=torch.bool)
+            is_out_NG.scatter_(1, groups_NG, False)
+            scores_NE = by_group_NGe.masked_fill(is_out_NG[..., None], -torch.inf).flatten(1)
+        return scores_NE.topk(self.per_token, dim=-1).indices
+
+    def _account(
+        self,
+        weights_NK: Tensor,
+        logits_NE: Tensor,
+        probabilities_NE: Tensor,
+        experts_NK: Tensor,
+        tokens_E: Tensor,
+        rows: int,
+        seq: SequenceInfo,
+    ) -> Tensor:
+        """Return the weights; their backward adds the losses' gradients and the statistics."""
+        loss = balance = z = logits_NE.new_zeros(())
+        if self.balance_loss:
+            balance = self.balance_loss * self._balance_loss(
+                probabilities_NE, experts_NK, rows, seq
+            )
+            loss = loss + balance
+        if self.z_loss:
+            z = self.z_loss * logits_NE.logsumexp(-1).square().sum() / seq.step_tokens
+            loss = loss + z
+        with torch.no_grad():
+            entropy = torch.special.entr(probabilities_NE).sum()
+            sums = torch.cat((tokens_E.double(), torch.stack((balance, z, entropy)).double()))
+        return _WithLoss.apply(weights_NK, loss, sums, self.statistics)
+
+    def _balance_loss(
+        self, probabilities_NE: Tensor, experts_NK: Tensor, rows: int, seq: SequenceInfo
+    ) -> Tensor:
+        """This rank's share of the balance loss of each sequence, the mean over all tokens.
+
+        The loss of a sequence is E x the sum over experts of f_e x P_e, where f_e is the part of
+        its rows that go to expert e, and P_e the mean of its tokens' probabilities: 1 if all
+        experts get the same (Fedus et al. 2021, arXiv 2101.03961; for each sequence, as in
+        DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). With packed documents, a sequence is a
+        document. A sequence is never cut by micro-batches or data parallelism, so the loss does not
+        depend on the layout: a loss of a micro-batch or of a rank would, as f x P is not linear.
+
+        Sequences count by their tokens. The loss is a sum over tokens, divided by the tokens of the
+        whole step, so that all ranks and micro-batches add up to the mean.
+        """
+        sequence_N, lengths_S = self._sequences(experts_NK.shape[0], rows, seq)
+        n_sequences, n_experts = len(lengths_S), self.experts
+        cells = (sequence_N[:, None] * n_experts + experts_NK).flatten()
+        tokens_SE = self.sum_over_sequence(_count(cells, n_sequences * n_experts))
+        tokens_SE = tokens_SE.view(n_sequences, n_experts)
+        share_SE = tokens_SE / (lengths_S[:, None] * self.per_token)
+        share_NE = share_SE.to(probabilities_NE.dtype)[sequence_N]
+        return n_experts * (share_NE * probabilities_NE).sum() / seq.step_tokens
+
+    def _sequences(self, tokens: int, rows: int, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
+        """The number of each token's sequence (N), and the length of each sequence (S), in tokens.
+
+        All routers of a micro-batch share them. There is no collective here: a checkpointed block
+        finds them when it runs again, and would skip one that it had called the first time.
+        """
+        key = (Router, "sequences")
+        if key not in seq.shared:
+            row_B1 = torch.arange(rows)[:, None]
+            if seq.documents_BT is None:
+                sequence_BT = row_B1.expand(rows, tokens // rows)
+                lengths_S = torch.full((rows,), tokens // rows * self.sequence_ranks)
+            else:
+                most = int(seq.documents_BT.max()) + 1  # on the CPU: no wait for the device
+                sequence_BT = self.own_documents(seq.documents_BT) + row_B1 * most
+                lengths_S = _count((seq.documents_BT + row_B1 * most).flatten(), rows * most)
+            device = seq.positions_BT.device
+            # A row with fewer documents than another has some without a token.
+            lengths_S = lengths_S.clamp(min=1)
+            seq.shared[key] = sequence_BT.flatten().to(device), lengths_S.to(device)
+        return seq.shared[key]
+
+
+class _WithLoss(torch.autograd.Function):
+    """Return the weights. Backward adds a loss to the job's, and sums to the statistics.
+
+    The gradient of the job's loss with respect to a loss that is added to it is 1: nothing divides
+    gradients later, neither by ranks nor by micro-batches. So a loss can be added where it is
+    computed, on any stage of a pipeline.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights_NK: Tensor, loss: Tensor, sums: Tensor, statistics: RouterStatistics
+    ) -> Tensor:
+        ctx.save_for_backward(loss, sums)
+        ctx.statistics = statistics
+        return weights_NK.view_as(weights_NK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        loss, sums = ctx.saved_tensors
+        ctx.statistics.add(sums)
+        return grads[0], torch.ones_like(loss), None, None
+
+
+class Exchanged(NamedTuple):
+    """The rows of this rank's experts.
+
+    Attributes:
+        rows_MC: in the order of the experts; M is the number of rows on this rank.
+        tokens_E: int64: the rows of each expert of this rank.
+        send_back: returns the outputs of these rows, in the order of the rows before the exchange.
+    """
+
+    rows_MC: Tensor
+    tokens_E: Tensor
+    send_back: Callable[[Tensor], Tensor]
+
+
+# exchange(rows_MC, tokens_E): rows and their numbers, in the order of all experts
+Exchange = Callable[[Tensor, Tensor], Exchanged]
+
+
+def keep_rows(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
+    """The default of the seam ``exchange``: this rank holds all experts."""
+    return Exchanged(rows_MC, tokens_E, _identity)
+
+
+class Experts(nn.Module):
+    """E feed-forward layers (SwiGLU without biases) as three tensors: ``experts(rows, tokens_E)``.
+
+    Attributes:
+        w1, w3: (E, F, C), the gate and up projections. A rank may hold some of the experts.
+        w2: (E, C, F), the down projection.
+        exchange, own_part: the seams of expert parallelism. ``own_part`` returns this rank's part
+            of a parameter.
+    """
+
+    def __init__(self, experts: int, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(experts, ffn, dim))
+        self.w2 = nn.Parameter(torch.empty(experts, dim, ffn))
+        self.w3 = nn.Parameter(torch.empty(experts, ffn, dim))
+        self.exchange: Exchange = keep_rows
+        self.own_part: Callable[[Tensor], Tensor] = _identity
+
+    def forward(self, rows_MC: Tensor, tokens_E: Tensor) -> Tensor:
+        """Compute rows (M, C), which are in the order of their experts; returns (M, C)."""
+        weights = [self.own_part(weight) for weight in (self.w1, self.w2, self.w3)]
+        exchanged = self.exchange(rows_MC, tokens_E)
+        return exchanged.send_back(expert_ffn(exchanged.rows_MC, exchanged.tokens_E, *weights))
+
+
+def expert_ffn(rows_MC: Tensor, tokens_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """Compute ``w2[e](silu(w1[e](x)) * w3[e](x))`` for the rows of each expert e.
+
+    An expert without rows gets a gradient of zeros, not None: the optimizer must decay it and
+    update its moments as on every other layout.
+    """
+    if _has_grouped_kernel(rows_MC, w1):
+        ends_E = tokens_E.cumsum(0, dtype=torch.int32)
+        gate = F.silu(F.grouped_mm(rows_MC, w1.mT, offs=ends_E))
+        up = F.grouped_mm(rows_MC, w3.mT, offs=ends_E)
+        return F.grouped_mm(gate * up, w2.mT, offs=ends_E)
+    parts = rows_MC.split(tokens_E.tolist())
+    # ``unbind``: the backward of an index would fill a tensor of all experts with zeros for each.
+    return torch.cat(
+        [
+            F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+            for x, gate, down, up in zip(parts, w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+        ]
+    )
+
+
+def _has_grouped_kernel(rows_MC: Tensor, w1: Tensor) -> bool:
+    """Whether ``grouped_mm`` takes the dtype and the strides; float64 always takes the loop."""
+    size = rows_MC.element_size()
+    return size < 8 and all(width * size % _ROW_BYTES == 0 for width in w1.shape[1:])
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of experts: ``moe(x_BTC, seq) -> (B, T, C)``.
+
+    Args:
+        router: chooses the experts of each token.
+        experts: compute them.
+        shared: a feed-forward layer that every token passes as well, or None.
+    """
+
+    def __init__(self, router: Router, experts: Experts, shared: FeedForward | None) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+
+    def forward(self, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
+        routing = self.router(x_BTC, seq)
+        per_token = routing.experts_NK.shape[1]
+        # Row m of the experts' order is row order_M[m] of the tokens' order (N x K).
+        order_M = routing.experts_NK.flatten().argsort(stable=True)
+        place_M = inverse_of(order_M)
+
+        rows_MC = _rows_of_tokens(x_BTC.flatten(0, 1), order_M, place_M, per_token)
+        out_MC = self.experts(rows_MC, routing.tokens_E)
+        out_NKC = permute_rows(out_MC, place_M, order_M).unflatten(0, (-1, per_token))
+
+        # The weighted sum is in float32 or wider, and in the order of K on every layout.
+        weights_NK1 = routing.weights_NK[..., None]
+        out_BTC = (out_NKC * weights_NK1).sum(1).to(x_BTC.dtype).view_as(x_BTC)
+        return out_BTC if self.shared is None else out_BTC + self.shared(x_BTC)
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+def permute_rows(x_MC: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
+    """Row m of the result is row ``order_M[m]``. Backward reads rows too, where torch's adds."""
+    return _PermuteRows.apply(x_MC, order_M, inverse_M, 1)
+
+
+def _rows_of_tokens(x_NC: Tensor, order_M: Tensor, inverse_M: Tensor, per_token: int) -> Tensor:
+    """Repeat each token ``per_token`` times and permute the rows; backward sums in fixed order."""
+    return _PermuteRows.apply(x_NC, order_M, inverse_M, per_token)
+
+
+class _PermuteRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, order_M: Tensor, inverse_M: Tensor, repeats: int) -> Tensor:
+        ctx.save_for_backward(inverse_M)
+        ctx.repeats = repeats
+        return x_NC[order_M if repeats == 1 else order_M // repeats]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse_M,) = ctx.saved_tensors
+        grad_MC = grads[0][inverse_M]
+        if ctx.repeats > 1:
+            grad_MC = grad_MC.unflatten(0, (-1, ctx.repeats)).sum(1)
+        return grad_MC, None, None, None
+
+
+def _count(index: Tensor, size: int) -> Tensor:
+    """How often each number below ``size`` occurs. ``bincount`` would wait for the device."""
+    return index.new_zeros(size).scatter_add_(0, index, torch.ones_like(index))
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x

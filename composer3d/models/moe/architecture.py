@@ -1,0 +1,14 @@
+"""Llama with experts as recipes name it: ``[model] architecture = "moe"``."""
+
+from composer3d.models.moe.shape import PRESETS, MoeShape
+from composer3d.models.registry import Architecture
+
+ARCHITECTURE = Architecture(
+    shape=MoeShape,
+    presets=PRESETS,
+    model="composer3d.models.moe.model:MoeLlama",
+    plan="composer3d.models.moe.plan:sharding_plan",
+    parameters="composer3d.models.moe.counts:parameters",
+    active_parameters="composer3d.models.moe.counts:active_parameters",
+    flops_per_token="composer3d.models.moe.counts:flops_per_token",
+)

@@ -1,0 +1,80 @@
+"""Llama with mixtures of experts: Mixtral (arXiv 2401.04088), Qwen 3 (arXiv 2505.09388), and the
+router of DeepSeek-V3 (arXiv 2412.19437).
+
+A block with experts has ``blocks.7.moe.router.weight``, ``blocks.7.moe.experts.w1`` (w2, w3; all
+experts of the block in one tensor, the expert first) and, with a shared expert,
+``blocks.7.moe.shared.w1.weight``. All other names are those of ``models.llama``.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from composer3d.models.contract import Decoder, SequenceInfo
+from composer3d.models.layers.ffn import FeedForward
+from composer3d.models.layers.moe import Experts, MoE, Router
+from composer3d.models.layers.rope import Rope
+from composer3d.models.llama.model import Block, First, Last, rope_of
+from composer3d.models.moe.shape import MoeShape
+
+
+def moe_of(shape: MoeShape) -> MoE:
+    """The mixture of experts of one block."""
+    router = Router(
+        dim=shape.dim,
+        experts=shape.experts,
+        per_token=shape.experts_per_token,
+        scores=shape.router,
+        renormalise=shape.renormalise,
+        scale=shape.router_scale,
+        groups=shape.expert_groups,
+        groups_per_token=shape.groups_per_token,
+        has_bias=shape.router_bias,
+        bias_rate=shape.bias_rate,
+        balance_loss=shape.balance_loss,
+        z_loss=shape.z_loss,
+    )
+    experts = Experts(shape.experts, shape.dim, shape.expert_width)
+    shared = FeedForward(shape.dim, shape.shared_ffn) if shape.shared_ffn else None
+    return MoE(router, experts, shared)
+
+
+class MoeBlock(Block):
+    """One pre-norm decoder block with experts: ``block(h_BTC, seq) -> h_BTC``."""
+
+    def __init__(self, shape: MoeShape, rope: Rope) -> None:
+        super().__init__(shape, rope)
+        del self.ffn
+        self.moe = moe_of(shape)
+
+    def forward(self, h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
+        h_BTC = h_BTC + self.attn(self.attn_norm(h_BTC), seq=seq)
+        return h_BTC + self.moe(self.ffn_norm(h_BTC), seq)
+
+
+class MoeLlama(Decoder):
+    """A Llama with experts, of one ``MoeShape``, with uninitialised parameters.
+
+    Args:
+        shape: the sizes of the whole model.
+        dtype: of all parameters.
+        device: where the parameters are allocated; "meta" allocates nothing.
+    """
+
+    def __init__(
+        self, shape: MoeShape, *, dtype: torch.dtype = torch.float32, device: str = "meta"
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        rope = rope_of(shape)
+        with torch.device(device):
+            self.first = First(shape.vocab, shape.dim)
+            self.blocks = nn.ModuleDict(
+                {
+                    str(layer): (MoeBlock if shape.has_experts(layer) else Block)(shape, rope)
+                    for layer in range(shape.n_layers)
+                }
+            )
+            self.last = Last(shape.vocab, shape.dim, shape.norm_eps)
+        if shape.tied:
+            self.last.head.weight = self.first.embed.weight
+        self.to(dtype)

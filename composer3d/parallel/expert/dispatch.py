@@ -1,0 +1,110 @@
+"""The exchange of tokens between the ranks that share the experts: two all-to-alls of rows.
+
+Lepikhin et al. 2020 (GShard, arXiv 2006.16668), without a capacity: each rank sends exactly the
+rows that the other's experts compute.
+
+Shapes: M rows on this rank, in the order of all E experts; ep ranks with L = E / ep experts each; R
+rows for the experts of this rank; C model width.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composer3d.models.layers.moe import Exchange, Exchanged, inverse_of, permute_rows
+from composer3d.runtime.torch_private import group_by_name
+
+
+def exchange_over(group: dist.ProcessGroup) -> Exchange:
+    """Make the function for the seam ``exchange`` of experts on the ranks of ``group``.
+
+    Collectives of a call: an all-to-all of E numbers of rows; the host waits for it. Then an
+    all-to-all of rows, and one of outputs. Each sends C elements for every row of this rank that
+    goes to an expert of another rank, and backward sends the same bytes in the other direction. The
+    operators ``composer3d::exchange_*`` can be saved by selective activation checkpointing.
+    """
+    name, size = group.group_name, group.size()
+
+    def exchange(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
+        arriving_E = exchange_counts(tokens_E, name)
+        # By rank and by its experts. One copy to the host gives both.
+        sent, arriving = torch.stack((tokens_E, arriving_E)).cpu().unflatten(1, (size, -1))
+        sent_rows, arriving_rows = sent.sum(1).tolist(), arriving.sum(1).tolist()
+
+        rows_RC = exchange_rows(rows_MC, sent_rows, arriving_rows, name)
+        # Rows arrive by source rank, and by expert within it; experts need the rows of all ranks.
+        expert_R = (
+            torch.arange(arriving.shape[1]).repeat(size).repeat_interleave(arriving.flatten())
+        )
+        order_R = expert_R.argsort(stable=True).to(rows_MC.device)
+        place_R = inverse_of(order_R)
+
+        def send_back(out_RC: Tensor) -> Tensor:
+            by_rank_RC = permute_rows(out_RC, place_R, order_R)
+            return exchange_rows(by_rank_RC, arriving_rows, sent_rows, name)
+
+        tokens_L = arriving_E.unflatten(0, (size, -1)).sum(0)
+        return Exchanged(permute_rows(rows_RC, order_R, place_R), tokens_L, send_back)
+
+    return exchange
+
+
+@torch.library.custom_op("composer3d::exchange_counts", mutates_args=())
+def exchange_counts(counts: Tensor, group_name: str) -> Tensor:
+    """All-to-all of equal parts: part r of this rank goes to rank r, as its part ``this rank``."""
+    out = torch.empty_like(counts)
+    dist.all_to_all_single(out, counts.contiguous(), group=group_by_name(group_name))
+    return out
+
+
+@torch.library.custom_op("composer3d::exchange_rows", mutates_args=())
+def exchange_rows(
+    rows: Tensor, sent: Sequence[int], arriving: Sequence[int], group_name: str
+) -> Tensor:
+    """All-to-all of rows: the first ``sent[0]`` go to rank 0, and so on.
+
+    Returns the rows of all ranks in the order of the ranks: ``arriving[r]`` come from rank r.
+    Backward sends the gradients back.
+    """
+    out = rows.new_empty((sum(arriving), *rows.shape[1:]))
+    dist.all_to_all_single(
+        out, rows.contiguous(), list(arriving), list(sent), group=group_by_name(group_name)
+    )
+    return out
+
+
+@torch.library.custom_op("composer3d::sum_counts", mutates_args=())
+def sum_counts(counts: Tensor, group_name: str) -> Tensor:
+    """Sum integers over the ranks of a group. They have no gradient."""
+    out = counts.clone()
+    dist.all_reduce(out, group=group_by_name(group_name))
+    return out
+
+
+@exchange_counts.register_fake
+def _(counts: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(counts)
+
+
+@sum_counts.register_fake
+def _(counts: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(counts)
+
+
+@exchange_rows.register_fake
+def _(rows: Tensor, sent: Sequence[int], arriving: Sequence[int], group_name: str) -> Tensor:
+    return rows.new_empty((sum(arriving), *rows.shape[1:]))
+
+
+def _save_settings(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.sent, ctx.arriving, ctx.group_name = inputs
+
+
+def _send_gradients_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return exchange_rows(grad, ctx.arriving, ctx.sent, ctx.group_name), None, None, None
+
+
+exchange_rows.register_autograd(_send_gradients_back, setup_context=_save_settings)
