@@ -7,7 +7,7 @@ from typing import Any
 from composer3d.models.registry import architecture, resolve
 from composer3d.recipe.machine import folder_problem, shows_a_gpu
 from composer3d.recipe.resolve import Resolved, load
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import schema_text
 from composer3d.spec.errors import RecipeError, UserError
 
@@ -72,12 +72,18 @@ def _check_machine(resolved: Resolved, *, will_train_here: bool) -> None:
 
 
 def _summary(recipe: Recipe) -> str:
-    axes = [f"{axis} {size}" for axis, size in asdict(recipe.mesh).items() if size > 1]
+    sizes = {axis: getattr(recipe.mesh, axis) for axis in AXES}
+    axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     mesh = " x ".join(axes) or "no parallelism"
+    if recipe.mesh.ep > 1:
+        mesh += f", ep {recipe.mesh.ep} of them, experts sharded over {recipe.mesh.efsdp}"
     data, steps = recipe.data, recipe.run.steps
     tokens = data.global_batch * data.seq_len
-    count_parameters = resolve(architecture(recipe.model.architecture).parameters)
-    parameters = count_parameters(recipe.model)
+    model_of = architecture(recipe.model.architecture)
+    parameters = f"{resolve(model_of.parameters)(recipe.model):,}"
+    if model_of.active_parameters is not None:
+        active = resolve(model_of.active_parameters)(recipe.model)
+        parameters += f", of which {active:,} compute each token"
     lines = {
         "world size": f"{recipe.world_size} ({mesh})",
         "global batch": (
@@ -85,6 +91,6 @@ def _summary(recipe: Recipe) -> str:
             f"micro-batches x {recipe.mesh.batch_ranks} data-parallel ranks"
         ),
         "tokens": f"{tokens:,} a step, {tokens * steps:,} in {steps:,} steps",
-        "parameters": f"{parameters:,}",
+        "parameters": parameters,
     }
     return "\n".join(f"# {name:<13} {value}" for name, value in lines.items())

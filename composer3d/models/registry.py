@@ -34,8 +34,8 @@ class Architecture:
         plan: ``plan(shape) -> ShardingPlan``.
         parameters: ``parameters(shape) -> int``, of the whole model.
         flops_per_token: ``flops_per_token(shape, seq_len) -> float``, forward and backward.
-        active_parameters: ``active_parameters(shape) -> int``, those that compute a token; None: all
-            of them do.
+        active_parameters: ``active_parameters(shape) -> int``, the parameters that compute a
+            token; None: all of them do.
         presets: shapes by name, for ``[model] preset``.
         huggingface: the module that reads and writes Hugging Face's config.json, or None.
     """

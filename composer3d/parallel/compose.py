@@ -11,7 +11,7 @@ from composer3d.parallel import checkpointing, compile, init
 from composer3d.parallel.context import api as context
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.expert import api as expert
-from composer3d.parallel.expert.balance import Balance, routers_of
+from composer3d.parallel.expert.balance import Balance, RouterSize, routers_of
 from composer3d.parallel.pipeline import runtime as pipeline
 from composer3d.parallel.pipeline import zero_bubble
 from composer3d.parallel.pipeline.ties import Ties, check_ties, find_ties, split_ties, tie
@@ -62,7 +62,10 @@ def compose(
     ties = find_ties(model)
     shard_meshes = fsdp.meshes_of(mesh, plan, parallel, precision, memory)
     check_ties(ties, mesh, sharded=shard_meshes is not None)
-    routers = {name: router.experts for name, router in routers_of(model).items()}
+    router_sizes = {
+        name: RouterSize(router.experts, router.per_token)
+        for name, router in routers_of(model).items()
+    }
     step_tokens = step.micro_batch * step.micro_batches * step.seq_len * mesh.batch_ranks
     placement = pipeline.place_stages(mesh.sizes.pp, parallel, step.micro_batches)
     defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
@@ -122,7 +125,7 @@ def compose(
         step,
         runtime,
         Ties(ties, modules, mesh, placement.stages),
-        Balance(routers, modules, mesh),
+        Balance(router_sizes, modules, mesh),
     )
 
 

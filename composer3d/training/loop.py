@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -10,7 +11,9 @@ import torch
 from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.data import Batch
 from composer3d.data.loader import number_documents
+from composer3d.parallel import Stages
 from composer3d.parallel.context.ownership import parts_of_all_ranks
+from composer3d.parallel.expert.balance import RouterLoad
 from composer3d.recipe.schema import CheckpointTable, Recipe
 from composer3d.reliability.signals import stop_signals
 from composer3d.runtime import log
@@ -70,7 +73,11 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
         is_last = run.step == total_steps
 
         metrics.step(
-            run.step, loss=loss, grad_norm=norm, lr=lr, extra=partial(cp_imbalance, recipe, batch)
+            run.step,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            extra=partial(_further_metrics, recipe, batch, stages),
         )
 
         # A save is collective, but clocks differ and a signal may reach one rank alone: all agree
@@ -126,6 +133,45 @@ class Cadence:
     def saved(self) -> None:
         """Start counting the minutes again."""
         self.saved_at_s = time.monotonic()
+
+
+def _further_metrics(recipe: Recipe, batch: Batch, stages: Stages) -> dict[str, float]:
+    tokens = recipe.data.global_batch * recipe.data.seq_len
+    return {**cp_imbalance(recipe, batch), **expert_metrics(stages.router_loads, tokens)}
+
+
+def expert_metrics(loads: Mapping[str, RouterLoad], tokens: int) -> dict[str, float]:
+    """Describe how the routers of a model spread a step of ``tokens`` tokens over experts.
+
+    Returns:
+        Empty without experts. Otherwise:
+
+        - ``expert_load``: the tokens of the busiest expert of a layer over the mean of its experts,
+          1 at best, the mean over layers; ``expert_load/blocks.3`` for each layer.
+        - ``dropped_tokens``: always 0, because there is no capacity: what experts have computed is
+          counted, not assumed.
+        - ``router_entropy``: nats, the mean over tokens and layers; also for each layer.
+        - ``balance_loss`` and ``z_loss``: what they add to the loss, summed over layers.
+        - ``router_bias``: the largest bias minus the smallest, for each layer that has them.
+    """
+    if not loads:
+        return {}
+    metrics: dict[str, float] = {}
+    shares = {name: load.tokens_E.max() / load.tokens_E.mean() for name, load in loads.items()}
+    metrics["expert_load"] = torch.stack(list(shares.values())).mean().item()
+    metrics["dropped_tokens"] = sum(
+        load.per_token * tokens - load.tokens_E.sum().item() for load in loads.values()
+    )
+    metrics["router_entropy"] = sum(load.entropy for load in loads.values()) / (tokens * len(loads))
+    metrics["balance_loss"] = sum(load.balance_loss for load in loads.values())
+    metrics["z_loss"] = sum(load.z_loss for load in loads.values())
+    for name, load in loads.items():
+        layer = name.removesuffix(".moe.router")
+        metrics[f"expert_load/{layer}"] = shares[name].item()
+        metrics[f"router_entropy/{layer}"] = load.entropy / tokens
+        if load.bias_high > load.bias_low:
+            metrics[f"router_bias/{layer}"] = load.bias_high - load.bias_low
+    return metrics
 
 
 def cp_imbalance(recipe: Recipe, batch: Batch) -> dict[str, float]:

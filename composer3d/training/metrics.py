@@ -42,7 +42,8 @@ _LINE_LIMIT = 64 << 10
 
 _LINE_START = b'{"step": '
 
-# The tag of each metric in TensorBoard. Any other metric gets the tag "other/NAME".
+# The tag of each metric in TensorBoard. Any other metric has the tag NAME if it contains a "/", or
+# else "other/NAME".
 _TAGS = {
     "loss": "loss/train",
     "validation_loss": "loss/validation",
@@ -53,6 +54,11 @@ _TAGS = {
     "tflops_per_rank": "speed/tflops_per_rank",
     "mfu": "speed/mfu",
     "cp_balance": "speed/cp_balance",
+    "expert_load": "experts/load",
+    "dropped_tokens": "experts/dropped_tokens",
+    "router_entropy": "experts/router_entropy",
+    "balance_loss": "experts/balance_loss",
+    "z_loss": "experts/z_loss",
     "step_s": "time/step_s",
     "data_s": "time/data_s",
     "validation_s": "time/validation_s",
@@ -240,7 +246,7 @@ class Metrics:
             _append(self._path, (json.dumps({"step": step, **finite}) + "\n").encode())
             for name, value in values.items():
                 if value is not None and self._tensorboard is not None:
-                    self._tensorboard.add_scalar(_TAGS.get(name, f"other/{name}"), value, step)
+                    self._tensorboard.add_scalar(_tag(name), value, step)
         except OSError as error:
             # A full disk must not end a healthy run, nor hide why a save failed.
             log.get().warning(f"the metrics of step {step} could not be written: {error}")
@@ -271,6 +277,10 @@ class Metrics:
             f"left {left}",
         ]
         return "  ".join(parts)
+
+
+def _tag(name: str) -> str:
+    return _TAGS.get(name, name if "/" in name else f"other/{name}")
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The shape of a Llama with experts as plain numbers, and one row for each preset. No torch here."""
+"""The shape of a Llama with experts, and one row for each preset. No torch here."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -96,6 +96,7 @@ _QWEN_3: dict[str, Any] = {
 PRESETS: dict[str, MoeShape] = {
     # dim, n_layers, n_heads, n_kv_heads, ffn, vocab
     "debug-moe": MoeShape(64, 4, 4, 2, 96, 256, 1e4, experts=8, experts_per_token=2),
+    "debug-small-moe": MoeShape(128, 4, 4, 2, 192, 256, 1e4, experts=8, experts_per_token=2),
     "debug-moe-shared": MoeShape(
         64,
         4,

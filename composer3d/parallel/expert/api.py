@@ -59,7 +59,8 @@ def _cut_experts(name: str, module: Experts, mesh: Mesh) -> None:
     for leaf, parameter in list(module.named_parameters(recurse=False)):
         if parameter.shape[0] % ep.size():
             raise PlanError(
-                f"mesh.ep = {ep.size()} must divide the {parameter.shape[0]} experts of {name}.{leaf}"
+                f"mesh.ep = {ep.size()} must divide the {parameter.shape[0]} experts of "
+                f"{name}.{leaf}"
             )
         value = distribute_tensor(parameter, ep, [Shard(0)], src_data_rank=None)
         cut = nn.Parameter(value, requires_grad=parameter.requires_grad)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from composer3d.models.layers.moe import Router
 from composer3d.parallel.pipeline.ties import local_shard
+from composer3d.recipe.schema import AXES
 from composer3d.runtime.mesh import Mesh
 
 
@@ -17,15 +18,21 @@ class RouterLoad(NamedTuple):
 
     Attributes:
         tokens_E: float64: the number of tokens that each expert computed.
+        per_token: the number of experts that each token should have.
         balance_loss, z_loss: what the router added to the job's loss: means over all tokens, times
             their coefficients.
         entropy: of the routing probabilities in nats, the sum over tokens.
+        bias_low, bias_high: the smallest and the largest bias, before the step moved it; 0 without
+            biases.
     """
 
     tokens_E: Tensor
+    per_token: int
     balance_loss: float
     z_loss: float
     entropy: float
+    bias_low: float
+    bias_high: float
 
 
 def routers_of(model: nn.Module) -> dict[str, Router]:
@@ -33,20 +40,28 @@ def routers_of(model: nn.Module) -> dict[str, Router]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
 
 
+class RouterSize(NamedTuple):
+    """The number of experts of a router, and of those that it chooses for each token."""
+
+    experts: int
+    per_token: int
+
+
 class Balance:
     """Sums what routers have seen over the job, and moves their biases.
 
     Args:
-        experts: the number of experts of each router of the whole model, by name; the same on all
-            ranks.
+        sizes: of each router of the whole model, by name; the same on all ranks.
         stages: of this rank.
 
     Attributes:
         loads: by name of the router, after ``collect``; the same on all ranks.
     """
 
-    def __init__(self, experts: Mapping[str, int], stages: Sequence[nn.Module], mesh: Mesh) -> None:
-        self._experts, self._mesh = experts, mesh
+    def __init__(
+        self, sizes: Mapping[str, RouterSize], stages: Sequence[nn.Module], mesh: Mesh
+    ) -> None:
+        self._sizes, self._mesh = sizes, mesh
         self._routers = {
             name: router for stage in stages for name, router in routers_of(stage).items()
         }
@@ -60,22 +75,32 @@ class Balance:
     def collect(self) -> None:
         """Sum what all ranks have seen since ``reset``.
 
-        Collective over the world, if the model has routers: one all-reduce of E + 3 float64 numbers
+        Collective over the world, if the model has routers: one all-reduce of E + 5 float64 numbers
         for each of them.
         """
-        if not self._experts:
+        if not self._sizes:
             return
-        parts = []
-        for name, experts in self._experts.items():
-            router = self._routers.get(name)
-            sums = None if router is None else router.statistics.sums
-            zeros = torch.zeros(experts + 3, dtype=torch.float64, device=self._mesh.device)
-            parts.append(zeros if sums is None else sums)
-        sizes = [len(part) for part in parts]
+        parts = [self._own_sums(name, size.experts) for name, size in self._sizes.items()]
+        lengths = [len(part) for part in parts]
         packed = torch.cat(parts)
         dist.all_reduce(packed)
-        for name, sums in zip(self._experts, packed.cpu().split(sizes), strict=True):
-            self.loads[name] = RouterLoad(sums[:-3], *sums[-3:].tolist())
+        all_sums = packed.cpu().split(lengths)
+        for (name, size), sums in zip(self._sizes.items(), all_sums, strict=True):
+            self.loads[name] = RouterLoad(sums[:-5], size.per_token, *sums[-5:].tolist())
+
+    def _own_sums(self, name: str, experts: int) -> Tensor:
+        """What this rank adds to the sums of one router: zeros if it does not hold the router."""
+        sums = torch.zeros(experts + 5, dtype=torch.float64, device=self._mesh.device)
+        router = self._routers.get(name)
+        if router is None:
+            return sums
+        if router.statistics.sums is not None:
+            sums[:-2] = router.statistics.sums
+        # All ranks of a stage hold the same biases: one of them counts.
+        coords = self._mesh.coords
+        if router.bias is not None and not any(coords[axis] for axis in AXES if axis != "pp"):
+            sums[-2:] = torch.stack(torch.aminmax(local_shard(router.bias)))
+        return sums
 
     def move_biases(self) -> None:
         """Move the bias of each router of this rank by its load in the step. No collective."""

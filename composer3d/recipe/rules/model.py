@@ -38,7 +38,8 @@ def tokens_find_experts(recipe: Recipe) -> Iterator[str]:
     model: Any = recipe.model
     groups, chosen = model.expert_groups, model.groups_per_token
     if model.experts % groups:
-        yield f"<model.expert_groups> must divide <model.experts>; {suggest(divisors(model.experts), groups)}"
+        way_out = suggest(divisors(model.experts), groups)
+        yield f"<model.expert_groups> must divide <model.experts>; {way_out}"
     elif chosen > groups:
         yield "<model.groups_per_token> must be at most <model.expert_groups>"
     elif groups == 1 and model.experts_per_token > model.experts:
