@@ -32,7 +32,7 @@ __all__ = [
     "unshard_sequence",
 ]
 
-# The module of each public name. The imports above are for type checkers alone.
+# The module of each public name. Only type checkers see the imports above.
 _MODULES = {
     "Decoder": "composer3d.models.contract",
     "Mesh": "composer3d.runtime.mesh",
@@ -57,5 +57,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names too, used or not."""
+    """List all public names, including those that are not imported yet."""
     return sorted({*globals(), *__all__})

@@ -20,7 +20,7 @@ import composer3d
 from composer3d.recipe.values import is_utf8, one_line
 from composer3d.spec.errors import RecipeError, UserError
 
-# Exit statuses: 128 plus the number of SIGINT, and of SIGPIPE.
+# Exit statuses: 128 plus the number of the signal, SIGINT or SIGPIPE.
 INTERRUPTED = 130
 NO_READER = 141
 
@@ -28,14 +28,16 @@ NO_READER = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Under torchrun, only rank 0 prints the errors in the user's input.
+    Under torchrun, only rank 0 prints errors about the arguments. ``commands.train`` decides which
+    ranks print the errors of a training.
 
     Args:
-        argv: the arguments; None takes those of this process.
+        argv: the arguments; None means those of this process.
 
     Returns:
-        The exit status: 0 done, 1 the check failed, 2 the user's input is wrong, 130 interrupted,
-        141 nobody reads the output any more, as after ``| head``.
+        The exit status: 0 done, 1 a proof, a checkpoint or a training failed, 2 the user's input is
+        wrong, 130 interrupted, 141 nobody reads the output any more, as after ``| head``. If signal
+        N stopped a training, the exit status is 128 + N.
     """
     for stream in (sys.stdout, sys.stderr):
         # File names may contain characters that the encoding of the terminal lacks.
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
+        # A broken pipe must show here, where it is caught, and not when Python exits.
         print(end="", flush=True)
         return status
     except KeyboardInterrupt:
@@ -51,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             print(flush=True)
         except BrokenPipeError:
-            # Python flushes the output once more when it exits.
+            # Python flushes the output once more when it exits, which must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return NO_READER
-        raise  # The broken pipe is not the output.
+        raise  # The output works, so another pipe is broken.
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -86,7 +89,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _check_sets(argv: Sequence[str]) -> None:
-    """Raise UserError if the value of a ``--set`` is separated from its key, as in ``--set a.b 1``.
+    """Raise UserError if the key and the value of a ``--set`` are two arguments: ``--set a.b 1``.
 
     argparse would only say that the value is not recognized.
     """
@@ -97,7 +100,7 @@ def _check_sets(argv: Sequence[str]) -> None:
         if "=" in key or key.startswith("-"):
             continue
 
-        # Guess the value for the message. The next argument may be the recipe instead.
+        # Guess the value for the message. The next argument may also be the recipe.
         following = [text for text in argv[index + 2 : index + 4] if not text.startswith("--")]
         if following[:1] == ["="]:
             following = following[1:]
@@ -120,7 +123,7 @@ def _check_texts(arguments: dict[str, Any]) -> None:
         for text in value if is_overrides else [value]:
             if not isinstance(text, str):
                 continue
-            # The reader of the recipe names the override that is not UTF-8.
+            # An override that is not UTF-8 is left to the reader of the recipe, which names it.
             if "\0" in text or not (is_overrides or is_utf8(text)):
                 raise UserError(
                     f"composer3d: the argument {one_line(text)} contains a NUL byte or bytes that "
@@ -129,7 +132,10 @@ def _check_texts(arguments: dict[str, Any]) -> None:
 
 
 def _find_recipe(name: str) -> str:
-    """Return the path of a recipe: a file, or a recipe of composer3d, with or without ``.toml``."""
+    """Return the path of a recipe.
+
+    ``name`` is a file, or else the name of a recipe of composer3d, with or without ``.toml``.
+    """
     if os.path.lexists(name):
         return name
     stem = name.removeprefix("recipes/").removesuffix(".toml")
@@ -140,7 +146,7 @@ def _find_recipe(name: str) -> str:
     if own.is_file():
         return str(own)
     if name.endswith(".toml"):
-        return name  # Its reader reports that there is no such file.
+        return name  # The reader of the recipe reports that there is no such file.
     names = ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
     raise RecipeError(
         f"{one_line(name)}: there is no such file, and no such recipe in composer3d; its recipes "
@@ -175,7 +181,9 @@ def _parser() -> argparse.ArgumentParser:
         "--schema", action="store_true", help="print every key that a recipe may have, and exit"
     )
 
-    train = add_command("train", "train a recipe, as one rank under torchrun, else on this machine")
+    train = add_command(
+        "train", "train a recipe with all ranks on this machine, or as one rank under torchrun"
+    )
     _add_recipe(train)
 
     verify = add_command(
@@ -295,7 +303,7 @@ def _add_json(command: argparse.ArgumentParser) -> None:
 
 
 class _Version(argparse.Action):
-    """Prints the versions that an issue should name, and exits.
+    """Prints the versions of composer3d, torch and Python, which an issue should name, and exits.
 
     torch is not imported: its version is read from its metadata.
     """

@@ -1,7 +1,8 @@
-"""Checkpoints: their description (``manifest``), and how they are saved and loaded (``store``).
+"""Save, describe and load checkpoints.
 
-Files that a stranger may have made are read by ``metadata`` (torch's description of a checkpoint),
-``torchfile`` (files of ``torch.save``) and ``pickles`` (pickles, as data).
+``store`` saves and loads the checkpoints of a run, and ``manifest`` describes each of them. Three
+modules read untrusted files as data: ``metadata`` reads torch's description of a checkpoint,
+``torchfile`` reads files of ``torch.save``, and ``pickles`` parses pickles.
 """
 
 from composer3d.checkpoint.store import Store

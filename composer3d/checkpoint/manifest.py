@@ -1,8 +1,9 @@
-"""``manifest.json`` describes a checkpoint and lets every byte of it be checked.
+"""Write, read and check ``manifest.json``, the description of a checkpoint.
 
 The manifest is written last, when all other files are on the disk. It holds the size and the digest
-of every other file in the folder, and a digest of itself, so that no flipped bit goes unnoticed.
-The digests (XXH3-128) reveal damage. They do not protect against forgery. No torch here, no pickle.
+of every other file in the folder, and a digest of its own content, so that every flipped bit is
+found. The digests (XXH3-128) detect damage. They do not detect forgery. This module uses neither
+torch nor pickle.
 """
 
 import errno
@@ -28,8 +29,8 @@ from composer3d.spec.files import MIB, RefusedFileError, open_plain, parse_json,
 FILE = "manifest.json"
 FORMAT = 1
 
-# Limits of a manifest file. A tensor takes about 100 bytes of it, a file about 80. The number of
-# values has a limit of its own, because an empty list takes 3 bytes in the file and 64 in memory.
+# Limits of a manifest file. A tensor takes about 100 bytes in it, and a file about 80. The number
+# of values has its own limit, because an empty list takes 3 bytes in the file and 64 in memory.
 _MAX_BYTES = 32 * MIB
 _MAX_VALUES = 1_500_000
 
@@ -58,15 +59,16 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One checkpoint, described by plain values that fit into JSON.
+    """The description of one checkpoint, in plain values that JSON can represent.
 
     Attributes:
         step: optimizer steps done.
         world_size: ranks of the job that saved it.
-        layout: the mesh of that job by axis, for people to read. Any layout can load it.
+        layout: the size of each mesh axis in that job. It is information for the user only: the
+            checkpoint can be loaded on any layout.
         model: the values of ``model_of``.
         recipe: the resolved recipe in TOML; empty if no run of composer3d made the checkpoint.
-        data: the state of the loader; None for a checkpoint of weights alone.
+        data: the state of the data loader; None for a checkpoint of weights alone.
         lr: the learning rate of the last step, if there was one.
         files: all other files of the folder, by their paths within it.
         tensors: all tensors, by their global names.
@@ -84,10 +86,14 @@ class Manifest:
 
 
 def model_of(shape: DecoderShape, params: str) -> dict[str, Any]:
-    """Return the values that tell models apart: all fields of the shape, and the parameters' dtype.
+    """Return the values that identify a model: the fields of its shape and its parameters' dtype.
 
     The architecture is included if it is not the default one. Two models that differ in one of
     these values compute different functions, even with the same tensors.
+
+    Args:
+        shape: the shape of the model.
+        params: the name of the parameters' dtype, such as "float32".
     """
     values = {
         f"model.{entry.name}": getattr(shape, entry.name)
@@ -103,12 +109,15 @@ def model_of(shape: DecoderShape, params: str) -> dict[str, Any]:
 def write(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest`` into ``folder``, and wait until it is on the disk.
 
-    Raises CheckpointError if it would be too large to be read again; nothing is written then.
+    Raises CheckpointError, and writes nothing, if the manifest exceeds the limits of ``read``.
     """
     content = _encode({"format": FORMAT, **asdict(manifest)})
-    if len(content) > _MAX_BYTES or _count_values(content) > _MAX_VALUES:
+    n_values = _count_values(content)
+    if len(content) > _MAX_BYTES or n_values > _MAX_VALUES:
         raise CheckpointError(
-            f"{folder / FILE} would be too large to be read: {len(content):,} bytes"
+            f"{folder / FILE} would be too large to be read: it has {len(content):,} bytes and "
+            f"{n_values:,} values, and at most {_MAX_BYTES:,} and {_MAX_VALUES:,} are allowed; "
+            "save a model with fewer tensors, or from fewer ranks"
         )
     (folder / FILE).write_bytes(content)
     sync(folder / FILE)
@@ -126,9 +135,9 @@ def read(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, damaged or not a manifest.
-        UserError: a later version of composer3d wrote it. That is no damage: a resume must not pass
-            over such a checkpoint, as it does over a damaged one.
+        CheckpointError: the manifest is missing, damaged or wrong.
+        UserError: a later version of composer3d wrote the manifest. It is not damaged, so a resume
+            must stop here. It must not skip this checkpoint as it skips a damaged one.
     """
     place = folder / FILE
     try:
@@ -154,8 +163,8 @@ def _read(place: Path) -> Manifest:
     if _count_values(written) > _MAX_VALUES:
         raise ValueError(f"it holds more than {_MAX_VALUES:,} values")
     content = parse_json(written)
-    # The bytes are compared, not the digests alone: a flipped bit can spell the same value in
-    # another way, such as 1E-05 for 1e-05.
+    # The bytes are compared, and not only the digests: a flipped bit can change how a value is
+    # written and keep the value, such as 1E-05 for 1e-05.
     if type(content) is not dict or _encode(content) != written:
         raise ValueError("its content does not match its digest")
     version = content.pop("format", None)
@@ -169,17 +178,27 @@ def _read(place: Path) -> Manifest:
 
 
 def _count_values(written: bytes) -> int:
-    """Bound the number of values in a JSON text from above, without parsing it."""
+    """Count the opening brackets and commas of a JSON text: it has at most one more value.
+
+    The keys of objects are not counted as values.
+    """
     return sum(written.count(mark) for mark in (b"[", b"{", b","))
 
 
 def parse(content: Any) -> Manifest:
-    """Make a manifest of plain values that somebody else wrote.
+    """Check plain values, such as those of a JSON file, and build a manifest from them.
 
-    Raises ValueError if a field is missing, unknown or wrong.
+    The values are untrusted: the type and the range of each one are checked.
+
+    Args:
+        content: a dict from the names of all fields of ``Manifest`` to their values. Tuples may be
+            lists.
+
+    Raises:
+        ValueError: a field is missing, unknown or wrong.
     """
     if type(content) is not dict:
-        raise ValueError("it is no object with fields")
+        raise ValueError("it is not an object with fields")
     for key in content.keys() - _RULES.keys():
         raise ValueError(f"it has a field {key!r:.100}, which no manifest has")
     for key, rule in _RULES.items():
@@ -200,7 +219,7 @@ def _describe_wrong_value(key: str, value: Any, allowed: str) -> str:
     return f"{key} is {value!r:.60}, but must be {allowed}"
 
 
-# Checks of single values. Each compares types exactly, because True is an int to isinstance.
+# Checks of single values. Each compares types exactly, because isinstance accepts True as an int.
 
 
 def _is_count(value: Any) -> bool:
@@ -264,10 +283,10 @@ def _is_shape(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether ``value`` can be the state of a loader.
+    """Whether ``value`` can be the state of a data loader.
 
-    The fields that today's loader has are checked. Others may belong to a later loader: they must
-    only be plain values.
+    The fields of today's loader are checked one by one. Other fields may belong to a later loader,
+    so they only have to be plain values.
     """
     if value is None:
         return True
@@ -284,7 +303,7 @@ def _is_data(value: Any) -> bool:
 
 
 class _Rule(NamedTuple):
-    """What the value of a field must be: a check, and its description in an error."""
+    """The check of a field, and the description of its allowed values in an error."""
 
     accepts: Callable[[Any], bool]
     allowed: str
@@ -332,15 +351,18 @@ _RULES = {
 def find_damage(
     folder: Path, manifest: Manifest, names: Collection[str] | None = None
 ) -> list[str]:
-    """Compare the files of ``folder`` with its manifest. Reads every byte of the files it checks.
+    """Compare the files of a checkpoint with its manifest. Each checked file is read whole.
 
     Args:
-        names: the files to check; None means all. Files that are not in the manifest are always
-            reported.
+        folder: the checkpoint.
+        manifest: the manifest of the checkpoint.
+        names: the files in the manifest to check; None means all. Files that are not in the
+            manifest are always reported.
 
     Returns:
-        One line for each file that is missing, unexpected, or of another size or digest. Empty if
-        nothing is wrong.
+        One line for each file that is missing, cannot be read, or has another size or digest. At
+        most eight files that are not in the manifest are named, and the others are counted. The
+        list is empty if nothing is wrong.
     """
     entries = manifest.files
     if names is not None:
@@ -376,9 +398,10 @@ def _refuse_links(folder: Path, name: str) -> None:
 
 
 def _names_in(folder: Path) -> set[str]:
-    """List the relative paths of everything below ``folder`` but folders.
+    """Return the relative paths of all files below ``folder``.
 
-    Links and pipes are listed as well. Nothing is opened, and no link is followed.
+    Links, also those to folders, and pipes count as files. Nothing is opened, and no link is
+    followed.
     """
     found = set()
     for place, folders, files in os.walk(folder):
@@ -393,12 +416,13 @@ def require_same_tensors(
     """Require that ``saved`` has exactly the names of ``expected``, with equal values.
 
     Args:
-        expected: what the model needs by name: ``TensorSpec``s, or shapes alone.
-        saved: the same of what ``place`` holds.
-        way_out: what to change; it ends the error.
+        expected: the ``TensorSpec``s or shapes that the model needs, by name.
+        saved: the ``TensorSpec``s or shapes that the checkpoint has, by name.
+        place: the checkpoint, as the error names it.
+        way_out: what the user can change. The error ends with it.
 
     Raises:
-        CheckpointError: they differ. At most eight differences are shown.
+        CheckpointError: the two differ. At most eight differences are shown.
     """
     lines = [
         _describe_difference(name, expected, saved, place)
@@ -421,12 +445,18 @@ def _describe_difference(
 
 
 def file_entry(path: Path) -> FileEntry:
-    """Measure a file for the manifest. Reads it in pieces."""
+    """Return the size and the digest of a file. The file is read in pieces.
+
+    Raises OSError if the file cannot be read, or is not a plain file.
+    """
     return FileEntry(path.stat().st_size, digest_file(path))
 
 
 def digest_file(path: Path) -> str:
-    """Compute the XXH3-128 of a file's content, in hexadecimal. Reads it in pieces."""
+    """Return the XXH3-128 digest of a file's content in hexadecimal. The file is read in pieces.
+
+    Raises OSError if the file cannot be read, or is not a plain file.
+    """
     with open_plain(path) as file:
         return _digest_of(file)
 

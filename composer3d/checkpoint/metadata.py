@@ -1,9 +1,8 @@
-"""Read a checkpoint of ``torch.distributed.checkpoint`` (DCP): its ``.metadata``, and its tensors.
+"""Read checkpoints of ``torch.distributed.checkpoint`` (DCP): their metadata and their tensors.
 
-Torch unpickles that file, and any objects among the tensors, and so runs whatever they contain.
-Here the pickle is parsed to inert records, and torch's ``Metadata`` is built from them, field by
-field. All code that reads a checkpoint reads it through this module. Only this module uses DCP's
-private names.
+Torch unpickles the file ``.metadata``, and objects that are stored among the tensors, and so runs
+any code in them. This module parses ``.metadata`` to inert records, and builds torch's ``Metadata``
+from them, field by field. All code that reads DCP checkpoints does so through this module.
 """
 
 import gc
@@ -42,14 +41,14 @@ from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import open_plain
 
 METADATA = ".metadata"
-# Bytes. Each part of a tensor takes about 200; a model of 70B on 1,024 ranks has 2.2 million parts.
+# In bytes. Each part of a tensor takes about 200, and a 70B model on 1,024 ranks has 2.2 million.
 METADATA_LIMIT = 4 << 30
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _GET_LAYOUT = "torch.serialization._get_layout"
 # All names that torch 2.13 and 2.15 write, under Python 3.11 to 3.14. Some versions of Python
-# pickle an enum by getattr.
+# pickle a member of an enum as a call of getattr.
 _NAMES = frozenset(
     {
         f"{_MODULE}.Metadata",
@@ -77,12 +76,13 @@ Sizes = tuple[int, ...]
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read DCP's description of a checkpoint: the parts of each tensor, and their places.
+    """Read DCP's metadata of a checkpoint: the parts of each tensor, and where each is stored.
 
-    Nothing in it is run. The description is checked to be sound. The parts of a tensor fill it
-    exactly. Each part has bytes of its own in a plain file of ``folder``, and enough of them.
+    The file is untrusted: it is parsed as data, and checked. The parts of a tensor must cover each
+    of its elements exactly once. Each part must have enough bytes in a plain file of ``folder``,
+    and must not share them with another part.
 
-    Raises CheckpointError if it is not sound, or cannot be read.
+    Raises CheckpointError if the metadata is wrong or cannot be read.
     """
     with reading(folder / METADATA), _paused_garbage_collector():
         state = _state_of(_parse(folder / METADATA), f"{_MODULE}.Metadata")
@@ -90,13 +90,13 @@ def read_metadata(folder: Path) -> Metadata:
         raw_storage = _dict_in(state, "storage_data")
         _require_room(raw_entries.values(), len(raw_storage))
 
-        entries = {_check_name(name): _entry(name, raw) for name, raw in raw_entries.items()}
+        entries = {_check_name(name): _build_entry(name, raw) for name, raw in raw_entries.items()}
         storage: dict[Any, StorageInfo] = {}
         for raw_index, raw_info in raw_storage.items():
-            index = _index(raw_index)
+            index = _build_index(raw_index)
             if index in storage:
                 raise PickleError(f"it stores a part of {_shown(index.fqn)} twice")
-            storage[index] = _storage_info(index.fqn, raw_info)
+            storage[index] = _build_storage_info(index.fqn, raw_info)
 
         _check_parts(entries, storage)
         _check_files(folder, storage.values())
@@ -107,8 +107,8 @@ def read_metadata(folder: Path) -> Metadata:
 def _paused_garbage_collector() -> Iterator[None]:
     """Pause Python's garbage collector within the block.
 
-    Millions of small objects are made there, and none of them is garbage: the collector would walk
-    through all of them again and again.
+    The block makes millions of small objects, and none of them is garbage: the collector would
+    walk through all of them again and again.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -120,7 +120,8 @@ def _paused_garbage_collector() -> Iterator[None]:
 
 
 def _parse(path: Path) -> Any:
-    # The file is mapped and not read: parsing a large file of zeros ends at its first byte.
+    # The file is mapped instead of read, so that a large file of zeros fails at its first byte
+    # without taking memory.
     with open_plain(path, follow_links=False) as file:
         size = file.seek(0, os.SEEK_END)
         if not 0 < size <= METADATA_LIMIT:
@@ -132,10 +133,14 @@ def _parse(path: Path) -> Any:
 
 
 def tensor_specs(metadata: Metadata, place: str) -> dict[str, TensorSpec]:
-    """Return shape and dtype of all tensors by their global names.
+    """Return the shape and dtype of each whole tensor, by its global name.
 
-    Raises CheckpointError, which names ``place``, if an entry is an object: torch would unpickle
-    it.
+    Args:
+        metadata: as ``read_metadata`` returned it.
+        place: the checkpoint, as the error names it.
+
+    Raises:
+        CheckpointError: an entry is a pickled object instead of a tensor.
     """
     specs: dict[str, TensorSpec] = {}
     objects = []
@@ -148,7 +153,7 @@ def tensor_specs(metadata: Metadata, place: str) -> dict[str, TensorSpec]:
     if objects:
         shown = ", ".join(map(_shown, sorted(objects)[:8]))
         raise CheckpointError(
-            f"{place} holds objects that are no tensors, which are not loaded: {shown}"
+            f"{place} holds objects that are not tensors, and only tensors are loaded: {shown}"
         )
     return specs
 
@@ -157,11 +162,11 @@ def _shown(name: str) -> str:
     return f"{name!r:.200}"
 
 
-# Building torch's metadata from what the pickle describes. All of it is checked.
+# Building torch's metadata from the parsed pickle. Every value is checked.
 
 
 def _state_of(record: Any, path: str) -> dict[Any, Any]:
-    """Return the fields of an object of the class at ``path``."""
+    """Return the fields of ``record``, which must describe an object of the class ``path``."""
     class_name = path.rpartition(".")[2]
     if type(record) is not Record or record.path != path or record.arguments != ():
         raise PickleError(f"it holds something else in place of a {class_name}")
@@ -174,7 +179,7 @@ def _state_of(record: Any, path: str) -> dict[Any, Any]:
 def _dict_in(state: dict[Any, Any], field: str) -> dict[Any, Any]:
     value = state.get(field)
     if type(value) is not dict:
-        raise PickleError(f"its {field} is no dict")
+        raise PickleError(f"its {field} is not a dict")
     return value
 
 
@@ -191,9 +196,9 @@ def _is_bytes_entry(entry: Any) -> bool:
 
 
 def _require_room(entries: Iterable[Any], n_stored: int) -> None:
-    """Refuse more parts than are stored, before any part is looked at.
+    """Refuse metadata that lists more parts than it stores, before any part is looked at.
 
-    A short file can claim very many parts: many names can share one long list of them.
+    A small file can list a huge number of parts, because many names can share one long list.
     """
     n_parts = 0
     for entry in entries:
@@ -207,7 +212,7 @@ def _require_room(entries: Iterable[Any], n_stored: int) -> None:
             raise PickleError(f"its tensors have more parts than the {n_stored:,} that are stored")
 
 
-def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _build_entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if _is_bytes_entry(entry):
         return BytesStorageMetadata()
     state = _state_of(entry, f"{_MODULE}.TensorStorageMetadata")
@@ -224,16 +229,17 @@ def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadat
             f"the parts of {_shown(name)} do not hold each element of {shape} exactly once"
         )
     return TensorStorageMetadata(
-        _properties(name, state.get("properties")),
+        _build_properties(name, state.get("properties")),
         torch.Size(shape),
         [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes],
     )
 
 
-def _properties(name: str, record: Any) -> TensorProperties:
-    """Return the properties of a dense tensor of the dtype in ``record``.
+def _build_properties(name: str, record: Any) -> TensorProperties:
+    """Return the properties of a dense tensor with the dtype in ``record``.
 
-    The other properties do not matter for a dense tensor; torch 2.15 adds the strides to them.
+    The other values in ``record``, to which torch 2.15 adds strides, do not matter for a dense
+    tensor.
     """
     state = None
     if type(record) is Record and record.path == f"{_MODULE}.TensorProperties":
@@ -246,24 +252,26 @@ def _properties(name: str, record: Any) -> TensorProperties:
     is_layout = type(layout) is Record and layout.path == _GET_LAYOUT and layout.arguments
     layout_name = layout.arguments[0] if is_layout else None
     if type(layout_name) is not str or layout_name != "torch.strided":
-        raise PickleError(f"{_shown(name)} is no dense tensor")
+        raise PickleError(f"{_shown(name)} is not a dense tensor")
     return TensorProperties(DTYPES[dtype.path.removeprefix("torch.")])
 
 
-def _index(key: Any) -> MetadataIndex:
+def _build_index(key: Any) -> MetadataIndex:
     state = _state_of(key, f"{_MODULE}.MetadataIndex")
     name = _check_name(state.get("fqn"))
     offset = state.get("offset")
     return MetadataIndex(name, None if offset is None else sizes_of(offset))
 
 
-def _storage_info(name: str, value: Any) -> StorageInfo:
+def _build_storage_info(name: str, value: Any) -> StorageInfo:
     state = _state_of(value, _STORAGE_INFO)
     file, begin, length = (state.get(field) for field in ("relative_path", "offset", "length"))
     if not _is_file_name(file):
-        raise PickleError(f"{_shown(name)} lies in {file!r:.200}, which is no file of the folder")
+        raise PickleError(
+            f"{_shown(name)} lies in {file!r:.200}, which is not a file of the folder"
+        )
     if type(begin) is not int or type(length) is not int or begin < 0 or length <= 0:
-        raise PickleError(f"{_shown(name)} has no place in {file!r:.200}")
+        raise PickleError(f"{_shown(name)} has no valid range of bytes in {file!r:.200}")
     if state.get("transform_descriptors") is not None:
         raise PickleError(
             f"{_shown(name)} is transformed (compressed), which composer3d does not read"
@@ -283,26 +291,29 @@ def _is_file_name(value: Any) -> TypeGuard[str]:
 
 
 def fills(shape: Sizes, boxes: Iterable[tuple[Sizes, Sizes]]) -> bool:
-    """Whether boxes lie within ``shape`` and hold each of its elements exactly once.
+    """Return whether boxes lie within ``shape`` and cover each of its elements exactly once.
 
-    The time is linear in the number of boxes. Every axis gets a ruler with random marks at the
-    places where boxes begin and end, and the measure of a box is the product of its sides. If
-    every element lies in exactly one box, the measures of the boxes add up to the measure of the
-    shape, for any marks. Otherwise their difference is a nonzero polynomial of the marks. Random
-    marks of 61 bits make it zero with a probability of 2^-55 (Schwartz and Zippel). Nobody knows
-    the marks beforehand.
+    The time is linear in the number of boxes. For each dim, every coordinate at which a box begins
+    or ends is replaced by a random number. The volume of a box is the product of its sides in these
+    random coordinates. If the boxes cover each element exactly once, their volumes add up to the
+    volume of ``shape``, whatever the random numbers are. Otherwise the difference is a nonzero
+    polynomial of the random numbers, and its degree is the number of dims, at most 64. By the
+    Schwartz-Zippel lemma, random numbers of 61 bits make it zero with a probability of at most
+    2^-55. They are drawn anew in each call, so nobody can make a file that fits them.
 
     Args:
-        boxes: offsets and sizes of each.
+        shape: the sizes of the whole tensor.
+        boxes: the offsets and the sizes of each box.
     """
-    rulers: list[defaultdict[int, int]] = [
+    # For each dim, the random number of each coordinate.
+    random_coordinates: list[defaultdict[int, int]] = [
         defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape
     ]
 
-    def measure(offsets: Sizes, sizes: Sizes) -> int:
+    def volume(offsets: Sizes, sizes: Sizes) -> int:
         product = 1
-        for ruler, begin, size in zip(rulers, offsets, sizes, strict=True):
-            product = product * (ruler[begin + size] - ruler[begin]) % _PRIME
+        for coordinates, begin, size in zip(random_coordinates, offsets, sizes, strict=True):
+            product = product * (coordinates[begin + size] - coordinates[begin]) % _PRIME
         return product
 
     total = 0
@@ -312,16 +323,16 @@ def fills(shape: Sizes, boxes: Iterable[tuple[Sizes, Sizes]]) -> bool:
         ends = (begin + size for begin, size in zip(offsets, sizes, strict=True))
         if any(end > length for end, length in zip(ends, shape, strict=True)):
             return False
-        total += measure(offsets, sizes)
+        total += volume(offsets, sizes)
     origin = (0,) * len(shape)
-    return total % _PRIME == measure(origin, shape) % _PRIME
+    return total % _PRIME == volume(origin, shape) % _PRIME
 
 
 def _check_parts(
     entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata],
     storage: Mapping[Any, StorageInfo],
 ) -> None:
-    """Require that each part of a tensor is stored, in enough bytes, and that nothing else is."""
+    """Require that each part of a tensor is stored in enough bytes, and that no other is stored."""
     expected: set[MetadataIndex] = set()
     for name, entry in entries.items():
         if isinstance(entry, BytesStorageMetadata):
@@ -347,14 +358,14 @@ def _check_parts(
 
 
 def _check_files(folder: Path, storage: Iterable[StorageInfo]) -> None:
-    """Require that each part has bytes of its own in a plain file of the folder."""
+    """Require that each part lies in a plain file of the folder, and that no two overlap."""
     file, file_size, end = "", 0, 0
     for info in sorted(storage, key=lambda info: (info.relative_path, info.offset)):
         if info.relative_path != file:
             file, end = info.relative_path, 0
             status = os.lstat(folder / file)
             if not stat.S_ISREG(status.st_mode):
-                raise PickleError(f"it names {file!r:.200}, which is no plain file")
+                raise PickleError(f"it names {file!r:.200}, which is not a plain file")
             file_size = status.st_size
         if info.offset < end or info.offset + info.length > file_size:
             raise PickleError(
@@ -370,9 +381,17 @@ def _check_files(folder: Path, storage: Iterable[StorageInfo]) -> None:
 def read_part(
     file: BinaryIO, info: StorageInfo, entry: TensorStorageMetadata, sizes: torch.Size
 ) -> Tensor:
-    """Read one part of a tensor.
+    """Read one part of a tensor into new memory on the CPU.
 
-    Raises ValueError if the file holds something else there, and OSError if it cannot be read.
+    Args:
+        file: the file that stores the part.
+        info: where the part is stored in ``file``.
+        entry: the tensor to which the part belongs.
+        sizes: the expected shape of the part.
+
+    Raises:
+        ValueError: the bytes are not a tensor of this shape and dtype.
+        OSError: the file cannot be read.
     """
     part = read_tensor(file, info.offset, info.length)
     dtype = entry.properties.dtype
@@ -385,14 +404,21 @@ def read_part(
 
 
 def open_part(folder: Path, info: StorageInfo) -> BinaryIO:
-    """Open the file in which a part lies. Links are refused."""
+    """Open the file that stores a part. Raises OSError if it is a link or cannot be read."""
     return open_plain(folder / info.relative_path, follow_links=False)
 
 
 def read_whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
-    """Read one tensor, and join its parts.
+    """Read all parts of one tensor, and return the whole tensor on the CPU.
 
-    Raises ValueError if a file holds something else, and OSError if it cannot be read.
+    Args:
+        folder: the checkpoint.
+        metadata: as ``read_metadata`` returned it.
+        name: the global name of a tensor in ``metadata``.
+
+    Raises:
+        ValueError: the bytes of a part are not a tensor of its shape and dtype.
+        OSError: a file cannot be read.
     """
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
@@ -416,14 +442,14 @@ def _slices(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
 
 
 class TensorLoadPlanner(dcp.DefaultLoadPlanner):
-    """Plans a load of tensors, and refuses objects: torch's own planner would unpickle them."""
+    """A load planner that refuses objects: torch's own planner would unpickle them."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         raise _refused_object(read_item.dest_index.fqn)
 
 
 class CheckedReader(StorageReader):
-    """Gives torch the parts of tensors that it asks for, each checked.
+    """A storage reader for ``dcp.load``, which checks the shape and dtype of each part it reads.
 
     Args:
         folder: the checkpoint.
@@ -433,13 +459,13 @@ class CheckedReader(StorageReader):
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
         self._metadata = metadata
-        # By the name of a tensor: the sizes of its parts by their offsets.
+        # For each tensor by name, the sizes of its parts by their offsets.
         self._part_sizes: dict[str, dict[torch.Size, torch.Size]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
-    # Without ``**kwargs`` in this signature, torch does not also ask for metadata of single ranks.
+    # If this signature had ``**kwargs``, torch would also ask for the metadata of single ranks.
     def read_metadata(self) -> Metadata:
         return self._metadata
 
@@ -457,7 +483,10 @@ class CheckedReader(StorageReader):
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read the parts in ``plan`` into the tensors of ``planner``, in their order on disk."""
+        """Read the parts in ``plan`` into the tensors of ``planner``, in their order on disk.
+
+        Raises CheckpointError if a part is wrong, and OSError if a file cannot be opened.
+        """
         items = [(self._metadata.storage_data[item.storage_index], item) for item in plan.items]
         items.sort(key=lambda pair: (pair[0].relative_path, pair[0].offset))
         open_path = ""
@@ -490,4 +519,4 @@ class CheckedReader(StorageReader):
 
 
 def _refused_object(name: str) -> CheckpointError:
-    return CheckpointError(f"{name!r:.200} is an object and no tensor, which is not loaded")
+    return CheckpointError(f"{name!r:.200} is an object, and only tensors are loaded")

@@ -1,4 +1,4 @@
-"""The state of the optimizer as flat names and tensors, the form that checkpoints store."""
+"""The optimizer's state as a flat dict of tensors, which is the form that checkpoints store."""
 
 from collections.abc import Iterable
 
@@ -12,12 +12,14 @@ def optimizer_state(
     """Return the state of AdamW as live tensors, to save or to load into in place.
 
     ``optim.NAME.exp_avg`` and ``optim.NAME.exp_avg_sq`` have the shape and the placements of the
-    parameter NAME; ``optim.NAME.step`` is a float32 scalar. A parameter that has not been updated
-    yet gets the zero state of its first update. A parameter that does not require a gradient has
-    no state.
+    parameter NAME. ``optim.NAME.step`` is a float32 scalar. A parameter that has not been updated
+    yet gets a state of zeros, as AdamW itself makes it in the first update. A parameter that does
+    not require a gradient has no state. There is no collective.
 
     Args:
-        named_parameters: global names, and the parameters that the optimizer was built with.
+        optimizer: AdamW. Missing states are added to it.
+        named_parameters: the global names of this rank's parameters, with the parameters that the
+            optimizer was built with.
     """
     flat: dict[str, Tensor] = {}
     for name, parameter in named_parameters:

@@ -1,15 +1,15 @@
-"""Read a stranger's pickle as data. Nothing that the pickle names is made, called or looked up.
+"""Parse an untrusted pickle as data. Nothing that it names is imported, called or instantiated.
 
 A pickle is a program, and Python's unpickler runs it. Even with a list of allowed names, the
-unpickler hands real classes to a program that can set their attributes. It can also be made to take
-endless time and memory.
+unpickler hands real classes to this program, which can set their attributes. A pickle can also be
+made to take endless time and memory.
 
-This module carries out only the few instructions that checkpoints consist of. They make plain
-values, and ``Record``s that describe what the pickle asks for. No torch here.
+This module executes only the few instructions that checkpoints consist of. They make plain values,
+and ``Record``s that describe the objects in the pickle. This module does not use torch.
 """
 
 import mmap
-import pickle  # for the codes of its instructions only
+import pickle  # for its opcodes only
 import struct
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -19,19 +19,19 @@ from typing import Any
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import MIB, RefusedFileError
 
-# Bytes of the pickle in a torch file: a tensor takes about 200.
+# The largest pickle in a torch file, in bytes. A tensor takes about 200 of them.
 LIMIT = 256 * MIB
-# Bytes of the longest text in a torch file, such as a tokenizer, and of all its texts together.
+# The longest text in a torch file, such as a tokenizer, and all its texts together, in bytes.
 LONGEST_TEXT = 64 * MIB
 ALL_TEXTS = 128 * MIB
 
-_LONGEST_NAME = 1000  # characters of a module and of a name in it
+_LONGEST_NAME = 1000  # characters of a module's name and a name in it
 
-# Values that wait to be put into a list, tuple or dict. Writers hand over 1,000 items or pairs at
-# once.
+# The most values on the stack that are not yet in a list, tuple or dict. Python's pickler puts
+# 1,000 items or pairs at a time on the stack.
 _MAX_STACK = 10_000
-# A checkpoint has 1.6 to 2.9 bytes for each instruction, not counting texts; a flood of one
-# instruction has 1. The density is checked once in so many instructions.
+# Without its texts, a checkpoint has 1.6 to 2.9 bytes for each instruction. A flood of one
+# instruction has 1. The average is checked after every _INSTRUCTIONS_PER_CHECK instructions.
 _MIN_BYTES_PER_INSTRUCTION = 1.2
 _INSTRUCTIONS_PER_CHECK = 1 << 16
 
@@ -40,14 +40,14 @@ _ENDS_EARLY = "it is cut off: it names more bytes than it has"
 
 @dataclass(slots=True, eq=False)
 class Name:
-    """The dotted path of a class, function or constant that a pickle names. It is only a text."""
+    """The dotted path of a class, function or constant in a pickle. It is never imported."""
 
     path: str
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object that a pickle asks for, described and not made.
+    """A description of an object in a pickle. The object itself is never made.
 
     A record equals only itself and is hashed by identity.
 
@@ -65,13 +65,13 @@ class Record:
 
 
 class Storage(Record):
-    """A reference to bytes that are kept beside the pickle. Its ``arguments`` identify them."""
+    """A reference to bytes that are stored outside the pickle. ``arguments`` identify them."""
 
 
 class PickleError(ValueError):
-    """The pickle is not that of a checkpoint.
+    """The pickle does not belong to a checkpoint.
 
-    The text is a sentence for people about the file, and repeats no value of unknown size.
+    The message says for the user what is wrong. Values from the file are shortened in it.
     """
 
 
@@ -85,24 +85,24 @@ def parse(
 ) -> Any:
     """Parse a pickle of protocol 2 to 5.
 
-    It takes time and memory in proportion to the length of the pickle.
+    Time and memory are proportional to the length of the pickle.
 
     Args:
         content: the pickle.
-        names: the dotted paths that it may name. Any other is refused at once.
-        storages: whether it may refer to ``Storage``s.
-        longest_text: limit of one of its texts, in bytes.
-        all_texts: limit of all its texts together, in bytes; None if the size of the file limits
-            them enough.
+        names: the dotted paths that the pickle may name. Any other path is refused at once.
+        storages: whether the pickle may refer to ``Storage``s.
+        longest_text: the longest text that is allowed, in bytes.
+        all_texts: the limit of all texts together, in bytes. None if the size of the file is limit
+            enough.
 
     Returns:
-        What the pickle describes, made of None, bool, int, float, str, list, tuple, dict, ``Name``
-        and ``Record``. It can be nested to any depth, hold itself, and hold one value many times:
-        code that walks through it must keep count.
+        The value in the pickle, made of None, bool, int, float, str, list, tuple, dict, ``Name``
+        and ``Record``. It can be nested to any depth, contain itself, and contain one value many
+        times. Code that walks through it must limit the number of values.
 
     Raises:
-        PickleError: it is cut off, names something else, exceeds a limit, or holds an instruction
-            that no checkpoint needs.
+        PickleError: the pickle is cut off, names a path that is not in ``names``, exceeds a limit,
+            or has an instruction that no checkpoint needs.
     """
     return _Machine(content, names, storages, longest_text, all_texts).run()
 
@@ -176,7 +176,7 @@ class _Machine:
 
     def _read_line(self) -> str:
         end = self._content.find(b"\n", self._position, self._position + _LONGEST_NAME)
-        # If there is no line end in reach, one byte is taken, and the name that follows is refused.
+        # Without a line end in reach, the line is empty, and the name made of it is refused.
         length = max(end - self._position, 0)
         return _decode(self._read(length + 1)[:-1])
 
@@ -251,9 +251,15 @@ class _Machine:
     def _push_text(self, size: int) -> None:
         # The limits are checked before the text is copied.
         self._text_bytes += size
-        too_much = self._all_texts is not None and self._text_bytes > self._all_texts
-        if size > self._longest_text or too_much:
-            raise PickleError("it holds a text, or texts in all, longer than any checkpoint has")
+        if size > self._longest_text:
+            raise PickleError(
+                f"it holds a text of {size:,} bytes, and at most {self._longest_text:,} are read"
+            )
+        if self._all_texts is not None and self._text_bytes > self._all_texts:
+            raise PickleError(
+                f"it holds texts of {self._text_bytes:,} bytes or more in all, and at most "
+                f"{self._all_texts:,} are read"
+            )
         self._stack.append(_decode(self._read(size)))
 
     # Instructions that make and fill containers.
@@ -322,16 +328,18 @@ class _Machine:
             or len(keys) != len(values)
             or not key_types <= {str, int, Record}
         ):
-            raise PickleError("it sets items of something not a dict, or under unusual keys")
+            raise PickleError(
+                "it sets items of something that is not a dict, or under keys of a wrong type"
+            )
         target.update(zip(keys, values, strict=True))
 
-    # Instructions that name classes and functions and call them. Here they only make records.
+    # Instructions that name classes and functions, and call them. Here they only make records.
 
-    def _name(self) -> None:
+    def _push_global(self) -> None:
         module = self._read_line()
         self._push_name(f"{module}.{self._read_line()}")
 
-    def _name_from_stack(self) -> None:
+    def _push_global_from_stack(self) -> None:
         name = self._stack.pop()
         module = self._stack.pop()
         if (
@@ -339,7 +347,7 @@ class _Machine:
             or type(module) is not str
             or len(module) + len(name) > _LONGEST_NAME
         ):
-            raise PickleError("it names something that is no class or function")
+            raise PickleError("it names something that is not a class or function")
         self._push_name(f"{module}.{name}")
 
     def _push_name(self, path: str) -> None:
@@ -358,7 +366,9 @@ class _Machine:
         state = self._stack.pop()
         target = self._stack[-1]
         if type(target) is not Record or target.state is not None:
-            raise PickleError("it gives a state to a value that has none, or has one already")
+            raise PickleError(
+                "it gives a state to a value that cannot have one, or that has one already"
+            )
         target.state = state
 
     def _refer_to_storage(self) -> None:
@@ -398,14 +408,14 @@ _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     pickle.EMPTY_DICT: _Machine._make_dict,
     pickle.SETITEM: _Machine._set_item,
     pickle.SETITEMS: _Machine._set_items,
-    pickle.GLOBAL: _Machine._name,
-    pickle.STACK_GLOBAL: _Machine._name_from_stack,
+    pickle.GLOBAL: _Machine._push_global,
+    pickle.STACK_GLOBAL: _Machine._push_global_from_stack,
     pickle.NEWOBJ: _Machine._call,  # of a class
     pickle.REDUCE: _Machine._call,  # of a function or a class
     pickle.BUILD: _Machine._set_state,
     pickle.BINPERSID: _Machine._refer_to_storage,
 }
-# The same by code, with a refusal for all others.
+# The handler of each opcode. An opcode that is not in _INSTRUCTIONS is refused.
 _HANDLERS = [_INSTRUCTIONS.get(bytes([code]), _Machine._refuse) for code in range(256)]
 
 
@@ -423,8 +433,8 @@ def reading(place: object, way_out: str = "") -> Iterator[None]:
     A damaged file can raise errors of any kind. A CheckpointError passes unchanged.
 
     Args:
-        place: the file, or what is read of it.
-        way_out: what to change; it ends the error.
+        place: the file, or the part of it that is read.
+        way_out: what the user can change, such as "; copy it again". The error ends with it.
     """
     try:
         yield
@@ -435,7 +445,7 @@ def reading(place: object, way_out: str = "") -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """Describe an error of a reader in one line, cut if it is long."""
+    """Describe an error that a reader raised, in one line. Errors of libraries are shortened."""
     if isinstance(error, PickleError):
         return str(error)
     if isinstance(error, RefusedFileError):

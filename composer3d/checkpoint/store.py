@@ -1,12 +1,12 @@
 """Save and load the checkpoints of a run.
 
-Each checkpoint is a folder named after its step. It is written under another name beside its place,
-synced, and published by a rename.
+Each checkpoint is a folder named after its step. It is written to a staging folder beside its final
+path, synced, and published by a rename.
 
 Its tensors have flat names that do not depend on the layout: ``model.NAME`` and
-``optim.NAME.exp_avg`` contain the parameter's global name. A DTensor knows its place in the whole
-tensor, so a checkpoint can be loaded on another layout. No random generator is saved: each step
-seeds its own.
+``optim.NAME.exp_avg`` contain the parameter's global name. A DTensor knows which part of the whole
+tensor it holds, so a checkpoint can be loaded on another layout. No state of a random generator is
+saved, because each step seeds its own generator.
 """
 
 import os
@@ -59,8 +59,9 @@ class Store:
     A folder of that name is whole: its files are on the disk, and its ``manifest.json`` describes
     them. A folder that is being written or removed is called ``*.tmp``.
 
-    Every method but ``newest`` is collective over the job. Collectives run on a gloo group of the
-    store's own, so that a save in the background does not interfere with those of training.
+    All ranks of the job must call the constructor, ``save``, ``wait``, ``check``, ``newest_whole``
+    and ``load``. The collectives of a save run on a gloo group that only the store uses, so that a
+    save in the background does not interfere with the collectives of training.
 
     Args:
         folder: the folder of the checkpoints.
@@ -69,10 +70,11 @@ class Store:
         timeout_s: how much longer the writes of one rank may take than those of another.
 
     Attributes:
-        assets: files that belong to the model besides its tensors, by name. Only rank 0's count.
+        assets: the contents of files that belong to the model besides its tensors, by file name.
+            Only those of rank 0 are written.
         guard: called on rank 0 before the folder is changed. It raises TrainingError if the folder
             belongs to another job now.
-        loaded: the checkpoint that was loaded last.
+        loaded: the checkpoint that was loaded last, or None.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Store:
             select_gpu = partial(torch.cuda.set_device, torch.cuda.current_device())
         self._thread = ThreadPoolExecutor(1, initializer=select_gpu)
         self._pending_save: Future[None] | None = None
-        self._host_copies: dict[str, Tensor] = {}  # local shards; each save uses the memory again
+        self._host_copies: dict[str, Tensor] = {}  # local shards; each save reuses the memory
 
         self._known_damaged: set[Path] = set()
         self._reported_links: set[Path] = set()
@@ -119,7 +121,7 @@ class Store:
         """List the folders named after a step, lowest first.
 
         Anything under another name belongs to the user. Links, pipes and files are left out as
-        well: a link could lead to anybody's checkpoint.
+        well: a link could lead to a checkpoint of another user.
         """
         return sorted(
             path
@@ -144,23 +146,27 @@ class Store:
             is_link = _STEP_FOLDER.fullmatch(path.name) and path.is_symlink()
             if is_link and path not in self._reported_links:
                 self._reported_links.add(path)
-                log.get().warning(f"{path} is a link, which is not followed: move the folder there")
+                log.get().warning(
+                    f"{path} is a link, which is not followed: replace it by the folder"
+                )
 
     # Saving.
 
     def save(self, manifest: Manifest, stages: Stages, optimizer: torch.optim.AdamW) -> None:
         """Write the state after ``manifest.step`` steps, then remove the oldest checkpoints.
 
-        Waits for the save before. In the background, it then returns as soon as the state has been
-        copied to the host.
+        Waits for the previous save first. A save in the background returns as soon as the state has
+        been copied to host memory.
 
         Args:
-            manifest: all of it but the files and tensors.
+            manifest: the description of the checkpoint. ``save`` fills in its files and tensors.
+            stages: this rank's pipeline stages, which hold the parameters.
+            optimizer: the optimizer of these parameters.
 
         Raises:
-            CheckpointError: a rank cannot write. Raised on every rank; in the background by
-                ``wait``.
-            TrainingError: another job has taken the run's folder. Raised as the other.
+            CheckpointError: a rank cannot write. Every rank raises it. If the save is in the
+                background, the next ``wait`` or ``save`` raises it.
+            TrainingError: another job has taken the run's folder. It is raised in the same way.
         """
         began = time.perf_counter()
         self.wait()
@@ -178,23 +184,26 @@ class Store:
         )
 
     def warm_up(self, stages: Stages, optimizer: torch.optim.AdamW) -> None:
-        """Allocate the memory of saves in the background, so that the first stalls no longer."""
+        """Allocate the host memory of background saves, so that the first one is not slower.
+
+        Does nothing if the store does not save in the background. There is no collective.
+        """
         if self._background:
             self._copy_to_host(gather_state(stages, optimizer))
 
     def wait(self) -> None:
-        """Wait for the save in the background. Its error is raised, the same on every rank.
+        """Wait for the save in the background, if there is one, and raise its error.
 
         Raises:
-            CheckpointError: a rank could not write.
-            TrainingError: another job has taken the run's folder.
+            CheckpointError: on every rank, if a rank could not write.
+            TrainingError: on every rank, if another job has taken the run's folder.
         """
         save, self._pending_save = self._pending_save, None
         if save is not None:
             save.result()
 
     def _copy_to_host(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the local shards of ``state`` to host memory, which is pinned for a GPU's."""
+        """Copy the local shards of ``state`` to host memory, pinned if they are on a GPU."""
         for name, tensor in state.items():
             shard = local_shard(tensor)
             if name not in self._host_copies:
@@ -215,8 +224,8 @@ class Store:
         staging = final.with_suffix(".tmp")
         try:
             self._on_rank_0(lambda: self._make_staging(staging))
-            # Files are synced below: torch 2.13 calls fsync before it has flushed. Nothing is
-            # copied ahead: that would need a GPU's stream.
+            # Files are synced below, because torch 2.13 calls fsync before it flushes. Nothing is
+            # copied ahead, because that would need a stream of a GPU.
             writer = _Writer(staging, sync_files=False, per_thread_copy_ahead=0)
             metadata = dcp.save(
                 state,
@@ -250,7 +259,7 @@ class Store:
         ]
         kept = max(self._usable_folders(), default=None)
         if kept is None:
-            lines.append("the newest checkpoint is none; the same command starts anew")
+            lines.append(f"there is no checkpoint in {self.folder}: the same command starts anew")
         else:
             lines.append(f"the newest checkpoint is {kept}: the same command goes on from it")
         return lines
@@ -265,7 +274,7 @@ class Store:
             self.guard()
 
     def _make_staging(self, staging: Path) -> None:
-        """Remove what killed saves have left, and make the staging folder with the assets."""
+        """Remove the leftovers of killed saves, and make the staging folder with the assets."""
         self._require_own_folder()
         for path in self.folder.glob("step-*.tmp"):
             # Other names are left alone: an export may be writing beside the checkpoints.
@@ -278,12 +287,12 @@ class Store:
         sync(self.folder.parent)
 
     def _publish(self, staging: Path, final: Path, manifest: Manifest) -> None:
-        """Complete a checkpoint with its manifest, give it its name, and remove old ones."""
+        """Write the manifest, rename ``staging`` to ``final``, and remove old checkpoints."""
         manifests.write(staging, manifest)
         sync(staging)
         self._require_own_folder()
         replaced = final.with_suffix(".old.tmp")
-        # A checkpoint of this step is damaged: a run does not repeat a step that it has saved.
+        # A checkpoint that is already there is damaged, or the run would have resumed after it.
         if os.path.lexists(final):
             final.rename(replaced)
         publish(staging, final)
@@ -292,10 +301,10 @@ class Store:
         self._remove_old(final)
 
     def _remove_old(self, saved: Path) -> None:
-        """Keep ``saved`` and the newest other usable checkpoints; remove the other usable ones.
+        """Keep ``saved`` and the newest other usable checkpoints, and remove all other usable ones.
 
-        Damaged checkpoints are removed as well if they are older than all that are kept. Newer ones
-        are left to the user.
+        Damaged checkpoints that are older than all kept ones are removed as well. Newer damaged
+        checkpoints are left to the user.
         """
         others = [path for path in self._usable_folders() if path != saved]
         newest_first = others[::-1]
@@ -309,10 +318,11 @@ class Store:
     def check(self, path: Path) -> Manifest:
         """Compare a checkpoint with its manifest, and return the manifest.
 
-        Each rank reads a share of the files, and all ranks come to the same verdict.
+        Each rank reads a share of the files, and all ranks return or raise the same.
 
         Raises:
-            CheckpointError: on every rank, with everything that is wrong.
+            CheckpointError: the checkpoint is damaged. There is one line for each problem.
+            UserError: a later version of composer3d wrote the manifest.
         """
         manifest = distributed.on_all("checkpoint", lambda: manifests.read(path), self._group)
         share = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
@@ -324,17 +334,19 @@ class Store:
         return manifest
 
     def newest_whole(self) -> tuple[Path, Manifest] | None:
-        """Find and check the newest checkpoint that is whole. Warns of damaged ones that it skips.
+        """Find and check the newest checkpoint that is whole, and warn of damaged ones it skips.
 
         Returns:
-            Its path and its manifest; None if there is no checkpoint.
+            The path and the manifest of the checkpoint, the same on every rank. None if there is
+            no checkpoint.
 
         Raises:
-            CheckpointError: on every rank, if all checkpoints are damaged.
+            CheckpointError: all checkpoints are damaged. Every rank raises it.
+            UserError: a later version of composer3d wrote a manifest. Every rank raises it.
         """
         if dist.get_rank() == 0:
             self._warn_of_links()
-        # Rank 0's list counts: another node may have an old one in its cache.
+        # All ranks use the list of rank 0: another node may have an old list in its cache.
         folders = distributed.all_gather_objects(self._step_folders(), self._group)[0]
         for path in reversed(folders):
             try:
@@ -353,17 +365,20 @@ class Store:
         return None
 
     def load(self, path: Path, stages: Stages, optimizer: torch.optim.AdamW) -> None:
-        """Load ``path`` into the live model and optimizer, on any layout.
+        """Load a checkpoint, saved on any layout, into the parameters and the optimizer.
 
-        A checkpoint of weights alone leaves the optimizer as it is.
+        The tensors are changed in place. A checkpoint of weights alone leaves the optimizer as it
+        is.
 
         Args:
             path: a checkpoint that ``check`` has found whole.
+            stages: this rank's pipeline stages, which hold the parameters.
+            optimizer: the optimizer of these parameters.
 
         Raises:
-            CheckpointError: on every rank: names, shapes or dtypes are not those of this job,
-                tensors have gaps, or it names a class that does not belong in a checkpoint. Nothing
-                that it names is run.
+            CheckpointError: the names, shapes or dtypes are not those of this job, the parts of a
+                tensor do not cover it, or the file names a class that no checkpoint needs. Every
+                rank raises it. No code in the checkpoint is run.
         """
         metadata = distributed.on_all("checkpoint", lambda: read_metadata(path), self._group)
         saved = tensor_specs(metadata, str(path))
@@ -386,15 +401,22 @@ class Store:
 
 
 def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Return this rank's live tensors under their global names, to save or to load into."""
+    """Return this rank's parameters and optimizer state by global name, to save or to load into.
+
+    The names are ``model.NAME`` and those of ``optimizer_state``. The tensors are live: they share
+    memory with the parameters and the optimizer. There is no collective.
+    """
     state = {f"model.{name}": parameter.detach() for name, parameter in stages.named_parameters()}
     return state | optimizer_state(optimizer, stages.named_parameters())
 
 
 def global_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    """Return shape and dtype of all whole tensors that ranks of the job hold, by name.
+    """Return the shape and dtype of each whole tensor of the job, by global name.
 
-    Collective: ranks of different pipeline stages hold different names.
+    Collective over the default group: ranks of different pipeline stages hold different tensors.
+
+    Args:
+        tensors: this rank's tensors by global name. A DTensor counts with its global shape.
     """
     own = {
         name: TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
@@ -408,7 +430,7 @@ def global_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 class _ShardSavePlanner(dcp.DefaultSavePlanner):
-    """Plans a save by the live tensors, and writes ``shards`` in place of their local values.
+    """A save planner that plans with the live tensors, and writes ``shards`` as their values.
 
     Args:
         shards: the local value of each tensor, or a copy of it.
@@ -423,9 +445,9 @@ class _ShardSavePlanner(dcp.DefaultSavePlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """A file writer that fails with the error of the system.
+    """A file writer that raises the first error, which is that of the operating system.
 
-    Torch's zip writer fails once more when it is closed, and hides that error.
+    Torch's zip writer raises a second error when it is closed, which would hide the first one.
     """
 
     def write_data(
@@ -459,16 +481,16 @@ def _sync_own_files(staging: Path) -> dict[str, FileEntry]:
         if size > METADATA_LIMIT:
             raise CheckpointError(
                 f"{METADATA} would have {size:,} bytes for all parts of tensors, and at most "
-                f"{METADATA_LIMIT:,} are read again; shard over fewer ranks (raise "
+                f"{METADATA_LIMIT:,} can be loaded; shard over fewer ranks (raise "
                 "mesh.dp_replicate)"
             )
     return {path.relative_to(staging).as_posix(): manifests.file_entry(path) for path in own}
 
 
 def _clear(path: Path) -> None:
-    """Remove what a killed save has left at ``path``, or what is there in its place.
+    """Remove the file, link or folder at ``path``, if there is one.
 
-    Folders are removed as far as possible. No link is followed.
+    A folder is removed as far as possible. No link is followed.
     """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
@@ -479,7 +501,7 @@ def _clear(path: Path) -> None:
 def _remove(path: Path) -> None:
     """Remove an old checkpoint. A failure is only logged: it must not end a healthy run.
 
-    The folder gets another name first: half of a checkpoint must not look like one.
+    The folder is renamed first, so that half of a checkpoint does not look like a whole one.
     """
     try:
         shutil.rmtree(path.rename(path.with_suffix(".tmp")))
@@ -488,7 +510,7 @@ def _remove(path: Path) -> None:
 
 
 def _causes(error: UserError | CheckpointException) -> list[str]:
-    """Describe what went wrong on which rank, one line each."""
+    """Return a line for each failure, with the rank that failed."""
     if isinstance(error, UserError):
         return list(error.lines)
     return [f"rank {rank}: {explain(cause)}" for rank, (cause, _) in sorted(error.failures.items())]

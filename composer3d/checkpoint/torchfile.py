@@ -1,10 +1,12 @@
-"""Read files of ``torch.save`` without torch's own reader.
+"""Read untrusted files of ``torch.save`` without torch's own reader.
 
-Torch makes objects because a file asks for them, and lets the file declare any size. Here sizes are
-compared with the file before any memory is taken.
+Torch's reader makes the objects that a file asks for, and accepts the sizes that it declares. This
+module makes tensors and plain values only. It compares every size with the file before it allocates
+memory.
 
-Such a file is an uncompressed zip archive. ``NAME/data.pkl`` is a pickle of everything but the
-bytes of tensors. Each ``NAME/data/KEY`` is a storage, to which the pickle refers.
+A file of ``torch.save`` is an uncompressed zip archive. ``NAME/data.pkl`` is a pickle of everything
+but the bytes of tensors. Each ``NAME/data/KEY`` holds the bytes of one storage, to which the pickle
+refers by KEY.
 """
 
 import mmap
@@ -26,7 +28,7 @@ from composer3d.spec.files import MIB, open_plain
 # All dtypes of this torch by name, such as "float32".
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
-# The classes and functions that files of tensors name.
+# The classes and functions that pickles of tensors name.
 _STORAGES = {
     "torch.BFloat16Storage": torch.bfloat16,
     "torch.BoolStorage": torch.bool,
@@ -60,10 +62,10 @@ _NAMES = frozenset(
 )
 
 # Limits of what a file may hold.
-_MAX_DEPTH = 64  # of values in values
+_MAX_DEPTH = 64  # levels of nested values
 _MAX_VALUES = 200_000  # values, and dimensions of tensors
 _MAX_DIMS = 64
-_MAX_INTEGER = 1 << 62  # of sizes, strides and offsets, exclusive
+_MAX_INTEGER = 1 << 62  # sizes, strides and offsets must be below it
 _MAX_DIRECTORY = 64 * MIB  # the list of records of an archive; each storage takes about 100 bytes
 _TOO_MANY_VALUES = f"it nests deeper than {_MAX_DEPTH} values, or holds more than {_MAX_VALUES:,}"
 
@@ -71,11 +73,12 @@ _TOO_MANY_VALUES = f"it nests deeper than {_MAX_DEPTH} values, or holds more tha
 _HEADER_MARK = b"PK\x03\x04"  # of the header before each record's bytes
 _ENTRY_MARK = b"PK\x01\x02"  # of an entry in the list of records
 _END_MARK = b"PK\x05\x06"  # of the end of an archive
-_WIDE_END_MARK = b"PK\x06\x06"  # of the end of an archive above 4 GiB
-_WIDE_LOCATOR_MARK = b"PK\x06\x07"  # of the place of that end
+_WIDE_END_MARK = b"PK\x06\x06"  # of the end of an archive above 4 GiB (zip64)
+_WIDE_LOCATOR_MARK = b"PK\x06\x07"  # of the record that says where the zip64 end is
 _ENTRY = struct.Struct("<4s6xH8xIIHHH8xI")
-_IN_EXTRA_FIELD = 0xFFFFFFFF  # a number above 32 bits, which stands in the entry's extra field
-_WIDE_NUMBERS = 1  # the kind of that extra field
+# This value in an entry means that the number has 64 bits and is in the entry's extra field.
+_IN_EXTRA_FIELD = 0xFFFFFFFF
+_WIDE_NUMBERS = 1  # the id of the extra field with 64-bit numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,8 @@ class StoredTensor:
     Attributes:
         shape: its sizes.
         dtype: the dtype of its elements.
-        begin: the byte of the file at which its first element lies.
-        read: returns the tensor.
+        begin: the offset of its first element in the file, in bytes.
+        read: reads the tensor, and returns it on the CPU.
     """
 
     shape: tuple[int, ...]
@@ -105,15 +108,16 @@ class _ByteRange(NamedTuple):
 def load_torch(path: Path) -> Any:
     """Read a file of ``torch.save``, except for the bytes of its tensors.
 
-    The file is mapped. The mapping lives as long as one of the tensors, and the bytes of a tensor
-    are read from the disk only when they are used.
+    The file is memory-mapped. The mapping lives as long as any of the tensors, and the bytes of a
+    tensor are read from the disk only when they are used.
 
     Returns:
         A dict, list, tuple or plain value, with a ``StoredTensor`` for each tensor.
 
     Raises:
-        CheckpointError: it is no such file, declares more than it has, or names a class other than
-            those of tensors. That class is never made.
+        CheckpointError: the file cannot be read, was not written by ``torch.save``, declares more
+            bytes than it has, or names something other than the classes of tensors. Nothing that
+            the file names is run.
     """
     with reading(path), open_plain(path) as file:
         size = file.seek(0, 2)
@@ -125,24 +129,30 @@ def load_torch(path: Path) -> Any:
 
 
 def read_tensor(file: BinaryIO, begin: int, size: int) -> Tensor:
-    """Read the only tensor of a ``torch.save`` that lies in ``size`` bytes of ``file``.
+    """Read one tensor that ``torch.save`` wrote into a part of ``file``.
+
+    Args:
+        file: the file.
+        begin: the offset in ``file`` at which the output of ``torch.save`` begins, in bytes.
+        size: the size of this output, in bytes.
 
     Returns:
-        The tensor, in memory of its own.
+        The tensor on the CPU, in new memory.
 
     Raises:
-        ValueError: it is something else; a PickleError if its pickle is wrong.
+        ValueError: these bytes are not the output of ``torch.save`` for one tensor. It is a
+            PickleError if the pickle is wrong.
         OSError: the file cannot be read.
     """
     archive = _Archive(file, _ByteRange(begin, size))
     content = archive.parse_pickle()
-    # Checked before the conversion, which would walk through whatever else it is.
+    # This check comes before the conversion, which would walk through any other value.
     if type(content) is not Record:
-        raise PickleError("it holds something else than one tensor")
+        raise PickleError("it holds something other than one tensor")
     values = _Values(archive, lambda place, dtype: _copy(file, place, dtype))
     tensor = values.convert(content)
     if not isinstance(tensor, StoredTensor):
-        raise PickleError("it holds something else than one tensor")
+        raise PickleError("it holds something other than one tensor")
     return tensor.read()
 
 
@@ -165,9 +175,10 @@ def _copy(file: BinaryIO, place: _ByteRange, dtype: torch.dtype) -> Tensor:
 
 
 class _Archive:
-    """The records of an uncompressed zip archive, at ``place`` of ``file``.
+    """The records of an uncompressed zip archive, which lies at ``place`` in ``file``.
 
-    The first part of a record's path is the name of the archive. Methods take paths without it.
+    The first part of a record's path is the name of the archive. Methods take paths without this
+    part.
     """
 
     def __init__(self, file: BinaryIO, place: _ByteRange) -> None:
@@ -176,10 +187,10 @@ class _Archive:
         if self._read(_ByteRange(0, min(len(_HEADER_MARK), place.size))) != _HEADER_MARK:
             raise ValueError(
                 "it is not an archive of torch.save (the format before torch 1.6 is not read "
-                "either); where you trust it, load it with torch.load and write it with torch.save"
+                "either); if you trust it, load it with torch.load and write it with torch.save"
             )
         # By full path: the offset of each record's header in the archive, and the record's size.
-        self._records = dict(self._entries(self._read_directory()))
+        self._records = dict(self._parse_directory(self._read_directory()))
         pickle_paths = [
             path for path in self._records if path.endswith("/data.pkl") and path.count("/") == 1
         ]
@@ -189,7 +200,7 @@ class _Archive:
         self._places: dict[str, _ByteRange] = {}  # of the records that were looked up
 
     def parse_pickle(self) -> Any:
-        """Parse ``data.pkl``: everything but the bytes of tensors."""
+        """Parse ``data.pkl``, which describes everything but the bytes of tensors."""
         self._require_little_endian()
         place = self._locate("data.pkl")
         if place.size > pickles.LIMIT:
@@ -200,15 +211,15 @@ class _Archive:
         return pickles.parse(self._file.read(place.size), _NAMES, storages=True)
 
     def _require_little_endian(self) -> None:
-        """Refuse numbers of another byte order. An archive without that record is little endian."""
+        """Refuse another byte order. Without the record ``byteorder``, it is little endian."""
         if self._prefix + "byteorder" not in self._records:
             return
         place = self._locate("byteorder")
         self._file.seek(place.begin)
         if self._file.read(min(place.size, 100)) != b"little":
             raise ValueError(
-                "its numbers are not little endian; where you trust it, load it with torch.load on "
-                "a little-endian machine, and write it with torch.save"
+                "its numbers are not little endian; if you trust it, load it with torch.load on a "
+                "little-endian machine, and write it with torch.save"
             )
 
     def locate_storage(self, key: str) -> _ByteRange:
@@ -218,7 +229,7 @@ class _Archive:
     def _locate(self, name: str) -> _ByteRange:
         """Return the place of a record's bytes in the file.
 
-        They follow a header of the record's own, which repeats its name.
+        The bytes follow the record's local header, which has the name again.
         """
         if name in self._places:
             return self._places[name]
@@ -249,7 +260,7 @@ class _Archive:
             raise ValueError("it is cut off, or something was added to it; copy it again")
         size, offset = struct.unpack("<II", end[12:20])
         if _IN_EXTRA_FIELD in (size, offset) or end[10:12] == b"\xff\xff":
-            # A large archive: an end with wide numbers stands before this one.
+            # A large archive (zip64) has another end with 64-bit numbers before this one.
             locator = self._read(_ByteRange(end_at - 20, 20))
             wide_end_at = struct.unpack("<Q", locator[8:16])[0]
             wide_end = self._read(_ByteRange(wide_end_at, 56))
@@ -262,7 +273,7 @@ class _Archive:
             )
         return self._read(_ByteRange(offset, size))
 
-    def _entries(self, directory: bytes) -> Iterator[tuple[str, _ByteRange]]:
+    def _parse_directory(self, directory: bytes) -> Iterator[tuple[str, _ByteRange]]:
         """Yield each record's path, with the offset of its header and the size of its bytes."""
         position = 0
         seen: set[str] = set()
@@ -314,15 +325,15 @@ def _parse_entry(directory: bytes, position: int) -> _Entry:
 
 
 def _widen(extra: bytes, *values: int) -> Iterator[int]:
-    """Yield ``values``. Those above 32 bits are taken from the extra field of wide numbers.
+    """Yield ``values``, taking each number above 32 bits from the extra field.
 
-    That field holds only these numbers, in the order of ``values``.
+    The extra field with 64-bit numbers holds only these numbers, in the order of ``values``.
     """
     wide = b""
     position = 0
     while position + 4 <= len(extra):
-        kind, size = struct.unpack_from("<HH", extra, position)
-        if kind == _WIDE_NUMBERS:
+        field_id, size = struct.unpack_from("<HH", extra, position)
+        if field_id == _WIDE_NUMBERS:
             wide = extra[position + 4 : position + 4 + size]
         position += 4 + size
     for value in values:
@@ -334,7 +345,7 @@ def _widen(extra: bytes, *values: int) -> Iterator[int]:
 
 
 class _Values:
-    """Converts what a pickle describes to plain values and ``StoredTensor``s, and checks all of it.
+    """Converts a parsed pickle to plain values and ``StoredTensor``s, and checks each of them.
 
     Args:
         archive: the archive that holds the pickle.
@@ -347,12 +358,12 @@ class _Values:
         self._archive = archive
         self._read = read
         self._budget = _MAX_VALUES  # values that may still be converted
-        # Tensors by the identity of their record. The record is kept, so that no other object can
-        # get the same identity.
+        # Tensors by the ``id`` of their record. The record is kept, so that no other object can get
+        # the same ``id``.
         self._tensors: dict[int, tuple[Record, StoredTensor]] = {}
 
     def convert(self, value: Any, depth: int = 0) -> Any:
-        """Convert a value with everything in it, as often as it is held."""
+        """Convert a value and all values in it. A container that occurs twice is copied twice."""
         self._spend(1)
         if depth > _MAX_DEPTH:
             raise PickleError(_TOO_MANY_VALUES)
@@ -361,14 +372,14 @@ class _Values:
         if type(value) is tuple:
             return tuple(self.convert(item, depth + 1) for item in value)
         if type(value) is Record and value.path == _ORDERED_DICT and value.arguments == ():
-            # Its state is left out: a module's state_dict keeps an attribute with metadata there.
+            # The state of an OrderedDict is ignored: in a state_dict, it holds only _metadata.
             value = value.items or {}
         if type(value) is dict:
             return {_check_key(key): self.convert(item, depth + 1) for key, item in value.items()}
         if type(value) is Record and value.path == _SIZE:
             return sizes_of(value)
         if type(value) is Record:
-            return self._tensor_once(value)
+            return self._convert_tensor_once(value)
         if type(value) is Name:
             return value.path
         if value is None or type(value) in (bool, int, float, str):
@@ -380,18 +391,18 @@ class _Values:
         if self._budget < 0:
             raise PickleError(_TOO_MANY_VALUES)
 
-    def _tensor_once(self, record: Record) -> StoredTensor:
+    def _convert_tensor_once(self, record: Record) -> StoredTensor:
         """Convert a tensor on the first visit, and return the same object on later ones.
 
-        Its dimensions count on every visit.
+        Every visit counts the dims of the tensor as values.
         """
         if id(record) not in self._tensors:
-            self._tensors[id(record)] = record, self._tensor(record)
+            self._tensors[id(record)] = record, self._convert_tensor(record)
         tensor = self._tensors[id(record)][1]
         self._spend(len(tensor.shape))
         return tensor
 
-    def _tensor(self, record: Record) -> StoredTensor:
+    def _convert_tensor(self, record: Record) -> StoredTensor:
         if (
             record.path == _REBUILD_PARAMETER
             and record.arguments
@@ -406,14 +417,14 @@ class _Values:
         storage, offset, size, stride = record.arguments[:4]
         place, dtype = self._locate_storage(storage)
         if record.path == _REBUILD_TENSOR_WITH_DTYPE and len(record.arguments) > 6:
-            dtype = _dtype(record.arguments[6])
+            dtype = _convert_dtype(record.arguments[6])
         shape = sizes_of(size)
         strides = sizes_of(stride)
         if type(offset) is not int or not 0 <= offset < _MAX_INTEGER or len(strides) != len(shape):
             raise PickleError("it holds a tensor with strides or an offset that no tensor has")
 
-        # All elements of the tensor must lie in the storage. Nor may there be more than it has:
-        # strides of 0 would make any number of elements of one.
+        # All elements of the tensor must lie in the storage. The tensor must not have more elements
+        # than the storage: with strides of 0, one stored element could become any number of them.
         is_empty = prod(shape) == 0
         n_stored = place.size // dtype.itemsize
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -431,7 +442,7 @@ class _Values:
         return StoredTensor(shape, dtype, place.begin + offset * dtype.itemsize, read)
 
     def _locate_storage(self, storage: Any) -> tuple[_ByteRange, torch.dtype]:
-        """Return the place of a storage, and the dtype that the pickle gives to its elements."""
+        """Return where the bytes of a storage lie in the file, and the dtype of its elements."""
         identity = storage.arguments if type(storage) is Storage else ()
         types = [type(item) for item in identity]
         if types != [str, Name, str, str, int] or identity[0] != "storage":
@@ -439,7 +450,7 @@ class _Values:
         _, storage_class, key, _, count = identity
         if storage_class.path not in _STORAGES:
             raise PickleError(
-                f"it holds a storage of {storage_class.path}, which is no class of storages"
+                f"it holds a storage of {storage_class.path}, which is not a class of storages"
             )
         place = self._archive.locate_storage(key)
         dtype = _STORAGES[storage_class.path]
@@ -456,17 +467,21 @@ def _check_key(key: Any) -> str | int:
     return key
 
 
-def _dtype(value: Any) -> torch.dtype:
+def _convert_dtype(value: Any) -> torch.dtype:
     if type(value) is not Name or value.path.removeprefix("torch.") not in DTYPES:
-        raise PickleError("it holds a tensor of no dtype")
+        raise PickleError("it holds a tensor without a dtype of torch")
     return DTYPES[value.path.removeprefix("torch.")]
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """Return a shape, strides or offsets, given as a tuple or a ``torch.Size`` in a pickle.
+    """Return a shape, strides or offsets from a parsed pickle, as a tuple.
 
-    Raises PickleError if it is something else, has too many dimensions, or holds a negative or very
-    large integer.
+    Args:
+        value: a tuple of integers, or the ``Record`` of a ``torch.Size``.
+
+    Raises:
+        PickleError: ``value`` is something else, has more than 64 dims, or has an integer that is
+            negative or at least 2^62.
     """
     if type(value) is Record and value.path == _SIZE and len(value.arguments) == 1:
         value = value.arguments[0]

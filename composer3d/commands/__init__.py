@@ -1,4 +1,5 @@
-"""One module for each command of ``composer3d``: from parsed arguments to an exit status.
+"""One module for each command of ``composer3d``.
 
-``cli`` has the parser, and imports the module of a command when it runs.
+Its function ``run`` takes the parsed arguments and returns the exit status. ``cli`` has the parser,
+and imports the module of a command only when that command runs.
 """

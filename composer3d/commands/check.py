@@ -15,13 +15,14 @@ from composer3d.spec.errors import RecipeError, UserError
 def run(
     *, recipe: str | None, sets: list[str], gpus: int | None, schema: bool, as_json: bool
 ) -> int:
-    """Print the resolved recipe with the origin of each value, or the vocabulary of recipes.
+    """Print the resolved recipe with the origin of each value, or every key of recipes.
 
     Args:
         recipe: the recipe's file; it may be None if ``schema`` is true.
-        sets: overrides.
-        gpus: the number of processes; None checks that this machine can train the recipe.
-        schema: whether to print the vocabulary of recipes, and nothing else.
+        sets: overrides, each ``table.key=value``.
+        gpus: the number of processes that the mesh must fill. If it is None, this machine must have
+            the device that the recipe asks for.
+        schema: whether to print every key that a recipe may have, as text, and nothing else.
         as_json: whether to print one JSON object instead of text.
 
     Returns:

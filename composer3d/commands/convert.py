@@ -8,9 +8,10 @@ from composer3d.convert.convert import convert
 
 
 def run(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
-    """Convert a checkpoint, and print what was done.
+    """Convert a checkpoint, and print a report.
 
-    ``options`` are those of ``convert.convert.convert``, which also raises the errors. Returns 0.
+    ``options`` are the other arguments of ``convert.convert.convert``, which raises the errors.
+    Returns the exit status 0.
     """
     report = convert(Path(src), Path(dst), **options)
     if as_json:

@@ -1,4 +1,4 @@
-"""``composer3d inspect``: print what a checkpoint holds, and whether it is whole."""
+"""``composer3d inspect``: report what a checkpoint contains and whether it is complete."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,18 @@ from composer3d.convert.inspect import inspect
 
 
 def run(path: str, *, tensors: bool, as_json: bool) -> int:
-    """Print what is known about a checkpoint, and its tensors if ``tensors``.
+    """Print a report on a checkpoint.
 
-    Returns 0 if it is whole, 1 if it is not.
+    Args:
+        path: the checkpoint, in any format that ``convert`` reads.
+        tensors: whether to list each tensor with its shape and dtype.
+        as_json: whether to print one JSON object instead of text.
+
+    Returns:
+        The exit status: 0 if the checkpoint is complete, 1 if it is not.
+
+    Raises:
+        CheckpointError: there is no checkpoint at all.
     """
     report = inspect(Path(path))
     status = 0 if report["whole"] else 1

@@ -10,7 +10,11 @@ from composer3d.recipe.values import one_line
 def run(
     *, source: str, out: str, tokenizer: str, eod: str | None, field: str | None, as_json: bool
 ) -> int:
-    """Write token files and print what they hold. Returns 0; raises as ``data.prepare.prepare``."""
+    """Write token files, and print their numbers of documents and tokens.
+
+    The arguments are those of ``data.prepare.prepare``, which raises the errors. ``as_json`` also
+    prints a JSON object, as the last line. Returns the exit status 0.
+    """
     begin = time.monotonic()
     written = prepare(source, out, tokenizer=tokenizer, eod=eod, field=field)
     seconds = time.monotonic() - begin

@@ -1,7 +1,8 @@
-"""``composer3d train``: from a command to ranks.
+"""``composer3d train``: start the ranks of a training, or run as one of them.
 
-Outside of torchrun the command starts the ranks of this machine; under torchrun it is one of them.
-Nothing here imports torch before the starter has begun to import it.
+Under torchrun the command is one rank. Otherwise it starts all ranks on this machine. Functions
+import the modules that need torch when they need them, so that the starter of the ranks can begin
+to import torch first.
 """
 
 import os
@@ -22,7 +23,7 @@ from composer3d.runtime.ranks import describe_rank, identity
 from composer3d.runtime.starter import STORE_VARIABLE, die_with_parent
 from composer3d.spec.errors import DeviceError, LostPeersError, RecipeError, UserError
 
-# Processes of a CPU job per core: with more, a layout is too slow to try.
+# The limit of processes per core in a CPU job. With more, even a short trial would be too slow.
 PROCESSES_PER_CORE = 16
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{8}")
@@ -33,11 +34,15 @@ def run(recipe: str, sets: Sequence[str]) -> int:
 
     Args:
         recipe: the recipe's file.
-        sets: overrides.
+        sets: overrides, each ``table.key=value``.
 
     Returns:
         The exit status: 0 done, 1 a rank failed, 2 the user's input is wrong, 128 + N stopped by
         signal N.
+
+    Raises:
+        RecipeError: the recipe cannot be used, or needs too many processes for this machine.
+        DeviceError: this machine has fewer GPUs than the recipe needs.
     """
     if "RANK" in os.environ:
         return train_rank(recipe, sets)
@@ -60,7 +65,7 @@ def run(recipe: str, sets: Sequence[str]) -> int:
     if processes > 1:
         launch.warm_up()
     if device != "cpu":
-        # Imported here, as this module imports torch.
+        # Imported here because this module imports torch.
         from composer3d.runtime.process_group import count_gpus
 
         gpus = count_gpus()
@@ -86,11 +91,11 @@ def run(recipe: str, sets: Sequence[str]) -> int:
 
 
 def step_of_finished_run(recipe: Recipe) -> int | None:
-    """Return the step of the newest checkpoint if it finishes the run, else None.
+    """Return the step of the newest checkpoint if the run is finished, else None.
 
-    This reads only the manifest and the sizes of the files. None also means that something is
-    wrong with the checkpoint, or that the recipe changes something that the checkpoint depends
-    on: training then reports it.
+    This reads only the manifest and the sizes of the files. The result is also None if
+    ``checkpoint.resume`` is not "auto", if the checkpoint is damaged, or if the recipe has changed
+    the seed, the data or the model. Training then resumes as the recipe says, or reports the error.
     """
     folder = Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
     names = [path.name for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
@@ -100,8 +105,8 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     if int(newest_name.removeprefix("step-")) < recipe.run.steps:
         return None
 
-    # Imported here, as this module imports torch. The run is almost certainly finished, so that
-    # torch is not needed for anything else.
+    # Imported here because this module imports torch. The run is almost certainly finished, so this
+    # import seldom delays a training.
     from composer3d.checkpoint import manifest as manifests
 
     newest = folder / newest_name
@@ -125,10 +130,11 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
 
 
 def require_cores(resolved: Resolved) -> None:
-    """Refuse a CPU job with too many processes for this machine, which would mostly switch tasks.
+    """Refuse a CPU job with too many processes for this machine.
 
     Raises:
-        RecipeError: there are more than 16 processes per core, and the recipe does not allow it.
+        RecipeError: there are more than ``PROCESSES_PER_CORE`` processes per core, and
+            ``run.oversubscribe`` is false.
     """
     recipe = resolved.recipe
     if hasattr(os, "sched_getaffinity"):
@@ -167,7 +173,7 @@ def describe_failures(result: launch.JobResult, recipe: Recipe) -> list[str]:
                 f"or a second one came; {resume_advice(recipe)}"
             )
         elif signal.SIGABRT in ranks_by_end:
-            # NCCL aborts the ranks that waited in vain, so that the others are the cause.
+            # NCCL aborts the ranks that waited too long, so a rank that still ran is the cause.
             lines.append(f"{ranks_text} {were} still running: look for the cause there first")
     return lines
 
@@ -185,7 +191,10 @@ def _describe_ranks(ranks: Sequence[int], recipe: Recipe) -> str:
 
 
 def resume_advice(recipe: Recipe) -> str:
-    """Say what the same command does next: resume from the newest checkpoint, or start anew."""
+    """Return the end of an error: whether the same command resumes or starts anew.
+
+    The text names the newest checkpoint of the run, or the folder in which there is none.
+    """
     folder = Path(recipe.run.out_dir) / recipe.run.name / "checkpoints"
     whole = [path.parent for path in folder.glob("step-*/manifest.json")]
     checkpoints = [path for path in whole if _STEP_FOLDER.fullmatch(path.name)]
@@ -195,7 +204,11 @@ def resume_advice(recipe: Recipe) -> str:
 
 
 def train_rank(recipe: str, sets: Sequence[str]) -> int:
-    """Train as the rank that RANK, LOCAL_RANK and WORLD_SIZE name, and return its exit status."""
+    """Train as the rank that RANK, LOCAL_RANK and WORLD_SIZE name, and return its exit status.
+
+    Without these variables it is rank 0 of 1. A UserError is printed by the ranks that must report
+    it, and becomes the exit status. Any other exception is raised.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ and STORE_VARIABLE not in os.environ:
         # The parent is torchrun's agent. If it is killed, nothing else ends this rank.
         die_with_parent(os.getppid())
@@ -218,8 +231,9 @@ def _must_report(error: UserError, rank: int) -> bool:
     """Return whether this rank prints an error.
 
     Once there is a process group, all ranks raise an error together (``process_group.on_all``), and
-    rank 0 prints it. Before, a node or a rank can be the only one with the error. Only one rank has
-    a LostPeersError with lines, so it always prints them.
+    rank 0 prints it. Before that, the error may concern a single node or rank: then the first rank
+    of each node prints it, and every rank prints its own DeviceError. Only one rank has a
+    LostPeersError with lines, so it always prints them.
     """
     if rank == 0 or isinstance(error, LostPeersError):
         return True
@@ -254,7 +268,7 @@ def _train(resolved: Resolved, rank: int) -> int:
     try:
         store = process_group.open_store(timeout_s=timeout_s)
         peer_watch = peers.explain_lost_peers(
-            # A clone for the thread of the watch; torch's type stubs lack ``clone``.
+            # The thread of the watch needs a client of its own. Torch's type stubs lack ``clone``.
             cast(Any, store).clone(),
             rank=rank,
             size=int(os.environ.get("WORLD_SIZE", "1")),

@@ -18,8 +18,21 @@ def run(
 ) -> int:
     """Prove the recipe's layout, or each layout of the file ``layouts``, and print the verdicts.
 
+    Args:
+        recipe: the recipe's file.
+        sets: overrides, each ``table.key=value``.
+        dtype: "float64" or "float32", the dtype in which the layouts compute.
+        steps: the number of training steps to compare.
+        layouts: a file with a layout on each line, as overrides that come after ``sets``. None
+            proves the recipe's own layout.
+        as_json: whether to print a JSON object as the last line.
+
     Returns:
-        0 if all layouts passed, 1 if one did not, 2 if the recipe's own layout is refused.
+        The exit status: 0 if all layouts are exact, 1 if a layout is wrong or a layout of the file
+        is refused, 2 if the recipe's own layout is refused.
+
+    Raises:
+        UserError: the file ``layouts`` cannot be read, or has no layout.
     """
     begin = time.monotonic()
     lines = [""] if layouts is None else _read_layouts(layouts)
@@ -66,9 +79,9 @@ def _read_layouts(path: str) -> list[str]:
 
 
 def _print_verdict(verdict: Verdict, line: str) -> None:
-    """Print one line: the layout, and its errors relative to one process.
+    """Print a verdict: the layout and its largest relative errors, and below them what is wrong.
 
-    ``line`` is that of the file of layouts, or "" for the recipe's own layout.
+    ``line`` is the layout's line in the file of layouts, or "" for the recipe's own layout.
     """
     shown = line or verdict.layout
     if verdict.refused:
@@ -80,10 +93,12 @@ def _print_verdict(verdict: Verdict, line: str) -> None:
             "grad": verdict.max_grad_rel_err,
             "weight": verdict.max_weight_rel_err,
         }
-        numbers = "  ".join(
-            f"{name} {'-' if error is None else f'{error:.0e}'}" for name, error in errors.items()
-        )
+        numbers = "  ".join(f"{name} {_format_error(error)}" for name, error in errors.items())
         word = "exact  " if verdict.passed else "WRONG  "
         print(f"{word} {shown}  ({verdict.dtype})  {numbers}", flush=True)
     if verdict.error:
         print(f"        {verdict.error}", flush=True)
+
+
+def _format_error(error: float | None) -> str:
+    return "-" if error is None else f"{error:.0e}"

@@ -1,1 +1,1 @@
-"""Checkpoints in other formats: conversion in both directions, and a start of training."""
+"""Convert checkpoints from and to other formats, and start training from Hugging Face files."""

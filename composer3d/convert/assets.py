@@ -1,8 +1,9 @@
-"""The files in a checkpoint's folder ``assets``: they belong to the model and hold no tensors.
+"""Make the files in a checkpoint's folder ``assets``: tokenizer, config.json and the like.
 
 A checkpoint may be exported long after its run, on a machine that has neither the data nor the
 folder that the run started from. So each checkpoint carries the tokenizer of the data, the ids of
-special tokens and the longest sequence, in the files and with the keys of Hugging Face.
+special tokens and the longest sequence. The names and keys of these files are those of Hugging
+Face.
 """
 
 import json
@@ -25,12 +26,12 @@ _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
-# The usual names of the token that begins a text, and of the one that pads. The first that a
-# tokenizer has is taken.
+# The usual names of the token that begins a text, and of the padding token. The first name that a
+# tokenizer has is used.
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "<｜▁pad▁｜>", "[PAD]")
 
-_BYTE_0 = "\0"  # the token of byte 0, which ends documents of bytes
+_BYTE_0 = "\0"  # the token of byte 0, which ends a document in data of bytes
 
 Json = dict[str, Any]
 
@@ -38,14 +39,19 @@ Json = dict[str, Any]
 def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> dict[str, bytes]:
     """Return the contents of the files that belong to a run's model, by file name.
 
-    They start from the files that came with the model: the assets of the checkpoint ``earlier``,
-    or the folder ``model.hf``. If the data has another tokenizer, that one replaces theirs, and
-    all their ids of tokens are dropped.
+    The result is based on the files that came with the model: the assets of the checkpoint
+    ``earlier``, or the folder ``model.hf``. If the data was made with another tokenizer, that
+    tokenizer replaces the model's, and all token ids of the model's files are dropped.
 
     Args:
-        recipe: of the run.
-        end_of_document: the token that follows each document of the data. Generation stops at it.
+        recipe: the recipe of the run.
+        end_of_document: the id of the token that follows each document of the data. Generation
+            stops at it.
         earlier: the checkpoint that was loaded, or None.
+
+    Returns:
+        The contents by file name. The dict is empty if the architecture is not the default one:
+        such a model cannot be exported.
 
     Raises:
         DataError: the tokenizer of the data cannot be read, or is a link.
@@ -67,8 +73,8 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> d
     config |= {
         "bos_token_id": _int_or(config.get("bos_token_id"), special.bos),
         "eos_token_id": special.stops(config),
-        # The end of a document does not serve as padding here: transformers trains no embedding of
-        # a padding token.
+        # The end of a document is not used as padding here: transformers does not train the
+        # embedding of the padding token.
         "pad_token_id": _int_or(config.get("pad_token_id"), special.pad),
         "max_position_embeddings": longest,
     }
@@ -86,7 +92,7 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> d
     try:
         files[_CONFIG] = _encode(make_config(shape, recipe.precision.params, config))
     except CheckpointError:
-        # transformers has no such model, so there is nothing to export to.
+        # transformers has no such model, so there is no config.json to write.
         files.pop(_CONFIG, None)
     files[_GENERATION] = _encode(generation)
     if _TOKENIZER_CONFIG not in files and special.end_name:
@@ -98,9 +104,10 @@ class _SpecialTokens:
     """The special tokens of a tokenizer.
 
     Attributes:
-        end: the token that ends a document.
-        end_name: its name, or None if the tokenizer has no name for it.
-        bos, pad: the tokens that begin a text and that pad, or None if the model has no such token.
+        end: the id of the token that ends a document.
+        end_name: the name of this token, or None if the tokenizer has no name for it.
+        bos: the id of the token that begins a text, or None if there is no such token.
+        pad: the id of the padding token, or None if there is no such token.
     """
 
     def __init__(self, tokenizer: Json, shape: ModelShape, end: int) -> None:
@@ -115,9 +122,9 @@ class _SpecialTokens:
         )
 
     def stops(self, config: Json) -> int | list[int]:
-        """Return the tokens at which generation stops: those of ``config``, and ``end``.
+        """Return the ids of tokens that stop generation: those in ``config``, and ``end``.
 
-        If ``config`` lacks ``end``, it comes first. A single token is returned without a list.
+        ``end`` is put first if ``config`` does not have it. A single id is returned without a list.
         """
         eos = config.get("eos_token_id")
         tokens = eos if isinstance(eos, list) else [eos]
@@ -127,7 +134,7 @@ class _SpecialTokens:
         return known if len(known) > 1 else self.end
 
     def tokenizer_config(self, longest: int) -> Json:
-        """Return a tokenizer_config.json for texts of at most ``longest`` tokens."""
+        """Return the content of a tokenizer_config.json for texts of up to ``longest`` tokens."""
         token_names = {
             "bos_token": None if self.bos is None else self._names[self.bos],
             "eos_token": self.end_name,
@@ -142,12 +149,13 @@ class _SpecialTokens:
 
 
 def make_byte_tokenizer() -> bytes:
-    """Return a tokenizer.json whose tokens are the bytes of UTF-8, with their values as ids.
+    """Return a tokenizer.json with one token for each byte of UTF-8; its id is the byte's value.
 
-    Each byte has the character that GPT-2 gives it, except byte 0, which stands for itself. So only
-    that character becomes the token that ends documents, and no other text does.
+    A vocabulary names each byte by a character, as GPT-2 does. Byte 0 ends documents, so it is a
+    special token, and its name is the character U+0000 itself. GPT-2 names it U+0100, and then that
+    letter in a text would become the end of a document.
     """
-    # GPT-2 keeps the bytes that print as they are, and gives the others characters from 256 on.
+    # GPT-2 names a printable byte by its own character, and the others by characters from 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {byte: chr(byte) for byte in printable}
@@ -224,7 +232,7 @@ def _read_tokenizer(recipe: Recipe) -> bytes:
 
 
 def _token_names(tokenizer: Json) -> dict[int, str]:
-    """Return the names of the tokens of a tokenizer.json, by id. Anybody may have made the file."""
+    """Return the names of the tokens in a tokenizer.json, by id. The file is untrusted."""
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     names: dict[int, str] = {}
@@ -247,9 +255,10 @@ def _token_names(tokenizer: Json) -> dict[int, str]:
 
 
 def _longest_sequence(recipe: Recipe, config: Json) -> int:
-    """Return the longest sequence that the model is made for, in tokens.
+    """Return the longest sequence that the model supports, in tokens.
 
-    It is the maximum of the training sequence, the stretched context, and what ``config`` says.
+    It is the maximum of three lengths: the training sequences, the context that RoPE scaling
+    extends, and ``max_position_embeddings`` in ``config``.
     """
     shape = recipe.model
     stretched = int(shape.rope_context * shape.rope_factor) if shape.rope_factor != 1 else 0
@@ -263,7 +272,7 @@ def _int_or(value: Any, default: int | None) -> int | None:
 
 
 def _parse(content: bytes | None) -> Json:
-    """Return the JSON object in ``content``, or an empty one if there is none."""
+    """Return the JSON object in ``content``, or an empty dict if it has none."""
     try:
         value = parse_json(content or b"{}")
     except ValueError:

@@ -1,9 +1,9 @@
-"""Files that belong to a model but hold no weights: its tokenizer, configuration and licence.
+"""Read the files that belong to a model but hold no weights: tokenizer, configuration, licence.
 
-A conversion copies them unchanged, although anybody may have made the checkpoint. So it copies
-only files named in ``CARRIED_NAMES``, only plain files in the checkpoint's own folder, and only up
-to a size limit. Otherwise a link ``tokenizer.json -> ~/.ssh/id_rsa`` would carry a secret into
-what the user publishes.
+A conversion copies these files into the new checkpoint, although the old one is untrusted. So it
+copies only files named in ``CARRIED_NAMES``, only plain files in the checkpoint's own folder, and
+only up to a size limit. Otherwise a link ``tokenizer.json -> ~/.ssh/id_rsa`` would copy a secret
+into the files that the user publishes.
 
 One kind of link is followed: the Hugging Face hub keeps a snapshot as links into its own store
 (``models--NAME/snapshots/REVISION/FILE -> models--NAME/blobs/DIGEST``).
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from composer3d.spec.files import MIB, FileTooLargeError, read_plain
 
-# The files that say how text becomes tokens.
+# The files of a tokenizer.
 TOKENIZER_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -55,10 +55,8 @@ def read_carried_files(folder: Path) -> tuple[dict[str, bytes], list[str]]:
 
     Returns:
         The contents by file name, and one line for each file in ``CARRIED_NAMES`` that is refused.
-        A
-        file is refused if it is a link out of the folder, is not a plain file, is too large, or
-        cannot
-        be read.
+        A file is refused if it is a link (other than a link of the Hugging Face hub), is not a
+        plain file, is too large, or cannot be read. Missing files are left out.
     """
     contents: dict[str, bytes] = {}
     refusals = []
@@ -77,10 +75,13 @@ def read_carried_files(folder: Path) -> tuple[dict[str, bytes], list[str]]:
 
 
 def select_carried_texts(contents: object) -> dict[str, bytes]:
-    """Return the files among the texts of a torch file that a checkpoint may carry.
+    """Return the contents of the files that a torch file carries, by file name.
 
-    ``contents`` may be anything, since a stranger may have made the file. Each text in it stands
-    for the bytes of one file, decoded as latin-1.
+    Files that are not in ``CARRIED_NAMES``, or that exceed a size limit, are left out.
+
+    Args:
+        contents: the untrusted value in the torch file. It should be a dict from file names to
+            texts, each of which is the bytes of a file decoded as latin-1.
     """
     selected: dict[str, bytes] = {}
     if not isinstance(contents, dict):
@@ -101,11 +102,11 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
 
 
 def _find_hub_file(folder: Path, link: Path) -> Path | None:
-    """Return the file in the store of the Hugging Face hub that ``link`` leads to, or None.
+    """Return the target of ``link`` if it is in the store of the Hugging Face hub, else None.
 
-    Both ends of the link are checked. ``folder`` must be a snapshot. The file must lie in the
-    store of the same repository, or in the store that all repositories of a cache may share. File
-    names in the shared store are digests.
+    Both ends of the link are checked. ``folder`` must be a snapshot. The target must be in the
+    store of the same repository, or in the store that all repositories of a cache may share. In
+    the shared store, its name must be a digest.
     """
     snapshot, target = folder.resolve(), link.resolve()
     repository = snapshot.parent.parent
@@ -120,6 +121,6 @@ def _find_hub_file(folder: Path, link: Path) -> Path | None:
 
 
 def _explain(error: OSError) -> str:
-    """Return the reason of an error as a predicate."""
+    """Return the reason of an error, in a form that can follow "it"."""
     reason = error.strerror or str(error)
     return reason if reason.startswith("is ") else f"cannot be read ({reason})"

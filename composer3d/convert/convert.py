@@ -45,27 +45,29 @@ def convert(
 ) -> dict[str, Any]:
     """Write a copy of the checkpoint ``src`` at ``dst`` in the format ``to``, and prove the copy.
 
-    At most a few times the size of the largest tensor is in memory. The proof opens the written
-    files again and compares the names, shapes, dtypes and digests of all tensors with those that
-    were read. ``dst`` appears only after it has passed. No process group is needed.
+    Memory is limited to a few times the size of the largest tensor. The proof opens the written
+    files again, and compares the names, shapes, dtypes and digests of all tensors with those that
+    were read. ``dst`` appears only after the proof has passed. No process group is needed.
 
     Args:
         src: a checkpoint, or a run's folder, which stands for its newest whole checkpoint.
         dst: the folder to write, or the file for ``torch``. It must not exist.
         to: the format of ``dst``.
-        dtype: of the parameters in ``dst``; None keeps their own. The optimizer's state always
-            keeps its own.
-        weights_only: leave out the optimizer's state, which ``torch`` and ``dcp`` could hold.
-        logits: also run the models of both checkpoints in float32 and compare their logits. This
+        dtype: the name of the parameters' dtype in ``dst``. None keeps the dtype of each
+            parameter. The dtypes of the optimizer's state are never changed.
+        weights_only: leave out the optimizer's state, which ``torch`` and ``dcp`` can store.
+        logits: also run the models of both checkpoints in float32, and compare their logits. This
             takes memory for a whole model.
         shard: the largest size of one safetensors file, in bytes.
 
     Returns:
-        What was done, as values that JSON can hold: ``source``, ``from``, ``target``, ``to``,
-        ``tensors``, ``bytes``, ``notes``, ``carried``, ``seconds``, and ``logits`` if asked for.
+        A report, as values that JSON can represent: ``source``, ``from``, ``target``, ``to``,
+        ``tensors`` (their number), ``bytes`` (the size of their elements), ``notes``, ``carried``
+        (the names of carried files), ``seconds``, and ``logits`` if it was asked for.
 
     Raises:
-        CheckpointError: ``src`` or ``dst`` cannot be used, or the copy differs.
+        CheckpointError: ``src`` or ``dst`` cannot be used, a number is out of the range of
+            ``dtype``, or the copy differs. ``dst`` is not written then.
     """
     started_s = time.perf_counter()
     _require_absent(dst)
@@ -99,7 +101,7 @@ def convert(
                 "this is a bug of composer3d"
             )
 
-        # Syncing is slow, so a thread does it while the copy is read back from the page cache.
+        # Syncing is slow, so a thread does it while the proof reads the copy from the page cache.
         with ThreadPoolExecutor(1) as thread:
             syncs = thread.map(sync, (*staging.rglob("*"), staging))
             written = _prove_copy(source, staging, specs, digests)
@@ -140,7 +142,7 @@ def _require_absent(dst: Path) -> None:
 
 
 def _make_staging(src: Path, dst: Path, *, folder: bool) -> Path:
-    """Make the empty folder or file that is written first, and renamed to ``dst`` at the end."""
+    """Make the empty folder or file to write, which is renamed to ``dst`` at the end."""
     staging = dst.with_name(dst.name + ".tmp")
     try:
         if src.is_dir() and dst.resolve().is_relative_to(src.resolve()):
@@ -156,7 +158,7 @@ def _make_staging(src: Path, dst: Path, *, folder: bool) -> Path:
         ) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
         parent_is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        reason = f"{dst.parent} is no folder; make it first" if parent_is_missing else error
+        reason = f"{dst.parent} is not a folder; make it first" if parent_is_missing else error
         raise CheckpointError(f"{dst} cannot be written ({reason})") from None
     return staging
 
@@ -164,7 +166,7 @@ def _make_staging(src: Path, dst: Path, *, folder: bool) -> Path:
 def _read_tensors(
     source: Source, specs: Mapping[str, TensorSpec], digests: dict[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Read each tensor once, and yield it by our name in the dtype of its spec.
+    """Read each tensor once, and yield it with our name and in the dtype of its spec.
 
     The digest of each yielded tensor is added to ``digests``.
 
@@ -174,7 +176,7 @@ def _read_tensors(
         original = source.read(name)
         dtype: torch.dtype = getattr(torch, spec.dtype)
         tensor = original.to(dtype)
-        # Infinities are counted. The maximum would not do: it is NaN if any element is.
+        # The number of infinities is compared, and not the maximum: it is NaN if any element is.
         is_narrower = torch.finfo(dtype).max < torch.finfo(original.dtype).max
         if is_narrower and tensor.isinf().sum() > original.isinf().sum():
             raise CheckpointError(
@@ -188,7 +190,7 @@ def _read_tensors(
 def _prove_copy(
     source: Source, path: Path, specs: Mapping[str, TensorSpec], digests: Mapping[str, str]
 ) -> Source:
-    """Open the copy at ``path`` and compare it with what was read; return it.
+    """Open the copy at ``path``, compare it with the source, and return it.
 
     Raises CheckpointError if a name, shape, dtype or digest, or the model's shape, is different.
     """
@@ -203,7 +205,7 @@ def _prove_copy(
         if name in written_specs and digest_of(written.read(name)) != digest:
             differences.append(name)
 
-    # A format may or may not say the width of a head if it is dim / n_heads.
+    # Some formats leave out the width of a head if it is dim / n_heads.
     before = replace(source.shape, head_dim=source.shape.head_width)
     after = replace(written.shape, head_dim=written.shape.head_width)
     if before != after:
@@ -218,9 +220,9 @@ def _prove_copy(
 
 
 def _compare_logits(source: Source, written: Source, *, exact: bool) -> dict[str, Any]:
-    """Run both models on the same tokens and compare; ``exact`` requires equal bits.
+    """Run both models on the same tokens, and compare their logits.
 
-    Raises CheckpointError if the copy's logits are not finite, or not exact although they must be.
+    Raises CheckpointError if the copy's logits are not finite, or if they differ and ``exact``.
     """
     before, after = _logits(source), _logits(written)
     bitwise = torch.equal(before, after)
@@ -234,7 +236,7 @@ def _compare_logits(source: Source, written: Source, *, exact: bool) -> dict[str
 
 @torch.no_grad()
 def _logits(source: Source) -> Tensor:
-    """Compute the logits of random tokens, which are the same in every call, in float32."""
+    """Compute the model's logits in float32, for random tokens that are the same in every call."""
     model = Llama(source.shape, device="cpu")
     for name, parameter in model.named_parameters():
         parameter.copy_(source.read(f"model.{name}"))

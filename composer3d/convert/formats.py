@@ -1,7 +1,6 @@
-"""Open a checkpoint of any of four formats as a ``Source``: our names, shapes, and one tensor at a
-time.
+"""Open a checkpoint of any format as a ``Source``, which reads one tensor at a time by our names.
 
-The formats are
+The formats are:
 
 - ``hf``: a Hugging Face folder, with config.json and either safetensors or pytorch_model*.bin;
 - ``meta``: a folder as Meta publishes it, with params.json and consolidated.*.pth;
@@ -9,9 +8,8 @@ The formats are
 - ``dcp``: a checkpoint of a training run.
 
 Files are memory-mapped if their format allows it, so an open checkpoint takes no memory. Any of
-these files may come from a stranger: pickles are parsed as data by ``checkpoint.pickles`` and
-never run, and every size is checked against a limit or against the file before memory is allocated
-for it.
+these files may be untrusted: pickles are parsed as data by ``checkpoint.pickles`` and never run,
+and every size is checked against a limit or against the file before memory is allocated for it.
 """
 
 import json
@@ -50,7 +48,7 @@ from composer3d.spec.files import MIB, open_plain, read_json
 
 Format = Literal["hf", "meta", "torch", "dcp"]
 
-# The dtypes that the parameters of a model may have. All others are taken for quantized weights.
+# The dtypes that the parameters of a model may have. Any other dtype is treated as quantized.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # The dtype codes in the header of a safetensors file.
@@ -75,8 +73,8 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
 
-# The first of these names in a folder decides its format. The manifest comes last: a folder that
-# has nothing else is a checkpoint of ours that has lost its metadata.
+# The first of these names that is in a folder decides the folder's format. The manifest comes last:
+# a folder with only a manifest is a ``dcp`` checkpoint that has lost its metadata.
 _MARKERS: dict[str, Format] = {
     METADATA: "dcp",
     "model.safetensors": "hf",
@@ -88,8 +86,8 @@ _MARKERS: dict[str, Format] = {
 }
 _HF_WEIGHTS = [name for name, format in _MARKERS.items() if format == "hf"]
 
-# A torch file that ``convert`` made holds, under this key, a tensor of digests: its first row is
-# the digest of the facts about the model, and each further row that of one tensor.
+# A torch file that ``convert`` made has a tensor of digests under this key. The first row is the
+# digest of ``facts_digest``, and each further row is the digest of one tensor, in their order.
 DIGESTS = "digests"
 _DIGEST_BYTES = 16
 
@@ -127,13 +125,14 @@ class Source:
         tensors: its tensors, by the names that its files give them.
         names_in_files: for each tensor by our name (``model.NAME``, ``optim.NAME.exp_avg``), the
             name that the files give it. Empty if there are problems.
-        shape: of its model. There is no such attribute if a problem kept it from being read.
-        manifest: facts about its run. There is no such attribute if a problem kept them from
+        shape: the shape of its model. The attribute is missing if a problem prevented the shape
+            from being read.
+        manifest: facts about its run. The attribute is missing if a problem prevented them from
             being read.
-        carried: contents of other files that belong to the model, such as its tokenizer, by file
-            name.
-        problems: why the checkpoint cannot be used, one line each.
-        notes: what the user should know about the checkpoint, one line each.
+        carried: the contents of other files that belong to the model, such as its tokenizer, by
+            file name.
+        problems: the reasons why the checkpoint cannot be used, one line each.
+        notes: other facts that the user should know, one line each.
         read_counts: how often each of ``tensors`` was read.
     """
 
@@ -141,8 +140,8 @@ class Source:
     path: Path
     tensors: dict[str, ReadableTensor] = field(default_factory=dict)
     names_in_files: dict[str, str] = field(default_factory=dict)
-    # Only ``inspect`` looks at a checkpoint with problems, so only it must expect these two to be
-    # absent. All other code would have to exclude a None that it can never see.
+    # Only ``inspect`` uses a checkpoint with problems, so only ``inspect`` handles the absence of
+    # these two. With None as a default, all other code would have to check for it.
     shape: ModelShape = field(init=False)
     manifest: Manifest = field(init=False)
     carried: dict[str, bytes] = field(default_factory=dict)
@@ -155,9 +154,11 @@ class Source:
         return {name: self.tensors[in_file].spec for name, in_file in self.names_in_files.items()}
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor by our name, laid out as our model has it.
+        """Read a tensor by our name, and return it on the CPU in the layout of our model.
 
-        The tensor may be a view of the file. Its memory is freed with the last reference to it.
+        The tensor may be a view of the file.
+
+        Raises CheckpointError, which names the tensor, if it cannot be read.
         """
         name_in_file = self.names_in_files[name]
         self.read_counts[name_in_file] += 1
@@ -168,12 +169,12 @@ class Source:
             return tensor
 
     def carry_files(self, folder: Path) -> None:
-        """Read the files of ``folder`` that belong to the model; note those that are refused."""
+        """Read the files of ``folder`` that belong to the model. Each refused file adds a note."""
         self.carried, refusals = read_carried_files(folder)
         self.notes += refusals
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
-        """Return what ``function`` returns; if it fails, add a problem and return None."""
+        """Return the result of ``function``. If it fails, add a problem and return None."""
         try:
             with reading(f"{self.path} as {self.format}"):
                 return function(*arguments)
@@ -187,8 +188,8 @@ class Source:
         Each difference becomes a problem. If there is no problem, ``names_in_files`` is set.
 
         Args:
-            parameter_names: for each of our parameter names, without ``model.``, the name that the
-                files give it. Tensors of an optimizer have our names in every format.
+            parameter_names: for each parameter by our name, without ``model.``, its name in the
+                files. Tensors of an optimizer have our names in every format.
         """
         has_optimizer = any(name.startswith("optim.") for name in self.tensors)
         names_in_files: dict[str, str] = {}
@@ -215,12 +216,12 @@ class Source:
                 )
             elif tensor.spec.dtype not in DTYPES:
                 self.problems.append(
-                    f"{self.path} holds {name!r} in {tensor.spec.dtype}; "
-                    f"it must not be quantized, but one of {', '.join(DTYPES)}"
+                    f"{self.path} holds {name!r} in {tensor.spec.dtype}; it must be one of "
+                    f"{', '.join(DTYPES)}, and not quantized"
                 )
 
         for name in sorted(self.tensors.keys() - required.keys()):
-            # These two follow from the shape, so they add nothing to the model.
+            # These two tensors can be computed from the shape, so the model does not need them.
             if name != "rope.freqs" and not name.endswith(".rotary_emb.inv_freq"):
                 self.problems.append(
                     f"{self.path} holds {name!r}, which its model does not have; "
@@ -231,9 +232,15 @@ class Source:
             self.names_in_files = names_in_files
 
     def drop_copy(self, copy: str, original: str) -> bool:
-        """Remove the tensor ``copy`` if it equals ``original`` bit by bit; return whether it did.
+        """Remove the tensor ``copy`` if it equals ``original`` bit by bit.
 
-        Both are names in the files. Both tensors are read, but their reads are not counted.
+        Args:
+            copy: a name in the files.
+            original: a name in the files.
+
+        Returns:
+            Whether ``copy`` was equal and has been removed. Both tensors are read for this, but
+            these reads are not counted.
         """
         one, other = self.tensors[copy], self.tensors.get(original)
         is_copy = (
@@ -247,10 +254,14 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """Open a checkpoint that must be usable; ``path`` is as for ``inspect_source``.
+    """Open a checkpoint that has no problems.
 
-    Raises CheckpointError if it is incomplete or damaged, or its model is none that composer3d has.
-    The first eight problems are shown, and the others are counted.
+    Args:
+        path: as for ``inspect_source``.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, incomplete or damaged, or composer3d does not
+            support its model. The first eight problems are shown, and the others are counted.
     """
     source = inspect_source(path)
     if source.problems:
@@ -265,10 +276,12 @@ def open_source(path: Path) -> Source:
 def inspect_source(path: Path) -> Source:
     """Open a checkpoint, and list its problems in the result.
 
-    The folder of a run, or its folder of checkpoints, stands for the newest checkpoint in it that
-    is whole. A note then names that checkpoint.
+    Args:
+        path: a folder or file of any format. The folder of a run, or its folder of checkpoints,
+            stands for the newest whole checkpoint in it; a note then names that checkpoint.
 
-    Raises CheckpointError if there is no checkpoint at all.
+    Raises:
+        CheckpointError: there is no checkpoint at ``path``, or no checkpoint of the run is whole.
     """
     require_valid_path(path)
     try:
@@ -281,7 +294,7 @@ def inspect_source(path: Path) -> Source:
 
 
 def require_valid_path(path: Path) -> None:
-    """Raise CheckpointError if no file can have this path: it holds NUL or cannot be encoded."""
+    """Raise CheckpointError if ``path`` contains a NUL or cannot be encoded for the file system."""
     try:
         if b"\0" in os.fsencode(path):
             raise ValueError("it holds a NUL byte")
@@ -311,7 +324,7 @@ def _detect_format(path: Path) -> Format | Literal["run"]:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give another path")
     if not path.is_dir():
-        with open_plain(path):  # refuses a named pipe, a socket or a device, and says which it is
+        with open_plain(path):  # raises an error that names a pipe, a socket or a device
             pass
         if path.suffix == ".safetensors":
             raise CheckpointError(
@@ -323,7 +336,7 @@ def _detect_format(path: Path) -> Format | Literal["run"]:
     for pattern, format in _MARKERS.items():
         if any(fnmatchcase(name, pattern) for name in file_names):
             return format
-    # In this order, so that the caller sees a folder that cannot be read, even in a run's folder.
+    # ``list_checkpoints`` comes first: it raises OSError if files in the folder cannot be accessed.
     if list_checkpoints(path) or {"checkpoints", "metrics.jsonl", "recipe.toml"} & set(file_names):
         return "run"
     raise CheckpointError(
@@ -333,9 +346,12 @@ def _detect_format(path: Path) -> Format | Literal["run"]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, or in its folder of checkpoints, oldest first.
+    """Return the paths of a run's checkpoints, oldest first.
 
-    No link inside of ``folder`` is followed: it could lead to somebody else's checkpoint.
+    No link inside ``folder`` is followed: it could lead to a checkpoint of another user.
+
+    Args:
+        folder: the folder of the run, or its folder of checkpoints.
     """
     inner = folder / "checkpoints"
     places = (folder,) if inner.is_symlink() else (folder, inner)
@@ -354,7 +370,8 @@ def _open_newest_of_run(folder: Path) -> Source:
     for path in reversed(checkpoints):
         source = _open_as(path, "dcp")
         if not source.problems:
-            source.notes[:0] = [*skipped, f"{path} is the newest whole checkpoint of {folder}"]
+            newest = f"{path} is the newest whole checkpoint of {folder}"
+            source.notes = [*skipped, newest, *source.notes]
             return source
         others = len(source.problems) - 1
         count = f" (and {others} more)" if others else ""
@@ -390,7 +407,7 @@ def _open_hf(source: Source) -> None:
         source.tensors |= tensors
         _refuse_too_many(source)
 
-    source.manifest = Manifest(step=0, model={})  # no run of ours has trained the model
+    source.manifest = Manifest(step=0, model={})  # no run of composer3d has trained the model
     if source.problems:
         return
     _require_layers(source)
@@ -409,9 +426,10 @@ def _open_hf(source: Source) -> None:
 
 
 def _list_hf_files(source: Source) -> dict[str, set[str]]:
-    """Return the files of weights by name, each with the tensors that the index lists for it.
+    """Return the names of the files of weights, each with the tensors that the index puts in it.
 
-    Without an index, the set is empty.
+    Without an index, there is one file, and its set of tensors is empty. A file of the index that
+    is missing, or is not in the folder, is left out and becomes a problem.
     """
     index = source.path / next(name for name in _HF_WEIGHTS if (source.path / name).exists())
     if index.suffix != ".json":
@@ -451,7 +469,7 @@ def _list_hf_files(source: Source) -> dict[str, set[str]]:
 
 
 def _is_plain_name(text: str) -> bool:
-    """Return whether ``text`` names a file in a folder, and cannot lead out of the folder."""
+    """Return whether ``text`` is the name of a file, and not a path that leads elsewhere."""
     return text == Path(text).name and text not in ("", ".", "..")
 
 
@@ -480,7 +498,7 @@ def _open_tensors(path: Path) -> dict[str, ReadableTensor]:
 
 
 def _require_layers(source: Source) -> None:
-    """Refuse a shape with more layers than there are tensors of, before a model of it is built."""
+    """Refuse a shape with more layers than the files have, before a model of it is built."""
     layers = {match[1] for name in source.tensors if (match := _LAYER_NUMBER.search(name))}
     if len(layers) < source.shape.n_layers:
         raise CheckpointError(
@@ -505,7 +523,10 @@ def _readable_tensors(tree: Any) -> dict[str, ReadableTensor]:
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors in nested dicts, each with its keys joined by dots; skip other values."""
+    """Yield the tensors in nested dicts, each with its keys joined by dots.
+
+    Values that are neither a dict nor a ``StoredTensor`` are skipped.
+    """
     if not isinstance(tree, dict):
         return
     for key, value in tree.items():
@@ -536,9 +557,9 @@ def _open_meta(source: Source) -> None:
     with reading(folder / "params.json", "; take the one that came with the files"):
         params = read_json(folder / "params.json")
         if not isinstance(params, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
 
-    # params.json lacks these two sizes. Every model of Meta's shards both tensors by rows.
+    # params.json does not have these two sizes. Meta shards both tensors by rows in every model.
     vocab = len(files) * _count_rows(files[0], shards[0], "output.weight")
     ffn = len(files) * _count_rows(files[0], shards[0], "layers.0.feed_forward.w1.weight")
     source.shape = names.parse_meta_params(params, vocab=vocab, ffn=ffn, tied=False)
@@ -569,11 +590,11 @@ def _count_rows(file: Path, tensors: Mapping[str, ReadableTensor], name: str) ->
 def _join_shards(shards: list[ReadableTensor], whole_shape: tuple[int, ...]) -> ReadableTensor:
     """Return one tensor that is read from the shards of all model-parallel ranks.
 
-    A tensor that is not sharded must be the same in all files: reading it raises ValueError
-    otherwise.
+    A tensor that is not sharded must be the same in all files. Otherwise, reading it raises
+    ValueError.
     """
-    # The sizes show the sharded dim. Names would not: Llama 2 shards the embedding by columns and
-    # Llama 3 by rows.
+    # The sharded dim is found by its size, because the name does not determine it: Llama 2 shards
+    # the embedding by columns, and Llama 3 by rows.
     first = shards[0].spec
     dim = next((dim for dim, size in enumerate(first.shape) if size != whole_shape[dim]), None)
 
@@ -612,10 +633,10 @@ def _open_torch(source: Source) -> None:
 
 
 def _check_digests(source: Source, content: dict[str, Any]) -> None:
-    """Compare a torch file of ours with the digests in it: of its facts, and of each tensor.
+    """Compare a file of ``convert --to torch`` with its own digests: of its facts and its tensors.
 
-    What makes a digest costly is checked first: carried files, and tensors that are larger than the
-    file because several names share one storage.
+    The sizes are limited first, because a small file could make the digests take very long: many
+    names can share one text or one storage.
     """
     path = source.path
     if DIGESTS not in content:
@@ -656,8 +677,8 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
 def _are_carried_texts(texts: Any) -> bool:
     """Return whether ``texts`` are files that an export may carry.
 
-    The sum of their lengths is limited: one text that the file holds under many names would be
-    written out once for each.
+    The sum of their lengths is limited: one text in the file can have many names, and would be
+    written once for each.
     """
     if type(texts) is not dict or not texts.keys() <= set(CARRIED_NAMES):
         return False
@@ -667,14 +688,20 @@ def _are_carried_texts(texts: Any) -> bool:
 
 
 def facts_digest(facts: Any, texts: Any, specs: Mapping[str, TensorSpec]) -> str:
-    """Return the digest of all that a torch file of ours holds, except the bytes of its tensors."""
+    """Return the digest of a torch file without the bytes of its tensors, in hexadecimal.
+
+    Args:
+        facts: the manifest, as plain values.
+        texts: the carried files, as texts by file name.
+        specs: the shape and dtype of each tensor by name.
+    """
     listed = {name: [list(spec.shape), spec.dtype] for name, spec in specs.items()}
     text = json.dumps([facts, texts, listed], sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _open_dcp(source: Source) -> None:
-    """Open a checkpoint of a training run. All of its files are compared with their digests."""
+    """Open a checkpoint of a training run, and compare all of its files with their digests."""
     folder = source.path
     manifest = source.attempt(manifests.read, folder)
     if manifest is not None:
@@ -685,8 +712,8 @@ def _open_dcp(source: Source) -> None:
     if manifest is None:
         return
 
-    # Files are carried from this folder only: the recipe in a manifest may name any other folder of
-    # this machine.
+    # Files are carried from this folder only. The recipe in an untrusted manifest may name any
+    # folder of this machine, and is not used here.
     assets = folder / "assets"
     if assets.is_symlink():
         source.notes.append(
@@ -700,11 +727,11 @@ def _open_dcp(source: Source) -> None:
 
 
 def _open_with_our_names(source: Source, manifest: Manifest) -> None:
-    """Read the model's shape from the manifest, for a format with our names; match the tensors."""
+    """Read the model's shape from the manifest, and match the tensors, which have our names."""
     source.manifest = manifest
     architecture = manifest.model.get("model.architecture")
     if architecture is not None:
-        # Its module is never imported because a checkpoint names it.
+        # A checkpoint is untrusted, so the module that it names is not imported.
         raise CheckpointError(
             f"{source.path} has a model of the architecture {short_json(architecture)}: composer3d "
             "converts and inspects its own architectures only"
@@ -720,21 +747,21 @@ def _open_with_our_names(source: Source, manifest: Manifest) -> None:
 
 
 def nbytes(spec: TensorSpec) -> int:
-    """Return the bytes of the elements of a tensor."""
+    """Return the size of a tensor's elements in bytes."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return prod(spec.shape) * dtype.itemsize
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Return the XXH3-128 digest of a tensor's elements, in hexadecimal."""
+    """Return the XXH3-128 digest of the elements of a CPU tensor, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of the elements in row-major order; a contiguous tensor is not copied."""
+    """Return the bytes of a CPU tensor in row-major order. A contiguous tensor is not copied."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without ``torch.``."""
+    """Return the name of a dtype without ``torch.``, such as "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -14,24 +14,35 @@ _SHOWN_PROBLEMS = 100
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Return what is known about a checkpoint, as values that JSON can hold.
+    """Describe a checkpoint, and check whether it is whole.
 
-    The files of a ``dcp`` and of a ``torch`` checkpoint are compared with their digests.
+    A ``dcp`` or ``torch`` checkpoint is also compared with its digests.
+
+    Args:
+        path: a checkpoint of any format. The folder of a run stands for its newest whole
+            checkpoint.
 
     Returns:
-        ``path``, ``format``, ``step``, ``layout``, ``model``, ``parameters``, ``count`` and
-        ``bytes`` of
-        the tensors, ``dtypes`` (how many tensors have each), ``carried`` (names of other files),
-        ``optimizer`` (whether it has an optimizer's state), ``whole``, ``problems``, ``notes``, and
-        ``tensors``: (shape, dtype) by name in the files. A value that a problem kept from being
-        read
-        is None.
+        A dict of values that JSON can represent. A value that cannot be read, because of a problem
+        of the checkpoint, is None.
+
+        - ``path`` and ``format``;
+        - ``step`` and ``layout``: of the run; 0 and empty if the format does not have them;
+        - ``model``: the fields of the model's shape;
+        - ``parameters``: the number of parameters of the model;
+        - ``count`` and ``bytes``: the number of tensors, and the size of their elements;
+        - ``dtypes``: the number of tensors of each dtype;
+        - ``carried``: the names of the carried files, such as the tokenizer;
+        - ``optimizer``: whether there is optimizer state;
+        - ``whole``: whether there are no problems;
+        - ``problems`` and ``notes``: one line each;
+        - ``tensors``: (shape, dtype) of each tensor, by its name in the files.
 
     Raises:
-        CheckpointError: there is no checkpoint at all.
+        CheckpointError: there is no checkpoint at ``path``, or no checkpoint of the run is whole.
     """
     source = inspect_source(path)
-    # A problem may have kept either from being read: then the source does not have the attribute.
+    # Either attribute is missing if a problem prevented it from being read.
     shape: ModelShape | None = getattr(source, "shape", None)
     manifest: Manifest | None = getattr(source, "manifest", None)
     specs = {name: tensor.spec for name, tensor in source.tensors.items()}
@@ -55,9 +66,9 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def _shorten(problems: list[str]) -> list[str]:
-    """Return at most 100 problems and the number of others.
+    """Return the first 100 problems, and a line with the number of other problems.
 
-    An index that was made to harm can have a problem for each of its thousands of names.
+    A malicious index can have a problem for each of its thousands of names.
     """
     hidden = len(problems) - _SHOWN_PROBLEMS
     if hidden <= 0:

@@ -14,13 +14,18 @@ from composer3d.runtime.process_group import on_all
 
 
 def load_hf(folder: str | Path, stages: Stages) -> None:
-    """Fill the parameters of ``stages`` from the weights in ``folder``, converted to their dtypes.
+    """Load the weights in ``folder`` into the parameters of ``stages``, in place.
 
-    Collective over the default group: ranks gather the shapes of their parameters, and whether
-    each has succeeded. Before any parameter is written, the files are compared with their
-    config.json, and both with the model of the job.
+    The weights are converted to the dtypes of the parameters. Before any parameter is changed, the
+    files are compared with their config.json and with the model of the job. Collective over the
+    default group: the ranks exchange the names and shapes of their parameters, and their errors.
 
-    Raises CheckpointError, on every rank, if files are missing, damaged or of another model.
+    Args:
+        folder: a Hugging Face folder, with config.json and weights.
+        stages: this rank's pipeline stages. A DTensor gets this rank's shard.
+
+    Raises:
+        CheckpointError: files are missing, damaged or of another model. Every rank raises it.
     """
     parameters = dict(stages.named_parameters())
     shapes = {f"model.{name}": shape for name, (shape, _) in global_specs(parameters).items()}
@@ -29,7 +34,7 @@ def load_hf(folder: str | Path, stages: Stages) -> None:
 
 
 def _open(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Source:
-    """Open the folder; raise CheckpointError if names or shapes of its tensors differ."""
+    """Open the folder, and require that its tensors have exactly these names and shapes."""
     source = open_source(folder)
     shapes_in_files = {name: spec.shape for name, spec in source.specs().items()}
     advice = "remove the sizes that [model] overrides"
@@ -45,5 +50,5 @@ def _read(source: Source, parameters: Mapping[str, Tensor]) -> None:
         box = tuple(
             slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True)
         )
-        # ``read`` returns a view of the file, so only this box of it comes into memory.
+        # ``read`` returns a view of the mapped file, so only this rank's shard is copied.
         local.copy_(source.read(f"model.{name}")[box])

@@ -1,8 +1,9 @@
-"""Write a checkpoint in any of the formats, from a stream of tensors by our names; none is kept.
+"""Write a checkpoint in any of the formats, from a stream of tensors that arrive one at a time.
 
-The place of each tensor is known before the first one arrives. A safetensors file begins with a
-header that lists all of them. A file of ``torch.save`` is first made without the bytes of its
-tensors. The bytes are then filled in as the tensors arrive, in any order.
+Each tensor is written when it arrives, and is not kept. For ``hf``, ``meta`` and ``torch``, each
+file is first written in its full size, without the bytes of its tensors. So the offset of each
+tensor is known before the first one arrives, and the tensors can arrive in any order. A ``dcp``
+file is written in the order of arrival.
 """
 
 import json
@@ -47,21 +48,22 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.spec.files import parse_json
 
 EMBEDDING = "model.first.embed.weight"
-_DCP_FILE = "__0_0.distcp"  # as DCP names the file of rank 0
+_DCP_FILE = "__0_0.distcp"  # the name that DCP gives to the file of rank 0
 
 Specs = Mapping[str, TensorSpec]
 Stream = Iterator[tuple[str, Tensor]]
-Layout = Callable[[str, Tensor], Tensor]  # turns our tensor, by our name, into the format's
+# Takes our name of a tensor and the tensor, and returns it in the layout of the format.
+Layout = Callable[[str, Tensor], Tensor]
 
 
 class Slot(NamedTuple):
-    """A place that waits for the bytes of a tensor."""
+    """The place of a tensor's bytes in a file."""
 
     path: Path
     offset: int  # bytes
 
 
-# The slots of each tensor, by our name. A tensor that the format holds twice has two.
+# The slots of each tensor, by our name. A tensor that the format stores twice has two slots.
 Slots = dict[str, list[Slot]]
 
 
@@ -73,17 +75,20 @@ def write(
     Args:
         to: the format.
         path: an empty folder, or an empty file for ``torch``.
-        source: says what the model and the run are, and carries files.
-        specs: of all tensors that will come, by our names.
-        stream: the tensors by our names.
-        shard: the largest size of one safetensors file, in bytes.
+        source: the checkpoint to copy. Its shape, manifest and carried files are written as well,
+            as far as the format has a place for them.
+        specs: the shape and dtype of all tensors in ``stream``, by our names.
+        stream: pairs of our name and a CPU tensor.
+        shard: the largest size of one safetensors file, in bytes. A larger tensor gets a file of
+            its own.
 
     Returns:
-        The names of the tensors that did not come.
+        The names in ``specs`` that were not in ``stream``.
 
     Raises:
-        CheckpointError: the format cannot hold such a model.
-        KeyError: a tensor came twice.
+        CheckpointError: the format cannot represent the model, or the carried config.json is wrong.
+        KeyError: a tensor is twice in ``stream``, or is not in ``specs``.
+        OSError: a file cannot be written.
     """
     if to == "torch":
         return _write_torch(path, source, specs, stream)
@@ -101,9 +106,9 @@ def write(
 
 
 def _fill(slots: Slots, stream: Stream, layout: Layout | None = None) -> list[str]:
-    """Write the tensors into files that have their full size already.
+    """Write the tensors into files that already have their full size.
 
-    Returns the names of the tensors that did not come.
+    Returns the names in ``slots`` that were not in ``stream``.
     """
     for name, tensor in stream:
         content = bytes_of(tensor if layout is None else layout(name, tensor))
@@ -121,7 +126,7 @@ def _write_hf(
     with reading(f"the config.json that {source.path} carries", "; remove it or correct it"):
         carried = parse_json(source.carried.get("config.json", b"{}"))
         if not isinstance(carried, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         config = make_config(source.shape, specs[EMBEDDING].dtype, carried)
     _write_json(folder / "config.json", config)
 
@@ -144,7 +149,7 @@ def _write_hf(
 
 
 def _cut_into_shards(specs: Specs, limit: int) -> list[list[str]]:
-    """Distribute tensors over files in their order; one larger than ``limit`` gets its own file."""
+    """Distribute tensors over files in their order. One larger than ``limit`` gets its own file."""
     shards: list[list[str]] = []
     room = 0
     for name, spec in specs.items():
@@ -157,14 +162,14 @@ def _cut_into_shards(specs: Specs, limit: int) -> list[list[str]]:
 
 
 def _by_width(specs: Specs, shard: list[str]) -> list[str]:
-    """Sort tensors by the width of their elements, widest first, so that all are aligned."""
+    """Sort tensors by the size of their elements, largest first, so that all are aligned."""
     return sorted(shard, key=lambda name: -getattr(torch, specs[name].dtype).itemsize)
 
 
 def _write_hollow_safetensors(
     path: Path, specs: Specs, shard: list[str], names_in_files: Mapping[str, str]
 ) -> Slots:
-    """Write a file with its header and its full size, and return the slots of its tensors."""
+    """Write the header of a file, extend the file to its full size, and return its slots."""
     codes = {dtype_name(dtype): code for code, dtype in SAFETENSORS_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins = {}
@@ -189,7 +194,7 @@ def _write_hollow_safetensors(
 
 
 def _write_meta(folder: Path, shape: ModelShape, specs: Specs, stream: Stream) -> list[str]:
-    """Write params.json and one file of weights. The file also holds the head of a tied model."""
+    """Write params.json and one file of weights. A tied embedding is also written as the head."""
     _write_json(folder / "params.json", names.make_meta_params(shape))
 
     path = folder / "consolidated.00.pth"
@@ -206,7 +211,7 @@ def _write_meta(folder: Path, shape: ModelShape, specs: Specs, stream: Stream) -
 
 
 def _write_torch(path: Path, source: Source, specs: Specs, stream: Stream) -> list[str]:
-    """Write one file. Its last tensor holds the digests, which are known at the end."""
+    """Write one file. Its last tensor holds the digests, and is filled in at the end."""
     facts = asdict(replace(source.manifest, files={}, tensors={}))
     texts = {name: content.decode("latin-1") for name, content in source.carried.items()}
     tree: dict[str, Any] = {"composer3d": facts, "files": texts}
@@ -217,7 +222,7 @@ def _write_torch(path: Path, source: Source, specs: Specs, stream: Stream) -> li
 
     offsets = _save_hollow(path, tree)
     order = [name for name in offsets if name != DIGESTS]
-    # Through JSON, as a reader will see them: with lists in place of tuples.
+    # A round trip through JSON replaces tuples by lists.
     facts_as_read = json.loads(json.dumps(facts))
     digest_of_facts = facts_digest(facts_as_read, texts, {name: specs[name] for name in order})
 
@@ -237,7 +242,7 @@ def _write_torch(path: Path, source: Source, specs: Specs, stream: Stream) -> li
 
 
 def _hollow_tensors(specs: Specs) -> dict[str, Tensor]:
-    """Make tensors whose elements nobody touches: they take addresses and no memory."""
+    """Make tensors without values. Their elements are never touched, so they take no memory."""
     return {
         name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
         for name, spec in specs.items()
@@ -247,8 +252,7 @@ def _hollow_tensors(specs: Specs) -> dict[str, Tensor]:
 def _save_hollow(path: Path, tree: dict[str, Any]) -> dict[str, int]:
     """Write ``tree`` as ``torch.save`` does, but without the bytes of its tensors.
 
-    Returns the offset in the file at which the bytes of each tensor belong, by its name in
-    ``flatten``.
+    Returns the offset of each tensor's bytes in the file, by the name that ``flatten`` gives it.
     """
     with torch.serialization.skip_data():
         _save(tree, path)
@@ -256,9 +260,9 @@ def _save_hollow(path: Path, tree: dict[str, Any]) -> dict[str, int]:
 
 
 def _save(content: Any, file: Path | IO[bytes]) -> None:
-    """Call ``torch.save``; if it cannot write, raise OSError with the system's reason.
+    """Call ``torch.save``. If it cannot write, raise OSError with the reason of the system.
 
-    ``torch.save`` hides that reason in a RuntimeError.
+    ``torch.save`` itself raises a RuntimeError, which hides this reason.
     """
     try:
         torch.save(content, file)
@@ -267,20 +271,20 @@ def _save(content: Any, file: Path | IO[bytes]) -> None:
 
 
 def _write_dcp(folder: Path, manifest: Manifest, specs: Specs, stream: Stream) -> list[str]:
-    """Write one file with a ``torch.save`` of each tensor, DCP's metadata and the manifest.
+    """Write a file with the output of ``torch.save`` for each tensor, the metadata, the manifest.
 
-    The file is as DCP's own writer makes it. That writer would keep all tensors in memory.
+    The first two files are as DCP's own writer makes them, but it would keep all tensors in memory.
     """
     missing = dict(specs)
     storage: dict[MetadataIndex, StorageInfo] = {}
     entries = Metadata({}).state_dict_metadata
-    # torch need not compute CRC-32 checksums: the digests of the manifest are stronger.
+    # CRC-32 checksums are not needed, because the manifest has digests of the files.
     without_crc32 = serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
     with open(folder / _DCP_FILE, "wb") as file, without_crc32:
         for name, tensor in stream:
             del missing[name]
             begin = file.tell()
-            # torch.save writes a whole storage, so a view of a larger one is copied.
+            # torch.save writes the whole storage of a tensor, so a view of a part of it is copied.
             is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
             _save(tensor.clone() if is_view else tensor, file)
 

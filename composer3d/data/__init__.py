@@ -1,4 +1,4 @@
-"""Real text as tokens, and batches of it in an order that does not depend on the layout."""
+"""Turn text into tokens, and serve batches in an order that does not depend on the layout."""
 
 from composer3d.data.loader import Batch, Loader, sample_order
 from composer3d.data.sources import open_corpus

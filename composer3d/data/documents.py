@@ -1,6 +1,6 @@
 """Read documents one after another: text files, and the lines of JSONL files.
 
-Their order is the same on every machine.
+The order of the documents is the same on every machine.
 """
 
 import json
@@ -13,19 +13,19 @@ from composer3d.recipe.values import one_line
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import open_plain
 
-LONGEST_TEXT = 4 << 30  # bytes of a file that is one document
-_LINE_BYTES = 16 << 20  # of a line of JSONL; a parsed line can take 30 times its size in memory
-END_OF_DOCUMENT = 0  # the token that ends a document of bytes; token files name their own
-_SHOWN_CHARACTERS = 200  # of a line in a message
+LONGEST_TEXT = 4 << 30  # bytes in a file that is one document
+_LINE_BYTES = 16 << 20  # in a line of JSONL; a parsed line can take 30 times its size in memory
+END_OF_DOCUMENT = 0  # the token that ends a document of bytes; token files have their own
+_SHOWN_CHARACTERS = 200  # characters of a line in a message
 
 
 class Document(NamedTuple):
     """One document.
 
     Attributes:
-        place: names it in messages, such as ``a.txt`` or ``b.jsonl:7``.
-        text: its bytes.
-        size: the number of bytes of the source that were read for it.
+        place: how messages name the document, such as ``a.txt`` or ``b.jsonl:7``.
+        text: the bytes of the text.
+        size: the number of bytes of the file or the JSONL line that holds the document.
     """
 
     place: str
@@ -59,7 +59,7 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
                 visible = [entry for entry in entries if not entry.name.startswith(".")]
         except OSError as error:
             refuse_unreadable(error, Path(folder))
-        # A folder that may be listed but not entered would seem to have no files.
+        # Without this check, a folder that may be listed but not entered would seem to be empty.
         if not os.access(folder, os.X_OK):
             raise DataError(
                 f"{_shown(folder)}: may not be entered; allow it, or move the folder away"
@@ -80,13 +80,14 @@ def read_documents(
 
     Args:
         files: text files, or JSONL files if ``field`` is given.
-        field: the key of the text in each line's JSON object; each line is a document, in UTF-8.
-            None: each file is a document.
+        field: the key of the text in the JSON object on each line; the text becomes UTF-8. None:
+            each file is a document, whose bytes are not changed.
         longest: the largest size, in bytes, of a file that is one document.
 
     Raises:
-        DataError: a file cannot be read, is not a plain file or is too large, or a line is not
-            such an object or is too long. It names the file and the line.
+        DataError: a file cannot be read, is not a plain file or is too large; or a line is too
+            long, or is not a JSON object with a text at ``field``. The message names the file and
+            the line.
     """
     for file in files:
         place = _shown(file)
@@ -125,16 +126,16 @@ def _read_lines(content: BinaryIO, field: str, path: str) -> Iterator[Document]:
 def _parse_line(line: bytes, field: str, place: str) -> bytes:
     """Return the text in a line of JSONL. Raises DataError if there is none."""
     try:
-        # Not the strict parser of spec.files: corpora that Python wrote may have NaN beside the
-        # text.
+        # The strict parser of spec.files would refuse NaN, which a corpus that Python wrote may
+        # have beside the text.
         entry = json.loads(line)
         if isinstance(entry, dict) and isinstance(entry.get(field), str):
             return entry[field].encode()
-        # Cut before it is decoded as well: the line may be long.
+        # The line may be long, so it is cut before it is decoded.
         shown = line[: 4 * _SHOWN_CHARACTERS].decode(errors="replace").strip()
         problem = f"got {one_line(shown[:_SHOWN_CHARACTERS])}"
     except (ValueError, RecursionError) as error:
-        # Also half of a surrogate pair, and a number of thousands of digits.
+        # ValueError is also raised for a lone surrogate and for a number with thousands of digits.
         problem = one_line(str(error))[:300]
     example = f'{{"{one_line(field)}": "..."}}'
     raise DataError(
@@ -144,7 +145,7 @@ def _parse_line(line: bytes, field: str, place: str) -> bytes:
 
 
 def refuse_end_of_document(document: Document) -> None:
-    """Raise DataError if a text that is read as bytes holds byte 0, which ends a document."""
+    """Raise DataError if a text that is read as bytes contains byte 0, which ends a document."""
     offset = document.text.find(END_OF_DOCUMENT)
     if offset >= 0:
         raise DataError(
@@ -156,8 +157,8 @@ def refuse_end_of_document(document: Document) -> None:
 def refuse_long(place: str, size: int, longest: int) -> NoReturn:
     """Raise DataError: one document of ``size`` bytes is longer than ``longest`` bytes."""
     raise DataError(
-        f"{place}: one document of {size:_} bytes, which must fit into memory; use at most "
-        f"{longest:_}, or cut it into documents, a file or a JSONL line each"
+        f"{place}: one document has {size:_} bytes, but at most {longest:_} are read into memory; "
+        "cut it into several documents, each in a file or JSONL line of its own"
     )
 
 
@@ -169,5 +170,5 @@ def refuse_unreadable(error: OSError, file: Path) -> NoReturn:
 
 
 def _shown(path: str | Path) -> str:
-    """Return a path on one line. A name may hold line breaks, and bytes that are not UTF-8."""
+    """Return a path on one line. A name may contain line breaks, and bytes that are not UTF-8."""
     return one_line(str(path))

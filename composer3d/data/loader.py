@@ -1,8 +1,8 @@
 """Serve batches in an order that is a pure function of (seed, step) on every layout.
 
 Samples are counted globally. Step s trains on the global samples s * global_batch to (s + 1) *
-global_batch - 1, and batch rank r of n takes the r-th of n contiguous slices. So what a step
-trains on never depends on the number of ranks that share it.
+global_batch - 1. Batch rank r of n takes the r-th of n contiguous slices of them. So the samples
+of a step do not depend on the number of ranks.
 """
 
 import warnings
@@ -20,26 +20,26 @@ from composer3d.data.tokens import Corpus
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.spec.errors import DataError
 
-# The order of samples depends on these fields. A checkpoint cannot be resumed with other values.
-# It can be resumed with another packing: the samples are the same, and a later stage of training
-# may well change it.
+# The order of samples depends on these fields, so a checkpoint cannot be resumed with other values.
+# It can be resumed with another packing, which does not change the samples. A later stage of
+# training may change the packing on purpose.
 _ORDER_FIELDS = ("seq_len", "global_batch", "seed")
 
 
 class Batch(NamedTuple):
-    """What one rank trains on in one step.
+    """The samples on which one rank trains in one step. A row is one sample of ``seq_len`` tokens.
 
-    All tensors are int64 on the CPU. Their shape is (rows, T / cp), but ``documents_BT`` has
-    (rows, T).
+    All tensors are int64 on the CPU. The shape is (rows, seq_len / cp), except that of
+    ``documents_BT``, which is (rows, seq_len).
 
     Attributes:
         tokens_BT: the inputs.
-        labels_BT: the token that follows each input, or ``IGNORE_INDEX`` if that token belongs to
-            another document.
-        positions_BT: the position of each input in its document, from the document's start within
-            the row.
-        documents_BT: the number of each token's document within the row, from 0. None if rows are
-            not split into documents: then each row is one sequence.
+        labels_BT: the token that follows each input. If rows are split into documents, the last
+            token of a document has the label ``IGNORE_INDEX``.
+        positions_BT: the position of each input in its row; if rows are split into documents, in
+            the part of its document that lies in the row. It starts at 0.
+        documents_BT: the number of each token's document within the row, from 0. It covers whole
+            rows on every cp rank. None: rows are not split, and each row is one sequence.
     """
 
     tokens_BT: torch.Tensor
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
     documents_BT: torch.Tensor | None = None
 
 
-@lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
+@lru_cache(maxsize=2)  # a batch may take samples of two epochs
 def _permutation(n_samples: int, seed: int, epoch: int) -> np.ndarray:
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     return generator.permutation(n_samples)
@@ -64,7 +64,7 @@ def sample_order(n_samples: int, seed: int, first: int, count: int) -> np.ndarra
         n_samples: samples in the corpus.
         seed: at least 0.
         first: the first global sample.
-        count: how many samples.
+        count: the number of samples.
 
     Returns:
         Indices of corpus samples: int64, shape (count,).
@@ -81,10 +81,10 @@ def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     """Number the documents of each row, and the positions in each document.
 
     Args:
-        ends_BT: bool, true at the last token of each document.
+        ends_BT: bool, shape (rows, T), true at the last token of each document.
 
     Returns:
-        The documents and the positions, as ``Batch`` has them: int64, of the shape of ``ends_BT``.
+        The documents and the positions, as in ``Batch``: both int64, shape (rows, T).
     """
     starts_BT = ends_BT.roll(1, dims=1)
     # A row starts with position 0 of document 0, whether or not a document starts there.
@@ -98,10 +98,10 @@ def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 class Loader(Dataset[Batch]):
     """An endless iterator over the batches of one rank.
 
-    Each step has global_batch / batch_ranks rows for a rank. ``loader[step]`` is the batch of any
-    step. It reads only this rank's rows, and only the tokens of them that this rank holds. With
-    packing "documents", it reads whole rows and splits them after each token that ends a document;
-    the samples are the same.
+    A rank gets global_batch / batch_ranks rows in each step. ``loader[step]`` is the batch of any
+    step. The loader reads only this rank's rows, and of each row only this rank's tokens. With
+    packing "documents", it reads whole rows and splits them after each token that ends a document.
+    The samples are the same. There are no collectives.
 
     The state counts steps of the global batch, so training continues exactly with any number of
     batch ranks.
@@ -110,12 +110,12 @@ class Loader(Dataset[Batch]):
         corpus: the tokens.
         seq_len: tokens in a row.
         global_batch: rows in a step, over all ranks; a multiple of ``batch_ranks``.
-        seed: of the order of samples, at least 0.
-        batch_rank: this rank's number among the ranks with different rows.
-        batch_ranks: how many such ranks there are.
-        packing: whether rows are split into documents.
-        owned_ranges: this rank's ranges of each row's tokens, each as (first, count), in order.
-            None: whole rows.
+        seed: the seed of the order of samples, at least 0.
+        batch_rank: this rank's index among the ranks that hold different rows.
+        batch_ranks: the number of ranks that hold different rows.
+        packing: "documents" splits rows into documents; "none" does not.
+        owned_ranges: the ranges of each row's tokens that this rank holds with context
+            parallelism, each as (first, count), in order. None: whole rows.
         next_step: the step of the next batch.
 
     Raises:
@@ -147,8 +147,8 @@ class Loader(Dataset[Batch]):
         windows = np.lib.stride_tricks.sliding_window_view(self.corpus.tokens, self.seq_len + 1)
         self._samples = windows[:: self.seq_len]
 
-        # A DataLoader draws a seed for workers when it starts. With a generator of its own, it
-        # leaves torch's global one alone.
+        # A DataLoader draws a seed for its workers when it starts. With a generator of its own, it
+        # does not change the state of torch's global generator.
         generator = torch.Generator()
         with warnings.catch_warnings():
             # torchdata 0.11 calls set_vital in every constructor; torch 2.13 warns and does
@@ -184,7 +184,7 @@ class Loader(Dataset[Batch]):
         return Batch(tokens_BT, labels_BT, positions_BT[:, places], documents_BT)
 
     def _gather(self, samples: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        """Copy the tokens at ``places`` of the given corpus samples: int64, (samples, places)."""
+        """Copy the tokens at ``places`` of ``samples``: int64, shape (samples, places)."""
         return torch.from_numpy(self._samples[samples[:, None], places].astype(np.int64))
 
     def __iter__(self) -> "Loader":
@@ -194,15 +194,21 @@ class Loader(Dataset[Batch]):
         return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: ``next_step``, the corpus's ``digest``, and the order.
+        """Return the state that a resumed run needs.
 
-        The order is given by ``seq_len``, ``global_batch`` and ``seed``.
+        It has the keys ``next_step`` and ``digest`` (of the corpus), and the fields that determine
+        the order of samples: ``seq_len``, ``global_batch`` and ``seed``.
         """
         order = {name: getattr(self, name) for name in _ORDER_FIELDS}
         return {"next_step": self.next_step, "digest": self.corpus.digest, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. Raises DataError if it was saved with other tokens or order."""
+        """Continue from the state that ``state_dict`` returned, on any number of batch ranks.
+
+        Raises:
+            DataError: it was saved with other tokens, or with another order of samples.
+            KeyError: an entry is missing.
+        """
         if state["digest"] != self.corpus.digest:
             raise DataError(
                 f"corpus {self.corpus.name} has digest {self.corpus.digest}, but the checkpoint "
@@ -218,6 +224,6 @@ class Loader(Dataset[Batch]):
         ]
         if changed:
             raise DataError(changed)
-        # There are no workers, so the sampler is exactly as far as the batches that were returned:
-        # its state is the loader's.
+        # Without workers, the DataLoader takes one step of the sampler for each batch and never
+        # reads ahead. So the sampler's next step is the whole state.
         self.next_step = state["next_step"]

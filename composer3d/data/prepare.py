@@ -1,6 +1,6 @@
-"""``composer3d prepare``: turn documents into token files, in one pass.
+"""Turn documents into token files in one pass, for ``composer3d prepare``.
 
-The memory that it takes depends on the longest document, not on the size of the source.
+The memory that this takes depends on the longest document, not on the size of the source.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _BATCH_DOCUMENTS = 1 << 14  # each takes about 1000 bytes of memory, even if it 
 
 _PROGRESS_S = 60.0  # between lines of progress; a terminal gets six times as many
 
-# Files that would be read as prose although they are not, by suffix, with what to do about them.
+# Suffixes of files that are refused because they are not text, each with what to do about it.
 _JSON_SUFFIXES = (".json", ".ndjson")
 _JSON_ADVICE = "rename it to .jsonl if each line is an object, else convert it or move it away"
 _NO_TEXT = {
@@ -48,7 +48,7 @@ _NO_TEXT = {
 
 
 class _Counts(NamedTuple):
-    """What was written, and the bytes of the source that were read for it."""
+    """The documents and tokens that were written, and the bytes that were read of the source."""
 
     documents: int
     tokens: int
@@ -61,23 +61,26 @@ def prepare(
     """Write the folder ``out`` of token files (see ``tokens``), whole or not at all.
 
     The folder is written as ``OUT.tmp-*`` and renamed when it is on disk. An error or an interrupt
-    removes it.
+    removes it. Call this function in the main thread, because it handles SIGTERM.
 
     Args:
         source: a text file, a JSONL file, or a folder of one kind.
         out: the folder to make. It must not exist.
         tokenizer: "bytes", or the path of a tokenizer.json.
-        eod: the name of the token that ends each document. None: the tokenizer's usual one.
-        field: the key of the text in JSONL. None: "text".
+        eod: the name of the token that ends each document. None: a usual name that the tokenizer
+            has, such as "</s>". It must be None for "bytes".
+        field: the key of the text in JSONL. None: "text". If it is given, a single file is read as
+            JSONL, whatever its name.
 
     Returns:
-        What was written: ``documents``, ``tokens``, ``vocab``, ``dtype``, ``end_of_document``,
-        ``tokenizer`` and ``source_bytes``.
+        The facts in ``tokens.json``: the numbers of ``documents`` and ``tokens``, ``vocab`` (the
+        size of the vocabulary), ``dtype``, ``end_of_document`` (a token) and ``tokenizer`` (its
+        name and digest); and ``source_bytes``, the number of bytes that were read.
 
     Raises:
         DataError: the source or the tokenizer cannot be used, or ``out`` exists or cannot be
             written.
-        SystemExit: on SIGTERM, which ends it as Ctrl-C does.
+        SystemExit: SIGTERM has arrived. The folder is removed, as after Ctrl-C.
     """
     for option, path in (("SRC", source), ("-o", out), ("--tokenizer", tokenizer)):
         _require_valid_path(option, path)
@@ -90,7 +93,7 @@ def prepare(
 
 
 def _require_valid_path(option: str, path: str) -> None:
-    """Raise DataError if no file can have this path: it holds NUL or cannot be encoded."""
+    """Raise DataError if a path contains NUL or cannot be encoded, so that no file can have it."""
     try:
         is_valid = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
@@ -100,13 +103,13 @@ def _require_valid_path(option: str, path: str) -> None:
 
 
 def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -> dict[str, Any]:
-    """Write the folder; return the facts in ``tokens.json``, and ``source_bytes``."""
+    """Write the folder ``out``, and return what ``prepare`` returns."""
     if os.path.lexists(out):
         raise DataError(f"{_shown(out)} exists; remove it, or give another -o")
     for leftover in sorted(out.parent.glob(f"{glob.escape(out.name)}.tmp-*")):
         print(
             f"{_shown(leftover)} is left of a prepare that was killed, or belongs to one that is "
-            "running; remove it if none is",
+            "running; remove it if no prepare is running",
             file=sys.stderr,
         )
 
@@ -141,11 +144,11 @@ def _prepare(source: Path, out: Path, tokenizer: Tokenizer, field: str | None) -
 
 
 def _list_source(source: Path, field: str | None) -> tuple[list[Path], str | None]:
-    """Return the files of the source, and the key of the text if they are JSONL.
+    """Return the files of the source, and the key of the text, which is None for text files.
 
     A single file of any name is JSONL if ``field`` is given.
 
-    Raises DataError if there are no files, or they are not of one kind that can be read.
+    Raises DataError if there are no files, or they are not all text or all JSONL.
     """
     if not os.path.exists(source):
         raise DataError(
@@ -159,8 +162,8 @@ def _list_source(source: Path, field: str | None) -> tuple[list[Path], str | Non
     examples = {file.suffix.lower(): file for file in files}  # a file of each suffix
     is_jsonl_by_field = field is not None and files == [source]
     for suffix, file in examples.items():
-        is_read = suffix not in _NO_TEXT or (is_jsonl_by_field and suffix in _JSON_SUFFIXES)
-        if not is_read:
+        is_accepted = suffix not in _NO_TEXT or (is_jsonl_by_field and suffix in _JSON_SUFFIXES)
+        if not is_accepted:
             raise DataError(
                 f"{_shown(file)}: a {one_line(suffix)} file is not read as text; {_NO_TEXT[suffix]}"
             )
@@ -182,7 +185,7 @@ def _list_source(source: Path, field: str | None) -> tuple[list[Path], str | Non
 
 
 def _write(folder: Path, files: list[Path], field: str | None, tokenizer: Tokenizer) -> _Counts:
-    """Write all files of the folder except the manifest."""
+    """Write all files of the folder except the manifest, and return what was counted."""
     if tokenizer.content is not None:
         (folder / "tokenizer.json").write_bytes(tokenizer.content)
     counts = _Counts(0, 0, 0)
@@ -207,7 +210,7 @@ def _write(folder: Path, files: list[Path], field: str | None, tokenizer: Tokeni
 
 
 class _Progress:
-    """Prints a line now and then: what was done, and the time that is left."""
+    """Prints the progress and the estimated time that is left, at most once per interval."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -220,7 +223,7 @@ class _Progress:
         if now_s - self._reported_s < self._pause_s:
             return
         self._reported_s = now_s
-        # As fast as until now. The source may have grown, so nothing may be left.
+        # Assume the average speed so far. The source may have grown since its size was read.
         ratio_left = max(self._total_bytes / counts.source_bytes - 1, 0)
         left = timedelta(seconds=round((now_s - self._started_s) * ratio_left))
         print(
@@ -243,7 +246,7 @@ def _shown(path: Path) -> str:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches of bounded size. Each has at least one document."""
+    """Group documents into batches of bounded size. Each batch has at least one document."""
     batch: list[Document] = []
     size = 0
     for document in documents:

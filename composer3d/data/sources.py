@@ -1,8 +1,8 @@
 """Open the training or validation text of a recipe as one array of tokens.
 
-Text is either read as bytes and joined in memory, or was tokenized before into token files. Text
-that is read as bytes has a vocabulary of 256: each byte is a token. Byte 0 ends a document and
-appears nowhere else.
+Text is either read as bytes and joined in memory, or read from token files that ``prepare`` made.
+Text that is read as bytes has a vocabulary of 256: each byte is a token. Byte 0 ends a document
+and appears nowhere else.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from composer3d.data.tokens import Corpus, open_tokens
 from composer3d.spec.errors import DataError
 from composer3d.spec.token_manifest import digest_of
 
-# Folders in the standard library's folder that are skipped: packages that are installed there, and
-# tests, whose fixtures are not ordinary source code.
+# Folders of the standard library that are skipped: installed packages, and tests, whose fixtures
+# are not ordinary source code.
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
@@ -41,7 +41,7 @@ def open_corpus(
     held_out_path: str | os.PathLike[str] | None = None,
     field: str = "text",
 ) -> Corpus:
-    """Open one split of a source.
+    """Open the training or the validation split of a source as a corpus.
 
     The sources are
 
@@ -52,18 +52,20 @@ def open_corpus(
     - ``tokens``: a folder of token files; see ``tokens.open_tokens``.
 
     In folders of text and JSONL, hidden files, hidden folders and links to folders are skipped.
-    Empty texts are no documents.
+    Empty texts do not count as documents.
+
+    For ``tokens``, all ranks of a node must call this function: they share the verification.
 
     Args:
-        source: one of these.
-        path: read for the split "train".
-        split: which split.
-        held_out_path: read for the split "validation".
+        source: one of the sources above.
+        path: the file or folder of the split "train". It is not read for ``python``.
+        split: the split to open.
+        held_out_path: the file or folder of the split "validation". It is not read for ``python``.
         field: the key of the text in a line of JSONL.
 
     Raises:
         DataError: there is nothing to read, a file cannot be read or is damaged, or a text that is
-            read as bytes holds byte 0. It names the path.
+            read as bytes contains byte 0. The message names the path.
     """
     if source == "python":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -87,7 +89,10 @@ def open_corpus(
 
 
 def _is_held_out(name: str) -> bool:
-    """Decide by the name alone, so that a file keeps its split when others are added or removed."""
+    """Return whether a file of the standard library is held out for validation.
+
+    The name alone decides, so that a file keeps its split when others are added or removed.
+    """
     digest = hashlib.blake2b(os.fsencode(name), digest_size=8).digest()
     return int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN == 0
 
@@ -96,13 +101,13 @@ def _join(documents: Iterable[Document], name: str, root: Path, n_files: int) ->
     """Join documents as bytes in memory, each followed by byte 0.
 
     Args:
-        documents: in order.
-        name: of the corpus, for messages.
-        root: where the documents come from, for messages.
-        n_files: how many files were read, for messages.
+        documents: the documents, in order.
+        name: the name of the corpus, for messages.
+        root: the file or folder of the documents, for messages.
+        n_files: the number of files, for messages.
 
     Raises:
-        DataError: there is no text, or a document holds byte 0.
+        DataError: there is no text, or a document contains byte 0.
     """
     content = bytearray()
     for document in documents:

@@ -31,29 +31,30 @@ from composer3d.spec.errors import DataError
 from composer3d.spec.files import read_plain
 from composer3d.spec.ranges import MOST_VOCAB
 
-_FILE_BYTES = 64 << 20  # of a tokenizer.json; the largest published ones have half of that
+_FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have half of that
 
-# The tokenizers library takes a whole text at once, and this much memory for each byte of it.
+# The tokenizers library encodes a whole document at once, and takes this much memory for each byte.
 _DOCUMENT_BYTES = 16 << 20
 _MEMORY_PER_BYTE = 156
 
-# Limits of the worker process. CPU time is limited, not time on the clock, so that a busy machine
-# changes nothing. The slowest of the usual tokenizers takes some seconds for a megabyte of text. A
-# tokenizer.json of 40 MB takes 5 times its size in memory.
+# Limits of the worker process. CPU time is limited, not wall-clock time, so that the limits do not
+# depend on how busy the machine is. The slowest of the usual tokenizers takes some seconds for a
+# megabyte of text. A tokenizer.json of 40 MB takes 5 times its size in memory.
 _LOAD_S = 2.0
 _LOAD_S_PER_MB = 2.0
 _ENCODE_S = 2.0
 _ENCODE_S_PER_MB = 20.0
-_LOAD_MEMORY_PER_BYTE = 24  # of the tokenizer.json
+_LOAD_MEMORY_PER_BYTE = 24  # per byte of the tokenizer.json
 _BASE_MEMORY = 256 << 20
 _THREAD_MEMORY = 8 << 20  # for each core, since tokenizers runs a thread on each
 
-# Time on the clock until an answer must come. It ends a process that waits without using CPU time.
+# Wall-clock time in which an answer must come. This limit ends a process that waits without using
+# CPU time.
 _WALL_S = 30.0
 _WALL_PER_CPU_S = 20
 
-# The first of these names that a vocabulary has ends its documents. Tokens of pretraining come
-# before tokens of chats.
+# Names of tokens that end a document. The first one that a vocabulary has is used, so tokens of
+# pretraining come before tokens of chats.
 _USUAL_ENDS = (
     "<|end_of_text|>",
     "<|endoftext|>",
@@ -66,15 +67,15 @@ _USUAL_ENDS = (
 
 
 class Tokenizer:
-    """Makes a token of each byte. Its subclass uses a tokenizer.json.
+    """A tokenizer that makes each byte a token. Its subclass runs a tokenizer.json.
 
     Attributes:
         name: "bytes", or the path of the tokenizer.json.
         vocab: the size of the vocabulary; every token is below it.
-        end: the token after each document, which no text holds.
-        dtype: of the tokens: little-endian uint16 if it holds ``vocab``, else uint32.
-        content: of the tokenizer.json; None for bytes.
-        longest: the largest document, in bytes.
+        end: the token after each document, which occurs in no text.
+        dtype: the dtype of the tokens: little-endian uint16 if every token fits, else uint32.
+        content: the content of the tokenizer.json; None for bytes.
+        longest: the size of the largest document that is accepted, in bytes.
     """
 
     name = "bytes"
@@ -88,13 +89,13 @@ class Tokenizer:
         """Turn documents into tokens.
 
         Returns:
-            The tokens of all documents with ``end`` after each, 1-D of ``dtype``; and how many
-            tokens
-            each document has with its ``end``, int64.
+            tokens: the tokens of all documents, with ``end`` after each: ``dtype``, 1-D.
+            lengths: the number of tokens of each document, ``end`` included: int64, 1-D.
 
         Raises:
-            DataError: a text is too long, cannot be read by the tokenizer, has no token for any of
-                its characters, or holds ``end``. It names the document.
+            DataError: a text is too long, the tokenizer cannot read it, none of its characters has
+                a token, or it contains ``end``. The message names the document, or the first one
+                of ``documents`` if the tokenizer itself fails.
         """
         for document in documents:
             refuse_end_of_document(document)
@@ -103,7 +104,7 @@ class Tokenizer:
         return np.frombuffer(joined, dtype=np.uint8).astype(self.dtype), lengths
 
     def close(self) -> None:
-        """End the process of the tokenizer, if it has one."""
+        """End the process of the tokenizer, if there is one."""
 
 
 def open_tokenizer(name: str, end: str | None) -> Tokenizer:
@@ -111,11 +112,12 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
 
     Args:
         name: "bytes", or the path of a tokenizer.json.
-        end: the name of the token after each document, for a tokenizer.json. None: the first of the
-            usual ones that it has.
+        end: the name of the token after each document. None: the first usual name that the
+            tokenizer.json has. It must be None for "bytes".
 
     Raises:
-        DataError: the file cannot be read, or no token ends documents.
+        DataError: the file cannot be read or loaded, its vocabulary is too large, it has no token
+            that can end a document, or ``end`` is given for "bytes".
     """
     if name != "bytes":
         return _FileTokenizer(name, end)
@@ -128,7 +130,7 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
 
 
 class _FileTokenizer(Tokenizer):
-    """A tokenizer.json, in a process of its own."""
+    """A tokenizer that runs a tokenizer.json in a process of its own."""
 
     def __init__(self, path: str, end: str | None) -> None:
         self.name = one_line(path)
@@ -175,7 +177,7 @@ class _FileTokenizer(Tokenizer):
         try:
             counts, tokens = self._worker.encode([document.text for document in documents])
         except _WorkerError as error:
-            # tokenizers does not say which text it fails on.
+            # The tokenizers library does not say on which text it fails.
             place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
             raise DataError(f"{place}: {error}") from None
 
@@ -193,7 +195,7 @@ class _FileTokenizer(Tokenizer):
                 "name another token with --eod, or remove the document"
             )
 
-        # A text that becomes no token is lost, unless it is blank.
+        # A text without any token would be lost. Only a blank one may be.
         for number in map(int, np.flatnonzero(counts == 0)):
             if not documents[number].text.decode().isspace():
                 raise DataError(
@@ -208,12 +210,12 @@ class _WorkerError(Exception):
 
 
 class _Vocabulary(NamedTuple):
-    """What is known about the vocabulary of a tokenizer.json.
+    """Facts about the vocabulary of a tokenizer.json.
 
     Attributes:
-        size: every token is below it.
-        end_name: the first name that can end a document, or None if there is none.
-        end: the token of that name.
+        size: the largest token plus 1.
+        end_name: the name of the token that ends a document, or None if there is none.
+        end: the token with the name ``end_name``.
     """
 
     size: int
@@ -222,23 +224,23 @@ class _Vocabulary(NamedTuple):
 
 
 class _Worker:
-    """A tokenizer in a process of its own.
+    """The process that runs a tokenizer.json, and the requests to it.
 
-    Methods raise _WorkerError if the process refuses, panics or is ended.
+    Methods raise _WorkerError if the tokenizer refuses the input, or if its process panics or ends.
 
     Args:
-        content: of the tokenizer.json.
-        ends: names of tokens that may end a document.
+        content: the content of the tokenizer.json.
+        ends: names of tokens that may end a document, best first.
     """
 
     def __init__(self, content: bytes, ends: Sequence[str]) -> None:
         program = Path(__file__).with_name("tokenizer_worker.py")
-        # -P keeps the folder of the program out of the places that modules are imported from.
+        # -P keeps the folder of the program out of sys.path, so that its modules hide no others.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a panic of Rust writes there
+            stderr=subprocess.DEVNULL,  # Rust prints its panics there
         )
         settings = {
             "ends": list(ends),
@@ -255,7 +257,7 @@ class _Worker:
         self._first_requests = [json.dumps(settings).encode(), content]
 
     def load(self) -> _Vocabulary:
-        """Load the tokenizer, and return what is known about its vocabulary."""
+        """Load the tokenizer, and return the facts about its vocabulary."""
         cpu_s = _LOAD_S + self._size / 1e6 * _LOAD_S_PER_MB
         answer = json.loads(self._ask(self._first_requests, cpu_s, "when it is loaded"))
         if "error" in answer:
@@ -266,7 +268,8 @@ class _Worker:
         """Encode texts, which must be UTF-8.
 
         Returns:
-            How many tokens each text has, int64; and the tokens of all texts, int64.
+            counts: the number of tokens of each text: int64, 1-D.
+            tokens: the tokens of all texts: int64, 1-D.
         """
         header = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts))
         request = header + b"".join(texts)
@@ -291,9 +294,9 @@ class _Worker:
         """Send requests and return the answer.
 
         Args:
-            requests: each becomes a frame.
-            cpu_s: CPU time that the process may take.
-            occasion: what it is asked for, for messages.
+            requests: the contents of the frames to send.
+            cpu_s: the CPU time that the process may take, in seconds.
+            occasion: when or on what the process works, for messages.
         """
         pipe = self._process.stdin
         assert pipe is not None
@@ -306,7 +309,7 @@ class _Worker:
             (size,) = struct.unpack("<q", self._read(8, deadline_s))
             return self._read(size, deadline_s)
         except (BrokenPipeError, EOFError):
-            pass  # the process has ended
+            pass  # the process has ended; its exit status says why
         except TimeoutError:
             raise _WorkerError(
                 f"it does not answer {occasion}; give another tokenizer.json"

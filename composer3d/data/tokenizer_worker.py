@@ -1,12 +1,11 @@
-"""The process that runs a tokenizer.json. Whatever that file does to it, ``prepare`` goes on.
+"""Run a tokenizer.json in a process of its own, whose failure ``prepare`` can report.
 
-A tokenizer.json is a program of a kind. Its patterns can run for ever, its rules can multiply a
-text a thousandfold, and the tokenizers library, which is Rust, panics or aborts on some files. So
-it is loaded and run in a process of its own, with a limit of CPU time and of memory for every
-request.
+A tokenizer.json works like a program. Its patterns can run for ever, its rules can multiply a text
+a thousandfold, and the tokenizers library, which is Rust, panics or aborts on some files. So it is
+loaded and run in a separate process, with a limit of CPU time and of memory for every request.
 
-This file imports nothing but tokenizers and the standard library. It is run as a file, because its
-package imports torch.
+This file imports nothing but tokenizers and the standard library. It is run as a script, because an
+import of its package would import torch.
 
 Each request and each answer is a frame: its length in 8 bytes, little-endian, then its content.
 
@@ -29,7 +28,7 @@ from typing import Any, BinaryIO, Literal
 
 def main() -> None:
     """Answer the requests on standard input until it ends."""
-    # Ctrl-C reaches all processes of a terminal. The parent decides when this one ends.
+    # Ctrl-C reaches all processes of a terminal, but the parent decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -58,35 +57,38 @@ def main() -> None:
 
 
 def load(content: bytes) -> Any:
-    """Load a tokenizer.json. Raises whatever tokenizers raises, panics included."""
+    """Load a tokenizer.json. Raises the exceptions of the tokenizers library, panics included."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_buffer(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # "</s>" in a text is text, because only prepare ends a document.
+    # Encode "</s>" in a text as ordinary text, because only ``prepare`` may end a document.
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def describe(tokenizer: Any, ends: list[str]) -> dict[str, Any]:
-    """Return ``vocab``, its size, ``end_name``, the first of ``ends`` in it, and ``end``, its
-    token.
+    """Return facts about the vocabulary, and encode a short text.
 
-    It also encodes a short text: a tokenizer that panics on its first text does so here.
+    A tokenizer that panics on its first text does so here, before the real texts.
+
+    Returns:
+        ``vocab``, the largest token plus 1; ``end_name``, the first name of ``ends`` that the
+        vocabulary has, or None; and ``end``, the token of that name, or None.
     """
     tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     end_name = next((name for name in ends if name in tokens), None)
-    # The largest token counts, not the number of tokens: there may be gaps.
+    # The largest token counts, not the number of tokens, because there may be gaps.
     largest = max(tokens.values(), default=-1)
-    # The tokenizer need not know these characters. A panic is not suppressed: it is no Exception.
+    # The tokenizer need not know these characters. A panic is a BaseException, so it passes.
     with contextlib.suppress(Exception):
         tokenizer.encode_batch_fast(["a b\n1é"], add_special_tokens=False)
     return {"vocab": largest + 1, "end_name": end_name, "end": tokens.get(end_name or "")}
 
 
 def encode(tokenizer: Any, batch: bytes) -> bytes:
-    """Encode a batch of texts. Batch and result have the form that the module describes."""
+    """Encode a batch of texts. The docstring of the module gives the format of both."""
     (count,) = struct.unpack_from("<q", batch)
     lengths = struct.unpack_from(f"<{count}q", batch, 8)
     begin = 8 * (1 + count)
@@ -106,40 +108,43 @@ def encode(tokenizer: Any, batch: bytes) -> bytes:
 
 
 def limit(settings: dict[str, Any], request: Literal["load", "encode"], size: int) -> None:
-    """Limit CPU time and memory for a request of ``size`` bytes; beyond, the kernel ends this
-    process.
+    """Limit the CPU time and memory of this process for one request.
+
+    Beyond the limit of CPU time, the kernel ends the process. Beyond that of memory, allocations
+    fail.
 
     Args:
-        settings: ``REQUEST_s`` and ``REQUEST_s_per_byte`` of either request; ``memory``,
-            ``load_memory_per_byte`` of the ``tokenizer_bytes``, and ``encode_memory_per_byte``.
-        request: what is asked for.
-        size: of the request.
+        settings: the first request. ``load_s``, ``load_s_per_byte``, ``encode_s`` and
+            ``encode_s_per_byte`` limit CPU time. ``memory``, ``tokenizer_bytes``,
+            ``load_memory_per_byte`` and ``encode_memory_per_byte`` limit memory.
+        request: the kind of the request.
+        size: the size of the request, in bytes.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     used_s = used.ru_utime + used.ru_stime
     allowed_s = settings[f"{request}_s"] + size * settings[f"{request}_s_per_byte"]
-    lower(resource.RLIMIT_CPU, int(used_s + allowed_s) + 1)
+    set_soft_limit(resource.RLIMIT_CPU, int(used_s + allowed_s) + 1)
 
     memory = settings["memory"] + settings["tokenizer_bytes"] * settings["load_memory_per_byte"]
     if request == "encode":
         memory += size * settings["encode_memory_per_byte"]
-    lower(resource.RLIMIT_DATA, memory)
+    set_soft_limit(resource.RLIMIT_DATA, memory)
 
 
-def lower(resource_number: int, value: int) -> None:
+def set_soft_limit(resource_number: int, value: int) -> None:
     """Set the soft limit of a resource.
 
-    The hard limit of the machine stays, so that the next request can have a higher soft one.
+    The hard limit is not changed, so that the next request can have a higher soft limit.
     """
     _, hard = resource.getrlimit(resource_number)
     soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    # The parent's deadline ends what a system cannot limit.
+    # If the system cannot set this limit, the parent's deadline still ends the process.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource_number, (soft, hard))
 
 
 def explain(error: BaseException) -> str:
-    """Return the reason of an error on one line. A panic of Rust has an exception class."""
+    """Return the reason of an error on one line. A Rust panic is raised as a PanicException."""
     if isinstance(error, MemoryError):
         return "it takes too much memory"
     text = " ".join(str(error).split())[:500] or type(error).__name__
@@ -147,7 +152,7 @@ def explain(error: BaseException) -> str:
 
 
 def read_frame(file: BinaryIO) -> bytes:
-    """Read the content of a frame. It is empty if the parent has closed its end."""
+    """Read the content of a frame. It is empty if the parent has closed the pipe."""
     header = file.read(8)
     if len(header) < 8:
         return b""

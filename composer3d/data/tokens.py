@@ -4,7 +4,7 @@ The folder holds
 
 - ``tokens.bin``: the tokens of all documents, each document followed by an end-of-document token;
   little-endian uint16 or uint32;
-- ``documents.bin``: where each document starts, in tokens, and at the end the number of tokens;
+- ``documents.bin``: the index of each document's first token, and at the end the number of tokens;
   little-endian int64;
 - ``tokenizer.json``: a copy of the tokenizer; absent if the tokens are bytes;
 - ``tokens.json``: the manifest, with the size and the digests of each file and a digest of itself;
@@ -32,8 +32,8 @@ from composer3d.spec.token_manifest import (
     digest_of_manifest,
 )
 
-_BLOCK_TOKENS = 1 << 18  # how many tokens are compared at a time: they fit into a cache
-_START_BYTES = 8  # of an entry of documents.bin
+_BLOCK_TOKENS = 1 << 18  # tokens that are compared at a time, so that they fit into a cache
+_START_BYTES = 8  # in an entry of documents.bin
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +44,10 @@ class Corpus:
         tokens: 1-D and read-only: uint8 in memory, or little-endian uint16 or uint32 in a
             memory-mapped file. Each document is followed by one end-of-document token, which
             appears nowhere else.
-        end_of_document: that token.
-        digest: of the tokens, in hexadecimal. Two corpora with equal digests hold the same tokens.
+        end_of_document: the end-of-document token.
+        digest: the digest of the tokens, in hexadecimal. Equal digests mean equal tokens.
         n_documents: the number of documents.
-        name: of the corpus, for messages.
+        name: the name of the corpus, for messages.
     """
 
     tokens: np.ndarray
@@ -61,9 +61,13 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     """Add ``tokens.json`` to a folder that is complete otherwise, and sync all files to disk.
 
     Args:
-        folder: of token files.
-        facts: dtype ("uint16" or "uint32"), vocab, tokens, documents, end_of_document (a token) and
-            tokenizer.
+        folder: the folder of token files.
+        facts: ``dtype`` ("uint16" or "uint32"); ``vocab``, the size of the vocabulary; the numbers
+            of ``tokens`` and ``documents``; ``end_of_document``, a token; and ``tokenizer``, a dict
+            with its ``name`` and its ``digest`` (None for bytes).
+
+    Raises:
+        OSError: a file cannot be read or written.
     """
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.iterdir()):
@@ -82,18 +86,19 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 def open_tokens(folder: Path, *, name: str) -> Corpus:
     """Verify a folder of token files and map its tokens into memory.
 
-    Every rank verifies the sizes of all files. The content is verified chunk by chunk: the digest
-    of each, that every token is below the vocabulary, and that documents are in order. The
-    LOCAL_WORLD_SIZE ranks of a node share the chunks among them. So all ranks must call this
-    function, and act on an error of any of them (``process_group.on_all``). A process alone
-    verifies everything.
+    Every rank verifies the sizes of all files. The content is verified in chunks: each chunk must
+    have its digest, every token must be in the vocabulary, and documents must be in order.
+
+    The LOCAL_WORLD_SIZE ranks of a node share the chunks: each verifies its part. So all ranks must
+    call this function, and all must stop if one of them fails (see ``process_group.on_all``). This
+    function runs no collective. A process without LOCAL_WORLD_SIZE verifies all chunks.
 
     Args:
-        folder: that ``composer3d prepare`` made.
-        name: of the corpus, for messages.
+        folder: a folder that ``composer3d prepare`` made.
+        name: the name of the corpus, for messages.
 
     Raises:
-        DataError: a file is missing, or is not what ``prepare`` wrote. It names the file.
+        DataError: a file is missing, or is not what ``prepare`` wrote. The message names the file.
     """
     manifest = token_manifest.read_manifest(folder)
     manifest.check_files()
@@ -124,16 +129,16 @@ def _read_chunk(file: BinaryIO, number: int) -> bytes:
 
 
 def _verify_chunk(manifest: TokenManifest, file_name: str, number: int) -> None:
-    """Compare one chunk with its digest, and its content with the manifest.
+    """Compare one chunk with its digest, and its tokens or document starts with the manifest.
 
-    Raises DataError if either differs.
+    Raises DataError if they differ.
     """
     path = manifest.folder / file_name
     begin = number * token_manifest.CHUNK_BYTES
     place = f"between bytes {begin} and {begin + token_manifest.CHUNK_BYTES}"
     with manifest.open(file_name) as file:
         content = _read_chunk(file, number)
-        # The last entry of the chunk before: the order must hold across chunks as well.
+        # Also read the last entry of the previous chunk, because the starts must ascend across it.
         previous = b""
         if file_name == "documents.bin" and begin:
             file.seek(begin - _START_BYTES)
@@ -167,7 +172,10 @@ def _check_tokens(manifest: TokenManifest, path: Path, place: str, content: byte
 def _check_starts(
     manifest: TokenManifest, path: Path, content: bytes, *, is_first: bool, is_last: bool
 ) -> None:
-    """Raise DataError if documents do not begin at 0, ascend, and end with the last token."""
+    """Raise DataError if the starts do not begin at 0, ascend, and end at the number of tokens.
+
+    ``is_first`` and ``is_last`` tell whether ``content`` is from the first or the last chunk.
+    """
     starts = np.frombuffer(content, dtype="<i8")
     begins_at_0 = not is_first or starts[0] == 0
     ends_with_tokens = not is_last or starts[-1] == manifest.tokens

@@ -1,8 +1,8 @@
-"""The contract of a model: what every parallelism asks of it, and nothing about any architecture.
+"""The contract between models and parallelisms, which is the same for all architectures.
 
-A model is a ``Decoder``: single-device code in three parts. Blocks get a ``SequenceInfo`` beside
-the residual stream. A ``ShardingPlan`` tells every parallelism, once and as data, how the model
-may be cut.
+A model is a ``Decoder``: single-device code in three parts. Its blocks take the residual stream and
+a ``SequenceInfo``. A ``ShardingPlan`` is a table that tells every parallelism how the model may be
+cut. A seam is an attribute of a module that holds a function, which a parallelism may replace.
 """
 
 from collections.abc import Mapping
@@ -15,23 +15,25 @@ from torch import Tensor, nn
 
 from composer3d.spec.errors import PlanError
 
-IGNORE_INDEX = -100  # the label of a token that has no part in the loss; torch's own default
+# The label of a token that is left out of the loss: the default of ``F.cross_entropy``.
+IGNORE_INDEX = -100
 
 
 class SequenceInfo:
     """The positions and documents of one micro-batch, and values that all blocks share.
 
     Attributes:
-        positions_BT: integers (B, T): the position of each token in its document. It is cut over
-            context parallelism and moved to the device as the tokens are.
-        documents_BT: integers (B, T) of whole rows, on the CPU: the number of each token's document
-            in its row. Attention stays inside a document. None: each row is one document.
-        shared: values that a block computes from the positions alone, for the blocks after it (the
-            tables of rotary positions, for example). No gradient may flow through them: a block
-            that is checkpointed runs again, and then finds them here.
+        positions_BT: integers (B, T): the position of each token in its document. Like the tokens,
+            they are cut by context parallelism, and are on the device of the model.
+        documents_BT: integers (B, T), best on the CPU: the number of each token's document in its
+            row. Context parallelism does not cut them. Attention stays inside a document. None:
+            each row is one document.
+        shared: values that the first block to run computes from the positions alone, for all
+            blocks, such as the tables of rotary positions. No gradient may flow through them: a
+            block that is checkpointed runs again in backward, and then finds them here.
         step_tokens: the number of tokens in the whole optimizer step, over all ranks and
             micro-batches. A layer that adds a mean over tokens to the loss divides by it. Default:
-            the tokens of ``positions_BT``.
+            the number of tokens in ``positions_BT``.
     """
 
     def __init__(
@@ -49,9 +51,9 @@ class SequenceInfo:
 def hidden(
     first: nn.Module | None, blocks: nn.ModuleDict, tokens_BT_or_h_BTC: Tensor, seq: SequenceInfo
 ) -> Tensor:
-    """Run ``first``, where there is one, and ``blocks``; returns h_BTC.
+    """Run ``first``, if it is not None, and then ``blocks``; return h_BTC.
 
-    This is the forward pass of a whole model and of a pipeline stage.
+    A whole model and each of its pipeline stages run this, and then ``last`` if they have it.
     """
     h = tokens_BT_or_h_BTC
     if first is not None:
@@ -62,14 +64,20 @@ def hidden(
 
 
 class DecoderBlock(nn.Module):
-    """A block: ``block(h_BTC, seq) -> h_BTC``. Any module will do; this class adds ``prepare``."""
+    """A block: ``block(h_BTC, seq) -> h_BTC``.
+
+    Any module with this forward can be a block. This class adds ``prepare``.
+    """
 
     def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
-        """Fill ``seq.shared``. It runs before each call of a compiled block, outside of its graph.
+        """Fill ``seq.shared``. This runs before each call of a compiled block, outside its graph.
 
-        All blocks run one compiled graph, which may read ``seq.shared`` and must not fill it: the
-        graph of the first block would differ from those after it. ``dtype`` is that of the
-        residual stream.
+        All blocks share one compiled graph, which may read ``seq.shared`` but must not fill it.
+        Otherwise the first block, which fills it, would need a graph of its own.
+
+        Args:
+            seq: the ``SequenceInfo`` of the micro-batch.
+            dtype: the dtype of the residual stream.
         """
 
 
@@ -92,7 +100,7 @@ class Decoder(nn.Module):
     last: nn.Module
 
     def hidden(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
-        """Run everything before ``last`` on one process; returns h_BTC."""
+        """Run ``first`` and ``blocks`` on one process; return h_BTC."""
         return hidden(self.first, self.blocks, tokens_BT, seq)
 
     def forward(
@@ -103,17 +111,23 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         step_tokens: int | None = None,
     ) -> Tensor:
-        """Run the whole model on one process; returns the summed loss.
+        """Run the whole model on one process.
 
-        ``step_tokens``: see ``SequenceInfo``; give it where a step has several calls.
+        Args:
+            tokens_BT: int64 (B, T).
+            labels_BT: int64 (B, T): the token to predict at each position, or ``IGNORE_INDEX``.
+            positions_BT, documents_BT, step_tokens: as in ``SequenceInfo``.
+
+        Returns:
+            The summed loss, a scalar in float32 or wider.
         """
         seq = SequenceInfo(positions_BT, documents_BT, step_tokens)
         return self.last(self.hidden(tokens_BT, seq), seq, labels_BT)
 
     def logits(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
-        """Run the whole model on one process; returns (B, T, vocabulary).
+        """Run the whole model on one process; return the logits (B, T, vocabulary).
 
-        Raises PlanError where ``last`` has no method ``logits(h_BTC)``.
+        Raises PlanError if ``last`` has no method ``logits(h_BTC)``.
         """
         logits_of = getattr(self.last, "logits", None)
         if logits_of is None:
@@ -123,18 +137,22 @@ class Decoder(nn.Module):
         return logits_of(self.hidden(tokens_BT, seq))
 
 
-# How tensor parallelism cuts a module; ``parallel.tensor.styles`` gives the placements of each:
-#   embedding  rows of the vocabulary; tokens of other ranks' rows give 0 before the sum
-#   norm       not cut; sees this rank's part of the sequence under sequence parallelism
-#   router     not cut; chooses experts for this rank's part of the sequence
-#   head_norm  not cut; sees this rank's heads only
-#   gather     a module without parameters of its own around columns: gathers their input once
-#   column     output features cut; must lie below a module of style "gather"
-#   kv_column  as column, by key-value heads, which may be fewer than ranks
-#   row        input features cut; the outputs of all ranks are summed, so it can have no bias
-#   head       rows of the vocabulary cut. It is called with (h_BTC, labels_BT) and returns the
-#              summed loss; it has ``weight``, the seam ``cross_entropy(logits_NV, labels_N)`` and,
-#              to be computed in parts, ``chunks``, as ``models.layers.head.Head`` has
+# How tensor parallelism cuts a module. ``parallel.tensor.styles`` has the placements of each style.
+#   embedding  The rows of the vocabulary are cut. A rank gives 0 for the tokens of other ranks'
+#              rows, and the outputs of all ranks are summed.
+#   norm       Not cut. Under sequence parallelism, it runs on this rank's part of the sequence.
+#   router     Not cut. It chooses experts for this rank's part of the sequence.
+#   head_norm  Not cut. It runs on this rank's heads.
+#   gather     A module that contains columns and has no parameters of its own. It gathers their
+#              input once, for all of them.
+#   column     The output features are cut. It must lie below a module of style "gather".
+#   kv_column  As column, but cut by key-value heads, which may be fewer than ranks.
+#   row        The input features are cut. The outputs of all ranks are summed, so it can have no
+#              bias.
+#   head       The rows of the vocabulary are cut. It is called with (h_BTC, labels_BT) and returns
+#              the summed loss. It has ``weight`` and the seam ``cross_entropy(logits_NV,
+#              labels_N)``. To compute the loss in parts, it also needs ``chunks``, as
+#              ``models.layers.head.Head`` has.
 Style = Literal[
     "embedding", "norm", "router", "head_norm", "gather", "column", "kv_column", "row", "head"
 ]
@@ -149,25 +167,31 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """Initial values that are all the same."""
+    """The same initial value for all elements."""
 
     value: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """What a model tells every parallelism. Where several globs match a name, the first one counts.
+    """A table that says how a model may be cut and how it is initialised.
+
+    Globs are those of ``fnmatch``, whose ``*`` also matches dots. If several globs match a name,
+    the first one counts.
 
     Attributes:
-        tensor: glob over module names -> style. Every parameter must lie in a module named here.
-        init: glob over parameter names -> initial values. Every parameter must be named here.
-        kv_heads: key-value heads that the modules of style "kv_column" project to.
-        attend: glob over the modules that attend across tokens: those with the seam ``attend``.
-        experts: glob over the modules that hold experts: those with the seam ``exchange`` (see
+        tensor: globs of module names, each with a style. The module of every parameter must have a
+            style other than "gather".
+        init: globs of parameter names, each with initial values. Every parameter must match one.
+        kv_heads: the number of key-value heads that modules of style "kv_column" project to. It is
+            required if the plan has this style.
+        attend: a glob of the modules that attend across tokens. It must match exactly the modules
+            with the seam ``attend``.
+        experts: a glob of the modules that hold experts: those with the seam ``exchange`` (see
             ``layers.moe``). The first dim of each of their parameters is the expert. Tensor
             parallelism does not cut them.
-        save: globs over operators, such as "aten.mm.default", whose outputs selective activation
-            checkpointing keeps.
+        save: globs of operators, such as "aten.mm.default". Selective activation checkpointing
+            keeps the outputs of these operators.
     """
 
     tensor: Mapping[str, Style]
@@ -178,10 +202,12 @@ class ShardingPlan:
     save: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
-        """Check that the tables fit the whole model, before it is cut.
+        """Check that the plan fits the whole model, before it is cut.
 
         Raises:
-            PlanError: naming every glob that matches nothing and every parameter no glob covers.
+            PlanError: the plan does not fit. The error has a line for each glob without a match,
+                each parameter without a glob, each style that does not fit its module, a missing
+                ``kv_heads``, and each module that ``attend`` should match or should not match.
         """
         modules = [name for name, _ in model.named_modules()]
         parameters = [name for name, _ in model.named_parameters()]
@@ -244,13 +270,13 @@ class ShardingPlan:
             raise PlanError(lines)
 
     def style_of(self, module: str) -> Style | None:
-        """The style of the module of this name, or None where no glob matches."""
+        """Return the style of the module with this name, or None if no glob matches."""
         return next(
             (style for glob, style in self.tensor.items() if fnmatchcase(module, glob)), None
         )
 
     def attends(self, module: str) -> bool:
-        """Whether the module of this name attends across tokens."""
+        """Return whether the module with this name attends across tokens."""
         return self.attend is not None and fnmatchcase(module, self.attend)
 
     def holds_experts(self, module: str) -> bool:
@@ -258,7 +284,7 @@ class ShardingPlan:
         return self.experts is not None and fnmatchcase(module, self.experts)
 
     def init_of(self, parameter: str) -> Normal | Constant | None:
-        """The initial values of the parameter of this name, or None where no glob matches."""
+        """Return the initial values of the parameter with this name, or None if no glob matches."""
         return next(
             (values for glob, values in self.init.items() if fnmatchcase(parameter, glob)), None
         )

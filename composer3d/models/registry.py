@@ -13,8 +13,8 @@ from typing import Any
 from composer3d.models.shape import DecoderShape
 from composer3d.spec.errors import ModelError
 
-# A function or class: itself, or "module:name", which is imported when it is needed. So a shape
-# can be read without torch.
+# A function, class or module: the object itself, or its name as "module:name" or "module". A name
+# is imported when it is needed, so that a shape can be read without torch.
 Reference = Any
 
 DEFAULT = "llama"
@@ -26,16 +26,17 @@ _OURS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Everything that train, verify, check and convert need to know of an architecture.
+    """Everything that train, verify, check and convert need to know about an architecture.
 
     Attributes:
         shape: a frozen dataclass derived from ``DecoderShape``. Its fields are keys of ``[model]``.
         model: ``model(shape, *, dtype, device) -> Decoder``, with uninitialised parameters.
         plan: ``plan(shape) -> ShardingPlan``.
-        parameters: ``parameters(shape) -> int``, of the whole model.
-        flops_per_token: ``flops_per_token(shape, seq_len) -> float``, forward and backward.
-        active_parameters: ``active_parameters(shape) -> int``, the parameters that compute a
-            token; None: all of them do.
+        parameters: ``parameters(shape) -> int``, the number of parameters of the whole model.
+        flops_per_token: ``flops_per_token(shape, seq_len) -> float``, the FLOPs of forward and
+            backward for one training token.
+        active_parameters: ``active_parameters(shape) -> int``, the number of parameters that
+            compute a token. None: all of them do.
         presets: shapes by name, for ``[model] preset``.
         huggingface: the module that reads and writes Hugging Face's config.json, or None.
     """
@@ -50,18 +51,19 @@ class Architecture:
     huggingface: Reference = None
 
     def build(self, shape: DecoderShape, **options: Any) -> Any:
-        """Build the model; ``options`` are ``dtype`` and ``device``."""
+        """Build the model. ``options`` are the keywords of ``model``: ``dtype`` and ``device``."""
         return resolve(self.model)(shape, **options)
 
 
 def architecture(name: str) -> Architecture:
-    """The architecture of this name. For "package.module:NAME", the module is imported, which runs
-    its code.
+    """Return the architecture with this name.
 
-    Only a recipe that the user names may lead here, never a file inside a checkpoint.
+    A name such as "package.module:NAME" imports the module, which runs its code. So the name must
+    come from a recipe that the user gives, never from a file inside a checkpoint.
 
     Raises:
-        ModelError: there is no such architecture, or it cannot be imported.
+        ModelError: there is no such architecture, it cannot be imported, or it is not an
+            ``Architecture`` with a shape derived from ``DecoderShape``.
     """
     reference = _OURS.get(name, name)
     if ":" not in reference:
@@ -77,8 +79,7 @@ def architecture(name: str) -> Architecture:
     except Exception as error:  # whatever the user's module raises
         raise ModelError(
             f'"{name}" cannot be imported: {type(error).__name__}: {error}; install the package, '
-            "or put its "
-            "folder into PYTHONPATH"
+            "or put its folder into PYTHONPATH"
         ) from None
     if not isinstance(found, Architecture):
         raise ModelError(
@@ -93,7 +94,10 @@ def architecture(name: str) -> Architecture:
 
 @cache
 def resolve(reference: Reference) -> Any:
-    """The object that a reference names; an object that is no text is returned as it is."""
+    """Return the object that a reference names, or the reference itself if it is not a string.
+
+    Raises ModelError if the module does not have the name.
+    """
     if not isinstance(reference, str):
         return reference
     module, colon, name = reference.partition(":")

@@ -7,11 +7,11 @@ from composer3d.spec.ranges import MOST_HEADS, MOST_LAYERS, MOST_VOCAB, MOST_WID
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of a decoder, which the rules of recipes and ``verify`` read.
+    """The sizes of a whole decoder, before anything is cut.
 
-    All sizes are of the whole model, before anything is cut. An architecture derives its own shape
-    from this class and adds fields; each field is a key of ``[model]`` in a recipe. It may turn
-    the properties below into fields, with a default each.
+    The rules of recipes and ``verify`` read them. An architecture derives its own shape from this
+    class and adds fields. Each field is a key of ``[model]`` in a recipe. A derived shape may
+    replace the properties below by fields that have a default.
     """
 
     dim: int = key(MISSING, "width of the residual stream", between(1, MOST_WIDTH))
@@ -27,7 +27,7 @@ class DecoderShape:
 
     @property
     def head_dim(self) -> int | None:
-        """The width of a head where it is not dim / n_heads."""
+        """The width of a head, or None if it is dim / n_heads."""
         return None
 
     @property
@@ -37,7 +37,7 @@ class DecoderShape:
 
     @property
     def window(self) -> int:
-        """The sliding window of attention in tokens; 0 is none."""
+        """The sliding window of attention in tokens; 0 means no window."""
         return 0
 
     @property
@@ -57,5 +57,5 @@ class DecoderShape:
 
     @property
     def head_width(self) -> int:
-        """The width of a head."""
+        """The width of a head: ``head_dim``, or dim / n_heads if that is None."""
         return self.head_dim or self.dim // self.n_heads

@@ -29,7 +29,7 @@ def apply(blocks: Iterable[nn.Module], plan: ShardingPlan, memory: MemoryTable) 
     """
     if memory.activation_checkpoint == "none":
         return
-    # Left out for "full": torch.compile cannot trace a context that does nothing.
+    # "full" passes no ``context_fn``: torch.compile cannot trace a context that does nothing.
     options: dict[str, Any] = {}
     if memory.activation_checkpoint == "selective":
         policy = save_policy(plan.save)
@@ -45,7 +45,7 @@ def apply(blocks: Iterable[nn.Module], plan: ShardingPlan, memory: MemoryTable) 
 
 
 def save_policy(globs: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """The policy that saves outputs of operators that match ``globs``, and no others."""
+    """Return a policy that saves the outputs of operators matching ``globs``, and no others."""
 
     @cache
     def is_saved(operator: Any) -> bool:

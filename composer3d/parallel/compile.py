@@ -1,8 +1,8 @@
-"""torch.compile of each block on its own: a graph that all blocks of a rank share.
+"""Compile each block on its own with torch.compile. All blocks of a rank share one graph.
 
 Ansel et al. 2024 (PyTorch 2, ASPLOS). All blocks run the same code on parameters of the same
-shapes: the first is compiled, the others find its graph. A rank compiles two graphs, one for
-training and one for validation, whatever the number of blocks.
+shapes, so the others reuse the graph of the first. A rank compiles two graphs, one for training and
+one for validation, whatever the number of blocks.
 """
 
 import os
@@ -28,16 +28,20 @@ def apply(
     device: torch.device,
     refreshes: Mapping[str, Refresh],
 ) -> None:
-    """Compile the forward of each of ``blocks`` for ``device``, in place, when it is first called.
+    """Replace the forward of each of ``blocks`` by one that torch compiles at its first call.
 
     Hooks on a block stay outside of its graph. Parameters keep their names.
 
     Args:
-        refreshes: by name of a module in ``blocks``, what must run before a block that contains it
-            (from ``tensor.styles.apply``). ``DecoderBlock.prepare`` runs before as well.
+        blocks: the blocks, changed in place.
+        table: the recipe's ``[compile]``.
+        device: the device that the blocks run on.
+        refreshes: functions from ``tensor.styles.apply``, by the name of a module within
+            ``blocks``. Before each call of the graph, a block calls ``DecoderBlock.prepare`` and
+            then the functions of its own modules.
 
     Raises:
-        DeviceError: this machine lacks a compiler.
+        DeviceError: compilation is enabled, and this machine has no compiler for ``device``.
     """
     if not table.enabled:
         return
@@ -45,17 +49,19 @@ def apply(
     silence_selective_checkpoint_warning()
     for name, block in blocks.items():
         own_refreshes = [
-            refresh for module, refresh in refreshes.items() if f"{module}.".startswith(f"{name}.")
+            refresh
+            for module_name, refresh in refreshes.items()
+            if f"{module_name}.".startswith(f"{name}.")
         ]
         compiled = torch.compile(block.forward, dynamic=False)
         block.forward = _with_preparation(block, own_refreshes, compiled)
 
 
 def check_toolchain(device: torch.device) -> None:
-    """Check for a compiler where torch would look for it, but before training starts.
+    """Check, before training starts, that torch will find a compiler for ``device``.
 
     Raises:
-        DeviceError: there is none.
+        DeviceError: this machine has no compiler.
     """
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     way_out = "or use compile.enabled = false"

@@ -1,4 +1,4 @@
-"""The one place where the techniques are composed, in one order, with the reason for each place."""
+"""Compose the parallelism techniques in one fixed order, with the reason for each position."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -39,22 +39,33 @@ def compose(
     """Turn a whole model into this rank's part of a job. Collective over all ranks of ``mesh``.
 
     Args:
-        model: on the meta device, in ``precision.params``. It is taken apart.
+        model: the whole model on the meta device, in ``precision.params``. It is consumed: its
+            modules become those of the stages.
         plan: how the model may be cut.
-        memory, precision, compiling: their defaults recompute nothing, keep everything in the
-            dtype of the model, and run eagerly.
-        seed: of the initial weights, which are the same on every layout.
+        mesh: the mesh of the job.
+        parallel: the recipe's ``[parallel]``.
+        memory, precision, compiling: the recipe's ``[memory]``, ``[precision]`` and ``[compile]``.
+            With their defaults nothing is recomputed, computation is in the dtype of the model,
+            and blocks run eagerly.
+        step: the size of a rank's step.
+        seed: seed of the initial weights, which are the same on every layout.
+
+    Returns:
+        This rank's stages. Their parameters are initialised, and lie on the mesh's device, or in
+        host memory with ``memory.cpu_offload``.
 
     Raises:
-        PlanError: the plan does not fit the model; there are fewer blocks than stages; or tied
-            parameters cannot be sharded or separated.
-        DeviceError: compilation is asked for, and this machine has no compiler.
+        PlanError: the plan does not fit the model; there are fewer blocks than stages; tied
+            parameters cannot be sharded or separated; or the pipeline schedule cannot run.
+        MeshError: ranks have read different schedules from ``parallel.schedule_csv``.
+        DeviceError: ``compiling`` is enabled, and this machine has no compiler.
     """
     memory = memory or MemoryTable()
     precision = precision or PrecisionTable()
     compiling = compiling or CompileTable()
 
-    plan.check(model)  # on the whole model: a stage alone cannot show that a glob matches nothing
+    # Before the cut: in a single stage, a correct glob may match nothing.
+    plan.check(model)
     activation = stage_activation(model, mesh, parallel, step)
     if precision.compute is not None:
         activation = activation.to(getattr(torch, precision.compute))
@@ -90,19 +101,20 @@ def compose(
             refreshes = tensor.apply(module, plan, mesh.tp, parallel)
             tie(module, ties)
 
-        # 4. Expert: it decides which experts are here, and how tokens get to the others.
+        # 4. Expert: put the experts on the ranks of ep, and let tokens travel to them.
         expert.apply(module, plan, mesh, parallel)
 
-        # 5. Context: it replaces what a block calls to attend, and nothing else.
+        # 5. Context: replace the function ``attend`` that blocks call, and nothing else.
         context.apply(module, plan, mesh.cp_group, parallel)
 
-        # 6. Checkpointing: it wraps everything a block computes, and backward repeats that.
+        # 6. Checkpointing: wrap the whole computation of a block, which backward repeats.
         checkpointing.apply(module.blocks.values(), plan, memory)
 
-        # 7. Compile: one graph of all that. FSDP's hooks come later and stay outside of it.
+        # 7. Compile: one graph of a block with the changes above. FSDP adds its hooks later, so
+        #    they stay outside of the graph.
         compile.apply(module.blocks, compiling, mesh.device, _in_blocks(refreshes))
 
-        # 8. FSDP: it wraps whatever a block has become, and owns the parameters from here on.
+        # 8. FSDP: wrap blocks in their final form. From here on, FSDP owns the parameters.
         if shard_meshes is not None:
             fsdp.apply(module, plan, shard_meshes, parallel, precision, memory)
 
@@ -137,22 +149,30 @@ def cut_into_stages(
     *,
     step_tokens: int | None = None,
 ) -> list[Stage]:
-    """Make the stages of pipeline rank ``rank``; ``stages`` are the stage numbers of each rank.
+    """Build the stages of pipeline rank ``rank``.
 
-    Blocks are distributed as ``parallel.stages`` says, or else so that all stages have about the
-    same number of parameters. The embedding counts half: forward only looks its parameters up, but
-    the optimizer updates all of them. The head counts in full: it multiplies by all of them, as
-    blocks do.
+    ``parallel.stages`` gives the number of blocks of each stage. If it is absent, all stages get
+    about the same number of parameters. The embedding counts half: forward only looks its
+    parameters up, but the optimizer updates all of them. The head counts in full: forward
+    multiplies by all of its parameters, as in blocks.
 
-    Raises PlanError where the blocks cannot be distributed so.
+    Args:
+        model: the whole model.
+        stages: the stage numbers of each pipeline rank.
+        rank: a pipeline rank.
+        parallel: the recipe's ``[parallel]``.
+
+    Raises:
+        PlanError: ``parallel.stages`` does not fit the number of stages or of blocks, or there are
+            fewer blocks than stages.
     """
-    count = sum(len(held) for held in stages)
-    if parallel.stages is not None and count > 1:
+    n_stages = sum(len(held) for held in stages)
+    if parallel.stages is not None and n_stages > 1:
         ends = list(accumulate(parallel.stages))
-        if len(ends) != count or ends[-1] != len(model.blocks) or min(parallel.stages) < 1:
+        if len(ends) != n_stages or ends[-1] != len(model.blocks) or min(parallel.stages) < 1:
             raise PlanError(
-                f"parallel.stages = {list(parallel.stages)} must be {count} numbers of at least 1, "
-                f"with the sum {len(model.blocks)}, the number of blocks"
+                f"parallel.stages = {list(parallel.stages)} must be {n_stages} numbers of at "
+                f"least 1, with the sum {len(model.blocks)}, the number of blocks"
             )
         ranges = [range(begin, end) for begin, end in pairwise((0, *ends))]
     else:
@@ -160,14 +180,14 @@ def cut_into_stages(
             _n_parameters(model.first) / 2,
             [_n_parameters(block) for block in model.blocks.values()],
             _n_parameters(model.last),
-            count,
+            n_stages,
         )
     return [
         Stage(
             model,
             ranges[index],
             first=index == 0,
-            last=index == count - 1,
+            last=index == n_stages - 1,
             step_tokens=step_tokens,
         )
         for index in stages[rank]
@@ -177,10 +197,10 @@ def cut_into_stages(
 def stage_activation(
     model: Decoder, mesh: Mesh, parallel: ParallelTable, step: StepShape
 ) -> Tensor:
-    """A meta tensor like the residual stream of one micro-batch on one rank.
+    """Return a meta tensor with the shape of one micro-batch's residual stream on one rank.
 
-    Its shape is what the model's own ``first`` returns, cut along the sequence by cp, and by tp
-    under sequence parallelism.
+    It is the output of the model's own ``first``, (micro_batch, T, C) in the dtype of the
+    parameters, with T divided by cp, and by tp under sequence parallelism.
     """
     tokens_BT = torch.empty((step.micro_batch, step.seq_len), dtype=torch.int64, device="meta")
     with torch.no_grad():
@@ -192,7 +212,7 @@ def stage_activation(
 def _in_blocks(
     refreshes: Mapping[str, Callable[[], None]],
 ) -> dict[str, Callable[[], None]]:
-    """Those of modules in blocks, by their names in ``blocks``."""
+    """Keep the functions of modules within ``blocks``, by their names relative to ``blocks``."""
     return {
         name.removeprefix("blocks."): refresh
         for name, refresh in refreshes.items()

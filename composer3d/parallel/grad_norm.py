@@ -1,4 +1,4 @@
-"""One norm over all gradients, in which every element counts once on every mesh."""
+"""The norm over all gradients of a job. Every element counts once, on every mesh."""
 
 from collections.abc import Iterable
 
@@ -10,16 +10,17 @@ from composer3d.runtime.mesh import Mesh
 
 
 def local_grad_norm_sq(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
-    """This rank's share of the squared norm: the sum over all ranks is the squared norm.
+    """Compute this rank's share of the squared norm. The shares of all ranks add up to it.
 
     The parameters of a pipeline stage are on world / pp ranks. If a gradient is cut into n shards,
-    each element is on (world / pp) / n of these ranks, and each of them counts the inverse of
-    that. A plain tensor is one shard, which all of them hold. Parameters without a gradient have
-    no part in it.
+    each element is on (world / pp) / n of these ranks, so each rank weights it by n / (world / pp).
+    A plain tensor counts as one shard, held by all of these ranks. Parameters without a gradient
+    are skipped.
 
     Returns:
-        A float64 scalar on the mesh's device, wherever the gradients are. No collective:
-        ``Mesh.sum_over_world`` can sum it together with the loss.
+        A float64 scalar on the mesh's device, even if the gradients are in host memory.
+
+    No collective: ``Mesh.sum_over_world`` can sum the share together with the loss.
     """
     shares = []
     for parameter in parameters:
@@ -40,10 +41,14 @@ def local_grad_norm_sq(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
-    """Scale all gradients in place so that their norm is at most ``max_norm``; 0 does not scale.
+    """Scale all gradients in place so that their norm is at most ``max_norm``.
 
-    ``norm`` is the norm of all gradients, the same on every rank. Pascanu et al. 2013 (arXiv
-    1211.5063).
+    Pascanu et al. 2013 (arXiv 1211.5063). No collective.
+
+    Args:
+        parameters: their ``.grad`` is scaled.
+        norm: the norm of all gradients of the job, the same on every rank.
+        max_norm: the largest norm; 0 leaves the gradients as they are.
     """
     if max_norm <= 0 or norm <= max_norm:
         return

@@ -2,9 +2,9 @@
 
 Each element is a function of the seed, the parameter's name and the element's global index. The
 generator is counter-based, in the manner of Salmon et al. 2011 ("Parallel random numbers: as easy
-as 1, 2, 3"): splitmix64 (Steele et al. 2014) hashes the index to 64 bits, and Box-Muller turns two
-halves of 26 bits into a normal number. A rank computes its own shard only, so no rank ever holds a
-whole parameter.
+as 1, 2, 3"): splitmix64 (Steele et al. 2014) hashes the index to 64 bits, and Box-Muller turns
+two groups of 26 of these bits into a normal number. A rank computes only its own shard, so no rank
+ever holds a whole parameter.
 """
 
 import hashlib
@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from composer3d.models.contract import Constant, ShardingPlan
 from composer3d.runtime.torch_private import offset_of
 
-# The constants of splitmix64, as int64 holds them.
+# The constants of splitmix64, as signed int64.
 _INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
-_CHUNK = 1 << 20  # elements computed at once: a few float64 temporaries of 8 MiB
+# Elements computed at once. The few float64 temporaries take 8 MiB each.
+_CHUNK = 1 << 20
 
 
 def initialise(stage: nn.Module, plan: ShardingPlan, seed: int, skip: Collection[str] = ()) -> None:
@@ -31,7 +32,8 @@ def initialise(stage: nn.Module, plan: ShardingPlan, seed: int, skip: Collection
         if name in skip:
             continue
         values = plan.init_of(name)
-        assert values is not None, name  # ShardingPlan.check has seen the whole model
+        # ``ShardingPlan.check`` refuses a parameter without initial values.
+        assert values is not None, name
         local, offset = local_part(parameter)
         if isinstance(values, Constant):
             local.fill_(values.value)
@@ -40,7 +42,7 @@ def initialise(stage: nn.Module, plan: ShardingPlan, seed: int, skip: Collection
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's elements of ``parameter``, and the global index of the first one."""
+    """Return this rank's shard of ``parameter``, and the global index of its first element."""
     data = parameter.detach()
     if not isinstance(data, DTensor):
         return data, (0,) * data.dim()
@@ -50,14 +52,20 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def fill_normal(
     local: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], *, std: float, key: int
 ) -> None:
-    """Fill ``local`` with normal numbers: the box at ``offset`` of a tensor of ``shape``.
+    """Fill one shard of a tensor with normal numbers of mean 0.
 
-    ``key`` distinguishes the tensors of a run.
+    Args:
+        local: the shard: a box of the whole tensor. It is filled in place.
+        shape: the shape of the whole tensor.
+        offset: the global index of the shard's first element.
+        std: the standard deviation.
+        key: distinguishes the tensors of a run.
     """
     if local.numel() == 0:
         return
     strides = torch.tensor([1, *reversed(shape[1:])]).cumprod(0).flip(0).tolist()
-    # The global index of the first element of each row. Elements of a row follow each other.
+    # The flat index, in the whole tensor, of column 0 of each local row. Indices are consecutive
+    # along a row.
     rows = torch.zeros((), dtype=torch.int64)
     for dim in range(len(shape) - 1):
         rows = rows[..., None] + (torch.arange(local.shape[dim]) + offset[dim]) * strides[dim]
@@ -72,9 +80,9 @@ def fill_normal(
 
 
 def normal_of(index: Tensor, key: int) -> Tensor:
-    """Standard normal numbers (float64) for these global indices (int64)."""
+    """Compute the standard normal numbers (float64) of flat global indices (int64)."""
     bits = _splitmix64(index, key)
-    # In (0, 1), so that the logarithm is finite.
+    # Adding 0.5 keeps ``uniform`` above 0, so that its logarithm is finite.
     uniform = ((bits >> 38) & 0x3FFFFFF).to(torch.float64).add_(0.5).mul_(2.0**-26)
     angle = ((bits >> 12) & 0x3FFFFFF).to(torch.float64).mul_(2.0**-26 * 2 * torch.pi)
     return uniform.log_().mul_(-2).sqrt_().mul_(angle.cos_())

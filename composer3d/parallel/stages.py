@@ -1,4 +1,4 @@
-"""What ``compose`` returns: this rank's stages of the model, and how a step runs through them."""
+"""The stages of a composed model on one rank, and the forward and backward of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Stage(nn.Module):
     other arguments are this rank's part of them.
 
     Attributes:
-        tied_copies: names of parameters that are copies of another stage's, each with its owner's
-        name.
+        tied_copies: maps the name of each parameter that is a copy of another stage's parameter to
+            the name of that owner.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Stage(nn.Module):
         labels_BT: Tensor | None = None,
     ) -> Tensor:
         if documents_BT is not None:
-            # FSDP has moved them to the GPU; attention reads them on the CPU, once in each block.
+            # FSDP moves inputs to the GPU. Every block reads the documents on the CPU, so they are
+            # moved back once.
             documents_BT = documents_BT.cpu()
         seq = SequenceInfo(positions_BT, documents_BT, self._step_tokens)
         h = hidden(self.first, self.blocks, h, seq)
@@ -65,7 +66,13 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """The size of a rank's step: micro-batches, samples in each, and tokens in a sample."""
+    """The size of a rank's step.
+
+    Attributes:
+        micro_batch: samples in a micro-batch.
+        micro_batches: micro-batches in a step.
+        seq_len: tokens in a whole sample, before it is cut over cp.
+    """
 
     micro_batch: int
     micro_batches: int
@@ -77,7 +84,8 @@ class Stages:
     """This rank's stages of a composed model.
 
     Attributes:
-        modules: first to last; their parameters keep their global names.
+        modules: the stages, first to last. Their parameters keep their global names.
+        mesh: the mesh of the job.
     """
 
     modules: Sequence[Stage]
@@ -89,9 +97,9 @@ class Stages:
     _balance: Balance
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank by global name, without copies of tied ones.
+        """Iterate over this rank's parameters by global name, without copies of tied ones.
 
-        A copy is updated, counted in the norm and saved through its owner.
+        The owner of a copy is updated, counted in the norm and saved in its place.
         """
         for module in self.modules:
             for name, parameter in module.named_parameters():
@@ -99,16 +107,22 @@ class Stages:
                     yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of ``named_parameters``."""
+        """Iterate over the parameters of ``named_parameters``."""
         return (parameter for _, parameter in self.named_parameters())
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank adds its loss to the job's: one of several tp ranks does."""
+        """Whether this rank adds its loss to the job's.
+
+        All tp ranks have the same loss, so only the first one adds it.
+        """
         return self.modules[-1].last is not None and self.mesh.coords["tp"] == 0
 
     def own_tokens(self, whole_BT: Tensor) -> Tensor:
-        """Cut this rank's part out of tokens, labels or positions: (B, T) to (B, T / cp)."""
+        """Cut this rank's part out of tokens, labels or positions: (B, T) to (B, T / cp).
+
+        No collective.
+        """
         group = self.mesh.cp_group
         if group is None:
             return whole_BT
@@ -173,9 +187,10 @@ class Stages:
         self._balance.move_biases()
 
     def finish_gradients(self) -> None:
-        """Reduce gradients that no technique has reduced, and give those of copies to the owners.
+        """Reduce the gradients that are still partial, and add those of copies to their owners.
 
         Without FSDP, the gradients of replicated tp parameters are still partial sums here.
+        Collective over tp and pp.
         """
         for parameter in chain.from_iterable(module.parameters() for module in self.modules):
             grad = parameter.grad
@@ -192,9 +207,14 @@ class Stages:
         positions_BT: Tensor,
         documents_BT: Tensor | None = None,
     ) -> Tensor:
-        """Compute this rank's share of the summed loss, undivided and without gradients.
+        """Compute this rank's share of the summed loss, without gradients.
 
-        The arguments are those of ``forward_backward``.
+        The arguments are those of ``forward_backward``. The collectives are those of the composed
+        techniques in forward.
+
+        Returns:
+            A float64 scalar. ``Mesh.sum_over_world`` gives the sum of the losses of all tokens, not
+            divided by their number.
         """
         self._begin(training=False)
         keywords = self._keywords(labels_BT, positions_BT, documents_BT)
@@ -213,13 +233,13 @@ class Stages:
     def _begin(self, *, training: bool) -> None:
         for module in self.modules:
             module.train(training)
-        # A step of the optimizer or a loaded checkpoint may have changed the owners.
+        # The optimizer or a loaded checkpoint may have changed the owners of tied copies.
         self._ties.refresh()
 
     def _keywords(
         self, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None
     ) -> dict[str, Tensor]:
-        """The keyword arguments of this rank's stages."""
+        """Collect the keyword arguments that this rank's stages are called with."""
         keywords = {"positions_BT": positions_BT}
         if documents_BT is not None:
             keywords["documents_BT"] = documents_BT
@@ -231,7 +251,7 @@ class Stages:
         self, tokens_BT: Tensor, keywords: dict[str, Tensor]
     ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Cut the rows of a step into micro-batches."""
-        rows = self._step.micro_batch
-        for begin in range(0, tokens_BT.shape[0], rows):
-            part = slice(begin, begin + rows)
-            yield tokens_BT[part], {name: value[part] for name, value in keywords.items()}
+        n_rows = self._step.micro_batch
+        for begin in range(0, tokens_BT.shape[0], n_rows):
+            rows = slice(begin, begin + n_rows)
+            yield tokens_BT[rows], {name: value[rows] for name, value in keywords.items()}

@@ -1,6 +1,6 @@
-"""Compares a recipe with the text of a resolved recipe, kept by a checkpoint or in a run's folder.
+"""Compare a recipe with an older one, whose text a checkpoint or a run's folder has kept.
 
-The text is not trusted, as anyone may have written the checkpoint or the folder. It is parsed
+The text is not trusted, because anyone may have written the checkpoint or the folder. It is parsed
 within limits, no path in it is read, and its values are only compared and shown.
 """
 
@@ -25,12 +25,12 @@ _SHOWN_LIMIT = 80  # characters of a value
 
 
 class Change(NamedTuple):
-    """One key whose value differs.
+    """A key whose value differs between two recipes.
 
     Attributes:
         key: the key.
         then: the old value as TOML, cut at 80 characters, or "absent".
-        now: the new value, likewise.
+        now: the new value, in the same form.
     """
 
     key: str
@@ -41,8 +41,14 @@ class Change(NamedTuple):
 def values_of(text: str, entries: Entries = FIELDS) -> dict[str, Any]:
     """Return the values of a resolved recipe by key.
 
-    A value that this version does not accept is returned as TOML gives it, and so are keys of
-    [model] that are not in ``entries``. Other keys that are not in ``entries`` are left out.
+    Args:
+        text: the TOML text of the recipe.
+        entries: the fields whose types the values are converted to, by key.
+
+    Returns:
+        The values by key. A value of the wrong type is returned as tomli parsed it. A key that is
+        not in ``entries`` is left out, unless it is in [model]: shapes of other architectures have
+        other keys.
 
     Raises:
         ValueError: the text is not TOML, is longer than any recipe, or nests too deep.
@@ -74,10 +80,14 @@ def values_of(text: str, entries: Entries = FIELDS) -> dict[str, Any]:
 
 
 def changes(then: str, now: Recipe) -> list[Change]:
-    """List the keys, sorted, whose value in ``now`` differs from the resolved recipe ``then``.
+    """List the keys whose values differ between two recipes, sorted by key.
 
-    A key that ``then`` lacks had its default: the text leaves out keys without a value, and an
-    older composer3d did not write keys that it did not have.
+    A key that ``then`` lacks counts as its default: the text leaves out keys without a value, and
+    an older composer3d did not have all keys.
+
+    Args:
+        then: the TOML text of the older, resolved recipe.
+        now: the newer recipe.
 
     Raises:
         ValueError: see ``values_of``.

@@ -1,4 +1,4 @@
-"""Reads the files and overrides of a recipe into a draft of values, their places, and problems."""
+"""Read a recipe's files and overrides into a ``Draft``: values, their places, and problems."""
 
 import difflib
 import os
@@ -26,7 +26,7 @@ from composer3d.recipe.values import (
 from composer3d.spec.errors import ModelError, RecipeError
 from composer3d.spec.files import read_plain
 
-MOST_BYTES = 256 << 10  # of a recipe and its bases together; a long recipe has a few thousand
+MOST_BYTES = 256 << 10  # in a recipe and its bases together; a long recipe has a few thousand
 MOST_BASES = 32
 MOST_PROBLEMS = 100  # reported for one recipe
 
@@ -53,10 +53,11 @@ class Draft:
         path: the recipe's file, as the user names it.
         values: the typed values of each table, by name.
         places: where each key or table is written, such as ``x.toml:4``, by key or table.
-        origins: the origin of each value that does not come from the place of its key, by key.
+        origins: the origin of each value that was computed, or taken from a preset or config.json,
+            by key. The origin of any other value is the place of its key.
         problems: the lines of the error so far.
-        invalid_keys: keys whose value is wrong, or was probably written under a misspelt key. Rules
-            skip them, so that one mistake gives one line.
+        invalid_keys: keys that have a wrong value, or that the user probably meant with a misspelt
+            key. Rules that read them are skipped, so that one mistake gives one line.
         tables: the dataclass of each table. [model] has the fields of the architecture's shape.
         entries: the fields of all tables, by key.
     """
@@ -80,11 +81,11 @@ class Draft:
         return self.places.get(key) or self.places.get(key.split(".")[0]) or one_line(self.path)
 
     def origin(self, key: str) -> str:
-        """Return where the value of ``key`` came from, for people."""
+        """Return where the value of ``key`` came from, as messages show it."""
         return self.origins.get(key) or self.places.get(key, "default")
 
     def blame(self, key: str, *problems: str) -> None:
-        """Add problems, each with the place of ``key``."""
+        """Add problems, each with the place of ``key`` as its prefix."""
         self.problems += [f"{self.place(key)}: {problem}" for problem in problems]
 
     def read(self, sets: Sequence[str]) -> None:
@@ -93,7 +94,8 @@ class Draft:
         A base gives only the keys that no file before it gives. A later override wins.
 
         Raises:
-            RecipeError: a file cannot be read. The error also has the problems so far.
+            RecipeError: a file cannot be read, the architecture cannot be imported, or there are
+                too many problems. The error includes the problems that were found before.
         """
         documents: list[_Document] = []
         unreadable: RecipeError | None = None
@@ -114,12 +116,13 @@ class Draft:
             raise RecipeError([*self.problems, *error.lines]) from None
 
     def _choose_architecture(self, documents: Sequence[_Document], sets: Sequence[str]) -> None:
-        """Let [model] have the fields of the architecture that the recipe names.
+        """Set the fields of [model] to those of the architecture that the recipe names.
 
-        It must be known before any other key is read. A user's own architecture is imported.
+        This comes before any other key is read, because the architecture defines the keys of
+        [model]. A user's own architecture is imported.
 
         Raises:
-            RecipeError: there is no such architecture.
+            RecipeError: there is no such architecture, or it cannot be imported.
         """
         name: object = registry.DEFAULT
         place = ""
@@ -133,7 +136,7 @@ class Draft:
             if key == "model.architecture":
                 name, place = _parse_override(raw, str), f"--set {one_line(text)}"
         if name == registry.DEFAULT or not isinstance(name, str) or not ARCHITECTURE.accepts(name):
-            return  # a value that is wrong is reported where its type and range are checked
+            return  # the checks of types and ranges report a wrong value
         try:
             self.tables = {**TABLES, "model": model_table(name)}
         except ModelError as error:
@@ -174,7 +177,8 @@ class Draft:
     def _add_value(self, key: str, value: object, place: str, *, overrides: bool = False) -> None:
         """Check the type of a value, and keep it.
 
-        A value from a file is kept only if no file before gave one; an override always is.
+        A value from a file is kept only if no earlier file gave one. An override always replaces
+        the value.
         """
         if key not in self.entries:
             self._refuse_unknown(key, place)
@@ -190,8 +194,8 @@ class Draft:
             self.values[table][name] = typed_value
             self.places[key] = place
 
-    def _refuse_unknown(self, key: str, place: str, what: str = "key") -> None:
-        """Refuse a key or table, and mark the keys that may have been meant as invalid.
+    def _refuse_unknown(self, key: str, place: str, noun: str = "key") -> None:
+        """Report an unknown key or table, and mark the keys that may have been meant as invalid.
 
         Raises:
             RecipeError: there are too many problems.
@@ -212,7 +216,7 @@ class Draft:
         else:
             advice = f"a recipe has base and the tables {', '.join(TABLES)}"
 
-        self.problems.append(f"{place}: unknown {what} '{one_line(key)}'; {advice}")
+        self.problems.append(f"{place}: unknown {noun} '{one_line(key)}'; {advice}")
         self.invalid_keys.update(meant_keys)
         if len(self.problems) >= MOST_PROBLEMS:
             raise RecipeError(
@@ -224,17 +228,20 @@ class Draft:
 
 
 def _documents(path: str) -> Iterator[_Document]:
-    """Read the file, and then its bases. Raises RecipeError."""
+    """Yield the recipe's file, then its base, then the base of that one, and so on.
+
+    Raises RecipeError if a file cannot be read or a ``base`` is wrong.
+    """
     seen: set[str] = set()  # real paths
     total_bytes = 0
-    blame = ""  # the start of an error about a base: where a file names it
+    blame = ""  # prefix of an error about a base: the place that names the base
     while True:
         name = one_line(path)
         try:
             content = read_plain(path, limit=MOST_BYTES)
         except OSError as error:
             raise RecipeError(f"{blame}{name}: {error.strerror}") from None
-        except ValueError as error:  # the name has a NUL byte, or UTF-8 cannot encode it
+        except ValueError as error:  # the name contains a NUL byte, or UTF-8 cannot encode it
             raise RecipeError(f"{blame}{name}: no file has such a name ({error})") from None
 
         total_bytes += len(content)
@@ -264,10 +271,13 @@ def _documents(path: str) -> Iterator[_Document]:
 
 
 def _parse(content: bytes, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Return the tables of the file ``name``, and the lines of its keys. Raises RecipeError."""
+    """Parse the file ``name``: return its tables and the lines of its keys.
+
+    Raises RecipeError if the content is not TOML.
+    """
     try:
         text = content.decode("utf-8-sig")
-        # Before tomli, which recurses into nested values: this refuses values that nest too deep.
+        # ``statements`` refuses deep nesting, so it runs before tomli, which would recurse.
         found_statements = list(statements(text))
         return tomli.loads(text), key_lines(found_statements)
     except tomli.TOMLDecodeError as error:
@@ -279,13 +289,14 @@ def _parse(content: bytes, name: str) -> tuple[dict[str, Any], dict[KeyPath, int
         raise RecipeError(f"{name}: cannot be read as TOML: {error}") from None
 
 
-def _parse_override(raw: str, kind: Any) -> object:
-    """Return the value of an override.
+def _parse_override(raw: str, value_type: Any) -> object:
+    """Return the value of an override for a key of the type ``value_type``.
 
-    A key of type str, or with a choice of strings, takes the raw text, without one pair of quotes.
-    Any other key takes the text parsed as TOML, or the text itself if it is not one TOML value.
+    If the type is str or a choice of strings, the value is the raw text without a pair of quotes
+    around it. Otherwise the text is parsed as TOML. A text that is not exactly one TOML value is
+    returned unchanged.
     """
-    if kind is str or str in map(type, get_args(kind)):
+    if value_type is str or str in map(type, get_args(value_type)):
         is_quoted = len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "\"'"
         return raw[1:-1] if is_quoted else raw
     text = f"value = {raw}"

@@ -1,7 +1,7 @@
-"""Checks whether this machine has what a recipe needs: a writable folder, a device, enough text.
+"""Check whether this machine has what a recipe needs: a writable folder, a GPU, enough text.
 
-``check`` answers from here within milliseconds. Training would find the same problems only after
-all its processes have started. No torch here.
+``composer3d check`` calls these functions and answers within milliseconds. Training would find the
+same problems only after all its processes have started. No torch here.
 """
 
 import fcntl
@@ -15,8 +15,8 @@ from pathlib import Path
 from composer3d.recipe.schema import Recipe
 from composer3d.spec import files
 
-_LINE_LIMIT = 64 << 20  # bytes of a line of JSONL
-_NOTE_LIMIT = 4096  # bytes of the file that names the owner of a run's folder
+_LINE_LIMIT = 64 << 20  # bytes in a line of JSONL
+_NOTE_LIMIT = 4096  # bytes in the file that names the owner of a run's folder
 
 # Folders of the standard library that training skips.
 NOT_LIBRARY = frozenset(
@@ -28,9 +28,10 @@ _GPU_FILES = re.compile(r"nvidia\d+|kfd|dxg|nvmap")
 
 
 def folder_problem(recipe: Recipe) -> str | None:
-    """Return why training cannot use the run's folder, else None.
+    """Return why training cannot use the run's folder, or None if it can.
 
-    The folder cannot be written, is a link of another user, or is in use by another job.
+    Training cannot use a folder that this user cannot make or write, that is a symbolic link of
+    another user, or that another job has locked. Nothing is written.
     """
     folder = Path(recipe.run.out_dir, recipe.run.name)
     checkpoints = folder / "checkpoints"
@@ -55,9 +56,10 @@ def folder_problem(recipe: Recipe) -> str | None:
 
 
 def owner_of(folder: Path) -> str | None:
-    """Return who has locked a run's folder, or None if nobody has.
+    """Return the job that has locked a run's folder, or None if no job has.
 
-    To find out, this process takes a lock for a moment and releases it at once.
+    The result is the job's note in the file ``lock``, or "another job" if there is no readable
+    note. To find out, this process takes a shared lock and releases it at once.
     """
     for path in (folder, folder / "lock"):
         try:
@@ -80,10 +82,10 @@ def owner_of(folder: Path) -> str | None:
 
 
 def shows_a_gpu() -> bool:
-    """Return whether this machine may have a GPU.
+    """Return whether this machine may have a GPU that training can use.
 
-    That is the case if a driver has made its device files, and the environment does not hide all
-    GPUs. The GPUs are not counted, and nothing is imported: torch decides in the end.
+    It may have one if a driver has made device files, and no environment variable hides all GPUs.
+    The GPUs are not counted, and torch is not imported. Training asks torch itself.
     """
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         if os.environ.get(variable, "0").strip() in ("", "-1"):
@@ -91,23 +93,23 @@ def shows_a_gpu() -> bool:
     try:
         return any(_GPU_FILES.fullmatch(name) for name in os.listdir("/dev"))
     except OSError:
-        return True  # a system without /dev: nothing is known
+        return True  # the system has no /dev, so nothing is known
 
 
 def count_bytes(source: str, path: str | None, field: str, *, enough: int) -> int | None:
     """Count the tokens of a source whose tokens are bytes.
 
-    Each document that is not empty has one token more, which ends it. The source "python" is
-    counted whole, although a part of it is held out.
+    Every document that is not empty counts one more token, which ends it. For the source "python",
+    the files that training holds out for validation are counted too.
 
     Args:
         source: ``data.source``, but not "tokens".
         path: the file or folder, or None for "python".
         field: the key of the text in a line of JSONL.
-        enough: the count at which to stop.
+        enough: counting stops after the document that reaches this number of tokens.
 
     Returns:
-        The count, or None if the source cannot be read: training reports what is wrong.
+        The count, or None if the source cannot be read. Training then reports what is wrong.
     """
     count = 0
     try:
@@ -121,7 +123,7 @@ def count_bytes(source: str, path: str | None, field: str, *, enough: int) -> in
 
 
 def _document_sizes(source: str, path: str | None, field: str) -> Iterator[int]:
-    """Return the bytes of each document."""
+    """Yield the size of each document in bytes."""
     if source == "python":
         for name in _file_names(sysconfig.get_paths()["stdlib"], ".py", skip=NOT_LIBRARY):
             yield os.stat(name).st_size
@@ -137,7 +139,7 @@ def _document_sizes(source: str, path: str | None, field: str) -> Iterator[int]:
 
 
 def _file_names(root: str, suffix: str, *, skip: Set[str] = frozenset()) -> Iterator[str]:
-    """Return a file, or all files below a folder whose names end with ``suffix``.
+    """Yield the file ``root``, or all files below the folder ``root`` that end with ``suffix``.
 
     Like training, this skips hidden files and folders, links to folders, and folders in ``skip``.
     """

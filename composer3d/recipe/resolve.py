@@ -1,8 +1,8 @@
-"""Resolves a TOML file and ``--set`` overrides to a ``Recipe``, with the origin of every value.
+"""Resolve a TOML file and ``--set`` overrides to a ``Recipe``, with the origin of every value.
 
-All problems of a recipe are collected and raised as one RecipeError, each line with its place. A
-value that is wrong by itself excludes its key from the rules on several keys, so that one mistake
-gives one line.
+All problems of a recipe are collected and raised as one RecipeError, each line with its place. If
+a value is wrong by itself, the rules that combine its key with others are skipped, so that one
+mistake gives one line.
 """
 
 import os
@@ -32,7 +32,7 @@ class Resolved:
         origins: where the value of each key came from: ``recipes/x.toml:4``, ``--set mesh.tp=4``,
             ``preset llama3-8b`` or ``default``.
         fills_world: the recipe sets ``mesh.dp_shard = -1``, or leaves it out, so that the mesh
-            grows with the world.
+            grows with the number of processes.
         place: returns the prefix of an error about a key: the place of the key, or of its table if
             no file gives the key, or else the file.
     """
@@ -71,8 +71,8 @@ def load(
         sets: overrides, each ``table.key=value``; a later one wins.
         world_size: number of processes, all of which the mesh must use. ``mesh.dp_shard = -1``
             becomes ``world_size`` divided by the other axes, or 1 if ``world_size`` is None.
-        check_files: whether the data and the checkpoint that the recipe names must exist. A proof
-            needs neither.
+        check_files: whether to check the files that the recipe names: the data, the pipeline
+            schedule and the checkpoint. ``verify`` passes False: it needs no data or checkpoint.
 
     Raises:
         RecipeError: the recipe cannot be used. The error has one line for each problem.
@@ -106,16 +106,17 @@ def _blame_violations(draft: Draft, recipe: Recipe, broken: Sequence[Violation])
         keys = (violation.key, *violation.others)
         if not draft.invalid_keys.isdisjoint(keys):
             continue
-        # The place is that of the first key that the user wrote: a default has no place to change.
+        # Blame the first key that the user wrote, because a default has no place to change.
         blamed_key = next((key for key in keys if key in draft.places), violation.key)
         origins = {key: draft.origin(key) for key in keys if key != blamed_key}
         draft.blame(blamed_key, violation.message(recipe, origins))
 
 
 def _resolve_shape(draft: Draft) -> Model:
-    """Return the shape: the preset's row, or that of config.json, with the fields of the recipe.
+    """Return the table [model], completed with fields from the preset or from config.json.
 
-    A missing field is a problem. The draft then borrows it from llama3-8b, so that rules can run.
+    A field that is still missing is reported. Its value is then borrowed from llama3-8b, so that
+    the rules on other keys can run.
     """
     values = draft.values["model"]
     table = draft.tables["model"]
@@ -123,7 +124,7 @@ def _resolve_shape(draft: Draft) -> Model:
     architecture = registry.architecture(values.get("architecture", registry.DEFAULT))
     preset, folder = values.get("preset"), values.get("hf")
 
-    # ``row`` gives the fields that the recipe does not; ``row_key`` is the key that names it.
+    # ``row`` is the shape that completes the recipe's fields. ``row_key`` is the key that chose it.
     row = architecture.presets.get(preset or "")
     row_origin, row_key = f"preset {preset}", "model.preset"
     if folder is not None and architecture.huggingface is None:
@@ -136,7 +137,7 @@ def _resolve_shape(draft: Draft) -> Model:
         try:
             row = registry.resolve(architecture.huggingface).read_shape(folder)
         except CheckpointError as error:
-            # A resolved recipe has the whole shape: it does not need the folder it started from.
+            # A resolved recipe has the whole shape, so it does not need the folder any more.
             is_whole = all(
                 entry.name in values for entry in shape_fields if entry.default is MISSING
             )
@@ -199,7 +200,7 @@ def _resolve_mesh(draft: Draft, mesh: MeshTable, world_size: int | None) -> Mesh
 
 
 def _check_files(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
-    """Check that the files that a recipe names exist and fit it; rules never read files.
+    """Check that the files named in the recipe exist and fit it. Rules never read files.
 
     ``wrong_keys`` are the keys that are invalid or break a rule.
     """
@@ -224,7 +225,7 @@ def _check_data(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 
 
 def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
-    """Check the file of a pipeline schedule. It depends on many keys: all of them must be right."""
+    """Check the file of a pipeline schedule, unless any key is wrong: the check reads many keys."""
     csv, pp = recipe.parallel.schedule_csv, recipe.mesh.pp
     if csv is None or pp == 1 or wrong_keys:
         return
@@ -242,7 +243,7 @@ def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 
 def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     key, resume = "checkpoint.resume", recipe.checkpoint.resume
-    # A run that has checkpoints of its own resumes from them, and no longer needs the folder.
+    # A run that has checkpoints of its own resumes from them, and does not need this folder.
     own_checkpoints = Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
     if key in wrong_keys or resume in ("auto", "none"):
         return
@@ -255,9 +256,9 @@ def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> Non
 
 
 def _check_length(key: str, path: str | None, draft: Draft, recipe: Recipe) -> None:
-    """Check that the text in ``path`` has enough tokens for one sample.
+    """Check that the data that ``key`` names has enough tokens for one sample.
 
-    If the tokens cannot be counted, training reports it.
+    Nothing is reported if the tokens cannot be counted: training reports the reason.
     """
     data = recipe.data
     is_read = key == "data.path" or recipe.validation.every > 0
@@ -285,7 +286,7 @@ def _check_length(key: str, path: str | None, draft: Draft, recipe: Recipe) -> N
 
 
 class _TokenizerId(NamedTuple):
-    """The identity of the tokenizer that made a folder of token files."""
+    """What identifies the tokenizer that made a folder of token files."""
 
     digest: str | None
     end_of_document: int
@@ -294,9 +295,10 @@ class _TokenizerId(NamedTuple):
 def _data_problem(
     path: str, draft: Draft, recipe: Recipe, tokenizers: list[_TokenizerId]
 ) -> str | None:
-    """Return what is wrong with a text or with token files, else None.
+    """Return what is wrong with the text or the token files in ``path``, or None.
 
-    ``tokenizers`` are those of the token files that were read before; that of ``path`` is added.
+    ``tokenizers`` has the tokenizer of each folder of token files that was checked before. The
+    tokenizer of ``path`` is appended, and must equal the first one.
     """
     source = recipe.data.source
     if not os.path.exists(path):
@@ -324,6 +326,6 @@ def _data_problem(
     if tokenizers[-1] != tokenizers[0]:
         return (
             "was made with another tokenizer or end of document than data.path; "
-            "make it again with the same"
+            "prepare it again with the --tokenizer and --eod of data.path"
         )
     return None

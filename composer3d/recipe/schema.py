@@ -1,8 +1,8 @@
 """The vocabulary of a recipe: one frozen dataclass for each TOML table.
 
-A field is a key. Its annotation is the type that is checked, its default is the value of an absent
-key, and its text is the line that ``composer3d check --schema`` prints. A key enters the schema
-together with the feature that it drives.
+Each field is a key. Its annotation is the type that is checked, its default is the value of an
+absent key, and its text is what ``composer3d check --schema`` prints. A key is added only together
+with the feature that reads it.
 """
 
 import unicodedata
@@ -112,7 +112,8 @@ class Model(ModelShape):
     )
     preset: str | None = key(
         None,
-        "shape of a published model, whose fields other keys override; an unknown name lists all",
+        "published model that gives the shape; other keys override its fields; an unknown name "
+        "lists all presets",
         PRESET,
     )
     hf: str | None = key(
@@ -173,13 +174,13 @@ class ParallelTable:
     )
     cp_method: Literal["ring", "allgather", "ulysses"] = key(
         "ring",
-        "with cp > 1: keys and values travel around a ring, or are all gathered, or attention is "
-        "sharded over heads instead of the sequence",
+        "with cp > 1; ring: send keys and values around a ring; allgather: gather all of them; "
+        "ulysses: shard attention over heads instead of the sequence",
     )
     cp_balance: Literal["zigzag", "contiguous"] = key(
         "zigzag",
-        "with cp > 1: a rank holds an early and a late chunk of each sequence, so that all ranks "
-        "do equal work, or one contiguous chunk",
+        "with cp > 1; zigzag: a rank holds an early and a late chunk of each sequence, so that all "
+        "ranks do equal work; contiguous: a rank holds one chunk",
     )
     schedule: Literal[
         "GPipe",
@@ -217,13 +218,13 @@ class MemoryTable:
 
     activation_checkpoint: Literal["none", "selective", "full"] = key(
         "none",
-        "recompute in backward: nothing, all but the operators in the model's save list, or all of "
-        "each block",
+        "what backward recomputes; none: nothing; selective: all but the operators in the model's "
+        "save list; full: all of each block",
     )
     loss_chunks: int = key(
         1,
-        "chunks of a micro-batch whose logits are computed one at a time, and again in backward; "
-        "above 1 the gradient of the head is summed in float32, which costs memory in backward",
+        "number of chunks of a micro-batch; logits are computed one chunk at a time, and again in "
+        "backward; above 1 the head's gradient is summed in float32, which costs memory",
         between(1, 1 << 16),
     )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
@@ -349,7 +350,7 @@ class ValidationTable:
     )
     steps: int = key(4, "global batches in a validation", between(1, 1_000_000))
     path: str | None = key(
-        None, "held-out data of the same source; python holds out a part of its own", PATH
+        None, "held-out data, read as data.source says; python holds out a part of its files", PATH
     )
 
 
@@ -357,8 +358,8 @@ class ValidationTable:
 class Recipe:
     """A whole, resolved recipe: all tables are complete, and ``mesh.dp_shard`` is not -1.
 
-    Only ``training.build``, ``verify`` and the commands see the whole recipe. All other code
-    receives only the table that it needs.
+    Only ``training``, ``verify``, the commands and ``convert.assets`` receive the whole recipe. The
+    layers below them, such as ``parallel`` and ``data``, receive only the tables that they need.
     """
 
     run: RunTable
@@ -387,23 +388,27 @@ class Recipe:
 TABLES: dict[str, Any] = {table.name: table.type for table in fields(Recipe)}
 
 
-# The keys of [model] that are no fields of a shape.
+# The keys of [model] that are not fields of a shape.
 MODEL_KEYS = ("architecture", "preset", "hf")
 
 
 def model_table(architecture: str) -> type:
-    """The table [model] of an architecture: the fields of its shape, and ``MODEL_KEYS``.
+    """Return the dataclass of the table [model]: the fields of a shape, and ``MODEL_KEYS``.
 
-    Raises ModelError where there is no such architecture. Imports a user's own.
+    Args:
+        architecture: "llama", or "package.module:NAME" of a user's own, which is imported.
+
+    Raises:
+        ModelError: there is no such architecture, or it cannot be imported.
     """
     return Model if architecture == registry.DEFAULT else _model_table(architecture)
 
 
 class _PickledByName:
-    """A table that is made when it is needed cannot be pickled as a class; its values can be."""
+    """Pickle a table by its values, because pickle cannot find a class that is made at run time."""
 
     def __reduce__(self) -> Any:
-        table: Any = self  # a dataclass derives from this class
+        table: Any = self  # an instance of a dataclass that derives from this class
         values = {entry.name: getattr(table, entry.name) for entry in fields(table)}
         return _make_model, (values,)
 

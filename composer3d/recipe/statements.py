@@ -1,9 +1,9 @@
-"""Finds the statements of a TOML text, with the line of each and the keys it gives.
+"""Find the statements of a TOML text, the line of each, and the keys that it sets.
 
 tomli gives no positions. One pass over the text finds the end of each statement, in linear time.
-The pass runs before tomli, so that it refuses brackets and dotted keys that nest deeper than any
-recipe before tomli recurses into them. For a text that is not TOML the result means nothing:
-tomli refuses such a text.
+The pass refuses brackets and dotted keys that nest deeper than those of any recipe. It runs before
+tomli, which would recurse into them. If the text is not TOML, the result is meaningless, and tomli
+refuses the text.
 """
 
 import re
@@ -21,11 +21,12 @@ MOST_STATEMENTS = 4_000  # a recipe has fewer than a hundred
 _BLANK = r"(?:[ \t\r\n]|#[^\n]*(?=\n|\Z))*"
 _LEADING_BLANK = re.compile(_BLANK)
 
-# Everything outside of strings and comments that can begin or end something.
+# A quote, "#", bracket, dot or "=", or a line break with the blank lines and comments after it.
 _TOKEN = re.compile(rf"""\"{{3}}|'{{3}}|["'#\[\]{{}}.=]|\n{_BLANK}""")
 
-# Inside of a string, by its quotes: an escape sequence, which is skipped, or the end of the string.
-# Two quotes may stand before the three that end a multi-line string.
+# What to search for inside a string, by the quotes that open it: an escape sequence, which is
+# skipped, or the end of the string. Up to two quotes may precede the three that end a multi-line
+# string.
 _STRING_TOKENS = {
     '"': re.compile(r'\\.|["\n]'),
     "'": re.compile(r"['\n]"),
@@ -36,7 +37,7 @@ _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Statement(NamedTuple):
-    """A header, or a key with its value.
+    """The header of a table, or a key with its value.
 
     Attributes:
         line: the line on which the statement begins, from 1.
@@ -50,7 +51,7 @@ class Statement(NamedTuple):
 
 
 def statements(text: str) -> Iterator[Statement]:
-    """Return every statement of ``text``, in order. Blank lines and comments are not statements.
+    """Yield every statement of ``text``, in order. Blank lines and comments are not statements.
 
     Raises:
         ValueError: brackets or keys nest too deep, or there are too many statements.
@@ -78,13 +79,13 @@ def _skip_blank(text: str, begin: int, end: int) -> int:
 
 
 def _statement_ends(text: str) -> Iterator[tuple[int, int | None]]:
-    """Return where each statement ends, and where its first ``=`` outside of brackets is.
+    """Yield the end of each statement, and the index of its first ``=`` outside of brackets.
 
-    The end is before the line break.
+    The end is the index of the line break. The index of the ``=`` is None for a header.
     """
     position = 0
     depth = 0  # of brackets
-    key_parts = 0  # of the dotted key that is read, or 0
+    key_parts = 0  # dots of the dotted key that is being read
     after_dot = 0  # the position after the last dot
     equals: int | None = None
     while token := _TOKEN.search(text, position):
@@ -95,7 +96,8 @@ def _statement_ends(text: str) -> Iterator[tuple[int, int | None]]:
         elif first_char == "#":
             position = _find_or_end(text, "\n", position)
         elif first_char == ".":
-            # The dot of a key, or of a number in an array: a comma before it starts a new element.
+            # This dot is in a key, or in a number of an array. A comma since the last dot starts a
+            # new element.
             is_new = key_parts == 0 or text.find(",", after_dot, position) >= 0
             key_parts = 1 if is_new else key_parts + 1
             after_dot = position
@@ -112,16 +114,16 @@ def _statement_ends(text: str) -> Iterator[tuple[int, int | None]]:
                 equals = None
 
         if max(depth, key_parts) > MOST_DEPTH:
-            what = "brackets" if depth > MOST_DEPTH else "the parts of a key"
+            nested = "brackets" if depth > MOST_DEPTH else "the parts of a key"
             line = text.count("\n", 0, position) + 1
-            raise ValueError(f"line {line} nests {what} deeper than {MOST_DEPTH}")
+            raise ValueError(f"line {line} nests {nested} deeper than {MOST_DEPTH}")
     yield len(text), equals
 
 
 def _end_of_string(text: str, position: int, quotes: str) -> int:
     """Return the position after a string whose content begins at ``position``.
 
-    A line break in a single-line string, which is an error, ends it and is not skipped.
+    A line break in a single-line string is an error. It ends the string and is not skipped.
     """
     while token := _STRING_TOKENS[quotes].search(text, position):
         if token[0] == "\n":
@@ -139,7 +141,7 @@ def _find_or_end(text: str, wanted: str, position: int) -> int:
 
 
 def key_lines(found_statements: Iterable[Statement]) -> dict[KeyPath, int]:
-    """Return the line, from 1, of the statement that first gives each key.
+    """Return the line, from 1, of the statement that first sets each key or table.
 
     A table without a header has the line of its first key.
 
@@ -153,15 +155,15 @@ def key_lines(found_statements: Iterable[Statement]) -> dict[KeyPath, int]:
             table = next(_leaf_paths(tomli.loads(text)))
             paths = [table]
         else:
-            paths = [table + path for path in _keys_given(text, equals)]
+            paths = [table + path for path in _key_paths(text, equals)]
         for path in paths:
             for depth in range(1, len(path) + 1):
                 lines.setdefault(path[:depth], line)
     return lines
 
 
-def _keys_given(text: str, equals: int) -> Iterator[KeyPath]:
-    """Return the paths of the keys that a statement gives: several for an inline table."""
+def _key_paths(text: str, equals: int) -> Iterator[KeyPath]:
+    """Yield the path of each key that a statement sets. An inline table sets several."""
     key = text[:equals].strip()
     if text[equals + 1 :].lstrip().startswith("{"):
         yield from _leaf_paths(tomli.loads(text))
@@ -173,7 +175,7 @@ def _keys_given(text: str, equals: int) -> Iterator[KeyPath]:
 
 
 def _leaf_paths(tree: dict[str, Any], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """Return the paths of the innermost keys of nested dicts."""
+    """Yield the paths of the innermost keys of nested dicts."""
     for key, inner in tree.items():
         path = (*prefix, key)
         below = list(_leaf_paths(inner, path)) if isinstance(inner, dict) else []

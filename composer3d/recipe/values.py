@@ -1,4 +1,4 @@
-"""Values of a recipe: conversion to the type of a key, TOML text, and parts of error messages."""
+"""Convert the values of a recipe to the types of their keys, to TOML text, and to messages."""
 
 import json
 import sys
@@ -19,79 +19,79 @@ Entries = Mapping[str, "Field[Any]"]
 
 
 def entries_of(tables: Mapping[str, Any]) -> Entries:
-    """The fields of all ``tables``, by key."""
+    """Return the fields of all ``tables``, by key."""
     return {
         f"{table}.{entry.name}": entry for table, cls in tables.items() for entry in fields(cls)
     }
 
 
-# Those of a recipe of our own architecture.
+# The fields of a recipe with the default architecture, by key.
 FIELDS = entries_of(TABLES)
 
 
 def entries_of_recipe(recipe: Recipe) -> Entries:
-    """The fields of a recipe, by key; [model] has those of its architecture's shape."""
+    """Return the fields of a recipe, by key. [model] has the fields of the architecture's shape."""
     if type(recipe.model) is Model:
         return FIELDS
     return entries_of({**TABLES, "model": type(recipe.model)})
 
 
-def coerce(value: Any, kind: Any) -> Any:
+def coerce(value: Any, value_type: Any) -> Any:
     """Convert ``value``, as parsed from TOML, to the type that the schema declares.
 
-    An int becomes a float if the type is float, and a list becomes a tuple. No other conversion is
-    made; a bool is not an int.
+    An int becomes a float if the type is float, and a list becomes a tuple if the type is a tuple.
+    No other conversion is made; a bool is not an int.
 
     Raises:
-        ValueError: the value does not have the type; the text says what it must be.
+        ValueError: the value does not have the type. The text completes "the value must be".
     """
-    if get_origin(kind) is tuple and isinstance(value, list):
-        return _coerce_to_tuple(value, kind)
-    if get_origin(kind) is Literal:
-        for choice in get_args(kind):
+    if get_origin(value_type) is tuple and isinstance(value, list):
+        return _coerce_to_tuple(value, value_type)
+    if get_origin(value_type) is Literal:
+        for choice in get_args(value_type):
             if type(value) is type(choice) and value == choice:
                 return value
-        raise ValueError(describe_type(kind))
-    if kind is float and type(value) in (int, float):
+        raise ValueError(describe_type(value_type))
+    if value_type is float and type(value) in (int, float):
         # The comparison is false for NaN.
         if not abs(value) <= sys.float_info.max:
             raise ValueError("a finite float")
         return float(value)
-    if type(value) is kind:  # isinstance would accept a bool as an int
-        if kind is int and not -(2**63) <= value < 2**63:
+    if type(value) is value_type:  # isinstance would accept a bool as an int
+        if value_type is int and not -(2**63) <= value < 2**63:
             raise ValueError("an int of 64 bits")
         return value
-    raise ValueError(describe_type(kind))
+    raise ValueError(describe_type(value_type))
 
 
-def _coerce_to_tuple(elements: list[Any], kind: Any) -> tuple[Any, ...]:
-    kinds = get_args(kind)
-    if kinds[-1] is Ellipsis:
-        kinds = kinds[:1] * len(elements)
-    if len(elements) == len(kinds):
+def _coerce_to_tuple(elements: list[Any], value_type: Any) -> tuple[Any, ...]:
+    element_types = get_args(value_type)
+    if element_types[-1] is Ellipsis:
+        element_types = element_types[:1] * len(elements)
+    if len(elements) == len(element_types):
         # The error describes the array, not the element that is wrong.
         with suppress(ValueError):
-            return tuple(map(coerce, elements, kinds))
-    raise ValueError(describe_type(kind))
+            return tuple(map(coerce, elements, element_types))
+    raise ValueError(describe_type(value_type))
 
 
 def type_of(key: str, entries: Entries = FIELDS) -> Any:
     """Return the type of a key's value: ``X`` if the annotation is ``X | None``."""
-    kind: Any = entries[key].type
-    return get_args(kind)[0] if get_origin(kind) in (UnionType, Union) else kind
+    value_type: Any = entries[key].type
+    return get_args(value_type)[0] if get_origin(value_type) in (UnionType, Union) else value_type
 
 
-def describe_type(kind: Any) -> str:
+def describe_type(value_type: Any) -> str:
     """Return a type in words: ``int``, ``"GPipe" or "1F1B"``, ``an array of 2 floats``."""
-    arguments = get_args(kind)
-    if get_origin(kind) is Literal:
+    arguments = get_args(value_type)
+    if get_origin(value_type) is Literal:
         return join_with_or(map(as_toml, arguments))
     if arguments:
         element = arguments[0].__name__
         if arguments[-1] is Ellipsis:
             return f"an array of {element}s"
         return f"an array of {len(arguments)} {element}s"
-    return str(kind.__name__)
+    return str(value_type.__name__)
 
 
 def join_with_or(options: Iterable[object]) -> str:
@@ -108,7 +108,7 @@ def divisors(number: int) -> list[int]:
 
 
 def suggest(legal: list[int], wrong: int) -> str:
-    """Say which values to use: all legal ones, or the 8 nearest to ``wrong`` if there are more."""
+    """Return advice to use one of the values ``legal``: at most 8, the nearest to ``wrong``."""
     if len(legal) <= 8:
         return f"use {join_with_or(sorted(legal))}"
     nearest = sorted(legal, key=lambda value: abs(value - wrong))[:8]
@@ -116,7 +116,7 @@ def suggest(legal: list[int], wrong: int) -> str:
 
 
 def nearest_multiples(number: int, unit: int) -> str:
-    """Return the positive multiples of ``unit`` around ``number``: ``24 or 32``."""
+    """Return the positive multiples of ``unit`` next to ``number``, in words: ``24 or 32``."""
     below = number // unit * unit
     return join_with_or(multiple for multiple in (below, below + unit) if multiple)
 
@@ -124,8 +124,8 @@ def nearest_multiples(number: int, unit: int) -> str:
 def is_utf8(value: str) -> bool:
     """Return whether UTF-8 can encode the text.
 
-    It cannot encode half a surrogate pair, which stands for a byte of the command line that is not
-    UTF-8.
+    It cannot encode a lone surrogate, with which Python represents a byte of the command line that
+    is not UTF-8.
     """
     return not any("\ud800" <= char <= "\udfff" for char in value)
 
@@ -141,7 +141,8 @@ def as_toml(value: object) -> str:
     if isinstance(value, dict):
         if not value:
             return "{}"
-        return f"{{ {', '.join(f'{name} = {as_toml(inner)}' for name, inner in value.items())} }}"
+        entries = ", ".join(f"{name} = {as_toml(inner)}" for name, inner in value.items())
+        return f"{{ {entries} }}"
     return str(value)
 
 
@@ -155,7 +156,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def has_key(recipe: Recipe, key: str) -> bool:
-    """Whether the recipe has this key: shapes of other architectures lack some of ours."""
+    """Return whether the recipe has ``key``. Shapes of other architectures lack some of ours."""
     table, name = key.split(".")
     return hasattr(getattr(recipe, table), name)
 
@@ -172,11 +173,12 @@ def mention(recipe: Recipe, key: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return text of the user on one line, for a message or a comment.
+    """Return a user's text on one line, for a message or a comment.
 
     Text with a character that is not printable is escaped. Text over 4096 characters is cut.
     """
-    return _cut(text if text.isprintable() else as_toml(text)[1:-1], _LINE)
+    shown = text if text.isprintable() else as_toml(text)[1:-1]  # without the quotes
+    return _cut(shown, _LINE)
 
 
 def schema_text() -> str:
@@ -186,6 +188,6 @@ def schema_text() -> str:
         lines += ["", f"[{table}]"]
         for entry in fields(cls):
             default = "" if entry.default in (None, MISSING) else f" = {as_toml(entry.default)}"
-            kind = describe_type(type_of(f"{table}.{entry.name}"))
-            lines.append(f"{entry.name + default:<26} {kind:<27} {entry.metadata['doc']}")
+            type_text = describe_type(type_of(f"{table}.{entry.name}"))
+            lines.append(f"{entry.name + default:<26} {type_text:<27} {entry.metadata['doc']}")
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""The claim of one job on its run's folder, held by two locks.
+"""Claim a run's folder for one job, with two locks.
 
-The lock on the folder itself survives the removal of anything inside. The lock on the file
-``lock`` in it serves file systems that cannot lock folders. The file's note says which job has
-the folder.
+The lock on the folder itself remains if files in the folder are removed. The lock on the file
+``lock`` in the folder is for file systems that cannot lock folders. This file contains a note that
+says which job has the folder.
 """
 
 import fcntl
@@ -20,21 +20,22 @@ from composer3d.spec.files import read_plain
 
 FILE = "lock"
 
-# How long a lock is tried again before the folder counts as in use.
+# Seconds for which a lock is tried again, before the folder counts as in use.
 _PATIENCE_S = 1.0
 
-# Bytes. A longer note is not one of composer3d.
+# Bytes. composer3d does not write a longer note.
 _NOTE_LIMIT = 4096
 
 
 class Claim:
-    """The claim on ``folder``, which is made if it is missing.
+    """The claim of this process on the folder of a run.
 
-    It lasts until ``close``, or until the process ends.
+    The constructor makes the folder if it is missing, and locks it. The claim lasts until
+    ``close``, or until the process ends. Only rank 0 claims the folder of a job.
 
     Raises:
-        UserError: another job has the folder, or the folder was replaced meanwhile.
-        OSError: the folder or its lock cannot be written.
+        UserError: another job has the folder, or the folder was replaced while it was locked.
+        OSError: the folder or the file ``lock`` cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,7 +94,7 @@ class Claim:
         os.fsync(file.fileno())
 
     def is_held(self) -> bool:
-        """Whether the folder is still the one that was claimed."""
+        """Return whether the claim is open, and the folder is still the one that was claimed."""
         return self._folder_descriptor >= 0 and not self._is_replaced()
 
     def _is_replaced(self) -> bool:
@@ -106,7 +107,8 @@ class Claim:
     def require_held(self) -> None:
         """Check that the folder is still the one that was claimed.
 
-        Raises TrainingError if not: another job may own the new folder.
+        Raises:
+            TrainingError: it was removed or replaced, so another job may own the new folder.
         """
         if self._is_replaced():
             raise TrainingError(
@@ -116,7 +118,7 @@ class Claim:
             )
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the folder. A second call does nothing."""
         if self._folder_descriptor >= 0:
             os.close(self._folder_descriptor)
             self._folder_descriptor = -1
@@ -125,10 +127,10 @@ class Claim:
 
 
 def _lock_patiently(descriptor: int) -> None:
-    """Lock ``descriptor``; if it is locked, try again for a moment.
+    """Lock ``descriptor``. If it is locked, try again for ``_PATIENCE_S`` seconds.
 
-    ``composer3d check`` takes the lock for an instant to look at it, and a killed process keeps
-    its lock until it is gone.
+    ``composer3d check`` takes the lock for an instant to test it, and a killed process keeps its
+    lock until the kernel has removed the process.
     """
     deadline_s = time.monotonic() + _PATIENCE_S
     while True:
@@ -142,9 +144,10 @@ def _lock_patiently(descriptor: int) -> None:
 
 
 def read_note(folder: Path) -> str:
-    """Read which job has the folder, or had it last.
+    """Read the note of the job that has the folder, or had it last.
 
-    Raises OSError if there is no readable note.
+    Raises:
+        OSError: there is no readable note.
     """
     content = read_plain(folder / FILE, limit=_NOTE_LIMIT, follow_links=False)
     return content.decode(errors="replace")

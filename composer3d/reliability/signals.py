@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the loop ends after the current step."""
+"""Let SIGTERM and SIGINT end the training loop after the current step."""
 
 import signal
 import time
@@ -8,16 +8,18 @@ from typing import Any
 
 from composer3d.runtime import log
 
-# A terminal's Ctrl-C reaches a rank twice, directly and through the launcher. Only a signal this
-# long after the first one is a second request.
+# A terminal's Ctrl-C reaches a rank twice, directly and through the launcher. So a signal counts as
+# a second request only if it arrives more than this many seconds after the first one.
 _INSIST_S = 5.0
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect the numbers of the SIGTERM and SIGINT that arrive; the loop looks between two steps.
+    """Catch SIGTERM and SIGINT, and collect their numbers in the list that is yielded.
 
-    A signal 5 s or more after the first one ends the process at once.
+    The training loop reads the list between two steps. A signal that arrives more than 5 s after
+    the first one ends the process at once. The previous handlers are restored on exit. Enter this
+    context in the main thread, because no other thread can set handlers.
     """
     received: list[int] = []
     first_s = 0.0
@@ -35,9 +37,11 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous_handlers = {
+        number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """Write files whole or not at all, and never through a link that somebody else has placed.
 
-Every function raises OSError, whose ``strerror`` is a sentence for people.
+Every function raises OSError. Its ``strerror`` states the reason in words that a user can read.
 """
 
 import os
@@ -25,9 +25,10 @@ def publish(staging: Path, final: Path) -> None:
     """Give a finished file or folder its final name, and wait until that name is on the disk.
 
     Args:
-        staging: the file or folder. It lies beside ``final``, and everything in it has been synced;
-            otherwise a power failure could leave something incomplete under the final name.
-        final: the new path. If ``staging`` is a folder, nothing is there yet.
+        staging: a file or folder beside ``final``. Its content must already be synced. Otherwise a
+            power failure could leave something incomplete under the final name.
+        final: the new path. A file replaces an existing file; a folder needs a path that does not
+            exist yet.
     """
     staging.rename(final)
     sync(final.parent)
@@ -36,14 +37,17 @@ def publish(staging: Path, final: Path) -> None:
 def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[bytes]) -> None:
     """Replace ``path`` by a plain file with ``content``, whole or not at all.
 
-    The content goes to a new file beside ``path``, which is synced and renamed over it. If ``path``
-    is a link, the link itself is replaced; nothing is ever written through it.
+    The content goes to a new file beside ``path``. That file is synced, then renamed to ``path``.
+    If ``path`` is a link, the link itself is replaced; nothing is ever written through it. The
+    folder is not synced: after a power failure, ``path`` has the old or the new content. Call
+    ``sync`` on the folder if the new content must survive.
 
     Args:
-        content: all of it, or an iterable of pieces.
+        path: the file to replace or create.
+        content: the whole content, or an iterable of its pieces. Text is encoded as UTF-8.
 
     Raises:
-        OSError: the folder cannot be written. ``path`` is unchanged.
+        OSError: the new file cannot be written. ``path`` is unchanged, also if the iterable raises.
     """
     if isinstance(content, str):
         content = content.encode()
@@ -68,7 +72,10 @@ def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:
 
     Args:
         path: the file. A link is refused, not followed.
-        append: whether every write goes to the end.
+        append: whether every write goes to the end of the file.
+
+    Returns:
+        The open binary file, at its beginning, or at its end with ``append``.
 
     Raises:
         NotPlainFileError: ``path`` is a link, folder, pipe or device.

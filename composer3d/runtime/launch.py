@@ -1,8 +1,8 @@
-"""Processes: the ranks of a training on this machine, and a pool of workers for proofs and tests.
+"""Start processes on this machine: the ranks of a training, and workers for proofs and tests.
 
-All of them are forked by one ``starter``, which has already imported torch, so a node pays for
-that import once. They meet through a file without a name, and listen on the loopback interface
-only.
+One ``starter`` process forks all of them. It has already imported torch, so a node pays for that
+import once. The ranks of a world meet through a file store that has no name. They listen on the
+loopback interface only, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names another one.
 
 This module does not import torch: the starter imports it while this process goes on.
 """
@@ -33,7 +33,7 @@ from composer3d.spec.errors import UserError
 # Seconds that ranks may take to finish their step and save, after a signal.
 SHUTDOWN_S = 120.0
 
-# A signal that arrives this many seconds after the first one ends the ranks at once.
+# A second signal ends the ranks at once if it arrives more than this many seconds after the first.
 _INSIST_S = 5.0
 
 # A function at the top of a module, or its name as ``module:function``. With a name, this process
@@ -43,16 +43,17 @@ Task = Callable[..., Any] | str
 # Importing this module runs all slow imports of a rank.
 _PRELOAD = "composer3d.training.loop"
 
-# What a rank reports if it only lost its peers, in the words of gloo, NCCL and the stores.
+# Matches the failure of a rank that only lost its peers, in the words of gloo, NCCL, the stores and
+# ``_collect``.
 _LOST_PEER = re.compile(
     "Connection (closed|reset) by peer|no answer after|Timed out waiting|Read timeout"
 )
 
 
 class _Starter:
-    """The owner's side of the starter. Threads may share it.
+    """The connection from this process, the owner, to its starter. Threads may share it.
 
-    There is one in each process. It starts its process when it is first needed.
+    Each process has one connection. The starter is launched when it is first needed.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,8 @@ class _Starter:
             if self._process is not None and self._process.poll() is None:
                 return
 
-            # Torch reads it when it is imported; the starter and all its processes inherit it.
+            # Torch reads this variable at import. The starter and the processes that it forks
+            # inherit it.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             self._close()
             ours, theirs = socket.socketpair()
@@ -86,7 +88,8 @@ class _Starter:
     def _close(self) -> None:
         if self._process is not None and self._socket is not None:
             self._socket.close()
-            # It may still be importing. Its users have already ended their processes.
+            # The starter may still be importing, and would not notice the closed socket. Its users
+            # have already ended their workers.
             self._process.kill()
             self._process.wait()
         self._process = None
@@ -116,24 +119,24 @@ _starter = _Starter()
 
 
 def warm_up() -> None:
-    """Start the starter, which begins to import torch in the background."""
+    """Launch the starter now, so that it imports torch while this process goes on."""
     _starter.ensure_running()
 
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a private folder, removed at the end of the context or when this process is killed."""
+    """Create a private folder, and remove it when the context ends or this process is killed."""
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         _starter.request(starter.REMOVE_AT_END, name)
         yield Path(name)
 
 
 class _World(NamedTuple):
-    """The things that all processes of one world share.
+    """The environment and the store that all processes of one world share.
 
     Attributes:
-        environment: the variables that are the same in all of them.
-        store: the descriptor of the file of their store; empty if ``environment`` has its path.
+        environment: the environment variables that are the same in all processes.
+        store: one descriptor, that of the store's file; empty if ``environment`` has its path.
     """
 
     environment: dict[str, str]
@@ -142,15 +145,15 @@ class _World(NamedTuple):
 
 @contextmanager
 def _open_world(size: int) -> Iterator[_World]:
-    """Make the environment and the store of a world of ``size`` processes.
+    """Create the environment and the store of a world of ``size`` processes.
 
-    The store's file is in memory and has no name: no other user can open it, and nothing is left
-    of it when the last process ends. On a system without such files, it is in a private folder.
+    The store's file is in memory and has no name: no other user can open it, and it disappears
+    with the last process. On a system without ``memfd_create``, the file is in a private folder.
     """
     environment = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0"}
 
-    # By default gloo and NCCL listen on the interface of the host's name, where all hosts can
-    # connect.
+    # By default gloo and NCCL listen on the interface that the host's name resolves to, which
+    # other hosts can reach.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         environment[name] = os.environ.get(name, loopback)
@@ -172,11 +175,12 @@ class _Worker:
     """A forked process.
 
     Attributes:
-        rank: in its world.
+        rank: the rank of the process in its world.
         call_pipe: carries the call to the process and the answer back.
         status_pipe: carries the process id, and later the exit code.
-        pid: 0 before the process has started.
-        exit_code: None before the process has ended; minus the signal's number after a signal.
+        pid: the process id; 0 before the process has started.
+        exit_code: None before the process has ended. If a signal ended the process, this is minus
+            the number of the signal.
     """
 
     rank: int
@@ -194,7 +198,7 @@ class _Worker:
         os.close(status_write)
         worker = cls(rank, ours, Connection(status_read, writable=False))
 
-        # If the process is dead already, its status pipe reports that.
+        # If the process has died already, its status pipe reports the death.
         with suppress(BrokenPipeError, ConnectionResetError):
             ours.send_bytes(pickle.dumps(starter.preparation_data()))
             ours.send_bytes(call)
@@ -204,7 +208,7 @@ class _Worker:
         self.pid = self._read_status()
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; sets ``exit_code`` if so."""
+        """Return whether the process has ended, and set ``exit_code`` if it has."""
         if self.exit_code is None and self.status_pipe.poll():
             self.exit_code = self._read_status()
         return self.exit_code is not None
@@ -218,14 +222,14 @@ class _Worker:
         return int(status)
 
     def send_signal(self, number: int) -> None:
-        # A signal handler calls this. It must not read the pipe: the interrupted code may be
-        # reading it.
+        # A signal handler calls this method. So it must not read the status pipe, which the
+        # interrupted code may be reading.
         if self.pid > 0 and self.exit_code is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def answer(self) -> Answer | None:
-        """The answer of the process; None if it died before it had sent all of it."""
+        """Return the answer of the process, or None if it died before it sent a whole answer."""
         try:
             return pickle.loads(self.call_pipe.recv_bytes()) if self.call_pipe.poll() else None
         except (EOFError, OSError):
@@ -243,7 +247,7 @@ class _Worker:
 def _start_workers(
     cleanup: ExitStack, task: Task, arguments: Mapping[str, Any], size: int
 ) -> list[_Worker]:
-    """Start the processes of a new world. When ``cleanup`` is closed, all of them have ended."""
+    """Start the processes of a new world. Closing ``cleanup`` ends all of them."""
     world = cleanup.enter_context(_open_world(size))
     workers = []
     for rank in range(size):
@@ -263,8 +267,9 @@ class JobResult:
 
     Attributes:
         status: the exit status of the command.
-        died: rank -> the signal that ended it, or minus its exit status.
-        stuck: ranks that went on after another one had failed, and were killed.
+        died: the ranks that died without an answer, unless the forwarded signal ended them. The
+            value is the signal that ended the rank, or minus its exit status.
+        stuck: the ranks that were killed because they still ran after a failure or a signal.
     """
 
     status: int = 0
@@ -273,19 +278,27 @@ class JobResult:
 
 
 def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> JobResult:
-    """Run ``task(**arguments)`` as every rank of a job on this machine. It returns an exit status.
+    """Run ``task(**arguments)`` on every rank of a job on this machine.
 
-    The ranks see the variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and
-    GROUP_RANK. SIGINT and SIGTERM are forwarded to them. They then have ``SHUTDOWN_S`` to finish
-    their step and save. If a rank fails, the others get a moment to report a better reason or to
-    end by themselves. After that they are killed.
+    The environment of a rank has the variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE and GROUP_RANK. SIGINT and SIGTERM are forwarded to the ranks, which then have
+    ``SHUTDOWN_S`` to finish their step and save. If a rank fails, the others get a short time
+    (``_patience_s``) to report a better reason or to end by themselves. Then they are killed.
+
+    Must be called from the main thread, because it installs signal handlers.
+
+    Args:
+        task: returns the exit status of its rank, 0 for success.
+        arguments: the keyword arguments of ``task``, the same on every rank.
+        processes: the number of ranks.
 
     Returns:
-        The result, with one of these statuses: 0; the status of the first rank that failed with
-        one; 1 if a rank died, or raised an error (its traceback is printed); 128 + N after signal
-        N.
+        The result. Its status is 0 if all ranks succeeded, and 128 + N if signal N stopped them.
+        Otherwise it is 1 if a rank died or raised an error (the traceback of the lowest such rank
+        is printed), or else the status of the first rank that failed.
     """
-    answers: dict[int, Answer | None] = {}  # of the ranks that have ended, in that order
+    # The answers of the ranks that have ended, in the order of their ends.
+    answers: dict[int, Answer | None] = {}
     stuck: list[int] = []
     deadline_s = float("inf")
     with ExitStack() as cleanup, _forward_signals() as stop:
@@ -314,21 +327,21 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
 
 
 def _patience_s(worker: _Worker, answer: Answer | None) -> float:
-    """The number of seconds that the other ranks may go on after ``worker`` has ended."""
+    """Return how many seconds the other ranks may run on after ``worker`` has ended."""
     if answer is None:
         if worker.exit_code == -signal.SIGABRT:
-            # NCCL's watchdog aborts each rank that waited too long, at a time of its own.
+            # NCCL's watchdog aborts the ranks that waited too long, each at a different time.
             return 30.0
-        # The others may die of the same cause.
+        # The other ranks may die of the same cause.
         return 0.5
     if not answer.succeeded:
         return 1.0
     if answer.value == 0:
         return float("inf")
     if answer.value > 128:
-        # A signal: all ranks stop and save.
+        # A signal stopped the rank: all ranks finish their step and save.
         return SHUTDOWN_S
-    # An error that all ranks see and report.
+    # All ranks see and report such an error.
     return 5.0
 
 
@@ -341,7 +354,8 @@ def _job_result(
     """Combine how the ranks ended. Print the traceback of the lowest rank that raised an error.
 
     Args:
-        answers: of the ranks that ended, in the order of their ends.
+        workers: all ranks, by rank.
+        answers: the answers of the ranks that ended by themselves, in the order of their ends.
         stuck: the other ranks, which were killed.
         stop_signal: the signal that was forwarded to the ranks; 0 if there was none.
     """
@@ -352,8 +366,8 @@ def _job_result(
             continue
         answer = answers[worker.rank]
         if answer is None:
-            was_asked_to = stop_signal and worker.exit_code in (-stop_signal, 128 + stop_signal)
-            if not was_asked_to:
+            ended_by_stop = stop_signal and worker.exit_code in (-stop_signal, 128 + stop_signal)
+            if not ended_by_stop:
                 died[worker.rank] = -(worker.exit_code or 0)
         elif not answer.succeeded:
             tracebacks.append(str(answer.value).strip())
@@ -364,7 +378,7 @@ def _job_result(
         if answer is not None and answer.succeeded and answer.value
     ]
     was_stopped = stop_signal and (statuses or stuck or None in answers.values())
-    # A save that failed during the stop must not look like a run that was stopped and saved.
+    # If the save after the signal failed, the job must not look as if it had stopped and saved.
     has_other_failure = died or any(status != 128 + stop_signal for status in statuses)
 
     if tracebacks:
@@ -393,7 +407,7 @@ class _StopRequest:
             self.number = number
             self.since_s = time.monotonic()
         elif time.monotonic() - self.since_s > _INSIST_S:
-            # The user insists: the time for the shutdown is over.
+            # The user does not want to wait any longer: end the time for the shutdown.
             self.since_s = float("-inf")
         if self.workers:
             self.forward(number)
@@ -406,7 +420,7 @@ class _StopRequest:
 
 @contextmanager
 def _forward_signals() -> Iterator[_StopRequest]:
-    """Forward SIGINT and SIGTERM to the workers of the request that it yields."""
+    """Forward SIGINT and SIGTERM to the ``workers`` of the yielded request."""
     stop = _StopRequest()
     previous_handlers = {
         number: signal.signal(number, stop.receive) for number in (signal.SIGINT, signal.SIGTERM)
@@ -422,7 +436,8 @@ class WorkerError(Exception):
     """A task failed on some ranks.
 
     Attributes:
-        failures: rank -> its UserError, or the traceback of any other error as text.
+        failures: each failed rank, with its UserError or a text: the traceback of any other error,
+            or that the process died or did not answer in time.
     """
 
     def __init__(self, failures: Mapping[int, UserError | str]) -> None:
@@ -431,17 +446,17 @@ class WorkerError(Exception):
 
     @property
     def user_error(self) -> UserError | None:
-        """The error of the lowest failing rank, if it is one that a user can act on."""
+        """The error of the lowest failing rank if it is a UserError, or else None."""
         first = self.failures[min(self.failures)]
         return first if isinstance(first, UserError) else None
 
 
 class Pool(ExitStack):
-    """Runs tasks one after another, each as the ranks of a new world of newly forked processes.
+    """Runs tasks one after another, each on all ranks of a new world of newly forked processes.
 
     A task is a function at the top of a module. It is called as ``function(**arguments)`` on
-    ranks 0 to world_size - 1, with RANK, WORLD_SIZE and the path of a store's file in the
-    environment (see ``process_group.pool_world``).
+    ranks 0 to world_size - 1. The environment has RANK, WORLD_SIZE and the path of a store's file,
+    from which ``process_group.pool_world`` forms the process group.
 
     A process runs one task only: DTensor caches meshes by their shape, and would send the next
     world's tensors over the groups of the last one.
@@ -454,10 +469,20 @@ class Pool(ExitStack):
     def run(
         self, task: Task, arguments: Mapping[str, Any], *, world_size: int, limit_s: float = 120.0
     ) -> list[Any]:
-        """Run a task and return what each rank returned, by rank.
+        """Run a task in a new world and wait until all its processes have ended.
 
-        By then all processes have ended, also after an error. Raises WorkerError if a rank raised
-        an error, died, or had not answered after ``limit_s``.
+        Args:
+            task: the function, or its name as ``module:function``.
+            arguments: its keyword arguments, the same on every rank. They are sent pickled.
+            world_size: the number of ranks.
+            limit_s: the seconds after which a rank that has not answered counts as failed.
+
+        Returns:
+            The value that each rank returned, by rank.
+
+        Raises:
+            WorkerError: a rank raised an error, died, or did not answer in time. All processes have
+                ended by then.
         """
         with ExitStack() as cleanup:
             workers = _start_workers(cleanup, task, arguments, world_size)
@@ -485,14 +510,14 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
             try:
                 answer: Answer = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
-                # Before it had sent all of its answer.
+                # The pipe was closed before the whole answer had arrived.
                 answer = Answer(False, "the process died")
             if answer.succeeded:
                 values[rank] = answer.value
             else:
                 failures[rank] = answer.value
         if failures:
-            # The others may wait in a collective for the rank that failed: give them time to
+            # The other ranks may be waiting for the failed one in a collective. Give them time to
             # notice.
             deadline_s = min(deadline_s, time.monotonic() + 5.0)
 

@@ -29,8 +29,8 @@ def setup(identity: str, *, main: bool) -> None:
     A second call replaces the first.
 
     Args:
-        identity: of this process, such as ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``; "" for a
-            single process.
+        identity: the name of this process, such as ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``. It
+            stands before warnings and errors; "" leaves it out.
         main: whether this rank logs for the job; the others log only warnings and errors.
     """
     handler = logging.StreamHandler(sys.stderr)

@@ -1,8 +1,8 @@
-"""The mesh: named axes over the ranks of a job, as a value that is passed around. There is no
-global one.
+"""The device mesh of a job: its ranks, arranged on named axes.
 
-The axes, outermost to innermost, are ``recipe.schema.AXES``. The innermost axis has adjacent
-ranks: its traffic is the most frequent and the hardest to hide.
+A mesh is passed as an argument; there is no global one. Its axes, outermost to innermost, are
+``recipe.schema.AXES``. The ranks of the innermost axis are adjacent, because its traffic is the
+most frequent and the hardest to overlap with computation.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,12 @@ class Mesh:
     """One rank's view of the mesh.
 
     Attributes:
-        sizes: of all axes.
-        rank: of this process in the job.
-        device: of this process.
+        sizes: the size of each axis.
+        rank: the global rank of this process.
+        device: the device of this process.
         device_mesh: torch's mesh with the dims (pp, dp_replicate, fsdp, tp), where fsdp is
-            dp_shard x cp. Context parallel ranks hold different tokens of the same samples, so
-            their gradients are summed, and their parameters sharded, together with those of
-            dp_shard.
+            dp_shard x cp. FSDP shards parameters and reduces gradients over both: context parallel
+            ranks hold different tokens of the same samples, so their gradients must be summed.
     """
 
     sizes: MeshTable
@@ -42,7 +41,12 @@ class Mesh:
     def build(cls, sizes: MeshTable, device: torch.device) -> "Mesh":
         """Form the process groups of all axes. Collective over the default group.
 
-        Raises MeshError where the default group has another size than the mesh.
+        Args:
+            sizes: the size of each axis; ``dp_shard`` is not -1.
+            device: the device of this process.
+
+        Raises:
+            MeshError: the product of the sizes is not the number of ranks in the default group.
         """
         if sizes.world_size != dist.get_world_size():
             shown = " x ".join(f"{axis} {getattr(sizes, axis)}" for axis in AXES)
@@ -65,7 +69,7 @@ class Mesh:
 
     @property
     def identity(self) -> str:
-        """This process in words: ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``."""
+        """The name of this process in logs: ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``."""
         return identity(self.rank, self.sizes, self.device.type)
 
     @property
@@ -74,33 +78,34 @@ class Mesh:
 
     @property
     def batch_ranks(self) -> int:
-        """The number of ranks along dp_replicate and dp_shard: they get different samples."""
+        """The number of ranks with different samples: dp_replicate x dp_shard."""
         return self.sizes.batch_ranks
 
     @property
     def batch_rank(self) -> int:
-        """This rank's number among the ``batch_ranks``."""
+        """This rank's index among the ``batch_ranks``, from 0. cp and tp ranks share it."""
         return self.coords["dp_replicate"] * self.sizes.dp_shard + self.coords["dp_shard"]
 
     @property
     def stage_ranks(self) -> int:
-        """The number of ranks that share the parameters of one pipeline stage."""
+        """The number of ranks that share each pipeline stage: world size / pp."""
         return self.world_size // self.sizes.pp
 
     @property
     def fsdp(self) -> DeviceMesh | None:
-        """The mesh to shard over (last dim) and replicate over (first of two dims).
+        """The mesh that FSDP shards over (the last dim) and replicates over (the first of two).
 
-        None: a single rank holds whole parameters.
+        None if dp_replicate, dp_shard and cp are all 1: FSDP then has nothing to shard or reduce.
         """
         if self.sizes.dp_replicate > 1:
             return self.device_mesh["dp_replicate", "fsdp"]
         return self.device_mesh["fsdp"] if self.sizes.dp_shard * self.sizes.cp > 1 else None
 
     def replicas(self) -> DeviceMesh:
-        """The ranks of ``fsdp`` if none of them shards: a mesh of (replicas, 1).
+        """Form the mesh of data parallelism without sharding, of shape (replicas, 1).
 
-        Collective: it forms groups.
+        The replicas are the ranks of dp_replicate, dp_shard and cp. FSDP replicates over the first
+        dim, and "shards" over the second, which has one rank. Collective: it forms groups.
         """
         flat = flatten_mesh(self.device_mesh["dp_replicate", "fsdp"], "replicas")
         return unflatten_mesh(flat, (flat.size(), 1), ("replica", "whole"))
@@ -115,9 +120,9 @@ class Mesh:
 
     @cached_property
     def cp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold parts of the same sequences; None if one rank holds whole sequences.
+        """The group of ranks that hold parts of the same sequences; None if cp is 1.
 
-        Collective at its first use: it forms groups.
+        The first use is collective: it forms groups.
         """
         if self.sizes.cp == 1:
             return None
@@ -153,18 +158,24 @@ class Mesh:
 
     @property
     def tp(self) -> DeviceMesh | None:
-        """The tensor parallel ranks; None if there is one."""
+        """The mesh of the tensor parallel ranks; None if tp is 1."""
         return self.device_mesh["tp"] if self.sizes.tp > 1 else None
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
-        """The ranks of one pipeline."""
+        """The group of ranks that form one pipeline."""
         return self.device_mesh.get_group("pp")
 
     def sum_over_world(self, *values: Tensor | float) -> list[float]:
-        """Sum scalars over all ranks in float64: one all-reduce for all of them.
+        """Sum each scalar over all ranks, in float64. Collective: one all-reduce for all scalars.
 
         If several ranks hold the same value, the caller must weight it so that it counts once.
+
+        Args:
+            values: numbers or 0-dim tensors, the same number of them on every rank.
+
+        Returns:
+            The sums, in the order of ``values``. On a GPU, the host waits for them.
         """
         scalars = [
             torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
@@ -175,7 +186,7 @@ class Mesh:
         return packed.tolist()
 
     def max_over_world(self, *values: float) -> list[float]:
-        """Take the maximum of each scalar over all ranks: one all-reduce.
+        """Return the maximum of each scalar over all ranks. Collective: one all-reduce.
 
         With it, all ranks agree on an event that one of them has seen.
         """

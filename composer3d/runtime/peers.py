@@ -1,10 +1,10 @@
-"""Finding the missing rank when a collective fails.
+"""Find the missing rank when a collective fails.
 
-gloo alone always blames the neighbour, which may only have ended because of another rank.
+The error of gloo names only a neighbour. That neighbour may have ended because of a third rank.
 
 Every rank has a thread that looks for an alarm in the job's store. A rank whose collective failed
-raises the alarm, and every running rank then reports where its main thread is. A rank that does
-not report is dead or stopped. A rank that reports a place outside of a collective hangs there.
+raises the alarm. Every running rank then reports which line its main thread runs. A rank that does
+not report is dead or stopped. A rank that reports a line outside of a collective hangs there.
 Nothing is written to the store before the alarm.
 """
 
@@ -32,12 +32,12 @@ _LOST_CONNECTION = re.compile(
     re.IGNORECASE,
 )
 
-# Errors of a kernel or a compiler can speak of a time-out too: these words tell a collective's
-# error.
+# The error of a kernel or a compiler can mention a time-out too. These words identify the error of
+# a collective.
 _COLLECTIVE = re.compile("gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORECASE)
 
-# Functions in which a rank waits for others although the wait itself is a copy from a GPU, or is
-# in a thread.
+# Functions in which a rank waits for other ranks, but without a frame of torch.distributed: the
+# wait is a copy from a GPU, or the collective runs in another thread.
 _WAITING = frozenset({"sum_over_world", "max_over_world", "result"})
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -47,7 +47,10 @@ _NAMED_RANKS = 8
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether ``error`` says that a collective or the store timed out or lost a connection."""
+    """Return whether a collective or the store timed out or lost a connection.
+
+    The causes and contexts of ``error`` are searched too.
+    """
     current: BaseException | None = error
     while current is not None:
         text = str(current)
@@ -59,11 +62,13 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 class PeerWatch:
-    """Answers alarms of other ranks in a thread, and raises one itself.
+    """Answers the alarms of other ranks in a thread, and raises an alarm in ``explain``.
+
+    Create it in the main thread, whose place it reports.
 
     Args:
-        store: a client of the job's store that nothing else uses: the thread uses it.
-        rank: of this process.
+        store: a client of the job's store for this object alone, because its thread uses it.
+        rank: the rank of this process.
         size: the number of ranks.
         describe: returns the description of a rank for an error.
     """
@@ -78,13 +83,13 @@ class PeerWatch:
         self._main_thread = threading.current_thread().ident
         self._lock = threading.Lock()
         self._is_over = threading.Event()
-        # Thousands of ranks must not keep the store busy with looking.
+        # The polling of thousands of ranks must not keep the store busy.
         self._every_s = max(1.0, size / 500)
         self._thread = threading.Thread(target=self._answer_alarm, daemon=True, name="peers")
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread, and wait for it for at most 5 s."""
         self._is_over.set()
         self._thread.join(5.0)
 
@@ -97,7 +102,7 @@ class PeerWatch:
                         return
 
     def _main_thread_place(self) -> str:
-        """The line of composer3d that the main thread runs; "" if it is in a collective."""
+        """Return the line of composer3d that the main thread runs; "" inside of a collective."""
         frame = sys._current_frames().get(self._main_thread or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         own_lines = [entry for entry in stack if entry.filename.startswith(_PACKAGE + os.sep)]
@@ -110,14 +115,16 @@ class PeerWatch:
         return f"{Path(innermost.filename).relative_to(_PACKAGE)}:{innermost.lineno}"
 
     def explain(self, error: BaseException, *, advice: str) -> LostPeersError:
-        """Find out which ranks are missing after a collective raised ``error``.
+        """Raise the alarm after a collective raised ``error``, and find the missing ranks.
+
+        From then on, this process ignores SIGTERM and SIGINT, and does not answer alarms.
 
         Returns:
-            On one rank, an error with a line that names the missing ranks and ends with
-            ``advice``. On the others, an error without lines.
+            On one rank, an error with one line. It names the ranks that are missing or hang, and
+            ends with ``advice``. On the other ranks, an error without lines.
         """
-        # torchrun sends SIGTERM to the remaining ranks, and kills them some time later. That must
-        # not end the search.
+        # torchrun sends SIGTERM to the remaining ranks, and kills them some time later. The SIGTERM
+        # must not end the search.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
@@ -127,8 +134,8 @@ class PeerWatch:
         def search() -> None:
             explanations.append(self._search(error, advice))
 
-        # A store whose host is gone may neither answer nor fail: so the search has a thread of
-        # its own.
+        # If the host of the store is gone, a call to the store may never return. So the search has
+        # a thread of its own.
         thread = threading.Thread(target=search, daemon=True)
         thread.start()
         thread.join(2 * self._every_s + 4 * GRACE_S)
@@ -171,19 +178,19 @@ class PeerWatch:
         return LostPeersError(f"{line}; {advice}")
 
     def _wait_for_speaker(self) -> None:
-        """Wait until the rank that searches has finished.
+        """Wait until the one rank that searches, the speaker, has finished.
 
-        A launcher ends the other ranks soon after the first one ends: the searching rank must not
-        be among them.
+        A launcher ends the other ranks soon after the first one ends. So no rank may end before
+        the speaker has finished.
         """
         deadline_s = time.monotonic() + self._every_s + 2 * GRACE_S
         while time.monotonic() < deadline_s and not self._store.check(["spoken"]):
             time.sleep(0.2)
 
     def _collect_places(self) -> dict[int, str]:
-        """Wait for the answers to the alarm: rank -> its place, "" in a collective.
+        """Wait for the answers to the alarm, and return the place that each rank reported.
 
-        Ranks that do not answer are left out.
+        A place is "" in a collective. Ranks that do not answer are left out.
         """
         deadline_s = time.monotonic() + self._every_s + GRACE_S
         waiting = set(range(self._size))
@@ -216,15 +223,15 @@ def explain_lost_peers(
     """Turn the failure of a collective into a LostPeersError that names the missing ranks.
 
     Args:
-        store: a client of the job's store that nothing else uses.
-        rank: of this process.
+        store: a client of the job's store for this context alone, because a thread uses it.
+        rank: the rank of this process.
         size: the number of ranks; with one, nothing is done.
         describe: returns the description of a rank.
         advice: returns the end of the error's line: what the user should do next.
 
     Raises:
-        LostPeersError: a collective or the store failed inside. One rank's error has a line, the
-            others' have none. Any other error passes unchanged.
+        LostPeersError: a collective or the store failed inside the context. The error has a line
+            on one rank only. Any other error passes unchanged.
     """
     if size == 1:
         yield

@@ -1,4 +1,4 @@
-"""The process group of a job: device, backend and time-out; and collectives of Python objects."""
+"""The process group of a job, its device and its store, and collectives of Python objects."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ _NEVER = 2**31 - 1
 
 
 def count_gpus() -> int:
-    """The number of GPUs that this process may use."""
+    """Return the number of GPUs that this process may use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -34,12 +34,12 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """Return this rank's device: the GPU with the number LOCAL_RANK, or the CPU.
 
     Args:
-        name: ``run.device`` of the recipe. "auto" is "cuda" if this node has a GPU, and else
-            "cpu".
+        name: ``run.device`` of the recipe. "auto" means "cuda" if this node has a GPU, and "cpu"
+            otherwise.
 
     Raises:
-        DeviceError: this rank needs a GPU and there is none for it; or "auto" finds no GPU in a
-            job of several nodes, which could decide differently.
+        DeviceError: this rank needs a GPU, but its node has too few. Or "auto" finds no GPU in a
+            job of several nodes, where the other nodes might choose differently.
     """
     gpus = count_gpus()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -62,7 +62,7 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep freed memory for the next step. Does nothing without glibc.
+    """Make the C library keep freed memory for the next step. Without glibc, do nothing.
 
     By default glibc maps a large tensor when it is made and unmaps it when it is freed. On a CPU,
     every step would then pay for the page faults of all its activations.
@@ -74,9 +74,18 @@ def keep_freed_memory() -> None:
 
 
 def open_store(*, timeout_s: float = 600.0) -> dist.Store:
-    """Open the store through which the ranks of this job meet.
+    """Open the store through which the ranks of this job meet. All ranks must call it together.
 
-    It belongs to our launcher, to torchrun, or to this process if it is the only one.
+    Args:
+        timeout_s: how long an operation on the store may wait, and how long the ranks may take to
+            meet.
+
+    Returns:
+        The file store of ``launch``; or torchrun's store, with a key prefix for this start of the
+        job; or a store in memory, if this process is the only rank.
+
+    Raises:
+        MeshError: under torchrun, ranks are missing after ``timeout_s``.
     """
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -87,7 +96,7 @@ def open_store(*, timeout_s: float = 600.0) -> dist.Store:
         file_store.set_timeout(timeout)
         return file_store
 
-    # A single process. The image of a cluster may set one of the two variables all the same.
+    # This process is alone. The image of a cluster may nevertheless set one of the two variables.
     if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
@@ -99,17 +108,24 @@ def open_store(*, timeout_s: float = 600.0) -> dist.Store:
 
 
 def agree_on_round(store: dist.Store, rank: int, size: int, *, timeout_s: float) -> str:
-    """Return a name that the ranks of this start of the job share, and no earlier start has.
+    """Return a key prefix that all ranks of this start of the job share, and no earlier start had.
 
-    Collective over the store.
+    All ranks call it together; it communicates through the store.
 
     torchrun keeps its store when it restarts the ranks, so the keys of earlier starts are still
     there. Each node counts its restarts separately, so no number is the same on all nodes.
-    Therefore each rank greets with a random word. Rank 0 answers every word with the name of the
-    round. An old greeting, or an old answer, contains an old word. When rank 0 sees that a
-    greeting has changed, it answers again with a new name.
+    Therefore each rank writes a greeting with a random word. Rank 0 answers every word with the
+    name of the round. An old greeting, or an old answer, contains an old word. When rank 0 sees
+    that a greeting has changed, it answers again with a new name.
 
-    Raises MeshError if ranks are missing after ``timeout_s``.
+    Args:
+        store: the store that torchrun keeps.
+        rank: the rank of this process.
+        size: the number of ranks.
+        timeout_s: how long to wait for the other ranks.
+
+    Raises:
+        MeshError: ranks are missing after ``timeout_s``.
     """
     own_word = uuid.uuid4().hex
     deadline_s = time.monotonic() + timeout_s
@@ -117,7 +133,7 @@ def agree_on_round(store: dist.Store, rank: int, size: int, *, timeout_s: float)
     answer_key = f"composer3d/answer/{rank}"
     store.set(greeting_keys[rank], own_word)
 
-    answered_words: list[bytes] = []  # by rank 0, in its last answers
+    answered_words: list[bytes] = []  # the words that rank 0 answered last, by rank
     joined_name = ""
     while time.monotonic() < deadline_s:
         if rank == 0 and store.check(greeting_keys):
@@ -151,15 +167,15 @@ def world(
 ) -> Iterator[torch.device]:
     """Form the default process group from RANK and WORLD_SIZE, and destroy it at the end.
 
-    It uses gloo on CPU, and NCCL on GPUs, with gloo for CPU tensors. One process forms a group as
-    well, so that a single rank runs the same code as many. After an error the group is not
+    The backend is gloo on a CPU. On a GPU it is NCCL, with gloo for CPU tensors. A single process
+    forms a group too, so that one rank runs the same code as many. After an error the group is not
     destroyed.
 
     Args:
-        device: of this rank; the context yields it.
-        timeout_s: a collective that waits longer has lost its peers and fails. Groups that are
-            made inside without a time-out of their own get the same one.
-        store: through which the ranks meet; None opens the job's.
+        device: the device of this rank; the context yields it.
+        timeout_s: how long a collective may wait for its peers before it fails. Groups that are
+            created inside the context without a time-out get this one.
+        store: the store through which the ranks meet; None calls ``open_store``.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -174,15 +190,17 @@ def world(
             device_id=device if device.type == "cuda" else None,
         )
         yield device
-        # Not after an error: NCCL would wait for peers that are stuck in a collective, and the
-        # error would stay hidden for as long.
+        # After an error this is skipped: NCCL would wait for peers that are stuck in a collective,
+        # and would delay the report of the error.
         dist.destroy_process_group()
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks, by rank. Collective over ``group``, or the job.
+    """Return the values of all ranks, by rank. Collective over all ranks.
 
-    The values are sent pickled.
+    Args:
+        value: the value of this rank. It is sent pickled.
+        group: a group of all ranks, such as one with another backend; None for the default group.
     """
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value, group)
@@ -192,17 +210,17 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list
 def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run ``function`` on every rank and return its value; if it fails on one rank, fail on all.
 
-    Collective over ``group``, or the job.
+    Collective over all ranks.
 
     Args:
-        what: the subject of the line that reports an OSError, such as "data".
-        function: what to run.
-        group: None for all ranks.
+        what: the start of the line that reports an OSError, such as "data".
+        function: the function to run.
+        group: a group of all ranks, such as one with another backend; None for the default group.
 
     Raises:
-        UserError: on every rank, if ``function`` raises a UserError or an OSError on any rank. It
-            has the class of the lowest failing rank's error. It has the lines of each different
-            error once, with the numbers of the ranks that raised it unless all did.
+        UserError: on every rank, if ``function`` raises a UserError or an OSError on any rank. The
+            class is that of the lowest failing rank's error. The lines of equal errors appear once.
+            They start with the numbers of the ranks that raised them, unless all ranks did.
     """
     value, error = None, None
     try:
@@ -229,11 +247,17 @@ def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None
 
 
 def check_same(what: str, value: object) -> None:
-    """Check that ``value`` is the same on all ranks, as two nodes may have different files.
+    """Check that ``value`` is the same on all ranks. Collective over all ranks.
 
-    Collective over all ranks.
+    Two nodes may have different files, for example.
 
-    Raises MeshError on every rank, with the value that each group of ranks sees.
+    Args:
+        what: the name of the value in the error, such as "the data".
+        value: a value that can be pickled and compared.
+
+    Raises:
+        MeshError: on every rank, if two ranks have different values. It lists the ranks of each
+            value.
     """
     values = all_gather_objects(value)
     if all(other == values[0] for other in values):
@@ -249,5 +273,5 @@ def check_same(what: str, value: object) -> None:
 
 
 def pool_world(*, timeout_s: float = 60.0) -> AbstractContextManager[torch.device]:
-    """The world of a task in ``launch.Pool``: gloo on CPU."""
+    """Return the ``world`` of a task in ``launch.Pool``, which uses gloo on the CPU."""
     return world(torch.device("cpu"), timeout_s=timeout_s)

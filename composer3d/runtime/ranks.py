@@ -1,6 +1,6 @@
-"""A rank's coordinates on the mesh, and its description for people.
+"""The coordinates of a rank on the mesh, and its description in logs and errors.
 
-This module does not import torch: the launcher describes ranks as well.
+This module does not import torch, because the launcher describes ranks too.
 """
 
 import os
@@ -9,7 +9,12 @@ from composer3d.recipe.schema import AXES, MeshTable
 
 
 def coordinates(rank: int, sizes: MeshTable) -> dict[str, int]:
-    """The coordinate of ``rank`` on each axis, outermost first. All ``sizes`` must be known."""
+    """Return the coordinate of ``rank`` on each axis, outermost axis first.
+
+    Args:
+        rank: the global rank.
+        sizes: the sizes of the mesh; ``dp_shard`` is not -1.
+    """
     coords = {}
     for axis in reversed(AXES):  # the innermost axis has adjacent ranks
         rank, coords[axis] = divmod(rank, getattr(sizes, axis))
@@ -20,9 +25,9 @@ def identity(rank: int, sizes: MeshTable, device_type: str = "cpu") -> str:
     """Describe this process for its logs: ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``.
 
     Args:
-        rank: of this process.
-        sizes: of the mesh.
-        device_type: "cpu" leaves out the GPU.
+        rank: the rank of this process.
+        sizes: the sizes of the mesh.
+        device_type: the type of its device, such as "cuda"; "cpu" leaves out the GPU.
     """
     host = f"node {os.environ.get('GROUP_RANK', '0')}"
     if device_type != "cpu":

@@ -1,12 +1,13 @@
 """The starter: a process that has already imported torch and forks the processes of ``launch``.
 
-Its owner, the process that needs them, talks to it over an unnamed pair of sockets. There is no
-port, no named socket and no folder that another user or host could reach.
+The owner, which is the process that needs them, talks to the starter over an unnamed pair of
+sockets. There is no port, no named socket and no folder that another user or host could reach.
 
 No process outlives the command that started it:
 
-- When the owner ends, in whatever way, its end of the pair closes. The starter then kills its
-  forked processes, waits for them, and removes the temporary folders that the owner registered.
+- When the owner ends for any reason, its end of the pair closes. The starter then kills the
+  processes that it forked, waits for them, and removes the temporary folders that the owner
+  registered.
 - When the starter itself is killed, the kernel kills the forked processes.
 """
 
@@ -35,14 +36,14 @@ from composer3d.spec.errors import UserError
 # A request starts with its kind and the length of the path that follows.
 REQUEST = struct.Struct("!cI")
 
-# FORK has an empty path and comes with descriptors: the pipe for the call and its answer, the
-# pipe for the statuses of the process, and, if it exists, the file of the world's store.
+# A FORK request has an empty path. It comes with these descriptors: the pipe for the call and its
+# answer, the pipe for the statuses of the process, and the file of the world's store, if any.
 FORK = b"F"
 
-# REMOVE_AT_END has the path of a temporary folder.
+# A REMOVE_AT_END request has the path of a temporary folder.
 REMOVE_AT_END = b"R"
 
-# The status pipe of a forked process carries two of these: its process id, and later its exit
+# The status pipe of a forked process carries two such numbers: its process id, and later its exit
 # code.
 STATUS = struct.Struct("!q")
 
@@ -52,7 +53,8 @@ STORE_VARIABLE = "COMPOSER3D_STORE"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 
-# Characters of a traceback that are sent: a pipe holds that many bytes before anybody reads it.
+# The last characters of a traceback that are sent. A pipe can hold that many bytes unread, so the
+# process can send them and end at once.
 _TRACEBACK_LIMIT = 30_000
 
 _PREPARATION_KEYS = {
@@ -84,8 +86,8 @@ class Answer(NamedTuple):
 
     Attributes:
         succeeded: whether the function returned.
-        value: the returned value; after a failure a UserError, or any other error's traceback as
-            text.
+        value: the returned value. After a failure it is the UserError, or the traceback of any
+            other error as text.
     """
 
     succeeded: bool
@@ -99,10 +101,13 @@ class _Request(NamedTuple):
 
 
 def die_with_parent(parent: int) -> None:
-    """Make this process end at once when the process ``parent``, which started it, ends.
+    """Make this process end when its parent ends.
 
-    On Linux the kernel then sends SIGKILL, which ends even a stopped process. Elsewhere a thread
-    looks every second.
+    On Linux the kernel then sends SIGKILL, which ends even a stopped process. On other systems a
+    thread checks every second.
+
+    Args:
+        parent: the process id of the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -124,7 +129,7 @@ def _exit_after_parent(parent: int) -> None:
 
 
 def preparation_data() -> dict[str, Any]:
-    """Return the path, folders and main module of this process.
+    """Return ``sys.path``, ``sys.argv``, the folders and the main module of this process.
 
     A forked process needs them to import the same modules.
     """
@@ -193,7 +198,7 @@ def serve(control: int, preload: str) -> None:
     for child in status_pipes:
         os.waitpid(child, 0)
 
-    # Only now: no process is left that writes there.
+    # The folders are removed last: no process is left that writes to them.
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -234,7 +239,7 @@ def _reap(status_pipes: dict[int, int]) -> None:
 
 
 def _send_status(status_pipe: int, number: int) -> None:
-    with suppress(BrokenPipeError):  # the owner does not listen any more
+    with suppress(BrokenPipeError):  # the owner has closed the pipe
         os.write(status_pipe, STATUS.pack(number))
 
 
@@ -244,11 +249,11 @@ def _fork(call_pipe: int, store: int | None, *, nohup: bool, close: Iterable[int
     Args:
         call_pipe: the descriptor of the pipe for the call and its answer.
         store: the descriptor of the world's store.
-        nohup: whether SIGHUP does not end the process.
+        nohup: whether the process ignores SIGHUP.
         close: descriptors that the process must not keep open.
     """
-    # The child inherits that stop signals are ignored. A signal that arrives right after the fork
-    # waits until the child has changed that.
+    # The child inherits that stop signals are ignored. So they are blocked during the fork: a
+    # signal for the child stays pending until the child has reset its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     parent = os.getpid()
     child = os.fork()
@@ -279,7 +284,7 @@ def _run_child(parent: int, call_pipe: int, store: int | None, *, nohup: bool) -
         spawn.prepare(pickle.loads(pipe.recv_bytes()))
         call: Call = pickle.loads(pipe.recv_bytes())
         if store is not None:
-            # The file has no name. Opened through this path, each process gets an open file
+            # The file has no name. Opening it through this path gives each process an open file
             # description of its own, which the locks of the store need.
             call.environment[STORE_VARIABLE] = f"/proc/self/fd/{store}"
         _run_call(pipe, call)
@@ -308,5 +313,5 @@ def _run_call(pipe: Connection, call: Call) -> None:
         answer = pickle.dumps(Answer(False, error))
     except BaseException:
         answer = pickle.dumps(Answer(False, traceback.format_exc()[-_TRACEBACK_LIMIT:]))
-    with suppress(BrokenPipeError):  # the owner does not wait for the answer any more
+    with suppress(BrokenPipeError):  # the owner no longer waits for the answer
         pipe.send_bytes(answer)

@@ -27,35 +27,39 @@ ScheduleOfActions = _PipelineScheduleRuntime
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """The process group of this ``group_name``: custom operators take names, not groups."""
+    """Return the process group with this ``group_name``: custom operators take only names."""
     return _resolve_process_group(GroupName(name))
 
 
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """Change the time-out of groups that are made without one; DeviceMesh makes its groups so."""
+    """Set the default time-out of new process groups, which the groups of DeviceMesh have too."""
     c10d = dist.distributed_c10d
     before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     yield
-    # Not after an error, with which the process ends.
+    # After an error the old values are not restored: the process ends.
     c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Join the dims of ``mesh`` into one called ``name``. Collective: it forms a group."""
+    """Join all dims of ``mesh`` into one dim called ``name``. Collective: it forms a group."""
     return mesh._flatten(name)
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """Split the one dim of ``mesh`` into dims of these sizes and names. Collective: it forms
-    groups.
+    """Split the only dim of ``mesh`` into several. Collective: it forms groups.
+
+    Args:
+        mesh: a mesh of one dim.
+        sizes: the sizes of the new dims, outermost first. Their product is the size of ``mesh``.
+        names: the names of the new dims.
     """
     return mesh._unflatten(0, tuple(sizes), tuple(names))
 
 
 def offset_of(tensor: DTensor) -> tuple[int, ...]:
-    """The global index of the first element of this rank's shard."""
+    """Return the global index of the first element of this rank's shard, one number per dim."""
     _, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -63,21 +67,26 @@ def offset_of(tensor: DTensor) -> tuple[int, ...]:
 
 
 def plan_actions(schedule: _PipelineScheduleRuntime, rows: Sequence[Sequence[str]]) -> None:
-    """Give a ``ScheduleOfActions`` the actions of each pipeline rank, such as "0F0"."""
+    """Set the actions of a ``ScheduleOfActions``. Torch adds the sends and receives.
+
+    Args:
+        schedule: the schedule, which is changed in place.
+        rows: the compute actions of each pipeline rank in order, each such as "0F0".
+    """
     actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
     schedule._prepare_schedule_with_comms(cast(Any, actions))
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor | None]:
-    """The parameters that ``module`` itself holds, by name; the live dict."""
+    """Return the live dict of the parameters of ``module`` itself, without its submodules."""
     return cast("dict[str, Tensor | None]", module._parameters)
 
 
 def accumulate_unsharded_grads(unit: FSDPModule) -> None:
-    """Move gradients that were added outside of a backward to where FSDP sums micro-batches.
+    """Add the gradients that were computed outside of a backward to FSDP's sum of micro-batches.
 
-    Under mixed precision FSDP keeps that sum in the wide dtype. From torch 2.15 on, gradients are
-    added up there in the first place, and nothing is left to move.
+    Under mixed precision FSDP keeps that sum in the reduce dtype. Without mixed precision, and from
+    torch 2.15 on, these gradients are part of the sum already, and nothing changes.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None:
@@ -89,8 +98,8 @@ def accumulate_unsharded_grads(unit: FSDPModule) -> None:
 
 
 def silence_selective_checkpoint_warning() -> None:
-    """Silence a warning of every rank under torch.compile with selective checkpointing.
+    """Silence a warning that every rank prints under torch.compile with selective checkpointing.
 
-    It says that a checkpointed region must not change a tensor in place. No block does.
+    The warning says that a checkpointed region must not change a tensor in place. No block does.
     """
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

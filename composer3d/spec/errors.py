@@ -60,7 +60,8 @@ class TrainingError(UserError):
 class LostPeersError(UserError):
     """Other ranks of the job have died, or do not join a collective.
 
-    The error has lines on one rank only, so that it is printed once.
+    Only one rank's error has lines, so that they are printed once. On the others, the error has no
+    lines.
     """
 
     status = 1

@@ -1,7 +1,7 @@
 """Reading files that someone else may have made or placed. No torch here.
 
-Every function raises OSError (its ``strerror`` is a sentence for people) or ValueError, so that a
-caller can turn it into an error of its own kind, with the place and the way out.
+Every function raises OSError or ValueError, so that a caller can turn it into an error of its own
+kind, with the place and what to change. The ``strerror`` of an OSError is text for people.
 """
 
 import errno
@@ -21,14 +21,14 @@ _KINDS = {
 
 
 class RefusedFileError(OSError):
-    """A file that is refused because of its type or size. As text: its path and the reason."""
+    """A file is refused because of its type or size. ``str()`` gives its path and the reason."""
 
     def __str__(self) -> str:
         return f"{self.filename} {self.strerror}"
 
 
 class NotPlainFileError(RefusedFileError):
-    """The path is a folder, named pipe, socket, device or (where links are refused) a link."""
+    """The path is a folder, a named pipe, a socket, a device or a link that may not be followed."""
 
 
 class FileTooLargeError(RefusedFileError):
@@ -36,7 +36,7 @@ class FileTooLargeError(RefusedFileError):
 
 
 def open_plain(path: str | os.PathLike[str], *, follow_links: bool = True) -> BinaryIO:
-    """Open a plain file for reading, without waiting.
+    """Open a plain file for reading in binary mode, without blocking.
 
     Opening a named pipe in the usual way would block until somebody writes to it.
 
@@ -63,7 +63,8 @@ def read_plain(path: str | os.PathLike[str], *, limit: int, follow_links: bool =
     """Read a whole plain file of at most ``limit`` bytes.
 
     Raises:
-        FileTooLargeError: the file is larger. At most ``limit`` + 1 bytes of it are read then.
+        FileTooLargeError: the file is larger than ``limit``. At most ``limit`` + 1 bytes of it have
+            been read.
         OSError: as ``open_plain``.
         ValueError: as ``open_plain``.
     """
@@ -84,21 +85,24 @@ def read_plain(path: str | os.PathLike[str], *, limit: int, follow_links: bool =
 
 
 def read_json(path: str | os.PathLike[str], *, limit: int = MIB, follow_links: bool = True) -> Any:
-    """Parse a whole JSON file of at most ``limit`` bytes.
+    """Read and parse a JSON file of at most ``limit`` bytes.
 
     Raises:
-        ValueError: the file is not JSON in UTF-8, nests too deep, or contains NaN, Infinity or a
-            number with thousands of digits.
+        ValueError: as ``parse_json`` or ``open_plain``.
         OSError: as ``read_plain``.
     """
     return parse_json(read_plain(path, limit=limit, follow_links=follow_links))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON strictly.
+    """Parse JSON strictly: the names NaN and Infinity are refused.
+
+    Bytes may be UTF-8, UTF-16 or UTF-32. A number beyond the range of a float, such as 1e999,
+    becomes infinity.
 
     Raises:
-        ValueError: the text is not JSON, nests too deep, or contains NaN or Infinity.
+        ValueError: the text is not JSON, nests too deep, or contains NaN, Infinity or an integer
+            with thousands of digits.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -107,13 +111,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def refuse_foreign_link(path: str | os.PathLike[str]) -> None:
-    """Accept a symbolic link only if root or this user owns it, as Linux does in /tmp.
+    """Refuse a symbolic link unless root or this user owns it, as Linux does in /tmp.
 
-    Files that are written below the link of another user would go elsewhere. A path that does not
-    exist, or is not a link, is accepted.
+    The owner of a link decides where files below it are written. A path that does not exist, or is
+    not a link, is accepted.
 
     Raises:
         NotPlainFileError: ``path`` is a link of another user.
+        OSError: ``path`` cannot be examined.
     """
     try:
         status = os.lstat(path)
@@ -129,7 +134,9 @@ def refuse_foreign_link(path: str | os.PathLike[str]) -> None:
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file descriptor. If the path is not a file, the error says what it is.
+    """Open a file descriptor. If the path is not a file, the error names its type.
+
+    A file that ``flags`` create gets the mode 0o666, less the umask.
 
     Raises:
         NotPlainFileError: ``path`` is a link and ``flags`` has O_NOFOLLOW, or it is a named pipe

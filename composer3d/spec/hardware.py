@@ -27,7 +27,7 @@ class Hardware(NamedTuple):
 
 
 def _peaks(*, half: float, tf32: float, fp32: float, fp8: float = 0.0) -> dict[str, float]:
-    """Return peaks in FLOP/s, from TFLOP/s. ``half`` is for bf16 and fp16; 0 means no support."""
+    """Convert peaks from TFLOP/s to FLOP/s. ``half`` is bf16 and fp16; 0 means no support."""
     tflops = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": fp32, "fp8": fp8}
     return {dtype: peak * 1e12 for dtype, peak in tflops.items() if peak}
 
@@ -69,8 +69,8 @@ def find(device_name: str) -> Hardware | None:
     """Return the row with the longest name or alias that occurs in ``device_name``, else None.
 
     Case is ignored. An alias must be a word: "H200" does not occur in "GH200", nor "B200" in
-    "GB200". A slice of a device (MIG) has no row, because its peak is not that of the whole
-    device.
+    "GB200". A slice of a device (MIG) has no row, because its peak is lower than the peak of the
+    whole device.
     """
     device_name = device_name.lower()
     if re.search(r"\bmig\b", device_name):
@@ -89,7 +89,7 @@ def peak_flops(hw: Hardware, dtype_name: str) -> float | None:
 
     Args:
         hw: a row of the table.
-        dtype_name: "bfloat16", "float16", "float32", "tf32" or "fp8". "float32" is without TF32, on
-            the vector units; use "tf32" if matrix products run in TF32.
+        dtype_name: "bfloat16", "float16", "float32", "tf32" or "fp8". "float32" is the peak of the
+            vector units, without TF32; use "tf32" if matrix products run in TF32.
     """
     return hw.peaks.get(dtype_name)

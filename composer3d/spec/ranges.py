@@ -1,7 +1,7 @@
 """Ranges of values, for the fields of shapes and of recipes. No torch here.
 
-Every number has a lower and an upper bound. The upper bounds lie far beyond any real use: they keep
-a typing error, or a file made to harm, from costing hours of enumeration or all memory.
+Every number has a lower and an upper bound. The upper bounds lie far beyond any real use. Without
+them, a typing error or a malicious file could cost hours of enumeration or all memory.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ class Range(NamedTuple):
     """The values that a key accepts.
 
     Attributes:
-        accepts: whether a value, which is not None, is in the range.
-        requirement: the end of the error about a value that is not: "must be from 1 to 8".
+        accepts: returns whether a value is in the range. The value must not be None.
+        requirement: the end of the error about a value outside the range: "must be from 1 to 8".
     """
 
     accepts: Callable[[Any], bool]
@@ -30,7 +30,7 @@ MOST_VOCAB = 1 << 24
 
 
 def between(least: float, most: float) -> Range:
-    """Accept values from ``least`` to ``most``, both included. NaN is in no range."""
+    """Return the range from ``least`` to ``most``, both included. NaN is in no range."""
     return Range(
         lambda value: least <= value <= most,
         f"must be from {least:_} to {most:_}",
@@ -38,7 +38,7 @@ def between(least: float, most: float) -> Range:
 
 
 def above(bound: float, most: float) -> Range:
-    """Accept values above ``bound`` and up to ``most``. NaN is in no range."""
+    """Return the range above ``bound`` and up to ``most``. NaN is in no range."""
     return Range(
         lambda value: bound < value <= most,
         f"must be above {bound:_} and at most {most:_}",
@@ -54,6 +54,9 @@ HEAD_DIM = Range(
 def key(default: Any, doc: str, allowed: Range | None = None) -> Any:
     """Declare a dataclass field that is a key of a recipe.
 
-    ``doc`` is its line in ``composer3d check --schema``; ``allowed`` is the range of its values.
+    Args:
+        default: the value of an absent key. ``dataclasses.MISSING`` makes the key required.
+        doc: the meaning of the key, in one line of ``composer3d check --schema``.
+        allowed: the range of its values; None accepts every value of the field's type.
     """
     return field(default=default, metadata={"doc": doc, "range": allowed})

@@ -1,7 +1,7 @@
 """Facts about pipeline schedules, and the assignment of layers to stages.
 
-Pure, without torch, so that the planner and the drawings can use it. Tests compare these facts with
-what torch's runtime builds for each name.
+This module does not import torch, so that the rules of recipes and the drawings can use it. Tests
+compare these facts with the schedules that torch's runtime builds.
 
 A user's own schedule is a CSV file with a line for each pipeline rank, and an action in each cell:
 
@@ -32,12 +32,14 @@ class StageCount(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The facts of one schedule, which are the same for every use.
+    """The facts about one schedule that do not depend on the recipe.
 
     Attributes:
-        stages: how many stages a rank holds.
-        v_shaped: rank r holds stages r and 2 pp - 1 - r. Otherwise it holds r, r + pp, r + 2 pp ...
-        splits_backward: backward runs in two halves, gradients of inputs and gradients of weights.
+        stages: how many stages a rank may hold.
+        v_shaped: whether rank r holds stages r and 2 pp - 1 - r. Otherwise it holds stages r,
+            r + pp, r + 2 pp, and so on.
+        splits_backward: whether backward may run in two halves: the gradients of inputs, and later
+            the gradients of weights.
     """
 
     stages: StageCount
@@ -71,20 +73,26 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def stages_of(rank: int, pp: int, stages_per_rank: int, *, v_shaped: bool) -> list[int]:
-    """Return the stages of pipeline rank ``rank`` of ``pp``, in order. A V has two per rank."""
+    """Return the stages of pipeline rank ``rank`` of ``pp``, in ascending order.
+
+    A V-shaped schedule has two stages per rank; ``stages_per_rank`` is not read then.
+    """
     if v_shaped:
         return [rank, 2 * pp - 1 - rank]
     return list(range(rank, pp * stages_per_rank, pp))
 
 
 def micro_batch_requirement(schedule: str, count: int, pp: int, pp_text: str) -> str | None:
-    """Return the constraint on micro-batches that ``count`` violates, else None.
+    """Return what the schedule requires of the number of micro-batches, or None if it is met.
 
     Args:
         schedule: a key of ``SCHEDULES``.
-        count: micro-batches that a rank runs in a step.
-        pp: pipeline ranks.
-        pp_text: how the returned text writes ``pp``.
+        count: the number of micro-batches that a rank runs in a step.
+        pp: the number of pipeline ranks.
+        pp_text: the words for ``pp`` in the returned text, such as "pp = 4".
+
+    Returns:
+        The end of a sentence, such as "at least pp = 4".
     """
     if schedule == "1F1B" and count < pp:
         return f"at least {pp_text}"
@@ -103,8 +111,9 @@ def micro_batch_requirement(schedule: str, count: int, pp: int, pp_text: str) ->
 def nearest_micro_batches(schedule: str, count: int, pp: int) -> list[int]:
     """Return the nearest legal numbers of micro-batches below and above ``count``, in order.
 
-    ``count`` must violate ``micro_batch_requirement``. There may be no legal number below it. The
-    numbers are computed, not searched for, because ``count`` may be a billion.
+    ``count`` must violate ``micro_batch_requirement``. If no number below it is legal, the list has
+    one number only. The numbers are computed and not searched for, because ``count`` may be a
+    billion.
     """
     if schedule == "1F1B":
         return [pp]
@@ -123,7 +132,7 @@ _CSV_BYTES = 4 << 20  # a few hundred thousand actions
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
-# The action of the same stage and micro-batch that must come before, by kind.
+# For each kind of action, the kind that the same stage must run before it on a micro-batch.
 _PREDECESSORS = {"F": None, "B": "F", "I": "F", "W": "I"}
 
 
@@ -139,7 +148,7 @@ class Action(NamedTuple):
 
 
 def read_csv(path: str) -> list[list[str]]:
-    """Return the cells of a schedule's file for each pipeline rank, without the idle ones.
+    """Read a schedule's file. Return the cells of each pipeline rank, without the idle ones.
 
     Raises:
         PlanError: the file cannot be read.
@@ -163,17 +172,17 @@ def check_csv(
     stages_per_rank: int,
     micro_batches: int,
 ) -> list[list[int]]:
-    """Check that a schedule can run: that it is complete, and that no rank waits for ever.
+    """Check that a schedule is complete, and that no rank waits for ever.
 
-    Every stage must be on one rank, and every action must come exactly once, after those that it
+    Every stage must be on one rank. Every action must come exactly once, after the actions that it
     depends on.
 
     Args:
         rows: the cells of each pipeline rank, from ``read_csv``.
         path: the file, for messages.
-        pp: pipeline ranks.
-        stages_per_rank: stages that each rank must hold.
-        micro_batches: micro-batches that a rank runs in a step.
+        pp: the number of pipeline ranks.
+        stages_per_rank: the number of stages that each rank must hold.
+        micro_batches: the number of micro-batches that a rank runs in a step.
 
     Returns:
         The stages of each rank, in order.
@@ -185,7 +194,7 @@ def check_csv(
         raise PlanError(
             f"{path} has {len(rows)} lines, but needs one for each of mesh.pp = {pp} pipeline ranks"
         )
-    # F, B, I and W of every stage and micro-batch: more than any schedule has.
+    # A bound that no valid schedule reaches: F, B, I and W for every stage and micro-batch.
     most_cells = 4 * stages_per_rank * micro_batches
     for line, row in enumerate(rows, 1):
         if len(row) > most_cells:
@@ -194,7 +203,7 @@ def check_csv(
                 f"{micro_batches} micro-batches need at most {most_cells}"
             )
 
-    # By rank: its cells, each with one action or two that overlap.
+    # For each rank its cells, and for each cell one action or several that overlap.
     cells = [
         [_parse_cell(cell, f"{path}:{line}") for cell in row] for line, row in enumerate(rows, 1)
     ]
@@ -208,7 +217,7 @@ def check_csv(
 
 
 def _parse_cell(cell: str, place: str) -> list[Action]:
-    """Return the actions of a cell: one, or those that overlap."""
+    """Return the actions of a cell: one action, or several that overlap."""
     overlap = _OVERLAP.fullmatch(cell)
     actions = []
     for text in overlap[1].split(";") if overlap else [cell]:
@@ -269,7 +278,7 @@ def _check_actions(row: Sequence[Action], place: str, micro_batches: int) -> Non
 
 
 class _Message(NamedTuple):
-    """What a stage sends: its activation to the next stage, or a gradient to the one before."""
+    """A message of a stage: its activation for the next stage, or a gradient for the previous."""
 
     sender: int  # a stage
     is_gradient: bool
@@ -284,7 +293,10 @@ def _message_of(action: Action) -> _Message | None:
 
 
 def _message_for(action: Action, last_stage: int) -> _Message | None:
-    """Return the message that an action must receive first; W and the two ends need none."""
+    """Return the message that an action must receive first.
+
+    W needs none, nor do the forward of the first stage and the backward of the last one.
+    """
     if action.kind == "F" and action.stage > 0:
         return _Message(action.stage - 1, False, action.micro_batch)
     if action.kind in "BI" and action.stage < last_stage:
@@ -302,7 +314,7 @@ def _check_dependencies(
     """
     sent: set[_Message] = set()
     next_cells = [0] * len(cells)  # by rank: the index of the cell that it runs next
-    # Ranks that wait, by message, so that each is looked at again only when its message is sent.
+    # The ranks that wait for each message. A rank is tried again only when its message is sent.
     waiting: dict[_Message, list[int]] = {}
     runnable = list(range(len(cells)))
 
@@ -350,13 +362,20 @@ class Forward(NamedTuple):
 def forward_order(
     stages: Sequence[Sequence[int]], micro_batches: int
 ) -> list[list[Forward | None]]:
-    """Schedule forwards alone, in ticks: for each tick, what each rank runs, or None.
+    """Return a schedule of forwards alone, in ticks.
 
-    ``stages`` are the stages of each rank, in order. A rank runs its last stage that has an input,
-    which empties the pipeline first. The output of a tick can be read in the next tick.
+    In each tick, a rank runs its last stage that has an input, which empties the pipeline first.
+    The output of a tick can be read in the next tick.
+
+    Args:
+        stages: the stages of each pipeline rank, in ascending order.
+        micro_batches: the number of micro-batches.
+
+    Returns:
+        For each tick, the forward that each rank runs, or None if it is idle.
     """
     count = sum(len(held) for held in stages)
-    # By stage: the micro-batches that it can run. The last list has those that are done.
+    # For each stage, the micro-batches whose input is there. The last list has the finished ones.
     ready: list[list[int]] = [list(range(micro_batches)), *([] for _ in range(count))]
     ticks: list[list[Forward | None]] = []
     while len(ready[count]) < micro_batches:
@@ -372,7 +391,7 @@ def forward_order(
 
 
 class _Cut(NamedTuple):
-    """A cut of the first blocks into stages."""
+    """A cut of the blocks before some index into stages."""
 
     maximum: float  # the cost of the slowest stage
     squares: float  # the sum of the squared costs
@@ -389,10 +408,10 @@ def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int
         first: the cost of the part before the blocks (the embedding), paid by the first stage.
         blocks: the cost of each block, in the same unit.
         last: the cost of the part after the blocks (norm and head), paid by the last stage.
-        stages: number of stages; each gets at least one block.
+        stages: the number of stages; each gets at least one block.
 
     Returns:
-        The blocks of each stage.
+        For each stage, the range of its blocks.
 
     Raises:
         PlanError: there are fewer blocks than stages.
@@ -406,7 +425,7 @@ def balanced_cut(first: float, blocks: Sequence[float], last: float, stages: int
     costs[0] += first
     costs[-1] += last
 
-    # The smallest maximum, and then, among the cuts that do not exceed it, the smallest squares.
+    # First find the smallest maximum, then the most even cut that does not exceed it.
     smallest = _best_cut(costs, stages, "maximum").maximum
     best = _best_cut(costs, stages, "squares", limit=smallest)
     return [range(begin, end) for begin, end in pairwise((0, *best.ends))]
@@ -420,7 +439,8 @@ def _best_cut(
 ) -> _Cut:
     """Return the cut with the least ``criterion`` in which no stage costs more than ``limit``.
 
-    Dynamic programming over the stages: the best cut of the first blocks, by where it ends.
+    This is dynamic programming over the stages: ``best_by_end`` has, for each index, the best cut
+    of the blocks before it into the stages so far.
     """
     total = [0.0, *accumulate(costs)]  # the cost of the blocks before each index
     best_by_end = {0: _Cut(0.0, 0.0, ())}

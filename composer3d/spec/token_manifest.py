@@ -55,14 +55,14 @@ class TokenManifest:
 
     Attributes:
         folder: the folder.
-        dtype: of the tokens.
+        dtype: the dtype of the tokens.
         vocab: the size of the vocabulary; every token is below it.
         tokens: the number of tokens.
         documents: the number of documents.
         end_of_document: the token after each document, which occurs nowhere else.
         tokenizer_name: the name of the tokenizer's file, for people.
         tokenizer_digest: the digest of that file, or None if the tokens are bytes.
-        files: by name, all files but the manifest itself.
+        files: the files by name, without the manifest itself.
     """
 
     folder: Path
@@ -78,12 +78,12 @@ class TokenManifest:
     def open(self, name: str) -> BinaryIO:
         """Open a file of the folder, and check its size.
 
-        A .bin may be a link, as large files often are elsewhere. The tokenizer must be in the
-        folder itself, because exports copy it.
+        A .bin file may be a link, because large files are often stored elsewhere. The tokenizer
+        must be in the folder itself, because exports copy it.
 
         Raises:
-            DataError: the file, which the message names, is missing, is not plain or has another
-                size.
+            DataError: the file is missing, is not plain, cannot be read or has another size. The
+                message names it.
         """
         path = self.folder / name
         expected = self.files[name].bytes
@@ -126,7 +126,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> TokenManifest:
     """Read and check the manifest of a folder of token files.
 
     Raises:
-        DataError: it cannot be used; the error has one line.
+        DataError: the manifest is missing or cannot be used; the error has one line.
     """
     path = Path(folder) / MANIFEST
     try:
@@ -143,7 +143,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> TokenManifest:
 
 def _parse(folder: Path, document: Any) -> TokenManifest:
     """Check a JSON value, and return the manifest. Raises ValueError, which says what is wrong."""
-    # The version first: other versions may have other keys.
+    # Check the version first, because other versions may have other keys.
     facts = _object(document, "it", ("version",))
     if type(facts["version"]) is not int or facts["version"] != VERSION:
         raise ValueError(
@@ -185,11 +185,11 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     }
     files = _files(facts["files"], sizes, has_tokenizer=tokenizer["digest"] is not None)
 
-    # The digest last: an unchecked manifest could nest too deep to be written as JSON.
+    # Check the digest last: an unchecked manifest could nest too deep to be written as JSON.
     if _digest(facts["digest"], "digest") != digest_of_manifest(facts):
         raise ValueError("its digest does not match its content")
     if tokenizer["digest"] is not None and files[TOKENIZER].digests != (tokenizer["digest"],):
-        raise ValueError(f"tokenizer.digest is not that of {TOKENIZER}")
+        raise ValueError(f"tokenizer.digest differs from the digest of {TOKENIZER}")
     return TokenManifest(
         folder=folder,
         dtype=dtype,
@@ -206,8 +206,8 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
 def _files(value: Any, sizes: dict[str, int], *, has_tokenizer: bool) -> dict[str, File]:
     """Check the entry ``files``.
 
-    It must have exactly the files in ``sizes``, with these sizes, and perhaps the tokenizer. Each
-    file has one digest for each chunk.
+    The entry must have exactly the files in ``sizes``, with these sizes, and the tokenizer if
+    ``has_tokenizer``. Each file has one digest for each chunk.
     """
     names = (*sizes, TOKENIZER) if has_tokenizer else tuple(sizes)
     entries = _object(value, "files", names, exact=True)
@@ -235,7 +235,7 @@ def _files(value: Any, sizes: dict[str, int], *, has_tokenizer: bool) -> dict[st
 def _object(
     value: Any, place: str, keys: tuple[str, ...], *, exact: bool = False
 ) -> dict[str, Any]:
-    """Return an object that has all ``keys``, and no others if ``exact``."""
+    """Return ``value`` if it is an object with all ``keys``, and with no others if ``exact``."""
     if type(value) is not dict:
         raise ValueError(f"{place} must be an object, not {_shown(value)}")
     for key in keys:

@@ -1,6 +1,4 @@
-"""Batches for training and validation: the recipe's data, this rank's loader, and a batch on the
-device.
-"""
+"""Open the recipe's data, make this rank's loader, and move its batches to the device."""
 
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +17,11 @@ from composer3d.runtime.mesh import Mesh
 def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
     """Open the training data, and the validation data if the recipe validates.
 
-    Raises DataError where either cannot be used.
+    Returns:
+        The training data and the validation data. The latter is None without validation.
+
+    Raises:
+        DataError: either cannot be used.
     """
     data, validation = recipe.data, recipe.validation
     open_split = partial(open_corpus, data.source, data.path, field=data.field)

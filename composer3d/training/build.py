@@ -1,4 +1,4 @@
-"""From a recipe to a ``Run``: one rank's model, optimizer, data, checkpoints and metrics."""
+"""Build a ``Run`` from a recipe: one rank's model, optimizer, data, checkpoints and metrics."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -27,30 +27,38 @@ from composer3d.training.run_folder import claim_folder, write_recipe
 
 @dataclass
 class Run:
-    """The whole run of one rank."""
+    """Everything that one rank trains with.
+
+    Attributes:
+        resolved_toml: the recipe as text, with the origin of each value.
+        claim: the lock on the run's folder, until the end of ``train`` or of the process. None on
+            all ranks but 0.
+        held_out: the validation data; None without validation.
+        step: the number of optimizer steps done.
+    """
 
     recipe: Recipe
-    resolved_toml: str  # the recipe with the origin of each value
-    claim: Claim | None  # on the run's folder, on rank 0; it ends with ``train`` or the process
+    resolved_toml: str
+    claim: Claim | None
     stages: Stages
     optimizer: torch.optim.AdamW
     loader: Loader
-    held_out: Corpus | None  # the validation data
+    held_out: Corpus | None
     store: Store
     metrics: Metrics
-    step: int  # optimizer steps done
+    step: int
 
 
 def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     """Build the run on this rank, and resume it if the recipe says so. Collective over all ranks.
 
     Args:
-        recipe: the whole recipe; this is the only place of a training that reads all of it.
-        device: of this rank.
+        recipe: the whole recipe.
+        device: the device of this rank.
         resolved_toml: the recipe as text, kept in the run's folder and in its checkpoints.
 
     Raises:
-        UserError: the data or a checkpoint do not fit the recipe, or another job has the folder.
+        UserError: the data or a checkpoint do not fit the recipe, or another job uses the folder.
     """
     mesh = Mesh.build(recipe.mesh, device)
     is_main = mesh.rank == 0
@@ -80,7 +88,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     store.assets = process_group.on_all("assets", find_assets if is_main else dict)
     store.warm_up(stages, optimizer)
 
-    # Only now: a recipe that cannot resume must not replace the one that made the run.
+    # Written only after resuming: a recipe that cannot resume must not replace the run's recipe.
     keep_recipe = partial(write_recipe, folder, resolved_toml, steps_done=steps_done or 0)
     process_group.on_all("recipe.toml", keep_recipe if is_main else lambda: None)
     _log_attention(recipe, device)
@@ -102,7 +110,10 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
 
 
 def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
-    """Compose the recipe's model on this rank. Collective over all ranks."""
+    """Compose the recipe's model on this rank. Collective over all ranks.
+
+    Raises what ``compose`` raises, and ModelError if the architecture cannot be imported.
+    """
     data, shape = recipe.data, recipe.model
     model_of = architecture(shape.architecture)
     return compose(
@@ -123,7 +134,7 @@ def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
 
 
 def _log_attention(recipe: Recipe, device: torch.device) -> None:
-    """Log which kernel attends, where it is not simply torch's own attention."""
+    """Log the kernel of attention if sequences are cut over cp or split into documents."""
     if recipe.mesh.cp == 1 and recipe.data.packing == "none":
         return
     dtype = getattr(torch, recipe.precision.computes_in)

@@ -1,4 +1,4 @@
-"""The training loop. It reads top to bottom, as a step happens."""
+"""The training loop, in the order in which a step happens."""
 
 import math
 import time
@@ -24,13 +24,17 @@ from composer3d.training.step import compute_gradients, update, validate
 
 
 def train(run: Run) -> int:
-    """Train to the last step, or until a signal asks to stop. Either way the last step is saved.
+    """Train to the last step, or until a signal asks to stop. The last step done is saved.
+
+    Collective over all ranks.
 
     Returns:
         0, or the number of the signal.
 
     Raises:
-        TrainingError: a loss or a gradient is not finite, or the run's folder was taken away.
+        TrainingError: a loss or a gradient is not finite, or the run's folder was removed or
+            replaced.
+        CheckpointError: a checkpoint could not be saved.
     """
     total_steps = run.recipe.run.steps
     if run.step >= total_steps:
@@ -56,15 +60,16 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
     cadence = Cadence(recipe.checkpoint, time.monotonic())
 
     while run.step < total_steps:
-        # A step's random numbers depend on its number alone, on any layout and after any resume.
-        torch.manual_seed((recipe.run.seed << 32) + run.step & 2**63 - 1)
+        # Seeded by the number of the step, random numbers are the same on all layouts and after a
+        # resume. Only 63 bits of the seed are kept.
+        torch.manual_seed(((recipe.run.seed << 32) + run.step) & (2**63 - 1))
 
         with metrics.timer("data"):
             batch = next(run.loader)
 
         loss, norm = compute_gradients(stages, batch)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            # Both are sums over all ranks, so every rank takes this branch or none does.
+            # Both values come from sums over all ranks, so all ranks take this branch or none does.
             raise TrainingError(_not_finite(run, loss, norm))
 
         lr = learning_rate(run.step, recipe.optim, total_steps)
@@ -80,21 +85,19 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
             extra=partial(_further_metrics, recipe, batch, stages),
         )
 
-        # A save is collective, but clocks differ and a signal may reach one rank alone: all agree
-        # here.
-        signal_seen, save_failed, time_is_up = map(
-            int,
-            mesh.max_over_world(
-                signals[0] if signals else 0,
-                run.store.failed,
-                mesh.rank == 0 and cadence.is_time(),
-            ),
+        # A save is collective, so all ranks must agree on it. But their clocks differ, and a signal
+        # may reach only one rank.
+        agreed = mesh.max_over_world(
+            signals[0] if signals else 0,
+            run.store.failed,
+            mesh.rank == 0 and cadence.is_time(),
         )
+        signal_seen, save_failed, time_is_up = (int(value) for value in agreed)
         if save_failed:
-            run.store.wait()  # raises the error of the save
+            # This raises the error of the save.
+            run.store.wait()
 
-        # Saved before validation: a validation that fails, or is cut off by a signal, loses
-        # nothing.
+        # Save before validation, so that a validation that fails or is cut off loses no step.
         if is_last or signal_seen or time_is_up or cadence.is_step(run.step):
             with metrics.timer("checkpoint"):
                 run.store.save(_manifest(run, lr), stages, run.optimizer)
@@ -116,22 +119,27 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
 
 @dataclass
 class Cadence:
-    """When a checkpoint is due: after a number of steps or of minutes, whichever comes first."""
+    """The times at which checkpoints are due, by steps and by minutes.
+
+    Attributes:
+        table: the recipe's ``[checkpoint]``.
+        saved_at_s: ``time.monotonic()`` at the last save, or at the start.
+    """
 
     table: CheckpointTable
-    saved_at_s: float  # ``time.monotonic`` at the last save, or at the start
+    saved_at_s: float
 
     def is_time(self) -> bool:
-        """Whether ``every_minutes`` have passed on this process's clock."""
+        """Return whether ``every_minutes`` have passed since the last save (local clock)."""
         minutes = self.table.every_minutes
         return minutes > 0 and time.monotonic() - self.saved_at_s >= 60 * minutes
 
     def is_step(self, step: int) -> bool:
-        """Whether a checkpoint is due after step ``step``."""
+        """Return whether a checkpoint is due after step ``step``: a multiple of ``every``."""
         return self.table.every > 0 and step % self.table.every == 0
 
     def saved(self) -> None:
-        """Start counting the minutes again."""
+        """Count the minutes from now on."""
         self.saved_at_s = time.monotonic()
 
 
@@ -177,9 +185,12 @@ def expert_metrics(loads: Mapping[str, RouterLoad], tokens: int) -> dict[str, fl
 def cp_imbalance(recipe: Recipe, batch: Batch) -> dict[str, float]:
     """Measure how unevenly packed documents spread attention over context parallel ranks.
 
+    No collective: only the rows of ``batch``, which are those of this rank, are counted.
+
     Returns:
-        ``cp_balance``: the number of scores of the busiest rank over the mean, 1 at best. Empty
-        without documents, and for Ulysses, where every rank has the same work.
+        ``cp_balance``: the number of attention scores of the busiest rank, divided by the mean over
+        the ranks; 1 at best. Empty without cp, without documents, and for Ulysses, where every rank
+        has the same work.
     """
     cp, parallel, documents_BT = recipe.mesh.cp, recipe.parallel, batch.documents_BT
     if cp == 1 or documents_BT is None or parallel.cp_method == "ulysses":

@@ -1,5 +1,4 @@
-"""The metrics of a run: for each logged step a console line, a JSON line and points for
-TensorBoard.
+"""Write the metrics of logged steps to the console, to a JSON Lines file and to TensorBoard.
 
 Loss, gradient norm and learning rate are those of the logged step itself, so they do not depend
 on where a run was resumed. Throughput and seconds are averages over the steps since the last
@@ -37,7 +36,7 @@ FILE = "metrics.jsonl"
 # Bytes of metrics.jsonl: room for more than two million lines.
 _FILE_LIMIT = 1 << 30
 
-# Bytes. A line of metrics has a few hundred.
+# Bytes. A line of metrics has a few hundred bytes.
 _LINE_LIMIT = 64 << 10
 
 _LINE_START = b'{"step": '
@@ -69,7 +68,7 @@ _TAGS = {
 
 @dataclass
 class Metrics:
-    """The metrics of one run. Every rank makes and calls one; only the main rank writes.
+    """The metrics of one run. Every rank creates and calls one, but only the main rank writes.
 
     Steps are counted from 1: ``step`` is the number of optimizer steps done. A line goes to the
     log, to ``run_dir/metrics.jsonl`` and to TensorBoard's event files in ``run_dir`` every
@@ -77,23 +76,23 @@ class Metrics:
     points of an earlier process beyond ``start_step`` are dropped, so that a resumed run has one
     curve. The docstring of the method ``step`` lists the keys of a line, with their units.
 
-    The clock starts when the object is made: make it right before the first step.
+    The clock starts when the object is created: create it right before the first step.
 
     Attributes:
         run_dir: the run's folder.
         table: the recipe's ``[metrics]``.
         total_steps: ``run.steps``.
-        tokens_per_step: over all ranks.
+        tokens_per_step: tokens in a step, over all ranks.
         world_size: the number of ranks.
-        flops_per_token: FLOPs of forward and backward, from ``models.llama.counts``.
-        peak_flops: FLOP/s of one device; None if unknown.
+        flops_per_token: FLOPs of forward and backward, from the model's architecture.
+        peak_flops: peak FLOP/s of one device; None if unknown.
         device_type: "cpu" or "cuda".
         main: whether this rank measures and writes.
-        may_write: returns whether the run's folder still belongs to this job; None: always.
-        start_step: steps done before this process. 0 drops all metrics in the folder.
+        may_write: returns whether the run's folder still belongs to this job; None: it always does.
+        start_step: the number of steps done before this process. 0 drops all earlier metrics.
 
     Raises:
-        UserError, OSError: on the main rank only, if the files cannot be written.
+        UserError, OSError: the files cannot be written. Raised on the main rank only.
     """
 
     run_dir: Path
@@ -110,7 +109,7 @@ class Metrics:
     start_step: int = 0
 
     def __post_init__(self) -> None:
-        # By phase, since the last logged step.
+        # Seconds by phase, since the last logged step.
         self._seconds: dict[str, float] = defaultdict(float)
         self._logged_step = self.start_step
         self._logged_at_s = self._first_step_at_s = time.perf_counter()
@@ -130,7 +129,7 @@ class Metrics:
                 str(self.run_dir),
                 purge_step=self.start_step + 1 if self.start_step else 0,
                 flush_secs=10,
-                # Nobody can guess the file's name and place a link there.
+                # A random name, so that nobody can place a link there beforehand.
                 filename_suffix=f".{uuid.uuid4().hex}",
             )
 
@@ -153,7 +152,7 @@ class Metrics:
         lr: float,
         extra: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """End an optimizer step. Call it after every step; it writes if the step is to be logged.
+        """End an optimizer step, and log it if it is due. Call this after every step.
 
         A line has these keys; a value that is not finite becomes null:
 
@@ -163,13 +162,15 @@ class Metrics:
         - ``mfu``: fraction of the peak FLOP/s; null if the peak is unknown.
         - ``step_s`` and ``data_s``: seconds per step.
         - ``validation_s`` and ``checkpoint_s``: seconds since the last line.
-        - ``memory_gib``: peak of this rank since its start.
-        - the keys of ``extra``. With documents over cp, this is ``cp_balance``: the attention
-          scores of the busiest rank over the mean of the ranks, for the step's rows on this rank.
+        - ``memory_gib``: peak memory of this rank since its start: torch's allocations on a GPU,
+          else resident memory.
+        - the keys of ``extra``. With documents over cp, this is ``cp_balance`` (see
+          ``loop.cp_imbalance``).
 
         Args:
             step: the number of steps done, counted from 1.
-            extra: returns further metrics; called only if the step is logged.
+            loss, grad_norm, lr: as above.
+            extra: returns further metrics. It is called only if the step is logged.
         """
         if not self.main:
             return
@@ -206,18 +207,19 @@ class Metrics:
         self._logged_at_s = now_s
 
     def validation(self, step: int, loss: float) -> None:
-        """Write the validation loss (nats per valid token) after ``step``.
+        """Log the validation loss (nats per valid token) after ``step``.
 
-        The keys of its line are ``step`` and ``validation_loss``.
+        The line has the keys ``step`` and ``validation_loss``.
         """
         if self.main:
             self._write(step, {"validation_loss": loss})
             log.get().info(f"{self._progress(step)}  validation loss {loss:.4f}")
 
     def close(self) -> None:
-        """Close the files, after a line with the seconds of phases since the last logged step.
+        """Write the seconds of validation and checkpoints since the last line, and close the files.
 
-        The last checkpoint is such a phase.
+        The keys of the line are ``step`` (the last logged one), ``validation_s`` and
+        ``checkpoint_s``.
         """
         if not self.main:
             return
@@ -236,7 +238,7 @@ class Metrics:
 
     def _write(self, step: int, values: Mapping[str, float | None]) -> None:
         if self.may_write is not None and not self.may_write():
-            # The next save reports why, and ends the run.
+            # The next save raises an error with the reason, which ends the run.
             return
         finite = {
             key: value if value is not None and math.isfinite(value) else None
@@ -291,18 +293,18 @@ def _append(path: Path, line: bytes) -> None:
     with open_own(path, append=True) as file:
         descriptor = file.fileno()
         end = os.fstat(descriptor).st_size
-        # Not through the file's buffer: closing the file would write the remainder of a cut line.
+        # Bypass the file's buffer: closing the file would write the rest of a cut line.
         if os.write(descriptor, line) < len(line):
             os.ftruncate(descriptor, end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps than ``step``; with 0, drop all. Make the file if missing.
+    """Drop the lines of steps after ``step``, or all lines if it is 0.
 
-    A last line that was cut off when its process was killed is dropped too. If the file has any
-    other line that is not one of metrics, the whole file is kept as ``metrics.jsonl.1``, or with
-    the next free number: someone else's content must not be lost.
+    A missing file is created. A last line that was cut off when its process was killed is dropped
+    too. If the file is too large or has other lines that are not metrics, the whole file is kept as
+    ``metrics.jsonl.1``, or with the next free number: a user may need it.
 
     Raises:
         UserError: ``path`` is not a plain file, or cannot be read.
@@ -333,7 +335,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _lines_up_to(file: BinaryIO, step: int) -> Iterator[bytes]:
-    """The lines of metrics of the steps up to ``step``."""
+    """Yield the lines of metrics of the steps up to ``step``."""
     for line in _complete_lines(file):
         line_step = _step_of(line)
         if line_step is not None and line_step <= step:
@@ -341,10 +343,10 @@ def _lines_up_to(file: BinaryIO, step: int) -> Iterator[bytes]:
 
 
 def _complete_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, in pieces if a line is too long.
+    """Yield the lines of a file. Lines beyond ``_LINE_LIMIT`` bytes come in pieces.
 
-    Empty lines are left out, and so is a last line of metrics that was cut off when its process
-    was killed.
+    Empty lines are skipped. So is a last line of metrics that was cut off when its process was
+    killed.
     """
     while line := file.readline(_LINE_LIMIT):
         if line == b"\n":
@@ -356,18 +358,18 @@ def _complete_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line of metrics; None for any other line."""
+    """Return the step of a line of metrics, or None for any other line."""
     try:
         values = parse_json(line)
     except ValueError:
         return None
     step = values.get("step") if isinstance(values, dict) else None
-    # ``type``, as True is an int too.
+    # Not ``isinstance``: True is an int too.
     return step if type(step) is int and step >= 0 else None
 
 
 def _free_name(path: Path) -> Path:
-    """``path`` with the first number after it that makes a free name."""
+    """Return ``path.1``, or the same with the first number that makes a free name."""
     candidates = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
     return next(candidate for candidate in candidates if not os.path.lexists(candidate))
 
@@ -383,14 +385,15 @@ def _move_old_events(run_dir: Path) -> None:
     for file in sorted(old.glob("events.out.tfevents.*")):
         if stat.S_ISREG(file.lstat().st_mode) and not os.path.lexists(run_dir / file.name):
             file.rename(run_dir / file.name)
-    with suppress(OSError):  # it still has files of a user
+    # The folder stays if a user has other files in it.
+    with suppress(OSError):
         old.rmdir()
 
 
 def _peak_memory_gib(device_type: str) -> float:
-    """The peak since the process started: torch's allocated bytes on a GPU, else resident bytes."""
+    """Return the peak since the process started: allocated by torch on a GPU, else resident."""
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # It is in bytes on macOS, and in KiB on Linux.
+    # ``ru_maxrss`` is in bytes on macOS, and in KiB on Linux.
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20

@@ -1,6 +1,6 @@
 """AdamW, its parameter groups and its learning rate.
 
-Nothing here needs a rank: DTensors are treated like tensors.
+Nothing here depends on the rank: DTensors are used like tensors.
 """
 
 import math
@@ -15,22 +15,23 @@ from composer3d.recipe.schema import OptimTable
 
 
 def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
-    """The learning rate of ``step``, a pure function: a resumed run needs no state of a
-    scheduler.
+    """Compute the learning rate of a step.
+
+    It is a pure function of the step, so a resumed run needs no scheduler state.
 
     The rate rises linearly during the warmup and reaches ``lr`` in its last step. After that:
 
     - "constant" stays at ``lr``.
     - "cosine" and "linear" decay from the step after the warmup.
-    - "wsd" (warmup, stable, decay: Hu et al. 2024, "MiniCPM") stays at ``lr``, and falls linearly
-      over the last ``decay_steps`` steps. By default these are a tenth of ``decay``. The decay
-      never starts before the warmup has ended.
+    - "wsd" (warmup, stable, decay: Hu et al. 2024, "MiniCPM") stays at ``lr``, and decays linearly
+      over ``decay_steps`` steps, of which step ``decay`` is the last. By default they are a tenth
+      of ``decay``. The decay never starts before the warmup has ended.
 
-    A decay reaches ``min_lr`` in the step with the number ``decay``, counted from 1 (by default
-    ``total_steps``), and stays there.
+    A decay reaches ``min_lr`` in step ``decay``, counted from 1 (default: ``total_steps``), and
+    stays there.
 
     Args:
-        step: counted from 0.
+        step: the number of the step, counted from 0.
         table: the recipe's ``[optim]``.
         total_steps: ``run.steps``.
     """
@@ -56,15 +57,19 @@ def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable
 ) -> torch.optim.AdamW:
-    """Build AdamW over the parameters of this rank. Matrices are decayed, vectors (norms) are
-    not.
+    """Build AdamW over the parameters of this rank.
 
-    The global number of dimensions of a DTensor counts. There is one group with decay and one
-    without, separately for plain tensors and for each mesh of DTensors: the fused kernel takes no
-    mixture.
+    Parameters with two dims or more have weight decay. Vectors, such as norm weights and biases,
+    have none. There is one group with decay and one without, separately for plain tensors and for
+    each mesh of DTensors: the fused kernel accepts no mixture. Parameters that do not require a
+    gradient are left out.
 
-    Parameters that do not require a gradient are left out. Raises ValueError if no parameter is
-    left.
+    Args:
+        named_parameters: from ``Stages.named_parameters``.
+        table: the recipe's ``[optim]``.
+
+    Raises:
+        ValueError: no parameter requires a gradient.
     """
     groups: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
     for _, parameter in named_parameters:

@@ -1,4 +1,4 @@
-"""Resuming: which checkpoint a run goes on from, and what its recipe may change since then."""
+"""Resume a run: choose its checkpoint, compare it with the recipe, and load it."""
 
 from pathlib import Path
 
@@ -25,18 +25,24 @@ def resume(
 ) -> int | None:
     """Load the run's newest whole checkpoint, or the one in ``checkpoint.resume``. Collective.
 
-    What the recipe has changed since the checkpoint was made is logged. A run that resumes its own
+    Differences between the recipe and that of the checkpoint are logged. A run that resumes its own
     checkpoint must keep its seeds, its data and its model. A new run that starts from another run's
     checkpoint may have another ``run.seed``.
 
+    Args:
+        recipe: the recipe of this run.
+        store: the checkpoints of this run.
+        stages, optimizer, loader: the checkpoint is loaded into them.
+
     Returns:
-        The number of steps done, 0 for a checkpoint of weights alone; None if there is nothing to
-        load.
+        The number of steps done, or 0 for a checkpoint that has only weights. None if nothing was
+        loaded.
 
     Raises:
-        CheckpointError: it is damaged, belongs to another model, or the recipe asks for a new start
-            although the run has checkpoints.
-        DataError: it was made with other data.
+        CheckpointError: the checkpoint is damaged, or belongs to another model; the run would
+            resume its own checkpoint with another ``run.seed``; or ``checkpoint.resume`` would
+            discard newer checkpoints of the run.
+        DataError: the checkpoint was made with other data, or another order of samples.
     """
     found = _choose(recipe, store)
     if found is None:
@@ -53,7 +59,7 @@ def resume(
                 "a run keeps its seed; set it back, or give the run another run.name"
             )
     if manifest.data is not None:
-        # Before anything is loaded: it refuses other data and another order of samples.
+        # Before the weights are loaded: the loader refuses other data and another order of samples.
         try:
             loader.load_state_dict(manifest.data)
         except KeyError as key:
@@ -78,8 +84,8 @@ def resume(
 def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
     """Choose the checkpoint to load. Once a run has checkpoints of its own, it resumes the newest.
 
-    So a run that started from another run's checkpoint does not start over when it is started
-    again.
+    So a run that was started from another run's checkpoint does not start over when the same
+    command is run again.
     """
     wanted = recipe.checkpoint.resume
     newest = store.newest_whole()
@@ -87,21 +93,21 @@ def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
         return newest
     if wanted == "none":
         if newest is not None:
-            raise CheckpointError(_starts_over(recipe, store, newest[0], "its checkpoints"))
+            raise CheckpointError(_would_discard(recipe, store, newest[0], "its checkpoints"))
         return None
     path = Path(wanted)
     is_own = path.resolve().parent == store.folder.resolve()
     if newest is None:
         return path, store.check(path)
     if is_own and path.name != newest[0].name:
-        raise CheckpointError(_starts_over(recipe, store, newest[0], "what is newer"))
+        raise CheckpointError(_would_discard(recipe, store, newest[0], "the newer ones"))
     return newest
 
 
-def _starts_over(recipe: Recipe, store: Store, newest: Path, obstacle: str) -> str:
+def _would_discard(recipe: Recipe, store: Store, newest: Path, discarded: str) -> str:
     return (
-        f'checkpoint.resume = "{recipe.checkpoint.resume}", but {store.folder} goes on from '
-        f"{newest.name}; give the run another run.name, or remove {obstacle}"
+        f'checkpoint.resume = "{recipe.checkpoint.resume}", but the newest checkpoint in '
+        f"{store.folder} is {newest.name}; give the run another run.name, or remove {discarded}"
     )
 
 
@@ -120,7 +126,8 @@ def _require_same_model(path: Path, manifest: Manifest, recipe: Recipe) -> None:
 
 
 def _changes_since(path: Path, manifest: Manifest, recipe: Recipe) -> list[Change]:
-    if not manifest.recipe:  # the weights of a checkpoint that no run of composer3d has made
+    if not manifest.recipe:
+        # These are weights that no run of composer3d has made.
         return []
     try:
         return changes(manifest.recipe, recipe)
@@ -131,7 +138,7 @@ def _changes_since(path: Path, manifest: Manifest, recipe: Recipe) -> list[Chang
 
 
 def _warn_of_another_rate(manifest: Manifest, recipe: Recipe) -> None:
-    """Warn if the schedule now gives the last step another learning rate than it was taken with."""
+    """Warn if the recipe now gives the checkpoint's last step another learning rate."""
     lr = learning_rate(manifest.step - 1, recipe.optim, recipe.run.steps)
     if manifest.lr is not None and lr != manifest.lr:
         log.get().warning(

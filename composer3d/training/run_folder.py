@@ -1,4 +1,4 @@
-"""The folder of a run: claimed by one job, and the recipe that is kept in it."""
+"""Claim the folder of a run for one job, and keep the recipe in it."""
 
 import os
 from pathlib import Path
@@ -16,11 +16,14 @@ from composer3d.spec.errors import UserError
 def claim_folder(folder: Path) -> Claim | None:
     """Make the run's folder, lock it for this job, and check that all ranks see the same folder.
 
-    Collective. Returns the claim on rank 0, and None on the others.
+    Collective over all ranks.
+
+    Returns:
+        The claim on rank 0, and None on the others.
 
     Raises:
-        UserError: on every rank, where the folder cannot be written, another job has locked it, or
-            the nodes do not share it.
+        UserError: the folder cannot be written, another job has locked it, or the nodes do not
+            share it. Raised on every rank.
     """
     process_group.on_all("run.out_dir", lambda: _refuse_foreign_links(folder))
     is_main = dist.get_rank() == 0
@@ -42,11 +45,13 @@ def _refuse_foreign_links(folder: Path) -> None:
 
 
 def write_recipe(folder: Path, resolved_toml: str, *, steps_done: int) -> None:
-    """Write ``recipe.toml`` into the run's folder.
+    """Write ``resolved_toml`` to ``recipe.toml`` in the run's folder.
 
-    If it replaces a recipe with other values, that one is kept as ``recipe-STEP.toml``, where STEP
-    is ``steps_done``. A file of that name that exists already stays: it is the recipe that made
-    those steps. Nothing is written through a link.
+    If steps are done and the former recipe has other values, it is kept as ``recipe-STEP.toml``,
+    where STEP is ``steps_done``. An existing file of that name is not replaced: it is the recipe
+    that made those steps. Nothing is written through a link.
+
+    Raises OSError if a file cannot be read or written.
     """
     path = folder / "recipe.toml"
     if steps_done:

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients, clipping and the update; and validation, which has neither."""
+"""One optimizer step (gradients, clipping and the update), and validation."""
 
 import math
 
@@ -30,14 +30,17 @@ def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:
     loss, norm_sq = mesh.sum_over_world(
         local_loss, grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
     )
-    return loss, math.sqrt(norm_sq) if norm_sq >= 0 else math.nan
+    # ``norm_sq`` is NaN if a gradient is.
+    norm = math.sqrt(norm_sq) if norm_sq >= 0 else math.nan
+    return loss, norm
 
 
 def update(
     stages: Stages, optimizer: torch.optim.Optimizer, *, norm: float, max_norm: float, lr: float
 ) -> None:
-    """Clip the gradients to ``max_norm`` and update the weights. ``norm`` is the same on all
-    ranks.
+    """Clip the gradients to ``max_norm``, and update the weights.
+
+    ``norm`` is the norm of all gradients, the same on all ranks. ``lr`` is the learning rate.
     """
     grad_norm.scale_gradients(stages.parameters(), norm=norm, max_norm=max_norm)
     set_lr(optimizer, lr)
@@ -49,8 +52,12 @@ def validate(recipe: Recipe, stages: Stages, held_out: Corpus) -> float:
     """Compute the mean loss over the valid tokens of ``validation.steps`` global batches.
 
     The batches are drawn from the whole held-out text. They are the same in every validation of
-    every run, whatever ``data.seed`` is. Collectives: those of ``Stages.evaluate`` for each batch,
-    and one all-reduce over all ranks.
+    every run, whatever ``data.seed`` is.
+
+    Returns:
+        Nats per valid token, the same on all ranks.
+
+    Collectives: those of ``Stages.evaluate`` for each batch, and one all-reduce over all ranks.
     """
     loader = make_loader(recipe, stages.mesh, held_out, seed=0)
     losses, valid_tokens = [], []
@@ -63,6 +70,9 @@ def validate(recipe: Recipe, stages: Stages, held_out: Corpus) -> float:
 
 
 def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return this rank's shares of a batch's summed loss and of its number of valid tokens."""
+    """Compute this rank's shares of a batch's summed loss and of its number of valid tokens.
+
+    Collectives: those of ``Stages.evaluate``. ``Mesh.sum_over_world`` adds up the shares.
+    """
     tokens_BT, labels_BT, positions_BT, documents_BT, local_valid = move_to_device(stages, batch)
     return stages.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT), local_valid

@@ -1,8 +1,8 @@
 """The data of a proof: a small corpus for the real loader, random batches, and reference rules.
 
-``corpus_batch`` and ``reference_learning_rate`` are written from the documentation of
-``data.Loader`` and of ``optim.learning_rate``. They share no code with either, so that a fault of
-one shows.
+``corpus_batch`` and ``reference_learning_rate`` follow the documentation of ``data.Loader`` and
+``training.optim.learning_rate``. They share no code with these two, so that a fault in either of
+them shows as a difference.
 """
 
 import random
@@ -16,16 +16,17 @@ from composer3d.data.loader import number_documents
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.recipe.schema import Recipe
 
-# The token that ends a document of a proof's corpus, if the vocabulary has so many tokens.
+# The token that ends a document of a proof's corpus. In a smaller vocabulary, the last token does.
 _END_OF_DOCUMENT = 2
 
 
 def shorten_run(recipe: Recipe, steps: int) -> Recipe:
-    """Make a recipe for a run of ``steps`` steps, in which no value hides a fault.
+    """Return the recipe of a run of ``steps`` steps, at least 3, in which no value hides a fault.
 
-    The warmup takes two steps, and the decay ends with the last step, but not before the third:
-    three steps have three learning rates. ``min_lr`` is not 0. The seed of the order of the
-    training text is not 0, the seed of validation.
+    - A warmup takes two steps. The decay ends in the last of the steps, so three steps already show
+      the schedule. If the recipe sets ``optim.decay``, the run has one more step after the decay.
+    - ``min_lr`` is not 0, but a tenth of ``lr``.
+    - ``data.seed`` is not 0, because 0 is the seed of validation. Validation takes two batches.
     """
     optim = recipe.optim
     total_steps = max(3, steps)
@@ -36,7 +37,7 @@ def shorten_run(recipe: Recipe, steps: int) -> Recipe:
         decay_steps=None if optim.decay_steps is None else min(2, optim.decay_steps),
         min_lr=optim.lr / 10,
     )
-    # If the recipe sets the end of the decay, the decay ends before the run does.
+    # If the recipe sets the end of the decay, the proof must tell this end from that of the run.
     run_steps = total_steps if optim.decay is None else total_steps + 1
     return replace(
         recipe,
@@ -48,24 +49,24 @@ def shorten_run(recipe: Recipe, steps: int) -> Recipe:
 
 
 def has_random_batch(step: int) -> bool:
-    """Whether a step, counted from 0, has a random batch instead of one of the corpus.
+    """Return whether ``step``, counted from 0, trains on a random batch instead of the corpus.
 
-    Every second step has one. The first has not, so that every proof has a batch of the corpus.
+    Every second step does. The first step does not, so every proof has a batch of the corpus.
     """
     return step % 2 == 1
 
 
 def reference_max_norm(recipe: Recipe, step: int) -> float:
-    """The largest gradient norm that clipping leaves in a step; 0 if the recipe does not clip.
+    """Return the largest gradient norm after clipping in a step; 0 if the recipe does not clip.
 
-    It is far above any norm if the batch is random. Such a step shows that clipping leaves smaller
-    gradients alone.
+    For a random batch it is far above the norm of any gradient. Such a step shows that clipping
+    leaves smaller gradients unchanged.
     """
     return recipe.optim.clip * (1e9 if has_random_batch(step) else 1.0)
 
 
 def reference_learning_rate(recipe: Recipe, step: int) -> float:
-    """The learning rate of ``step``, counted from 0, as the keys of ``[optim]`` document it."""
+    """Return the learning rate of ``step``, counted from 0, by the documented rule of training."""
     optim, number = recipe.optim, step + 1
     if number <= optim.warmup:
         return optim.lr * number / optim.warmup
@@ -85,11 +86,16 @@ def reference_learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def make_corpus(recipe: Recipe, split: str) -> Corpus:
-    """Make a text of random tokens in documents of uneven lengths; each ``split`` has its own.
+    """Make a text of random tokens, in documents of uneven lengths.
 
-    Documents have 1 token to more than two rows. An epoch has half as many samples again as a
-    global batch. So the second batch begins the second epoch, and two batches take some samples
-    twice, depending on the seed. The last tokens do not fill a sample.
+    A document has from 1 to 2 * seq_len + 1 tokens. An epoch has 1.5 times as many samples as a
+    global batch (rounded up), but at least 3. So with a global batch above 1, the second batch
+    reaches into the second epoch. Which samples the two batches share depends on the seed. The last
+    tokens of the text do not fill a sample.
+
+    Args:
+        recipe: its ``data.seq_len``, ``data.global_batch`` and ``model.vocab`` are used.
+        split: "train" or "validation". Each split has a text of its own.
     """
     length, vocab = recipe.data.seq_len, recipe.model.vocab
     generator = random.Random(f"{split} of a proof")
@@ -105,18 +111,28 @@ def make_corpus(recipe: Recipe, split: str) -> Corpus:
     return Corpus(
         tokens=np.array(tokens, dtype=np.uint32),
         end_of_document=end,
-        digest="",  # it tells whether a checkpoint has the same data; a proof has no checkpoint
+        digest="",  # only checkpoints compare digests, and a proof has no checkpoint
         n_documents=tokens.count(end),
         name=f"{split} of a proof",
     )
 
 
 def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Batch:
-    """Make the whole global batch that the loaders of all ranks must draw from ``corpus``.
+    """Make the global batch of a step that the loaders of all ranks together must draw.
 
     An epoch has n samples. Global sample g is sample g % n in the order of epoch g // n. Sample i
-    of the corpus holds the tokens from i * seq_len on; a label is the token that follows. With
-    packing, positions begin anew in each document, and the last token of a document has no label.
+    of the corpus starts at token i * seq_len; a label is the token that follows. With packing,
+    positions start from 0 in each document, and the last token of a document has no label.
+
+    Args:
+        recipe: its table ``[data]`` is used.
+        corpus: the tokens.
+        seed: the seed of the order of samples.
+        step: the step, counted from 0.
+
+    Returns:
+        All tensors are int64 of shape (global_batch, seq_len), on the CPU. ``documents_BT`` is None
+        without packing.
     """
     length, rows = recipe.data.seq_len, recipe.data.global_batch
     is_packed = recipe.data.packing == "documents"
@@ -157,32 +173,40 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
 
 
 def random_batch(recipe: Recipe, step: int) -> Batch:
-    """Make the random global batch of a step; each row has another number of labels.
+    """Make the random global batch of a step, with a random number of labels in each row.
 
     One whole micro-batch has no label, or half of the rows if there is only one micro-batch. With
-    packing, a row holds a few or many documents of its own; one row in four is a single document.
+    packing, the numbers of documents differ between rows; one row in four is a single document.
+
+    Args:
+        recipe: its ``model.vocab`` and its table ``[data]`` are used.
+        step: the step, counted from 0. It seeds the batch.
+
+    Returns:
+        All tensors are int64 of shape (global_batch, seq_len), on the CPU. ``documents_BT`` is None
+        without packing.
     """
     rows, length = recipe.data.global_batch, recipe.data.seq_len
     generator = torch.Generator().manual_seed(7919 * (step + 1))
     tokens_BT = torch.randint(recipe.model.vocab, (rows, length), generator=generator)
     labels_BT = torch.randint(recipe.model.vocab, (rows, length), generator=generator)
 
-    # The first labels of a row do not count.
+    # The first tokens of each row have no label.
     ignored = torch.randint(max(1, length // 2), (rows, 1), generator=generator)
     labels_BT = labels_BT.masked_fill(torch.arange(length) < ignored, IGNORE_INDEX)
-    # Nor does any label of a micro-batch in the middle.
+    # Nor has any token of one micro-batch in the middle.
     empty = min(recipe.data.micro_batch, rows // 2)
     first = rows // 2 // max(1, empty) * empty
     labels_BT[first : first + empty] = IGNORE_INDEX
     if recipe.data.packing == "none":
         return Batch(tokens_BT, labels_BT, torch.arange(length).repeat(rows, 1))
 
-    # The chance that a token ends a document, for each row in turn.
+    # The probability that a token ends a document; rows take the four values in turn.
     chances = torch.tensor([8 / length, 0.4, 2 / length, 0.0])
     ends_BT = torch.rand(rows, length, generator=generator) < chances.repeat(rows)[:rows, None]
     documents_BT, positions_BT = number_documents(ends_BT)
     labels_BT = labels_BT.masked_fill(ends_BT, IGNORE_INDEX)
     if (labels_BT == IGNORE_INDEX).all():
-        # Samples of one token can lose all labels so, but a loss needs one.
+        # Short samples can lose all their labels to the ends of documents, but a loss needs one.
         labels_BT[-1, -1] = tokens_BT[-1, -1]
     return Batch(tokens_BT, labels_BT, positions_BT, documents_BT)

@@ -1,7 +1,8 @@
 """Judge a layout: combine the errors that all ranks measured on their shards, and check the bounds.
 
-A shard is identified by its box: its offset in the whole tensor, and its shape. Ranks that hold the
-same box must agree, so the worst error of a box counts.
+The box of a shard is its offset in the whole tensor, and its shape. Several ranks can hold the same
+box, such as data-parallel replicas. The worst error of a box counts, because all of them must be
+right.
 """
 
 import math
@@ -17,15 +18,15 @@ from composer3d.recipe.schema import AXES, Recipe
 # Bounds. All errors are relative.
 
 _EXACT = {"float64": 1e-9, "float32": 1e-5}
-# The error of a tensor is relative to its norm, or to this fraction of the norm of all tensors if
-# that is larger. Float32 rounds 2^29 times as coarsely as float64.
+# The error of a tensor is relative to its norm, or to this fraction of the norm of all tensors,
+# whichever is larger. Rounding in float32 is 2^29 times as coarse as in float64.
 _SMALLEST_NORM = {"float64": 1e-12, "float32": 1e-12 * 2**29}
-# A gradient in float32 may differ by this multiple of the measured noise of float32, but never by
-# more than the second number: a wrong gradient could hide in a larger one.
+# A gradient in float32 may differ by this multiple of the measured noise of float32, but by no more
+# than the second number: a wrong gradient could hide below a larger bound.
 _NOISE_MULTIPLE, _LARGEST_NOISE_BOUND = 8, 1e-3
 _FLOAT64_ROUNDING = 2.0**-52
-# Bounds of scalars in float32. A loss is a mean over tokens, and clipping sets the norm after it:
-# both have few roundings. The norm itself has those of all gradients.
+# Bounds of scalars in float32. The loss and the clipped norm have few roundings: the loss is a mean
+# over tokens, and clipping sets its norm. The norm before it has the roundings of all gradients.
 _SCALAR_BOUNDS = {"loss": 1e-6, "norm": 1e-5, "clipped": 5e-7}
 
 _SCALAR_NAMES = {
@@ -33,27 +34,30 @@ _SCALAR_NAMES = {
     "norm": "gradient norm",
     "clipped": "gradient norm after clipping",
 }
-# Blame the first of these kinds that fails in a step: a wrong norm corrupts later weights.
+# The first of these kinds that fails in a step is blamed, because a fault in one kind spreads to
+# later ones: a wrong norm makes the weights wrong.
 _BLAME_ORDER = ("gradient", "loss", "norm", "clipped", "weight")
 
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What ``verify --json`` prints for one layout.
+    """The result of a proof of one layout, which ``verify --json`` prints.
+
+    The four relative errors are None if they are not finite or not known.
 
     Attributes:
         passed: whether all errors are within their bounds.
-        world_size: the number of processes of the small recipe; 0 if the recipe is refused.
+        world_size: the number of processes of the small recipe; 0 if there is no small recipe.
         layout: the layout in words.
-        dtype: in which the composed job computed.
-        loss_rel_err: the largest relative error of a loss. This error and the next three are None
-            if they are not finite, or not known.
-        grad_norm_rel_err: of the gradient norm, before or after clipping.
-        max_grad_rel_err: of a gradient.
-        max_weight_rel_err: of a weight after a step.
-        worst_parameter: the parameter that is closest to its bound or farthest beyond it.
-        refused: whether the layout is one that a recipe must not ask for.
-        error: why the layout is refused or wrong.
+        dtype: the dtype of the composed job: "float64" or "float32".
+        loss_rel_err: the largest relative error of a loss.
+        grad_norm_rel_err: the largest relative error of a gradient norm, before or after clipping.
+        max_grad_rel_err: the largest relative error of a gradient.
+        max_weight_rel_err: the largest relative error of a weight after a step.
+        worst_parameter: the parameter that is closest to its bound or farthest beyond it. If
+            ``error`` describes a parameter, it is this one.
+        refused: whether loading, shrinking or running the recipe raised a UserError.
+        error: why the layout is refused or wrong; None if it passed.
     """
 
     passed: bool
@@ -73,16 +77,16 @@ class ShardError(NamedTuple):
     """The difference between one rank's shard ``a`` and the same box ``b`` of the reference.
 
     Attributes:
-        step: counted from 0. The shard is compared after this step.
+        step: the step, counted from 0, in which the shard is compared.
         kind: "gradient" or "weight".
-        name: of the parameter.
-        offset: of the shard in the whole tensor.
-        shape: of the shard.
+        name: the name of the parameter.
+        offset: the offset of the shard in the whole tensor, one number per dim.
+        shape: the shape of the shard.
         diff_sq: ||a - b||^2.
         norm_sq: ||b||^2.
         dot: the dot product of a and b.
-        problem: why the two cannot be compared, if they cannot. It continues a sentence that the
-            name of the tensor begins.
+        problem: why the two cannot be compared, or None. It is a phrase such as "is missing", which
+            follows the name of the tensor.
     """
 
     step: int
@@ -97,23 +101,22 @@ class ShardError(NamedTuple):
 
     @classmethod
     def of_problem(cls, step: int, kind: str, name: str, problem: str) -> "ShardError":
-        """The error of a shard that cannot be compared with the reference."""
+        """Make the error of a shard that cannot be compared with the reference."""
         return cls(step, kind, name, (), (0,), math.inf, 0.0, 0.0, problem)
 
 
 @dataclass(kw_only=True)
 class RankErrors:
-    """All differences that one rank measured. The errors of scalars are relative.
+    """All differences from the reference that one rank measured.
 
     Attributes:
-        identity: names the rank in words.
-        coords: its coordinate on each axis of the mesh.
-        loss: by step. The last entry is that of a validation before the last step.
-        norm: of the gradient norm, by step.
-        clipped: of the gradient norm after clipping, by step.
-        shards: of each gradient and weight that the rank holds, after each step.
-        wrong_learning_rate: describes a learning rate that breaks its rule in any step, if there is
-            one.
+        identity: the rank in words.
+        coords: the rank's coordinate on each axis of the mesh.
+        loss: the relative error of the loss of each step, and then of the validation loss.
+        norm: the relative error of the gradient norm in each step.
+        clipped: the relative error of the gradient norm after clipping, in each step.
+        shards: the error of each gradient and weight that the rank holds, in each step.
+        wrong_learning_rate: describes a learning rate that breaks its rule; None if there is none.
     """
 
     identity: str
@@ -129,12 +132,12 @@ class ReferenceStats(NamedTuple):
     """Statistics of the one-process run, which computes in float64.
 
     Attributes:
-        noise: in a float32 proof, by step, how far float32 alone is from each gradient
-            (``rounding.measure_noise``).
-        norms: the norm of each tensor by name, for each step, for the kinds "gradient" and
-            "weight".
-        shapes: of each parameter.
-        clips: by step, whether it clipped.
+        noise: for each step of a float32 proof, how far rounding alone moves each gradient, by
+            name (``rounding.measure_noise``). Empty in float64.
+        norms: for the kinds "gradient" and "weight", and for each step, the norm of each tensor by
+            name.
+        shapes: the shape of each parameter by name.
+        clips: for each step, whether it clipped the gradients.
     """
 
     noise: list[dict[str, float]]
@@ -147,14 +150,14 @@ class TensorError(NamedTuple):
     """The error of a whole tensor, combined from the shards of all ranks.
 
     Attributes:
-        step: counted from 0.
+        step: the step, counted from 0.
         kind: "gradient" or "weight".
-        name: of the parameter.
-        error: relative; infinite if there is a problem.
-        bound: of the error.
-        shards: each with the rank that holds it, the worst first.
+        name: the name of the parameter.
+        error: the relative error; infinite if there is a problem.
+        bound: the largest allowed error.
+        shards: the rank and the error of each shard, the worst shard first.
         boxes: the worst shard of each box.
-        problem: why the tensor is wrong without regard to its values, if it is.
+        problem: why the tensor is wrong whatever its values are, such as missing elements, or None.
     """
 
     step: int
@@ -168,7 +171,7 @@ class TensorError(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the error is beyond its bound, or not a number."""
+        """Whether the error is above its bound, or NaN."""
         return not self.error <= self.bound
 
 
@@ -176,10 +179,10 @@ class ScalarError(NamedTuple):
     """The error of a loss or a norm on one rank.
 
     Attributes:
-        step: counted from 0. The validation loss follows the loss of the last step.
+        step: the step, counted from 0. The validation loss has the number of steps.
         kind: "loss", "norm" or "clipped".
-        error: relative.
-        bound: of the error.
+        error: the relative error.
+        bound: the largest allowed error.
     """
 
     step: int
@@ -189,20 +192,20 @@ class ScalarError(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the error is beyond its bound, or not a number."""
+        """Whether the error is above its bound, or NaN."""
         return not self.error <= self.bound
 
 
 def judge(
     verdict: Verdict, ranks: Sequence[RankErrors], small: Recipe, stats: ReferenceStats
 ) -> Verdict:
-    """Fill in and return ``verdict``.
+    """Compare the errors of all ranks with their bounds, fill in ``verdict`` and return it.
 
     Args:
-        verdict: of which ``dtype`` is read.
-        ranks: what ``worker.run_composed`` returned on each rank.
+        verdict: the verdict to fill in. Its ``dtype`` selects the bounds.
+        ranks: the result of ``worker.run_composed`` on each rank, by rank.
         small: the recipe that the ranks ran.
-        stats: of the one-process run.
+        stats: the statistics of the one-process run.
     """
     steps = len(stats.norms["weight"])
     tensors = _combine_shards(ranks, stats, verdict.dtype)
@@ -253,7 +256,7 @@ def judge(
 
 
 def _largest_error(errors: Sequence[TensorError | ScalarError], *kinds: str) -> float | None:
-    """The largest error of these kinds, 0 without any, or None if one is not finite."""
+    """Return the largest error of these kinds: 0 if there is none, None if one is not finite."""
     values = [error.error for error in errors if error.kind in kinds]
     if not all(map(math.isfinite, values)):
         return None
@@ -263,12 +266,12 @@ def _largest_error(errors: Sequence[TensorError | ScalarError], *kinds: str) -> 
 def _check_scalars(
     ranks: Sequence[RankErrors], stats: ReferenceStats, dtype: str
 ) -> list[ScalarError]:
-    """The error of each loss and norm on each rank, infinite if the rank did not compare it."""
+    """Return the error of each loss and norm on each rank; infinite if the rank reported none."""
     steps = len(stats.norms["weight"])
     scalars = []
     for rank in ranks:
         for kind, errors, count in (
-            # The loss of one validation follows the losses of the steps.
+            # The validation loss follows the losses of the steps.
             ("loss", rank.loss, steps + 1),
             ("norm", rank.norm, steps),
             ("clipped", rank.clipped, steps),
@@ -296,7 +299,7 @@ def _combine_shards(
     shards: dict[tuple[int, str, str], list[tuple[int, ShardError]]] = defaultdict(list)
     for rank, measured in enumerate(ranks):
         for shard in measured.shards:
-            # NaN would break the order of the shards.
+            # NaN would break the sorting of the shards.
             diff_sq = shard.diff_sq if math.isfinite(shard.diff_sq) else math.inf
             key = (shard.step, shard.kind, shard.name)
             shards[key].append((rank, shard._replace(diff_sq=diff_sq)))
@@ -305,7 +308,7 @@ def _combine_shards(
     for kind, norms_by_step in stats.norms.items():
         for step, norms in enumerate(norms_by_step):
             norm_of_all = math.hypot(*norms.values())
-            # In the order of the reference; after them, what only the ranks have.
+            # The names of the reference in its order, then the names that only ranks have.
             names = dict.fromkeys(norms)
             names |= dict.fromkeys(
                 name
@@ -336,7 +339,7 @@ def _combine_tensor(
     scale: float,
     bound: float,
 ) -> TensorError:
-    """Combine the shards of one tensor. Its error is relative to ``scale``."""
+    """Combine the shards of one tensor. The error of the tensor is relative to ``scale``."""
     shards = sorted(shards, key=lambda rank_shard: -rank_shard[1].diff_sq)
     worst_of_box: dict[tuple[tuple[int, ...], tuple[int, ...]], ShardError] = {}
     for _, shard in shards:
@@ -356,17 +359,17 @@ def _combine_tensor(
 
 
 def _error_scale(norm: float, norm_of_all: float, dtype: str) -> float:
-    """The number that the error of a tensor is relative to."""
+    """Return the number by which the error of a tensor is divided."""
     if dtype == "float64" and norm <= _FLOAT64_ROUNDING * norm_of_all:
-        # The tensor is zero but for rounding, as is the gradient of a query that sees one key. Its
-        # error may be as large as one rounding of all tensors.
+        # The tensor is zero up to rounding, such as the gradient of a query that sees only one key.
+        # Its error may be as large as one rounding of all tensors.
         return max(_FLOAT64_ROUNDING * norm_of_all / _EXACT[dtype], 1e-300)
     return max(norm, _SMALLEST_NORM[dtype] * norm_of_all, 1e-300)
 
 
 def _tensor_bound(kind: str, dtype: str, noise: float) -> float:
     if kind == "weight":
-        # In float32, ``AdamWReplay`` has taken off what rounding explains.
+        # In float32, ``AdamWReplay`` has already removed the differences that rounding explains.
         return _EXACT["float64"]
     return min(max(_EXACT[dtype], _NOISE_MULTIPLE * noise), _LARGEST_NOISE_BOUND)
 
@@ -377,9 +380,9 @@ def _find_uncovered(
     """Describe the problem if the boxes of a tensor do not cover each of its elements once.
 
     Args:
-        name: of the tensor.
-        shape: of the whole tensor.
-        boxes: offset and shape of each different box.
+        name: the name of the tensor.
+        shape: the shape of the whole tensor.
+        boxes: the offset and the shape of each box; no two are equal.
     """
     boxes = [(offset, box_shape) for offset, box_shape in boxes if math.prod(box_shape)]
     for (a, a_shape), (b, b_shape) in combinations(boxes, 2):
@@ -400,7 +403,7 @@ def _find_uncovered(
 def _find_wrong_holders(name: str, holders: set[int], ranks: Sequence[RankErrors]) -> str | None:
     """Describe the problem if the ranks that hold a tensor are not all ranks of one pipeline stage.
 
-    The shards of a data-parallel replica can hide that a rank holds nothing.
+    ``_find_uncovered`` does not see that a rank holds nothing if a replica holds the same shards.
     """
     stages = {ranks[rank].coords["pp"] for rank in holders}
     if len(stages) > 1:
@@ -412,7 +415,7 @@ def _find_wrong_holders(name: str, holders: set[int], ranks: Sequence[RankErrors
     return None
 
 
-# Descriptions of what is wrong. Together they are the text of a verdict.
+# Descriptions of an error. Joined, they are the text of a verdict.
 
 
 def _describe_scalar(scalar: ScalarError, steps: int, only_scalars: bool) -> str:
@@ -425,7 +428,7 @@ def _describe_scalar(scalar: ScalarError, steps: int, only_scalars: bool) -> str
 
 
 def _describe_tensor(tensor: TensorError, ranks: Sequence[RankErrors]) -> str:
-    """Name a tensor and what is wrong with it, on the rank where it is worst."""
+    """Describe the error of a tensor on the rank where it is worst."""
     subject = f"{tensor.kind} of {tensor.name} at step {tensor.step + 1}"
     if not tensor.shards:
         return f"{subject}: {tensor.problem}"
@@ -460,7 +463,11 @@ def _describe_factor(tensor: TensorError, small: Recipe) -> str | None:
 
 
 def _axes_of_size(factor: float, small: Recipe) -> list[str]:
-    """The axes, or else the products of the fewest axes, of the size ``factor`` or its inverse."""
+    """Return the axes whose size is ``factor`` or its inverse.
+
+    If there are none, return the products of two axes with such a size, or else of three, and so
+    on.
+    """
     sizes = {axis: getattr(small.mesh, axis) for axis in AXES}
     wide_axes = [axis for axis in AXES if sizes[axis] > 1]
     for count in range(1, len(wide_axes) + 1):
@@ -479,7 +486,10 @@ def _is_size_or_inverse(factor: float, size: int) -> bool:
 
 
 def _describe_ranks(tensors: Sequence[TensorError], ranks: Sequence[RankErrors]) -> str | None:
-    """Name the ranks that are wrong and the coordinates that they share, unless all are wrong."""
+    """Name the ranks with wrong shards, and the coordinates that these ranks share.
+
+    Returns None if no rank or every rank is wrong.
+    """
     wrong_ranks = set()
     for tensor in tensors:
         for rank, shard in tensor.shards:
@@ -502,7 +512,7 @@ def _describe_ranks(tensors: Sequence[TensorError], ranks: Sequence[RankErrors])
 
 
 def _describe_parameters(wrong: Sequence[str], compared: Iterable[str]) -> str | None:
-    """Count the parameters that are wrong, and name them if a short text can."""
+    """Count the wrong parameters, and name them if the names fit a short text."""
     right = [name for name in compared if name not in wrong]
     if not right:
         return f"all {len(wrong)} are off" if len(wrong) > 1 else None
@@ -531,5 +541,5 @@ def _parameter_of_any_block(name: str) -> str:
 
 
 def _model_part(name: str) -> str:
-    """The block of a parameter, or another part of the model."""
+    """Return the block that has a parameter, or else its part of the model, such as ``last``."""
     return re.sub(r"^(blocks\.[^.]+|[^.]+).*", r"\1", name)

@@ -1,14 +1,14 @@
 """``composer3d verify``: prove that a layout computes what one process computes.
 
-The recipe's model and mesh are shrunk to a size that a laptop can run, and every predicate that
-matters is kept (``shrink``). The composed job and a plain one-process loop then train on the same
-global batches (``worker``). After each step, the loss, the gradient norm, every gradient and every
-weight are compared, shard by shard, on the rank that holds the shard. The loss of a validation is
-compared as well. ``judge`` combines the errors of all ranks.
+``shrink`` reduces the recipe's model and mesh to a size that a laptop can run. It keeps the
+properties that decide how the layout is computed. The composed job and a plain one-process loop
+then train on the same global batches (``worker``). In each step, the loss, the gradient norm, every
+gradient and every weight are compared. Tensors are compared shard by shard, on the rank that holds
+the shard. One validation loss is compared too. ``judge`` combines the errors of all ranks.
 
-Steps 1, 3, 5 take their batches from a small corpus in memory, as training does: through its
-loader, with the recipe's packing, learning rates and validation. Steps 2, 4, 6 take random batches,
-with labels that no corpus has. The recipe's own data is never opened.
+Steps 1, 3 and 5 take their batches from a small corpus in memory. They use the loader of training,
+with the recipe's packing. Steps 2, 4 and 6 take random batches, with labels that no corpus gives.
+The recipe's own data is never opened.
 
 This module imports no torch; the worker processes do.
 """
@@ -25,7 +25,7 @@ from composer3d.spec.errors import UserError
 from composer3d.verify.judge import ReferenceStats, Verdict, judge
 from composer3d.verify.shrink import shrink
 
-_LIMIT_S = 240.0  # of one run of the reference or of the composed job
+_LIMIT_S = 240.0  # the time for one run of the reference or of the composed job
 
 
 def verify_layout(
@@ -41,16 +41,18 @@ def verify_layout(
     """Prove one layout, or report why it is refused.
 
     Args:
-        pool: the worker processes that run the reference and the composed job.
-        folder: keeps the one-process references, for further layouts that share one.
+        pool: starts the processes of the reference and of the composed job.
+        folder: the folder for the files of the references, which later layouts can share.
         recipe: the path of a recipe.
-        sets: overrides of it, each ``table.key=value``.
-        dtype: "float64" or "float32", in which the composed job computes.
+        sets: overrides of the recipe, each ``table.key=value``.
+        dtype: "float64" or "float32", the dtype of the composed job.
         steps: the number of training steps.
-        worker_arguments: passed on to ``worker.run_composed``; tests plant faults with them.
+        worker_arguments: further arguments of ``worker.run_composed``, with which tests plant
+            faults.
 
     Returns:
-        The verdict on the layout: the worst one, if several small recipes stand for it.
+        The verdict on the layout: the worst one, if several small recipes stand for it. Errors of
+        the recipe and of the ranks are part of the verdict, and are not raised.
     """
     try:
         small_recipes = shrink(load(recipe, list(sets), check_files=False).recipe)
@@ -77,7 +79,7 @@ def _prove(
     steps: int,
     worker_arguments: Mapping[str, Any],
 ) -> Verdict:
-    """Run the reference and the composed job of a small recipe, and judge their differences."""
+    """Run the reference and the composed job of a small recipe, and judge the differences."""
     verdict = Verdict(
         passed=False, world_size=small.world_size, layout=describe(small), dtype=dtype
     )
@@ -108,7 +110,11 @@ def _prove(
 
 
 def describe(small: Recipe) -> str:
-    """Describe a layout in one line: its axes above 1, and settings that are not the default."""
+    """Describe a layout in one line.
+
+    The line has the axes above 1, the settings that are not the default, the ZeRO stage and the
+    micro-batches.
+    """
     mesh, parallel, memory = small.mesh, small.parallel, small.memory
     words = [f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1]
     if not words:
@@ -145,10 +151,10 @@ def describe(small: Recipe) -> str:
 def _make_reference(
     pool: Pool, folder: Path, small: Recipe, dtype: str, steps: int
 ) -> tuple[str, ReferenceStats]:
-    """Run the one-process training once for all layouts that share it.
+    """Run the one-process training, once for all layouts that share it.
 
     Returns:
-        The path of the file that it wrote, and its statistics.
+        The path of the file that ``worker.run_reference`` wrote, and the statistics.
     """
     key = hash((small.model, small.data, small.optim, small.run.seed, dtype, steps))
     path = folder / f"reference-{key:x}.pt"

@@ -1,14 +1,14 @@
-"""Separate rounding from errors in a float32 proof: measure or bound it for each tensor.
+"""Tell rounding from errors in a float32 proof: measure or bound the rounding of each tensor.
 
-A difference of one rounding in a gradient near zero is a whole learning rate in the weight, because
-the first step of AdamW is nearly the sign of the gradient. So in float32 every step is judged by
+The first step of AdamW is nearly the sign of the gradient. So one rounding of a gradient near zero
+can change a weight by a whole learning rate. For this reason a float32 proof judges every step by
 itself. The one-process run computes in float64 on weights that float32 can hold, and the ranks
 begin each step with these weights.
 
-- A gradient is compared with the exact one. ``measure_noise`` measures how far float32 alone, on
-  one process, is from it.
-- A weight is compared with an ``AdamWReplay``: the optimizer's step once more, in float64, from the
-  rank's own gradients. That step has few roundings. They are bounded element by element.
+- A gradient is compared with the exact gradient. ``measure_noise`` measures how far the gradient of
+  one process in float32 is from the exact one.
+- A weight is compared with an ``AdamWReplay``, which repeats the optimizer's step in float64 from
+  the rank's own gradients. A step has few roundings. They are bounded element by element.
 """
 
 import copy
@@ -23,14 +23,14 @@ from composer3d.recipe.schema import OptimTable
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# One rounding of a float32 number is at most 2^-24 of it. A weight is rounded three times: the
-# factor of the decay, the product with it, and the difference with the update.
+# The relative error of one rounding to float32 is at most 2^-24. A weight has three roundings: the
+# factor of the decay, the product with this factor, and the subtraction of the update.
 _WEIGHT_ROUNDING = 2.0**-22
-# Some twenty roundings of the update in a step, and the possible error of the gradient norm that
-# clips it.
+# The relative error of an update: about twenty roundings, and the error of the gradient norm by
+# which the gradient is clipped.
 _UPDATE_ROUNDING = 2e-5
-# Float32 loses a square below 2^-149. This is the largest root of a second moment that lost one,
-# after the correction of its bias.
+# A square below 2^-149 underflows in float32. This number bounds the root of a bias-corrected
+# second moment that has lost such a square.
 _SMALLEST_ROOT = 1e-21
 
 
@@ -46,17 +46,18 @@ def measure_noise(
     exact: Mapping[str, Tensor],
     gradients_of: Callable[[Module, int], Mapping[str, Tensor]],
 ) -> dict[str, float]:
-    """Measure how far float32 gradients of ``model`` are from the exact ones.
+    """Measure how far float32 gradients of ``model`` are from the exact ones, on one process.
 
     Args:
-        model: in float64, with weights that float32 can hold.
-        exact: its gradients by name.
-        gradients_of: computes the gradients of a model, a number of samples at a time; 0 is all.
+        model: a float64 model, with weights that float32 can hold. It is not changed.
+        exact: the gradients of ``model`` in float64, by name.
+        gradients_of: a function of a model and a number of samples. It returns the model's
+            gradients by name, computed from that many samples at a time; 0 means all at once.
 
     Returns:
-        For each tensor, the largest distance of four runs. The batch is computed whole and sample
-        by sample, with the weights as they are and with every weight moved to a neighbouring
-        float32 number. Moved weights stand for an operation that rounds differently.
+        For each name, the largest norm of the difference in four runs. The batch is computed whole
+        and sample by sample, with the weights as they are and with every weight moved to a
+        neighbouring float32 number. The moved weights stand for operations that round differently.
     """
     plain = copy.deepcopy(model).float()
     moved = copy.deepcopy(plain)
@@ -82,9 +83,9 @@ class _State(NamedTuple):
 
     Attributes:
         first_moment: the moving average of the gradient.
-        second_moment: the moving average of its square.
-        absolute_moment: the moving average of its absolute value, which bounds the roundings of the
-            first moment if its terms cancel.
+        second_moment: the moving average of the squared gradient.
+        absolute_moment: the moving average of the gradient's absolute value. It bounds the
+            roundings of the first moment, also if the terms of the first moment cancel.
         steps: the number of steps taken.
     """
 
@@ -95,15 +96,15 @@ class _State(NamedTuple):
 
 
 class AdamWReplay:
-    """Compute AdamW on one rank's shards once more, in float64.
+    """Repeats the steps of AdamW on one rank's shards, in float64.
 
-    Of the job it uses the gradients alone. Weights, moments, clipping and learning rate are its
-    own.
+    It takes only the gradients from the composed job. It computes moments and clipping itself, and
+    takes the weights and the learning rate of the reference.
 
     Args:
         optim: the settings of AdamW.
-        norms: by step, the exact gradient norm, which gradients are clipped by.
-        clipped: by step, the same norm after clipping.
+        norms: the exact gradient norm of each step, by which gradients are clipped.
+        clipped: the exact gradient norm of each step after clipping.
     """
 
     def __init__(self, optim: OptimTable, norms: Sequence[float], clipped: Sequence[float]) -> None:
@@ -112,9 +113,13 @@ class AdamWReplay:
         self._states: dict[str, _State] = {}
 
     def record_gradients(self, step: int, gradients: Mapping[str, Tensor | None]) -> None:
-        """Copy and clip the gradients of a step, as backward left them.
+        """Copy this rank's shards of a step's gradients, and clip the copies. No collective.
 
-        Call it before the job clips them, which it does in place.
+        Call it after backward and before the job clips the gradients in place.
+
+        Args:
+            step: the step, counted from 0.
+            gradients: tensors or DTensors by the name of the parameter; None for no gradient.
         """
         norm, max_norm = self._norms[step], self._clipped[step]
         scale = max_norm / norm if max_norm < norm else 1.0
@@ -126,18 +131,20 @@ class AdamWReplay:
     def remove_rounding(
         self, name: str, weight: Tensor, before: Tensor, *, lr: float, decayed: bool
     ) -> tuple[Tensor, Tensor]:
-        """Replay the step of one parameter, and remove from ``weight`` what rounding explains.
+        """Replay the last recorded step of one parameter, and remove rounding from ``weight``.
+
+        Call it once for each parameter and step. It advances the moments.
 
         Args:
-            name: of the parameter.
-            weight: the shard after the job's step.
-            before: the shard before it.
+            name: the name of the parameter.
+            weight: this rank's shard after the job's step, in float64 on the CPU.
+            before: the same shard before the step, in float64 on the CPU.
             lr: the learning rate of the step.
             decayed: whether the parameter has weight decay.
 
         Returns:
-            The job's weight, moved towards the replayed one by at most the bound of its rounding;
-            and the replayed weight.
+            Two tensors of the shard's shape. The first is ``weight``, moved towards the replayed
+            weight by at most the bound of its rounding. The second is the replayed weight.
         """
         gradient = self._gradients[name]
         if gradient is None:
@@ -174,7 +181,7 @@ class AdamWReplay:
 
 
 def _local_float64(tensor: Tensor) -> Tensor:
-    """Copy this rank's shard of a tensor to the CPU, in float64."""
+    """Return a copy of this rank's shard of a tensor, in float64 on the CPU."""
     local = tensor.detach()
     if isinstance(local, DTensor):
         local = local.to_local()

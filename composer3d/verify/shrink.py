@@ -1,4 +1,4 @@
-"""Shrink a large recipe to small ones that a laptop runs, and that stand for it in a proof."""
+"""Shrink a large recipe to small ones that a laptop can run and that represent it in a proof."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,45 +14,47 @@ from composer3d.spec.schedules import micro_batch_requirement
 
 LIMIT = 16  # processes on one machine
 
-# How FSDP cuts the rows of a tensor. "even": all ranks hold equally many. "short": the last rank
-# holds fewer than the first. "none": at least one rank holds no row.
+# How FSDP shards the rows of a tensor. "even": all ranks hold the same number of rows. "short": the
+# last rank holds fewer than the first, but at least one. "none": at least one rank holds no row.
 Cut = Literal["even", "short", "none"]
 
 
 def shrink(full: Recipe) -> list[Recipe]:
-    """Make small recipes that stand for ``full``.
+    """Make small recipes that together represent ``full``.
 
-    There is one if the mesh fits a laptop with each large axis cut, or else one for every triple of
-    its axes. They keep:
+    One recipe suffices if its mesh fits a laptop with every large axis cut. Otherwise there is one
+    for every triple of the axes above 1, or every pair or single axis if triples are too large. A
+    ring of more than two ranks may need one more. The recipes keep these properties:
 
-    - the mesh: which axes are above 1, and the whole mesh up to 16 processes;
-    - heads: grouped-query or not; key-value heads fewer than tp (one or several), equal to it or
-      more; heads narrower or wider than the stream;
+    - the mesh: which axes are above 1, and the whole mesh up to ``LIMIT`` processes;
+    - heads: grouped-query or not; fewer key-value heads than tp (one or several), as many, or more;
+      heads that together are narrower or wider than the residual stream, or as wide;
     - the model: a vocabulary that tp does not divide, tied embeddings, norms and biases;
-    - experts: several on a rank or one; one expert of a token or several; groups, shared experts,
-      dense layers; whether ranks of ep are also ranks of tp, cp or data, and whether experts are
+    - experts: several on a rank or one; one expert of a token or several; groups, shared experts and
+      dense layers; whether ranks of ep are also ranks of tp or of data, and whether experts are
       sharded;
-    - the sequence: one token or an odd number of them; a window of one token, within a chunk of the
-      sequence, beyond it, or over more than one chunk back; packing;
-    - memory: chunks of the loss, and what is checkpointed, compiled or offloaded;
-    - the pipeline: layers that stages divide or not, an uneven explicit cut, as many micro-batches
-      as the schedule needs, more than one of them; a schedule from a file keeps its stages and
-      micro-batches;
-    - the optimizer: clipping (made active), a learning rate from 1e-4 to 1e-2, and an epsilon of
-      1e-12 or more.
+    - the sequence: one token, or an odd number of tokens; packing;
+    - the window: one token, at most one chunk of the sequence, or a window that reaches one chunk
+      or several chunks back;
+    - memory: chunks of the loss, activation checkpointing, compilation and offload;
+    - the pipeline: layers that the stages divide or not; an uneven explicit cut; one micro-batch or
+      several, as the schedule needs; the stages and micro-batches of a schedule from a file;
+    - the optimizer: clipping (to 0.1, so that it is active), a learning rate from 1e-4 to 1e-2, and
+      an epsilon of 1e-12 or more.
 
-    They also keep how FSDP cuts each kind of tensor (``fsdp_cuts``). If no single recipe can hold
-    all cuts, there are further recipes, so that each kind is cut in one of them as it is in full.
+    The recipes also keep how FSDP cuts each kind of tensor (``fsdp_cuts``). If one recipe cannot
+    have all cuts, there are further recipes, so that at least one of them has each cut of ``full``.
+    A cut that no small mesh can have is left out.
 
     Raises:
-        UserError: the file of a schedule is for more pipeline ranks than a laptop runs.
+        UserError: the file of a schedule is for more pipeline ranks than ``LIMIT``.
     """
     cuts = fsdp_cuts(full)
     small_recipes = [_shrink_to(full, mesh, cuts) for mesh in _meshes(full)]
     kept = {item for small in small_recipes for item in fsdp_cuts(small).items()}
     missing = cuts.items() - kept
 
-    # One shape cannot hold some cuts together, such as an even width of heads and uneven rows.
+    # Some cuts exclude each other in one shape, such as an even width of heads and uneven rows.
     while missing:
         candidates = [_shrink_to(full, mesh, dict(missing)) for mesh in _meshes_of_shards(full)]
         best = max(
@@ -66,7 +68,7 @@ def shrink(full: Recipe) -> list[Recipe]:
 
 
 def fsdp_cuts(recipe: Recipe) -> dict[str, Cut]:
-    """How FSDP cuts a tp rank's rows of each kind of tensor; empty if it shards nothing."""
+    """Return how FSDP cuts a tp rank's rows of each kind of tensor; empty if it shards nothing."""
     shards = recipe.mesh.dp_shard * recipe.mesh.cp if recipe.parallel.zero else 1
     return _cuts_of_model(recipe.model, recipe.mesh.tp, shards) if shards > 1 else {}
 
@@ -75,7 +77,7 @@ def _cuts_of_model(model: Model, tp: int, shards: int) -> dict[str, Cut]:
     vocab_chunk = -(-model.vocab // tp)
     kv_rows = model.n_kv_heads * model.head_width
     if model.n_kv_heads % tp == 0:
-        # Otherwise ranks share heads, and each of them holds all.
+        # Otherwise tp does not shard the key-value heads, and each tp rank holds all of them.
         kv_rows //= tp
     rows = {
         "width": model.dim,
@@ -100,9 +102,16 @@ def _cut_of_rows(rows: int, shards: int) -> Cut:
 
 
 def _meshes(full: Recipe) -> list[MeshTable]:
-    """The mesh of ``full`` if it is small, or one with all its axes cut, or some of these axes."""
+    """Return the meshes of the small recipes.
+
+    This is the mesh of ``full`` if it is small, or else one mesh with all its axes cut. If that is
+    too large, it is one mesh for every triple of the axes, or else every pair or single axis. cp
+    and dp_shard get three ranks where two would not show all cases.
+
+    Raises UserError if a schedule from a file has too many pipeline ranks.
+    """
     mesh = full.mesh
-    keeps_pp = full.parallel.schedule == "csv"  # a file is for one number of pipeline ranks
+    keeps_pp = full.parallel.schedule == "csv"  # the file fixes the number of pipeline ranks
     if mesh.world_size <= LIMIT:
         return [mesh]
     if keeps_pp and mesh.pp > LIMIT:
@@ -116,9 +125,9 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     wide_axes = [axis for axis in AXES if sizes[axis] > 1 and not (keeps_pp and axis == "pp")]
     choices = _first_that_fit(sizes, wide_axes)
 
-    # Two ranks of a ring forward no keys: take three.
+    # In a ring of two, no rank forwards the keys that it received: take three.
     is_long_ring = mesh.cp > 2 and full.parallel.cp_method == "ring"
-    # Two shards divide most sizes: take three if some are uneven.
+    # Two shards divide most sizes: take three if some sizes are uneven in ``full``.
     is_uneven = any(cut != "even" for cut in fsdp_cuts(full).values())
     axes_of_three = []
     if (is_uneven or is_long_ring) and mesh.cp > 2:
@@ -133,14 +142,17 @@ def _meshes(full: Recipe) -> list[MeshTable]:
 
 
 def _small_sizes(full: Recipe) -> dict[str, int]:
-    """The size of each axis, cut to 2, or to a few more if only they show what the axis does."""
+    """Return the size of each axis, cut to 2, or to 3 or 4 where two ranks do not show all cases.
+
+    With a schedule from a file, pp is not cut.
+    """
     mesh, keeps_pp = full.mesh, full.parallel.schedule == "csv"
     sizes = {axis: min(2, getattr(mesh, axis)) for axis in AXES}
     sizes["tp"] = min(_small_tp(full), mesh.tp)
     # With four pipeline ranks, some have neighbours on both sides.
     sizes["pp"] = mesh.pp if keeps_pp else min(4, mesh.pp)
     if math.prod(sizes.values()) > LIMIT and not keeps_pp:
-        # Three ranks can have more than one micro-batch, and still fewer than ranks.
+        # With three ranks there can be several micro-batches, but fewer than ranks.
         has_few_micro_batches = 1 < full.micro_batches < mesh.pp
         sizes["pp"] = min(3 if has_few_micro_batches else 2, sizes["pp"])
     return sizes
@@ -181,12 +193,16 @@ def _ep_relations(mesh: MeshTable) -> tuple[bool, ...]:
 
 
 def _small_tp(full: Recipe) -> int:
-    """Four tp ranks if several of them share each of several key-value heads, or else two."""
+    """Return 4 if several tp ranks share each of several key-value heads, and 2 otherwise."""
     return 4 if full.mesh.tp > full.model.n_kv_heads > 1 else 2
 
 
 def _first_that_fit(sizes: dict[str, int], wide_axes: list[str]) -> list[dict[str, int]]:
-    """The sizes of all axes, or of every triple, pair or single one of them: the first that fit."""
+    """Choose the wide axes that keep their sizes; the others get size 1.
+
+    Returns the choice of all axes if it has at most ``LIMIT`` processes. Otherwise returns every
+    choice of three axes, or else of two, one or none: the first number for which all choices fit.
+    """
     for number in (len(wide_axes), 3, 2, 1, 0):
         choices = []
         for kept_axes in combinations(wide_axes, number):
@@ -198,7 +214,7 @@ def _first_that_fit(sizes: dict[str, int], wide_axes: list[str]) -> list[dict[st
 
 
 def _widen_to_three(sizes: dict[str, int], axes: list[str]) -> MeshTable:
-    """A mesh with three ranks in place of two on as many of ``axes`` as fit the limit."""
+    """Make a mesh with three ranks instead of two on as many of ``axes`` as ``LIMIT`` allows."""
     wide_axes = [axis for axis in axes if sizes[axis] > 1]
     for number in (2, 1, 0):
         for widened_axes in combinations(wide_axes, number):
@@ -209,7 +225,10 @@ def _widen_to_three(sizes: dict[str, int], axes: list[str]) -> MeshTable:
 
 
 def _meshes_of_shards(full: Recipe) -> list[MeshTable]:
-    """The mesh of ``full`` if it is small, or all small ones of shards and tp, smallest first."""
+    """Return the meshes on which further recipes can have the missing cuts, smallest first.
+
+    This is the mesh of ``full`` if it is small, or else all small meshes of dp_shard, cp and tp.
+    """
     mesh = full.mesh
     if mesh.world_size <= LIMIT:
         return [mesh]
@@ -229,7 +248,7 @@ def _meshes_of_shards(full: Recipe) -> list[MeshTable]:
 
 
 def _resized(shape: Model, **sizes: Any) -> Model:
-    """``shape`` with other sizes, as far as its architecture has them."""
+    """Return ``shape`` with other ``sizes``. Sizes that its architecture lacks are ignored."""
     names = _field_names(shape)
     return replace(shape, **{name: size for name, size in sizes.items() if name in names})
 
@@ -248,8 +267,8 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
     micro_batch = min(2, full.data.micro_batch)
     global_batch = micro_batch * _micro_batches(full, mesh.pp) * mesh.batch_ranks
 
-    # An update that is too small would hide what is wrong with it. One that is too large, or an
-    # epsilon below the rounding of a gradient that is zero, lets rounding grow to any size.
+    # A very small update would hide its own error. A very large one lets rounding grow to any size.
+    # So does an epsilon below the rounding of a gradient that should be zero.
     lr = min(1e-2, max(1e-4, full.optim.lr))
     optim = replace(
         full.optim,
@@ -279,7 +298,7 @@ def _count_stages(full: Recipe, pp: int) -> int:
 
 
 def _layers(full: Recipe, mesh: MeshTable) -> int:
-    """One or two layers a stage; one more if the stages of ``full`` do not divide its layers."""
+    """Return one or two layers a stage, plus one layer if ``full`` cannot cut its layers evenly."""
     full_layers, full_stages = full.model.n_layers, _count_stages(full, full.mesh.pp)
     per_stage = min(2, max(1, full_layers // full_stages))
     extra = 1 if full_layers % full_stages else 0
@@ -290,19 +309,25 @@ def _layers(full: Recipe, mesh: MeshTable) -> int:
 
 
 def _small_stages(full: Recipe, mesh: MeshTable) -> tuple[int, ...] | None:
-    """The layers of each stage of an explicit cut: two if its stage is a large one, or else one."""
+    """Return the number of layers of each stage, or None without an explicit cut or a pipeline.
+
+    A stage has one layer if it is as small as the smallest stage of ``full``, and two otherwise.
+    """
     stages = full.parallel.stages
     if stages is None or mesh.pp == 1:
         return None
     count = _count_stages(full, mesh.pp)
     if len(stages) != count:
-        # Both the largest and the smallest stage are among the first ones.
+        # This keeps the largest and the smallest stage.
         stages = (max(stages), *sorted(stages))[:count]
     return tuple(2 if layers > min(stages) else 1 for layers in stages)
 
 
 def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:
-    """The length of a sequence and the window: those of ``full`` if they are small."""
+    """Return the small sequence length and window (0: none): those of ``full`` if they are small.
+
+    Each cp rank holds one contiguous chunk of the sequence, or two with zigzag.
+    """
     is_zigzag = full.parallel.cp_balance == "zigzag"
     chunks = mesh.cp * (2 if is_zigzag and mesh.cp > 1 else 1)
     full_chunks = full.mesh.cp * (2 if is_zigzag and full.mesh.cp > 1 else 1)
@@ -327,14 +352,17 @@ def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:
     small_chunk, full_chunk = small_len // chunks, seq_len // full_chunks
     if window <= full_chunk:
         return small_len, min(window, 3)
-    # A window of two tokens more than a chunk reaches past the chunk before the token's own.
+    # With a window of chunk + 2 tokens, the first token of a chunk sees past the previous chunk.
     reaches_two_back = window > full_chunk + 1
     small_window = 2 * small_chunk + 2 if reaches_two_back else small_chunk + 1
     return small_len, min(small_window, small_len - 1)
 
 
 def _micro_batches(full: Recipe, pp: int) -> int:
-    """A small number of micro-batches that the schedule accepts, above 1 if that of ``full`` is."""
+    """Return a small number of micro-batches that the schedule accepts.
+
+    It is above 1 if the number of ``full`` is.
+    """
     count, schedule = full.micro_batches, full.parallel.schedule
     if schedule == "csv" and pp > 1:
         return count
@@ -342,7 +370,7 @@ def _micro_batches(full: Recipe, pp: int) -> int:
     if pp == 1:
         return wanted
     if count < full.mesh.pp:
-        # Keep fewer micro-batches than ranks, but not one in place of several.
+        # Keep fewer micro-batches than ranks, but several if there are several.
         wanted = min(count, max(2, pp - 1))
     smallest = min(2, wanted)
     candidates = (*range(wanted, smallest - 1, -1), *range(wanted, 2 * pp + 1))
@@ -355,12 +383,15 @@ def _micro_batches(full: Recipe, pp: int) -> int:
 
 
 def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
-    """The smallest sizes that cut as many kinds of tensors as possible as in ``cuts``."""
+    """Return a small model with as many of ``cuts`` as possible.
+
+    Its sizes are chosen one after another: heads and width, feed-forward, vocabulary.
+    """
     model = full.model
     shards = mesh.dp_shard * mesh.cp if full.parallel.zero else 1
 
     def best(candidates: Iterable[Model], *kinds: str) -> Model:
-        """The first candidate that misses the fewest cuts of these kinds."""
+        """Return the first candidate that misses the fewest cuts of these kinds."""
         wanted = {kind: cuts[kind] for kind in kinds if kind in cuts}
         fewest_missed, chosen = math.inf, None
         for candidate in candidates:
@@ -377,12 +408,12 @@ def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
     heads = _heads(full, mesh, dim_multiple)
     small = best(heads, "width", "queries", "keys", "head")
 
-    # Twelve rows of the feed-forward for each tp rank if possible, or else more, or else fewer.
+    # Try 12 feed-forward rows per tp rank first, then more, then fewer.
     rows_per_rank = (*range(12, 12 + 4 * shards), *range(11, 0, -1))
     small = best((replace(small, ffn=mesh.tp * rows) for rows in rows_per_rank), "feed-forward")
 
-    # At least 256 tokens, the number of bytes, if the full vocabulary has them. Without tp, odd
-    # sizes stand for a vocabulary that tp does not divide.
+    # Take at least 256 tokens, the number of bytes, if the full vocabulary has as many. Without tp,
+    # one token more stands for a vocabulary that tp does not divide.
     first = min(256, model.vocab) + (1 if is_uneven and mesh.tp == 1 else 0)
     vocabs = [
         vocab
@@ -435,18 +466,19 @@ def _field_names(shape: Model) -> set[str]:
 
 
 def _is_vocab_cut(vocab: int, tp: int, is_uneven: bool) -> bool:
-    """Whether tp cuts a vocabulary as evenly as wanted, and leaves rows for its last rank."""
+    """Return whether tp divides ``vocab`` (or not, if ``is_uneven``) and its last rank has rows."""
     return (vocab % tp > 0) == is_uneven and -(-vocab // tp) * (tp - 1) < vocab
 
 
 def _heads(full: Recipe, mesh: MeshTable, dim_multiple: int) -> Iterator[Model]:
-    """Models with heads like those of ``full``, but few and narrow ones, the smallest first.
+    """Yield small models to try, with few and narrow heads that keep the relations in ``full``.
 
-    The width of the stream is a multiple of ``dim_multiple``.
+    The preferred ones come first. The width of the residual stream is a multiple of
+    ``dim_multiple``.
     """
     model = full.model
     shards = mesh.dp_shard * mesh.cp
-    # 1: heads together are wider than the stream, -1: narrower, 0: as wide.
+    # 1: all heads together are wider than the residual stream; -1: narrower; 0: as wide.
     wider = _sign(model.head_width * model.n_heads - model.dim)
 
     first_width = {0: 8, 1: 12, -1: 4}[wider]
@@ -467,11 +499,14 @@ def _heads(full: Recipe, mesh: MeshTable, dim_multiple: int) -> Iterator[Model]:
 
 
 def _stream_widths(n_heads: int, width: int, wider: int, shards: int) -> list[int]:
-    """Widths of the stream to try for heads that are wider (1), narrower (-1) or as wide (0)."""
+    """Return the widths of the residual stream to try, the best first.
+
+    All heads together must be wider than it (``wider`` = 1), narrower (-1) or as wide (0).
+    """
     if wider == 0:
         return [n_heads * width]
     near = 8 * n_heads if wider > 0 else max(8 * n_heads, n_heads * width + 2)
-    # Even ones first; of these, ``near`` and larger ones first.
+    # Even widths come before odd ones. In each group, ``near`` and above come before smaller ones.
     return [
         dim
         for odd in (0, 1)
@@ -480,7 +515,10 @@ def _stream_widths(n_heads: int, width: int, wider: int, shards: int) -> list[in
 
 
 def _numbers_of_heads(full: Recipe, mesh: MeshTable) -> list[tuple[int, int]]:
-    """Numbers of heads and of key-value heads that relate to tp as in ``full``, the best first."""
+    """Return numbers of heads and of key-value heads to try, the best first.
+
+    Their relation to tp is the same as in ``full``.
+    """
     model, tp = full.model, mesh.tp
     if model.n_kv_heads < full.mesh.tp and tp > 1:
         # Several tp ranks share a key-value head.
@@ -491,7 +529,7 @@ def _numbers_of_heads(full: Recipe, mesh: MeshTable) -> list[tuple[int, int]]:
 
     kv_heads_per_rank = [1]
     if model.n_kv_heads > full.mesh.tp:
-        # Ulysses distributes the heads of a tp rank over cp.
+        # Ulysses distributes the heads of a tp rank over the cp ranks.
         is_ulysses = full.parallel.cp_method == "ulysses" and mesh.cp > 1
         few, step = (mesh.cp, mesh.cp) if is_ulysses else (2, 1)
         kv_heads_per_rank = [few, few + step, 3 * few]

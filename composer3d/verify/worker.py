@@ -1,10 +1,10 @@
-"""What the worker processes of ``verify`` run: the plain one-process training and the composed one.
+"""The two trainings that ``verify`` compares: a plain one on one process, and the composed one.
 
-Both train on the first batch of a small corpus, then on a random batch, and so on in turn
-(``verify.data``). The composed job takes its batches, gradients, learning rate, update and
-validation from the functions that training calls, so that the proof covers the code that runs. The
-plain training follows the documented rules with code of its own. Random batches hold what no corpus
-gives: a micro-batch without a label, and a different number of labels in each row.
+Both train on batches of a small corpus and on random batches in turn (``verify.data``). The
+composed job gets its batches, gradients, learning rate, update and validation from the functions
+that training calls, so the proof covers the code that runs. The plain training follows the
+documented rules with code of its own. Random batches have properties that no corpus gives: a
+micro-batch without a label, and a different number of labels in each row.
 """
 
 import math
@@ -51,9 +51,15 @@ ProofDtype = Literal["float32", "float64"]
 def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str, Any]:
     """Train on one process, and write the losses, norms, gradients and weights to ``path``.
 
-    Of ``parallel`` it uses the initial weights alone. It computes in float64. If ``dtype`` is
-    float32, it keeps the weights at values that float32 can hold, and measures what rounding alone
-    does to the gradients (``verify.rounding``).
+    It computes in float64. The initial weights are the only part of ``parallel`` that it uses. If
+    ``dtype`` is "float32", it rounds the weights to values that float32 can hold, and measures how
+    far rounding alone moves the gradients (``verify.rounding``).
+
+    Args:
+        recipe: a small recipe.
+        dtype: the dtype of the composed job, "float64" or "float32".
+        steps: the number of training steps.
+        path: the file to write, in the format of ``torch.save``.
 
     Returns:
         The fields of ``judge.ReferenceStats``.
@@ -78,10 +84,15 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
     """Train with plain PyTorch in float64: forward, backward, clipping and AdamW.
 
     Returns:
-        Lists with an entry for each step: ``loss`` (and as its last entry the loss of a validation
-        before the last step), ``norm``, ``clipped`` (the norm after clipping), ``clips`` (whether
-        it clipped), ``gradient`` and ``weight`` (tensors by name), and ``noise``. With float32 also
-        ``initial``, the weights before the first step by name.
+        Lists with an entry for each step:
+
+        - ``loss``, with one more entry: the validation loss before the last step;
+        - ``norm`` and ``clipped``: the gradient norm before and after clipping;
+        - ``clips``: whether the step clipped;
+        - ``gradient`` and ``weight``: tensors by name, before clipping and after the step;
+        - ``noise``: the result of ``measure_noise``; empty in float64.
+
+        In float32 also ``initial``: the weights before the first step, by name.
     """
     chosen = architecture(recipe.model.architecture)
     model = chosen.build(recipe.model, dtype=torch.float64, device="cpu")
@@ -137,7 +148,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
 
 
 def _plain_optimizer(model: Decoder, table: OptimTable) -> torch.optim.AdamW:
-    """AdamW that decays matrices, but not norms and biases."""
+    """Return an AdamW that decays matrices, but not vectors such as norms and biases."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [
@@ -217,7 +228,10 @@ def _validate_plainly(model: Decoder, recipe: Recipe, held_out: Corpus) -> float
 def _plain_gradients(
     model: Decoder, batch: Batch, rows: int = 0
 ) -> tuple[float, dict[str, Tensor]]:
-    """Compute the loss of a global batch and its gradients, ``rows`` samples at a time (0: all)."""
+    """Return the mean loss of a global batch and its gradients by name.
+
+    ``rows`` samples are computed at a time; 0 means all at once.
+    """
     model.zero_grad()
     batch_rows = len(batch.tokens_BT)
     rows = rows or batch_rows
@@ -259,16 +273,18 @@ def run_composed(
     fault: Callable[[], None] | None = None,
     compute: ProofDtype | None = None,
 ) -> RankErrors:
-    """Train as one rank of the composed job, and compare with the reference after each step.
+    """Train as one rank of the composed job, and compare with the reference in each step.
+
+    It is a task of ``launch.Pool``: it forms the process group itself.
 
     Args:
         recipe: a small recipe.
-        dtype: of parameters and optimizer.
+        dtype: the dtype of parameters and optimizer.
         steps: the number of training steps.
         reference: the file that ``run_reference`` wrote.
-        fault: called before anything is built; a test plants a fault with it.
-        compute: a narrower dtype for the forward and backward of a mixed-precision recipe. Default:
-            ``dtype``, which still proves the code of mixed precision.
+        fault: a function to call before anything is built, with which a test plants a fault.
+        compute: the dtype for the forward and backward of a mixed-precision recipe. The default is
+            ``dtype``, which still runs the code of mixed precision.
 
     Returns:
         The differences that this rank measured.
@@ -304,7 +320,7 @@ def run_composed(
             wrong_learning_rate=wrong_learning_rate,
         )
         for step in range(steps):
-            # Between two steps, so that the proof sees a validation that disturbs the next step.
+            # Validate between two steps, so that a validation that disturbs the next step shows.
             if step == steps - 1:
                 validation_loss = train_step.validate(recipe, stages, held_out)
                 errors.loss[steps] = _relative_error(validation_loss, expected["loss"][steps])
@@ -330,7 +346,8 @@ def run_composed(
             max_norm = reference_max_norm(recipe, step)
             train_step.update(stages, optimizer, norm=norm, max_norm=max_norm, lr=lr)
 
-            # Adam hides a factor of all gradients, but for its epsilon. This norm shows the factor.
+            # A factor of all gradients hardly changes the weights of AdamW, but it changes this
+            # norm.
             clipped = _clipped_norm(stages)
             errors.clipped.append(_relative_error(clipped, expected["clipped"][step]))
             if replay is None:
@@ -345,9 +362,8 @@ def run_composed(
 def _find_wrong_learning_rate(recipe: Recipe, steps: int) -> str | None:
     """Describe the first step whose learning rate in training breaks the documented rule, if any.
 
-    A few steps show little of a schedule. Learning rates are numbers alone, so many more are
-    compared: every step of the short run and some after its end; and of the whole run, 64 steps and
-    those around each place where the rule changes.
+    The few steps of a proof show little of a schedule. A learning rate needs no training, so many
+    more steps are compared, of the proof's run and of the whole run (``_sampled_steps``).
     """
     for run_name, run in (
         ("the proof's run", shorten_run(recipe, steps)),
@@ -357,7 +373,7 @@ def _find_wrong_learning_rate(recipe: Recipe, steps: int) -> str | None:
         for step in _sampled_steps(table, total_steps):
             actual = learning_rate(step, table, total_steps)
             expected = reference_learning_rate(run, step)
-            # Written so that a learning rate that is not a number is wrong.
+            # With ``not <=``, a learning rate of NaN is wrong.
             if not abs(actual - expected) <= 1e-12 * table.lr:
                 return (
                     f"learning rate of step {step + 1} of {run_name} of {total_steps} steps is "
@@ -367,27 +383,38 @@ def _find_wrong_learning_rate(recipe: Recipe, steps: int) -> str | None:
 
 
 def _sampled_steps(table: OptimTable, total_steps: int) -> list[int]:
-    """Steps, counted from 0, that show each part of a learning rate schedule."""
+    """Return steps, counted from 0, that show each part of a learning rate schedule.
+
+    These are 64 steps from the first to the end of the decay, the steps around each change of the
+    rule, and two steps far after the end.
+    """
     decay_end = total_steps if table.decay is None else table.decay
     decay_begin = decay_end - (table.decay_steps or max(1, decay_end // 10))
-    steps = {(decay_end + 2) * part // 63 for part in range(64)}
-    for place in (0, table.warmup, decay_begin, decay_end, total_steps):
-        steps.update(range(place - 3, place + 4))
+    steps = {(decay_end + 2) * index // 63 for index in range(64)}
+    for change in (0, table.warmup, decay_begin, decay_end, total_steps):
+        steps.update(range(change - 3, change + 4))
     steps.update((2 * decay_end, 10 * total_steps))
     return sorted(step for step in steps if step >= 0)
 
 
 def _clipped_norm(stages: Stages) -> float:
-    """Compute the norm of the gradients as clipping left them. Collective over all ranks."""
+    """Compute the norm of the clipped gradients. Collective: one all-reduce over all ranks."""
     mesh = stages.mesh
     (norm_sq,) = mesh.sum_over_world(grad_norm.local_grad_norm_sq(stages.parameters(), mesh))
     return math.sqrt(norm_sq)
 
 
 def local_batch(batch: Batch, stages: Stages) -> Batch:
-    """Cut this rank's batch from a global one: its rows, and its tokens of these rows.
+    """Cut this rank's part out of a global batch: its rows, and its tokens of these rows.
 
-    Document ids keep the whole sequence, as the loader gives them.
+    ``documents_BT`` keeps whole sequences, as in the batches of the loader.
+
+    Args:
+        batch: tensors of shape (global_batch, T).
+        stages: the stages of this rank, which know the tokens of its cp rank.
+
+    Returns:
+        Tensors of shape (global_batch / batch_ranks, T / cp), with T for ``documents_BT``.
     """
     rows = len(batch.tokens_BT) // stages.mesh.batch_ranks
     own_rows = _rows(batch, stages.mesh.batch_rank * rows, rows)
@@ -422,7 +449,7 @@ def _compare_weights_in_float32(
 ) -> list[ShardError]:
     """Compare each weight with its replayed update, and set it to the weight of the reference.
 
-    In float32 each step is judged by itself, so each begins with the weights of the reference.
+    A float32 proof judges each step by itself, so each step begins with the reference's weights.
     """
     weights_before = expected["weight"][step - 1] if step else expected["initial"]
     shards = []
@@ -445,13 +472,13 @@ def _compare(
     """Compare this rank's shard of a tensor with the same box of the reference. No collective.
 
     Args:
-        step: counted from 0.
+        step: the step, counted from 0.
         kind: "gradient" or "weight".
-        name: of the parameter.
-        tensor: this rank's shard, or None if it has none.
-        whole: the tensor of the reference, or None if it has none.
-        remove_rounding: turns the shard and the box of the reference, both in float64, into the two
-            tensors to compare. Default: they are compared as they are.
+        name: the name of the parameter.
+        tensor: a tensor, or a DTensor with this rank's shard; None if this rank has none.
+        whole: the whole tensor of the reference, or None if the reference has none.
+        remove_rounding: a function of this rank's shard and the same box of ``whole``, both in
+            float64. It returns the two tensors to compare. None compares the arguments themselves.
     """
     fails = partial(ShardError.of_problem, step, kind, name)
     if tensor is None:
@@ -485,9 +512,9 @@ def _compare(
 
 
 def _set_shard(parameter: Tensor, whole: Tensor | None) -> None:
-    """Give this rank's shard of a parameter the values of the reference.
+    """Copy the values of the reference into this rank's shard of a parameter.
 
-    A shard that the reference does not have stays as it is: its ``ShardError`` names the problem.
+    A shard that the reference does not have is not changed. Its ``ShardError`` names the problem.
     """
     local, offset = init.local_part(parameter)
     if whole is None:
@@ -498,7 +525,7 @@ def _set_shard(parameter: Tensor, whole: Tensor | None) -> None:
 
 
 def _box(local: Tensor, offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """The slices that cut a rank's shard, which begins at ``offset``, from the whole tensor."""
+    """Return the slices of a whole tensor that a rank's shard at ``offset`` covers."""
     return tuple(
         slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True)
     )
@@ -509,5 +536,8 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _relative_error(actual: float, expected: float) -> float:
-    """The error relative to ``expected``; absolute if that is 0, as for a batch without a label."""
+    """Return the error relative to ``expected``, or the absolute error if ``expected`` is 0.
+
+    The loss of a batch without labels is 0, for example.
+    """
     return abs(actual - expected) / (abs(expected) or 1.0)

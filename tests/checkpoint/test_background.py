@@ -190,7 +190,9 @@ def test_run_that_cannot_save_ends_soon_on_every_rank(pool: Pool, folder: Path) 
         "step 2 could not be saved in runs/small/checkpoints/step-00000002.tmp: rank 1: writing"
         in one[1][0]
     )
-    assert one[1][1] == "the newest checkpoint is none; the same command starts anew"
+    assert one[1][1] == (
+        "there is no checkpoint in runs/small/checkpoints: the same command starts anew"
+    )
 
 
 def test_run_is_the_same_and_logs_its_stalls(pool: Pool, folder: Path) -> None:

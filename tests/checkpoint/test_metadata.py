@@ -192,7 +192,7 @@ def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) ->
         after=asm.set_attributes(name(kind), __bases__=bases),
     )
     before = type(TensorProperties().__getstate__()[3]).__bases__
-    assert "gives a state to a value that has none" in refused(written(tmp_path, attack))
+    assert "gives a state to a value that cannot have one" in refused(written(tmp_path, attack))
     assert type(TensorProperties().__getstate__()[3]).__bases__ == before
     assert "something else in place of a TensorStorageMetadata" in refused(
         written(tmp_path, attack.replace(asm.set_attributes(name(kind), __bases__=bases), b""))
@@ -204,11 +204,9 @@ def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) ->
         *([dcp.metadata.MetadataIndex("w"), torch.Size([0])]) * 2,
         torch.Size([]),
     )
-    with pytest.raises(
-        CheckpointError, match="'w' is an object and no tensor, which is not loaded"
-    ):
+    with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
         TensorLoadPlanner().load_bytes(item, io.BytesIO(content))
-    with pytest.raises(CheckpointError, match="'w' is an object and no tensor"):
+    with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
         CheckedReader(tmp_path, read)._read(io.BytesIO(content), info, item, TensorLoadPlanner())  # type: ignore[arg-type]
     assert not marker.exists()
     torch.load(io.BytesIO(content), weights_only=False)
@@ -305,7 +303,7 @@ def test_objects_that_torch_would_unpickle_are_named() -> None:
     with pytest.raises(CheckpointError) as caught:
         tensor_specs(Metadata({"extra": BytesStorageMetadata()}), "x")
     assert caught.value.lines == (
-        "x holds objects that are no tensors, which are not loaded: 'extra'",
+        "x holds objects that are not tensors, and only tensors are loaded: 'extra'",
     )
 
 
@@ -411,11 +409,11 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
     ),
     "before the file": (
         metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 1, 0): info(begin=-1)}),
-        "'w' has no place in '__0_0.distcp'",
+        "'w' has no valid range of bytes in '__0_0.distcp'",
     ),
     "no bytes": (
         metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 1, 0): info(length=0)}),
-        "'w' has no place in '__0_0.distcp'",
+        "'w' has no valid range of bytes in '__0_0.distcp'",
     ),
     "transformed": (
         lambda folder: sound_metadata(folder).replace(
@@ -426,7 +424,7 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
     ),
     "sparse": (
         lambda folder: sound_metadata(folder).replace(b"strided", b"striped"),
-        "'w' is no dense tensor",
+        "'w' is not a dense tensor",
     ),
     "an entry of a number": (
         metadata({text("w"): number(3)}, {}),
@@ -478,7 +476,7 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
                 {text("w"): entry((2, 3), *W)},
                 {index("w", 0, 0): info(file), index("w", 1, 0): info(begin=9)},
             ),
-            "which is no file of the folder",
+            "which is not a file of the folder",
         )
         for file in ("../x", "/etc/passwd", "a/b", "", ".", "..", "a\0b", "x" * 256, "x/", "./x")
     },
@@ -525,7 +523,7 @@ def test_files_are_plain_and_in_the_folder(tmp_path: Path, kind: str, file: str)
     if kind == "nothing":
         message = "No such file"
     elif file != METADATA:
-        message = "which is no plain file"
+        message = "which is not a plain file"
     else:
         message = {
             "link": "is a symbolic link",

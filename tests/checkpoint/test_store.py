@@ -193,7 +193,7 @@ def test_a_link_causes_one_warning(pool: Pool, tmp_path: Path) -> None:
     place = tmp_path / "run/step-00000030"
     place.symlink_to(tmp_path / "other")
     (tmp_path / "run/step-30").symlink_to(tmp_path / "other")  # not the name of a checkpoint
-    message = f"{place} is a link, which is not followed: move the folder there"
+    message = f"{place} is a link, which is not followed: replace it by the folder"
     found = pool.run(warnings_of_two_searches, {"folder": tmp_path / "run"}, world_size=2)
     assert found == [[message], []]
 
@@ -347,7 +347,7 @@ def test_objects_are_refused(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "step-00000001"
     pool.run(save_object, {"folder": path}, world_size=1)
     assert refused(pool, load, 1, path=path) == [
-        (f"{path} holds objects that are no tensors, which are not loaded: 'extra'",)
+        (f"{path} holds objects that are not tensors, and only tensors are loaded: 'extra'",)
     ]
 
 
@@ -443,7 +443,8 @@ def test_file_where_a_folder_should_be(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for lines in refused(pool, save_and_fail, 2, folder=tmp_path / "file", step=2):
         assert "rank 0: writing: [Errno 20] Not a directory: " in lines[0]
-        assert "the newest checkpoint is none" in lines[1]
+        no_checkpoint = f"there is no checkpoint in {tmp_path / 'file'}"
+        assert lines[1] == f"{no_checkpoint}: the same command starts anew"
 
 
 @pytest.fixture

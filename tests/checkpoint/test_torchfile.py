@@ -125,7 +125,7 @@ def test_a_tensor_within_a_larger_file_is_read(tmp_path: Path) -> None:
     torch.save([torch.ones(2)] * 2, tmp_path / "x")
     with (
         open(tmp_path / "x", "rb") as file,
-        pytest.raises(ValueError, match="something else than one tensor"),
+        pytest.raises(ValueError, match="something other than one tensor"),
     ):
         read_tensor(file, 0, (tmp_path / "x").stat().st_size)
 
@@ -178,7 +178,7 @@ def test_error_for_formats_before_torch_1_6_has_a_way_out(tmp_path: Path, kind: 
     if kind == "tar":
         (tmp_path / "x.pt").write_bytes(bytes(257) + b"ustar" + bytes(10_000))
     assert refused(tmp_path / "x.pt").endswith(
-        "where you trust it, load it with torch.load and write it with torch.save"
+        "if you trust it, load it with torch.load and write it with torch.save"
     )
 
 
@@ -341,7 +341,7 @@ def test_a_part_that_is_no_tensor_is_not_walked_through(tmp_path: Path) -> None:
     archive(tmp_path / "x.pt", b"\x80\x02" + b")" + b"q\x00h\x00\x86" * 30 + b".", _0=ROOM)
     with (
         open(tmp_path / "x.pt", "rb") as file,
-        pytest.raises(ValueError, match="something else than one tensor"),
+        pytest.raises(ValueError, match="something other than one tensor"),
     ):
         read_tensor(file, 0, (tmp_path / "x.pt").stat().st_size)
 

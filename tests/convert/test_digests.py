@@ -156,7 +156,7 @@ def test_an_export_without_digests_is_read_with_a_note(export: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        (5, "it is no object with fields"),
+        (5, "it is not an object with fields"),
         ({"layout": 5}, "layout is 5, but must be an object of integers from 0 to 2^53"),
         ({"step": 10**18}, "step is 1000000000000000000, but must be an integer from 0 to 2^53"),
         ({"data": {"next_step": -1}}, "next_step is an integer from 0 to 2^53"),

@@ -118,8 +118,8 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: rewrite_safetensors(
             f / "model.safetensors", lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})
         ),
-        "a holds 'model.norm.weight' in int8; it must not be quantized, but one of "
-        "float32, bfloat16, float16, float64",
+        "a holds 'model.norm.weight' in int8; it must be one of float32, bfloat16, float16, "
+        "float64, and not quantized",
     ),
     "another head": (
         "tied",
@@ -173,7 +173,8 @@ SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: rewrite_safetensors(
             f / "model.safetensors", lambda t: t.update({NORM: torch.ones(32) > 0})
         ),
-        "a holds 'model.norm.weight' in bool; it must not be quantized",
+        "a holds 'model.norm.weight' in bool; it must be one of float32, bfloat16, float16, "
+        "float64, and not quantized",
     ),
     "scalar": (
         "meta",

@@ -488,13 +488,14 @@ def test_a_document_that_would_take_all_memory_is_refused(
         file.truncate((16 << 20) + 1)
     named = ["--tokenizer", str(bpe)]
     assert refused(capsys, tmp_path / "big.txt", tmp_path / "out", *named) == (
-        f"{tmp_path / 'big.txt'}: one document of 16_777_217 bytes, which must fit into "
-        "memory; use at most "
-        "16_777_216, or cut it into documents, a file or a JSONL line each"
+        f"{tmp_path / 'big.txt'}: one document has 16_777_217 bytes, but at most 16_777_216 are "
+        "read into memory; cut it into several documents, each in a file or JSONL line of its own"
     )
     monkeypatch.setattr(tokenizer, "_DOCUMENT_BYTES", 5)
     lines = write_lines(tmp_path / "x.jsonl", ["abcde", "abcdef"])
-    assert f"{lines}:3: one document of 6 bytes" in refused(capsys, lines, tmp_path / "out", *named)
+    assert f"{lines}:3: one document has 6 bytes" in refused(
+        capsys, lines, tmp_path / "out", *named
+    )
     run(capsys, lines, tmp_path / "bytes", "--tokenizer", "bytes")
     run(capsys, write_lines(lines, ["abcde"]), tmp_path / "out", *named)
 

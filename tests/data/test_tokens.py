@@ -334,7 +334,7 @@ WRONG_MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "digest of another": (
         {"tokenizer": {"name": "t", "digest": "0" * 32}},
-        "tokenizer.digest is not that of tokenizer.json",
+        "tokenizer.digest differs from the digest of tokenizer.json",
     ),
     "bytes with a tokenizer": (
         {"tokenizer": {"name": "bytes", "digest": None}},

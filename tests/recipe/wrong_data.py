@@ -240,7 +240,7 @@ DATA = [
         | {"x.toml": TOKENS + '[validation]\npath = "v"\n'},
         [
             'x.toml:8: validation.path = "v" was made with another tokenizer or end of document '
-            "than data.path; make it again with the same"
+            "than data.path; prepare it again with the --tokenizer and --eod of data.path"
         ],
     ),
     Wrong(

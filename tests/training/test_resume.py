@@ -57,7 +57,8 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> 
         ),
         (
             ["checkpoint.resume=none"],
-            'checkpoint.resume = "none", but runs/small/checkpoints goes on from step-00000005;',
+            'checkpoint.resume = "none", but the newest checkpoint in runs/small/checkpoints is '
+            "step-00000005;",
         ),
         (["run.name=other", "checkpoint.resume=."], "is not a checkpoint: it has no manifest.json"),
     ],
@@ -193,8 +194,7 @@ def test_another_runs_checkpoint_starts_a_run_only_once(trained: Path) -> None:
     )
     assert back.returncode == 2
     assert (
-        "goes on from step-00000010; give the run another run.name, or remove what is newer"
-        in back.stderr
+        "is step-00000010; give the run another run.name, or remove the newer ones" in back.stderr
     )
 
 

@@ -20,19 +20,20 @@ Attend = Callable[..., Tensor]
 def attend_sdpa(
     q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: SequenceInfo, window: int
 ) -> Tensor:
-    """Causal attention of whole sequences on one device: the default of the seam ``attend``.
+    """Compute causal attention over whole sequences on one device.
 
-    A query attends to the keys of its own document at or before its own place in the row; with
-    ``window`` above 0, only to the last ``window`` of these, its own included.
+    This is the default of the seam ``attend``. A query attends to the keys of its own document up
+    to its own position. With ``window`` above 0, it attends only to the last ``window`` of these
+    keys, its own included. With documents or a window below T, it builds a mask of T x T.
 
     Args:
         q_BHTD, k_BKTD, v_BKTD: queries, keys and values. H is a multiple of K; query head h reads
             key-value head h // (H / K).
-        seq: its ``documents_BT`` are read.
-        window: 0 is no window.
+        seq: only its ``documents_BT`` are read.
+        window: the sliding window in tokens; 0 means no window.
 
     Returns:
-        (B, H, T, D).
+        The output (B, H, T, D).
     """
     length, documents_BT = q_BHTD.shape[2], seq.documents_BT
     has_window = 0 < window < length
@@ -48,7 +49,7 @@ def attend_sdpa(
 
 
 def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what to add to the scores: 0 where ``mask`` is true, minus infinity elsewhere."""
+    """Return a bias for the scores: 0 where ``mask`` is true, minus infinity elsewhere."""
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -torch.inf)
 
 
@@ -60,12 +61,23 @@ def sdpa(
     *,
     is_causal: bool = True,
 ) -> Tensor:
-    """Call torch's attention for grouped heads so that a memory-efficient kernel can serve it."""
+    """Call torch's ``scaled_dot_product_attention`` so that it does not build all scores.
+
+    Args:
+        q_BHTD, k_BKSD, v_BKSD: queries, keys and values. H is a multiple of K; query head h reads
+            key-value head h // (H / K).
+        bias: is added to the scores; it must broadcast to (B, H, T, S). A bias needs ``is_causal``
+            to be false.
+        is_causal: whether query i attends to keys 0 to i only.
+
+    Returns:
+        The output (B, H, T, D).
+    """
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     flash = bias is None and q_BHTD.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and q_BHTD.is_cuda and not flash:
         # On CUDA only the flash kernel takes grouped heads, and it takes neither a bias nor
-        # float32. The other kernels would build all scores for them, so the heads are repeated.
+        # float32. Without this repetition of the heads, torch would build all scores.
         k_BKSD = k_BKSD.repeat_interleave(groups, dim=1)
         v_BKSD = v_BKSD.repeat_interleave(groups, dim=1)
         groups = 1
@@ -77,14 +89,18 @@ def sdpa(
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
 
+    ``attention(x_BTC, seq=seq)`` returns (B, T, C).
+
     Args:
-        dim: width C of the residual stream.
-        n_heads, n_kv_heads: query heads and key-value heads.
-        rope: positions and head width, one object for all blocks of a model.
-        bias: biases of the query, key and value projections (Qwen 2).
-        qk_norm: RMSNorm of each head's query and key before rotation (Qwen 3, arXiv 2505.09388).
-        norm_eps: epsilon of those norms.
-        window: sliding window (Mistral 7B, arXiv 2310.06825); 0 is none.
+        dim: the width C of the residual stream.
+        n_heads, n_kv_heads: the numbers of query heads and of key-value heads.
+        rope: the settings of the rotary positions; one object for all blocks of a model. It also
+            gives the head width D.
+        bias: whether the query, key and value projections have biases (Qwen 2).
+        qk_norm: whether each head's query and key pass through RMSNorm before the rotation (Qwen 3,
+            arXiv 2505.09388).
+        norm_eps: the epsilon of these norms.
+        window: the sliding window in tokens (Mistral 7B, arXiv 2310.06825); 0 means no window.
     """
 
     def __init__(

@@ -14,22 +14,24 @@ from composer3d.models.contract import IGNORE_INDEX
 
 
 def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """Sum the cross-entropy over all valid labels: the default of the head's seam.
+    """Sum the cross-entropy over all labels but ``IGNORE_INDEX``.
 
-    The sum is a scalar of float32 or wider: bfloat16 cannot hold a sum over thousands of tokens.
+    This is the default of the head's seam ``cross_entropy``. The result is a scalar in float32 or
+    wider, because bfloat16 cannot hold a sum over thousands of tokens.
     """
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return F.cross_entropy(wide_NV, labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 class Head(nn.Module):
-    """``head(h_BTC, labels_BT) -> summed loss``.
+    """The head: ``head(h_BTC, labels_BT)`` returns the summed loss, a scalar in float32 or wider.
 
     Attributes:
         weight: (V, C).
-        chunks: number of parts in which the tokens go through the head, one after another. Above 1,
-            the logits of one part at a time are in memory (see ``_LossInParts``).
-        cross_entropy: the seam of tensor parallelism, which replaces it.
+        chunks: the number of parts into which the tokens are cut. Only one part's logits are in
+            memory at a time (see ``_LossInParts``).
+        cross_entropy: computes the summed loss from (logits_NV, labels_N). It is the seam that
+            tensor parallelism replaces.
     """
 
     def __init__(self, vocab: int, dim: int) -> None:
@@ -39,7 +41,7 @@ class Head(nn.Module):
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
 
     def logits(self, h: Tensor) -> Tensor:
-        """Compute the logits, (..., V) from (..., C), on one process."""
+        """Compute the logits (..., V) of ``h`` (..., C) on one process."""
         return F.linear(h, self.weight)
 
     def forward(self, h_BTC: Tensor, labels_BT: Tensor) -> Tensor:
@@ -56,9 +58,9 @@ class _LossInParts(torch.autograd.Function):
     """A loss summed over parts of the tokens. Only one part's logits are in memory at a time.
 
     Backward computes the logits of each part again. It sums the gradient of the weight over the
-    parts in float32 or wider and rounds once at the end: in bfloat16, each part would lose what is
-    smaller than the rounding of the sum so far. During backward that sum takes one weight's memory
-    in float32.
+    parts in float32 or wider, and rounds the sum once at the end: a sum in bfloat16 would lose the
+    small contributions of single parts. During backward, the sum takes as much memory as the
+    weight in float32.
     """
 
     @staticmethod

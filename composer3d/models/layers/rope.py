@@ -11,12 +11,12 @@ from composer3d.models.contract import SequenceInfo
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """The settings of rotary positions, one object for all blocks of a model.
+    """The settings of rotary positions. All blocks of a model share one object.
 
     ``factor`` above 1 stretches long wavelengths as in Llama 3.1 (Hugging Face: ``rope_type``
-    "llama3"). A pair of numbers that turns fewer than ``low_freq`` times in ``context`` tokens, the
-    context length before the stretch, turns ``factor`` times slower. One that turns at least
-    ``high_freq`` times is left as it is. Between the two, the speed is interpolated.
+    "llama3"). Count how often a pair of numbers turns in ``context`` tokens, the context length
+    before the stretch. With at most ``low_freq`` turns, the pair turns ``factor`` times slower.
+    With at least ``high_freq`` turns, it keeps its speed. In between, the speed is interpolated.
     """
 
     head_dim: int
@@ -33,9 +33,8 @@ Table = tuple[Tensor, Tensor]
 def rope_table(rope: Rope, positions_BT: Tensor, dtype: torch.dtype) -> Table:
     """Compute (cos, sin) for ``rotate``, each (B, T, 1, D) in ``dtype``.
 
-    The first half of sin is negated.
-
-    The angles are computed in float32 or wider: bfloat16 cannot tell positions above 256 apart.
+    The first half of sin is negated. The angles are computed in float32 or wider, because bfloat16
+    cannot tell positions above 256 apart.
     """
     half, wide = rope.head_dim // 2, torch.promote_types(dtype, torch.float32)
     speed_D = rope.theta ** (-torch.arange(half, device=positions_BT.device, dtype=wide) / half)
@@ -49,14 +48,14 @@ def rope_table(rope: Rope, positions_BT: Tensor, dtype: torch.dtype) -> Table:
 
 
 def shared_rope_table(rope: Rope, seq: SequenceInfo, dtype: torch.dtype) -> Table:
-    """Return the ``rope_table`` of the positions in ``seq``. Only the first block computes it."""
+    """Return the ``rope_table`` of the positions in ``seq``; compute it if no block has yet."""
     if (rope, dtype) not in seq.shared:
         seq.shared[rope, dtype] = rope_table(rope, seq.positions_BT, dtype)
     return seq.shared[rope, dtype]
 
 
 def rotate(x_BTHD: Tensor, table: Table) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) by a ``rope_table``: Hugging Face's half-split form."""
+    """Rotate the pairs (x[i], x[i + D/2]) by a ``rope_table``, as Hugging Face pairs them."""
     cos_BT1D, sin_BT1D = table
     rolled_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BTHD * cos_BT1D, rolled_BTHD, sin_BT1D)

@@ -1,9 +1,9 @@
 """Counts the parameters of a Llama, and the FLOPs of a training token. No torch here.
 
-All FLOPs that are reported (metrics, planner, benchmarks) come from here. Matrix products are
-counted, with two operations for a multiply-add. Norms, activations, RoPE and the softmax are not
-counted, nor is the recomputation of activation checkpointing: these are FLOPs of the model, so
-that MFU falls if the hardware does more work.
+The metrics and the benchmarks report these FLOPs. Matrix products are counted, with two operations
+for a multiply-add. Norms, activations, RoPE and the softmax are not counted. The recomputation of
+activation checkpointing is not counted either: these are FLOPs of the model, so MFU (model FLOPs
+utilization) falls if the hardware does more work.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from composer3d.models.llama.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Parameters of one shape, by the module that holds them.
+    """The numbers of parameters of one shape, by the module that holds them.
 
     Attributes:
-        embedding: first.embed, which is a lookup and no product.
+        embedding: first.embed, which is a lookup and not a matrix product.
         attention: the weights wq, wk, wv and wo of one block.
         biases: the biases of wq, wk and wv of one block.
         ffn: w1, w2 and w3 of one block.
-        norms: the two norms of one block, and those of its queries and keys.
+        norms: the two norms of one block, and the norms of its queries and keys.
         last_norm: last.norm.
         head: last.head, or 0 if it is the embedding.
     """
@@ -35,7 +35,7 @@ class Parts:
 
     @property
     def block(self) -> int:
-        """The parameters of one block."""
+        """The number of parameters of one block."""
         return self.attention + self.biases + self.ffn + self.norms
 
 
@@ -64,12 +64,12 @@ def parameters(shape: ModelShape) -> int:
 
 
 def keys_seen(seq_len: int, window: int = 0) -> float:
-    """Return the number of keys that a causal query sees, the mean over a sequence.
+    """Return the mean number of keys that a causal query sees in a sequence.
 
-    Without a window this is (seq_len + 1) / 2.
+    Without a window (0) it is (seq_len + 1) / 2.
     """
     width = min(window or seq_len, seq_len)
-    # Every query sees ``width`` keys, except that query i of the first ones sees only i + 1.
+    # Query i sees ``width`` keys, or only i + 1 keys if i + 1 is smaller.
     missing = width * (width - 1) // 2
     return width - missing / seq_len
 
@@ -80,17 +80,18 @@ def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = True) -> 
     6 * (parameters that multiply a token) + 12 * n_layers * keys * n_heads * head_width.
 
     A parameter costs 2 FLOPs forward, and 4 backward for the gradients of its input and of itself.
-    An element of a query costs, for each key, 2 FLOPs for the score and 2 for the weighted sum of
-    values, and twice that backward. So fewer key-value heads save memory, but no operations. The
-    head counts, tied or not; the lookup of the embedding does not.
+    For each key, an element of a query costs 2 FLOPs for the score and 2 for the weighted sum of
+    values forward, and twice as much backward. So fewer key-value heads save memory, but no
+    operations. The head counts even if it is tied; the lookup of the embedding does not.
 
     Args:
         shape: the model.
-        seq_len: tokens in a sequence.
-        causal: True, which composer3d reports, counts only the keys that a query sees, so that a
-            mask does not inflate MFU. False counts masked scores too, ``seq_len`` keys for each
-            query: the convention of PaLM (Chowdhery et al. 2022, appendix B: 6N + 12LHQT) and of
-            Megatron-LM (Narayanan et al. 2021, equation 3, without its recomputation).
+        seq_len: the number of tokens in a sequence.
+        causal: True counts only the keys that a query sees, so that a mask does not inflate MFU.
+            composer3d reports these FLOPs. False also counts masked scores: ``seq_len`` keys for
+            each query. This is the convention of PaLM (Chowdhery et al. 2022, appendix B: 6N +
+            12LHQT) and of Megatron-LM (Narayanan et al. 2021, equation 3, without its
+            recomputation).
     """
     p = parts(shape)
     keys = keys_seen(seq_len, shape.window) if causal else seq_len

@@ -1,9 +1,9 @@
 """Translate between Hugging Face's config.json and a ``ModelShape``. No torch here.
 
-The meaning of each key, and its default if it is absent, are those of transformers 5.23. Both ways
-to write rotary positions are read: ``rope_theta`` with ``rope_scaling``, and ``rope_parameters``.
+Each key has the meaning and the default that it has in transformers 5.23. Rotary positions are read
+in both forms: ``rope_theta`` with ``rope_scaling``, and ``rope_parameters``.
 
-Anybody may have written a config.json, so every value is checked for its type and its range before
+Anybody may have written a config.json, so the type and the range of every value are checked before
 anything is computed with it.
 """
 
@@ -18,7 +18,7 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import read_json
 
-# For each model_type, the defaults of keys that other types leave without one.
+# For each model_type, the defaults of keys for which other types have no default.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -30,9 +30,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
 }
-# For each model_type, the keys that must be false, null or absent besides _UNSUPPORTED. Qwen 2 has
-# biases of q, k and v whatever attention_bias says; in the other types that key adds one of o as
-# well.
+# For each model_type, the keys that must be false, null or absent, in addition to _UNSUPPORTED.
+# Qwen 2 ignores attention_bias: it always has biases of q, k and v. In the other types, the key
+# also adds a bias of o, which our attention does not have.
 _UNSUPPORTED_BY_TYPE = {
     "llama": ("attention_bias", "sliding_window"),
     "mistral": ("attention_bias",),
@@ -69,7 +69,7 @@ _KEYS = {
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # values in layer_types
 _SHOWN_CHARACTERS = 60  # of a value in a message
 
-# What a message calls the type of a field of ModelShape.
+# The name of a field's type in messages.
 _TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -81,7 +81,7 @@ _TYPE_NAMES: dict[Any, str] = {
 def read_shape(folder: str | Path) -> ModelShape:
     """Return the shape that the config.json of ``folder`` describes.
 
-    Raises CheckpointError if the file cannot be read, and as ``parse_config`` does.
+    Raises CheckpointError if the file cannot be read or ``parse_config`` refuses its content.
     """
     file = Path(folder) / "config.json"
     try:
@@ -101,7 +101,7 @@ class _Requirements:
         self.problems: list[str] = []
 
     def require(self, is_supported: bool, key: str, value: Any, rule: str) -> None:
-        """Add a line about ``key`` if its value is not supported; ``rule`` says what is."""
+        """Add a line about ``key`` if its value is not supported; ``rule`` says what it must be."""
         if not is_supported:
             self.problems.append(f"{key} = {short_json(value)} is not supported; it must be {rule}")
 
@@ -111,8 +111,8 @@ def parse_config(config: Any) -> ModelShape:
 
     ``head_dim`` is None in the shape if it equals dim / n_heads.
 
-    Raises CheckpointError, with a line for each key that has a wrong type, lies outside of the
-    range of recipes, or asks for something that composer3d does not compute.
+    Raises CheckpointError if a value has a wrong type, lies outside of the range of recipes, or
+    asks for something that composer3d does not compute. The error has a line for each such value.
     """
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(model_type, str) or model_type not in _DEFAULTS:
@@ -151,7 +151,7 @@ def parse_config(config: Any) -> ModelShape:
         require(not config.get(key), key, config.get(key), "false, null or absent")
     values |= _parse_rope(config, checks)
 
-    # The checks below compute with values, so they run only if all checks above have passed.
+    # The checks below compute with the values, so they run only if all checks above have passed.
     if not problems:
         values |= {
             "head_dim": head_dim,
@@ -174,15 +174,15 @@ def parse_config(config: Any) -> ModelShape:
 
 
 def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> ModelShape:
-    """Make a ModelShape of plain values, which anybody may have written.
+    """Check plain values from a file that anybody may have written, and make a ModelShape of them.
 
     Args:
-        values: by the names of the fields. Names that no field has are ignored.
-        keys: for messages, the names of fields in the file that the values were read from, if they
-            are other names.
+        values: values by the names of their fields. Names that no field has are ignored.
+        keys: for messages, the name of each field in the file, if the file uses another name.
 
     Raises:
-        CheckpointError: with the lines of ``shape_problems``.
+        CheckpointError: a value is missing, or a ModelShape may not have it. The error has the
+            lines of ``shape_problems``.
     """
     problems = shape_problems(values, keys or {})
     if problems:
@@ -196,15 +196,14 @@ def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None)
 
 
 def shape_problems(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[str]:
-    """Return a line for each value that no ModelShape may have.
+    """Return a line for each value that is missing, or that a ModelShape may not have.
 
-    A value must have the type of its field and lie in the range of recipes, which is declared with
-    the field. If all do, pairs of values are checked.
+    A value must have the type of its field and lie in its range, which is the same as in recipes.
+    Rules on several values are checked only if each value is right by itself.
 
     Args:
-        values: by the names of the fields.
-        keys: for messages, the names of fields in the file that the values were read from, if they
-            are other names.
+        values: values by the names of their fields. An absent field has its default.
+        keys: for messages, the name of each field in the file, if the file uses another name.
     """
     all_values = {entry.name: values.get(entry.name, entry.default) for entry in fields(ModelShape)}
     labels = {
@@ -250,13 +249,16 @@ def _is_size(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     """Return whether ``value`` is a finite number.
 
-    The bounds also refuse integers of 400 digits, which no float can hold.
+    The bounds also refuse integers with hundreds of digits, which no float can hold.
     """
     return type(value) in (int, float) and -1e300 < value < 1e300
 
 
 def short_json(value: Any) -> str:
-    """Return ``value`` as JSON, cut to a length that fits into a message."""
+    """Return ``value`` as JSON, cut to a length that fits into a message.
+
+    A value that is not JSON becomes the name of its type in parentheses.
+    """
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -269,14 +271,15 @@ def short_json(value: Any) -> str:
 def _parse_rope(config: Mapping[str, Any], checks: _Requirements) -> dict[str, Any]:
     """Return the fields ``rope_*`` of the shape that ``config`` describes."""
     require = checks.require
-    # As transformers does: rope_scaling counts if it is not empty, and rope_parameters otherwise. A
-    # rope_theta inside of either counts more than one at the top.
+    # As in transformers, rope_scaling is read if it is not empty, else rope_parameters. A
+    # rope_theta in either of them overrides one at the top level.
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     written = config.get(place)
     if written is not None and not isinstance(written, dict):
         require(False, place, written, "an object, null or absent")
         return {}
-    unread = dict(written or {})  # every key that is read is removed; none may be left
+    # Every key that is read is removed from these. A key that is left is not supported.
+    unread = dict(written or {})
 
     thetas = (unread.pop("rope_theta", None), config.get("rope_theta"), 1e4)
     theta = next(value for value in thetas if value is not None)
@@ -299,8 +302,8 @@ def _parse_rope(config: Mapping[str, Any], checks: _Requirements) -> dict[str, A
             require(_is_number(values[name]), f"{place}.{key}", values[name], "a number")
         context, key = values["rope_context"], _LLAMA3_ROPE_KEYS["rope_context"]
         require(_is_size(context), f"{place}.{key}", context, "a positive integer")
-        # The key may also stand at the top. If both differ, the config of transformers uses one and
-        # its model the other.
+        # The key may also be at the top level. If the two differ, transformers is not consistent:
+        # its config uses one, and its model the other.
         at_top = config.get(key, context)
         require(at_top == context, key, at_top, f"{place}.{key} = {short_json(context)}")
 
@@ -308,7 +311,7 @@ def _parse_rope(config: Mapping[str, Any], checks: _Requirements) -> dict[str, A
         not unread or not is_known,
         place,
         unread,
-        f"without these keys, its rope_type is {rope_type}",
+        f"without these keys, because its rope_type is {rope_type}",
     )
     # A factor of 1 stretches nothing, so the other values do not matter.
     return values if values.get("rope_factor") != 1 else {"rope_theta": theta}
@@ -317,8 +320,8 @@ def _parse_rope(config: Mapping[str, Any], checks: _Requirements) -> dict[str, A
 def _parse_window(config: Mapping[str, Any], checks: _Requirements) -> int:
     """Return the sliding window, or 0 if there is none.
 
-    In transformers as in composer3d, a token sees itself and the tokens before it,
-    ``sliding_window`` tokens in all.
+    In transformers and in composer3d, a token sees itself and the ``sliding_window`` - 1 tokens
+    before it.
     """
     require = checks.require
     is_qwen = config["model_type"].startswith("qwen")
@@ -362,15 +365,16 @@ def _parse_window(config: Mapping[str, Any], checks: _Requirements) -> int:
 def make_config(
     shape: ModelShape, dtype: str, carried: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a config.json for ``shape`` with weights of ``dtype``.
+    """Return the content of a config.json for ``shape`` with weights of ``dtype``.
 
-    Rotary positions are written in the older way, which transformers 4 and 5 both read.
+    Rotary positions are written in the older form, which transformers 4 and 5 both read.
 
     Args:
-        shape: of the model.
-        dtype: name of the dtype of the weights.
+        shape: the shape of the model.
+        dtype: the name of the dtype of the weights, such as "bfloat16".
         carried: the config.json that came with the model. If it describes this shape, all its other
-            keys are kept. If it does not, only the ids of tokens and the longest sequence are kept.
+            keys are kept. Otherwise only the ids of special tokens and ``max_position_embeddings``
+            are kept.
 
     Raises:
         CheckpointError: no architecture of transformers computes this shape.
@@ -381,8 +385,8 @@ def make_config(
         )
     longest = int(shape.rope_context * shape.rope_factor)
     config: dict[str, Any] = {"max_position_embeddings": longest, **(carried or {})}
-    # The first three are written below. auto_map names Python files of the model's author, which
-    # are never copied.
+    # The first three are written below in their older form. auto_map names Python files of the
+    # model's author, which are never copied.
     for key in ("dtype", "rope_parameters", "rope_scaling", "auto_map"):
         config.pop(key, None)
 
@@ -417,7 +421,7 @@ def make_config(
 
 
 def _describes(config: dict[str, Any], shape: ModelShape) -> bool:
-    """Return whether ``config`` describes ``shape``, whether or not either gives head_dim."""
+    """Return whether ``config`` describes ``shape``. A head_dim of dim / n_heads may be absent."""
     with suppress(CheckpointError):
         described = parse_config(config)
         return replace(described, head_dim=described.head_width) == replace(
@@ -427,13 +431,13 @@ def _describes(config: dict[str, Any], shape: ModelShape) -> bool:
 
 
 def _model_type_of(shape: ModelShape) -> str:
-    """Return the model_type of transformers that computes ``shape``."""
+    """Return the model_type with which transformers computes ``shape``."""
     if shape.qk_norm:
         return "qwen3"
     if shape.qkv_bias:
         return "qwen2"
-    # Mistral computes what Llama does, within a window. And transformers refuses a Llama whose
-    # heads do not divide its width.
+    # Mistral is a Llama with a window. It also serves if n_heads does not divide dim, which
+    # transformers refuses for a Llama.
     if shape.window or shape.dim % shape.n_heads:
         return "mistral"
     return "llama"

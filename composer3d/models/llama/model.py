@@ -1,7 +1,7 @@
 """The Llama decoder: Touvron et al. 2023 (arXiv 2302.13971), the Llama 3 herd (arXiv 2407.21783).
 
-Parameters have one global name each, whatever the layout: ``first.embed.weight``,
-``blocks.7.attn.wq.weight``, ``last.head.weight``. Tied embedding and head are one parameter, under
+Each parameter has one global name, which does not depend on the layout: ``first.embed.weight``,
+``blocks.7.attn.wq.weight``, ``last.head.weight``. A tied embedding and head are one parameter with
 the name of the embedding. Mistral, Qwen 2 and Qwen 3 are the same code with another shape.
 """
 
@@ -17,7 +17,7 @@ from composer3d.models.llama.shape import ModelShape
 
 
 def rope_of(shape: ModelShape) -> Rope:
-    """The rotary positions of a shape."""
+    """Return the settings of the rotary positions of a shape."""
     return Rope(
         head_dim=shape.head_width,
         theta=shape.rope_theta,
@@ -83,12 +83,12 @@ class Last(nn.Module):
 
 
 class Llama(Decoder):
-    """A Llama of one ``ModelShape``, with uninitialised parameters.
+    """A whole Llama with uninitialised parameters. ``Decoder`` documents its calls.
 
     Args:
         shape: the sizes of the whole model.
-        dtype: of all parameters.
-        device: where the parameters are allocated; "meta" allocates nothing.
+        dtype: the dtype of all parameters.
+        device: the device on which parameters are allocated; "meta" allocates nothing.
     """
 
     def __init__(

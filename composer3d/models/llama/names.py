@@ -1,8 +1,8 @@
-"""The names and the layout of each parameter in the files of Hugging Face and of Meta.
+"""Translate names and layouts of parameters between our format, Hugging Face's and Meta's.
 
-Names of parameters are ours, without the ``model.`` of checkpoints: ``blocks.7.attn.wq.weight``.
-All three have the same values, but Meta lays out the rows of the query and key projections in
-another order: its rotary pairs are neighbours, (x[2i], x[2i + 1]), and ours and Hugging Face's are
+Our names are used without the ``model.`` of checkpoints: ``blocks.7.attn.wq.weight``. The values
+are the same in all three formats. But Meta orders the rows of the query and key projections in
+another way: its rotary pairs are neighbours, (x[2i], x[2i + 1]). Our pairs and Hugging Face's are
 (x[i], x[i + D/2]).
 """
 
@@ -19,7 +19,7 @@ from composer3d.spec.errors import CheckpointError
 
 
 class _Names(NamedTuple):
-    """The names of one module; ``#`` stands for the number of a block; "" for no such module."""
+    """The names of one module. ``#`` is the number of a block; "" means that there is none."""
 
     hf: str
     meta: str
@@ -47,17 +47,18 @@ _FIRST_BLOCK = "blocks.0."
 # The fields of ModelShape that params.json has under the same name.
 _SHARED_PARAMS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
 
-# The stretched positions that Meta's code can compute, as (rope_factor, rope_low_freq,
-# rope_high_freq, rope_context): those of Llama 3.1 and 3.2.
+# The stretched positions of Llama 3.1 and 3.2, the only ones that Meta's code can compute:
+# (rope_factor, rope_low_freq, rope_high_freq, rope_context).
 _STRETCHES = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
 
 
 @cache
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters by our names, in the model's order.
+    """Return the shape of each parameter by our name, in the model's order.
 
-    A tied head is not a parameter of its own. All blocks are the same, so only one is built: a
-    config.json may ask for thousands. The result is cached and must not be changed.
+    A tied head is not a parameter of its own. Only one block is built, because all blocks are the
+    same, and a config.json may ask for thousands. The caller must not change the result, which is
+    cached.
     """
     model = Llama(replace(shape, n_layers=1))
     sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -73,15 +74,15 @@ def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def hf_names(shape: ModelShape) -> dict[str, str]:
-    """Return Hugging Face's name of each parameter, by our names."""
+    """Map our name of each parameter to Hugging Face's."""
     return {name: _translate(name, "hf") for name in parameter_shapes(shape)}
 
 
 def meta_names(shape: ModelShape) -> dict[str, str]:
-    """Return Meta's name of each parameter, by our names.
+    """Map our name of each parameter to Meta's.
 
-    The files of a tied model also hold the embedding as ``output.weight``, which is not listed
-    here.
+    The files of a tied model also hold the embedding as ``output.weight``, which is not in the
+    result.
 
     Raises CheckpointError as ``make_meta_params`` does.
     """
@@ -91,33 +92,40 @@ def meta_names(shape: ModelShape) -> dict[str, str]:
 
 def _translate(name: str, column: Literal["hf", "meta"]) -> str:
     """Return the name of one parameter in a column of the table."""
-    number = name.split(".")[1]  # of the block, if the parameter is in a block
+    number = name.split(".")[1]  # the number of the block, if the parameter is in a block
     module, _, leaf = name.replace(f"blocks.{number}.", "blocks.#.").rpartition(".")
     translated = getattr(_TABLE[module], column)
     return f"{translated.replace('#', number)}.{leaf}"
 
 
 def to_meta(name: str, whole: Tensor, shape: ModelShape, *, inverse: bool = False) -> Tensor:
-    """Lay out a parameter as Meta does, or with ``inverse`` a parameter of Meta's as we do.
+    """Convert a parameter from our layout to Meta's, or from Meta's to ours if ``inverse``.
+
+    Only the rows of the query and key projections are reordered. Other parameters are returned
+    unchanged.
 
     Args:
-        name: of the parameter, ours.
-        whole: the parameter, or the rows of whole heads of it.
-        shape: of the model.
-        inverse: translate from Meta's layout to ours.
+        name: our name of the parameter.
+        whole: the whole parameter, or all rows of some of its heads.
+        shape: the shape of the model.
+        inverse: convert from Meta's layout to ours.
+
+    Returns:
+        A tensor with the shape of ``whole``.
     """
     if not name.endswith(("attn.wq.weight", "attn.wk.weight")):
         return whole
     half = shape.head_width // 2
-    # The rows of a head, ours: 2 halves of D/2 rows; Meta's: D/2 pairs of 2 rows.
+    # A head has 2 halves of D/2 rows in our layout, and D/2 pairs of 2 rows in Meta's.
     sizes = (-1, half, 2) if inverse else (-1, 2, half)
     return whole.unflatten(0, sizes).transpose(1, 2).flatten(0, 2)
 
 
 def make_meta_params(shape: ModelShape) -> dict[str, Any]:
-    """Return Meta's params.json for ``shape``.
+    """Return the content of Meta's params.json for ``shape``.
 
-    Raises CheckpointError, with a line for each field, if Meta's code would compute something else.
+    Raises CheckpointError if Meta's code cannot compute this shape. The error has a line for each
+    field that it does not support.
     """
     stretch = (shape.rope_factor, shape.rope_low_freq, shape.rope_high_freq, shape.rope_context)
     unsupported: dict[str, Any] = {}
@@ -152,16 +160,16 @@ def make_meta_params(shape: ModelShape) -> dict[str, Any]:
 
 
 def parse_meta_params(params: dict[str, Any], *, vocab: int, ffn: int, tied: bool) -> ModelShape:
-    """Return the shape that the content of a params.json describes, together with its tensors.
+    """Return the shape that a params.json and the sizes of some tensors describe.
 
     Args:
         params: the content of params.json.
-        vocab: the rows of the tensor ``output``.
-        ffn: the rows of the tensors ``w1``.
+        vocab: the number of rows of the whole tensor ``output``.
+        ffn: the number of rows of each whole tensor ``w1``.
         tied: whether ``output`` equals the embedding.
 
     Raises:
-        CheckpointError: params.json lacks a size, or has one of a wrong type or out of range.
+        CheckpointError: params.json lacks a value, or has one of a wrong type or out of range.
     """
     # The params.json of Llama 2 lacks these keys.
     defaults = {"n_kv_heads": params.get("n_heads"), "norm_eps": 1e-5, "rope_theta": 1e4}
@@ -179,8 +187,8 @@ def parse_meta_params(params: dict[str, Any], *, vocab: int, ffn: int, tied: boo
         )
     factor = 1.0
     if is_scaled:
-        # Meta's files say use_scaled_rope alone. It means a factor of 8, and of 32 in Llama 3.2,
-        # the one whose head is tied.
+        # Meta's own files do not give the factor. It is 32 in Llama 3.2, which has a tied head, and
+        # 8 in Llama 3.1.
         factor = params.get("rope_scaling_factor", 32.0 if tied else 8.0)
 
     values = {name: params[name] for name in _SHARED_PARAMS}

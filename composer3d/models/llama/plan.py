@@ -5,11 +5,11 @@ from composer3d.models.llama.shape import ModelShape
 
 
 def sharding_plan(shape: ModelShape) -> ShardingPlan:
-    """The plan of a Llama of this shape.
+    """Return the sharding plan of a Llama with this shape.
 
     Under sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198), every block gathers its
-    input twice and reduce-scatters its output twice. As in GPT-2, projections into the residual
-    stream start smaller in deeper models.
+    input twice and reduce-scatters its output twice. As in GPT-2, the initial weights of the
+    projections into the residual stream are smaller in deeper models.
     """
     init: dict[str, Normal | Constant] = {"*norm.weight": Constant(1.0)}
     if shape.qkv_bias:

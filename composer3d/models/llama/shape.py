@@ -43,11 +43,12 @@ class ModelShape(DecoderShape):
 _LLAMA_3_2: dict[str, Any] = {"rope_factor": 32.0, "tied": True}
 _QWEN_3: dict[str, Any] = {"head_dim": 128, "qk_norm": True, "norm_eps": 1e-6}
 
-# From the config.json that is published with each model. 405B, like all of 3.1, has the sizes of
-# Llama 3 ("The Llama 3 Herd of Models", table 3) and stretched positions. llama-175b is not a
-# published model: it has the depth, width and heads of GPT-3 (Brown et al. 2020, table 2.1) in
-# the architecture of Llama, with the vocabulary of Narayanan et al. 2021. Its gated ffn of 8/3
-# dim has as many parameters as the ffn of GPT-3, of 4 dim.
+# The debug models are our own. The other numbers are those of the config.json that is published
+# with each model. 405B, like all of Llama 3.1, has the sizes of Llama 3 ("The Llama 3 Herd of
+# Models", table 3) and stretched positions. llama-175b is not a published model: it has the depth,
+# width and heads of GPT-3 (Brown et al. 2020, table 2.1), the architecture of Llama, and the
+# vocabulary of Narayanan et al. 2021. Its gated ffn has a width of 8/3 dim, and so as many
+# parameters as GPT-3's ffn of 4 dim.
 PRESETS: dict[str, ModelShape] = {
     # dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta
     "debug-tiny": ModelShape(64, 4, 4, 2, 160, 256, 1e4),

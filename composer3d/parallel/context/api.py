@@ -1,17 +1,17 @@
 """Context parallelism: attention of a sequence that is cut over several ranks, in three ways.
 
-- ring: keys and values travel round a ring of ranks; the next ones are on their way while a block
-  is computed. Liu et al. 2023 (Ring Attention, arXiv 2310.01889).
+- ring: keys and values travel round a ring of ranks. The next ones are sent while a block is
+  computed. Liu et al. 2023 (Ring Attention, arXiv 2310.01889).
 - allgather: every rank gathers all keys and values first. Llama 3 (arXiv 2407.21783, section
   3.3.2).
 - ulysses: an all-to-all gives each rank the whole sequence for some of the heads; a second one
   gives it back its part of the output. Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509).
 
-``ownership`` decides which tokens a rank holds, ``tiles`` which scores it computes.
+``ownership`` decides which tokens a rank holds, and ``tiles`` which scores it computes.
 
-Shapes: T is the length of the whole sequence and n = T / cp that of a rank's part; queries
-(B, H, n, D), keys and values (B, K, n, D), rotated by their positions in the whole sequence, and
-not yet repeated for grouped queries.
+Shapes: T is the length of the whole sequence, and n = T / cp that of a rank's part. Queries are
+(B, H, n, D), keys and values (B, K, n, D). Queries and keys are already rotated by the positions of
+their tokens. Keys and values are not repeated for grouped queries.
 """
 
 from typing import Any, Literal, get_args
@@ -41,8 +41,8 @@ def apply(
 ) -> None:
     """Replace ``attend`` of every module in ``stage`` that attends, by attention over ``group``.
 
-    Without a group (one rank holds whole sequences), this is attention of packed documents and
-    windows that builds no mask of a whole sequence.
+    ``group`` is None if one rank holds whole sequences. Even then ``attend`` is replaced: the new
+    one builds no mask of a whole sequence for packed documents and windows.
 
     Raises:
         PlanError: there is a group, and the plan names no module that attends.
@@ -61,7 +61,7 @@ def apply(
 def attend_over(
     group: dist.ProcessGroup | None, method: Method = "ring", *, balanced: bool = True
 ) -> Attend:
-    """Make the function for the seam ``attend``; None: of one rank that holds whole sequences."""
+    """Return a function for the seam ``attend``. See ``ring_attention`` for the arguments."""
 
     def attend(
         q_BHnD: Tensor, k_BKnD: Tensor, v_BKnD: Tensor, *, seq: SequenceInfo, window: int
@@ -98,29 +98,34 @@ def ring_attention(
         q_BHnD, k_BKnD, v_BKnD: this rank's parts, as ``shard_sequence(whole, 2, group)`` cuts
             them, of one dtype. H is a multiple of K; query head h reads key-value head
             h // (H / K).
-        group: None: this rank holds whole sequences.
-        causal: a query sees the keys up to its own position; otherwise all keys.
-        document_ids: integers (B, T) of the whole sequence, the same on all ranks, best on the
-            CPU. A document is a run of equal numbers, and a query sees only the keys of its own
+        group: the ranks that hold parts of the same sequences; None: this rank holds whole ones.
+        causal: whether a query sees only the keys up to its own position, or all keys.
+        document_ids: integers (B, T) of the whole sequence, the same on all ranks. They are read on
+            the CPU. A document is a run of equal numbers, and a query sees only the keys of its own
             document.
         window: a causal query sees the last ``window`` keys up to its own; 0: all of them.
-        method: "ring", "allgather" or "ulysses"; all compute the same.
+        method: "ring", "allgather" or "ulysses". The result is the same, apart from rounding.
         balanced: whether parts are in balanced (zigzag) order.
 
     Returns:
         This rank's part of the output, (B, H, n, D).
 
-    Collectives and bytes a rank sends, where Q is the size of its queries, KV of its keys and
-    values and dKV of their gradients in float32 (float64 for float64):
-        ring: forward (cp - 1) KV; backward (cp - 1) (KV + dKV); sent while it computes.
-        allgather: forward (cp - 1) KV; backward (cp - 1) (KV + dKV).
-        ulysses: (cp - 1) / cp (2 Q + KV) in each direction.
+    Collectives, and the bytes that a rank sends. Q is the size of its queries, KV that of its keys
+    and values, and dKV that of their gradients in float32 (float64 for float64):
+        ring: sends to the next rank, while it computes. Forward (cp - 1) KV; backward
+            (cp - 1) (KV + dKV).
+        allgather: forward has one all-gather; backward has one all-gather and one reduce-scatter.
+            The bytes are those of ring.
+        ulysses: forward and backward each have two all-to-alls, of (cp - 1) / cp (2 Q + KV).
 
-    Ring and allgather are the operator ``composer3d::ring_attention``, which selective activation
-    checkpointing can save. Backward keeps q, k, v, the output and its logsumexp (B, H, n).
+    Ring and allgather run as the operator ``composer3d::ring_attention``, whose outputs selective
+    activation checkpointing can save. For backward, q, k, v, the output and its logsumexp (B, H, n)
+    are kept.
 
     Raises:
-        ValueError: shapes do not fit together, or heads or tokens do not divide.
+        ValueError: shapes do not fit together; ``method`` or ``window`` is not allowed; the ranks
+            do not divide the heads (ulysses); or a rank has an odd number of tokens (balanced
+            order).
     """
     size = 1 if group is None else group.size()
     _check(q_BHnD, k_BKnD, v_BKnD, document_ids, size, method, balanced)
@@ -131,7 +136,8 @@ def ring_attention(
         )
     q, k, v = q_BHnD, k_BKnD, v_BKnD
     if q.stride(-1) != 1:
-        q = q.contiguous()  # kernels read whole rows
+        # Kernels need the last dim of queries to be contiguous.
+        q = q.contiguous()
     if not causal:
         window = NOT_CAUSAL
     elif window >= q.shape[2] * size:
@@ -154,7 +160,7 @@ def _check(
     method: str,
     balanced: bool,
 ) -> None:
-    """Raise ValueError where a kernel would read outside of a tensor, or leave a part of it out."""
+    """Raise ValueError if a kernel would read beyond a tensor, or ignore a part of it."""
     (rows, heads, tokens, _), kv_heads = q.shape, k.shape[1]
     if k.shape != v.shape or k.shape != (rows, kv_heads, *q.shape[2:]) or heads % kv_heads:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -190,7 +196,7 @@ def _ulysses(
     window: int,
     balanced: bool,
 ) -> Tensor:
-    """Exchange tokens for heads, attend to whole sequences with some heads, exchange back."""
+    """Gather the whole sequence for some of the heads, attend, and scatter the output back."""
     size = group.size()
     by_rank = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
     received = _exchange(torch.cat(by_rank, 2), group.group_name)
@@ -203,7 +209,7 @@ def _ulysses(
 
 @torch.library.custom_op("composer3d::all_to_all", mutates_args=())
 def _exchange(x: Tensor, group_name: str) -> Tensor:
-    """All-to-all of (size, ...): part r of this rank goes to rank r, as its part ``this rank``."""
+    """Exchange parts, all-to-all: ``x[r]`` goes to rank r, and ``out[r]`` comes from rank r."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(out, x.contiguous(), group=group_by_name(group_name))
     return out

@@ -1,14 +1,14 @@
 """Attention of one block of queries with one block of keys, forward and backward.
 
-Next to the output, the forward returns the logsumexp of each row of scores. With it, outputs of
-several blocks of keys can be merged, and the backward of a block needs nothing of the other blocks
-but the output and logsumexp of the whole row (Dao et al. 2022, FlashAttention, arXiv 2205.14135).
+Forward returns the output and the logsumexp of each row of scores. With the logsumexp, the outputs
+of several blocks of keys can be merged. The backward of a block needs only its own inputs, and the
+output and logsumexp of the whole rows (Dao et al. 2022, FlashAttention, arXiv 2205.14135).
 
 Shapes: queries, ``out`` and their gradients (B, H, T, D); keys and values (B, K, S, D); ``lse``
-(B, H, T); ``mask`` (B, 1, T, S), true where a query sees a key. H is a multiple of K, and query
-head h reads key-value head h // (H / K). A causal block is square; a mask, where given, includes
-what is causal. ``lse`` is in ``wide(dtype)``, the rest in the dtype of the queries. No
-collectives.
+(B, H, T); ``mask`` (B, 1, T, S) or (1, 1, T, S), true where a query sees a key. H is a multiple of
+K, and query head h reads key-value head h // (H / K). A causal block is square. With a mask,
+``causal`` is ignored: the mask must hide later keys as well. ``lse`` is in ``wide(dtype)``, the
+rest in the dtype of the queries. No collectives.
 """
 
 from enum import Enum
@@ -22,15 +22,19 @@ _aten = torch.ops.aten
 
 
 class Kernel(Enum):
-    """What computes a block. The value is its name for people."""
+    """A kernel that computes a block. The value is a name to print."""
 
     CPU_FLASH = "CPU flash"
     CUDA_FLASH = "CUDA flash"
-    REFERENCE = "plain scores"  # builds all scores of a block
+    # It builds all scores of a block.
+    REFERENCE = "plain scores"
 
 
 def kernel_of(q: Tensor) -> Kernel:
-    """The kernel for blocks of such queries without a mask."""
+    """Return the kernel for blocks without a mask, by the device, dtype and head width of ``q``.
+
+    On a GPU, blocks with a mask always use ``Kernel.REFERENCE``.
+    """
     if not q.is_cuda:
         return Kernel.CPU_FLASH
     is_half = q.dtype in (torch.bfloat16, torch.float16)
@@ -41,16 +45,17 @@ def kernel_of(q: Tensor) -> Kernel:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which blocks are summed: float32, or float64 for float64."""
+    """Return the dtype in which blocks are summed: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``(out, lse)`` of this block alone. A query without keys gives 0 and minus infinity.
+    """Compute ``(out, lse)`` of this block alone.
 
-    The last dimension of all inputs is contiguous.
+    A query that sees no key gets 0 and minus infinity. The last dim of q, k and v must be
+    contiguous.
     """
     kernel = kernel_of(q)
     if kernel is Kernel.CPU_FLASH:
@@ -59,7 +64,8 @@ def attend_block(
             q, k, v, 0.0, causal and mask is None, attn_mask=bias
         )
         if mask is not None:
-            # The kernel gives 0 for a query without keys, which would merge as a key of score 0.
+            # For a query that sees no key, the kernel returns an lse of 0. Merging would take it
+            # for a key with a score of 0.
             lse = lse.masked_fill(~mask.any(-1), -torch.inf)
         return out, lse
     if kernel is Kernel.CUDA_FLASH and mask is None:
@@ -82,7 +88,10 @@ def attend_block_backward(
 
     Args:
         grad: the gradient of ``out``.
-        out, lse: of the whole rows, merged over all blocks.
+        out, lse: output and logsumexp of the whole rows, merged over all blocks.
+
+    Returns:
+        The contributions to dq, dk and dv, of the shapes of q, k and v.
     """
     kernel = kernel_of(q)
     if kernel is Kernel.CPU_FLASH:
@@ -92,8 +101,8 @@ def attend_block_backward(
         )
     if kernel is Kernel.CUDA_FLASH and mask is None:
         lse = lse.contiguous()
-        # Rows are not packed, so there are no cumulative lengths. Without dropout the state of the
-        # random generator is not read: any tensor stands in for it.
+        # Rows are not packed, so there are no cumulative lengths. Without dropout, the state of the
+        # random generator is not read, so ``lse`` is passed in its place.
         return _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, lse, lse
         )
@@ -103,7 +112,7 @@ def attend_block_backward(
 def attend_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``attend_block`` with all scores in memory: where flash does not go, and for tests."""
+    """Compute ``attend_block`` with all scores in memory, where no flash kernel can be used."""
     scores = _scores(q, k, causal, mask)
     lse = scores.logsumexp(-1, keepdim=True)
     finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf minus -inf would be NaN
@@ -122,7 +131,7 @@ def attend_reference_backward(
     causal: bool,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``attend_block_backward`` with all scores in memory."""
+    """Compute ``attend_block_backward`` with all scores in memory."""
     grads, outs, queries = (_by_kv_head(x, k) for x in (grad, out, q))
     keys, values = _by_kv_head(k, k), _by_kv_head(v, v)
     row_lse = lse.unflatten(1, (k.shape[1], -1))[..., None]
@@ -136,7 +145,7 @@ def attend_reference_backward(
 
 
 def _by_kv_head(x: Tensor, kv: Tensor) -> Tensor:
-    """Group the heads of ``x`` by the key-value head they read: (B, K, H / K, T, D), wide."""
+    """Group the heads of ``x`` by the key-value head that they read: (B, K, H / K, T, D), wide."""
     return x.to(wide(x.dtype)).unflatten(1, (kv.shape[1], -1))
 
 

@@ -1,10 +1,10 @@
-"""Which tokens of a sequence each context parallel rank holds, and cutting tensors that way.
+"""Assign the tokens of a sequence to context parallel ranks, and cut tensors accordingly.
 
-A sequence of T tokens lies over ``size`` ranks, T / size on each. In balanced order it is cut into
-2 size chunks, and rank r holds chunks r and 2 size - 1 - r: an early and a late one, so that causal
-attention costs every rank the same. This is the zigzag order of ring-flash-attention, after
-Brandon et al. 2023 (Striped Attention, arXiv 2311.09431). In contiguous order, rank r holds chunk
-r of ``size``.
+A sequence of T tokens is distributed over ``size`` ranks, T / size on each. In balanced order it is
+cut into 2 * size chunks. Rank r holds an early and a late one, r and 2 * size - 1 - r, so that
+causal attention costs every rank the same. This is the zigzag order of ring-flash-attention, after
+Brandon et al. 2023 (Striped Attention, arXiv 2311.09431). In contiguous order the sequence is cut
+into ``size`` chunks, and rank r holds chunk r.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,12 @@ from torch import Tensor
 
 
 class OwnedRange(NamedTuple):
-    """Consecutive tokens of one rank: tokens ``position`` to ``position + length`` of the sequence.
+    """Consecutive tokens of a sequence that one rank holds.
 
-    ``place`` is the index of the first one in the rank's own shard.
+    Attributes:
+        place: index of the first token in the rank's shard.
+        position: index of the first token in the whole sequence.
+        length: number of tokens.
     """
 
     place: int
@@ -26,7 +29,7 @@ class OwnedRange(NamedTuple):
 
 
 def owned_ranges(rank: int, size: int, tokens: int, *, balanced: bool) -> tuple[OwnedRange, ...]:
-    """The tokens that ``rank`` of ``size`` holds, in order; each rank holds ``tokens`` of them."""
+    """Return the ranges that ``rank`` of ``size`` holds, in order: ``tokens`` tokens in total."""
     if size == 1 or not balanced:
         return (OwnedRange(place=0, position=rank * tokens, length=tokens),)
     half = tokens // 2
@@ -46,13 +49,19 @@ def shard_sequence(
     """Cut this rank's tokens out of ``x``, which every rank holds whole. No collective.
 
     Args:
-        x: a whole sequence along ``dim``.
-        fill: where ``dim`` does not divide, ``x`` is padded at its end with this value. Causal
-            queries of the sequence do not see the padding; others do, unless it is a document of
-            its own.
+        x: the tensor, with a whole sequence along ``dim``.
+        dim: the dim of the sequence.
+        group: the ranks to cut over.
+        balanced: whether to cut in balanced (zigzag) or in contiguous order.
+        fill: if the chunks do not divide the sequence, ``x`` is padded at its end with this value.
+            Causal queries of the sequence do not see the padding. Other queries do, unless the
+            padding is a document of its own.
+
+    Returns:
+        A copy of this rank's tokens: T / size along ``dim``, after padding.
 
     Raises:
-        ValueError: ``dim`` does not divide, and there is no ``fill``.
+        ValueError: the chunks do not divide the sequence, and there is no ``fill``.
     """
     chunks = group.size() * (2 if balanced and group.size() > 1 else 1)
     padding = -x.shape[dim] % chunks
@@ -79,7 +88,10 @@ def unshard_sequence(
 
     Args:
         x: this rank's part.
-        length: tokens of the sequence without its padding.
+        dim: the dim of the sequence.
+        group: the ranks that hold the parts.
+        balanced: whether the parts are in balanced (zigzag) or in contiguous order.
+        length: tokens of the sequence without its padding; None: there is no padding.
 
     Returns:
         The whole sequence, without a gradient.
@@ -87,7 +99,7 @@ def unshard_sequence(
     Collectives: one all-gather; this rank sends (size - 1) times the bytes of ``x``.
 
     Raises:
-        ValueError: ``x`` cannot be a part in balanced order.
+        ValueError: ``x`` has an odd number of tokens, but the order is balanced.
     """
     if balanced and group.size() > 1 and x.shape[dim] % 2:
         raise ValueError(
@@ -99,12 +111,12 @@ def unshard_sequence(
 
 
 def parts_of_all_ranks(x: Tensor, dim: int, size: int, balanced: bool) -> Tensor:
-    """Stack the parts that all ranks hold of the whole ``x``: (size, ...)."""
+    """Cut the whole ``x`` into the parts of all ranks, and stack them: (size, ...)."""
     return torch.stack([_part_of(x, dim, rank, size, balanced) for rank in range(size)])
 
 
 def join_parts(parts: Tensor, dim: int, balanced: bool) -> Tensor:
-    """Put the whole together from the parts (size, ...): the inverse of ``parts_of_all_ranks``."""
+    """Join the parts (size, ...) of all ranks: the inverse of ``parts_of_all_ranks``."""
     if not balanced:
         return torch.cat(list(parts), dim)
     early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)
@@ -112,7 +124,7 @@ def join_parts(parts: Tensor, dim: int, balanced: bool) -> Tensor:
 
 
 def gather_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the ranks' ``x``: (size, ...). Collective: one all-gather."""
+    """Gather ``x`` of all ranks, stacked: (size, ...). Collective: one all-gather."""
     parts = x.new_empty((group.size(), *x.shape))
     dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
     return parts

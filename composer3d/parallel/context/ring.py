@@ -1,10 +1,10 @@
-"""Attention over a ring of ranks, as one operator that torch sees as a whole.
+"""Attention over a ring of ranks, as one custom operator of torch.
 
-The key-values of all ranks visit this rank, one rank's in each round, or all at once for
-"allgather". Each round attends to the visible tiles (``tiles``) and merges the result into that of
-the rounds before.
+In each round, this rank has the keys and values ("key-values") of one rank. With "allgather" there
+is one round, with those of all ranks. A round attends to the visible tiles (``tiles``), and merges
+the result with that of earlier rounds.
 
-Shapes: T is the length of the whole sequence and n = T / size that of a rank's part; queries
+Shapes: T is the length of the whole sequence, and n = T / size that of a rank's part. Queries are
 (B, H, n, D), keys and values (B, K, n, D), stacked (2, B, K, n, D). "wide" is float32, or float64
 for float64.
 """
@@ -28,10 +28,10 @@ from composer3d.runtime.torch_private import group_by_name
 
 
 class _Round(NamedTuple):
-    """The key-values that are at this rank in one round, and the tiles to compute with them.
+    """The key-values that this rank has in one round, and the tiles to compute with them.
 
-    ``source`` is the rank they belong to; None: they are those of all ranks, in the sequence's
-    order.
+    ``source`` is the rank that owns the key-values. It is None if they are those of all ranks, in
+    the order of the sequence.
     """
 
     source: int | None
@@ -50,20 +50,24 @@ def attend_over_ring(
     balanced: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention of this rank's queries to all keys of the sequence; ``(out, lse)``.
+    """Compute the attention of this rank's queries to all keys of the sequence.
 
     Args:
-        q, k, v: this rank's parts; the last dimension is contiguous.
+        q, k, v: this rank's parts. The last dim of q is contiguous.
         documents: integers (B, T), of the whole sequence, or None.
         window: as in ``tiles``.
         method: "ring" or "allgather".
         balanced: whether parts are in balanced order.
-        group_name: of a group of at least two ranks; "" if this rank holds whole sequences.
+        group_name: name of a group of at least two ranks; "" if this rank holds whole sequences.
+
+    Returns:
+        ``out``, (B, H, n, D) in the dtype of q, and ``lse``, the logsumexp of each query's scores,
+        (B, H, n) in the wide dtype. Only ``out`` has a gradient.
 
     Collectives:
-        ring: (size - 1) sends of the rank's keys and values to the next rank; the next ones are on
-            their way while a block is computed.
-        allgather: one all-gather of the same bytes.
+        ring: (size - 1) sends of keys and values to the next rank. The next ones are sent while a
+            block is computed.
+        allgather: one all-gather, of as many bytes.
     """
     wide = kernels.wide(q.dtype)
     out = torch.zeros_like(q, dtype=wide)
@@ -82,7 +86,7 @@ def attend_over_ring(
                 mask=tile.mask,
             )
             _merge(out[rows, :, queries], lse[rows, :, queries], block_out, block_lse)
-            # Freed before the next block is computed, which would otherwise need both in memory.
+            # Free this block's output before the next one is allocated.
             del block_out, block_lse
     return _copy_as_BTHD(out, q.dtype), lse
 
@@ -97,7 +101,7 @@ def _attend_over_ring_backward(
     balanced: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v from ``saved``: q, k, v, and the whole rows' out and lse.
+    """Compute the gradients of q, k and v. ``saved`` is q, k, v, out and lse.
 
     Key-values travel round the ring again. The sum of their gradients travels one step behind them,
     and the last send brings it to the rank that owns them.
@@ -134,9 +138,8 @@ def _attend_over_ring_backward(
             receive_dkv = None
         if group is None:
             continue
-        if (
-            round_.source is None
-        ):  # the gradients of all ranks' keys: each rank gets the sum of its own
+        if round_.source is None:
+            # ``dkv`` is for the key-values of all ranks. Each rank gets the sum of its own part.
             parts = parts_of_all_ranks(dkv, 3, group.size(), balanced)
             dkv = torch.empty_like(parts[0])
             dist.reduce_scatter_single(dkv, parts.flatten(0, 1), group=group)
@@ -160,7 +163,10 @@ def _kv_rounds(
     *,
     own_last: bool,
 ) -> Iterator[_Round]:
-    """Yield the key-values of each rank as they arrive; meanwhile the next are on their way."""
+    """Yield the key-values of each rank as they arrive. The next ones are received meanwhile.
+
+    This rank's own key-values come first, or last with ``own_last``.
+    """
     group = group_by_name(group_name) if group_name else None
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     tokens = q.shape[2]
@@ -188,10 +194,10 @@ def _kv_rounds(
 
 
 def _send_to_next(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Start to send ``message`` to the next rank of the ring.
+    """Start to send ``message`` to the next rank of the ring, and to receive that of the previous.
 
-    The returned function waits until it has left and returns the message of the previous rank. It
-    must be called exactly once.
+    The returned function waits for both and returns the received message. It must be called exactly
+    once.
     """
     rank, size = group.rank(), group.size()
     incoming = torch.empty_like(message)
@@ -199,7 +205,7 @@ def _send_to_next(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
         dist.P2POp(dist.isend, message, group=group, group_peer=(rank + 1) % size),
         dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % size),
     ]
-    # One batch: posted separately, two NCCL ranks could each wait in a send for the other.
+    # One batch: if posted separately, two NCCL ranks could each wait in a send for the other.
     pending = [(dist.batch_isend_irecv(ops), incoming)]
 
     def receive() -> Tensor:
@@ -215,7 +221,8 @@ def _send_to_next(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge one more block of keys into ``out`` and ``lse``, in place. No exponential overflows.
 
-    Before the first block ``lse`` is minus infinity, and the block replaces ``out``.
+    Before the first block, ``lse`` is minus infinity, so the block's output replaces ``out``. Every
+    query must see a key in its first block: the difference of two infinities would be NaN.
     """
     out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse)[..., None])
     lse.copy_(torch.logaddexp(lse, block_lse))
@@ -227,7 +234,7 @@ def _add(totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
 
 
 def _copy_as_BTHD(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy x_BHTD into memory of the order B, T, H, D, of which the projections take views."""
+    """Copy x_BHTD into memory in the order B, T, H, D, so that projections need no further copy."""
     x_BTHD = x.transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format)
     return x_BTHD.transpose(1, 2)
 

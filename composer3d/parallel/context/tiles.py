@@ -1,11 +1,11 @@
 """The rectangles of attention scores that a rank computes.
 
-A rank's queries attend to some keys that it has at hand: its own, or those of another rank.
-``tiles`` cuts the visible scores into rectangles, and into squares with a causal diagonal, which
-kernels compute without a mask. Only at the far edge of a sliding window a mask is needed, of
-``BAND`` x ``BAND`` booleans at most.
+In each round of the ring, a rank has its own queries and some keys: its own, those of another rank,
+or those of all ranks. ``tiles`` cuts the visible scores into rectangles, and into squares with a
+causal diagonal. Kernels compute both without a mask. A mask is needed only at the far edge of a
+sliding window, of at most ``BAND`` x ``BAND`` booleans.
 
-Rectangles are enough with packed documents too: a document is a run of consecutive tokens, so a
+Rectangles are enough for packed documents too. A document is a run of consecutive tokens, so a
 chunk of queries and an earlier chunk of keys have at most one document in common.
 """
 
@@ -20,22 +20,31 @@ from torch import Tensor
 
 from composer3d.parallel.context.ownership import OwnedRange
 
-BAND = 256  # queries that share their keys at the edge of a window
+# The most queries in a tile at the edge of a window.
+BAND = 256
+
+# Values of ``window`` that are not a width.
 NO_WINDOW = 0  # a query sees all keys of its document up to its own
 NOT_CAUSAL = -1  # a query sees all keys of its document
 
-Positions = tuple[int, int]  # from the first position to the one after the last
-Starts = (
-    tuple[tuple[int, ...], ...] | None
-)  # of each row's documents but the first; None: one document
+# The first position, and the one after the last.
+Positions = tuple[int, int]
+
+# For each row, the first positions of its documents, except 0. None: each row is one document.
+Starts = tuple[tuple[int, ...], ...] | None
 
 
 class Tile(NamedTuple):
-    """One call of a kernel: some queries and some keys, by their places in the ranks' shards.
+    """One call of a kernel: some queries of this rank, and some keys.
 
-    ``rows`` are samples of the micro-batch. A causal tile is a square on the diagonal. ``mask`` is
-    (1, 1, queries, keys), true where a query sees a key; None: every query sees every key, or, in a
-    causal tile, those up to its own.
+    Attributes:
+        rows: samples of the micro-batch.
+        queries: places in this rank's shard.
+        keys: places in the shard of the keys.
+        causal: whether the tile is a square on the diagonal, in which a query sees the keys up to
+            its own.
+        mask: (1, 1, queries, keys), true where a query sees a key. None: a query sees all keys, or,
+            in a causal tile, those up to its own.
     """
 
     rows: slice
@@ -46,7 +55,13 @@ class Tile(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Consecutive tokens of one document on one rank. ``shift`` is position minus place."""
+    """Consecutive tokens of one document on one rank.
+
+    Attributes:
+        shift: a token's position in the sequence minus its place in the rank's shard.
+        positions: the positions of the tokens in the sequence.
+        document: the number of the document in its row.
+    """
 
     shift: int
     positions: Positions
@@ -54,10 +69,12 @@ class _Run(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """Positions of queries and keys that see each other.
+    """A rectangle of visible scores.
 
-    ``kind``: "diagonal" is a causal square; in "full" every query sees every key; in "edge" the
-    sliding window ends inside.
+    Attributes:
+        queries, keys: their positions in the sequence.
+        kind: "diagonal" is a causal square. In "full", every query sees every key. In "edge", the
+            sliding window ends within the rectangle.
     """
 
     queries: Positions
@@ -66,7 +83,7 @@ class _Rectangle(NamedTuple):
 
 
 def starts_of(documents_BT: Tensor | None) -> Starts:
-    """The places in each row where a document ends and the next one starts."""
+    """Return the positions in each row at which a document other than the first one starts."""
     if documents_BT is None:
         return None
     starts = []
@@ -76,9 +93,8 @@ def starts_of(documents_BT: Tensor | None) -> Starts:
     return tuple(starts)
 
 
-@lru_cache(
-    maxsize=256
-)  # documents differ in each micro-batch, and an entry may hold hundreds of tiles
+# Few entries: documents differ in each micro-batch, and an entry may have hundreds of tiles.
+@lru_cache(maxsize=256)
 def tiles(
     queries: tuple[OwnedRange, ...],
     keys: tuple[OwnedRange, ...],
@@ -87,19 +103,27 @@ def tiles(
     device: torch.device,
     banded: bool = False,
 ) -> tuple[Tile, ...]:
-    """Cut the scores that ``queries`` have with ``keys`` into tiles, those on the diagonal first.
+    """Cut the visible scores of ``queries`` with ``keys`` into tiles.
+
+    The tile with a query's own key, if there is one, comes before the query's other tiles. So the
+    query sees a key in its first tile, as ``ring._merge`` requires.
 
     Args:
-        queries, keys: the tokens of the two ranks.
+        queries, keys: the ranges of tokens that the rank of the queries holds, and those of the
+            keys.
         starts: from ``starts_of``.
         window: a query sees the last ``window`` keys up to its own; or ``NO_WINDOW``, or
             ``NOT_CAUSAL``.
-        device: of the masks.
+        device: the device of the masks.
         banded: limit a tile to ``BAND`` queries, for a kernel that builds all scores of a tile.
     """
+    # Samples of the micro-batch, with the starts of their documents.
+    row_groups: list[tuple[slice, tuple[int, ...]]] = [(slice(None), ())]
+    if starts is not None:
+        row_groups = [(slice(row, row + 1), cuts) for row, cuts in enumerate(starts)]
+
     found: list[Tile] = []
-    for row, cuts in enumerate(((),) if starts is None else starts):
-        rows = slice(None) if starts is None else slice(row, row + 1)
+    for rows, cuts in row_groups:
         key_runs: dict[int, list[_Run]] = {}
         for key_run in reversed(list(_runs(keys, cuts))):
             key_runs.setdefault(key_run.document, []).append(key_run)
@@ -112,8 +136,8 @@ def tiles(
 
     may_join = starts is None and window <= 0 and not banded and len(found) > 1
     if may_join and (queries == keys or not any(tile.causal for tile in found)):
-        # The chunks lie side by side in the shards, so one call of the kernel covers all of them.
-        # Places ascend with positions, so the diagonal of the joined tile is causal as well.
+        # The visible chunks are adjacent in the shards, so one call of the kernel covers them all.
+        # Places ascend with positions, so the causal diagonal of the joined tile is right as well.
         return (
             Tile(
                 rows=slice(None),
@@ -154,16 +178,16 @@ def _hull(slices: list[slice]) -> slice:
 def _window_mask(
     distance: int, queries: int, keys: int, window: int, device: torch.device
 ) -> Tensor:
-    """The mask of a tile at a window's edge.
+    """Return the mask of a tile at the edge of a window.
 
-    ``distance`` is the position of its first query minus that of its first key.
+    ``distance`` is the position of the first query minus that of the first key.
     """
     mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
     return mask.triu(distance - window + 1)
 
 
 def _runs(owned: tuple[OwnedRange, ...], cuts: tuple[int, ...]) -> Iterator[_Run]:
-    """Cut a rank's tokens where documents start."""
+    """Cut a rank's tokens into runs, at the starts of documents."""
     for place, first, count in owned:
         end = first + count
         inner = cuts[bisect_right(cuts, first) : bisect_right(cuts, end - 1)]
@@ -173,9 +197,9 @@ def _runs(owned: tuple[OwnedRange, ...], cuts: tuple[int, ...]) -> Iterator[_Run
 
 
 def _visible(q: Positions, k: Positions, window: int, banded: bool) -> Iterator[_Rectangle]:
-    """The rectangles in which queries ``q`` see keys ``k``, both runs of one document.
+    """Yield the rectangles in which queries ``q`` see keys ``k``, two runs of one document.
 
-    The keys include those of all queries, or of none of them.
+    ``k`` must contain either all tokens of ``q`` or none of them.
     """
     (q0, q1), (k0, k1) = q, k
     has_edge = 0 < window < q1 - k0

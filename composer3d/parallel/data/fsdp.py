@@ -45,10 +45,13 @@ def meshes_of(
     precision: PrecisionTable,
     memory: MemoryTable,
 ) -> ShardMeshes | None:
-    """The meshes of FSDP. None: FSDP has nothing to do. Collective: forms groups.
+    """Return the meshes of FSDP. Collective over all ranks, as it may form groups.
 
-    A single rank needs FSDP for mixed precision and for offload, where it holds the master
-    parameters and casts or copies them as it gathers.
+    Even a single rank needs FSDP for mixed precision and for CPU offload: FSDP holds the parameters
+    in ``precision.params``, and casts or copies them when it gathers them.
+
+    Returns:
+        None if FSDP has nothing to do.
     """
     sizes = mesh.sizes
     shares_experts = plan.experts is not None and sizes.dp_replicate * sizes.efsdp > 1
@@ -78,22 +81,30 @@ def apply(
 ) -> None:
     """Shard ``stage`` in place over the last dims of ``meshes``, and replicate it over the first.
 
-    Units are ``first``, every block, the experts of every block, and ``last``. If ``first`` and
-    ``last`` share a parameter, the stage itself is the unit of both. Vectors that are not trained,
-    the biases of routers, belong to no unit: every rank holds them whole, in their own dtype.
+    FSDP gathers and reduces one unit at a time. Units are ``first``, every block, the experts of
+    every block, and ``last``. If ``first`` and ``last`` share a parameter, the stage itself is the
+    unit of both. Vectors that are not trained, the biases of routers, belong to no unit: every rank
+    holds them whole, in their own dtype.
 
     Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before
-    their tp placement; ``Shard(1)`` where tp cuts the rows unevenly, and for experts, of which a
-    rank may have fewer than there are shards. They are gathered in
+    their tp placement; ``Shard(1)`` if tp cuts the rows unevenly, and for experts, of which a rank
+    may have fewer than there are shards. They are gathered in
     ``precision.compute``. Gradients are reduced in ``precision.params``.
 
-    Collectives of a unit and step: an all-gather of its parameters, once; with ``zero = 3``, in
-    forward and in backward of each micro-batch. A reduce-scatter of its gradients, once; with
-    ``zero`` 2 and 3, in each micro-batch. Then an all-reduce over the replicating dim. Under pp,
-    torch keeps gathered parameters and whole gradients until the last micro-batch at every level.
+    Collectives of a unit in a step:
+        all-gather of parameters: one. With ``zero = 3``, two for each micro-batch: in forward and
+            in backward. ``last``, and a stage that is itself a unit, keep their parameters for
+            backward, and so have one.
+        reduce-scatter of gradients: one; with ``zero`` 2 and 3, one for each micro-batch.
+        all-reduce of gradients over the replicating dim: after each reduce-scatter.
 
-    With ``memory.cpu_offload``, shards stay in the host's memory (pinned for a GPU). They are
-    copied to the device before each all-gather, and gradients from it after each reduce-scatter.
+    Under pp, torch reduces gradients only after the last micro-batch, and does not drop gathered
+    parameters after a backward, whatever ``zero`` is. With ``zero = 3``, the next forward of a
+    block drops its parameters.
+
+    With ``memory.cpu_offload``, shards stay in host memory (pinned for a GPU). Parameters are
+    copied to the device before each all-gather, and gradients to the host after each
+    reduce-scatter.
     """
     compute_dtype = reduce_dtype = None
     if precision.compute is not None:
@@ -124,7 +135,8 @@ def apply(
         if not parameter.requires_grad and parameter.ndim == 1
     }
     for module in (*in_order, stage):
-        # Backward starts with `last`: what its forward dropped would be gathered at once.
+        # Backward starts with `last`. If its forward dropped its parameters, they would be gathered
+        # again at once.
         reshard = parallel.zero == 3 and module is not last and module is not stage
         # Inner units first: an outer one takes the parameters that no unit has taken.
         for unit in (*experts_of.get(module, ()), module):
@@ -142,9 +154,9 @@ def apply(
             )
 
     # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is
-    # the `last` of the previous micro-batch: a useless all-gather. So every unit names what it
-    # prefetches; the first one names itself, which is gathered already. Experts are prefetched with
-    # their block, and prefetch nothing.
+    # the `last` of the previous micro-batch: a useless all-gather. So every unit is told which
+    # units to prefetch. The first one is told itself, which is gathered already. Experts are
+    # prefetched together with their block, and prefetch nothing.
     for previous, module in zip((in_order[0], *in_order), in_order, strict=False):
         _prefetch_in_backward(module, [previous, *experts_of[previous]])
         for experts in experts_of[module]:
@@ -177,15 +189,15 @@ def _shard_columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:
 
 
 def units(stage: nn.Module) -> list[FSDPModule]:
-    """The modules of ``stage`` that FSDP gathers, each as a whole."""
+    """Return the modules of ``stage`` that FSDP wraps. Without FSDP there are none."""
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
 def begin_micro_batch(stage: nn.Module, parallel: ParallelTable, *, last: bool) -> None:
-    """Tell FSDP whether the next backward is the last of the step; under pp, torch's runtime does.
+    """Tell FSDP whether the next backward is the last of the step. Under pp, torch does this.
 
-    With ``zero`` 0 and 1, whole gradients and parameters are kept until then; with 2, parameters
-    are.
+    With ``zero`` 0 and 1, gathered parameters and whole gradients are kept until the last backward.
+    With 2, only gathered parameters are kept.
     """
     if isinstance(stage, FSDPModule):
         stage.set_requires_gradient_sync(last or parallel.zero >= 2)
@@ -194,9 +206,10 @@ def begin_micro_batch(stage: nn.Module, parallel: ParallelTable, *, last: bool) 
 
 
 def flush_deferred_grads(stage: nn.Module) -> None:
-    """Move gradients computed outside of a backward to where FSDP sums micro-batches.
+    """Add gradients that were computed outside of a backward to FSDP's sum over micro-batches.
 
-    In mixed precision that sum is in ``precision.params``. Otherwise nothing moves.
+    In mixed precision, FSDP keeps that sum in ``precision.params``, apart from ``.grad``. Otherwise
+    ``.grad`` is the sum, and nothing is moved.
     """
     for unit in units(stage):
         accumulate_unsharded_grads(unit)

@@ -1,7 +1,8 @@
 """Pipeline parallelism on ``torch.distributed.pipelining``.
 
-Shapes are static. Labels and positions are passed to each stage by keyword, from its own loader,
-and no logits are sent. ``spec.schedules`` says where each schedule comes from.
+Shapes are static. Every rank reads labels and positions from its own loader, and passes them to its
+stages as keywords. The last stage computes the loss, so no logits are sent. ``spec.schedules`` has
+the source of each schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +23,11 @@ from composer3d.spec.errors import PlanError
 
 
 class Placement(NamedTuple):
-    """Where the stages are.
+    """The assignment of stages to pipeline ranks.
 
     Attributes:
         stages: the stage numbers of each pipeline rank, in order.
-        csv_rows: the actions of each pipeline rank, if the schedule is a CSV file.
+        csv_rows: the actions of each pipeline rank, if the schedule is a CSV file; else empty.
     """
 
     stages: list[list[int]]
@@ -36,10 +37,16 @@ class Placement(NamedTuple):
 def place_stages(pp: int, parallel: ParallelTable, micro_batches: int) -> Placement:
     """Decide which pipeline rank holds which stages.
 
-    Collective for a CSV schedule: all ranks must have read the same file.
+    Collective over all ranks for a CSV schedule: it checks that they have read the same file.
+
+    Args:
+        pp: pipeline ranks.
+        parallel: the recipe's ``[parallel]``.
+        micro_batches: micro-batches that a rank runs in a step.
 
     Raises:
-        PlanError: the schedule cannot run this number of micro-batches, or its file does not fit.
+        PlanError: the schedule cannot run this number of micro-batches; or its file cannot be read
+            or run.
         MeshError: ranks have read different files.
     """
     name, per_rank = parallel.schedule, parallel.stages_per_rank
@@ -62,20 +69,23 @@ def place_stages(pp: int, parallel: ParallelTable, micro_batches: int) -> Placem
 
 
 class Pipeline:
-    """Runs this rank's stages: a training step on torch's runtime, an evaluation in ticks.
+    """The pipeline on this rank. torch's runtime runs training steps; ``forward_only`` evaluates.
+
+    Gradients are not scaled: the loss is divided once, by the number of valid tokens. In a training
+    step, each boundary between stages of two ranks carries the activations of all micro-batches in
+    one direction, and their gradients in the other.
 
     Args:
         modules: the stages of this rank, first to last. Each is called with tokens (stage 0) or the
             residual stream, and keywords.
-        dw_builders: for each stage, what returns its deferred weight gradients
-            (``zero_bubble.defer_weight_grads``), or None.
+        dw_builders: for each stage, the function that returns its deferred weight gradients (from
+            ``zero_bubble.defer_weight_grads``), or None.
+        mesh: the mesh of the job.
+        parallel: the recipe's ``[parallel]``.
         placement: from ``place_stages``.
-        stage_activation: a meta tensor with the shape and dtype of what is passed between stages:
-            one micro-batch, this rank's shard.
-
-    Gradients are not scaled: the loss is divided once, by the number of valid tokens. In a step, a
-    rank sends micro_batches x ``stage_activation`` in each direction across every boundary of its
-    stages.
+        micro_batches: micro-batches in a step.
+        stage_activation: a meta tensor with the shape and dtype of one message between stages: this
+            rank's shard of one micro-batch.
     """
 
     def __init__(
@@ -105,7 +115,7 @@ class Pipeline:
         mesh, placement = self._mesh, self._placement
         n_stages = sum(len(held) for held in placement.stages)
         shape, dtype = self._stage_activation.shape, self._stage_activation.dtype
-        # Examples of inputs and outputs. They must require grad where a gradient flows.
+        # Example inputs and outputs. They must require grad where a gradient flows.
         activation = torch.empty(shape, dtype=dtype, device=mesh.device, requires_grad=True)
         loss = torch.zeros((), device=mesh.device, requires_grad=True)
         # Tokens come from the loader, not from a stage: the shape of their example is never read.
@@ -144,18 +154,22 @@ class Pipeline:
         """Run forward and backward of all micro-batches of a step.
 
         Args:
-            tokens_BT, keywords: of all micro-batches; ``labels_BT`` is a keyword on the last stage.
-            valid_tokens: what the loss is divided by.
+            tokens_BT, keywords: the inputs of all micro-batches, joined along dim 0. ``labels_BT``
+                is a keyword on the rank of the last stage.
+            valid_tokens: the divisor of the loss.
 
         Returns:
-            The sum of the losses on the rank of the last stage, 0 on the others; float64.
+            The sum of the divided losses on the rank of the last stage, 0 on the others: a float64
+            scalar.
+
+        Collectives: those of the stages, and sends and receives over pp.
         """
         self._valid_tokens = valid_tokens
         losses: list[Tensor] = []
         arguments: dict[str, Any] = dict(keywords)
         if "labels_BT" in keywords:
-            # The last stage computes the loss itself. The runtime calls loss_fn only if it has a
-            # target.
+            # The last stage computes the loss itself, so no target is read. But the runtime calls
+            # loss_fn only if there is one.
             arguments["target"] = keywords["labels_BT"]
             arguments["losses"] = losses
         inputs = (tokens_BT,) if 0 in self._modules else ()
@@ -166,40 +180,45 @@ class Pipeline:
     def forward_only(self, micro_batches: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> Tensor:
         """Run micro-batches without gradients.
 
-        In each tick a rank runs one of its stages, then sends the result and receives what the
-        others have computed for it, in one batch. With separate sends and receives, two NCCL ranks
+        In each tick, a rank runs at most one of its stages. Then it sends the output and receives
+        its next inputs, in one batch of operations. If they were posted separately, two NCCL ranks
         could wait for each other.
 
         Args:
-            micro_batches: the tokens (read by stage 0) and the keywords of each.
+            micro_batches: the tokens (only stage 0 reads them) and the keywords of each.
 
         Returns:
-            The sum of the losses on the rank of the last stage, 0 on the others; float64.
+            The sum of the losses, not divided, on the rank of the last stage, and 0 on the others:
+            a float64 scalar.
+
+        Collectives: those of the stages, and sends and receives over pp.
         """
         rank, group, device = self._mesh.coords["pp"], self._mesh.pp_group, self._mesh.device
         rank_of = {
-            stage: number for number, held in enumerate(self._placement.stages) for stage in held
+            stage: pp_rank for pp_rank, held in enumerate(self._placement.stages) for stage in held
         }
-        inputs: dict[tuple[int, int], Tensor] = {}  # by stage and micro-batch
+        # By stage and micro-batch.
+        inputs: dict[tuple[int, int], Tensor] = {}
         total = torch.zeros((), dtype=torch.float64, device=device)
         for tick in schedules.forward_order(self._placement.stages, len(micro_batches)):
             ops = []
-            for stage, number in filter(None, tick):
+            for stage, micro_batch in filter(None, tick):
+                # The last stage has no target.
                 source, target = rank_of[stage], rank_of.get(stage + 1)
                 if source == rank:
-                    tokens_BT, keywords = micro_batches[number]
-                    stage_input = tokens_BT if stage == 0 else inputs.pop((stage, number))
+                    tokens_BT, keywords = micro_batches[micro_batch]
+                    stage_input = tokens_BT if stage == 0 else inputs.pop((stage, micro_batch))
                     output = self._modules[stage](stage_input, **keywords)
                     if target is None:
                         total += output
                     elif target == rank:
-                        inputs[stage + 1, number] = output
+                        inputs[stage + 1, micro_batch] = output
                     else:
                         message = output.contiguous()
                         ops.append(dist.P2POp(dist.isend, message, group=group, group_peer=target))
                 elif target == rank:
                     message = torch.empty_like(self._stage_activation, device=device)
-                    inputs[stage + 1, number] = message
+                    inputs[stage + 1, micro_batch] = message
                     ops.append(dist.P2POp(dist.irecv, message, group=group, group_peer=source))
             if ops:
                 for request in dist.batch_isend_irecv(ops):

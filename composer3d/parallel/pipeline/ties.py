@@ -5,7 +5,7 @@ stage. The last stage holds a copy. The copy gets the owner's values before each
 evaluation, and sends its gradient to the owner afterwards. So there is one name, one optimizer
 state and one term in the gradient norm, all on the first stage.
 
-``ties`` is everywhere a mapping from the second name of a tied parameter to its first.
+Here, ``ties`` maps the second name of a tied parameter (the alias) to its first name (the owner).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,11 @@ from composer3d.spec.errors import PlanError
 
 
 def find_ties(model: nn.Module) -> dict[str, str]:
-    """Find the tied parameters: from each further name to the one ``named_parameters`` gives."""
+    """Find the tied parameters of ``model``.
+
+    Returns:
+        A mapping from each further name of a parameter to the name in ``named_parameters``.
+    """
     first_name = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         name: first_name[id(parameter)]
@@ -32,7 +36,8 @@ def find_ties(model: nn.Module) -> dict[str, str]:
 def check_ties(ties: Mapping[str, str], mesh: Mesh, *, sharded: bool) -> None:
     """Check that FSDP and the pipeline can handle the ties.
 
-    Raises PlanError where parameters are tied in another way than between ``first`` and ``last``.
+    Raises PlanError if FSDP or the pipeline cuts the model, and parameters other than those of
+    ``first`` and ``last`` are tied.
     """
     at_the_ends = all(
         alias.startswith("last.") and owner.startswith("first.") for alias, owner in ties.items()
@@ -45,9 +50,9 @@ def check_ties(ties: Mapping[str, str], mesh: Mesh, *, sharded: bool) -> None:
 
 
 def tie(stage: nn.Module, ties: Mapping[str, str]) -> None:
-    """Make tied names one parameter again, where a step of ``compose`` has made two of it.
+    """Make both names of a tie one parameter again, after ``compose`` has replaced either of them.
 
-    Names of which the stage holds only one are left alone.
+    Ties of which ``stage`` has only one name are skipped.
     """
     held = dict(stage.named_parameters(remove_duplicate=False))
     for alias, owner in ties.items():
@@ -59,7 +64,7 @@ def split_ties(stage: nn.Module, ties: Mapping[str, str]) -> dict[str, str]:
     """Give ``stage`` a copy of each tied parameter that another stage owns.
 
     Returns:
-        The names of the copies, each with the name of its owner.
+        A mapping from the name of each copy to the name of its owner.
     """
     held = dict(stage.named_parameters(remove_duplicate=False))
     copies = {alias: owner for alias, owner in ties.items() if alias in held and owner not in held}
@@ -78,13 +83,15 @@ def _set_parameter(stage: nn.Module, name: str, parameter: nn.Parameter) -> None
 class Ties:
     """The exchange between owners on the first stage and their copies on the last stage.
 
-    Args:
-        ties: the same on all ranks.
-        modules: this rank's stages.
-        stages: the stage numbers of each pipeline rank; one rank may hold both ends.
+    Both stages shard a tied parameter alike. So a rank exchanges its shards with one peer: the rank
+    of the other stage that has the same coordinates except pp. ``refresh`` and ``add_gradients``
+    each send a shard once, over pp. Nothing is sent if one rank holds both stages.
 
-    A rank's shard of a copy corresponds to the owner's shard on the first stage's rank with the
-    same other coordinates. Each method sends the bytes of the local shards once, over pp.
+    Args:
+        ties: from each alias to its owner, the same on all ranks.
+        modules: this rank's stages.
+        mesh: the mesh of the job.
+        stages: the stage numbers of each pipeline rank.
     """
 
     def __init__(
@@ -100,7 +107,7 @@ class Ties:
         last_rank = next(rank for rank, held in enumerate(stages) if last in held)
         self._peer = last_rank if mesh.coords["pp"] == first_rank else first_rank
 
-        # (owner, copy) of each tie of which this rank holds at least one; None: the peer holds it.
+        # (owner, copy) of each tie of which this rank holds at least one. None: the peer holds it.
         self._pairs: list[tuple[nn.Parameter | None, nn.Parameter | None]] = []
         if last > 0:
             held_here = {
@@ -110,30 +117,35 @@ class Ties:
             }
             for alias, owner in ties.items():
                 pair = held_here.get(owner), held_here.get(alias)
-                if pair != (None, None):
+                if any(parameter is not None for parameter in pair):
                     self._pairs.append(pair)
 
     def refresh(self) -> None:
-        """Give the owners' values to the copies."""
+        """Copy the owners' values into the copies. A send and a receive over pp for each tie."""
         for owner, copy in self._pairs:
             values = self._transfer(owner, copy)
             if copy is not None:
                 local_shard(copy).copy_(values)
 
     def add_gradients(self) -> None:
-        """Add the copies' gradients to those of their owners, and drop them on the copies."""
+        """Add the copies' gradients to those of their owners, and drop them on the copies.
+
+        A send and a receive over pp for each tie.
+        """
         for owner, copy in self._pairs:
             values = self._transfer(None if copy is None else copy.grad, owner)
             if owner is not None:
                 total = local_shard(owner.grad)
-                total.add_(values.to(total.device))  # with offload it is in the host's memory
+                # With CPU offload, the owner's gradient is in host memory.
+                total.add_(values.to(total.device))
             if copy is not None:
                 copy.grad = None
 
     def _transfer(self, source: Tensor | None, target: Tensor | None) -> Tensor:
-        """Return the local shard of ``source``. A rank with ``target`` alone receives it.
+        """Return the local shard of ``source``.
 
-        A rank that has only ``source`` sends it.
+        If this rank has only ``target``, it receives the shard from the peer. If it has only
+        ``source``, it sends the shard.
         """
         if source is not None and target is not None:
             return local_shard(source)
@@ -151,7 +163,7 @@ class Ties:
 
 
 def local_shard(tensor: Tensor | None) -> Tensor:
-    """This rank's elements of a tensor, as live memory without a gradient."""
+    """Return this rank's elements of ``tensor``, detached. Writing to them changes ``tensor``."""
     assert tensor is not None
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

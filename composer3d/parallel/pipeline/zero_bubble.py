@@ -1,12 +1,12 @@
-"""Deferred weight gradients: backward computes the gradients of inputs, and those of weights later.
+"""Deferred weight gradients: backward computes input gradients at once and weight gradients later.
 
-Qi et al. 2023 (zero bubble, arXiv 2401.10241). The previous stage waits for the gradients of inputs
-only. A schedule computes the gradients of weights where a rank would otherwise be idle.
+Qi et al. 2023 (zero bubble, arXiv 2401.10241). The previous stage waits for input gradients only. A
+schedule computes weight gradients when a rank would otherwise be idle.
 
-torch does this by splitting the backward of a whole stage, without FSDP's hooks, and loses
-gradients. Here a stage has an ordinary backward, in which the linear layers of its blocks skip the
-gradient of their weights and note the work for later. Norms, embedding and head have an ordinary
-backward.
+torch's own way is to split the backward of a whole stage. It bypasses FSDP's hooks, and gradients
+are lost. Here a stage has an ordinary backward, in which the linear layers of its blocks skip their
+weight gradients and store the work for later. Norms, embedding and head compute all gradients at
+once.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ class DeferredLinear(nn.Linear):
     """A linear layer whose backward appends the work for its weight and bias to ``deferred``."""
 
     def __init__(self, linear: nn.Linear, deferred: list[Work]) -> None:
-        super().__init__(1, 1, device="meta")  # replaced by the parameters of ``linear``
+        # These parameters are replaced by those of ``linear``.
+        super().__init__(1, 1, device="meta")
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.deferred = deferred
@@ -40,8 +41,8 @@ class _DeferredLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: list[Work]
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # Kept by reference: under activation checkpointing ``saved_tensors`` returns a copy, and a
-        # gradient that is given to a copy is lost.
+        # Not in ``save_for_backward``: under activation checkpointing ``saved_tensors`` returns a
+        # copy, and a gradient accumulated on a copy is lost.
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
         return F.linear(x, weight, bias)
 
@@ -53,8 +54,8 @@ class _DeferredLinear(torch.autograd.Function):
 
         def compute_weight_grads() -> None:
             grad_rows = grad.flatten(0, -2)
-            # ``backward`` and not an assignment: between the parameter and the weight as it was
-            # used there may be the local part of a DTensor, or a slice.
+            # ``weight`` may be a slice of the parameter, or the local part of a DTensor. Only
+            # ``backward`` carries the gradient on to the parameter.
             if bias is None:
                 torch.autograd.backward([weight], [grad_rows.T @ x.flatten(0, -2)])
             else:
@@ -71,11 +72,12 @@ def defer_weight_grads(stage: nn.Module, blocks: nn.Module) -> Callable[[], Work
 
     Returns:
         The ``dw_builder`` of the stage, for torch's pipeline runtime. It is called after the
-        backward of a micro-batch, and returns the work that this backward has deferred. Until that
-        is done, the inputs and output gradients of the linear layers stay in memory.
+        backward of a micro-batch, and returns a function that does the deferred work. Until that
+        function is called, the inputs and output gradients of the linear layers stay in memory.
     """
     deferred: list[Work] = []
-    replacements: dict[nn.Module, DeferredLinear] = {}  # a module may have several names
+    # A module may have several names, which must get the same replacement.
+    replacements: dict[nn.Module, DeferredLinear] = {}
     for name, module in list(blocks.named_modules(remove_duplicate=False)):
         if type(module) is nn.Linear:
             if module not in replacements:

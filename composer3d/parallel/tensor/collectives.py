@@ -18,37 +18,37 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def gather_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the whole sequence from the ranks' consecutive shards.
+    """Gather the whole sequence from the ranks' consecutive shards: (B, T / n, C) to (B, T, C).
 
     Backward sums the ranks' gradients and keeps this rank's shard. A rank sends (n - 1) shards in
-    either direction.
+    forward, and as many in backward.
     """
     return _WithTranspose.apply(x_BTC, group, _all_gather, _reduce_scatter)
 
 
 def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum ``x_BTC`` over the ranks and keep this rank's shard of the sequence.
+    """Sum ``x_BTC`` over the ranks and keep this rank's shard of the sequence: (B, T / n, C).
 
-    Backward gathers the gradients: the transpose of ``gather_sequence``.
+    Backward gathers the gradients. This is the transpose of ``gather_sequence``.
     """
     return _WithTranspose.apply(x_BTC, group, _reduce_scatter, _all_gather)
 
 
 def sum_gradients(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``x_BTC``, which all ranks hold; backward sums the gradients of the ranks."""
+    """Return ``x_BTC``, which is the same on all ranks. Backward sums the ranks' gradients."""
     return _WithTranspose.apply(x_BTC, group, _identity, _all_reduce)
 
 
 def sum_outputs(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum ``x_BTC`` over the ranks. Backward returns the gradient, which all ranks hold."""
+    """Sum ``x_BTC`` over the ranks. Backward returns the gradient, the same on all ranks."""
     return _WithTranspose.apply(x_BTC, group, _all_reduce, _identity)
 
 
 def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather all ``columns`` from the ranks' chunks of them.
+    """Gather the ranks' chunks of columns: ``columns`` is the number of columns of the result.
 
-    Backward keeps this rank's chunk: all ranks continue with the same values. A rank sends (n - 1)
-    chunks, the last one padded to the size of the others; nothing in backward.
+    A rank sends (n - 1) chunks. The last chunk is padded to the size of the others. Backward sends
+    nothing: the gradient is the same on all ranks, and each keeps its own chunk.
     """
     _, own_columns = own_rows(columns, group)
     chunk = -(-columns // group.size())
@@ -57,7 +57,7 @@ def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tens
 
 
 def no_collective(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``x``."""
+    """Return ``x`` unchanged."""
     return x
 
 
@@ -100,7 +100,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # A view, not ``x`` itself: autograd does not take an input as the output of a function.
+    # An autograd function must not return its input itself, so this is a view of it.
     return x.view_as(x)
 
 

@@ -1,11 +1,12 @@
-"""Tensor parallelism from the plan's table: columns, rows, and a sequence parallel stream.
+"""Tensor parallelism, with or without sequence parallelism: cut modules by the plan's styles.
 
 Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198).
 
-Collectives of a block and micro-batch over tp, forward: two all-gathers and two reduce-scatters of
-the residual stream, or two all-reduces without sequence parallelism. Backward has their
-transposes. The embedding has one reduce-scatter (or all-reduce), the head one all-gather (or
-none), and the loss those of ``vocab.cross_entropy``.
+Collectives over tp in the forward of a micro-batch: a block has two all-gathers and two
+reduce-scatters of the residual stream; without sequence parallelism, two all-reduces. The embedding
+has one reduce-scatter (or all-reduce), and the head one all-gather (or none). Backward has the
+transposes of these. The loss has the collectives of ``vocab.cross_entropy``; without loss
+parallelism, an all-gather of the logits in forward.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +43,7 @@ from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.torch_private import own_parameters
 from composer3d.spec.errors import PlanError
 
-# forward(module, *inputs) on this rank's shards
+# ``forward(module, *inputs)``, where the parameters of ``module`` are this rank's shards.
 LocalForward = Callable[..., Tensor]
 
 
@@ -53,12 +54,12 @@ def apply(
 
     ``stage`` is on the meta device, or holds the same values on all ranks. Afterwards every
     parameter is a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)``
-    for rows, ``Replicate()`` for norms, routers and key-value heads that are fewer than ranks.
-    Experts are left as they are.
+    for rows, ``Replicate()`` for norms, routers, and key-value projections with fewer heads than
+    ranks. Experts are left as they are.
 
     Returns:
-        By module name, a function that must run before a compiled block does: its graph reads this
-        rank's shards from where the function puts them.
+        A function for each cut module, by module name. Before each call of a compiled block, the
+        functions of its modules must be called: the block's graph reads the shards that they store.
 
     Raises:
         PlanError: the plan leaves a parameter uncut; a head lacks its seam; or neither of tp and
@@ -88,15 +89,18 @@ class Local(ParallelStyle):
     """Run a module's own forward on this rank's shards as plain tensors, between two collectives.
 
     The parameters are DTensors, so that FSDP, the gradient norm, the optimizer and checkpoints know
-    their place in the whole tensor. The arithmetic does not pay for DTensor's dispatch.
+    their place in the whole tensor. Forward and backward use plain tensors, which avoids the cost
+    of DTensor's dispatch.
 
     Attributes:
-        placement: of every parameter over tp.
-        grad_placement: of their gradients where it differs: ``Partial()`` if the ranks saw
-            different tokens or heads.
+        placement: placement of every parameter over tp.
+        grad_placement: placement of the gradients; None: that of the parameters. It is
+            ``Partial()`` if the ranks see different tokens or heads.
         pre_collective, post_collective: applied to the input and to the output.
-        select: takes what the module computes with from its local parameter.
-        make_forward: called once with the module before it is cut; returns the forward to run.
+        select: returns the part of a local parameter that the module computes with; None: all of
+            it.
+        make_forward: called once with the module before it is cut, and with the tp ranks. It
+            returns the forward to run; None: the forward of the module's class.
     """
 
     placement: Placement
@@ -138,15 +142,15 @@ class Local(ParallelStyle):
         return module
 
     def refresh(self) -> None:
-        """Read this rank's shards for a compiled block; afterwards ``forward`` does not read them.
+        """Store this rank's shards as plain tensors, which ``forward`` uses in a compiled block.
 
-        A graph cannot do so itself: torch 2.13 loses the mesh of a DTensor in the graph's
-        backward. It runs before every forward, because FSDP replaces the parameters.
+        The graph cannot read them from the DTensors: torch 2.13 loses the mesh of a DTensor in the
+        graph's backward. Call it before every forward, because FSDP replaces the parameters.
         """
         self._prepared = self._local_shards()
 
     def _local_shards(self) -> dict[str, Tensor | None]:
-        """The module's own parameters as plain tensors of this rank."""
+        """Return this rank's shards of the module's own parameters, as plain tensors."""
         assert self._module is not None
         grad_placements = [self.grad_placement or self.placement]
         shards: dict[str, Tensor | None] = {}
@@ -160,11 +164,16 @@ class Local(ParallelStyle):
 
 
 def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: ParallelTable) -> Local:
-    """The placements and collectives of a style; modules pass plain tensors to each other."""
+    """Return the placements and collectives of ``style``.
+
+    Modules pass plain tensors to each other.
+    """
     sequence_parallel = parallel.sequence_parallel
-    gather, reduce = sum_gradients, sum_outputs
+    # The collectives before column layers and after row layers.
     if sequence_parallel:
         gather, reduce = gather_sequence, scatter_sum
+    else:
+        gather, reduce = sum_gradients, sum_outputs
     match style:
         case "embedding":
             return Local(Shard(0), post_collective=reduce, make_forward=_embedding_forward)
@@ -172,14 +181,17 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
             return Local(Replicate(), grad_placement=Partial() if sequence_parallel else None)
         case "router":
             return Local(Replicate(), grad_placement=Partial())
-        case "head_norm":  # a rank sees some of the heads: its gradient is a part of the sum
+        case "head_norm":
+            # A rank sees only some of the heads, so its gradient is a part of the sum.
             return Local(Replicate(), grad_placement=Partial())
-        case "gather":  # one all-gather serves all projections that read this input
+        case "gather":
+            # One all-gather serves all projections that read this input.
             return Local(Replicate(), pre_collective=gather)
         case "column":
             return Local(Shard(0))
         case "kv_column":
-            assert plan.kv_heads is not None  # ShardingPlan.check
+            # ``ShardingPlan.check`` refuses a plan without it.
+            assert plan.kv_heads is not None
             return _kv_column(plan.kv_heads, mesh)
         case "row":
             return Local(Shard(1), post_collective=reduce)
@@ -192,7 +204,7 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
 
 
 def _embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> LocalForward:
-    """The lookup in this rank's rows; tokens of other ranks' rows give 0 before the sum."""
+    """Return a forward that looks up this rank's rows. Tokens of other ranks' rows give 0."""
     first, count = vocab.own_rows(module.get_parameter("weight").shape[0], group)
     lookup = type(module).forward
 
@@ -206,7 +218,10 @@ def _embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> LocalForw
 
 
 def _head_forward(head: Any, group: dist.ProcessGroup, *, loss_parallel: bool) -> LocalForward:
-    """The head's own forward, with a ``cross_entropy`` for logits whose columns are cut."""
+    """Return the head's own forward, after replacing its ``cross_entropy``.
+
+    The new one takes logits whose columns are cut over ``group``.
+    """
     name = type(head).__name__
     if not hasattr(head, "cross_entropy"):
         raise PlanError(
@@ -234,10 +249,10 @@ def _head_forward(head: Any, group: dist.ProcessGroup, *, loss_parallel: bool) -
 
 
 def _kv_column(kv_heads: int, mesh: DeviceMesh) -> Local:
-    """Columns of key-value heads. With fewer heads than ranks, a rank computes the one it needs.
+    """Return the style of a key-value projection, whose heads are cut over the ranks.
 
-    Ranks that read the same head each have a part of its gradient, so all of them hold all
-    parameters.
+    With fewer heads than ranks, every rank holds all parameters, and computes the one head that its
+    query heads read. Each rank's gradient is then a part of the sum.
     """
     tp, rank = mesh.size(), mesh.get_local_rank()
     if kv_heads % tp == 0:

@@ -24,7 +24,10 @@ class OwnRows(NamedTuple):
 
 
 def own_rows(vocab: int, group: dist.ProcessGroup) -> OwnRows:
-    """This rank's rows of a vocabulary. Raises PlanError where the last rank would have none."""
+    """Return this rank's rows of a vocabulary of ``vocab`` rows.
+
+    Raises PlanError if the last rank would have none.
+    """
     chunk = -(-vocab // group.size())
     if chunk * (group.size() - 1) >= vocab:
         raise PlanError(
@@ -42,15 +45,16 @@ def cross_entropy(
 
     Args:
         logits_NV: this rank's columns of the logits.
-        labels_N: labels of the whole vocabulary, or ``IGNORE_INDEX``.
+        labels_N: int64, counted over the whole vocabulary; or ``IGNORE_INDEX``.
         first: the label of this rank's first column.
+        group: the tp ranks.
 
     Returns:
         A scalar in float32 or wider, the same on all ranks.
 
-    Collectives: forward, an all-reduce of N maxima and one of 2 N numbers (the sums of
-    exponentials and the logits of the labels), in float32 or wider. Backward has none: each rank
-    computes the gradient of its own columns.
+    Collectives: forward has an all-reduce of N maxima, and one of 2 N numbers: the sums of
+    exponentials and the logits of the labels. Both are in float32 or wider. Backward has none: each
+    rank computes the gradient of its own columns.
     """
     return _CrossEntropy.apply(logits_NV, labels_N, first, group)
 
@@ -72,8 +76,8 @@ class _CrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums_2N, group=group)
         log_sum_N, target_N = sums_2N[0].log(), sums_2N[1]
 
-        # The logits are saved as they came, not in the wide dtype: backward computes the softmax
-        # again.
+        # The logits are saved in their own dtype, which takes less memory than the wide softmax.
+        # Backward computes the softmax again.
         ctx.save_for_backward(logits_NV, labels_N, max_N + log_sum_N)
         ctx.first = first
         return (log_sum_N - target_N).masked_fill(labels_N == IGNORE_INDEX, 0).sum()
@@ -97,12 +101,12 @@ def _is_own(labels_N: Tensor, first: int, logits_NV: Tensor) -> Tensor:
 def set_loss_chunks(model: nn.Module, plan: ShardingPlan, chunks: int) -> None:
     """Make the heads of ``model`` compute the loss in ``chunks`` parts of a micro-batch's tokens.
 
-    Only one part's logits are in memory at a time: backward computes them again, with the
-    collectives of ``cross_entropy``. The gradient of the head's weight is summed in float32 or
-    wider, in memory that backward allocates.
+    Only one part's logits are in memory at a time. Backward computes them again, with the
+    collectives of ``cross_entropy``. It sums the gradient of the head's weight in float32 or wider,
+    in memory that it allocates.
 
     Raises:
-        PlanError: the model has no head with ``chunks``.
+        PlanError: ``chunks`` is above 1, and the model has no head with the attribute ``chunks``.
     """
     if chunks == 1:
         return

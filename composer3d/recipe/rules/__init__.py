@@ -1,8 +1,8 @@
-"""What the values of a recipe must satisfy: each by itself (``RANGES``), and together (``RULES``).
+"""Check the values of a recipe: each by itself (``RANGES``), and several together (``RULES``).
 
-Everything here is pure: values go in, violations by key come out. ``resolve.load`` adds where each
-value came from. Code that proposes layouts calls ``violations`` too, so that it proposes only legal
-ones.
+These checks read no file. They return the violations of a recipe, and ``resolve.load`` adds where
+each value came from. Code that proposes layouts calls ``violations`` too, so that every layout it
+proposes is legal.
 """
 
 from composer3d.recipe.rules import data, layout, model
@@ -25,7 +25,7 @@ def _ranges(entries: Entries) -> dict[str, Range]:
 
 RANGES: dict[str, Range] = _ranges(FIELDS)
 
-# In the order in which violations are reported.
+# Violations are reported in this order.
 RULES: tuple[Rule, ...] = (*model.RULES, *data.RULES, *layout.RULES)
 
 
@@ -37,8 +37,8 @@ def _ranges_of(recipe: Recipe) -> dict[str, Range]:
 def violations(recipe: Recipe) -> list[Violation]:
     """Return every violation of ``recipe``: of ranges first, then of rules.
 
-    A rule is skipped if it reads a value outside of its range, or ``mesh.dp_shard`` while that is
-    still -1.
+    A rule is skipped if it reads a value outside of its range, ``mesh.dp_shard`` while that is
+    still -1, or a key that the shape of the recipe's architecture lacks.
     """
     broken_ranges = []
     for key, allowed in _ranges_of(recipe).items():
@@ -54,8 +54,8 @@ def violations(recipe: Recipe) -> list[Violation]:
     for keys, check in RULES:
         # Shapes of other architectures lack some keys of ours.
         if unusable_keys.isdisjoint(keys) and all(has_key(recipe, key) for key in keys):
-            fault, *others = keys
+            blamed_key, *others = keys
             broken_rules += [
-                Violation(fault, template, tuple(others)) for template in check(recipe)
+                Violation(blamed_key, template, tuple(others)) for template in check(recipe)
             ]
     return broken_ranges + broken_rules

@@ -13,20 +13,23 @@ from composer3d.recipe.rules.rule import (
 )
 from composer3d.recipe.schema import Recipe
 
-# What data.path and validation.path are, for each source that reads them.
+# What data.path and validation.path must name, for each source that reads them.
 PATHS = {
     "text": "a text file or a folder of them",
     "jsonl": "a .jsonl file or a folder of them",
     "tokens": "a folder that composer3d prepare made",
 }
 
-# The schedules of the learning rate that decay.
+# The learning rate schedules that have a decay.
 _DECAYING = ("cosine", "linear", "wsd")
 
 
 @rule("model.vocab", "data.source")
 def vocabulary_holds_bytes(recipe: Recipe) -> Iterator[str]:
-    """Tokens of text are bytes. ``resolve`` checks token files, which state their vocabulary."""
+    """The vocabulary must hold all bytes, which are the tokens of a text.
+
+    ``resolve`` checks token files, whose manifest gives the size of their vocabulary.
+    """
     if recipe.model.vocab < 256 and recipe.data.source != "tokens":
         yield "<model.vocab> must be at least 256: the tokens of the data are bytes"
 
@@ -50,7 +53,10 @@ class _End(NamedTuple):
 
 @rule("optim.decay_steps", "optim.warmup", "optim.decay", "run.steps", "optim.schedule")
 def wsd_decay_fits(recipe: Recipe) -> Iterator[str]:
-    """The decay of wsd must start after the warmup and end at optim.decay, or else at run.steps."""
+    """The decay of wsd must start after the warmup and end at optim.decay.
+
+    If optim.decay is absent, it must end at run.steps.
+    """
     optim = recipe.optim
     if optim.schedule != "wsd" or optim.decay_steps is None:
         return

@@ -46,7 +46,8 @@ def tp_divides_ffn(recipe: Recipe) -> Iterator[str]:
 def _suggest_tp(recipe: Recipe) -> str:
     """Suggest values of tp that fit the query heads, the key-value heads and the feed-forward.
 
-    It must work for every size, as not all callers declare all of these keys.
+    It must accept sizes outside of their ranges: not every rule that calls it declares all of these
+    keys.
     """
     model = recipe.model
     legal = [
@@ -56,6 +57,7 @@ def _suggest_tp(recipe: Recipe) -> str:
 
 
 def _fits_kv_heads(tp: int, kv_heads: int) -> bool:
+    """Return whether one of the two numbers divides the other."""
     # The first test is true for 0 key-value heads, so that the second never divides by 0.
     return kv_heads % tp == 0 or tp % kv_heads == 0
 
@@ -74,7 +76,7 @@ def every_tp_rank_has_vocabulary(recipe: Recipe) -> Iterator[str]:
 
 @rule("mesh.tp", "model.vocab", "model.dim", "mesh.dp_shard", "mesh.cp", "parallel.zero")
 def uneven_vocabulary_has_even_columns(recipe: Recipe) -> Iterator[str]:
-    """If tp cuts the vocabulary into uneven rows, FSDP shards its columns, and needs even ones."""
+    """If tp cuts the vocabulary unevenly, FSDP must be able to shard its columns evenly."""
     model, mesh = recipe.model, recipe.mesh
     is_uneven = model.vocab % mesh.tp and model.dim % (mesh.dp_shard * mesh.cp)
     if is_uneven and recipe.parallel.zero:
@@ -91,7 +93,7 @@ def uneven_vocabulary_has_even_columns(recipe: Recipe) -> Iterator[str]:
 
 @rule("mesh.cp", "parallel.cp_method", "model.n_heads", "model.n_kv_heads", "mesh.tp")
 def ulysses_shards_heads(recipe: Recipe) -> Iterator[str]:
-    """Ulysses shards the heads that a tp rank has over cp."""
+    """Ulysses shards the heads of each tp rank over cp, so cp must divide them."""
     model, cp, tp = recipe.model, recipe.mesh.cp, recipe.mesh.tp
     heads, kv_heads = model.n_heads // tp, max(1, model.n_kv_heads // tp)
     if recipe.parallel.cp_method != "ulysses" or (heads % cp == 0 and kv_heads % cp == 0):
@@ -109,7 +111,10 @@ def ulysses_shards_heads(recipe: Recipe) -> Iterator[str]:
 
 @rule("data.seq_len", "mesh.tp", "mesh.cp", "parallel.sequence_parallel", "parallel.cp_balance")
 def sequence_divides(recipe: Recipe) -> Iterator[str]:
-    """cp cuts a sequence into one or two chunks per rank; sequence parallelism cuts those again."""
+    """Each sequence must divide into equal chunks, one or two for each cp rank.
+
+    With sequence parallelism, the tokens of a cp rank must also divide over tp.
+    """
     seq_len, cp = recipe.data.seq_len, recipe.mesh.cp
     tp = recipe.mesh.tp if recipe.parallel.sequence_parallel else 1
     chunks_per_rank = 2 if cp > 1 and recipe.parallel.cp_balance == "zigzag" else 1
@@ -254,7 +259,7 @@ def schedule_accepts_virtual_stages(recipe: Recipe) -> Iterator[str]:
     "parallel.stages", "mesh.pp", "parallel.virtual_stages", "parallel.schedule", "model.n_layers"
 )
 def explicit_stages_fit(recipe: Recipe) -> Iterator[str]:
-    """``parallel.stages`` gives each stage its layers, and all layers a stage."""
+    """``parallel.stages`` gives every stage at least one layer, and assigns all layers."""
     stages, pp = recipe.parallel.stages, recipe.mesh.pp
     if stages is None:
         return
@@ -338,7 +343,7 @@ def pipeline_reduces_once(recipe: Recipe) -> Iterator[str]:
 
 @rule("precision.compute", "precision.params")
 def compute_fits_params(recipe: Recipe) -> Iterator[str]:
-    """The dtype of the computation goes with that of the parameters."""
+    """The compute dtype must be that of the parameters, or bfloat16 with float32 parameters."""
     params = recipe.precision.params
     legal = ("float32", "bfloat16") if params == "float32" else (params,)
     if recipe.precision.computes_in not in legal:

@@ -1,4 +1,4 @@
-"""What a rule is: a check of several keys, which yields a violation for each fault."""
+"""Define ``Rule``: a check of several keys that yields a message for each fault."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ _KEY = re.compile(r"<([\w.]+)>")
 
 
 class Violation(NamedTuple):
-    """One broken rule.
+    """A broken rule, or a value outside of its range.
 
     Attributes:
         key: the key at fault.
@@ -24,9 +24,9 @@ class Violation(NamedTuple):
     others: tuple[str, ...] = ()
 
     def message(self, recipe: Recipe, origins: Mapping[str, str] = {}) -> str:
-        """Return the message, with each key as ``mention`` writes it.
+        """Return the message, in which ``mention`` has written each key with its value.
 
-        ``origins`` are the origins to show after the values, by key.
+        ``origins`` gives the origin to show after the value, by key.
         """
 
         def replace_key(match: re.Match[str]) -> str:
@@ -37,15 +37,16 @@ class Violation(NamedTuple):
         return _KEY.sub(replace_key, self.template)
 
 
-# Yields the template of a message for each fault of a recipe.
+# A function that yields the template of a message for each fault of a recipe.
 Check = Callable[[Recipe], Iterator[str]]
 
 
 class Rule(NamedTuple):
     """A check, and the keys that it reads; the first key is the one at fault.
 
-    A rule is skipped if one of its keys has a value outside of its range. So a check never meets,
-    for example, a zero to divide by. If it reads another key as well, it must accept any value.
+    A rule is skipped if one of its keys has a value outside of its range. So a check cannot divide
+    by zero, for example. If a check reads a key that it does not declare, it must accept any value
+    of that key.
     """
 
     keys: tuple[str, ...]
@@ -53,12 +54,15 @@ class Rule(NamedTuple):
 
 
 def rule(*keys: str) -> Callable[[Check], Rule]:
-    """Make a check into a rule that reads ``keys``."""
+    """Return a decorator that makes a check into a rule. The rule declares ``keys``."""
     return lambda check: Rule(keys, check)
 
 
 def must_be_above(key: str, bound_key: str, reason: str = "") -> Rule:
-    """``key``, unless absent, must be above ``bound_key``. ``reason`` ends the message."""
+    """Return the rule that ``key`` is absent or above ``bound_key``.
+
+    ``reason`` ends the message.
+    """
 
     @rule(key, bound_key)
     def check(recipe: Recipe) -> Iterator[str]:
@@ -70,7 +74,7 @@ def must_be_above(key: str, bound_key: str, reason: str = "") -> Rule:
 
 
 def must_be_at_most(key: str, bound_key: str) -> Rule:
-    """``key``, unless absent, must be at most ``bound_key``."""
+    """Return the rule that ``key`` is absent or at most ``bound_key``."""
 
     @rule(key, bound_key)
     def check(recipe: Recipe) -> Iterator[str]:
@@ -84,9 +88,9 @@ def must_be_at_most(key: str, bound_key: str) -> Rule:
 def only_used_with(
     key: str, switch: str, choices: Sequence[str], way_out: str | None = None
 ) -> Rule:
-    """``key`` must keep its default unless ``switch`` is one of ``choices``.
+    """Return the rule that ``key`` keeps its default unless ``switch`` is one of ``choices``.
 
-    ``way_out`` ends the message; the default says to remove the key or to change the switch.
+    ``way_out`` ends the message. By default, it says to remove the key or to change the switch.
     """
     if way_out is None:
         way_out = f"remove it, or use {switch} = {join_with_or(map(as_toml, choices))}"
@@ -101,9 +105,9 @@ def only_used_with(
 
 
 def needed_with(key: str, switch: str, meanings: Mapping[str, str]) -> Rule:
-    """``key`` must be set if ``switch`` is in ``meanings``, and must be absent otherwise.
+    """Return the rule that ``key`` is set if ``switch`` is in ``meanings``, and absent otherwise.
 
-    ``meanings`` says what ``key`` is for each choice of ``switch`` that needs it.
+    ``meanings`` says what ``key`` must name, for each choice of ``switch`` that needs it.
     """
     unused = only_used_with(key, switch, list(meanings))
 

@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             f'rope_parameters = {{"full_attention": {{"rope_theta": 1000000.0}}}} {RULE} '
             "without these keys, "
-            "its rope_type is default"
+            "because its rope_type is default"
         ],
     ),
     "part of a head": (
