@@ -468,8 +468,8 @@ def _axes_of_size(factor: float, small: Recipe) -> list[str]:
     If there are none, return the products of two axes with such a size, or else of three, and so
     on.
     """
-    sizes = {axis: getattr(small.mesh, axis) for axis in AXES}
-    wide_axes = [axis for axis in AXES if sizes[axis] > 1]
+    sizes = {axis: getattr(small.mesh, axis) for axis in (*AXES, "ep")}
+    wide_axes = [axis for axis in sizes if sizes[axis] > 1]
     for count in range(1, len(wide_axes) + 1):
         products = [
             " x ".join(axes)

@@ -30,9 +30,8 @@ def shrink(full: Recipe) -> list[Recipe]:
     - heads: grouped-query or not; fewer key-value heads than tp (one or several), as many, or more;
       heads that together are narrower or wider than the residual stream, or as wide;
     - the model: a vocabulary that tp does not divide, tied embeddings, norms and biases;
-    - experts: several on a rank or one; one expert of a token or several; groups, shared experts and
-      dense layers; whether ranks of ep are also ranks of tp or of data, and whether experts are
-      sharded;
+    - experts: several on a rank or one; one expert of a token or several; groups; shared experts;
+      dense layers; whether ranks of ep are also ranks of tp or of data; whether ranks shard them;
     - the sequence: one token, or an odd number of tokens; packing;
     - the window: one token, at most one chunk of the sequence, or a window that reaches one chunk
       or several chunks back;
