@@ -46,7 +46,7 @@ def divide_expert_gradients_by_efsdp() -> None:
     def wrong(stage: nn.Module, plan: Any, meshes: Any, *arguments: Any) -> None:
         right(stage, plan, meshes, *arguments)
         for unit in fsdp.units(stage):
-            if isinstance(unit, moe.Experts):
+            if meshes.experts is not None:
                 unit.set_gradient_divide_factor(float(meshes.experts.size()))
 
     fsdp.apply = wrong
