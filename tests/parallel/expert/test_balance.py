@@ -35,7 +35,7 @@ ROWS, TOKENS = 4, 8
 
 
 def loads_of(mesh_sizes: dict[str, int], micro_batch: int) -> dict[str, Any]:
-    """Run two steps on the same global batch; return the metrics and the biases."""
+    """Run two steps on the same global batch; return what routers have seen in the second."""
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(**mesh_sizes), device)
         rows = ROWS // mesh.batch_ranks
@@ -53,9 +53,8 @@ def loads_of(mesh_sizes: dict[str, int], micro_batch: int) -> dict[str, Any]:
         tokens = tokens[mesh.batch_rank * rows :][:rows]
         positions = torch.arange(TOKENS).expand_as(tokens)
         arguments = [stages.own_tokens(x) for x in (tokens, tokens, positions)]
-        for _ in range(2):
-            stages.forward_backward(*arguments, ROWS * TOKENS)
-            stages.move_router_biases()
+        stages.forward_backward(*arguments, ROWS * TOKENS)
+        stages.move_router_biases()
         stages.forward_backward(*arguments, ROWS * TOKENS)
         metrics = expert_metrics(stages.router_loads, ROWS * TOKENS)
         counts = {name: load.tokens_E.tolist() for name, load in stages.router_loads.items()}
@@ -88,6 +87,6 @@ def test_loads_do_not_depend_on_the_layout(
     assert metrics["dropped_tokens"] == 0
     assert metrics["expert_load"] >= 1
     assert metrics["balance_loss"] >= 2 * 0.5 * 0.9 and metrics["z_loss"] > 0
-    assert metrics["router_bias/blocks.1"] in (0.125, 0.25, 0.375, 0.5)
+    assert metrics["router_bias/blocks.1"] == 0.25
     for counts in expected["counts"].values():
         assert sum(counts) == ROWS * TOKENS * 2
