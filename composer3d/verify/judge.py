@@ -138,12 +138,15 @@ class ReferenceStats(NamedTuple):
             name.
         shapes: the shape of each parameter by name.
         clips: for each step, whether it clipped the gradients.
+        closest_scores: the smallest difference of two scores between which a router chose in any
+            step. None: there is no router.
     """
 
     noise: list[dict[str, float]]
     norms: dict[str, list[dict[str, float]]]
     shapes: dict[str, list[int]]
     clips: list[bool]
+    closest_scores: float | None = None
 
 
 class TensorError(NamedTuple):

@@ -46,8 +46,9 @@ def divide_expert_gradients_by_efsdp() -> None:
     def wrong(stage: nn.Module, plan: Any, meshes: Any, *arguments: Any) -> None:
         right(stage, plan, meshes, *arguments)
         for unit in fsdp.units(stage):
-            if meshes.experts is not None:
-                unit.set_gradient_divide_factor(float(meshes.experts.size()))
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                if any(parameter.sharded_param.ndim == 3 for parameter in group.fsdp_params):
+                    group.gradient_divide_factor = float(meshes.experts.size())
 
     fsdp.apply = wrong
 
