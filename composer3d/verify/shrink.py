@@ -137,6 +137,12 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     meshes = [_with_ep(full, _widen_to_three(choice, axes_of_three)) for choice in choices]
     if is_long_ring and all(small.cp <= 2 for small in meshes):
         meshes.append(MeshTable(dp_shard=1, cp=3))
+    if mesh.ep > 1 and all(_ep_relations(small) != _ep_relations(mesh) for small in meshes):
+        meshes += [
+            small
+            for small in _meshes_of_shards(full)
+            if _ep_relations(small) == _ep_relations(mesh)
+        ][:1]
     return meshes
 
 
@@ -158,7 +164,10 @@ def _small_sizes(full: Recipe) -> dict[str, int]:
 
 
 def _with_ep(full: Recipe, small: MeshTable) -> MeshTable:
-    """``small`` with the ep that groups its ranks most as ``full`` does, and perhaps more ranks."""
+    """Give ``small`` the ep that relates to its other axes most as in ``full``.
+
+    dp_shard is doubled if that helps and fits.
+    """
     if full.mesh.ep == 1:
         return small
     wanted = _ep_relations(full.mesh)
@@ -176,12 +185,12 @@ def _with_ep(full: Recipe, small: MeshTable) -> MeshTable:
     def likeness(mesh: MeshTable) -> int:
         return sum(a == b for a, b in zip(_ep_relations(mesh), wanted, strict=True))
 
-    # The first of the best: the fewest processes, then the fewest ranks of ep.
+    # ``max`` takes the first of the best: the fewest processes, then the fewest ranks of ep.
     return max(candidates, key=likeness, default=small)
 
 
 def _ep_relations(mesh: MeshTable) -> tuple[bool, ...]:
-    """How ep relates to the other axes: what a small mesh should keep."""
+    """Describe how ep relates to the other axes; a small mesh should keep all of this."""
     sequence_ranks = mesh.cp * mesh.tp
     return (
         mesh.efsdp > 1,
