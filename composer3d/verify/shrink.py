@@ -193,10 +193,12 @@ def _ep_relations(mesh: MeshTable) -> tuple[bool, ...]:
     """Describe how ep relates to the other axes; a small mesh should keep all of this."""
     sequence_ranks = mesh.cp * mesh.tp
     return (
+        mesh.tp > 1,
         mesh.efsdp > 1,
         mesh.ep > mesh.tp,
         mesh.ep > sequence_ranks,
         mesh.ep < mesh.tp,
+        mesh.ep % mesh.tp == 0,
     )
 
 
