@@ -505,22 +505,26 @@ def _compare_weights_in_float32(
     weights_before = expected["weight"][step - 1] if step else expected["initial"]
     shards = []
     for name, parameter in stages.named_parameters():
-        after = expected["weight"][step].get(name)
-        if parameter.requires_grad:
-            remove_rounding = partial(
-                replay.remove_rounding, name, lr=lr, decayed=parameter.ndim > 1
-            )
-            whole = weights_before.get(name)
-        else:  # no optimizer step to replay: the biases of routers move by a fixed rate
-            remove_rounding, whole = _remove_one_rounding, after
+        before, after = weights_before.get(name), expected["weight"][step].get(name)
+        decayed = parameter.ndim > 1
+        remove_rounding = partial(replay.remove_rounding, name, lr=lr, decayed=decayed)
+        whole = before
+        if not parameter.requires_grad:
+            # There is no optimizer step to replay: the biases of routers move by a fixed rate.
+            remove_rounding = partial(_remove_one_rounding, before)
+            whole = after
         shards.append(_compare(step, "weight", name, parameter.detach(), whole, remove_rounding))
         _set_shard(parameter, after)
     return shards
 
 
-def _remove_one_rounding(actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Move ``actual`` to ``expected`` where they differ by less than float32 rounds a sum by."""
-    is_rounding = (actual - expected).abs() <= 2.0**-22 * expected.abs()
+def _remove_one_rounding(before: Tensor, actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Move ``actual`` to ``expected`` where they differ by less than float32 rounds a sum by.
+
+    One term of the sum is ``before``; all three are whole tensors.
+    """
+    bound = 2.0**-22 * (before.abs() + expected.abs())
+    is_rounding = (actual - expected).abs() <= bound
     return torch.where(is_rounding, expected, actual), expected
 
 
