@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from composer3d.spec.errors import CheckpointError
+from composer3d.spec.errors import CheckpointError, UserError
 from composer3d.spec.files import MIB, RefusedFileError
 
 # The largest pickle in a torch file, in bytes. A tensor takes about 200 of them.
@@ -430,7 +430,8 @@ def _decode(encoded: bytes) -> str:
 def reading(place: object, way_out: str = "") -> Iterator[None]:
     """Turn every error within the block into a CheckpointError that names ``place``.
 
-    A damaged file can raise errors of any kind. A CheckpointError passes unchanged.
+    A damaged file can raise errors of any kind. A UserError passes unchanged: it already says what
+    is wrong, and it is not always damage. A checkpoint of a later composer3d is whole.
 
     Args:
         place: the file, or the part of it that is read.
@@ -438,7 +439,7 @@ def reading(place: object, way_out: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
+    except UserError:
         raise
     except Exception as error:
         raise CheckpointError(f"{place} cannot be read: {explain(error)}{way_out}") from None
