@@ -206,8 +206,14 @@ class ShardingPlan:
         ]
 
         for name in parameters:
-            if self.style_of(name.rpartition(".")[0]) in (None, "gather"):
+            style = self.style_of(name.rpartition(".")[0])
+            if style is None:
                 lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
+            elif style == "gather":
+                lines.append(
+                    f'parameter {name!r} belongs to a module of style "gather", which can have '
+                    "none: give the module another style, or move the parameter into a submodule"
+                )
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")
 
