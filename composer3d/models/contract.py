@@ -225,9 +225,14 @@ class ShardingPlan:
 
         for name in parameters:
             module_name = name.rpartition(".")[0]
-            is_cut = self.style_of(module_name) not in (None, "gather")
-            if not is_cut and not self.holds_experts(module_name):
+            style = self.style_of(module_name)
+            if style is None and not self.holds_experts(module_name):
                 lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
+            elif style == "gather":
+                lines.append(
+                    f'parameter {name!r} belongs to a module of style "gather", which can have '
+                    "none: give the module another style, or move the parameter into a submodule"
+                )
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")
 

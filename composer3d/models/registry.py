@@ -103,7 +103,8 @@ def resolve(reference: Reference) -> Any:
     module, colon, name = reference.partition(":")
     if not colon:
         return import_module(module)
+    imported = import_module(module)  # an AttributeError in the module's own code passes
     try:
-        return getattr(import_module(module), name)
+        return getattr(imported, name)
     except AttributeError:
         raise ModelError(f'module "{module}" has no "{name}"') from None

@@ -90,6 +90,26 @@ def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
+def test_check_schema_can_be_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--schema"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["check", "--schema", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "schema": text}
+
+
+def test_errors_of_verify_are_json_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", RECIPE, "--layouts", "missing.txt", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err == "--layouts missing.txt: cannot be read (No such file or directory)\n"
+    assert json.loads(out) == {"passed": False, "refused": True, "error": err.strip()}
+
+
+def test_a_number_of_thousands_of_digits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", RECIPE, "--gpus", "9" * 5000]) == 2
+    err = capsys.readouterr().err
+    assert "--gpus: must be a number of at most 18 digits, got 5,000 characters" in err
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -380,6 +400,17 @@ def test_check_finds_a_folder_in_use(
     finally:
         os.close(descriptor)
     assert check(capsys) == []
+
+
+@pytest.mark.parametrize("closed", ["runs/a", "runs/a/checkpoints"])
+def test_check_finds_a_folder_that_cannot_be_written(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    (here / "runs/a/checkpoints").mkdir(parents=True)
+    # Not chmod: root may write everywhere.
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: str(path) != closed)
+    (line,) = check(capsys)
+    assert line.endswith(f"{closed} cannot be written by this user")
 
 
 def test_check_finds_a_device_that_is_not_there(

@@ -41,8 +41,8 @@ def test_all_errors_of_a_plan_are_reported_at_once() -> None:
         # ``norm`` is a module, not a parameter.
         "the plan's init glob 'norm' matches no parameter of Tiny",
         "no glob of the plan's tensor table covers parameter 'down.weight'",
-        # The style "gather" covers no parameter.
-        "no glob of the plan's tensor table covers parameter 'norm.weight'",
+        "parameter 'norm.weight' belongs to a module of style \"gather\", which can have none: "
+        "give the module another style, or move the parameter into a submodule",
         "no glob of the plan's init table covers parameter 'norm.weight'",
     )
 

@@ -13,6 +13,7 @@ from composer3d.checkpoint import Store
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import (
     agree_on_round,
+    all_gather_objects,
     check_same,
     on_all,
     pick_device,
@@ -169,3 +170,15 @@ def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         DeviceError, match="local rank 2 needs a GPU of its own, but this node shows 2;"
     ):
         pick_device("auto")
+
+
+def gather_over_a_part() -> None:
+    with pool_world():
+        group = dist.new_group([0, 1])
+        if dist.get_rank() < 2:
+            with pytest.raises(ValueError, match="the group has 2 of 3 ranks; it must have all"):
+                all_gather_objects("x", group)
+
+
+def test_objects_are_not_gathered_over_a_part_of_the_ranks(pool: Pool) -> None:
+    assert pool.run(gather_over_a_part, {}, world_size=3) == [None] * 3

@@ -130,9 +130,13 @@ class Ties:
     def add_gradients(self) -> None:
         """Add the copies' gradients to those of their owners, and drop them on the copies.
 
-        A send and a receive over pp for each tie.
+        A send and a receive over pp for each tie, except for frozen parameters, which have no
+        gradient.
         """
         for owner, copy in self._pairs:
+            held = copy if owner is None else owner
+            if held is None or not held.requires_grad:
+                continue
             values = self._transfer(None if copy is None else copy.grad, owner)
             if owner is not None:
                 total = local_shard(owner.grad)
