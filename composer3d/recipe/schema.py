@@ -65,7 +65,7 @@ PRESET = Range(
 )
 ARCHITECTURE = Range(
     lambda value: 0 < len(value) <= 200 and _is_printable_text(value),
-    'must be "llama", or "package.module:NAME" of at most 200 characters',
+    'must be "llama", "moe", or "package.module:NAME" of at most 200 characters',
 )
 FOLDER_NAME = Range(
     _names_a_folder,
@@ -107,7 +107,8 @@ class Model(ModelShape):
 
     architecture: str = key(
         registry.DEFAULT,
-        'llama, or "package.module:NAME" of your own; the other keys are the fields of its shape',
+        'llama, moe, or "package.module:NAME" of your own; the other keys are the fields of its '
+        "shape",
         ARCHITECTURE,
     )
     preset: str | None = key(

@@ -4,6 +4,7 @@ import json
 
 from tests.recipe.wrong import PRESETS, TINY, Wrong, shape
 from tests.recipe.wrong_data import DATA, RUN
+from tests.recipe.wrong_experts import EXPERTS
 from tests.recipe.wrong_layouts import LAYOUTS
 
 SIZES = {
@@ -335,4 +336,4 @@ SEVERAL = [
 ]
 
 
-ALL = MODEL + MESH + LAYOUTS + BATCH + RUN + DATA + SEVERAL
+ALL = MODEL + MESH + LAYOUTS + EXPERTS + BATCH + RUN + DATA + SEVERAL

@@ -145,7 +145,8 @@ def test_losses_of_micro_batches_add_up() -> None:
             seq = positions(rows, 6)
             seq.step_tokens = 24
             sums = run_backward(router, x_BTC[first : first + rows], seq)
-        assert router.weight.grad is not None and router.weight.grad.norm() > 1e-3
+        assert router.weight.grad is not None
+        assert router.weight.grad.norm() > 1e-3
         results.append((sums, router.weight.grad))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-12, atol=1e-14)
@@ -205,7 +206,8 @@ def test_grouped_kernel_agrees_with_the_loop(tokens: list[int]) -> None:
         grads = [tensor.grad for tensor in (rows, w1, w2, w3)]
         for expert, count in enumerate(tokens):
             for grad in grads[1:]:
-                assert grad is not None and (grad[expert].norm() > 0) == (count > 0)
+                assert grad is not None
+                assert (grad[expert].norm() > 0) == (count > 0)
         results.append([out.float(), *(grad.float() for grad in grads if grad is not None)])
     for grouped, looped in zip(*results, strict=True):
         torch.testing.assert_close(grouped, looped, rtol=1e-4, atol=1e-3)
