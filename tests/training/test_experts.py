@@ -18,7 +18,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
 from composer3d.training.build import Run, build
-from tests.training.jobs import RECIPE, losses, train
+from tests.training.jobs import RECIPE, build_and_train, losses
 from tools.prove.paths import ROOT
 
 # Groups, a shared expert, a dense layer, and biases in place of a balance loss.
@@ -26,12 +26,11 @@ MODEL = 'architecture = "moe"\npreset = "debug-moe-shared"'
 MESH = "dp_shard = 2\ntp = 2\nep = 2"
 
 
-def test_metrics_of_experts_reach_the_files(folder: Path) -> None:
+def test_metrics_of_experts_reach_the_files(pool: Pool, folder: Path) -> None:
     """The quickstart, cut short: 8 processes, of which 4 share the experts of a block."""
     quickstart = ROOT / "recipes" / "quickstart-moe.toml"
     (folder / "recipe.toml").write_text(f'base = "{quickstart}"\n')
-    result = train(
-        folder,
+    sets = [
         "run.steps=2",
         "run.device=cpu",
         "data.source=text",
@@ -43,8 +42,10 @@ def test_metrics_of_experts_reach_the_files(folder: Path) -> None:
         "model.balance_loss=0.01",
         "validation.every=0",
         "metrics.every=1",
-    )
-    assert result.returncode == 0, result.stderr
+    ]
+    arguments = {"folder": str(folder), "sets": sets, "minutes": None, "largest_file": None}
+    pool.run(build_and_train, arguments, world_size=8)
+
     run_dir = folder / "runs" / "quickstart-moe"
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
@@ -77,10 +78,14 @@ def test_metrics_of_experts_reach_the_files(folder: Path) -> None:
     assert shown == pytest.approx([line["expert_load"] for line in steps])
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All elements of a tensor, sharded or not. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def digest(tensor: Tensor) -> str:
-    """The SHA-256 of all elements of a tensor, sharded or not. Collective."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return hashlib.sha256(whole.detach().contiguous().numpy().tobytes()).hexdigest()
+    """The SHA-256 of all elements of a tensor. Collective."""
+    return hashlib.sha256(whole(tensor).contiguous().numpy().tobytes()).hexdigest()
 
 
 def state_of(run: Run) -> dict[str, str]:
@@ -95,7 +100,7 @@ def state_of(run: Run) -> dict[str, str]:
 
 def biases_of(run: Run) -> dict[str, list[float]]:
     return {
-        name: parameter.tolist()
+        name: whole(parameter).tolist()
         for name, parameter in run.stages.named_parameters()
         if name.endswith("router.bias")
     }
@@ -129,12 +134,12 @@ def test_a_checkpoint_of_experts_is_resumed_bitwise_on_every_ep(pool: Pool, fold
         assert all(other == first for other in others)
         return first
 
-    whole = run("whole", "run.steps=4")
+    uninterrupted = run("whole", "run.steps=4")
     part = run("part", "run.steps=2")
     assert len(part["biases after"]) == 3  # of four blocks, the first one is dense
     for biases in part["biases after"].values():
         assert torch.tensor(biases).abs().max().item() == pytest.approx(2e-3)
-    assert part["after"] != whole["after"]
+    assert part["after"] != uninterrupted["after"]
     assert sum(name.endswith("experts.w2 exp_avg_sq") for name in part["after"]) == 3
 
     checkpoint = "checkpoint.resume=part/small/checkpoints/step-00000002"
@@ -147,5 +152,5 @@ def test_a_checkpoint_of_experts_is_resumed_bitwise_on_every_ep(pool: Pool, fold
             {step: expected[step] for step in (3, 4)}, rel=1e-5
         )
         if ep == 2:
-            assert resumed["after"] == whole["after"]
+            assert resumed["after"] == uninterrupted["after"]
             assert losses(folder, "ep2")[4] == expected[4]
