@@ -1,11 +1,19 @@
 """Models with experts, and layouts of experts, that are refused."""
 
-from tests.recipe.wrong import TINY, Wrong
+from tests.recipe.wrong import MOE_PRESETS, PRESETS, TINY, Wrong
 
 # Lines 1 to 3: dim 64, 4 layers, 4 heads, 2 key-value heads, width of an expert 96, 8 experts.
 MOE = '[model]\narchitecture = "moe"\npreset = "debug-moe"\n'
 
 EXPERTS = [
+    Wrong(
+        "preset of another architecture",
+        '[model]\narchitecture = "moe"\npreset = "llama3-8b"\n',
+        [
+            f'x.toml:3: model.preset = "llama3-8b" is unknown; the presets are {MOE_PRESETS}; with '
+            f'model.architecture = "llama" they are {PRESETS}'
+        ],
+    ),
     Wrong(
         "ranges of experts",
         MOE
