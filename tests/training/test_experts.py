@@ -128,7 +128,7 @@ def test_a_checkpoint_of_experts_is_resumed_bitwise_on_every_ep(pool: Pool, fold
     (folder / "recipe.toml").write_text(text)
 
     def run(out_dir: str, *sets: str) -> dict[str, Any]:
-        settings = [f"run.out_dir={out_dir}", "data.micro_batch=4", *sets]
+        settings = [f"run.out_dir={out_dir}", "data.micro_batch=4", "optim.warmup=1", *sets]
         arguments = {"folder": str(folder), "sets": settings}
         first, *others = pool.run(train_from, arguments, world_size=4)
         assert all(other == first for other in others)
