@@ -18,7 +18,9 @@ from composer3d.spec.errors import ModelError
 Reference = Any
 
 DEFAULT = "llama"
-_OURS = {
+
+# composer3d's own, by name.
+OURS: Mapping[str, str] = {
     "llama": "composer3d.models.llama.architecture:ARCHITECTURE",
     "moe": "composer3d.models.moe.architecture:ARCHITECTURE",
 }
@@ -65,9 +67,9 @@ def architecture(name: str) -> Architecture:
         ModelError: there is no such architecture, it cannot be imported, or it is not an
             ``Architecture`` with a shape derived from ``DecoderShape``.
     """
-    reference = _OURS.get(name, name)
+    reference = OURS.get(name, name)
     if ":" not in reference:
-        known = ", ".join(_OURS)
+        known = ", ".join(OURS)
         raise ModelError(
             f'there is no architecture "{name}"; use {known}, or "package.module:NAME" for one of '
             "your own"

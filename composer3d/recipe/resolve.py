@@ -190,7 +190,10 @@ def _resolve_mesh(draft: Draft, mesh: MeshTable, world_size: int | None) -> Mesh
         return replace(mesh, dp_shard=world_size // needed)
 
     if is_open or needed != world_size:
-        sizes = " x ".join(f"{axis} {size}" for axis, size in asdict(mesh).items() if size != -1)
+        # ep groups ranks of other axes: it is no factor of the product.
+        sizes = " x ".join(
+            f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != -1
+        )
         possible = nearest_multiples(world_size, needed) if is_open else needed
         draft.blame(
             "mesh.dp_shard",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 
@@ -18,8 +19,9 @@ import composer3d
 from composer3d import cli
 from composer3d.commands import check as check_command
 from composer3d.data import sources
+from composer3d.models.moe.shape import MoeShape
 from composer3d.recipe import machine
-from composer3d.recipe.schema import TABLES
+from composer3d.recipe.schema import TABLES, Model
 from composer3d.spec.errors import TrainingError
 from tests.recipe.wrong import token_files
 from tools.prove.paths import LAYOUTS, ROOT
@@ -74,7 +76,8 @@ def test_check_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["ok"] is True
     assert answer["world_size"] == 8
-    assert answer["recipe"]["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    mesh = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}
+    assert answer["recipe"]["mesh"] == mesh
     assert answer["origins"]["model.dim"] == "preset debug-tiny"
 
 
@@ -84,6 +87,7 @@ def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> No
     for table, cls in TABLES.items():
         section = out.split(f"[{table}]\n")[1].split("\n\n")[0].splitlines()
         assert [line.split()[0] for line in section] == list(cls.__dataclass_fields__)
+    assert 'architecture = "llama": these' not in out
     assert (
         "zero = 3                   0, 1, 2 or 3                0: replicate parameters; 1: shard"
         in out
@@ -108,6 +112,34 @@ def test_a_number_of_thousands_of_digits_is_refused(capsys: pytest.CaptureFixtur
     assert cli.main(["check", RECIPE, "--gpus", "9" * 5000]) == 2
     err = capsys.readouterr().err
     assert "--gpus: must be a number of at most 18 digits, got 5,000 characters" in err
+
+
+def test_check_schema_prints_the_keys_of_experts_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """They follow [model], and no key is there twice."""
+    assert cli.main(["check", "--schema"]) == 0
+    parts = capsys.readouterr().out.split("\n\n")
+    titles = [part.splitlines()[0] for part in parts]
+    title = '[model] with architecture = "moe": these keys as well'
+    assert titles.index(title) == titles.index("[model]") + 1
+    lines = parts[titles.index(title)].splitlines()[1:]
+    names = [line.split()[0] for line in lines]
+    own = {entry.name for entry in fields(Model)}
+    assert names == [entry.name for entry in fields(MoeShape) if entry.name not in own]
+    assert names[0] == "experts"
+    assert lines[0] == f"{'experts = 8':<26} {'int':<27} experts of a layer"
+
+
+def test_check_counts_the_parameters_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "quickstart-moe"]) == 0
+    summary = {line[2:15].strip(): line[16:] for line in capsys.readouterr().out.splitlines()[-4:]}
+    assert summary["world size"] == (
+        "8 (pp 2 x dp_shard 2 x tp 2, ep 4 of them, experts sharded over 1)"
+    )
+    all_parameters, _, active = summary["parameters"].partition(", of which ")
+    assert active.endswith(" compute each token")
+    # 4 blocks of 8 experts of 3 matrices (192 x 128), of which a token uses 2.
+    unused = 4 * 6 * 3 * 192 * 128
+    assert int(all_parameters.replace(",", "")) - unused == int(active.split()[0].replace(",", ""))
 
 
 @pytest.mark.parametrize(

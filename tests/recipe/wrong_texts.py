@@ -147,7 +147,7 @@ NAMES = [
         TINY + "[mesh]\nzzz = 2\n",
         [
             "x.toml:4: unknown key 'mesh.zzz'; the keys of [mesh] are pp, dp_replicate, "
-            "dp_shard, cp, tp"
+            "dp_shard, cp, tp, ep"
         ],
     ),
     Wrong(
