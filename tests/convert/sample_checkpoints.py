@@ -79,7 +79,7 @@ def make_dcp(folder: Path, shape: ModelShape = SHAPE, recipe: str = "") -> Path:
 def tensors(path: Path) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint by our names, as ``convert`` does."""
     source = open_source(path)
-    return {name: source.read(name).clone() for name in source.names_in_files}
+    return {name: source.read(name).clone() for name in source.locations}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
