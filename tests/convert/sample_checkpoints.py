@@ -86,7 +86,9 @@ def hf_tensors(
             continue
         (in_file,) = location.names
         if location.rows is not None:
-            whole = result.setdefault(in_file, torch.empty(location.shape, dtype=tensors[name].dtype))
+            whole = result.setdefault(
+                in_file, torch.empty(location.shape, dtype=tensors[name].dtype)
+            )
             whole[:, slice(*location.rows)] = tensors[name]
         else:
             result[in_file] = tensors[name]

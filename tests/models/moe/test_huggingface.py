@@ -214,9 +214,7 @@ LAYERS = (
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another model": (
         MIXTRAL | {"model_type": "qwen2_moe"},
-        [
-            f'model_type = "qwen2_moe" {RULE} llama, mistral, qwen2, qwen3, mixtral or qwen3_moe'
-        ],
+        [f'model_type = "qwen2_moe" {RULE} llama, mistral, qwen2, qwen3, mixtral or qwen3_moe'],
     ),
     "a model without experts": (
         MIXTRAL | {"model_type": "llama"},
