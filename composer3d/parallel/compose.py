@@ -65,6 +65,11 @@ def compose(
     compiling = compiling or CompileTable()
 
     # Before the cut: in a single stage, a correct glob may match nothing.
+    if compiling.enabled and plan.experts is not None:
+        raise PlanError(
+            "compile.enabled = true makes one graph of a block, but the number of tokens of each "
+            "expert changes in every step; use compile.enabled = false"
+        )
     plan.check(model)
     activation = stage_activation(model, mesh, parallel, step)
     if precision.compute is not None:

@@ -15,8 +15,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # Where a distributed checkpoint keeps the bytes of one part of a tensor: file, offset and length.
@@ -88,13 +93,26 @@ def accumulate_unsharded_grads(unit: FSDPModule) -> None:
     Under mixed precision FSDP keeps that sum in the reduce dtype. Without mixed precision, and from
     torch 2.15 on, these gradients are part of the sum already, and nothing changes.
     """
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return
-    for parameter in group.fsdp_params:
-        if hasattr(parameter, "to_accumulated_grad_if_needed"):
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "to_accumulated_grad_if_needed"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
+def shard_over(mesh: DeviceMesh, dim: int) -> ShardPlacementResult:
+    """Make a result of ``shard_placement_fn`` that shards ``dim`` over another mesh than its unit.
+
+    All parameters that share process groups in one unit must get the same object.
+
+    Args:
+        mesh: of one dim, or of two: then parameters are replicated over the first one.
+        dim: of the parameter.
+    """
+    if mesh.ndim == 1:
+        return ShardPlacementResult(Shard(dim), FSDPMeshInfo(mesh, shard_mesh_dim=0))
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return ShardPlacementResult(Shard(dim), info)
 
 
 def silence_selective_checkpoint_warning() -> None:

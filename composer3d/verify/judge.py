@@ -138,12 +138,15 @@ class ReferenceStats(NamedTuple):
             name.
         shapes: the shape of each parameter by name.
         clips: for each step, whether it clipped the gradients.
+        closest_scores: the smallest difference of two scores between which a router chose in any
+            step. None: there is no router.
     """
 
     noise: list[dict[str, float]]
     norms: dict[str, list[dict[str, float]]]
     shapes: dict[str, list[int]]
     clips: list[bool]
+    closest_scores: float | None = None
 
 
 class TensorError(NamedTuple):
@@ -468,8 +471,8 @@ def _axes_of_size(factor: float, small: Recipe) -> list[str]:
     If there are none, return the products of two axes with such a size, or else of three, and so
     on.
     """
-    sizes = {axis: getattr(small.mesh, axis) for axis in AXES}
-    wide_axes = [axis for axis in AXES if sizes[axis] > 1]
+    sizes = {axis: getattr(small.mesh, axis) for axis in (*AXES, "ep")}
+    wide_axes = [axis for axis in sizes if sizes[axis] > 1]
     for count in range(1, len(wide_axes) + 1):
         products = [
             " x ".join(axes)

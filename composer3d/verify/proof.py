@@ -15,6 +15,7 @@ This module imports no torch; the worker processes do.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from composer3d.spec.errors import UserError
 from composer3d.verify.judge import ReferenceStats, Verdict, judge
 from composer3d.verify.shrink import shrink
 
+# Scores of a router are at most 1 and have a few roundings of 6e-8 in float32.
+_NEAR_TIE = 1e-6
+_SEEDS = 8
 _LIMIT_S = 240.0  # the time for one run of the reference or of the composed job
 
 
@@ -84,7 +88,7 @@ def _prove(
         passed=False, world_size=small.world_size, layout=describe(small), dtype=dtype
     )
     try:
-        reference, stats = _make_reference(pool, folder, small, dtype, steps)
+        small, reference, stats = _make_clear_reference(pool, folder, small, dtype, steps)
         arguments = {
             "recipe": small,
             "dtype": dtype,
@@ -146,6 +150,27 @@ def describe(small: Recipe) -> str:
     words.append(f"zero {parallel.zero},")
     words.append(f"{small.micro_batches} micro-batches of {small.data.micro_batch}")
     return " ".join(words)
+
+
+def _make_clear_reference(
+    pool: Pool, folder: Path, small: Recipe, dtype: str, steps: int
+) -> tuple[Recipe, str, ReferenceStats]:
+    """Run the one-process training with initial weights that leave no router a near-tie in float32.
+
+    If the scores of two experts differ by less than float32 resolves, rounding alone may choose the
+    other one, and all gradients differ. That is no error of a layout, but nothing could tell it
+    from one. So the proof takes the next seed of the initial weights.
+
+    Returns:
+        The recipe with that seed, and what ``_make_reference`` returns.
+    """
+    for seed in range(small.run.seed, small.run.seed + _SEEDS):
+        seeded = replace(small, run=replace(small.run, seed=seed))
+        reference, stats = _make_reference(pool, folder, seeded, dtype, steps)
+        closest = stats.closest_scores
+        if dtype == "float64" or closest is None or closest > _NEAR_TIE:
+            break
+    return seeded, reference, stats
 
 
 def _make_reference(

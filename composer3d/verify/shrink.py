@@ -30,9 +30,8 @@ def shrink(full: Recipe) -> list[Recipe]:
     - heads: grouped-query or not; fewer key-value heads than tp (one or several), as many, or more;
       heads that together are narrower or wider than the residual stream, or as wide;
     - the model: a vocabulary that tp does not divide, tied embeddings, norms and biases;
-    - experts: several on a rank or one; one expert of a token or several; groups, shared experts and
-      dense layers; whether ranks of ep are also ranks of tp or of data, and whether experts are
-      sharded;
+    - experts: several on a rank or one; one expert of a token or several; groups; shared experts;
+      dense layers; whether ranks of ep are also ranks of tp or of data; whether ranks shard them;
     - the sequence: one token, or an odd number of tokens; packing;
     - the window: one token, at most one chunk of the sequence, or a window that reaches one chunk
       or several chunks back;
@@ -138,6 +137,12 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     meshes = [_with_ep(full, _widen_to_three(choice, axes_of_three)) for choice in choices]
     if is_long_ring and all(small.cp <= 2 for small in meshes):
         meshes.append(MeshTable(dp_shard=1, cp=3))
+    if mesh.ep > 1 and all(_ep_relations(small) != _ep_relations(mesh) for small in meshes):
+        meshes += [
+            small
+            for small in _meshes_of_shards(full)
+            if _ep_relations(small) == _ep_relations(mesh)
+        ][:1]
     return meshes
 
 
@@ -159,7 +164,10 @@ def _small_sizes(full: Recipe) -> dict[str, int]:
 
 
 def _with_ep(full: Recipe, small: MeshTable) -> MeshTable:
-    """``small`` with the ep that groups its ranks most as ``full`` does, and perhaps more ranks."""
+    """Give ``small`` the ep that relates to its other axes most as in ``full``.
+
+    dp_shard is doubled if that helps and fits.
+    """
     if full.mesh.ep == 1:
         return small
     wanted = _ep_relations(full.mesh)
@@ -177,18 +185,20 @@ def _with_ep(full: Recipe, small: MeshTable) -> MeshTable:
     def likeness(mesh: MeshTable) -> int:
         return sum(a == b for a, b in zip(_ep_relations(mesh), wanted, strict=True))
 
-    # The first of the best: the fewest processes, then the fewest ranks of ep.
+    # ``max`` takes the first of the best: the fewest processes, then the fewest ranks of ep.
     return max(candidates, key=likeness, default=small)
 
 
 def _ep_relations(mesh: MeshTable) -> tuple[bool, ...]:
-    """How ep relates to the other axes: what a small mesh should keep."""
+    """Describe how ep relates to the other axes; a small mesh should keep all of this."""
     sequence_ranks = mesh.cp * mesh.tp
     return (
+        mesh.tp > 1,
         mesh.efsdp > 1,
         mesh.ep > mesh.tp,
         mesh.ep > sequence_ranks,
         mesh.ep < mesh.tp,
+        mesh.ep % mesh.tp == 0,
     )
 
 

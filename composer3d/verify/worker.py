@@ -10,7 +10,7 @@ micro-batch without a label, and a different number of labels in each row.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from composer3d.data import Batch, Corpus
 from composer3d.models.contract import IGNORE_INDEX, Decoder
-from composer3d.models.layers.moe import MoE, Router
+from composer3d.models.layers.moe import Router, Routing
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages, grad_norm, init
 from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
@@ -68,6 +68,7 @@ def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str
     recipe = shorten_run(recipe, steps)
     reference = _train_plainly(recipe, dtype, steps)
     noise, clips = reference.pop("noise"), reference.pop("clips")
+    closest_scores = reference.pop("closest_scores")
     torch.save(reference, path)
 
     norms = {
@@ -77,7 +78,13 @@ def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str
         for kind in ("gradient", "weight")
     }
     shapes = {name: list(tensor.shape) for name, tensor in reference["weight"][0].items()}
-    return {"noise": noise, "norms": norms, "shapes": shapes, "clips": clips}
+    return {
+        "noise": noise,
+        "norms": norms,
+        "shapes": shapes,
+        "clips": clips,
+        "closest_scores": closest_scores,
+    }
 
 
 def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
@@ -110,6 +117,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         round_to_float32(model)
         reference["initial"] = _copy_weights(model)
 
+    closest = math.inf
     for step in range(steps):
         if step == steps - 1:
             reference["loss"][steps] = _validate_plainly(model, recipe, held_out)
@@ -118,8 +126,9 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
             batch = random_batch(recipe, step)
         else:
             batch = corpus_batch(recipe, train_corpus, seed=recipe.data.seed, step=step)
-        with _count_tokens_of_experts(model) as tokens_of_experts:
+        with _record_routers(model) as routers:
             reference["loss"][step], gradients = _plain_gradients(model, batch)
+        closest = min(closest, routers.closest)
         if dtype == "float32":
             noise = measure_noise(model, gradients, partial(_gradients_of_batch, batch))
             reference["noise"].append(noise)
@@ -135,7 +144,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = reference_learning_rate(recipe, step)
         optimizer.step()
-        _move_router_biases(tokens_of_experts)
+        _move_router_biases(routers.tokens)
         if dtype == "float32":
             round_to_float32(model)
 
@@ -144,6 +153,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         reference["clips"].append(clips)
         reference["gradient"].append(gradients)
         reference["weight"].append(_copy_weights(model))
+    reference["closest_scores"] = closest if math.isfinite(closest) else None
     return reference
 
 
@@ -158,21 +168,62 @@ def _plain_optimizer(model: Decoder, table: OptimTable) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False)
 
 
+@dataclass
+class _RouterRecord:
+    """What the routers of a plain model have chosen.
+
+    Attributes:
+        tokens: the tokens that each router sent to each expert (E).
+        closest: the smallest difference of two scores between which a choice was made.
+    """
+
+    tokens: dict[Router, Tensor] = field(default_factory=dict)
+    closest: float = math.inf
+
+
 @contextmanager
-def _count_tokens_of_experts(model: Decoder) -> Iterator[dict[Router, Tensor]]:
-    """Yield the tokens that each router sends to each expert until the end of the block."""
-    counts: dict[Router, Tensor] = {}
-    hooks = []
-    for module in model.modules():
-        if isinstance(module, MoE):
+def _record_routers(model: Decoder) -> Iterator[_RouterRecord]:
+    """Record what the routers of ``model`` choose until the end of the block."""
+    record = _RouterRecord()
 
-            def count(experts: nn.Module, inputs: Any, router: Router = module.router) -> None:
-                counts[router] = counts.get(router, 0) + inputs[1]
+    def watch(router: nn.Module, inputs: Any, routing: Routing) -> None:
+        assert isinstance(router, Router)
+        record.tokens[router] = record.tokens.get(router, 0) + routing.tokens_E
+        record.closest = min(record.closest, _closest_scores(router, inputs[0]))
 
-            hooks.append(module.experts.register_forward_pre_hook(count))
-    yield counts
+    hooks = [
+        module.register_forward_hook(watch)
+        for module in model.modules()
+        if isinstance(module, Router)
+    ]
+    yield record
     for hook in hooks:
         hook.remove()
+
+
+@torch.no_grad()
+def _closest_scores(router: Router, x_BTC: Tensor) -> float:
+    """The smallest difference between the last score that is chosen and the first that is not."""
+    logits_NE = x_BTC.flatten(0, 1) @ router.weight.T
+    scores_NE = logits_NE.softmax(-1) if router.scores == "softmax" else logits_NE.sigmoid()
+    if router.bias is not None:
+        scores_NE = scores_NE + router.bias
+    if router.groups == 1:
+        return _gap(scores_NE, router.per_token)
+    by_group = scores_NE.unflatten(1, (router.groups, -1)).sort(descending=True).values
+    group_scores = by_group[..., :2].sum(-1)
+    gap = _gap(group_scores, router.groups_per_token)
+    chosen = group_scores.argsort(descending=True)[:, : router.groups_per_token]
+    own = by_group.gather(1, chosen[..., None].expand(-1, -1, by_group.shape[-1]))
+    return min(gap, _gap(own.flatten(1), router.per_token))
+
+
+def _gap(values_NM: Tensor, chosen: int) -> float:
+    """The smallest difference, over rows, of the last of ``chosen`` largest values and the next."""
+    if chosen == values_NM.shape[1]:
+        return math.inf
+    largest = values_NM.topk(chosen + 1).values
+    return (largest[:, chosen - 1] - largest[:, chosen]).min().item()
 
 
 @torch.no_grad()
@@ -454,11 +505,27 @@ def _compare_weights_in_float32(
     weights_before = expected["weight"][step - 1] if step else expected["initial"]
     shards = []
     for name, parameter in stages.named_parameters():
-        remove_rounding = partial(replay.remove_rounding, name, lr=lr, decayed=parameter.ndim > 1)
-        before = weights_before.get(name)
-        shards.append(_compare(step, "weight", name, parameter.detach(), before, remove_rounding))
-        _set_shard(parameter, expected["weight"][step].get(name))
+        before, after = weights_before.get(name), expected["weight"][step].get(name)
+        decayed = parameter.ndim > 1
+        remove_rounding = partial(replay.remove_rounding, name, lr=lr, decayed=decayed)
+        whole = before
+        if not parameter.requires_grad:
+            # There is no optimizer step to replay: the biases of routers move by a fixed rate.
+            remove_rounding = partial(_remove_one_rounding, before)
+            whole = after
+        shards.append(_compare(step, "weight", name, parameter.detach(), whole, remove_rounding))
+        _set_shard(parameter, after)
     return shards
+
+
+def _remove_one_rounding(before: Tensor, actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Move ``actual`` to ``expected`` where they differ by less than float32 rounds a sum by.
+
+    One term of the sum is ``before``; all three are whole tensors.
+    """
+    bound = 2.0**-22 * (before.abs() + expected.abs())
+    is_rounding = (actual - expected).abs() <= bound
+    return torch.where(is_rounding, expected, actual), expected
 
 
 def _compare(

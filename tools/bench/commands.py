@@ -23,11 +23,12 @@ from composer3d.models.llama import counts
 from composer3d.recipe.resolve import load
 from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
-from tools.bench import sequence
+from tools.bench import experts, sequence
 from tools.bench.jobs import Job, JobError, Result, TitanJob, composer3d_job, measure, plain_job
 
 HERE = Path(__file__).parent
 CPU_RECIPE = HERE / "bench.toml"
+MOE_RECIPE = HERE / "moe.toml"
 GPU_RECIPE = HERE / "gpu.toml"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -139,6 +140,29 @@ def layouts(args: argparse.Namespace) -> int:
         sides: dict[str, Side] = {"ideal": ideal, "composer3d": ours(args, CPU_RECIPE, sets)}
         rows.append(compare(name, sides, args.repeats))
     return report(args, rows)
+
+
+def moe(args: argparse.Namespace) -> int:
+    """Compare a model with experts on one process with its dense twin, and on two with the ideal.
+
+    The ideal for two cores is two processes, on half a batch each.
+    """
+    sets = (*LAYOUTS["one"].sets, *_common_sets(args))
+    half_batch = ("data.global_batch=4", "data.micro_batch=4", *_common_sets(args))
+    run_half_batch = ours(args, MOE_RECIPE, half_batch)
+
+    def ideal(folder: Path) -> list[Job]:
+        return [*run_half_batch(folder / "first"), *run_half_batch(folder / "second")]
+
+    dense_and_moe = {"dense": ours(args, CPU_RECIPE, sets), "moe": ours(args, MOE_RECIPE, sets)}
+    rows = [compare("one", dense_and_moe, args.repeats)]
+    for ep in (1, 2):
+        layout = ("mesh.dp_shard=2", f"mesh.ep={ep}", "data.micro_batch=4", *_common_sets(args))
+        sides: dict[str, Side] = {"ideal": ideal, "composer3d": ours(args, MOE_RECIPE, layout)}
+        rows.append(compare(f"dp_shard 2, ep {ep}", sides, args.repeats))
+    status = report(args, rows)
+    experts.report_parts()
+    return status
 
 
 def peers(args: argparse.Namespace) -> int:
@@ -383,6 +407,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_repeats(layouts_parser)
     add_only(layouts_parser)
+
+    moe_parser = add_command(moe, "a model with experts against its dense twin, and ep 2")
+    add_repeats(moe_parser)
 
     peers_parser = add_command(peers, "each layout against torchtitan")
     add_repeats(peers_parser)

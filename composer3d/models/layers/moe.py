@@ -210,8 +210,9 @@ class Router(nn.Module):
         cells = (sequence_N[:, None] * n_experts + experts_NK).flatten()
         tokens_SE = self.sum_over_sequence(_count(cells, n_sequences * n_experts))
         tokens_SE = tokens_SE.view(n_sequences, n_experts)
-        share_SE = tokens_SE / (lengths_S[:, None] * self.per_token)
-        share_NE = share_SE.to(probabilities_NE.dtype)[sequence_N]
+        rows_S1 = lengths_S[:, None] * self.per_token
+        share_SE = tokens_SE.to(probabilities_NE.dtype) / rows_S1
+        share_NE = share_SE[sequence_N]
         return n_experts * (share_NE * probabilities_NE).sum() / seq.step_tokens
 
     def _sequences(self, tokens: int, rows: int, seq: SequenceInfo) -> tuple[Tensor, Tensor]:

@@ -96,6 +96,7 @@ _QWEN_3: dict[str, Any] = {
 PRESETS: dict[str, MoeShape] = {
     # dim, n_layers, n_heads, n_kv_heads, ffn, vocab
     "debug-moe": MoeShape(64, 4, 4, 2, 96, 256, 1e4, experts=8, experts_per_token=2),
+    "debug-bench-moe": MoeShape(256, 8, 8, 4, 384, 2048, 1e4, experts=8, experts_per_token=2),
     "debug-small-moe": MoeShape(128, 4, 4, 2, 192, 256, 1e4, experts=8, experts_per_token=2),
     "debug-moe-shared": MoeShape(
         64,

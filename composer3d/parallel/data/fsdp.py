@@ -5,7 +5,7 @@ loss is already divided by the number of valid tokens of the whole step; FSDP's 
 number of ranks would divide it a second time.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from composer3d.models.contract import ShardingPlan
 from composer3d.parallel.pipeline.ties import find_ties
 from composer3d.recipe.schema import MemoryTable, ParallelTable, PrecisionTable
 from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.torch_private import accumulate_unsharded_grads
+from composer3d.runtime.torch_private import accumulate_unsharded_grads, shard_over
 
 
 class ShardMeshes(NamedTuple):
@@ -81,15 +81,15 @@ def apply(
 ) -> None:
     """Shard ``stage`` in place over the last dims of ``meshes``, and replicate it over the first.
 
-    FSDP gathers and reduces one unit at a time. Units are ``first``, every block, the experts of
-    every block, and ``last``. If ``first`` and ``last`` share a parameter, the stage itself is the
-    unit of both. Vectors that are not trained, the biases of routers, belong to no unit: every rank
-    holds them whole, in their own dtype.
+    FSDP gathers and reduces one unit at a time. Units are ``first``, every block, and ``last``. If
+    ``first`` and ``last`` share a parameter, the stage itself is the unit of both. The experts of a
+    block are a part of its unit, with collectives of their own. Vectors that are not trained, the
+    biases of routers, belong to no unit: every rank holds them whole, in their own dtype.
 
     Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before
     their tp placement; ``Shard(1)`` if tp cuts the rows unevenly, and for experts, of which a rank
-    may have fewer than there are shards. They are gathered in
-    ``precision.compute``. Gradients are reduced in ``precision.params``.
+    may have fewer than there are shards. They are gathered in ``precision.compute``. Gradients are
+    reduced in ``precision.params``.
 
     Collectives of a unit in a step:
         all-gather of parameters: one. With ``zero = 3``, two for each micro-batch: in forward and
@@ -121,62 +121,52 @@ def apply(
         first = last = None
     modules = [first, *children["blocks"].children(), last]
     in_order = [module for module in modules if module is not None]
-    experts_of = {
-        module: [
-            part
-            for name, part in stage.named_modules()
-            if plan.holds_experts(name) and part in set(module.modules())
-        ]
-        for module in in_order
+    experts = {
+        parameter
+        for name, parameter in stage.named_parameters()
+        if plan.holds_experts(name.rpartition(".")[0])
     }
     whole = {
         parameter
         for parameter in stage.parameters()
         if not parameter.requires_grad and parameter.ndim == 1
     }
+    # The rows of each expert are sharded; the first dim is the expert.
+    of_experts: Any = None
+    if meshes.experts is not None:
+        # Meshes of the same ranks can have the same groups, and are one mesh to FSDP.
+        is_dense = meshes.experts.get_all_groups() == meshes.dense.get_all_groups()
+        of_experts = Shard(1) if is_dense else shard_over(meshes.experts, 1)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return of_experts if parameter in experts else _columns_if_rows_are_uneven(parameter)
+
     for module in (*in_order, stage):
         # Backward starts with `last`. If its forward dropped its parameters, they would be gathered
         # again at once.
         reshard = parallel.zero == 3 and module is not last and module is not stage
-        # Inner units first: an outer one takes the parameters that no unit has taken.
-        for unit in (*experts_of.get(module, ()), module):
-            is_dense = unit is module
-            mesh = meshes.dense if is_dense else meshes.experts
-            assert mesh is not None
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                mp_policy=mp_policy,
-                offload_policy=offload_policy,
-                shard_placement_fn=_shard_columns_if_rows_are_uneven if is_dense else _second_dim,
-                ignored_params=whole,
-            )
+        fully_shard(
+            module,
+            mesh=meshes.dense,
+            reshard_after_forward=reshard,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            shard_placement_fn=place,
+            ignored_params=whole,
+        )
 
     # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is
     # the `last` of the previous micro-batch: a useless all-gather. So every unit is told which
-    # units to prefetch. The first one is told itself, which is gathered already. Experts are
-    # prefetched together with their block, and prefetch nothing.
+    # unit to prefetch. The first one is told itself, which is gathered already.
     for previous, module in zip((in_order[0], *in_order), in_order, strict=False):
-        _prefetch_in_backward(module, [previous, *experts_of[previous]])
-        for experts in experts_of[module]:
-            _prefetch_in_backward(experts, [experts])
+        cast(FSDPModule, module).set_modules_to_backward_prefetch([cast(FSDPModule, previous)])
     for unit in units(stage):
         unit.set_gradient_divide_factor(1.0)
         # FSDP would multiply by 1 in the collective (PREMUL_SUM), which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def _prefetch_in_backward(unit: nn.Module, targets: list[nn.Module]) -> None:
-    cast(FSDPModule, unit).set_modules_to_backward_prefetch(cast(list[FSDPModule], targets))
-
-
-def _second_dim(parameter: nn.Parameter) -> Shard:
-    """Shard the rows of each expert; the first dim is the expert."""
-    return Shard(1)
-
-
-def _shard_columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:
+def _columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:
     """Shard the columns of a matrix whose rows tp cuts unevenly, such as a vocabulary.
 
     Two cuts of one dim make a ``_StridedShard``. With uneven rows it gives wrong offsets: of 259

@@ -8,7 +8,6 @@ from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
 from tools.prove.faults.table import Fault
-from tools.prove.paths import RECIPE
 
 STEPS = 2  # one with a batch of the corpus, one with a random batch, and a validation between them
 
@@ -38,7 +37,7 @@ def catch(pool: Pool, folder: Path, fault: Fault, dtype: str = "float64") -> Cat
         verdict = verify_layout(
             pool,
             folder,
-            str(RECIPE),
+            str(fault.recipe),
             fault.layout.split(),
             dtype=dtype,
             steps=STEPS,

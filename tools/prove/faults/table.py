@@ -1,9 +1,20 @@
 """The layouts that each fault harms, and what the proof must say about it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tools.prove.faults import convert, data, exchanges, model, pipeline, resume, values
+from tools.prove.faults import (
+    convert,
+    data,
+    exchanges,
+    experts,
+    model,
+    pipeline,
+    resume,
+    values,
+)
+from tools.prove.paths import MOE_RECIPE, RECIPE
 
 Check = Literal["verify", "model", "weights", "training", "conversion"]
 
@@ -17,12 +28,14 @@ class Fault(NamedTuple):
         message: a regular expression that the error of the verdict, or the finding of another
             check, must match.
         check: ``verify`` of the layout, or one of ``checks.py``.
+        recipe: the recipe that ``layout`` overrides.
     """
 
     plant: Callable[[], None]
     layout: str
     message: str = r" is off by .* on rank"
     check: Check = "verify"
+    recipe: Path = RECIPE
 
     @property
     def title(self) -> str:
@@ -35,6 +48,16 @@ def _checked(check: Check, message: str, *plants: Callable[[], None]) -> list[Fa
     """Faults that one check must find with the same message."""
     return [Fault(plant, "", message, check) for plant in plants]
 
+
+def _moe(plant: Callable[[], None], layout: str, message: str = r" is off by .*") -> Fault:
+    """A fault of a model with experts."""
+    return Fault(plant, layout, message, recipe=MOE_RECIPE)
+
+
+# The experts of a layer on two ranks.
+_EP = "mesh.dp_shard=2 mesh.ep=2"
+_SIGMOID = f"{_EP} model.router=sigmoid model.router_bias=true"
+_GROUPS = f"{_SIGMOID} model.expert_groups=4 model.groups_per_token=2 model.router_scale=2.5"
 
 # tp with a residual stream that is whole on all ranks.
 _WHOLE = "mesh.tp=2 parallel.sequence_parallel=false"
@@ -330,6 +353,61 @@ FAULTS = [
     ),
     *_checked("training", "lr of step 4 is", resume.begin_the_learning_rate_anew),
     *_checked("training", "lr of step 1 is", data.take_the_learning_rate_of_the_next_step),
+    # experts
+    _moe(
+        experts.multiply_expert_gradients_by_ep,
+        _EP,
+        r"experts\..* 2 times the reference, suspect .*ep",
+    ),
+    _moe(experts.divide_expert_gradients_by_efsdp, "mesh.dp_shard=4 mesh.ep=2", r"experts\."),
+    _moe(
+        experts.reduce_experts_over_the_shards_only,
+        "mesh.dp_replicate=2 mesh.dp_shard=2 mesh.ep=2",
+        r"experts\.",
+    ),
+    _moe(experts.shard_experts_over_dense_ranks, "mesh.dp_shard=2 mesh.tp=2"),
+    _moe(experts.drop_reduction_of_routers, "mesh.tp=2", r"router\.weight"),
+    _moe(experts.norm_leaves_out_experts, "mesh.tp=2 mesh.ep=2", "gradient norm .* is off"),
+    _moe(experts.norm_counts_experts_on_every_rank, _EP, "gradient norm .* is off"),
+    _moe(
+        experts.clip_by_the_norm_of_own_ep_group,
+        "mesh.dp_shard=4 mesh.ep=2",
+        "after clipping .* is off",
+    ),
+    _moe(experts.read_ranks_as_experts, _EP),
+    _moe(experts.mix_up_the_splits, _EP),
+    _moe(experts.return_tokens_in_another_order, _EP),
+    _moe(experts.keep_gradients_of_sent_tokens, _EP, "is missing on rank"),
+    _moe(experts.read_rows_that_nobody_wrote, _EP),
+    _moe(experts.choose_by_another_rank, _EP, "."),
+    _moe(experts.skip_experts_without_tokens, _EP, r"weight of .*experts\."),
+    _moe(experts.detach_the_weights_of_experts, _EP, r"router\.weight"),
+    _moe(experts.forget_to_renormalise, _EP),
+    _moe(experts.forget_the_scale, _GROUPS),
+    _moe(experts.choose_other_groups, _GROUPS),
+    _moe(experts.let_the_bias_into_the_weights, _SIGMOID),
+    _moe(experts.swap_gate_and_up, _EP),
+    _moe(experts.permute_the_experts, _EP),
+    _moe(experts.leave_out_the_shared_expert, f"{_EP} model.shared_ffn=48"),
+    _moe(experts.detach_the_losses, _EP),
+    _moe(experts.scale_the_losses_by_ranks, _EP),
+    _moe(experts.divide_losses_by_own_tokens, _EP),
+    _moe(experts.lose_losses_of_early_stages, "mesh.pp=2"),
+    _moe(experts.count_own_part_of_the_sequence, "mesh.cp=2"),
+    _moe(experts.count_own_part_of_the_sequence, "mesh.tp=2"),
+    _moe(experts.merge_documents_in_the_balance_loss, f"{_EP} data.packing=documents"),
+    _moe(experts.shift_documents_over_tp, "mesh.tp=2 data.packing=documents"),
+    _moe(experts.move_biases_by_own_counts, _SIGMOID, r"router\.bias"),
+    _moe(experts.move_biases_twice, _SIGMOID, r"router\.bias"),
+    _moe(experts.keep_biases_in_bfloat16, _SIGMOID, r"router\.bias"),
+    _moe(experts.move_biases_the_other_way, _SIGMOID, r"router\.bias"),
+    _moe(experts.count_validation_in_the_balance, _SIGMOID, r"router\.bias"),
+    _moe(
+        experts.count_recomputed_tokens,
+        f"{_SIGMOID} memory.activation_checkpoint=full",
+        r"router\.bias",
+    ),
+    _moe(experts.route_again_in_recomputation, f"{_EP} memory.activation_checkpoint=full", "."),
     # conversion
     *_checked(
         "conversion",

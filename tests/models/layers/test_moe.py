@@ -1,0 +1,213 @@
+"""Mixture of experts on one process: routing, the losses, and the rows of experts."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.layers import moe
+from composer3d.models.layers.ffn import FeedForward
+from composer3d.models.layers.moe import Experts, MoE, Router, expert_ffn
+
+DIM, EXPERTS, FFN = 8, 6, 5
+
+
+def positions(rows: int, tokens: int) -> SequenceInfo:
+    return SequenceInfo(torch.arange(tokens).repeat(rows, 1))
+
+
+def make_router(**settings: Any) -> Router:
+    generator = torch.Generator().manual_seed(1)
+    router = Router(dim=DIM, experts=EXPERTS, per_token=2, **settings).double()
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(EXPERTS, DIM, generator=generator))
+    return router
+
+
+def make_moe(shared: bool = False, **settings: Any) -> MoE:
+    generator = torch.Generator().manual_seed(2)
+    layer = MoE(
+        make_router(**settings),
+        Experts(EXPERTS, DIM, FFN),
+        FeedForward(DIM, FFN) if shared else None,
+    ).double()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "router" not in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layer
+
+
+def inputs(rows: int = 2, tokens: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, tokens, DIM, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_each_token_is_computed_by_its_best_experts(scores: str, renormalise: bool) -> None:
+    """The layer agrees with a loop over tokens, written from the papers."""
+    layer = make_moe(shared=True, scores=scores, renormalise=renormalise, scale=1.5)
+    x_BTC = inputs()
+    out_BTC = layer(x_BTC, positions(2, 7))
+    for row, column in torch.cartesian_prod(torch.arange(2), torch.arange(7)).tolist():
+        x = x_BTC[row, column]
+        logits = [(weight @ x).item() for weight in layer.router.weight]
+        if scores == "softmax":
+            values = [math.exp(logit) / sum(map(math.exp, logits)) for logit in logits]
+        else:
+            values = [1 / (1 + math.exp(-logit)) for logit in logits]
+        best = sorted(range(EXPERTS), key=lambda expert: -values[expert])[:2]
+        total = sum(values[expert] for expert in best) if renormalise else 1.0
+        expected = layer.shared(x) if layer.shared is not None else torch.zeros(DIM)
+        for expert in best:
+            w1, w2, w3 = (getattr(layer.experts, name)[expert] for name in ("w1", "w2", "w3"))
+            out = w2 @ (F.silu(w1 @ x) * (w3 @ x))
+            expected = expected + 1.5 * values[expert] / total * out
+        torch.testing.assert_close(out_BTC[row, column], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_groups_and_bias_choose_and_do_not_weigh() -> None:
+    """A bias decides which experts are chosen; the weights are the scores without it."""
+    plain = make_router(scores="sigmoid", renormalise=False)
+    biased = make_router(scores="sigmoid", renormalise=False, has_bias=True, groups=3)
+    assert biased.bias is not None
+    biased.bias.data = torch.tensor([0.0, 0.0, 9.0, 9.0, 0.0, 0.0], dtype=torch.float64)
+    x_BTC = inputs()
+    routing = biased(x_BTC, positions(2, 7))
+    assert routing.experts_NK.sort().values.unique(dim=0).tolist() == [[2, 3]]
+    scores_NE = (x_BTC.flatten(0, 1) @ plain.weight.T).sigmoid()
+    torch.testing.assert_close(routing.weights_NK, scores_NE.gather(1, routing.experts_NK))
+
+
+def test_a_token_chooses_the_groups_with_the_best_two_scores() -> None:
+    """A group with one very good expert loses against one with two good ones."""
+    router = make_router(scores="sigmoid", has_bias=True, groups=2)
+    assert router.bias is not None
+    router.weight.data.zero_()
+    router.bias.data = torch.tensor([0.5, 0.0, 0.0, 0.3, 0.3, 0.0], dtype=torch.float64)
+    routing = router(inputs(1, 1), positions(1, 1))
+    assert routing.experts_NK.sort().values.tolist() == [[3, 4]]
+
+
+def balance_loss_by_hand(router: Router, x_BTC: Tensor, sequences: list[list[int]]) -> float:
+    """The mean over tokens of E x sum(f x P) of each sequence, as the docstring defines it."""
+    probabilities = (x_BTC.flatten(0, 1) @ router.weight.T).softmax(-1)
+    chosen = probabilities.topk(2).indices
+    total = 0.0
+    for tokens in sequences:
+        loss = 0.0
+        for expert in range(EXPERTS):
+            share = sum(int(expert in chosen[token]) for token in tokens) / (2 * len(tokens))
+            loss += EXPERTS * share * probabilities[tokens, expert].mean().item()
+        total += len(tokens) * loss
+    return total / x_BTC.shape[:2].numel()
+
+
+def run_backward(router: Router, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
+    """Run forward, and backward of nothing but the router's own losses; return the sums."""
+    routing = router(x_BTC, seq)
+    (routing.weights_NK * 0).sum().backward()
+    assert router.statistics.sums is not None
+    return router.statistics.sums
+
+
+def test_balance_loss_is_a_mean_over_sequences_or_documents() -> None:
+    x_BTC = inputs(2, 6)
+    router = make_router(balance_loss=0.5)
+    sums = run_backward(router, x_BTC, positions(2, 6))
+    rows = [list(range(6)), list(range(6, 12))]
+    assert sums[EXPERTS].item() == pytest.approx(
+        0.5 * balance_loss_by_hand(router, x_BTC, rows), rel=1e-12
+    )
+
+    packed = positions(2, 6)
+    packed.documents_BT = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+    router.statistics.reset()
+    sums = run_backward(router, x_BTC, packed)
+    documents = [[0, 1], [2, 3, 4], [5], list(range(6, 12))]
+    assert sums[EXPERTS].item() == pytest.approx(
+        0.5 * balance_loss_by_hand(router, x_BTC, documents), rel=1e-12
+    )
+
+
+def test_losses_of_micro_batches_add_up() -> None:
+    """Their values and gradients do not depend on how many rows go through at once."""
+    x_BTC = inputs(4, 6)
+    results = []
+    for rows in (4, 2, 1):
+        router = make_router(balance_loss=0.5, z_loss=0.1)
+        for first in range(0, 4, rows):
+            seq = positions(rows, 6)
+            seq.step_tokens = 24
+            sums = run_backward(router, x_BTC[first : first + rows], seq)
+        assert router.weight.grad is not None
+        assert router.weight.grad.norm() > 1e-3
+        results.append((sums, router.weight.grad))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-12, atol=1e-14)
+
+
+def test_balance_loss_is_one_at_best() -> None:
+    router = make_router(balance_loss=1.0)
+    router.weight.data.zero_()  # all probabilities are equal
+    sums = run_backward(router, inputs(), positions(2, 7))
+    assert sums[EXPERTS].item() == pytest.approx(1.0, rel=1e-12)
+    assert sums[EXPERTS + 2].item() == pytest.approx(14 * math.log(EXPERTS), rel=1e-12)
+
+
+def test_z_loss_is_a_mean_over_tokens() -> None:
+    router = make_router(z_loss=0.25)
+    x_BTC = inputs()
+    sums = run_backward(router, x_BTC, positions(2, 7))
+    logits = x_BTC.flatten(0, 1) @ router.weight.T
+    expected = 0.25 * logits.logsumexp(-1).square().mean()
+    assert sums[EXPERTS + 1].item() == pytest.approx(expected.item(), rel=1e-12)
+    (expected_grad,) = torch.autograd.grad(expected, router.weight)
+    torch.testing.assert_close(router.weight.grad, expected_grad, rtol=1e-12, atol=1e-14)
+
+
+def test_statistics_count_each_token_once() -> None:
+    """Not in an evaluation, and not again when a checkpointed block runs twice."""
+    from torch.utils.checkpoint import checkpoint
+
+    layer, x_BTC, seq = make_moe(), inputs().requires_grad_(), positions(2, 7)
+    checkpoint(layer, x_BTC, seq, use_reentrant=False).sum().backward()
+    with torch.no_grad():
+        layer(x_BTC, seq)
+    layer.eval()
+    layer(x_BTC, seq).sum().backward()
+    assert layer.router.statistics.sums is not None
+    assert layer.router.statistics.sums[:EXPERTS].sum().item() == 2 * 14
+
+
+def test_biases_move_towards_experts_with_few_tokens() -> None:
+    router = make_router(has_bias=True, bias_rate=0.25)
+    move = router.bias_move(torch.tensor([4.0, 2.0, 3.0, 3.0, 6.0, 0.0]))
+    assert move.tolist() == [-0.25, 0.25, 0.0, 0.0, -0.25, 0.25]
+
+
+@pytest.mark.parametrize("tokens", [[3, 0, 4, 1, 0, 2], [0, 0, 0, 0, 0, 0], [0, 10, 0, 0, 0, 0]])
+def test_grouped_kernel_agrees_with_the_loop(tokens: list[int]) -> None:
+    """An expert without rows has a gradient of zeros, not None, with either."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = [(sum(tokens), 16), (EXPERTS, 8, 16), (EXPERTS, 16, 8), (EXPERTS, 8, 16)]
+    values = [torch.randn(size, generator=generator) for size in sizes]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        rows, w1, w2, w3 = (value.to(dtype, copy=True).requires_grad_() for value in values)
+        assert moe._has_grouped_kernel(rows, w1) == (dtype == torch.float32)
+        out = expert_ffn(rows, torch.tensor(tokens), w1, w2, w3)
+        (out * torch.arange(out.numel()).view_as(out)).sum().backward()
+        grads = [tensor.grad for tensor in (rows, w1, w2, w3)]
+        for expert, count in enumerate(tokens):
+            for grad in grads[1:]:
+                assert grad is not None
+                assert (grad[expert].norm() > 0) == (count > 0)
+        results.append([out.float(), *(grad.float() for grad in grads if grad is not None)])
+    for grouped, looped in zip(*results, strict=True):
+        torch.testing.assert_close(grouped, looped, rtol=1e-4, atol=1e-3)

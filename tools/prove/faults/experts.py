@@ -1,0 +1,437 @@
+"""Faults in experts: routing, the exchange of tokens, balance, and the gradients of experts.
+
+Three were shipped by other trainers and are named by their issues.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.layers import moe
+from composer3d.parallel import grad_norm
+from composer3d.parallel.data import fsdp
+from composer3d.parallel.expert import api, balance, dispatch
+from composer3d.parallel.tensor import styles
+from composer3d.runtime.mesh import Mesh
+from composer3d.training import step as train_step
+
+
+def _scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return ``x``; its gradient is multiplied by ``factor``."""
+    return x * factor + (x * (1 - factor)).detach()
+
+
+def multiply_expert_gradients_by_ep() -> None:
+    """Gradients of experts are multiplied by ep (PyTorch issue 160285)."""
+    right = api._own_part
+
+    def wrong(parameter: Tensor) -> Tensor:
+        part = right(parameter)
+        return _scale_gradient(part, parameter.shape[0] / part.shape[0])
+
+    api._own_part = wrong
+
+
+def divide_expert_gradients_by_efsdp() -> None:
+    """FSDP averages the gradients of experts over the ranks that shard them."""
+    right = fsdp.apply
+
+    def wrong(stage: nn.Module, plan: Any, meshes: Any, *arguments: Any) -> None:
+        right(stage, plan, meshes, *arguments)
+        for unit in fsdp.units(stage):
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                if any(parameter.sharded_param.ndim == 3 for parameter in group.fsdp_params):
+                    group.gradient_divide_factor = float(meshes.experts.size())
+
+    fsdp.apply = wrong
+
+
+def reduce_experts_over_the_shards_only() -> None:
+    """Gradients of experts are not summed over the replicas (dp_replicate)."""
+    right = fsdp.meshes_of
+
+    def wrong(mesh: Mesh, *arguments: Any) -> Any:
+        return right(mesh, *arguments)._replace(experts=mesh.sparse["efsdp"])
+
+    fsdp.meshes_of = wrong
+
+
+def drop_reduction_of_routers() -> None:
+    """The gradients of routers are not summed over tp (torchtitan issue 4054)."""
+    right = styles._style
+
+    def wrong(style: Any, *arguments: Any) -> Any:
+        local = right(style, *arguments)
+        if style == "router":
+            local.grad_placement = Replicate()
+        return local
+
+    styles._style = wrong
+
+
+def norm_leaves_out_experts() -> None:
+    """The gradient norm leaves out experts with ep and tp (Megatron-LM issue 5916)."""
+    right = grad_norm.local_grad_norm_sq
+
+    def wrong(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
+        return right([p for p in parameters if p.ndim < 3], mesh)
+
+    grad_norm.local_grad_norm_sq = wrong
+
+
+def norm_counts_experts_on_every_rank() -> None:
+    """The gradient norm counts experts as if every rank held all of them."""
+    right = grad_norm.local_grad_norm_sq
+
+    def wrong(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
+        parameters = list(parameters)
+        experts = [p for p in parameters if p.ndim == 3]
+        return right(parameters, mesh) + right(experts, mesh) * (mesh.sizes.ep - 1)
+
+    grad_norm.local_grad_norm_sq = wrong
+
+
+def clip_by_the_norm_of_own_ep_group() -> None:
+    """Clipping differs between ep groups (NeMo Automodel issue 3816)."""
+    right = grad_norm.scale_gradients
+
+    def wrong(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
+        parameters = list(parameters)
+        right([p for p in parameters if p.ndim < 3], norm=norm, max_norm=max_norm)
+        own = norm * (1 + 0.1 * (dist.get_rank() // 2))
+        right([p for p in parameters if p.ndim == 3], norm=own, max_norm=max_norm)
+
+    train_step.grad_norm.scale_gradients = wrong
+
+
+def _change_exchange(change: Callable[[moe.Exchanged], moe.Exchanged]) -> None:
+    right = api.exchange_over
+
+    def wrong(group: dist.ProcessGroup) -> moe.Exchange:
+        exchange = right(group)
+        return lambda rows_MC, tokens_E: change(exchange(rows_MC, tokens_E))
+
+    api.exchange_over = wrong
+
+
+def read_ranks_as_experts() -> None:
+    """Rows that arrive by rank are computed as if they were in the order of experts."""
+    dispatch.permute_rows = lambda rows, order, place: rows
+
+
+def mix_up_the_splits() -> None:
+    """The numbers of rows of two experts of a rank are mixed up."""
+    _change_exchange(lambda out: out._replace(tokens_E=out.tokens_E.flip(0)))
+
+
+def return_tokens_in_another_order() -> None:
+    """The outputs of experts come back in the order of the ranks that computed them, reversed."""
+    _change_exchange(
+        lambda out: out._replace(send_back=lambda rows, back=out.send_back: back(rows).flip(0))
+    )
+
+
+def keep_gradients_of_sent_tokens() -> None:
+    """Backward does not send the gradients of rows to the ranks that they came from."""
+    right = dispatch.exchange_rows
+
+    def wrong(rows: Tensor, sent: list[int], arriving: list[int], name: str) -> Tensor:
+        return right(rows.detach().requires_grad_(), sent, arriving, name)
+
+    dispatch.exchange_rows = wrong
+
+
+def read_rows_that_nobody_wrote() -> None:
+    """The memory of received rows is longer than what arrives, and its tail is not written."""
+    right = moe.expert_ffn
+
+    def wrong(rows_MC: Tensor, tokens_E: Tensor, *weights: Tensor) -> Tensor:
+        out = right(rows_MC, tokens_E, *weights)
+        out[-1:] = torch.nan
+        return out
+
+    moe.expert_ffn = wrong
+
+
+def skip_experts_without_tokens() -> None:
+    """The optimizer does not decay an expert that got no token in the step."""
+    right = train_step.update
+
+    def wrong(stages: Any, optimizer: Any, **arguments: Any) -> None:
+        before = {p: p.detach().clone() for p in stages.parameters() if p.ndim == 3}
+        right(stages, optimizer, **arguments)
+        for parameter, values in before.items():
+            grad = (
+                parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            )
+            is_starved = grad.flatten(1).norm(dim=1) == 0
+            local, old = (
+                x.to_local() if isinstance(x, DTensor) else x for x in (parameter.detach(), values)
+            )
+            local[is_starved] = old[is_starved]
+
+    train_step.update = wrong
+
+
+def detach_the_weights_of_experts() -> None:
+    """The weights of the combined outputs are detached, so routers learn from the losses alone."""
+    right = moe.Router.forward
+
+    def wrong(self: moe.Router, *arguments: Any) -> moe.Routing:
+        routing = right(self, *arguments)
+        return routing._replace(weights_NK=routing.weights_NK.detach() + 0 * routing.weights_NK)
+
+    moe.Router.forward = wrong
+
+
+def _change_router(**changes: Any) -> None:
+    """Change attributes of every router that is built; each change is a function of the old one."""
+    right = moe.Router.__init__
+
+    def wrong(self: moe.Router, **arguments: Any) -> None:
+        right(self, **arguments)
+        for name, change in changes.items():
+            setattr(self, name, change(getattr(self, name)))
+
+    moe.Router.__init__ = wrong
+
+
+def forget_to_renormalise() -> None:
+    """The weights of a token's experts are not divided by their sum."""
+    _change_router(renormalise=lambda value: not value)
+
+
+def forget_the_scale() -> None:
+    """The weights are not multiplied by the factor of the router."""
+    _change_router(scale=lambda value: 1.0)
+
+
+def choose_other_groups() -> None:
+    """A token chooses one group fewer than it should."""
+    _change_router(groups_per_token=lambda value: value - 1)
+
+
+def let_the_bias_into_the_weights() -> None:
+    """The router's bias changes the weights of experts, not only which are chosen."""
+    right = moe.Router.forward
+
+    def wrong(self: moe.Router, *arguments: Any) -> moe.Routing:
+        routing = right(self, *arguments)
+        if self.bias is None:
+            return routing
+        return routing._replace(weights_NK=routing.weights_NK + self.bias[routing.experts_NK])
+
+    moe.Router.forward = wrong
+
+
+def swap_gate_and_up() -> None:
+    """The gate and up projections of experts are swapped."""
+    right = moe.expert_ffn
+    moe.expert_ffn = lambda rows, tokens, w1, w2, w3: right(rows, tokens, w3, w2, w1)
+
+
+def permute_the_experts() -> None:
+    """A rank of ep computes with its experts in reverse order."""
+    right = api._own_part
+    api._own_part = lambda parameter: right(parameter).flip(0)
+
+
+def _change_loss(change: Callable[[Tensor], Tensor]) -> None:
+    """Change the gradient of the losses that routers add."""
+
+    def wrong(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        loss, sums = ctx.saved_tensors
+        ctx.statistics.add(sums)
+        return grads[0], change(torch.ones_like(loss)), None, None
+
+    moe._WithLoss.backward = staticmethod(wrong)
+
+
+def detach_the_losses() -> None:
+    """The losses of routers have no gradient (NeMo Automodel issue 1408)."""
+    _change_loss(torch.zeros_like)
+
+
+def scale_the_losses_by_ranks() -> None:
+    """The losses of routers are multiplied by the number of ranks."""
+    _change_loss(lambda one: one * dist.get_world_size())
+
+
+def divide_losses_by_own_tokens() -> None:
+    """The losses of routers are means over a micro-batch, not over the tokens of the step."""
+    right = SequenceInfo.__init__
+
+    def wrong(
+        self: SequenceInfo, positions: Tensor, documents: Any = None, step_tokens: Any = None
+    ) -> None:
+        right(self, positions, documents, positions.numel())
+
+    SequenceInfo.__init__ = wrong
+
+
+def lose_losses_of_early_stages() -> None:
+    """Only the last pipeline stage adds the losses of routers."""
+    right = moe._WithLoss.forward
+
+    def wrong(ctx: Any, weights: Tensor, loss: Tensor, *arguments: Any) -> Tensor:
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        return right(ctx, weights, loss, *arguments) if is_last else weights.view_as(weights)
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.saved_tensors:
+            return grads[0], None, None, None
+        loss, sums = ctx.saved_tensors
+        ctx.statistics.add(sums)
+        return grads[0], torch.ones_like(loss), None, None
+
+    moe._WithLoss.forward = staticmethod(wrong)
+    moe._WithLoss.backward = staticmethod(backward)
+
+
+def count_own_part_of_the_sequence() -> None:
+    """The balance loss counts the experts of this rank's part of a sequence, not of the whole."""
+    right = api._show_whole_sequences
+
+    def wrong(router: moe.Router, *arguments: Any) -> None:
+        right(router, *arguments)
+        router.sum_over_sequence = lambda counts: counts * router.sequence_ranks
+
+    api._show_whole_sequences = wrong
+
+
+def merge_documents_in_the_balance_loss() -> None:
+    """Packed documents are one sequence for the balance loss."""
+    right = moe.Router._sequences
+
+    def wrong(self: moe.Router, tokens: int, rows: int, seq: SequenceInfo) -> Any:
+        merged = SequenceInfo(seq.positions_BT, None, seq.step_tokens)
+        return right(self, tokens, rows, merged)
+
+    moe.Router._sequences = wrong
+
+
+def shift_documents_over_tp() -> None:
+    """A tp rank takes the documents of another rank's tokens for its balance loss."""
+    right = api._own_documents
+    api._own_documents = lambda documents, **arguments: right(documents.roll(8, 1), **arguments)
+
+
+def move_biases_by_own_counts() -> None:
+    """Each rank moves its copy of the biases by the tokens that it has routed itself."""
+
+    def wrong(self: balance.Balance) -> None:
+        for name, router in self._routers.items():
+            sums = router.statistics.sums
+            self.loads[name] = balance.RouterLoad(sums[:-3], router.per_token, 0, 0, 0, 0, 0)
+
+    balance.Balance.collect = wrong
+
+
+def move_biases_twice() -> None:
+    """Biases are moved in every micro-batch (torchtitan issue 1304)."""
+    right = balance.Balance.move_biases
+
+    def wrong(self: balance.Balance) -> None:
+        right(self)
+        right(self)
+
+    balance.Balance.move_biases = wrong
+
+
+def keep_biases_in_bfloat16() -> None:
+    """Biases are held in bfloat16, which cannot hold 0.5 + 0.001 (Megatron-LM issue 1482)."""
+    right = moe.Router.bias_move
+    moe.Router.bias_move = lambda self, tokens: right(self, tokens).bfloat16().float()
+
+
+def move_biases_the_other_way() -> None:
+    """Experts with many tokens are favoured."""
+    right = moe.Router.bias_move
+    moe.Router.bias_move = lambda self, tokens: -right(self, tokens)
+
+
+def count_validation_in_the_balance() -> None:
+    """Routers count the tokens of a validation, and a step begins with these counts."""
+    right = moe.Router.forward
+
+    def wrong(self: moe.Router, x_BTC: Tensor, seq: SequenceInfo) -> moe.Routing:
+        routing = right(self, x_BTC, seq)
+        if not self.training:
+            skewed = F.pad(routing.tokens_E.double() * torch.arange(self.experts), (0, 3))
+            self.statistics.add(skewed * 100)
+        return routing
+
+    moe.Router.forward = wrong
+    balance.Balance.reset = lambda self: None
+
+
+def count_recomputed_tokens() -> None:
+    """Forward counts the tokens of experts, so a checkpointed block counts some of them twice."""
+    right = moe.Router.forward
+    calls = [0]
+
+    def wrong(self: moe.Router, x_BTC: Tensor, seq: SequenceInfo) -> moe.Routing:
+        routing = right(self, x_BTC, seq)
+        calls[0] += 1
+        if self.training and calls[0] % 3 == 0:
+            first = torch.arange(self.experts) < self.experts // 2
+            self.statistics.add(F.pad(routing.tokens_E * first * 10.0, (0, 3)).double())
+        return routing
+
+    moe.Router.forward = wrong
+
+
+def route_again_in_recomputation() -> None:
+    """A checkpointed block that runs again sends tokens to other experts (Automodel issue 2635)."""
+    right = moe.Router._choose
+
+    def wrong(self: moe.Router, scores_NE: Tensor) -> Tensor:
+        experts_NK = right(self, scores_NE)
+        again = torch._C._current_graph_task_id() != -1
+        return (experts_NK + 1) % self.experts if again else experts_NK
+
+    moe.Router._choose = wrong
+
+
+def choose_by_another_rank() -> None:
+    """Rows go to the next rank of ep, whose experts are others."""
+    right = dispatch.exchange_counts
+    right_rows = dispatch.exchange_rows
+
+    def counts(tokens_E: Tensor, name: str) -> Tensor:
+        return right(tokens_E.roll(len(tokens_E) // 2), name)
+
+    def rows(rows_MC: Tensor, sent: list[int], arriving: list[int], name: str) -> Tensor:
+        return right_rows(rows_MC, sent[::-1], arriving, name)
+
+    dispatch.exchange_counts, dispatch.exchange_rows = counts, rows
+
+
+def leave_out_the_shared_expert() -> None:
+    """The output of the shared expert is not added."""
+    right = moe.MoE.forward
+
+    def wrong(self: moe.MoE, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
+        out = right(self, x_BTC, seq)
+        return out if self.shared is None else out - self.shared(x_BTC).detach()
+
+    moe.MoE.forward = wrong
+
+
+def shard_experts_over_dense_ranks() -> None:
+    """Experts are sharded and reduced over the ranks of dense parameters, not over efsdp."""
+    right = fsdp.meshes_of
+
+    def wrong(mesh: Mesh, *arguments: Any) -> Any:
+        meshes = right(mesh, *arguments)
+        dense: DeviceMesh = mesh.device_mesh["fsdp"]
+        return meshes._replace(experts=dense)
+
+    fsdp.meshes_of = wrong
