@@ -472,7 +472,10 @@ def _open_hf(source: Source) -> None:
         return
     _require_layers(source)
 
-    parameters = source.names.hf_locations(source.shape, source.tensors)
+    try:
+        parameters = source.names.hf_locations(source.shape, source.tensors)
+    except CheckpointError as error:
+        raise CheckpointError([f"{folder}: {line}" for line in error.lines]) from None
     head = "lm_head.weight"
     if source.shape.tied and head in source.tensors:
         (embedding,) = parameters["first.embed.weight"].names

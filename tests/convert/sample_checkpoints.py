@@ -70,46 +70,46 @@ def source_of(shape: ModelShape, folder: Path = Path()) -> Source:
 
 
 def hf_tensors(
-    shape: ModelShape, tensors: dict[str, Tensor], packed: Collection[str] = ()
+    shape: ModelShape, tensors: dict[str, Tensor], packed: Collection[int] = ()
 ) -> dict[str, Tensor]:
     """Return parameters as the files of Hugging Face have them.
 
     Args:
         shape: of the model.
         tensors: the parameters, by our names.
-        packed: the names of tensors that hold all experts of a layer.
+        packed: the numbers of layers with two tensors that hold all experts.
     """
+    names = source_of(shape).names
+    published = names.hf_locations(shape)
+    if packed:
+        in_files = [
+            f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(shape.n_layers)
+        ]
+        in_memory = names.hf_locations(shape, in_files)
+        published |= {name: in_memory[name] for name in in_memory if _layer_of(name) in packed}
+
     result: dict[str, Tensor] = {}
-    for name, location in source_of(shape).names.hf_locations(shape, packed).items():
+    for name, location in published.items():
+        tensor = tensors[name]
         if location.is_stack:
-            result |= zip(location.names, tensors[name].clone().unbind(), strict=True)
-            continue
-        (in_file,) = location.names
-        if location.rows is not None:
-            whole = result.setdefault(
-                in_file, torch.empty(location.shape, dtype=tensors[name].dtype)
-            )
-            whole[:, slice(*location.rows)] = tensors[name]
+            result |= zip(location.names, tensor.clone().unbind(), strict=True)
+        elif location.rows is not None:
+            empty = torch.empty(location.shape, dtype=tensor.dtype)
+            result.setdefault(location.names[0], empty)[:, slice(*location.rows)] = tensor
         else:
-            result[in_file] = tensors[name]
-    return {name: tensor.contiguous().clone() for name, tensor in result.items()}
+            result[location.names[0]] = tensor
+    return {name: tensor.clone() for name, tensor in result.items()}
 
 
-def packed_names(shape: ModelShape) -> list[str]:
-    """Return the names of the tensors of experts in the packed form."""
-    return [
-        f"model.layers.{layer}.mlp.experts.{name}"
-        for layer in range(shape.n_layers)
-        for name in ("gate_up_proj", "down_proj")
-        if isinstance(shape, MoeShape) and shape.has_experts(layer)
-    ]
+def _layer_of(name: str) -> int | None:
+    return int(name.split(".")[1]) if name.startswith("blocks.") else None
 
 
 def make_hf(
     folder: Path,
     shape: ModelShape = SHAPE,
     dtype: torch.dtype = torch.float32,
-    packed: Collection[str] = (),
+    packed: Collection[int] = (),
 ) -> Path:
     """Make a Hugging Face folder with the writer of safetensors. ``packed``: see ``hf_tensors``."""
     folder.mkdir()
