@@ -85,7 +85,7 @@ class Manifest:
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
 
 
-def model_of(shape: DecoderShape, params: str) -> dict[str, Any]:
+def model_of(shape: DecoderShape, params: str, architecture: str | None = None) -> dict[str, Any]:
     """Return the values that identify a model: the fields of its shape and its parameters' dtype.
 
     The architecture is included if it is not the default one. Two models that differ in one of
@@ -94,13 +94,16 @@ def model_of(shape: DecoderShape, params: str) -> dict[str, Any]:
     Args:
         shape: the shape of the model.
         params: the name of the parameters' dtype, such as "float32".
+        architecture: the name of the model's architecture. None: that of ``shape`` if it is the
+            table [model] of a recipe, else the default one.
     """
     values = {
         f"model.{entry.name}": getattr(shape, entry.name)
         for entry in fields(shape)
         if entry.name not in MODEL_KEYS
     }
-    architecture = getattr(shape, "architecture", DEFAULT)
+    if architecture is None:
+        architecture = getattr(shape, "architecture", DEFAULT)
     if architecture != DEFAULT:
         values["model.architecture"] = architecture
     return {**values, "model.head_dim": shape.head_width, "precision.params": params}

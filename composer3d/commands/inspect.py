@@ -36,6 +36,7 @@ def run(path: str, *, tensors: bool, as_json: bool) -> int:
         "format": report["format"],
         "step": report["step"],
         "layout": _pairs(report["layout"]),
+        "architecture": report["architecture"],
         "model": _pairs(report["model"]),
         "parameters": f"{parameters:,}" if parameters else None,
         "tensors": f"{report['count']} ({dtypes}), {report['bytes']:,} bytes",
@@ -44,7 +45,7 @@ def run(path: str, *, tensors: bool, as_json: bool) -> int:
     }
     for name, value in rows.items():
         if value not in (None, ""):
-            print(f"{name:<11}{value}")
+            print(f"{name:<13}{value}")
     for line in (*report["problems"], *report["notes"]):
         print(line)
     if tensors:

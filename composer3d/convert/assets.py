@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.convert.carried import TOKENIZER_NAMES, read_carried_files
-from composer3d.models.llama.huggingface import make_config
-from composer3d.models.llama.shape import ModelShape
-from composer3d.models.registry import DEFAULT
+from composer3d.models import registry
+from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import log
 from composer3d.spec.errors import CheckpointError
@@ -50,13 +49,13 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> d
         earlier: the checkpoint that was loaded, or None.
 
     Returns:
-        The contents by file name. The dict is empty if the architecture is not the default one:
-        such a model cannot be exported.
+        The contents by file name. The dict is empty if the architecture is not one of ours: such a
+        model cannot be exported.
 
     Raises:
         DataError: the tokenizer of the data cannot be read, or is a link.
     """
-    if recipe.model.architecture != DEFAULT:
+    if not registry.is_ours(recipe.model.architecture):
         return {}  # there is no other format to export such a model to
     files = _read_files_of_model(recipe, earlier)
     config, generation = _parse(files.get(_CONFIG)), _parse(files.get(_GENERATION))
@@ -86,9 +85,11 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> d
     if generation["pad_token_id"] is None:
         generation["pad_token_id"] = special.end
 
-    shape = ModelShape(
-        **{entry.name: getattr(recipe.model, entry.name) for entry in fields(ModelShape)}
+    architecture = registry.architecture(recipe.model.architecture)
+    shape = architecture.shape(
+        **{entry.name: getattr(recipe.model, entry.name) for entry in fields(architecture.shape)}
     )
+    make_config = registry.resolve(architecture.huggingface).make_config
     try:
         files[_CONFIG] = _encode(make_config(shape, recipe.precision.params, config))
     except CheckpointError:
@@ -110,7 +111,7 @@ class _SpecialTokens:
         pad: the id of the padding token, or None if there is no such token.
     """
 
-    def __init__(self, tokenizer: Json, shape: ModelShape, end: int) -> None:
+    def __init__(self, tokenizer: Json, shape: DecoderShape, end: int) -> None:
         self._names = _token_names(tokenizer)
         self._vocab = shape.vocab
         self.end = end

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from composer3d.convert.formats import (
 )
 from composer3d.convert.targets import EMBEDDING, write
 from composer3d.models.contract import SequenceInfo
-from composer3d.models.llama.model import Llama
+from composer3d.models.llama.shape import ModelShape
+from composer3d.models.registry import architecture
 from composer3d.runtime.files import publish, sync
 from composer3d.spec.errors import CheckpointError
 
@@ -45,7 +46,8 @@ def convert(
 ) -> dict[str, Any]:
     """Write a copy of the checkpoint ``src`` at ``dst`` in the format ``to``, and prove the copy.
 
-    Memory is limited to a few times the size of the largest tensor. The proof opens the written
+    Memory is limited to a few times the size of the largest tensor: one projection of all experts
+    of a layer is one tensor. The proof opens the written
     files again, and compares the names, shapes, dtypes and digests of all tensors with those that
     were read. ``dst`` appears only after the proof has passed. No process group is needed.
 
@@ -89,12 +91,16 @@ def convert(
                 name: spec._replace(dtype=dtype) if name.startswith("model.") else spec
                 for name, spec in specs.items()
             }
-        model = model_of(source.shape, specs[EMBEDDING].dtype)
+        model = model_of(source.shape, specs[EMBEDDING].dtype, source.architecture)
         source.manifest = replace(source.manifest, model=model)
+        if to == "hf":
+            notes += _lost_fields(source)
 
         digests: dict[str, str] = {}
         unwritten = write(to, staging, source, specs, _read_tensors(source, specs, digests), shard)
-        expected_counts = Counter(source.names_in_files[name] for name in specs)
+        expected_counts = Counter(
+            in_file for name in specs for in_file in source.locations[name].names
+        )
         if unwritten or source.read_counts != expected_counts:
             raise CheckpointError(
                 f"{dst} is not complete: {unwritten} not written, read {source.read_counts}; "
@@ -133,6 +139,17 @@ def convert(
         "carried": list(source.carried),
         "seconds": time.perf_counter() - started_s,
     }
+
+
+def _lost_fields(source: Source) -> list[str]:
+    """Return a note for each coefficient of training that config.json cannot hold."""
+    shape = source.shape
+    return [
+        f"left out: model.{entry.name} = {getattr(shape, entry.name)} (config.json cannot hold it)"
+        for entry in fields(shape)
+        if entry.name in source.huggingface.TRAINING_FIELDS
+        and getattr(shape, entry.name) != entry.default
+    ]
 
 
 def _require_absent(dst: Path) -> None:
@@ -206,9 +223,7 @@ def _prove_copy(
         if has_same_spec and digest_of(written.read(name)) != digest:
             differences.append(name)
 
-    # Some formats leave out the width of a head if it is dim / n_heads.
-    before = replace(source.shape, head_dim=source.shape.head_width)
-    after = replace(written.shape, head_dim=written.shape.head_width)
+    before, after = (_comparable_shape(side, written.format) for side in (source, written))
     if before != after:
         differences.append(f"the model's shape, {after} instead of {before}")
 
@@ -218,6 +233,14 @@ def _prove_copy(
             f"{', '.join(differences[:_SHOWN_DIFFERENCES])}; check the disk for errors"
         )
     return written
+
+
+def _comparable_shape(source: Source, written: Format) -> ModelShape:
+    """Return the shape of the model, as a checkpoint of the format ``written`` describes it."""
+    if written == "hf":
+        return source.huggingface.canonical(source.shape)
+    # Some formats leave out the width of a head if it is dim / n_heads.
+    return replace(source.shape, head_dim=source.shape.head_width)
 
 
 def _compare_logits(source: Source, written: Source, *, exact: bool) -> dict[str, Any]:
@@ -238,7 +261,7 @@ def _compare_logits(source: Source, written: Source, *, exact: bool) -> dict[str
 @torch.no_grad()
 def _logits(source: Source) -> Tensor:
     """Compute the model's logits in float32, for random tokens that are the same in every call."""
-    model = Llama(source.shape, device="cpu")
+    model = architecture(source.architecture).build(source.shape, device="cpu")
     for name, parameter in model.named_parameters():
         parameter.copy_(source.read(f"model.{name}"))
     generator = torch.Generator().manual_seed(0)

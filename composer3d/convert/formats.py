@@ -17,6 +17,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import partial
@@ -40,9 +41,11 @@ from composer3d.convert.carried import (
     read_carried_files,
     select_carried_texts,
 )
-from composer3d.models.llama import names
-from composer3d.models.llama.huggingface import make_shape, read_shape, short_json
+from composer3d.models import registry
+from composer3d.models.llama import names as llama_names
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.locations import Location
+from composer3d.models.untrusted import short_json
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import MIB, open_plain, read_json
 
@@ -94,13 +97,16 @@ _DIGEST_BYTES = 16
 _INDEX_LIMIT = 8 * MIB  # the index of Llama 3 405B has 0.1 MB
 _HEADER_LIMIT = 4 * MIB  # the largest safetensors header of Llama 3 405B has 3 kB
 _FILE_COUNT_LIMIT = 4096
-_TENSORS_PER_LAYER_LIMIT = 16  # Qwen 2 has 12 tensors in a layer
+_TENSORS_PER_LAYER_LIMIT = 16  # besides those of experts; Qwen 2 has 12 tensors in a layer
+_TENSORS_PER_EXPERT = 3
 _SHOWN_PROBLEMS = 8
 
 _STEP_FOLDER = re.compile(r"step-\d{8}")
 _LAYER_NUMBER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
 
 T = TypeVar("T")
+
+Box = tuple[slice, ...]  # a range in each dim of a tensor, with begin and end
 
 
 class ReadableTensor(NamedTuple):
@@ -123,8 +129,9 @@ class Source:
         format: how the checkpoint is stored.
         path: its folder or file.
         tensors: its tensors, by the names that its files give them.
-        names_in_files: for each tensor by our name (``model.NAME``, ``optim.NAME.exp_avg``), the
-            name that the files give it. Empty if there are problems.
+        locations: for each tensor by our name (``model.NAME``, ``optim.NAME.exp_avg``), its place
+            in the files. Empty if there are problems.
+        architecture: the name of the architecture of its model, one of ours.
         shape: the shape of its model. The attribute is missing if a problem prevented the shape
             from being read.
         manifest: facts about its run. The attribute is missing if a problem prevented them from
@@ -139,7 +146,8 @@ class Source:
     format: Format
     path: Path
     tensors: dict[str, ReadableTensor] = field(default_factory=dict)
-    names_in_files: dict[str, str] = field(default_factory=dict)
+    locations: dict[str, Location] = field(default_factory=dict)
+    architecture: str = registry.DEFAULT
     # Only ``inspect`` uses a checkpoint with problems, so only ``inspect`` handles the absence of
     # these two. With None as a default, all other code would have to check for it.
     shape: ModelShape = field(init=False)
@@ -149,24 +157,57 @@ class Source:
     notes: list[str] = field(default_factory=list)
     read_counts: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def names(self) -> Any:
+        """The module that knows the names of the model's parameters."""
+        return registry.resolve(registry.architecture(self.architecture).names)
+
+    @property
+    def huggingface(self) -> Any:
+        """The module that knows the config.json of the model."""
+        return registry.resolve(registry.architecture(self.architecture).huggingface)
+
     def specs(self) -> dict[str, TensorSpec]:
         """Return the spec of each tensor, by our names."""
-        return {name: self.tensors[in_file].spec for name, in_file in self.names_in_files.items()}
+        return {
+            name: TensorSpec(location.whole_shape, self.tensors[location.names[0]].spec.dtype)
+            for name, location in self.locations.items()
+        }
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, box: Box | None = None) -> Tensor:
         """Read a tensor by our name, and return it on the CPU in the layout of our model.
 
         The tensor may be a view of the file.
 
-        Raises CheckpointError, which names the tensor, if it cannot be read.
+        Args:
+            name: our name of the tensor.
+            box: the range in each dim to return; None: the whole tensor. No more is read, except in
+                the format ``meta``.
+
+        Raises:
+            CheckpointError: the tensor cannot be read. The error names it.
         """
-        name_in_file = self.names_in_files[name]
-        self.read_counts[name_in_file] += 1
-        with reading(f"{self.path}: {name_in_file!r}"):
-            tensor = self.tensors[name_in_file].read()
-            if self.format == "meta":
-                return names.to_meta(name, tensor, self.shape, inverse=True)
-            return tensor
+        location = self.locations[name]
+        box = tuple(slice(0, size) for size in location.whole_shape) if box is None else box
+        if self.format == "meta":
+            (in_file,) = location.names
+            whole = self._read_part(in_file, ())
+            return llama_names.to_meta(name, whole, self.shape, inverse=True)[box]
+        if location.is_stack:
+            return torch.stack(
+                [self._read_part(in_file, box[1:]) for in_file in location.names[box[0]]]
+            )
+        if location.rows is not None:
+            first_row = location.rows[0]
+            rows = slice(first_row + box[1].start, first_row + box[1].stop)
+            box = (box[0], rows, *box[2:])
+        return self._read_part(location.names[0], box)
+
+    def _read_part(self, in_file: str, box: Box) -> Tensor:
+        """Read a box of a tensor by its name in the files. An empty box is the whole tensor."""
+        self.read_counts[in_file] += 1
+        with reading(f"{self.path}: {in_file!r}"):
+            return self.tensors[in_file].read()[box]
 
     def carry_files(self, folder: Path) -> None:
         """Read the files of ``folder`` that belong to the model. Each refused file adds a note."""
@@ -185,45 +226,30 @@ class Source:
             self.problems += error.lines
             return None
 
-    def match_to_model(self, parameter_names: Mapping[str, str]) -> None:
+    def match_to_model(self, parameters: Mapping[str, Location]) -> None:
         """Compare the tensors with those that the model's shape requires, in both directions.
 
-        Each difference becomes a problem. If there is no problem, ``names_in_files`` is set.
+        Each difference becomes a problem. If there is no problem, ``locations`` is set.
 
         Args:
-            parameter_names: for each parameter by our name, without ``model.``, its name in the
-                files. Tensors of an optimizer have our names in every format.
+            parameters: the place of each parameter in the files, by our name without ``model.``.
+                Tensors of an optimizer have our names in every format.
         """
         has_optimizer = any(name.startswith("optim.") for name in self.tensors)
-        names_in_files: dict[str, str] = {}
-        required: dict[str, tuple[int, ...]] = {}  # shapes by the names in the files
-        for name, shape in names.parameter_shapes(self.shape).items():
-            names_in_files[f"model.{name}"] = parameter_names[name]
-            required[parameter_names[name]] = shape
-            if has_optimizer:
+        locations: dict[str, Location] = {}
+        for name, location in parameters.items():
+            locations[f"model.{name}"] = location
+            if has_optimizer and self.names.is_trained(name):
+                shape = location.whole_shape
                 for state, state_shape in (("exp_avg", shape), ("exp_avg_sq", shape), ("step", ())):
                     state_name = f"optim.{name}.{state}"
-                    names_in_files[state_name] = state_name
-                    required[state_name] = state_shape
+                    locations[state_name] = Location((state_name,), state_shape)
 
-        for name, shape in required.items():
-            tensor = self.tensors.get(name)
-            if tensor is None:
-                self.problems.append(
-                    f"{self.path} has no {name!r} {shape}, which its model needs; copy it again"
-                )
-            elif tensor.spec.shape != shape:
-                self.problems.append(
-                    f"{self.path} holds {name!r} as {tensor.spec.shape}, "
-                    f"but its model needs {shape}"
-                )
-            elif tensor.spec.dtype not in DTYPES:
-                self.problems.append(
-                    f"{self.path} holds {name!r} in {tensor.spec.dtype}; it must be one of "
-                    f"{', '.join(DTYPES)}, and not quantized"
-                )
+        for location in locations.values():
+            self._match_to_location(location)
 
-        for name in sorted(self.tensors.keys() - required.keys()):
+        required = {name for location in locations.values() for name in location.names}
+        for name in sorted(self.tensors.keys() - required):
             # These two tensors can be computed from the shape, so the model does not need them.
             if name != "rope.freqs" and not name.endswith(".rotary_emb.inv_freq"):
                 self.problems.append(
@@ -232,7 +258,40 @@ class Source:
                 )
 
         if not self.problems:
-            self.names_in_files = names_in_files
+            self.locations = locations
+
+    def _match_to_location(self, location: Location) -> None:
+        """Compare tensors in the files with those that one of our tensors requires."""
+        if location.rows is not None and location.rows[0] > 0:
+            return  # the tensor in the file has been compared with the place of its first rows
+        for name in location.names:
+            tensor = self.tensors.get(name)
+            if tensor is None:
+                self.problems.append(
+                    f"{self.path} has no {name!r} {location.shape}, which its model needs; "
+                    "copy it again"
+                )
+            elif tensor.spec.shape != location.shape:
+                self.problems.append(
+                    f"{self.path} holds {name!r} as {tensor.spec.shape}, "
+                    f"but its model needs {location.shape}"
+                )
+            elif tensor.spec.dtype not in DTYPES:
+                self.problems.append(
+                    f"{self.path} holds {name!r} in {tensor.spec.dtype}; it must be one of "
+                    f"{', '.join(DTYPES)}, and not quantized"
+                )
+
+        first_of_dtype = {
+            self.tensors[name].spec.dtype: name
+            for name in reversed(location.names)
+            if name in self.tensors
+        }
+        if len(first_of_dtype) > 1:
+            dtypes = " and ".join(f"{name!r} in {dtype}" for dtype, name in first_of_dtype.items())
+            self.problems.append(
+                f"{self.path} holds {dtypes}; the experts of a layer must have one dtype"
+            )
 
     def drop_copy(self, copy: str, original: str) -> bool:
         """Remove the tensor ``copy`` if it equals ``original`` bit by bit.
@@ -395,7 +454,8 @@ def _open_newest_of_run(folder: Path) -> Source:
 def _open_hf(source: Source) -> None:
     """Open a Hugging Face folder. Its weights may be links to plain files."""
     folder = source.path
-    source.shape = read_shape(folder)
+    source.architecture = _find_architecture(folder)
+    source.shape = source.huggingface.read_shape(folder)
     source.carry_files(folder)
 
     for file_name, indexed in _list_hf_files(source).items():
@@ -418,17 +478,33 @@ def _open_hf(source: Source) -> None:
         return
     _require_layers(source)
 
-    parameter_names = names.hf_names(source.shape)
+    try:
+        parameters = source.names.hf_locations(source.shape, source.tensors)
+    except CheckpointError as error:
+        raise CheckpointError([f"{folder}: {line}" for line in error.lines]) from None
     head = "lm_head.weight"
     if source.shape.tied and head in source.tensors:
-        embedding = parameter_names["first.embed.weight"]
+        (embedding,) = parameters["first.embed.weight"].names
         if not source.drop_copy(head, embedding):
             source.problems.append(
                 f"{folder} holds an {head!r} that is not the embedding, but its config.json ties "
                 "them: set tie_word_embeddings to false, or remove it"
             )
     if not source.problems:
-        source.match_to_model(parameter_names)
+        source.match_to_model(parameters)
+
+
+def _find_architecture(folder: Path) -> str:
+    """Return the architecture of the model in a Hugging Face folder.
+
+    It is the default one if config.json does not say: its ``read_shape`` then names the problem.
+    """
+    with suppress(OSError, ValueError):
+        config = read_json(folder / "config.json")
+        model_type = config.get("model_type") if isinstance(config, dict) else None
+        if isinstance(model_type, str):
+            return registry.huggingface_model_types().get(model_type, registry.DEFAULT)
+    return registry.DEFAULT
 
 
 def _list_hf_files(source: Source) -> dict[str, set[str]]:
@@ -514,7 +590,8 @@ def _require_layers(source: Source) -> None:
 
 
 def _refuse_too_many(source: Source) -> None:
-    limit = _TENSORS_PER_LAYER_LIMIT * (source.shape.n_layers + 1)
+    in_layer = _TENSORS_PER_LAYER_LIMIT + _TENSORS_PER_EXPERT * source.shape.experts
+    limit = in_layer * (source.shape.n_layers + 1)
     if len(source.tensors) > limit:
         raise CheckpointError(
             f"{source.path} holds more than {limit:,} tensors; its model has fewer"
@@ -568,21 +645,27 @@ def _open_meta(source: Source) -> None:
     # params.json does not have these two sizes. Meta shards both tensors by rows in every model.
     vocab = len(files) * _count_rows(files[0], shards[0], "output.weight")
     ffn = len(files) * _count_rows(files[0], shards[0], "layers.0.feed_forward.w1.weight")
-    source.shape = names.parse_meta_params(params, vocab=vocab, ffn=ffn, tied=False)
+    shape = llama_names.parse_meta_params(params, vocab=vocab, ffn=ffn, tied=False)
+    source.shape = shape
     source.manifest = Manifest(step=0, model={})
     _require_layers(source)
 
-    parameter_names = names.meta_names(source.shape)
+    parameters = {
+        name: Location((in_file,), llama_names.parameter_shapes(shape)[name])
+        for name, in_file in llama_names.meta_names(shape).items()
+    }
     if len(files) > 1:
-        for name, whole_shape in names.parameter_shapes(source.shape).items():
-            in_file = parameter_names[name]
+        for location in parameters.values():
+            (in_file,) = location.names
             if in_file in shards[0]:
                 parts = [shard[in_file] for shard in shards]
-                source.tensors[in_file] = _join_shards(parts, whole_shape)
+                source.tensors[in_file] = _join_shards(parts, location.shape)
 
     tied = source.drop_copy("output.weight", "tok_embeddings.weight")
-    source.shape = names.parse_meta_params(params, vocab=vocab, ffn=ffn, tied=tied)
-    source.match_to_model(parameter_names)
+    if tied:
+        del parameters["last.head.weight"]
+    source.shape = llama_names.parse_meta_params(params, vocab=vocab, ffn=ffn, tied=tied)
+    source.match_to_model(parameters)
 
 
 def _count_rows(file: Path, tensors: Mapping[str, ReadableTensor], name: str) -> int:
@@ -735,21 +818,26 @@ def _open_dcp(source: Source) -> None:
 def _open_with_our_names(source: Source, manifest: Manifest) -> None:
     """Read the model's shape from the manifest, and match the tensors, which have our names."""
     source.manifest = manifest
-    architecture = manifest.model.get("model.architecture")
-    if architecture is not None:
+    architecture = manifest.model.get("model.architecture", registry.DEFAULT)
+    if not registry.is_ours(architecture):
         # A checkpoint is untrusted, so the module that it names is not imported.
         raise CheckpointError(
             f"{source.path} has a model of the architecture {short_json(architecture)}: composer3d "
             "converts and inspects its own architectures only"
         )
+    source.architecture = architecture
+    shape_fields = fields(registry.architecture(architecture).shape)
     with reading(f"{source.path}: the shape of its model"):
-        values = {entry.name: manifest.model[f"model.{entry.name}"] for entry in fields(ModelShape)}
+        values = {entry.name: manifest.model[f"model.{entry.name}"] for entry in shape_fields}
     try:
-        source.shape = make_shape(values)
+        source.shape = source.huggingface.make_shape(values)
     except CheckpointError as error:
         raise CheckpointError([f"{source.path}: model.{line}" for line in error.lines]) from None
     _require_layers(source)
-    source.match_to_model({name: f"model.{name}" for name in names.parameter_shapes(source.shape)})
+    sizes = source.names.parameter_shapes(source.shape)
+    source.match_to_model(
+        {name: Location((f"model.{name}",), size) for name, size in sizes.items()}
+    )
 
 
 def nbytes(spec: TensorSpec) -> int:

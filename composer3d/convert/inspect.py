@@ -7,8 +7,8 @@ from typing import Any
 
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.convert.formats import inspect_source, nbytes
-from composer3d.models.llama.counts import parameters
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.registry import architecture, resolve
 
 _SHOWN_PROBLEMS = 100
 
@@ -28,6 +28,7 @@ def inspect(path: Path) -> dict[str, Any]:
 
         - ``path`` and ``format``;
         - ``step`` and ``layout``: of the run; 0 and empty if the format does not have them;
+        - ``architecture``: the name of the model's architecture;
         - ``model``: the fields of the model's shape;
         - ``parameters``: the number of parameters of the model;
         - ``count`` and ``bytes``: the number of tensors, and the size of their elements;
@@ -46,14 +47,16 @@ def inspect(path: Path) -> dict[str, Any]:
     # Either attribute is missing if a problem prevented it from being read.
     shape: ModelShape | None = getattr(source, "shape", None)
     manifest: Manifest | None = getattr(source, "manifest", None)
+    count_parameters = resolve(architecture(source.architecture).parameters)
     specs = {name: tensor.spec for name, tensor in source.tensors.items()}
     return {
         "path": str(source.path),
         "format": source.format,
         "step": None if manifest is None else manifest.step,
         "layout": None if manifest is None else manifest.layout,
+        "architecture": None if shape is None else source.architecture,
         "model": None if shape is None else asdict(shape),
-        "parameters": None if shape is None else parameters(shape),
+        "parameters": None if shape is None else count_parameters(shape),
         "count": len(specs),
         "bytes": sum(map(nbytes, specs.values())),
         "dtypes": Counter(spec.dtype for spec in specs.values()),

@@ -50,5 +50,5 @@ def _read(source: Source, parameters: Mapping[str, Tensor]) -> None:
         box = tuple(
             slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True)
         )
-        # ``read`` returns a view of the mapped file, so only this rank's shard is copied.
-        local.copy_(source.read(f"model.{name}")[box])
+        # The files are mapped, so only this rank's shard comes into memory.
+        local.copy_(source.read(f"model.{name}", box))

@@ -42,9 +42,11 @@ from composer3d.convert.formats import (
     flatten,
     nbytes,
 )
-from composer3d.models.llama import names
-from composer3d.models.llama.huggingface import make_config
+from composer3d.models.llama import names as llama_names
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.locations import Location
+from composer3d.models.registry import DEFAULT
+from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import parse_json
 
 EMBEDDING = "model.first.embed.weight"
@@ -63,7 +65,8 @@ class Slot(NamedTuple):
     offset: int  # bytes
 
 
-# The slots of each tensor, by our name. A tensor that the format stores twice has two slots.
+# The slots of each tensor, by our name, or in the format ``hf`` by the name in its files. A tensor
+# that the format stores twice has two slots.
 Slots = dict[str, list[Slot]]
 
 
@@ -83,13 +86,19 @@ def write(
             its own.
 
     Returns:
-        The names in ``specs`` that were not in ``stream``.
+        The names of tensors that were not written: in the format ``hf``, those that they would have
+        in the files, else those in ``specs``.
 
     Raises:
         CheckpointError: the format cannot represent the model, or the carried config.json is wrong.
         KeyError: a tensor is twice in ``stream``, or is not in ``specs``.
         OSError: a file cannot be written.
     """
+    if to == "meta" and source.architecture != DEFAULT:
+        raise CheckpointError(
+            f'Meta\'s format has no models of the architecture "{source.architecture}"; '
+            "convert to hf, torch or dcp"
+        )
     if to == "torch":
         return _write_torch(path, source, specs, stream)
 
@@ -127,25 +136,40 @@ def _write_hf(
         carried = parse_json(source.carried.get("config.json", b"{}"))
         if not isinstance(carried, dict):
             raise ValueError("it is not a JSON object")
-        config = make_config(source.shape, specs[EMBEDDING].dtype, carried)
+        config = source.huggingface.make_config(source.shape, specs[EMBEDDING].dtype, carried)
     _write_json(folder / "config.json", config)
 
-    hf_names = names.hf_names(source.shape)
-    names_in_files = {name: hf_names[name.removeprefix("model.")] for name in specs}
-    shards = _cut_into_shards(specs, shard_limit)
+    locations = {
+        f"model.{name}": location
+        for name, location in source.names.hf_locations(source.shape).items()
+    }
+    in_files = {
+        in_file: TensorSpec(locations[name].shape, spec.dtype)
+        for name, spec in specs.items()
+        for in_file in locations[name].names
+    }
+    shards = _cut_into_shards(in_files, shard_limit)
     slots: Slots = {}
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file_name = "model.safetensors"
         if len(shards) > 1:
             file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        slots |= _write_hollow_safetensors(folder / file_name, specs, shard, names_in_files)
-        weight_map |= {names_in_files[name]: file_name for name in _by_width(specs, shard)}
+        slots |= _write_hollow_safetensors(folder / file_name, in_files, shard)
+        weight_map |= dict.fromkeys(_by_width(in_files, shard), file_name)
     if len(shards) > 1:
         total_size = sum(map(nbytes, specs.values()))
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
-    return _fill(slots, stream)
+    return _fill(slots, _split_stacks(stream, locations))
+
+
+def _split_stacks(stream: Stream, locations: Mapping[str, Location]) -> Stream:
+    """Yield the tensors of ``stream`` with their names in the files, and each expert by itself."""
+    for name, tensor in stream:
+        location = locations[name]
+        parts = tensor.unbind() if location.is_stack else (tensor,)
+        yield from zip(location.names, parts, strict=True)
 
 
 def _cut_into_shards(specs: Specs, limit: int) -> list[list[str]]:
@@ -166,10 +190,14 @@ def _by_width(specs: Specs, shard: list[str]) -> list[str]:
     return sorted(shard, key=lambda name: -getattr(torch, specs[name].dtype).itemsize)
 
 
-def _write_hollow_safetensors(
-    path: Path, specs: Specs, shard: list[str], names_in_files: Mapping[str, str]
-) -> Slots:
-    """Write the header of a file, extend the file to its full size, and return its slots."""
+def _write_hollow_safetensors(path: Path, specs: Specs, shard: list[str]) -> Slots:
+    """Write the header of a file, extend the file to its full size, and return its slots.
+
+    Args:
+        path: the file.
+        specs: the shape and dtype of tensors, by their names in the files.
+        shard: the names of the tensors of this file.
+    """
     codes = {dtype_name(dtype): code for code, dtype in SAFETENSORS_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins = {}
@@ -178,7 +206,7 @@ def _write_hollow_safetensors(
         spec = specs[name]
         begin, end = end, end + nbytes(spec)
         begins[name] = begin
-        header[names_in_files[name]] = {
+        header[name] = {
             "dtype": codes[spec.dtype],
             "shape": spec.shape,
             "data_offsets": [begin, end],
@@ -195,10 +223,10 @@ def _write_hollow_safetensors(
 
 def _write_meta(folder: Path, shape: ModelShape, specs: Specs, stream: Stream) -> list[str]:
     """Write params.json and one file of weights. A tied embedding is also written as the head."""
-    _write_json(folder / "params.json", names.make_meta_params(shape))
+    _write_json(folder / "params.json", llama_names.make_meta_params(shape))
 
     path = folder / "consolidated.00.pth"
-    meta_names = {f"model.{name}": meta for name, meta in names.meta_names(shape).items()}
+    meta_names = {f"model.{name}": meta for name, meta in llama_names.meta_names(shape).items()}
     hollow = {meta_names[name]: spec for name, spec in specs.items()}
     if shape.tied:
         hollow["output.weight"] = specs[EMBEDDING]
@@ -207,7 +235,7 @@ def _write_meta(folder: Path, shape: ModelShape, specs: Specs, stream: Stream) -
     slots = {name: [Slot(path, offsets[meta_names[name]])] for name in specs}
     if shape.tied:
         slots[EMBEDDING].append(Slot(path, offsets["output.weight"]))
-    return _fill(slots, stream, lambda name, tensor: names.to_meta(name, tensor, shape))
+    return _fill(slots, stream, lambda name, tensor: llama_names.to_meta(name, tensor, shape))
 
 
 def _write_torch(path: Path, source: Source, specs: Specs, stream: Stream) -> list[str]:

@@ -40,7 +40,10 @@ class Architecture:
         active_parameters: ``active_parameters(shape) -> int``, the number of parameters that
             compute a token. None: all of them do.
         presets: shapes by name, for ``[model] preset``.
-        huggingface: the module that reads and writes Hugging Face's config.json, or None.
+        huggingface: the module that reads and writes Hugging Face's config.json, such as
+            ``models.llama.huggingface``, or None. It needs no torch.
+        names: the module that finds parameters in the files of other formats, such as
+            ``models.llama.names``, or None. Only our own architectures have one.
     """
 
     shape: type[DecoderShape]
@@ -51,6 +54,7 @@ class Architecture:
     active_parameters: Reference = None
     presets: Mapping[str, DecoderShape] = field(default_factory=dict)
     huggingface: Reference = None
+    names: Reference = None
 
     def build(self, shape: DecoderShape, **options: Any) -> Any:
         """Build the model. ``options`` are the keywords of ``model``: ``dtype`` and ``device``."""
@@ -92,6 +96,20 @@ def architecture(name: str) -> Architecture:
             f'"{name}" has a shape that is not derived from composer3d.models.shape.DecoderShape'
         )
     return found
+
+
+def is_ours(name: object) -> bool:
+    """Return whether ``name``, which an untrusted file may have given, is one of ours."""
+    return isinstance(name, str) and name in _OURS
+
+
+def huggingface_model_types() -> dict[str, str]:
+    """Map each ``model_type`` of a config.json that we support to our architecture for it."""
+    return {
+        model_type: name
+        for name in _OURS
+        for model_type in resolve(architecture(name).huggingface).MODEL_TYPES
+    }
 
 
 @cache

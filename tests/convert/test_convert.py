@@ -132,7 +132,7 @@ def test_optimizer_state_is_left_out_with_a_note(tmp_path: Path, to: str, only: 
         "left out: the optimizer's state, the step and the position in the data ("
     )
     source = open_source(tmp_path / "b")
-    assert all(name.startswith("model.") for name in source.names_in_files)
+    assert all(name.startswith("model.") for name in source.locations)
     assert (source.manifest.step, source.manifest.data, source.manifest.lr) == (0, None, None)
 
 
@@ -321,8 +321,8 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_bytes(content)
     assert main(["inspect", str(tmp_path / "a")]) == 1
     out = capsys.readouterr().out
-    assert "step       5\n" in out
-    assert f"whole      no\n{file} has another digest than the manifest says\n" in out
+    assert "step         5\n" in out
+    assert f"whole        no\n{file} has another digest than the manifest says\n" in out
 
 
 def make_run(folder: Path) -> list[Path]:

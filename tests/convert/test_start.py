@@ -1,6 +1,7 @@
 """Training starts from a Hugging Face folder: each rank reads its shards of the tensors alone."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer3d.convert import start
-from composer3d.convert.formats import Source
+from composer3d.convert.formats import Source, open_source
 from composer3d.models.llama.huggingface import make_config
 from composer3d.models.llama.names import hf_names, parameter_shapes
 from composer3d.models.llama.shape import ModelShape
@@ -83,7 +84,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     }
 
 
-class Counting:
+class CountingTensor:
     """A tensor in a file that counts the bytes that are read from it."""
 
     bytes_read = 0  # of all tensors
@@ -93,8 +94,20 @@ class Counting:
 
     def __getitem__(self, box: Any) -> Tensor:
         part = self._whole[box]
-        Counting.bytes_read += part.numel() * part.element_size()
+        CountingTensor.bytes_read += part.numel() * part.element_size()
         return part
+
+
+def open_counting(path: Path) -> Source:
+    """Open a checkpoint whose tensors count the bytes that are read from them."""
+    source = open_source(path)
+    for name, tensor in source.tensors.items():
+
+        def read(read_whole: Callable[[], Tensor] = tensor.read) -> Any:
+            return CountingTensor(read_whole())
+
+        source.tensors[name] = tensor._replace(read=read)
+    return source
 
 
 class Loaded(NamedTuple):
@@ -115,8 +128,8 @@ def load_on_rank(folder: str, sets: list[str]) -> Loaded:
     """Load the weights in ``folder`` into the stages of one rank; compare them with the files."""
     recipe = load(f"{folder}/x.toml", sets, check_files=False).recipe
     with pool_world() as device, pytest.MonkeyPatch.context() as patch:
-        read = Source.read
-        patch.setattr(Source, "read", lambda source, name: Counting(read(source, name)))
+        patch.setattr(start, "open_source", open_counting)
+        patch.setattr(CountingTensor, "bytes_read", 0)
         stages = build_stages(recipe, Mesh.build(recipe.mesh, device))
         start.load_hf(folder, stages)
         in_files, names = read_weights(Path(folder)), hf_names(recipe.model)
@@ -127,7 +140,7 @@ def load_on_rank(folder: str, sets: list[str]) -> Loaded:
             if not torch.equal(whole.detach(), in_files[names[name]].to(whole.dtype)):
                 wrong.append(name)
             bytes_held += local_part(parameter)[0].numel() * in_files[names[name]].element_size()
-        return Loaded(wrong, bytes_held, Counting.bytes_read)
+        return Loaded(wrong, bytes_held, CountingTensor.bytes_read)
 
 
 SHARDS = ["mesh.dp_shard=3", "data.global_batch=18"]

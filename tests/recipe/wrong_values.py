@@ -134,7 +134,23 @@ MODEL = [
         {"x.toml": '[model]\nhf = "m"\n', "m/config.json": '{"model_type": "gpt2"}'},
         [
             'x.toml:2: model.hf: m/config.json: model_type = "gpt2" is not supported; it must be '
-            "llama, mistral, qwen2 or qwen3"
+            "llama, mistral, qwen2, qwen3, mixtral or qwen3_moe"
+        ],
+    ),
+    Wrong(
+        "hf with experts",
+        {"x.toml": '[model]\nhf = "m"\n', "m/config.json": '{"model_type": "mixtral"}'},
+        [
+            'x.toml:2: model.hf: m/config.json: model_type = "mixtral" needs another architecture; '
+            'set model.architecture = "moe"'
+        ],
+    ),
+    Wrong(
+        "hf without experts",
+        {"x.toml": '[model]\narchitecture = "moe"\nhf = "m"\n', "m/config.json": HF},
+        [
+            'x.toml:3: model.hf: m/config.json: model_type = "llama" needs another architecture; '
+            'set model.architecture = "llama"'
         ],
     ),
     Wrong(

@@ -11,4 +11,5 @@ ARCHITECTURE = Architecture(
     parameters="composer3d.models.llama.counts:parameters",
     flops_per_token="composer3d.models.llama.counts:flops_per_token",
     huggingface="composer3d.models.llama.huggingface",
+    names="composer3d.models.llama.names",
 )

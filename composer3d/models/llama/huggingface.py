@@ -7,14 +7,22 @@ Anybody may have written a config.json, so the type and the range of every value
 anything is computed with it.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from composer3d.models import registry
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.untrusted import (
+    Requirements,
+    checked_shape,
+    is_number,
+    is_size,
+    short_json,
+)
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import read_json
 
@@ -56,7 +64,7 @@ _LLAMA3_ROPE_KEYS = {  # below rope_scaling or rope_parameters, of rope_type "ll
     "rope_high_freq": "high_freq_factor",
     "rope_context": "original_max_position_embeddings",
 }
-_KEYS = {
+KEYS = {
     **_SIZE_KEYS,
     "head_dim": "head_dim",
     "norm_eps": "rms_norm_eps",
@@ -66,16 +74,14 @@ _KEYS = {
     **_LLAMA3_ROPE_KEYS,
 }
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"  # values in layer_types
-_SHOWN_CHARACTERS = 60  # of a value in a message
+FULL, SLIDING = "full_attention", "sliding_attention"  # values in layer_types
 
-# The name of a field's type in messages.
-_TYPE_NAMES: dict[Any, str] = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    int | None: "an integer or null",
-}
+MODEL_TYPES = tuple(_DEFAULTS)  # the values of model_type that this module reads
+
+# The fields of the shape that config.json does not hold, because they matter in training alone.
+TRAINING_FIELDS: tuple[str, ...] = ()
+
+Shape = TypeVar("Shape", bound=ModelShape)
 
 
 def read_shape(folder: str | Path) -> ModelShape:
@@ -83,27 +89,23 @@ def read_shape(folder: str | Path) -> ModelShape:
 
     Raises CheckpointError if the file cannot be read or ``parse_config`` refuses its content.
     """
+    return read_config(folder, parse_config)
+
+
+def read_config(folder: str | Path, parse: Callable[[Any], Shape]) -> Shape:
+    """Return what ``parse`` makes of the config.json of ``folder``.
+
+    Raises CheckpointError if the file cannot be read or ``parse`` refuses its content.
+    """
     file = Path(folder) / "config.json"
     try:
-        return parse_config(read_json(file))
+        return parse(read_json(file))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{file} cannot be read ({error}); give a folder in the format of Hugging Face"
         ) from None
     except CheckpointError as error:
         raise CheckpointError([f"{file}: {line}" for line in error.lines]) from None
-
-
-class _Requirements:
-    """Collects one line for each value of a config.json that is not supported."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def require(self, is_supported: bool, key: str, value: Any, rule: str) -> None:
-        """Add a line about ``key`` if its value is not supported; ``rule`` says what it must be."""
-        if not is_supported:
-            self.problems.append(f"{key} = {short_json(value)} is not supported; it must be {rule}")
 
 
 def parse_config(config: Any) -> ModelShape:
@@ -114,28 +116,69 @@ def parse_config(config: Any) -> ModelShape:
     Raises CheckpointError if a value has a wrong type, lies outside of the range of recipes, or
     asks for something that composer3d does not compute. The error has a line for each such value.
     """
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    if not isinstance(model_type, str) or model_type not in _DEFAULTS:
-        raise CheckpointError(
-            f"model_type = {short_json(model_type)} is not supported; "
-            "it must be llama, mistral, qwen2 or qwen3"
-        )
+    model_type = require_model_type(config, MODEL_TYPES)
     config = _DEFAULTS[model_type] | config
-    if config.get("tie_word_embeddings") is None:  # null counts as absent
-        config.pop("tie_word_embeddings", None)
+    checks = Requirements()
+    values = parse_decoder(config, checks, unsupported=_UNSUPPORTED_BY_TYPE[model_type])
+    values |= {"qk_norm": model_type == "qwen3", "qkv_bias": model_type == "qwen2"}
+    checks.raise_problems()
 
-    checks = _Requirements()
-    require, problems = checks.require, checks.problems
+    make_shape(values, KEYS)  # the window depends on the number of layers, which must be in range
+    values["window"] = _parse_window(config, checks)
+    checks.raise_problems()
+    return without_usual_head_dim(make_shape(values, KEYS))
 
+
+def require_model_type(config: Any, supported: Collection[str]) -> str:
+    """Return the model_type of the content of a config.json.
+
+    Raises CheckpointError if it is not one of ``supported``. If another architecture of ours
+    supports it, the error names that architecture.
+    """
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if isinstance(model_type, str) and model_type in supported:
+        return model_type
+    known = registry.huggingface_model_types()
+    if isinstance(model_type, str) and model_type in known:
+        raise CheckpointError(
+            f'model_type = "{model_type}" needs another architecture; '
+            f'set model.architecture = "{known[model_type]}"'
+        )
+    *others, last = known
+    raise CheckpointError(
+        f"model_type = {short_json(model_type)} is not supported; "
+        f"it must be {', '.join(others)} or {last}"
+    )
+
+
+def parse_decoder(
+    config: Mapping[str, Any],
+    checks: Requirements,
+    *,
+    unsupported: Collection[str],
+    rope_theta: float = 1e4,
+) -> dict[str, Any]:
+    """Check the keys that all decoders share, and return their values by the names of their fields.
+
+    The types are checked, not the ranges. The window and the biases of attention are left out: they
+    depend on the model_type.
+
+    Args:
+        config: the content of a config.json, with the defaults of its model_type.
+        checks: collects a line for each value that is not supported.
+        unsupported: further keys that must be false, null or absent.
+        rope_theta: the default of that key.
+    """
+    require = checks.require
     values: dict[str, Any] = {name: config.get(key) for name, key in _SIZE_KEYS.items()}
     if values["n_kv_heads"] is None:
         values["n_kv_heads"] = values["n_heads"]
     for name, key in _SIZE_KEYS.items():
-        require(_is_size(values[name]), key, values[name], "a positive integer")
+        require(is_size(values[name]), key, values[name], "a positive integer")
 
     head_dim = config.get("head_dim")
     require(
-        head_dim is None or _is_size(head_dim),
+        head_dim is None or is_size(head_dim),
         "head_dim",
         head_dim,
         "a positive integer, null or absent",
@@ -143,132 +186,64 @@ def parse_config(config: Any) -> ModelShape:
     activation = config.get("hidden_act", "silu")
     require(activation == "silu", "hidden_act", activation, '"silu"')
     norm_eps = config.get("rms_norm_eps", 1e-6)
-    require(_is_number(norm_eps), "rms_norm_eps", norm_eps, "a number")
-    for key in ("tie_word_embeddings", "use_sliding_window"):
-        is_bool = type(config.get(key, False)) is bool
-        require(is_bool, key, config.get(key), "true, false or absent")
-    for key in (*_UNSUPPORTED, *_UNSUPPORTED_BY_TYPE[model_type]):
+    require(is_number(norm_eps), "rms_norm_eps", norm_eps, "a number")
+    tied = config.get("tie_word_embeddings")
+    tied = False if tied is None else tied  # null counts as absent
+    uses_window = config.get("use_sliding_window", False)
+    for key, value in (("tie_word_embeddings", tied), ("use_sliding_window", uses_window)):
+        require(type(value) is bool, key, value, "true, false or absent")
+    for key in (*_UNSUPPORTED, *unsupported):
         require(not config.get(key), key, config.get(key), "false, null or absent")
-    values |= _parse_rope(config, checks)
-
-    # The checks below compute with the values, so they run only if all checks above have passed.
-    if not problems:
-        values |= {
-            "head_dim": head_dim,
-            "norm_eps": norm_eps,
-            "tied": config.get("tie_word_embeddings", False),
-            "qk_norm": model_type == "qwen3",
-            "qkv_bias": model_type == "qwen2",
-        }
-        problems += shape_problems(values, _KEYS)
-    if not problems:
-        values["window"] = _parse_window(config, checks)
-    if not problems:
-        problems += shape_problems(values, _KEYS)
-    if problems:
-        raise CheckpointError(problems)
-
-    shape = make_shape(values, _KEYS)
-    is_ratio = shape.dim % shape.n_heads == 0 and shape.head_dim == shape.dim // shape.n_heads
-    return replace(shape, head_dim=None) if is_ratio else shape
+    values |= _parse_rope(config, checks, rope_theta)
+    return values | {"head_dim": head_dim, "norm_eps": norm_eps, "tied": tied}
 
 
 def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> ModelShape:
-    """Check plain values from a file that anybody may have written, and make a ModelShape of them.
+    """Check plain values from an untrusted file, and make a ModelShape of them.
 
     Args:
         values: values by the names of their fields. Names that no field has are ignored.
         keys: for messages, the name of each field in the file, if the file uses another name.
 
     Raises:
-        CheckpointError: a value is missing, or a ModelShape may not have it. The error has the
-            lines of ``shape_problems``.
+        CheckpointError: as ``checked_shape``.
     """
-    problems = shape_problems(values, keys or {})
-    if problems:
-        raise CheckpointError(problems)
-    plain: dict[str, Any] = {}
-    for entry in fields(ModelShape):
-        if entry.name in values:
-            value = values[entry.name]
-            plain[entry.name] = float(value) if entry.type is float else value
-    return ModelShape(**plain)
+    return checked_shape(ModelShape, values, keys or {}, decoder_problems)
 
 
-def shape_problems(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[str]:
-    """Return a line for each value that is missing, or that a ModelShape may not have.
+def decoder_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
+    """Return a line for each rule on several values that a ModelShape would break.
 
-    A value must have the type of its field and lie in its range, which is the same as in recipes.
-    Rules on several values are checked only if each value is right by itself.
-
-    Args:
-        values: values by the names of their fields. An absent field has its default.
-        keys: for messages, the name of each field in the file, if the file uses another name.
+    The arguments are those of ``find_problems`` in ``checked_shape``.
     """
-    all_values = {entry.name: values.get(entry.name, entry.default) for entry in fields(ModelShape)}
-    labels = {
-        name: f"{keys.get(name, name)} = {short_json(value)}" for name, value in all_values.items()
-    }
-
     problems = []
-    for entry in fields(ModelShape):
-        value, allowed = all_values[entry.name], entry.metadata["range"]
-        if value is MISSING:
-            problems.append(f"{keys.get(entry.name, entry.name)} is missing; the model needs it")
-        elif not _has_type(value, entry.type):
-            problems.append(f"{labels[entry.name]} must be {_TYPE_NAMES[entry.type]}")
-        elif value is not None and allowed and not allowed.accepts(value):
-            problems.append(f"{labels[entry.name]} {allowed.requirement}")
-    if problems:
-        return problems
-
-    if all_values["n_heads"] % all_values["n_kv_heads"]:
+    if values["n_heads"] % values["n_kv_heads"]:
         problems.append(f"{labels['n_kv_heads']} must divide {labels['n_heads']}")
-    if all_values["head_dim"] is None and all_values["dim"] % (2 * all_values["n_heads"]):
+    if values["head_dim"] is None and values["dim"] % (2 * values["n_heads"]):
         problems.append(
             f"{labels['n_heads']} and {labels['dim']}: without head_dim, the width of a head is "
             "their ratio, which must be an even integer"
         )
-    is_stretched = all_values["rope_factor"] != 1
-    if is_stretched and all_values["rope_low_freq"] >= all_values["rope_high_freq"]:
+    is_stretched = values["rope_factor"] != 1
+    if is_stretched and values["rope_low_freq"] >= values["rope_high_freq"]:
         problems.append(f"{labels['rope_low_freq']} must be below {labels['rope_high_freq']}")
     return problems
 
 
-def _has_type(value: Any, wanted: Any) -> bool:
-    if wanted is float:
-        return _is_number(value)
-    return isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+def without_usual_head_dim(shape: Shape) -> Shape:
+    """Return the shape with None as ``head_dim`` if it equals dim / n_heads."""
+    is_ratio = shape.dim % shape.n_heads == 0 and shape.head_dim == shape.dim // shape.n_heads
+    return replace(shape, head_dim=None) if is_ratio else shape
 
 
-def _is_size(value: Any) -> bool:
-    """Return whether ``value`` is a positive integer, and not a bool."""
-    return type(value) is int and value > 0
+def canonical(shape: ModelShape) -> ModelShape:
+    """Return the same shape for all shapes whose config.json would describe the same model."""
+    return replace(shape, head_dim=shape.head_width)
 
 
-def _is_number(value: Any) -> bool:
-    """Return whether ``value`` is a finite number.
-
-    The bounds also refuse integers with hundreds of digits, which no float can hold.
-    """
-    return type(value) in (int, float) and -1e300 < value < 1e300
-
-
-def short_json(value: Any) -> str:
-    """Return ``value`` as JSON, cut to a length that fits into a message.
-
-    A value that is not JSON becomes the name of its type in parentheses.
-    """
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        text = f"({type(value).__name__})"
-    if len(text) <= _SHOWN_CHARACTERS:
-        return text
-    return f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
-
-
-def _parse_rope(config: Mapping[str, Any], checks: _Requirements) -> dict[str, Any]:
+def _parse_rope(
+    config: Mapping[str, Any], checks: Requirements, default_theta: float
+) -> dict[str, Any]:
     """Return the fields ``rope_*`` of the shape that ``config`` describes."""
     require = checks.require
     # As in transformers, rope_scaling is read if it is not empty, else rope_parameters. A
@@ -281,9 +256,9 @@ def _parse_rope(config: Mapping[str, Any], checks: _Requirements) -> dict[str, A
     # Every key that is read is removed from these. A key that is left is not supported.
     unread = dict(written or {})
 
-    thetas = (unread.pop("rope_theta", None), config.get("rope_theta"), 1e4)
+    thetas = (unread.pop("rope_theta", None), config.get("rope_theta"), default_theta)
     theta = next(value for value in thetas if value is not None)
-    require(_is_number(theta), "rope_theta", theta, "a number")
+    require(is_number(theta), "rope_theta", theta, "a number")
     values: dict[str, Any] = {"rope_theta": theta}
 
     partial = unread.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -299,9 +274,9 @@ def _parse_rope(config: Mapping[str, Any], checks: _Requirements) -> dict[str, A
             values[name] = unread.pop(key, None)
         for name in ("rope_factor", "rope_low_freq", "rope_high_freq"):
             key = _LLAMA3_ROPE_KEYS[name]
-            require(_is_number(values[name]), f"{place}.{key}", values[name], "a number")
+            require(is_number(values[name]), f"{place}.{key}", values[name], "a number")
         context, key = values["rope_context"], _LLAMA3_ROPE_KEYS["rope_context"]
-        require(_is_size(context), f"{place}.{key}", context, "a positive integer")
+        require(is_size(context), f"{place}.{key}", context, "a positive integer")
         # The key may also be at the top level. If the two differ, transformers is not consistent:
         # its config uses one, and its model the other.
         at_top = config.get(key, context)
@@ -317,7 +292,7 @@ def _parse_rope(config: Mapping[str, Any], checks: _Requirements) -> dict[str, A
     return values if values.get("rope_factor") != 1 else {"rope_theta": theta}
 
 
-def _parse_window(config: Mapping[str, Any], checks: _Requirements) -> int:
+def _parse_window(config: Mapping[str, Any], checks: Requirements) -> int:
     """Return the sliding window, or 0 if there is none.
 
     In transformers and in composer3d, a token sees itself and the ``sliding_window`` - 1 tokens
@@ -335,11 +310,11 @@ def _parse_window(config: Mapping[str, Any], checks: _Requirements) -> int:
         is_valid = (
             isinstance(layer_types, list)
             and len(layer_types) == n_layers
-            and all(layer_type in (_FULL, _SLIDING) for layer_type in layer_types)
+            and all(layer_type in (FULL, SLIDING) for layer_type in layer_types)
         )
-        rule = f"one of {_FULL} and {_SLIDING} for each layer"
+        rule = f"one of {FULL} and {SLIDING} for each layer"
         require(is_valid, "layer_types", layer_types, rule)
-        used = sorted(set(layer_types)) if is_valid else [_FULL]
+        used = sorted(set(layer_types)) if is_valid else [FULL]
     else:
         # The first max_window_layers layers of a Qwen have full attention.
         n_full = 0 if window is not None else n_layers
@@ -350,15 +325,15 @@ def _parse_window(config: Mapping[str, Any], checks: _Requirements) -> int:
             n_full = n_full if is_valid else 0
         used = []
         if n_full > 0:
-            used.append(_FULL)
+            used.append(FULL)
         if n_full < n_layers:
-            used.append(_SLIDING)
+            used.append(SLIDING)
 
-    if used == [_FULL]:
+    if used == [FULL]:
         return 0
     rule = "the same for all layers (max_window_layers = 0)"
-    require(used == [_SLIDING], "layer_types", used, rule)
-    require(_is_size(window), "sliding_window", window, "a positive integer")
+    require(used == [SLIDING], "layer_types", used, rule)
+    require(is_size(window), "sliding_window", window, "a positive integer")
     return window or 0
 
 
@@ -383,8 +358,50 @@ def make_config(
         raise CheckpointError(
             "no architecture of transformers has both qk_norm and qkv_bias; convert to torch or dcp"
         )
+    model_type = _model_type_of(shape)
+    own = decoder_keys(shape, model_type)
+    if model_type != "llama":
+        own["sliding_window"] = shape.window or None
+    if model_type in ("qwen2", "qwen3"):
+        own["use_sliding_window"] = shape.window > 0
+        own["max_window_layers"] = 0 if shape.window else shape.n_layers
+    return complete_config(own, shape, dtype, carried or {}, partial(_describes, shape=shape))
+
+
+def decoder_keys(shape: ModelShape, model_type: str) -> dict[str, Any]:
+    """Return the keys of a config.json that all decoders share, except those of positions."""
+    class_name = "".join(part.capitalize() for part in model_type.split("_"))
+    return {
+        **{key: getattr(shape, name) for name, key in _SIZE_KEYS.items()},
+        "model_type": model_type,
+        "hidden_act": "silu",
+        "head_dim": shape.head_width,
+        "rms_norm_eps": shape.norm_eps,
+        "architectures": [class_name + "ForCausalLM"],
+        "tie_word_embeddings": shape.tied,
+    }
+
+
+def complete_config(
+    own: Mapping[str, Any],
+    shape: ModelShape,
+    dtype: str,
+    carried: Mapping[str, Any],
+    describes: Callable[[dict[str, Any]], bool],
+) -> dict[str, Any]:
+    """Return a config.json of the keys ``own`` or ``carried``, with rotary positions and dtype.
+
+    Args:
+        own: the keys that describe the shape, except those of positions.
+        shape: the shape of the model.
+        dtype: the name of the dtype of the weights.
+        carried: the config.json that came with the model, or an empty dict.
+        describes: whether the content of a config.json describes the shape. If the carried one
+            does, it replaces ``own``. Otherwise only its ids of special tokens and its
+            ``max_position_embeddings`` are kept.
+    """
     longest = int(shape.rope_context * shape.rope_factor)
-    config: dict[str, Any] = {"max_position_embeddings": longest, **(carried or {})}
+    config: dict[str, Any] = {"max_position_embeddings": longest, **carried}
     # The first three are written below in their older form. auto_map names Python files of the
     # model's author, which are never copied.
     for key in ("dtype", "rope_parameters", "rope_scaling", "auto_map"):
@@ -394,39 +411,21 @@ def make_config(
     if shape.rope_factor != 1:
         stretch = {key: getattr(shape, name) for name, key in _LLAMA3_ROPE_KEYS.items()}
         written["rope_scaling"] = {"rope_type": "llama3", **stretch}
-    if _describes(config | written, shape):
+    if describes(config | written):
         return config | written
 
-    model_type = _model_type_of(shape)
     kept = {
         key: value
         for key, value in config.items()
         if key.endswith("_token_id") or key == "max_position_embeddings"
     }
-    written |= {key: getattr(shape, name) for name, key in _SIZE_KEYS.items()}
-    written |= {
-        "model_type": model_type,
-        "hidden_act": "silu",
-        "head_dim": shape.head_width,
-        "rms_norm_eps": shape.norm_eps,
-        "architectures": [model_type.capitalize() + "ForCausalLM"],
-        "tie_word_embeddings": shape.tied,
-    }
-    if model_type != "llama":
-        written["sliding_window"] = shape.window or None
-    if model_type in ("qwen2", "qwen3"):
-        written["use_sliding_window"] = shape.window > 0
-        written["max_window_layers"] = 0 if shape.window else shape.n_layers
-    return kept | written
+    return {**kept, **written, **own}
 
 
 def _describes(config: dict[str, Any], shape: ModelShape) -> bool:
     """Return whether ``config`` describes ``shape``. A head_dim of dim / n_heads may be absent."""
     with suppress(CheckpointError):
-        described = parse_config(config)
-        return replace(described, head_dim=described.head_width) == replace(
-            shape, head_dim=shape.head_width
-        )
+        return canonical(parse_config(config)) == canonical(shape)
     return False
 
 

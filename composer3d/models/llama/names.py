@@ -6,15 +6,18 @@ another way: its rotary pairs are neighbours, (x[2i], x[2i + 1]). Our pairs and 
 (x[i], x[i + D/2]).
 """
 
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from composer3d.models.llama.huggingface import make_shape, short_json
+from composer3d.models.llama.huggingface import make_shape
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.locations import Location
+from composer3d.models.untrusted import short_json
 from composer3d.spec.errors import CheckpointError
 
 
@@ -52,6 +55,10 @@ _SHARED_PARAMS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_
 _STRETCHES = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
 
 
+# Shapes of parameters by their names.
+Sizes = Mapping[str, tuple[int, ...]]
+
+
 @cache
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter by our name, in the model's order.
@@ -60,22 +67,57 @@ def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     same, and a config.json may ask for thousands. The caller must not change the result, which is
     cached.
     """
-    model = Llama(replace(shape, n_layers=1))
-    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    first = {name: size for name, size in sizes.items() if name.startswith("first.")}
-    block = {name: size for name, size in sizes.items() if name.startswith(_FIRST_BLOCK)}
-    last = {name: size for name, size in sizes.items() if name.startswith("last.")}
-    blocks = {
-        f"blocks.{number}.{name.removeprefix(_FIRST_BLOCK)}": size
-        for number in range(shape.n_layers)
-        for name, size in block.items()
-    }
-    return {**first, **blocks, **last}
+    sizes = sizes_of(Llama(replace(shape, n_layers=1)))
+    return repeat_blocks(sizes, [sizes] * shape.n_layers)
+
+
+def sizes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of a model, by its name."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def repeat_blocks(sizes: Sizes, blocks: Iterable[Sizes]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters of a model of many blocks.
+
+    Args:
+        sizes: of a model of one block. Those of ``first`` and ``last`` are taken.
+        blocks: for each block of the whole model, the sizes of a model of one such block.
+    """
+    result = {name: size for name, size in sizes.items() if name.startswith("first.")}
+    for number, block in enumerate(blocks):
+        result |= {
+            f"blocks.{number}.{name.removeprefix(_FIRST_BLOCK)}": size
+            for name, size in block.items()
+            if name.startswith(_FIRST_BLOCK)
+        }
+    return result | {name: size for name, size in sizes.items() if name.startswith("last.")}
+
+
+def is_trained(name: str) -> bool:
+    """Return whether the parameter of this name has a gradient, and so a state of the optimizer."""
+    return True
 
 
 def hf_names(shape: ModelShape) -> dict[str, str]:
     """Map our name of each parameter to Hugging Face's."""
-    return {name: _translate(name, "hf") for name in parameter_shapes(shape)}
+    return {name: hf_name(name) for name in parameter_shapes(shape)}
+
+
+def hf_name(name: str) -> str:
+    """Return Hugging Face's name of a parameter."""
+    return _translate(name, "hf")
+
+
+def hf_locations(shape: ModelShape, in_files: Collection[str] = ()) -> dict[str, Location]:
+    """Return the place of each parameter in the files of Hugging Face, by our name.
+
+    Args:
+        shape: the shape of the model.
+        in_files: the names of tensors in the files. They make no difference here: there is one form
+            only.
+    """
+    sizes = parameter_shapes(shape)
+    return {name: Location((hf_name(name),), size) for name, size in sizes.items()}
 
 
 def meta_names(shape: ModelShape) -> dict[str, str]:

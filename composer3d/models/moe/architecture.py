@@ -11,4 +11,6 @@ ARCHITECTURE = Architecture(
     parameters="composer3d.models.moe.counts:parameters",
     active_parameters="composer3d.models.moe.counts:active_parameters",
     flops_per_token="composer3d.models.moe.counts:flops_per_token",
+    huggingface="composer3d.models.moe.huggingface",
+    names="composer3d.models.moe.names",
 )

@@ -261,15 +261,17 @@ def test_a_carried_config_of_another_shape_gives_ids_and_the_longest_sequence() 
 
 
 RULE = "is not supported; it must be"
+MODEL_TYPES = "llama, mistral, qwen2, qwen3, mixtral or qwen3_moe"
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "another model": (
+    "a model with experts": (
         {"model_type": "mixtral"},
-        [f'model_type = "mixtral" {RULE} llama, mistral, qwen2 or qwen3'],
+        ['model_type = "mixtral" needs another architecture; set model.architecture = "moe"'],
     ),
-    "no model": (
-        {"model_type": None},
-        [f"model_type = null {RULE} llama, mistral, qwen2 or qwen3"],
+    "another model": (
+        {"model_type": "gpt2"},
+        [f'model_type = "gpt2" {RULE} {MODEL_TYPES}'],
     ),
+    "no model": ({"model_type": None}, [f"model_type = null {RULE} {MODEL_TYPES}"]),
     "two at once": (
         {"hidden_act": "gelu", "mlp_bias": True},
         [f'hidden_act = "gelu" {RULE} "silu"', f"mlp_bias = true {RULE} false, null or absent"],

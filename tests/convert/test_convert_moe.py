@@ -1,0 +1,368 @@
+"""Models with experts in all formats: each expert keeps every bit, its number and its name."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from composer3d.checkpoint import manifest as manifests
+from composer3d.cli import main
+from composer3d.convert.convert import convert
+from composer3d.convert.formats import open_source
+from composer3d.convert.inspect import inspect
+from composer3d.models.moe.shape import PRESETS, MoeShape
+from composer3d.spec.errors import CheckpointError
+from tests.convert.sample_checkpoints import (
+    CARRIED,
+    MIXTRAL,
+    QWEN_3,
+    hf_tensors,
+    make_dcp,
+    make_hf,
+    same,
+    tensors,
+    weights,
+)
+from tests.convert.test_convert import _MEASURE
+from tests.convert.test_refused import rewrite_json, rewrite_safetensors
+
+FORMATS = ("hf", "torch", "dcp")
+SHAPES = {"mixtral": MIXTRAL, "qwen 3": QWEN_3}
+DEEPSEEK = replace(PRESETS["debug-moe-shared"], n_layers=2)
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda number: None)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["published", "packed"])
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("last", FORMATS)
+@pytest.mark.parametrize("first", FORMATS)
+def test_every_direction_keeps_every_bit(
+    tmp_path: Path, first: str, last: str, model: str, is_packed: bool
+) -> None:
+    """Convert hf to ``first`` to ``last``, and read the result with an independent reader."""
+    shape = SHAPES[model]
+    make_hf(tmp_path / "hf", shape, packed=range(shape.n_layers) if is_packed else ())
+    convert(tmp_path / "hf", tmp_path / "a", first)
+    report = convert(tmp_path / "a", tmp_path / "b", last, logits=True)
+    assert report["logits"]["bitwise"]
+    assert report["tensors"] == len(weights(shape))
+    expected = {f"model.{name}": tensor for name, tensor in weights(shape).items()}
+    assert same(tensors(tmp_path / "b"), expected)
+    if last == "hf":
+        found = load_file(tmp_path / "b/model.safetensors")
+        assert same(found, hf_tensors(shape, weights(shape)))
+        before, after = (
+            json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "b")
+        )
+        assert before == after
+    elif last == "torch":
+        assert same(torch.load(tmp_path / "b", weights_only=True)["model"], weights(shape))
+    else:
+        assert manifests.read(tmp_path / "b").model["model.architecture"] == "moe"
+
+
+def test_an_expert_keeps_its_number_and_its_projections(tmp_path: Path) -> None:
+    """Expert e of layer l has the values l + e / 100 in its gate, + 10 in up and + 20 in down."""
+    make_hf(tmp_path / "hf", MIXTRAL)
+    offsets = {"w1": 0, "w3": 10, "w2": 20}
+
+    def fill(held: dict[str, Tensor]) -> None:
+        for layer in range(MIXTRAL.n_layers):
+            for expert in range(MIXTRAL.experts):
+                for projection, offset in offsets.items():
+                    place = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+                    held[f"{place}.{projection}.weight"].fill_(layer + expert / 100 + offset)
+
+    rewrite_safetensors(tmp_path / "hf/model.safetensors", fill)
+    convert(tmp_path / "hf", tmp_path / "b", "torch")
+    held = torch.load(tmp_path / "b", weights_only=True)["model"]
+    for layer in range(MIXTRAL.n_layers):
+        for projection, offset in offsets.items():
+            found = held[f"blocks.{layer}.moe.experts.{projection}"]
+            for expert, values in enumerate(found):
+                assert torch.equal(values, torch.full_like(values, layer + expert / 100 + offset))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_of_a_model_are_carried(tmp_path: Path, format: str) -> None:
+    convert(make_hf(tmp_path / "hf", QWEN_3), tmp_path / "a", format)
+    convert(tmp_path / "a", tmp_path / "b", "hf")
+    assert {name: (tmp_path / "b" / name).read_bytes() for name in CARRIED} == CARRIED
+    config = json.loads((tmp_path / "b/config.json").read_text())
+    assert (config["eos_token_id"], config["max_position_embeddings"]) == (7, 99)
+
+
+@pytest.mark.parametrize("shape", [MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek"])
+def test_optimizer_state_survives_a_round_trip(tmp_path: Path, shape: MoeShape) -> None:
+    """The bias of a router is not trained, so it has no state."""
+    make_dcp(tmp_path / "a", shape)
+    convert(tmp_path / "a", tmp_path / "b.pt", "torch", logits=True)
+    convert(tmp_path / "b.pt", tmp_path / "c", "dcp")
+    before, after = (manifests.read(tmp_path / name) for name in "ac")
+    assert replace(before, files={}) == replace(after, files={})
+    found = tensors(tmp_path / "c")
+    assert same(found, tensors(tmp_path / "a"))
+    assert "optim.blocks.1.moe.experts.w2.exp_avg" in found
+    has_bias = "model.blocks.1.moe.router.bias" in found
+    assert has_bias == shape.router_bias
+    assert "optim.blocks.1.moe.router.bias.exp_avg" not in found
+
+
+def test_dtype(tmp_path: Path) -> None:
+    make_hf(tmp_path / "hf", QWEN_3)
+    report = convert(tmp_path / "hf", tmp_path / "b", "hf", dtype="bfloat16", logits=True)
+    assert 0 < report["logits"]["relative_error"] < 0.5
+    found = load_file(tmp_path / "b/model.safetensors")
+    assert same(found, hf_tensors(QWEN_3, weights(QWEN_3, torch.bfloat16)))
+    assert json.loads((tmp_path / "b/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_large_models_are_cut_into_files_between_experts(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "a", MIXTRAL)
+    one = 4 * MIXTRAL.dim * MIXTRAL.ffn  # bytes of a projection of one expert
+    convert(tmp_path / "a", tmp_path / "b", "hf", shard=2 * one)
+    index = json.loads((tmp_path / "b/model.safetensors.index.json").read_text())
+    parts = {file.name: load_file(file) for file in (tmp_path / "b").glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, part in parts.items() for name in part}
+    # The embedding and the head are larger than an expert, but not than two.
+    assert max(sum(tensor.nbytes for tensor in part.values()) for part in parts.values()) <= 2 * one
+    place = "model.layers.0.block_sparse_moe.experts"
+    files = {index["weight_map"][f"{place}.{expert}.w1.weight"] for expert in range(4)}
+    assert len(files) > 1
+    convert(tmp_path / "b", tmp_path / "c", "dcp", weights_only=True)
+    expected = {f"model.{name}": tensor for name, tensor in weights(MIXTRAL).items()}
+    assert same(tensors(tmp_path / "c"), expected)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_layers_may_have_different_forms(tmp_path: Path, layer: int) -> None:
+    make_hf(tmp_path / "hf", MIXTRAL, packed=[layer])
+    convert(tmp_path / "hf", tmp_path / "b", "torch")
+    assert same(torch.load(tmp_path / "b", weights_only=True)["model"], weights(MIXTRAL))
+
+
+def test_meta_has_no_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_hf(tmp_path / "a", MIXTRAL)
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "meta"]) == 2
+    line = 'Meta\'s format has no models of the architecture "moe"; convert to hf, torch or dcp\n'
+    assert capsys.readouterr().err == line
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_router_that_transformers_does_not_have_stays_in_our_formats(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "a", DEEPSEEK)
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "a", tmp_path / "b", "hf")
+    assert "Hugging Face's mixtral has no router = sigmoid; convert to torch or dcp" in (
+        caught.value.lines
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_coefficients_of_training_are_left_out_with_a_note(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "a", replace(MIXTRAL, balance_loss=0.02, expert_ffn=MIXTRAL.ffn))
+    notes = convert(tmp_path / "a", tmp_path / "b", "hf")["notes"]
+    assert "left out: model.balance_loss = 0.02 (config.json cannot hold it)" in notes
+    assert open_source(tmp_path / "b").shape == replace(MIXTRAL, head_dim=None)
+    convert(tmp_path / "a", tmp_path / "c", "torch")
+    assert open_source(tmp_path / "c").shape.balance_loss == 0.02
+
+
+def test_the_proof_compares_the_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors do not show how many experts a token uses."""
+    make_dcp(tmp_path / "a", MIXTRAL)
+    make_config = open_source(tmp_path / "a").huggingface.make_config
+
+    def wrong(shape: MoeShape, *arguments: Any) -> dict[str, Any]:
+        config: dict[str, Any] = make_config(shape, *arguments)
+        return config | {"num_experts_per_tok": 1}
+
+    monkeypatch.setattr("composer3d.models.moe.huggingface.make_config", wrong)
+    with pytest.raises(CheckpointError, match="the copy differs from the source in the model's sh"):
+        convert(tmp_path / "a", tmp_path / "b", "hf")
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_hf(tmp_path / "a", QWEN_3)
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["architecture"] == "moe"
+    assert "experts=6 experts_per_token=3 expert_ffn=16 " in lines["model"]
+    count = sum(tensor.numel() for tensor in weights(QWEN_3).values())
+    assert lines["parameters"] == f"{count:,}"
+    assert lines["tensors"].startswith(f"{len(hf_tensors(QWEN_3, weights(QWEN_3)))} (")
+    make_dcp(tmp_path / "b", DEEPSEEK)
+    report = inspect(tmp_path / "b")
+    assert (report["architecture"], report["whole"]) == ("moe", True)
+    assert report["model"]["router_bias"] is True
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+OTHER = EXPERT.replace("experts.3", "experts.0")
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+DOWN = "model.layers.1.mlp.experts.down_proj"
+Held = dict[str, Tensor]
+WRONG: dict[str, tuple[bool, Callable[[Held], object], list[str]]] = {
+    "missing": (
+        False,
+        lambda held: held.pop(EXPERT),
+        [f"a has no '{EXPERT}' (32, 48), which its model needs; copy it again"],
+    ),
+    "one too many": (
+        False,
+        lambda held: held.update({EXPERT.replace("3", "4"): torch.ones(32, 48)}),
+        [
+            f"a holds '{EXPERT.replace('3', '4')}', which its model does not have; "
+            "remove or rename it"
+        ],
+    ),
+    "misshapen": (
+        False,
+        lambda held: held.update({EXPERT: torch.ones(48, 32)}),
+        [f"a holds '{EXPERT}' as (48, 32), but its model needs (32, 48)"],
+    ),
+    "quantized": (
+        False,
+        lambda held: held.update({EXPERT: torch.ones(32, 48, dtype=torch.int8)}),
+        [
+            f"a holds '{EXPERT}' in int8; it must be one of float32, bfloat16, float16, float64, "
+            "and not quantized",
+            f"a holds '{EXPERT}' in int8 and '{OTHER}' in float32; "
+            "the experts of a layer must have one dtype",
+        ],
+    ),
+    "another dtype": (
+        False,
+        lambda held: held.update({EXPERT: torch.ones(32, 48, dtype=torch.bfloat16)}),
+        [
+            f"a holds '{EXPERT}' in bfloat16 and '{OTHER}' in float32; "
+            "the experts of a layer must have one dtype"
+        ],
+    ),
+    "of another family": (
+        False,
+        lambda held: held.update({EXPERT.replace("w2", "down_proj"): held.pop(EXPERT)}),
+        [
+            f"a has no '{EXPERT}' (32, 48), which its model needs; copy it again",
+            f"a holds '{EXPERT.replace('w2', 'down_proj')}', which its model does not have; "
+            "remove or rename it",
+        ],
+    ),
+    "missing, packed": (
+        True,
+        lambda held: held.pop(DOWN),
+        [f"a has no '{DOWN}' (4, 32, 48), which its model needs; copy it again"],
+    ),
+    "misshapen, packed": (
+        True,
+        lambda held: held.update({GATE_UP: held[GATE_UP].mT.contiguous()}),
+        [f"a holds '{GATE_UP}' as (4, 32, 96), but its model needs (4, 96, 32)"],
+    ),
+    "gates alone, packed": (
+        True,
+        lambda held: held.update({GATE_UP: held[GATE_UP][:, :48].clone()}),
+        [f"a holds '{GATE_UP}' as (4, 48, 32), but its model needs (4, 96, 32)"],
+    ),
+    "an expert too few, packed": (
+        True,
+        lambda held: held.update({DOWN: held[DOWN][:3].clone()}),
+        [f"a holds '{DOWN}' as (3, 32, 48), but its model needs (4, 32, 48)"],
+    ),
+    "both forms": (
+        True,
+        lambda held: held.update({EXPERT: torch.ones(32, 48)}),
+        [f"a holds '{EXPERT}', which its model does not have; remove or rename it"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_experts_are_named(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_packed, damage, lines = WRONG[case]
+    monkeypatch.chdir(tmp_path)
+    make_hf(Path("a"), MIXTRAL, packed=range(MIXTRAL.n_layers) if is_packed else ())
+    convert(Path("a"), Path("whole"), "torch")
+    rewrite_safetensors(Path("a/model.safetensors"), damage)
+    with pytest.raises(CheckpointError) as caught:
+        convert(Path("a"), Path("b"), "torch")
+    assert list(caught.value.lines) == lines
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "whole"]
+    assert inspect(Path("a"))["problems"] == lines
+
+
+def test_a_config_with_endless_experts_is_refused_at_once(tmp_path: Path) -> None:
+    """Its names alone would take gigabytes."""
+    make_hf(tmp_path / "a", MIXTRAL)
+    layers = {f"model.layers.{layer}.x": torch.ones(1) for layer in range(10_000)}
+    held = load_file(tmp_path / "a/model.safetensors")
+    save_file(held | layers, tmp_path / "a/model.safetensors")
+    endless = {"num_local_experts": 65_536, "num_hidden_layers": 10_000}
+    rewrite_json(tmp_path / "a/config.json", lambda config: config.update(endless))
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "a", tmp_path / "b", "dcp")
+    assert caught.value.lines == (
+        f"{tmp_path / 'a'}: there are 24 tensors of experts, but the model of config.json has "
+        "1,966,080,000; copy the missing files",
+    )
+
+
+MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "router": ({"model.router": "x"}, 'model.router = "x" must be "softmax" or "sigmoid"'),
+    "experts": ({"model.experts": 10**12}, "model.experts = 1000000000000 must be from 1 to"),
+    "experts of a token": (
+        {"model.experts_per_token": 9},
+        "model.experts_per_token = 9 must be at most the experts of experts = 4",
+    ),
+    "no architecture": (
+        {"model.architecture": 5},
+        "has a model of the architecture 5: composer3d converts and inspects its own",
+    ),
+    "a module": (
+        {"model.architecture": "os:environ"},
+        'has a model of the architecture "os:environ": composer3d converts and inspects its own',
+    ),
+    "llama": (
+        {"model.architecture": "llama"},
+        "holds 'model.blocks.0.moe.experts.w1', which its model does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_manifest_with_wrong_values_is_refused(case: str, tmp_path: Path) -> None:
+    changes, line = MANIFESTS[case]
+    make_dcp(tmp_path / "a", MIXTRAL)
+    manifest = manifests.read(tmp_path / "a")
+    manifests.write(tmp_path / "a", replace(manifest, model=manifest.model | changes))
+    assert any(line in problem for problem in inspect(tmp_path / "a")["problems"])
+    with pytest.raises(CheckpointError):
+        convert(tmp_path / "a", tmp_path / "b", "torch")
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf"])
+def test_memory_is_a_few_times_the_experts_of_a_layer(tmp_path: Path, to: str) -> None:
+    # One projection of all experts of a layer has 4 MB.
+    shape = replace(MIXTRAL, dim=512, n_layers=8, ffn=512, experts=8)
+    make_hf(tmp_path / "hf", shape, torch.bfloat16)
+    size = (tmp_path / "hf/model.safetensors").stat().st_size
+    command = [sys.executable, "-c", _MEASURE, tmp_path / "hf", tmp_path / "b", to, ""]
+    # With this threshold, freed memory goes back to the system, so that the peak can be measured.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=env)
+    assert size > 100e6
+    assert int(done.stdout) < 40e6, f"{done.stdout} of {size}"
