@@ -100,14 +100,14 @@ def architecture(name: str) -> Architecture:
 
 def is_ours(name: object) -> bool:
     """Return whether ``name``, which an untrusted file may have given, is one of ours."""
-    return isinstance(name, str) and name in _OURS
+    return isinstance(name, str) and name in OURS
 
 
 def huggingface_model_types() -> dict[str, str]:
     """Map each ``model_type`` of a config.json that we support to our architecture for it."""
     return {
         model_type: name
-        for name in _OURS
+        for name in OURS
         for model_type in resolve(architecture(name).huggingface).MODEL_TYPES
     }
 
