@@ -214,6 +214,7 @@ PUBLISHED = {
 def test_every_preset_of_a_published_model_is_counted() -> None:
     assert set(PRESETS) - set(PUBLISHED) == {
         "debug-moe",
+        "debug-bench-moe",
         "debug-small-moe",
         "debug-moe-shared",
         "deepseek-v3-gqa",
