@@ -52,7 +52,7 @@ def check_ties(ties: Mapping[str, str], mesh: Mesh, *, sharded: bool) -> None:
 def tie(stage: nn.Module, ties: Mapping[str, str]) -> None:
     """Make both names of a tie one parameter again, after ``compose`` has replaced either of them.
 
-    Ties of which ``stage`` has only one name are skipped.
+    A tie is skipped if ``stage`` has only one of its names.
     """
     held = dict(stage.named_parameters(remove_duplicate=False))
     for alias, owner in ties.items():
@@ -83,7 +83,7 @@ def _set_parameter(stage: nn.Module, name: str, parameter: nn.Parameter) -> None
 class Ties:
     """The exchange between owners on the first stage and their copies on the last stage.
 
-    Both stages shard a tied parameter alike. So a rank exchanges its shards with one peer: the rank
+    Both stages shard a tied parameter in the same way. So a rank exchanges its shards with one peer: the rank
     of the other stage that has the same coordinates except pp. ``refresh`` and ``add_gradients``
     each send a shard once, over pp. Nothing is sent if one rank holds both stages.
 
@@ -107,7 +107,7 @@ class Ties:
         last_rank = next(rank for rank, held in enumerate(stages) if last in held)
         self._peer = last_rank if mesh.coords["pp"] == first_rank else first_rank
 
-        # (owner, copy) of each tie of which this rank holds at least one. None: the peer holds it.
+        # (owner, copy) of each tie, if this rank holds at least one. None: the peer holds it.
         self._pairs: list[tuple[nn.Parameter | None, nn.Parameter | None]] = []
         if last > 0:
             held_here = {
