@@ -208,7 +208,9 @@ def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) ->
     with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
         TensorLoadPlanner().load_bytes(item, io.BytesIO(content))
     with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
-        CheckedReader(tmp_path, read)._read(io.BytesIO(content), info, item, TensorLoadPlanner())  # type: ignore[arg-type]
+        reader = CheckedReader(tmp_path, read)
+        file = io.BytesIO(content)
+        reader._read(file, info, item, TensorLoadPlanner())  # type: ignore[arg-type]
     assert not marker.exists()
     torch.load(io.BytesIO(content), weights_only=False)
     assert marker.exists()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -496,8 +497,12 @@ def test_commands_are_dispatched_with_their_arguments(monkeypatch: pytest.Monkey
     seen: list[object] = []
 
     def replace_command(name: str, status: int) -> None:
-        module = type(sys)(f"composer3d.commands.{name}")
-        module.run = lambda **arguments: seen.append(arguments) or status  # type: ignore[attr-defined]
+        def run(**arguments: object) -> int:
+            seen.append(arguments)
+            return status
+
+        module: Any = type(sys)(f"composer3d.commands.{name}")
+        module.run = run
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     replace_command("train", status=0)

@@ -68,7 +68,8 @@ def start_ranks(store: dist.Store, ranks: list[int], size: int) -> dict[int, str
     rounds: dict[int, str] = {}
 
     def join(rank: int) -> None:
-        rounds[rank] = agree_on_round(store.clone(), rank, size, timeout_s=5.0)  # type: ignore[attr-defined]
+        own_store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        rounds[rank] = agree_on_round(own_store, rank, size, timeout_s=5.0)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
     for thread in threads:

@@ -83,9 +83,10 @@ def _set_parameter(stage: nn.Module, name: str, parameter: nn.Parameter) -> None
 class Ties:
     """The exchange between owners on the first stage and their copies on the last stage.
 
-    Both stages shard a tied parameter in the same way. So a rank exchanges its shards with one peer: the rank
-    of the other stage that has the same coordinates except pp. ``refresh`` and ``add_gradients``
-    each send a shard once, over pp. Nothing is sent if one rank holds both stages.
+    Both stages shard a tied parameter in the same way. So a rank exchanges its shards with one
+    peer: the rank of the other stage that has the same coordinates except pp. ``refresh`` and
+    ``add_gradients`` each send a shard once, over pp. Nothing is sent if one rank holds both
+    stages.
 
     Args:
         ties: from each alias to its owner, the same on all ranks.
