@@ -207,9 +207,8 @@ def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) ->
     )
     with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
         TensorLoadPlanner().load_bytes(item, io.BytesIO(content))
+    reader, file = CheckedReader(tmp_path, read), io.BytesIO(content)
     with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
-        reader = CheckedReader(tmp_path, read)
-        file = io.BytesIO(content)
         reader._read(file, info, item, TensorLoadPlanner())  # type: ignore[arg-type]
     assert not marker.exists()
     torch.load(io.BytesIO(content), weights_only=False)
