@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     if options.find:
-        matrix = cover()
+        matrix = cover(read().rows)
         MATRIX.write_text(to_text(matrix))
         path = MATRIX.relative_to(ROOT)
         print(f"{len(matrix.rows)} layouts, {len(matrix.refused)} refused: {path}")
