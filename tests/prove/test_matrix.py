@@ -9,6 +9,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.spec.errors import RecipeError
 from composer3d.verify.proof import verify_layout
 from tools.prove.matrix import cover as matrix
+from tools.prove.matrix import report
 from tools.prove.paths import RECIPE, ROOT
 
 COVER = matrix.read()
@@ -21,7 +22,7 @@ def id_of(row: matrix.Row) -> str:
 
 
 def test_the_list_holds_all_legal_targets() -> None:
-    assert len(COVER.rows) >= 200
+    assert len(COVER.rows) >= 300
     assert matrix.uncovered(COVER) == []
     assert all(matrix.makes_sense(row) and matrix.is_legal(row) for row in COVER.rows)
 
@@ -33,10 +34,56 @@ def test_a_list_without_a_schedule_is_incomplete() -> None:
     assert matrix.uncovered(incomplete)
 
 
-def test_a_line_holds_a_whole_row() -> None:
+def test_many_layouts_have_experts() -> None:
+    rows = [row for row in COVER.rows if matrix.has_experts(row)]
+    assert len(rows) >= 60
+    assert any(set(matrix.ALL_AXES) <= set(row.items()) and matrix.world(row) == 16 for row in rows)
+
+
+def test_a_search_keeps_rows_and_adds_those_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = (("tp", "2"), ("ep", "2"))
+    refused = (("compile", "yes"), ("ep", "2"))
+    monkeypatch.setattr(matrix, "targets", lambda: [shared, refused])
+    plain = {column: values[0] for column, values in matrix.COLUMNS.items()}
+    illegal = plain | {"cp": "3", "cp method": "ulysses"}
+
+    found = matrix.cover([plain, illegal])
+    assert found.rows[0] == plain
+    assert len(found.rows) == 2
+    assert set(shared) <= set(found.rows[1].items())
+    ((target, row),) = found.refused
+    assert target == refused
+    assert "the number of tokens of each expert" in report.message_of(row)
+    assert matrix.cover(found.rows) == found
+
+
+def test_columns_of_experts_need_experts() -> None:
+    plain = {column: values[0] for column, values in matrix.COLUMNS.items()}
+    for column in matrix.EXPERTS[1:]:
+        row = plain | {column: matrix.COLUMNS[column][1]}
+        assert not matrix.makes_sense(row)
+        assert matrix.makes_sense(row | {"ep": "1"})
+    # One rank cannot share experts with another.
+    assert not matrix.makes_sense(plain | {"ep": "2"})
+    # Without data or context parallelism, FSDP shards experts alone, over the ranks of tp.
+    assert not matrix.makes_sense(plain | {"tp": "2", "zero": "1"})
+    assert matrix.makes_sense(plain | {"tp": "2", "zero": "1", "ep": "1"})
+    assert not matrix.makes_sense(plain | {"tp": "2", "zero": "1", "ep": "2"})
+
+
+@pytest.mark.parametrize("row", [COVER.rows[0], COVER.rows[-1]], ids=id_of)
+def test_a_line_holds_a_whole_row(row: matrix.Row) -> None:
     assert matrix.from_text(matrix.to_text(COVER)) == COVER
-    row = COVER.rows[-1]
     assert matrix.recipe_of(row) == load(RECIPE, matrix.sets(row), check_files=False).recipe
+
+
+def test_the_slice_has_a_layout_of_each_ep() -> None:
+    rows = [row for row in matrix.slice_of(COVER.rows) if matrix.has_experts(row)]
+    assert [row["ep"] for row in rows] == ["1", "2", "4"]
+    for column in matrix.EXPERTS[1:]:
+        assert {row[column] for row in rows} - {matrix.COLUMNS[column][0]}
 
 
 @pytest.mark.parametrize(("target", "row"), COVER.refused, ids=lambda value: str(value)[:60])

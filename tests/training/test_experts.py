@@ -5,7 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,12 +13,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from composer3d.checkpoint.manifest import Manifest
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
 from composer3d.training.build import Run, build
-from tests.training.jobs import RECIPE, build_and_train, losses
+from tests.training.jobs import RECIPE, build_and_train, losses, write_corpus
 from tools.prove.paths import ROOT
 
 # Groups, a shared expert, a dense layer, and biases in place of a balance loss.
@@ -106,51 +107,93 @@ def biases_of(run: Run) -> dict[str, list[float]]:
     }
 
 
-def train_from(folder: str, sets: list[str]) -> dict[str, Any]:
-    """A task: build the run in ``folder`` and train it; return its state before and after."""
+class Trained(NamedTuple):
+    """States of a run, by digests, and the biases of its routers.
+
+    Attributes:
+        loaded: before the first step.
+        saved: at each save, by step.
+        biases: at each save, by step.
+    """
+
+    loaded: dict[str, str]
+    saved: dict[int, dict[str, str]]
+    biases: dict[int, dict[str, list[float]]]
+
+
+def train_to_step_4(folder: str, sets: list[str]) -> Trained:
+    """A task: build the run in ``folder``, train it and save every second step."""
     os.chdir(folder)
     with pool_world() as device:
         resolved = load("recipe.toml", sets, world_size=int(os.environ["WORLD_SIZE"]))
         run = build(resolved.recipe, device, resolved.to_toml())
-        before, biases_before = state_of(run), biases_of(run)
+        trained = Trained(state_of(run), {}, {})
+        save = run.store.save
+
+        def save_and_describe(manifest: Manifest, *arguments: Any) -> None:
+            trained.saved[manifest.step] = state_of(run)
+            trained.biases[manifest.step] = biases_of(run)
+            save(manifest, *arguments)
+
+        run.store.save = save_and_describe  # type: ignore[method-assign]
         loop.train(run)
-        return {
-            "before": before,
-            "biases before": biases_before,
-            "after": state_of(run),
-            "biases after": biases_of(run),
-        }
+        return trained
 
 
-def test_a_checkpoint_of_experts_is_resumed_bitwise_on_every_ep(pool: Pool, folder: Path) -> None:
-    """Saved on ep 2, loaded on ep 2, 1 and 4. The biases of routers are a part of it."""
+def run_on_4_ranks(pool: Pool, folder: Path, out_dir: str, *sets: str) -> Trained:
+    settings = [
+        f"run.out_dir={out_dir}",
+        "run.steps=4",
+        "data.micro_batch=4",
+        "optim.warmup=1",
+        "checkpoint.every=2",
+        *sets,
+    ]
+    arguments = {"folder": str(folder), "sets": settings}
+    first, *others = pool.run(train_to_step_4, arguments, world_size=4)
+    assert all(other == first for other in others)
+    return first
+
+
+class Saved(NamedTuple):
+    """A folder with the checkpoints of a run on ep 2, and the run."""
+
+    folder: Path
+    run: Trained
+
+
+@pytest.fixture(scope="module")
+def saved_on_ep_2(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("experts")
+    write_corpus(folder)
     text = RECIPE.format(mesh=MESH).replace('preset = "debug-tiny"', MODEL)
     (folder / "recipe.toml").write_text(text)
+    return Saved(folder, run_on_4_ranks(pool, folder, "saved"))
 
-    def run(out_dir: str, *sets: str) -> dict[str, Any]:
-        settings = [f"run.out_dir={out_dir}", "data.micro_batch=4", "optim.warmup=1", *sets]
-        arguments = {"folder": str(folder), "sets": settings}
-        first, *others = pool.run(train_from, arguments, world_size=4)
-        assert all(other == first for other in others)
-        return first
 
-    uninterrupted = run("whole", "run.steps=4")
-    part = run("part", "run.steps=2")
-    assert len(part["biases after"]) == 3  # of four blocks, the first one is dense
-    for biases in part["biases after"].values():
+def test_biases_of_routers_move_and_are_a_part_of_the_state(saved_on_ep_2: Saved) -> None:
+    run = saved_on_ep_2.run
+    assert set(run.saved) == {2, 4}
+    assert len(run.biases[2]) == 3  # of four blocks, the first one is dense
+    for biases in run.biases[2].values():
         assert torch.tensor(biases).abs().max().item() == pytest.approx(2e-3)
-    assert part["after"] != uninterrupted["after"]
-    assert sum(name.endswith("experts.w2 exp_avg_sq") for name in part["after"]) == 3
+    assert set(run.biases[2]) <= set(run.saved[2])
+    assert sum(name.endswith("experts.w2 exp_avg_sq") for name in run.saved[2]) == 3
+    assert all(run.saved[2][name] != run.saved[4][name] for name in run.biases[2])
 
-    checkpoint = "checkpoint.resume=part/small/checkpoints/step-00000002"
-    for ep in (2, 1, 4):
-        resumed = run(f"ep{ep}", "run.steps=4", f"mesh.ep={ep}", checkpoint)
-        assert resumed["before"] == part["after"]
-        assert resumed["biases before"] == part["biases after"]
-        expected = losses(folder, "whole")
-        assert losses(folder, f"ep{ep}") == pytest.approx(
-            {step: expected[step] for step in (3, 4)}, rel=1e-5
-        )
-        if ep == 2:
-            assert resumed["after"] == uninterrupted["after"]
-            assert losses(folder, "ep2")[4] == expected[4]
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_a_checkpoint_of_experts_is_resumed_bitwise_on_every_ep(
+    pool: Pool, saved_on_ep_2: Saved, ep: int
+) -> None:
+    folder, source = saved_on_ep_2
+    checkpoint = "checkpoint.resume=saved/small/checkpoints/step-00000002"
+    resumed = run_on_4_ranks(pool, folder, f"ep{ep}", f"mesh.ep={ep}", checkpoint)
+    assert resumed.loaded == source.saved[2]
+    expected = losses(folder, "saved")
+    assert losses(folder, f"ep{ep}") == pytest.approx(
+        {step: expected[step] for step in (3, 4)}, rel=1e-5
+    )
+    if ep == 2:
+        assert resumed.saved[4] == source.saved[4]
+        assert losses(folder, "ep2")[4] == expected[4]

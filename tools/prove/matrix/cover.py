@@ -4,10 +4,12 @@ Features and axes are the columns of one table. The layouts hold, as far as it i
 
 - every schedule with every ``zero`` and every mode of checkpointing;
 - every two values of any two columns;
-- every schedule with every two values of two of the columns in ``WITH_SCHEDULE``.
+- every schedule with every two values of two of the columns in ``WITH_SCHEDULE``;
+- every number of ranks that share experts with every two values of two columns in ``WITH_EP``.
 
-They are found greedily, cheap ones first, and are always the same. Two values that no legal layout
-holds must be refused with a message, and are listed with it.
+They are found greedily, cheap ones first. A search keeps the layouts that ``matrix.txt`` has, and
+adds those that are missing; the same file always gets the same ones. Two values that no legal
+layout holds must be refused with a message, and are listed with it.
 
 The source of batches is no column: every proof takes its first and third batch from a small corpus,
 through the loader of training, and its second from random numbers (``verify.worker``).
@@ -15,6 +17,7 @@ through the loader of training, and its second from random numbers (``verify.wor
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -71,7 +74,15 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "mixed": ("no", "yes"),
     "offload": ("no", "yes"),
     "compile": ("no", "yes"),
+    "ep": ("none", "1", "2", "4"),  # "none": a model without experts
+    "router": ("softmax", "softmax, not renormalised", "sigmoid with bias and groups"),
+    "shared": ("no", "yes"),
+    "auxiliary": ("none", "balance and z"),
+    "dense layers": ("none", "first", "every other"),
 }
+# The columns that describe experts. Without experts, all of them have their first value.
+EXPERTS = ("ep", "router", "shared", "auxiliary", "dense layers")
+NO_EXPERTS: "Target" = tuple((column, COLUMNS[column][0]) for column in EXPERTS)
 # All combinations of the values of these columns are proven.
 ALWAYS = ("schedule", "zero", "checkpoint")
 # Every two values of two of these columns are proven with every schedule.
@@ -91,6 +102,14 @@ WITH_SCHEDULE = (
     "micro-batch",
     "pp",
 )
+# Every two values of these pairs of columns are proven with each ep.
+WITH_EP = (
+    ("schedule", "zero"),
+    ("schedule", "checkpoint"),
+    *combinations(("pp", "data", "cp", "tp"), 2),
+)
+# ep over ranks of every other axis at once, on 16 processes.
+ALL_AXES: "Target" = (("pp", "2"), ("data", "shard 2"), ("cp", "2"), ("tp", "2"), ("ep", "2"))
 
 HEADER = (
     "# Made by `bash tools/prove/run matrix --find`; docs/matrix.md lists what each layout proves."
@@ -155,7 +174,27 @@ def overrides(row: Row) -> dict[str, Any]:
         out["parallel.virtual_stages"] = schedule_file.stages_per_rank
     if row["mixed"] == "yes":
         out["precision.compute"] = "bfloat16"
+    if has_experts(row):
+        out |= _overrides_of_experts(row)
     return out
+
+
+def _overrides_of_experts(row: Row) -> dict[str, Any]:
+    """The sizes fit all layouts: cp 3 shards experts over 3 ranks or more."""
+    has_losses = row["auxiliary"] != "none"
+    return {
+        **EXPERT_MODEL,
+        **ROUTERS[row["router"]],
+        "mesh.ep": int(row["ep"]),
+        "model.dim": 96,
+        "model.ffn": 160,
+        "model.expert_ffn": 48,
+        "model.shared_ffn": 40 if row["shared"] == "yes" else 0,
+        "model.balance_loss": 0.5 if has_losses else 0.0,
+        "model.z_loss": 0.05 if has_losses else 0.0,
+        "model.dense_layers": 1 if row["dense layers"] == "first" else 0,
+        "model.moe_every": 2 if row["dense layers"] == "every other" else 1,
+    }
 
 
 def sets(row: Row) -> list[str]:
@@ -176,6 +215,18 @@ RATES: dict[str, dict[str, Any]] = {
         "optim.decay_steps": 10,
     },
     "constant": {"optim.schedule": "constant"},
+}
+EXPERT_MODEL = {"model.architecture": "moe", "model.preset": "debug-moe"}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax, not renormalised": {"model.renormalise": False},
+    "sigmoid with bias and groups": {
+        "model.router": "sigmoid",
+        "model.router_scale": 2.5,
+        "model.router_bias": True,
+        "model.expert_groups": 4,
+        "model.groups_per_token": 2,
+    },
 }
 # (dp_shard, dp_replicate) by value of the column "data".
 DATA = {"1": (1, 1), "shard 2": (2, 1), "replicate 2": (1, 2), "HSDP 2 x 2": (2, 2)}
@@ -218,19 +269,38 @@ def world(row: Row) -> int:
     return int(row["pp"]) * shard * replicate * int(row["cp"]) * int(row["tp"])
 
 
-def uses_fsdp(row: Row) -> bool:
-    """Whether FSDP wraps the model, so that ``zero`` matters."""
-    return row["data"] != "1" or row["cp"] != "1" or "yes" in (row["mixed"], row["offload"])
+def has_experts(row: Row) -> bool:
+    return row["ep"] != "none"
+
+
+def expert_shards(row: Row) -> int:
+    """The number of ranks that shard each expert; 1 without experts."""
+    return _ranks_of_experts(row) // int(row["ep"]) if has_experts(row) else 1
+
+
+def _ranks_of_experts(row: Row) -> int:
+    """The number of ranks that ep groups: dp_shard x cp x tp."""
+    return DATA[row["data"]][0] * int(row["cp"]) * int(row["tp"])
+
+
+def zero_matters(row: Row) -> bool:
+    """Whether FSDP shards or replicates parameters, or gathers them for another reason."""
+    if row["data"] != "1" or row["cp"] != "1" or expert_shards(row) > 1:
+        return True
+    return row["schedule"] == "none" and "yes" in (row["mixed"], row["offload"])
 
 
 def makes_sense(row: Row) -> bool:
     """Whether every value of ``row`` changes what is run, or is the first of its column."""
     has_pp, has_cp, has_tp = row["pp"] != "1", row["cp"] != "1", row["tp"] != "1"
-    has_data = row["data"] != "1"
-    zero_matters = uses_fsdp(row) and (has_data or has_cp or row["schedule"] == "none")
     if (row["schedule"] != "none") != has_pp or world(row) > LIMIT:
         return False
-    if row["zero"] != "3" and not zero_matters:
+    if has_experts(row):
+        if _ranks_of_experts(row) % int(row["ep"]):
+            return False
+    elif any(row[column] != value for column, value in NO_EXPERTS):
+        return False
+    if row["zero"] != "3" and not zero_matters(row):
         return False
     if not has_tp and (row["sequence"], row["loss"]) != ("parallel", "parallel"):
         return False
@@ -248,8 +318,9 @@ def makes_sense(row: Row) -> bool:
 
 
 @cache
-def _base() -> Recipe:
-    return load(RECIPE, check_files=False).recipe
+def _base(has_experts: bool) -> Recipe:
+    sets = [f"{key}={value}" for key, value in EXPERT_MODEL.items()] if has_experts else []
+    return load(RECIPE, sets, check_files=False).recipe
 
 
 def recipe_of(row: Row) -> Recipe:
@@ -258,11 +329,11 @@ def recipe_of(row: Row) -> Recipe:
     for key, value in overrides(row).items():
         table, name = key.split(".")
         values_of_table.setdefault(table, {})[name] = value
+    base = _base(has_experts(row))
     tables = {
-        table: replace(getattr(_base(), table), **values)
-        for table, values in values_of_table.items()
+        table: replace(getattr(base, table), **values) for table, values in values_of_table.items()
     }
-    return replace(_base(), **tables)
+    return replace(base, **tables)
 
 
 def is_legal(row: Row) -> bool:
@@ -279,7 +350,10 @@ def targets() -> list[Target]:
     for a, b in combinations(WITH_SCHEDULE, 2):
         cells = product(COLUMNS["schedule"][1:], COLUMNS[a], COLUMNS[b])
         out += [(("schedule", name), (a, x), (b, y)) for name, x, y in cells]
-    return out
+    for a, b in WITH_EP:
+        cells = product(COLUMNS["ep"][1:], COLUMNS[a], COLUMNS[b])
+        out += [(("ep", size), (a, x), (b, y)) for size, x, y in cells]
+    return [*out, ALL_AXES]
 
 
 def held_targets(row: Row, wanted: set[Target]) -> set[Target]:
@@ -293,6 +367,9 @@ def _all_targets(row: Row) -> Iterator[Target]:
     yield from combinations(items, 2)
     for a, b in combinations([(column, row[column]) for column in WITH_SCHEDULE], 2):
         yield ("schedule", row["schedule"]), a, b
+    for a_column, b_column in WITH_EP:
+        yield ("ep", row["ep"]), (a_column, row[a_column]), (b_column, row[b_column])
+    yield tuple((column, row[column]) for column, _ in ALL_AXES)
 
 
 def cost(row: Row) -> float:
@@ -322,7 +399,29 @@ def complete(fixed: Target, generator: random.Random) -> Row | None:
             row[column] = COLUMNS[column][0]
     if "schedule" not in fixed_values and row["pp"] == "1":
         row["schedule"] = "none"
+    _draw_experts(row, fixed_values, generator)
     return row if makes_sense(row) and is_legal(row) else None
+
+
+def _draw_experts(row: Row, fixed_values: Row, generator: random.Random) -> None:
+    """Decide whether a drawn row has experts, and change what does not fit to that."""
+    if "ep" not in fixed_values:
+        needs_experts = any(
+            fixed_values.get(column, value) != value for column, value in NO_EXPERTS
+        )
+        if needs_experts:
+            row["ep"] = generator.choice(COLUMNS["ep"][1:])
+        elif generator.random() < 0.6:
+            row["ep"] = "none"
+    if not has_experts(row):
+        unfit = EXPERTS
+    elif row["tp"] == "1":
+        unfit = ("sequence", "compile", "loss")
+    else:
+        unfit = ("sequence", "compile")
+    for column in unfit:
+        if column not in fixed_values:
+            row[column] = COLUMNS[column][0]
 
 
 def _draw(target: Target, generator: random.Random, tries: int) -> list[Row]:
@@ -331,22 +430,31 @@ def _draw(target: Target, generator: random.Random, tries: int) -> list[Row]:
     return [row for row in rows if row is not None]
 
 
-@cache
-def cover() -> Cover:
-    """Find the matrix. The result is always the same."""
+def cover(kept: Iterable[Row] = ()) -> Cover:
+    """Find the matrix. The result depends on ``kept`` alone.
+
+    Args:
+        kept: the first rows of the matrix. Those that make no sense, or are not legal, are left
+            out. The rows that are found follow, cheap ones first.
+    """
     generator, order = random.Random(3), targets()
-    missing, rows, impossible = set(order), [], []
+    missing, found, impossible = set(order), [], []
+    first_rows = [row for row in kept if makes_sense(row) and is_legal(row)]
+    for row in first_rows:
+        missing -= held_targets(row, missing)
+
     for target in order:
         if target not in missing:
             continue
-        candidates = _draw(target, generator, 60) or _draw(target, generator, 1500)[:10]
+        candidates = _draw(target, generator, 300) or _draw(target, generator, 1500)[:10]
         if not candidates:
             impossible.append(target)
             missing.discard(target)
             continue
         best = max(candidates, key=lambda row: len(held_targets(row, missing)) / cost(row) ** 0.7)
-        rows.append(best)
+        found.append(best)
         missing -= held_targets(best, missing)
+    rows = [*first_rows, *sorted(_drop_superfluous(found, first_rows), key=cost)]
 
     refused = []
     for target in impossible:
@@ -355,12 +463,26 @@ def cover() -> Cover:
             refused.append((target, row))
     # A refused pair explains every refused triple that holds it.
     pairs = [set(target) for target, _ in refused if len(target) == 2]
-    kept = [
+    unexplained = [
         (target, row)
         for target, row in refused
         if len(target) == 2 or not any(pair < set(target) for pair in pairs)
     ]
-    return Cover(tuple(rows), tuple(kept))
+    return Cover(tuple(rows), tuple(unexplained))
+
+
+def _drop_superfluous(found: list[Row], kept: list[Row]) -> list[Row]:
+    """Leave out the found rows, expensive ones first, whose targets other rows hold too."""
+    wanted = set(targets())
+    holders = Counter(target for row in (*kept, *found) for target in held_targets(row, wanted))
+    needed = []
+    for row in sorted(found, key=cost, reverse=True):
+        held = held_targets(row, wanted)
+        if all(holders[target] > 1 for target in held):
+            holders.subtract(held)
+        else:
+            needed.append(row)
+    return needed
 
 
 def _find_refused(target: Target) -> Row | None:
@@ -396,8 +518,19 @@ def context() -> list[Row]:
 
 
 def slice_of(rows: Iterable[Row], budget: float = 90.0) -> list[Row]:
-    """The fixed slice that the tests prove: values with each schedule, in ``budget`` seconds."""
-    candidates = sorted(rows, key=cost)
+    """The fixed slice that the tests prove.
+
+    It holds values with each schedule, in ``budget`` seconds, and a cheap row of each ep.
+    """
+    by_cost = sorted(rows, key=cost)
+    return [
+        *_values_slice([row for row in by_cost if not has_experts(row)], budget),
+        *_experts_slice([row for row in by_cost if has_experts(row)]),
+    ]
+
+
+def _values_slice(candidates: list[Row], budget: float) -> list[Row]:
+    """Rows that together hold as many values with each schedule as ``budget`` seconds allow."""
     missing = {pair for row in candidates for pair in _values_with_schedule(row)}
     chosen: list[Row] = []
     while missing and sum(map(cost, chosen)) < budget:
@@ -407,6 +540,26 @@ def slice_of(rows: Iterable[Row], budget: float = 90.0) -> list[Row]:
         chosen.append(best)
         missing -= _values_with_schedule(best)
     return chosen
+
+
+def _experts_slice(candidates: list[Row]) -> list[Row]:
+    """A row of each ep; together they hold many values of the columns of experts."""
+    missing = {cell for row in candidates for cell in _cells_of_experts(row)}
+    chosen: list[Row] = []
+    for ep in COLUMNS["ep"][1:]:
+        best = max(
+            (row for row in candidates if row["ep"] == ep),
+            key=lambda row: len(missing & _cells_of_experts(row)) / cost(row),
+            default=None,
+        )
+        if best is not None:
+            chosen.append(best)
+            missing -= _cells_of_experts(best)
+    return chosen
+
+
+def _cells_of_experts(row: Row) -> set[tuple[str, str]]:
+    return {(column, row[column]) for column, value in NO_EXPERTS if row[column] != value}
 
 
 def _values_with_schedule(row: Row) -> set[tuple[str, tuple[str, str]]]:

@@ -11,7 +11,16 @@ from pathlib import Path
 
 from composer3d.recipe.rules import violations
 from composer3d.verify.judge import Verdict
-from tools.prove.matrix.cover import COLUMNS, STEPS, Cover, Row, line_of, recipe_of
+from tools.prove.matrix.cover import (
+    COLUMNS,
+    EXPERTS,
+    STEPS,
+    WITH_EP,
+    Cover,
+    Row,
+    line_of,
+    recipe_of,
+)
 from tools.prove.paths import MATRIX_PAGE
 
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
@@ -20,6 +29,12 @@ EXPLANATION = [
     "checkpointing, every two values of any two rows of this table, and every schedule with",
     "every two values of most rows. The numbers count layouts; `-` is refused or has no meaning.",
     "`bash tools/prove/run matrix` writes this page.",
+]
+EXPLANATION_OF_EXPERTS = [
+    "`ep` is the number of ranks that share the experts of a layer; `none` is a model without",
+    "experts. Each number holds every schedule with every `zero` and with every mode of",
+    "checkpointing, and every two values of two of `pp`, `data`, `cp` and `tp`, as far as it is",
+    "legal and has at most 16 processes.",
 ]
 
 
@@ -38,6 +53,8 @@ def page(summary_lines: list[str], matrix: Cover, verdicts: list[Verdict]) -> st
         "\n".join(summary_lines),
         "\n".join(EXPLANATION),
         crosstab(matrix),
+        "\n".join(EXPLANATION_OF_EXPERTS),
+        crosstab_of_experts(matrix),
         refusals(matrix),
         layouts(matrix, verdicts),
     ]
@@ -84,20 +101,37 @@ def crosstab(matrix: Cover) -> str:
 
     "-" is a combination that is refused or has no meaning.
     """
-    schedules = COLUMNS["schedule"]
-    lines = [f"| layouts with | {' | '.join('no `pp`' if s == 'none' else s for s in schedules)} |"]
-    lines.append("|---" * (len(schedules) + 1) + "|")
-    for column, values in COLUMNS.items():
-        if column == "schedule":
-            continue
-        for value in values:
+    headings = {name: "no `pp`" if name == "none" else name for name in COLUMNS["schedule"]}
+    columns = [column for column in COLUMNS if column != "schedule"]
+    return _count_layouts(matrix, "schedule", headings, columns)
+
+
+def crosstab_of_experts(matrix: Cover) -> str:
+    """The table of counts of the layouts with experts: by value (rows) and ep (columns)."""
+    headings = {size: f"`ep` {size}" for size in COLUMNS["ep"][1:]}
+    shown = {*EXPERTS, *(column for pair in WITH_EP for column in pair)} - {"ep"}
+    return _count_layouts(matrix, "ep", headings, [column for column in COLUMNS if column in shown])
+
+
+def _count_layouts(matrix: Cover, by: str, headings: dict[str, str], columns: list[str]) -> str:
+    """Count the layouts with each value of ``columns`` and each value of ``by`` that has a heading.
+
+    Args:
+        matrix: the layouts.
+        by: the column of the matrix whose values are the columns of the table.
+        headings: the heading of each of these values.
+        columns: the columns of the matrix whose values are the rows of the table.
+    """
+    lines = [f"| layouts with | {' | '.join(headings.values())} |"]
+    lines.append("|---" * (len(headings) + 1) + "|")
+    for column in columns:
+        for value in COLUMNS[column]:
             counts = [
-                sum(r["schedule"] == s and r[column] == value for r in matrix.rows)
-                for s in schedules
+                sum(row[by] == heading and row[column] == value for row in matrix.rows)
+                for heading in headings
             ]
-            lines.append(
-                f"| {column} {value} | {' | '.join(str(count or '-') for count in counts)} |"
-            )
+            shown_counts = " | ".join(str(count or "-") for count in counts)
+            lines.append(f"| {column} {value} | {shown_counts} |")
     return "\n".join(lines)
 
 

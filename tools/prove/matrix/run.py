@@ -16,29 +16,42 @@ from tools.prove.paths import MATRIX, RECIPE, ROOT
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools/prove/run matrix", description=__doc__)
-    parser.add_argument(
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
         "--find",
         action="store_true",
-        help="find the layouts again and write matrix.txt, but prove nothing",
+        help="add the layouts that matrix.txt lacks to those that it has, but prove nothing",
     )
-    parser.add_argument(
+    choice.add_argument(
         "--slice", action="store_true", help="prove the slice that the tests run, write nothing"
     )
-    parser.add_argument(
+    choice.add_argument(
         "--context",
         action="store_true",
         help="prove all combinations of context parallelism, write nothing",
     )
+    choice.add_argument(
+        "--rows",
+        metavar="A-B",
+        type=_range_of,
+        help="prove layouts A to B of matrix.txt, counted from 1, write nothing",
+    )
     options = parser.parse_args(arguments)
     if options.find:
-        matrix = cover()
+        matrix = cover(read().rows)
         MATRIX.write_text(to_text(matrix))
         path = MATRIX.relative_to(ROOT)
         print(f"{len(matrix.rows)} layouts, {len(matrix.refused)} refused: {path}")
         return 0
 
     matrix = read()
-    if options.context:
+    first = 1
+    if options.rows:
+        first, last = options.rows
+        if not 1 <= first <= last <= len(matrix.rows):
+            parser.error(f"--rows must be within 1-{len(matrix.rows)}")
+        rows = list(matrix.rows[first - 1 : last])
+    elif options.context:
         rows = context()
     elif options.slice:
         rows = slice_of(matrix.rows)
@@ -46,20 +59,26 @@ def main(arguments: Sequence[str]) -> int:
         rows = list(matrix.rows)
 
     begin = time.monotonic()
-    verdicts = prove(rows)
+    verdicts = prove(rows, first)
     seconds = time.monotonic() - begin
     n_exact = sum(verdict.passed for verdict in verdicts)
     print(f"{n_exact} of {len(rows)} layouts are exact, in {seconds / 60:.1f} minutes")
-    if n_exact == len(rows) and not (options.slice or options.context):
+    is_whole = not (options.slice or options.context or options.rows)
+    if n_exact == len(rows) and is_whole:
         report.write(ROOT, matrix, verdicts, seconds)
     return 0 if n_exact == len(rows) else 1
 
 
-def prove(rows: list[Row]) -> list[Verdict]:
-    """Prove all rows, and print a line for each."""
+def _range_of(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
+
+
+def prove(rows: list[Row], first: int = 1) -> list[Verdict]:
+    """Prove all rows, and print a line for each. ``first`` is the number of the first row."""
     verdicts = []
     with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-matrix-") as folder:
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(rows, first):
             begin = time.monotonic()
             verdict = verify_layout(
                 pool, Path(folder), str(RECIPE), sets(row), dtype="float64", steps=STEPS
