@@ -16,8 +16,9 @@ PRESETS = (
     "qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b"
 )
 MOE_PRESETS = (
-    "debug-moe, debug-small-moe, debug-moe-shared, mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b, "
-    "qwen3-235b-a22b, deepseek-v3-gqa, gshard-like-top2, switch-like-top1"
+    "debug-moe, debug-bench-moe, debug-small-moe, debug-moe-shared, mixtral-8x7b, "
+    "mixtral-8x22b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3-gqa, gshard-like-top2, "
+    "switch-like-top1"
 )
 TABLES = (
     "run, model, mesh, parallel, memory, precision, compile, data, optim, checkpoint, metrics, "

@@ -305,7 +305,7 @@ ARCHITECTURES = [
         TINY + '[data]\nseq_len = "x"\n',
         [
             "x.toml:4: 'data.seq_len' must be int, got \"x\"",
-            '--set model.architecture="": model.architecture = "" must be "llama", or '
+            '--set model.architecture="": model.architecture = "" must be "llama", "moe", or '
             '"package.module:NAME" of at most 200 characters',
         ],
         sets=('model.architecture=""',),
@@ -314,7 +314,7 @@ ARCHITECTURES = [
         "an architecture with a name that is too long",
         f'[model]\npreset = "debug-tiny"\narchitecture = "{"a" * 200}:A"\n',
         [
-            f'x.toml:3: model.architecture = "{"a" * 200}:A" must be "llama", or '
+            f'x.toml:3: model.architecture = "{"a" * 200}:A" must be "llama", "moe", or '
             '"package.module:NAME" of at most 200 characters',
         ],
     ),
