@@ -76,6 +76,7 @@ def compose(
         activation = activation.to(getattr(torch, precision.compute))
     set_loss_chunks(model, plan, memory.loss_chunks)
     ties = find_ties(model)
+    expert.form_groups(plan, mesh)
     shard_meshes = fsdp.meshes_of(mesh, plan, parallel, precision, memory)
     check_ties(ties, mesh, sharded=shard_meshes is not None)
     router_sizes = {

@@ -23,12 +23,22 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.spec.errors import PlanError
 
 
+def form_groups(plan: ShardingPlan, mesh: Mesh) -> None:
+    """Form the process groups that ``apply`` needs. Collective over all ranks.
+
+    A pipeline rank may have no block with experts. If it formed groups only for those that it has,
+    the other ranks would wait for it.
+    """
+    if plan.experts is not None:
+        _ = mesh.sparse, mesh.sequence_group
+
+
 def apply(stage: nn.Module, plan: ShardingPlan, mesh: Mesh, parallel: ParallelTable) -> None:
     """Put the experts of ``stage`` on the ranks of ep, in place, and let routers see whole
     sequences.
 
     ``stage`` is on the meta device. With ep > 1, the parameters of experts become DTensors,
-    ``Shard(0)`` over ep. Collective at the first use of the mesh's sparse view.
+    ``Shard(0)`` over ep. No collective after ``form_groups``.
 
     Raises:
         PlanError: ep > 1 and the plan names no experts; ep does not divide them; or tp > 1 without
