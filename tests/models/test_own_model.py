@@ -148,7 +148,7 @@ def loss_of(lines: str) -> list[float]:
         ),
         (
             ("their_models.other_name:ARCHITECTURE", "mamba"),
-            r"gpt\.toml:5: model\.architecture: there is no architecture \"mamba\"; use llama, or "
+            r"gpt\.toml:5: model\.architecture: there is no architecture \"mamba\"; use llama, moe, or "
             r"\"package\.module:NAME\" for one of your own",
         ),
         (
