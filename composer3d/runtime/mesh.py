@@ -137,6 +137,11 @@ class Mesh:
         ep, and sharded over efsdp. Collective at its first use: it forms groups.
         """
         sizes = self.sizes
+        ranks = sizes.dp_shard * sizes.cp * sizes.tp
+        if ranks % sizes.ep:
+            raise MeshError(
+                f"mesh.ep = {sizes.ep} must divide the {ranks} ranks of dp_shard x cp x tp"
+            )
         return init_device_mesh(
             self.device.type,
             (sizes.pp, sizes.dp_replicate, sizes.efsdp, sizes.ep),

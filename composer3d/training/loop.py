@@ -157,8 +157,8 @@ def expert_metrics(loads: Mapping[str, RouterLoad], tokens: int) -> dict[str, fl
 
         - ``expert_load``: the tokens of the busiest expert of a layer over the mean of its experts,
           1 at best, the mean over layers; ``expert_load/blocks.3`` for each layer.
-        - ``dropped_tokens``: always 0, because there is no capacity: what experts have computed is
-          counted, not assumed.
+        - ``dropped_tokens``: the choices that tokens should have, minus those that routers counted.
+          It is always 0, because there is no capacity.
         - ``router_entropy``: nats, the mean over tokens and layers; also for each layer.
         - ``balance_loss`` and ``z_loss``: what they add to the loss, summed over layers.
         - ``router_bias``: the largest bias minus the smallest, for each layer that has them.

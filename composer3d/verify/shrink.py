@@ -166,15 +166,18 @@ def _small_sizes(full: Recipe) -> dict[str, int]:
 def _with_ep(full: Recipe, small: MeshTable) -> MeshTable:
     """Give ``small`` the ep that relates to its other axes most as in ``full``.
 
-    dp_shard is doubled if that helps and fits.
+    dp_shard is doubled, and pp cut to 2, if that helps and fits.
     """
     if full.mesh.ep == 1:
         return small
     wanted = _ep_relations(full.mesh)
-    widened = replace(small, dp_shard=2 * small.dp_shard)
     meshes = [small]
-    if full.mesh.dp_shard >= widened.dp_shard and widened.world_size <= LIMIT:
-        meshes.append(widened)
+    if small.pp > 2 and full.parallel.schedule != "csv":
+        meshes.append(replace(small, pp=2))
+    for mesh in tuple(meshes):
+        widened = replace(mesh, dp_shard=2 * mesh.dp_shard)
+        if full.mesh.dp_shard >= widened.dp_shard and widened.world_size <= LIMIT:
+            meshes.append(widened)
     candidates = []
     for mesh in meshes:
         ranks = mesh.dp_shard * mesh.cp * mesh.tp
@@ -185,7 +188,7 @@ def _with_ep(full: Recipe, small: MeshTable) -> MeshTable:
     def likeness(mesh: MeshTable) -> int:
         return sum(a == b for a, b in zip(_ep_relations(mesh), wanted, strict=True))
 
-    # ``max`` takes the first of the best: the fewest processes, then the fewest ranks of ep.
+    # ``max`` takes the first of the best: few changes of the mesh, then few ranks of ep.
     return max(candidates, key=likeness, default=small)
 
 
@@ -193,6 +196,7 @@ def _ep_relations(mesh: MeshTable) -> tuple[bool, ...]:
     """Describe how ep relates to the other axes; a small mesh should keep all of this."""
     sequence_ranks = mesh.cp * mesh.tp
     return (
+        mesh.pp > 1 and mesh.efsdp > 1,
         mesh.tp > 1,
         mesh.efsdp > 1,
         mesh.ep > mesh.tp,
@@ -454,17 +458,18 @@ def _expert_sizes(full: Recipe, mesh: MeshTable) -> dict[str, Any]:
     several = model.experts > full.mesh.ep
     unit = math.lcm(groups, mesh.ep)
     experts = model.experts
-    if experts > 16 or experts % unit:
+    if experts > 16 or experts % unit or (experts > mesh.ep) != several:
         least = max(4, 2 * mesh.ep if several else mesh.ep, 2 * groups if several else groups)
         experts = -(-least // unit) * unit
 
-    shards = _expert_shards(full, mesh)
+    # A multiple of 4 elements, so that a float32 proof runs the kernel of training.
+    width = math.lcm(_expert_shards(full, mesh), 4)
     return {
         "experts": experts,
         "experts_per_token": per_token,
         "expert_groups": groups,
         "groups_per_token": chosen_groups,
-        "expert_ffn": shards * -(-10 // shards),
+        "expert_ffn": width * -(-10 // width),
         "shared_ffn": 10 * mesh.tp if model.shared_ffn else 0,
         "dense_layers": min(1, model.dense_layers),
         "moe_every": min(2, model.moe_every),

@@ -65,6 +65,23 @@ EXPERTS = [
         ],
     ),
     Wrong(
+        "a router that learns nothing",
+        MOE + "experts_per_token = 1\n",
+        [
+            "x.toml:4: model.renormalise = true (default) with model.experts_per_token = 1 makes "
+            "every weight 1, so that the loss teaches the router nothing; use model.renormalise = "
+            "false"
+        ],
+    ),
+    Wrong(
+        "a rate without a bias",
+        MOE + "bias_rate = 0.5\n",
+        [
+            "x.toml:4: model.bias_rate = 0.5 is not used with model.router_bias = false (default); "
+            "remove it, or use model.router_bias = true"
+        ],
+    ),
+    Wrong(
         "ep, ranks",
         MOE + "[mesh]\nep = 4\ndp_shard = 2\n",
         [

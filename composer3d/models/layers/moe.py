@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.ffn import FeedForward
 
-# Below the sum of any scores that float32 can tell from 0; DeepSeek-V3 divides so.
+# Added to a sum of scores before it divides, as DeepSeek-V3 does: all of them may be 0 in float32.
 _SMALLEST_SUM = 1e-20
 
 # grouped_mm reads rows in units of this many bytes.
@@ -127,7 +127,7 @@ class Router(nn.Module):
             scores_NE = probabilities_NE = logits_NE.softmax(-1)
         else:
             scores_NE = logits_NE.sigmoid()
-            probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+            probabilities_NE = scores_NE / (scores_NE.sum(-1, keepdim=True) + _SMALLEST_SUM)
 
         experts_NK = self._choose(scores_NE.detach())
         weights_NK = scores_NE.gather(1, experts_NK)
@@ -228,9 +228,10 @@ class Router(nn.Module):
                 sequence_BT = row_B1.expand(rows, tokens // rows)
                 lengths_S = torch.full((rows,), tokens // rows * self.sequence_ranks)
             else:
-                most = int(seq.documents_BT.max()) + 1  # on the CPU: no wait for the device
-                sequence_BT = self.own_documents(seq.documents_BT) + row_B1 * most
-                lengths_S = _count((seq.documents_BT + row_B1 * most).flatten(), rows * most)
+                documents_BT = seq.documents_BT.cpu()  # composed stages have them there already
+                most = int(documents_BT.max()) + 1
+                sequence_BT = self.own_documents(documents_BT) + row_B1 * most
+                lengths_S = _count((documents_BT + row_B1 * most).flatten(), rows * most)
             device = seq.positions_BT.device
             # A row with fewer documents than another has some without a token.
             lengths_S = lengths_S.clamp(min=1)

@@ -34,4 +34,10 @@ def sharding_plan(shape: MoeShape) -> ShardingPlan:
             init["blocks.*.router.bias"] = Constant(0.0)
         init["blocks.*.experts.w2"] = Normal(0.02 / (2 * shape.n_layers) ** 0.5)
         init["blocks.*.experts.w[13]"] = Normal(0.02)
-    return replace(plan, tensor=tensor, init={**init, **plan.init}, experts=experts)
+    return replace(
+        plan,
+        tensor=tensor,
+        init={**init, **plan.init},
+        experts=experts,
+        save=(*plan.save, "aten._grouped_mm.*"),  # the products of experts
+    )

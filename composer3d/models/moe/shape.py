@@ -52,7 +52,7 @@ class MoeShape(ModelShape):
     bias_rate: float = key(1e-3, "how far router_bias moves in a step", between(0, 1))
     balance_loss: float = key(
         0.0,
-        "coefficient of the balance loss of each sequence, which is 1 at best; 0: none",
+        "coefficient of the balance loss, summed over layers, which is 1 for equal shares; 0: none",
         between(0, 1_000),
     )
     z_loss: float = key(
@@ -84,13 +84,13 @@ _QWEN_3: dict[str, Any] = {
     "qk_norm": True,
     "norm_eps": 1e-6,
     "rope_theta": 1e6,
-    "balance_loss": 1e-3,
 }
 
 # From the config.json that is published with each model. ``ffn`` is the width of dense layers, and
-# that of experts where ``expert_ffn`` is absent. deepseek-v3-gqa has the sizes of DeepSeek-V3
-# (arXiv 2412.19437), but grouped-query attention of 128 heads in place of multi-head latent
-# attention, so it is no published model. The rows of GShard (arXiv 2006.16668) and Switch (arXiv
+# that of experts where ``expert_ffn`` is absent. transformers pools the layers in its balance loss:
+# router_aux_loss_coef x K / layers pulls on each layer as ``balance_loss`` does (docs/experts.md).
+# deepseek-v3-gqa has the sizes of DeepSeek-V3 (arXiv 2412.19437), but plain attention of 128 heads
+# in place of multi-head latent attention, so it is no published model. The rows of GShard (arXiv 2006.16668) and Switch (arXiv
 # 2101.03961) take the number of experts, their width and how many a token uses from those papers,
 # in the architecture of Llama: a decoder with a gated feed-forward.
 PRESETS: dict[str, MoeShape] = {
@@ -117,10 +117,16 @@ PRESETS: dict[str, MoeShape] = {
         expert_groups=4,
         groups_per_token=2,
     ),
-    "mixtral-8x7b": MoeShape(4096, 32, 32, 8, 14336, 32000, balance_loss=0.04, **_MIXTRAL),
-    "mixtral-8x22b": MoeShape(6144, 56, 48, 8, 16384, 32768, balance_loss=0.002, **_MIXTRAL),
-    "qwen3-30b-a3b": MoeShape(2048, 48, 32, 4, 6144, 151936, expert_ffn=768, **_QWEN_3),
-    "qwen3-235b-a22b": MoeShape(4096, 94, 64, 4, 12288, 151936, expert_ffn=1536, **_QWEN_3),
+    "mixtral-8x7b": MoeShape(4096, 32, 32, 8, 14336, 32000, balance_loss=0.02 * 2 / 32, **_MIXTRAL),
+    "mixtral-8x22b": MoeShape(
+        6144, 56, 48, 8, 16384, 32768, balance_loss=1e-3 * 2 / 56, **_MIXTRAL
+    ),
+    "qwen3-30b-a3b": MoeShape(
+        2048, 48, 32, 4, 6144, 151936, expert_ffn=768, balance_loss=1e-3 * 8 / 48, **_QWEN_3
+    ),
+    "qwen3-235b-a22b": MoeShape(
+        4096, 94, 64, 4, 12288, 151936, expert_ffn=1536, balance_loss=1e-3 * 8 / 94, **_QWEN_3
+    ),
     "deepseek-v3-gqa": MoeShape(
         7168,
         61,

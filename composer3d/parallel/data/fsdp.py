@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from composer3d.models.contract import ShardingPlan
+from composer3d.models.layers.moe import Router
 from composer3d.parallel.pipeline.ties import find_ties
 from composer3d.recipe.schema import MemoryTable, ParallelTable, PrecisionTable
 from composer3d.runtime.mesh import Mesh
@@ -83,8 +84,8 @@ def apply(
 
     FSDP gathers and reduces one unit at a time. Units are ``first``, every block, and ``last``. If
     ``first`` and ``last`` share a parameter, the stage itself is the unit of both. The experts of a
-    block are a part of its unit, with collectives of their own. Vectors that are not trained, the
-    biases of routers, belong to no unit: every rank holds them whole, in their own dtype.
+    block are a part of its unit, with collectives of their own. The biases of routers
+    belong to no unit: every rank holds them whole, in their own dtype.
 
     Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before
     their tp placement. It is ``Shard(1)`` if tp cuts the rows unevenly, and for experts, because a
@@ -126,15 +127,15 @@ def apply(
         for name, parameter in stage.named_parameters()
         if plan.holds_experts(name.rpartition(".")[0])
     }
-    whole = {
-        parameter
-        for parameter in stage.parameters()
-        if not parameter.requires_grad and parameter.ndim == 1
+    router_biases = {
+        module.bias
+        for module in stage.modules()
+        if isinstance(module, Router) and module.bias is not None
     }
     # The rows of each expert are sharded; the first dim is the expert.
     of_experts: Any = None
     if meshes.experts is not None:
-        # Meshes of the same ranks can have the same groups, and are one mesh to FSDP.
+        # FSDP tells meshes apart by their process groups, and takes one object for each.
         is_dense = meshes.experts.get_all_groups() == meshes.dense.get_all_groups()
         of_experts = Shard(1) if is_dense else shard_over(meshes.experts, 1)
 
@@ -152,7 +153,7 @@ def apply(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             shard_placement_fn=place,
-            ignored_params=whole,
+            ignored_params=router_biases,
         )
 
     # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is

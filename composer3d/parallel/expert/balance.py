@@ -17,7 +17,7 @@ class RouterLoad(NamedTuple):
     """What one router has seen in a step, over all ranks and micro-batches.
 
     Attributes:
-        tokens_E: float64: the number of tokens that each expert computed.
+        tokens_E: float64: the number of tokens that the router sent to each expert.
         per_token: the number of experts that each token should have.
         balance_loss, z_loss: what the router added to the job's loss: means over all tokens, times
             their coefficients.

@@ -70,6 +70,28 @@ def some_layer_has_experts(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule("model.renormalise", "model.experts_per_token")
+def routers_learn(recipe: Recipe) -> Iterator[str]:
+    """The only weight of a token, divided by itself, is 1 whatever the router computes."""
+    model: Any = recipe.model
+    if model.renormalise and model.experts_per_token == 1:
+        yield (
+            "<model.renormalise> with <model.experts_per_token> makes every weight 1, so that the "
+            "loss teaches the router nothing; use model.renormalise = false"
+        )
+
+
+@rule("model.bias_rate", "model.router_bias")
+def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[str]:
+    model: Any = recipe.model
+    default = type(model).__dataclass_fields__["bias_rate"].default
+    if model.bias_rate != default and not model.router_bias:
+        yield (
+            "<model.bias_rate> is not used with <model.router_bias>; remove it, or use "
+            "model.router_bias = true"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     heads_divide_dim,
     kv_heads_divide_heads,
@@ -77,5 +99,7 @@ RULES: tuple[Rule, ...] = (
     must_be_at_most("model.groups_per_token", "model.expert_groups"),
     tokens_find_experts,
     some_layer_has_experts,
+    routers_learn,
+    bias_rate_needs_a_bias,
     must_be_above("model.rope_high_freq", "model.rope_low_freq"),
 )
