@@ -148,14 +148,9 @@ def loss_of(lines: str) -> list[float]:
         ),
         (
             ("their_models.other_name:ARCHITECTURE", "mamba"),
-<<<<<<< HEAD
             r"gpt\.toml:5: model\.architecture: there is no architecture \"mamba\"; "
             r"use llama, moe, or "
             r"\"package\.module:NAME\" for one of your own",
-=======
-            r"gpt\.toml:5: model\.architecture: there is no architecture \"mamba\"; use llama, "
-            r"moe, or \"package\.module:NAME\" for one of your own",
->>>>>>> moedoc
         ),
         (
             ("max_positions = 512", "max_position = 512"),
