@@ -31,7 +31,8 @@ def shrink(full: Recipe) -> list[Recipe]:
       heads that together are narrower or wider than the residual stream, or as wide;
     - the model: a vocabulary that tp does not divide, tied embeddings, norms and biases;
     - experts: several on a rank or one; one expert of a token or several; groups; shared experts;
-      dense layers; whether ranks of ep are also ranks of tp or of data; whether ranks shard them;
+      dense layers, and stages of nothing else; whether ranks of ep are also ranks of tp or of
+      data; whether several ranks shard each expert;
     - the sequence: one token, or an odd number of tokens; packing;
     - the window: one token, at most one chunk of the sequence, or a window that reaches one chunk
       or several chunks back;
@@ -462,6 +463,12 @@ def _expert_sizes(full: Recipe, mesh: MeshTable) -> dict[str, Any]:
         least = max(4, 2 * mesh.ep if several else mesh.ep, 2 * groups if several else groups)
         experts = -(-least // unit) * unit
 
+    dense_layers = min(1, model.dense_layers)
+    layers_per_stage = full.model.n_layers // _count_stages(full, full.mesh.pp)
+    if mesh.pp > 1 and model.dense_layers >= layers_per_stage:
+        # A pipeline rank without experts. Small stages have one layer or two (``_layers``).
+        dense_layers = min(2, layers_per_stage)
+
     # A multiple of 4 elements, so that a float32 proof runs the kernel of training.
     width = math.lcm(_expert_shards(full, mesh), 4)
     return {
@@ -471,7 +478,7 @@ def _expert_sizes(full: Recipe, mesh: MeshTable) -> dict[str, Any]:
         "groups_per_token": chosen_groups,
         "expert_ffn": width * -(-10 // width),
         "shared_ffn": 10 * mesh.tp if model.shared_ffn else 0,
-        "dense_layers": min(1, model.dense_layers),
+        "dense_layers": dense_layers,
         "moe_every": min(2, model.moe_every),
     }
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -353,6 +354,9 @@ def run_composed(
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)
         stages = build_stages(recipe, mesh)
+        # Training forms a group here too, for its checkpoints. If ranks had formed different groups
+        # before, they would wait for each other.
+        dist.barrier(dist.new_group())
         for name, parameter in stages.named_parameters():
             _starve_first_expert(name, parameter, recipe.model.experts > 0)
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)

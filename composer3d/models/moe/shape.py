@@ -86,13 +86,14 @@ _QWEN_3: dict[str, Any] = {
     "rope_theta": 1e6,
 }
 
-# From the config.json that is published with each model. ``ffn`` is the width of dense layers, and
-# that of experts where ``expert_ffn`` is absent. transformers pools the layers in its balance loss:
-# router_aux_loss_coef x K / layers pulls on each layer as ``balance_loss`` does (docs/experts.md).
-# deepseek-v3-gqa has the sizes of DeepSeek-V3 (arXiv 2412.19437), but plain attention of 128 heads
-# in place of multi-head latent attention, so it is no published model. The rows of GShard (arXiv 2006.16668) and Switch (arXiv
-# 2101.03961) take the number of experts, their width and how many a token uses from those papers,
-# in the architecture of Llama: a decoder with a gated feed-forward.
+# From the config.json that is published with each model. ``ffn`` is the width of dense layers,
+# and that of experts where ``expert_ffn`` is absent. transformers pools the layers in its balance
+# loss: router_aux_loss_coef x K / layers pulls on each layer as ``balance_loss`` does
+# (docs/experts.md). deepseek-v3-gqa has the sizes of DeepSeek-V3 (arXiv 2412.19437), but plain
+# attention of 128 heads in place of multi-head latent attention, so it is no published model. The
+# rows of GShard (arXiv 2006.16668) and Switch (arXiv 2101.03961) take the number of experts,
+# their width and how many a token uses from those papers, in the architecture of Llama: a decoder
+# with a gated feed-forward.
 PRESETS: dict[str, MoeShape] = {
     # dim, n_layers, n_heads, n_kv_heads, ffn, vocab
     "debug-moe": MoeShape(64, 4, 4, 2, 96, 256, 1e4, experts=8, experts_per_token=2),
