@@ -24,6 +24,8 @@ from composer3d.spec.errors import RecipeError, UserError
 INTERRUPTED = 130
 NO_READER = 141
 
+_MOST_DIGITS = 18  # of a number on the command line
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -81,9 +83,11 @@ def _run(argv: Sequence[str]) -> int:
         status: int = module.run(**arguments)
         return status
     except UserError as error:
-        # The JSON of verify has its own format for errors.
-        if arguments.get("as_json") and command != "verify":
-            print(json.dumps({"ok": False, "errors": error.lines}))
+        if arguments.get("as_json"):
+            answer: dict[str, Any] = {"ok": False, "errors": error.lines}
+            if command == "verify":  # the keys of a verdict on a refused layout
+                answer = {"passed": False, "refused": True, "error": " | ".join(error.lines)}
+            print(json.dumps(answer))
         print(*error.lines, sep="\n", file=errors)
         return error.status
 
@@ -323,6 +327,10 @@ class _Version(argparse.Action):
 
 
 def _positive(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of at most {_MOST_DIGITS} digits, got {len(text):,} characters"
+        )
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)

@@ -18,7 +18,9 @@ import torch
 
 import composer3d
 from composer3d import cli
-from composer3d.recipe.values import FIELDS
+from composer3d.recipe.schema import model_table
+from composer3d.recipe.values import FIELDS as OUR_FIELDS
+from composer3d.recipe.values import entries_of
 from composer3d.runtime.launch import Pool
 from tools.bench import commands as bench
 from tools.prove.__main__ import PROOFS
@@ -31,6 +33,8 @@ PAGES = [
     ROOT / "tools" / "bench" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+# The keys of all architectures of composer3d.
+FIELDS = {**entries_of({"model": model_table("moe")}), **OUR_FIELDS}
 CHANGELOG = ROOT / "CHANGELOG.md"  # it names files that are gone, so only its links are checked
 
 

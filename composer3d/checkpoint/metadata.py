@@ -25,7 +25,6 @@ from torch.distributed.checkpoint import Metadata, StorageReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -80,7 +79,8 @@ def read_metadata(folder: Path) -> Metadata:
 
     The file is untrusted: it is parsed as data, and checked. The parts of a tensor must cover each
     of its elements exactly once. Each part must have enough bytes in a plain file of ``folder``,
-    and must not share them with another part.
+    and must not share them with another part. The ``storage_data`` of the result has the keys of
+    ``_part_key``.
 
     Raises CheckpointError if the metadata is wrong or cannot be read.
     """
@@ -91,12 +91,13 @@ def read_metadata(folder: Path) -> Metadata:
         _require_room(raw_entries.values(), len(raw_storage))
 
         entries = {_check_name(name): _build_entry(name, raw) for name, raw in raw_entries.items()}
-        storage: dict[Any, StorageInfo] = {}
+        storage: dict[str, StorageInfo] = {}
         for raw_index, raw_info in raw_storage.items():
-            index = _build_index(raw_index)
-            if index in storage:
-                raise PickleError(f"it stores a part of {_shown(index.fqn)} twice")
-            storage[index] = _build_storage_info(index.fqn, raw_info)
+            name, offsets = _read_index(raw_index)
+            key = _part_key(name, offsets)
+            if key in storage:
+                raise PickleError(f"it stores a part of {_shown(name)} twice")
+            storage[key] = _build_storage_info(name, raw_info)
 
         _check_parts(entries, storage)
         _check_files(folder, storage.values())
@@ -256,11 +257,21 @@ def _build_properties(name: str, record: Any) -> TensorProperties:
     return TensorProperties(DTYPES[dtype.path.removeprefix("torch.")])
 
 
-def _build_index(key: Any) -> MetadataIndex:
+def _read_index(key: Any) -> tuple[str, Sizes | None]:
+    """Return the name of a tensor and the offsets of its part; None for an object."""
     state = _state_of(key, f"{_MODULE}.MetadataIndex")
     name = _check_name(state.get("fqn"))
     offset = state.get("offset")
-    return MetadataIndex(name, None if offset is None else sizes_of(offset))
+    return name, None if offset is None else sizes_of(offset)
+
+
+def _part_key(name: str, offsets: Sizes | None) -> str:
+    """Return the key of a part in a dict.
+
+    It is a text, because Python hashes texts with a secret of the process. A file could be made
+    with offsets that all have the same hash, and torch's ``MetadataIndex`` hashes the offsets.
+    """
+    return f"{name}:{None if offsets is None else tuple(offsets)}"
 
 
 def _build_storage_info(name: str, value: Any) -> StorageInfo:
@@ -305,15 +316,16 @@ def fills(shape: Sizes, boxes: Iterable[tuple[Sizes, Sizes]]) -> bool:
         shape: the sizes of the whole tensor.
         boxes: the offsets and the sizes of each box.
     """
-    # For each dim, the random number of each coordinate.
-    random_coordinates: list[defaultdict[int, int]] = [
+    # For each dim, the random number of each coordinate. The keys are texts for the same reason as
+    # in ``_part_key``.
+    random_coordinates: list[defaultdict[str, int]] = [
         defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape
     ]
 
     def volume(offsets: Sizes, sizes: Sizes) -> int:
         product = 1
         for coordinates, begin, size in zip(random_coordinates, offsets, sizes, strict=True):
-            product = product * (coordinates[begin + size] - coordinates[begin]) % _PRIME
+            product = product * (coordinates[str(begin + size)] - coordinates[str(begin)]) % _PRIME
         return product
 
     total = 0
@@ -330,31 +342,32 @@ def fills(shape: Sizes, boxes: Iterable[tuple[Sizes, Sizes]]) -> bool:
 
 def _check_parts(
     entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata],
-    storage: Mapping[Any, StorageInfo],
+    storage: Mapping[str, StorageInfo],
 ) -> None:
     """Require that each part of a tensor is stored in enough bytes, and that no other is stored."""
-    expected: set[MetadataIndex] = set()
+    expected: set[str] = set()
     for name, entry in entries.items():
         if isinstance(entry, BytesStorageMetadata):
-            expected.add(MetadataIndex(name))
+            expected.add(_part_key(name, None))
             continue
         for chunk in entry.chunks:
-            index = MetadataIndex(name, chunk.offsets)
+            key = _part_key(name, chunk.offsets)
             at = tuple(chunk.offsets)
-            if index in expected:
+            if key in expected:
                 raise PickleError(f"two parts of {_shown(name)} begin at {at}")
-            expected.add(index)
-            if index not in storage:
+            expected.add(key)
+            if key not in storage:
                 raise PickleError(f"the part of {_shown(name)} at {at} is stored nowhere")
             size = prod(chunk.sizes) * entry.properties.dtype.itemsize
-            length = storage[index].length
+            length = storage[key].length
             if length < size:
                 raise PickleError(
                     f"the part of {_shown(name)} at {at} has {length:,} bytes of {size:,}"
                 )
-    for index in storage:
-        if index not in expected:
-            raise PickleError(f"it stores a part of {_shown(index.fqn)} that no tensor has")
+    for key in storage:
+        if key not in expected:
+            name = key.rpartition(":")[0]
+            raise PickleError(f"it stores a part of {_shown(name)} that no tensor has")
 
 
 def _check_files(folder: Path, storage: Iterable[StorageInfo]) -> None:
@@ -424,7 +437,7 @@ def read_whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
     assert isinstance(entry, TensorStorageMetadata)
     whole: Tensor | None = None
     for chunk in entry.chunks:
-        info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        info = metadata.storage_data[_part_key(name, chunk.offsets)]
         with open_part(folder, info) as file:
             part = read_part(file, info, entry, chunk.sizes)
         if part.shape == entry.size:
@@ -459,8 +472,8 @@ class CheckedReader(StorageReader):
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
         self._metadata = metadata
-        # For each tensor by name, the sizes of its parts by their offsets.
-        self._part_sizes: dict[str, dict[torch.Size, torch.Size]] = {}
+        # For each tensor by name, the sizes of its parts by their keys.
+        self._part_sizes: dict[str, dict[str, torch.Size]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -487,7 +500,11 @@ class CheckedReader(StorageReader):
 
         Raises CheckpointError if a part is wrong, and OSError if a file cannot be opened.
         """
-        items = [(self._metadata.storage_data[item.storage_index], item) for item in plan.items]
+        indices = [item.storage_index for item in plan.items]
+        stored = [
+            self._metadata.storage_data[_part_key(index.fqn, index.offset)] for index in indices
+        ]
+        items = list(zip(stored, plan.items, strict=True))
         items.sort(key=lambda pair: (pair[0].relative_path, pair[0].offset))
         open_path = ""
         with ExitStack() as stack:
@@ -510,9 +527,11 @@ class CheckedReader(StorageReader):
             raise _refused_object(name)
         with reading(f"{self._folder / info.relative_path}: {name!r:.200}"):
             if name not in self._part_sizes:
-                self._part_sizes[name] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
-            offsets = torch.Size(item.storage_index.offset or ())
-            part = read_part(file, info, entry, self._part_sizes[name][offsets])
+                self._part_sizes[name] = {
+                    _part_key(name, chunk.offsets): chunk.sizes for chunk in entry.chunks
+                }
+            key = _part_key(name, item.storage_index.offset)
+            part = read_part(file, info, entry, self._part_sizes[name][key])
             target = planner.resolve_tensor(item).detach()
             target.copy_(part[_slices(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)

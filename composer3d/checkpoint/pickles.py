@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from composer3d.spec.errors import CheckpointError
+from composer3d.spec.errors import CheckpointError, UserError
 from composer3d.spec.files import MIB, RefusedFileError
 
 # The largest pickle in a torch file, in bytes. A tensor takes about 200 of them.
@@ -34,6 +34,10 @@ _MAX_STACK = 10_000
 # instruction has 1. The average is checked after every _INSTRUCTIONS_PER_CHECK instructions.
 _MIN_BYTES_PER_INSTRUCTION = 1.2
 _INSTRUCTIONS_PER_CHECK = 1 << 16
+
+# A new integer key of a dict may exceed the number of its items by this much. The optimizers of
+# torch number parameters from 0, and leave out those without state.
+_MAX_KEY_GAP = 1000
 
 _ENDS_EARLY = "it is cut off: it names more bytes than it has"
 
@@ -128,7 +132,9 @@ class _Machine:
         self._text_bytes = 0  # of all texts so far
         self._stack: list[Any] = []  # values since the last mark
         self._marked: list[list[Any]] = []  # for each mark, the stack below it
-        self._memo: dict[int, Any] = {}
+        # Writers number the values that they refer to again from 0, without gaps. In a dict, the
+        # numbers of an attacker could have the same hash, and each lookup would try them all.
+        self._memo: list[Any] = []
 
     def run(self) -> Any:
         content, handlers, stop = self._content, _HANDLERS, pickle.STOP[0]
@@ -145,8 +151,6 @@ class _Machine:
                 self._refuse_flood(n_done)
         except (IndexError, struct.error):
             raise PickleError("it is cut off, or not the pickle of a checkpoint") from None
-        except KeyError:
-            raise PickleError("it refers to a value that it has not made") from None
 
     def _refuse_flood(self, n_done: int) -> None:
         """Refuse a pickle that repeats instructions to take time or memory."""
@@ -199,19 +203,29 @@ class _Machine:
         self._stack = []
 
     def _memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+        self._memo.append(self._stack[-1])
 
     def _put_uint8(self) -> None:
-        self._memo[self._read_byte()] = self._stack[-1]
+        self._put(self._read_byte())
 
     def _put_uint32(self) -> None:
-        self._memo[self._read_uint32()] = self._stack[-1]
+        self._put(self._read_uint32())
+
+    def _put(self, index: int) -> None:
+        if index > len(self._memo):
+            raise PickleError("it numbers its values with gaps, as no writer of checkpoints does")
+        self._memo[index : index + 1] = (self._stack[-1],)
 
     def _get_uint8(self) -> None:
-        self._stack.append(self._memo[self._read_byte()])
+        self._get(self._read_byte())
 
     def _get_uint32(self) -> None:
-        self._stack.append(self._memo[self._read_uint32()])
+        self._get(self._read_uint32())
+
+    def _get(self, index: int) -> None:
+        if index >= len(self._memo):
+            raise PickleError("it refers to a value that it has not made")
+        self._stack.append(self._memo[index])
 
     # Instructions that push plain values.
 
@@ -314,7 +328,9 @@ class _Machine:
         """Put alternating keys and values into the dict, or the record, on top of the stack.
 
         A tuple is refused as a key: hashing a nested one could take endless time, or overflow the C
-        stack.
+        stack. Integer keys must be nearly consecutive: keys with the same hash would take time that
+        is quadratic in their number. Python hashes a text with a secret of the process, so nobody
+        can choose texts with the same hash.
         """
         target = self._stack[-1]
         if type(target) is Record:
@@ -331,7 +347,13 @@ class _Machine:
             raise PickleError(
                 "it sets items of something that is not a dict, or under keys of a wrong type"
             )
-        target.update(zip(keys, values, strict=True))
+        if int not in key_types:
+            target.update(zip(keys, values, strict=True))
+            return
+        for key, value in zip(keys, values, strict=True):
+            if type(key) is int and not 0 <= key <= len(target) + _MAX_KEY_GAP:
+                raise PickleError("it has a dict whose keys are integers, but not consecutive ones")
+            target[key] = value
 
     # Instructions that name classes and functions, and call them. Here they only make records.
 
@@ -430,7 +452,8 @@ def _decode(encoded: bytes) -> str:
 def reading(place: object, way_out: str = "") -> Iterator[None]:
     """Turn every error within the block into a CheckpointError that names ``place``.
 
-    A damaged file can raise errors of any kind. A CheckpointError passes unchanged.
+    A damaged file can raise errors of any kind. A UserError passes unchanged: it already says what
+    is wrong, and it is not always damage. A checkpoint of a later composer3d is whole.
 
     Args:
         place: the file, or the part of it that is read.
@@ -438,7 +461,7 @@ def reading(place: object, way_out: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
+    except UserError:
         raise
     except Exception as error:
         raise CheckpointError(f"{place} cannot be read: {explain(error)}{way_out}") from None

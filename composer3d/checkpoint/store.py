@@ -74,6 +74,7 @@ class Store:
             Only those of rank 0 are written.
         guard: called on rank 0 before the folder is changed. It raises TrainingError if the folder
             belongs to another job now.
+        way_to_go_on: what continues the run from its newest checkpoint, for the error of a save.
         loaded: the checkpoint that was loaded last, or None.
     """
 
@@ -83,6 +84,7 @@ class Store:
         self.folder = folder
         self.assets: Mapping[str, bytes] = {}
         self.guard: Callable[[], None] | None = None
+        self.way_to_go_on = "the same command goes on"
         self.loaded: Path | None = None
         self._keep = keep
         self._background = background
@@ -261,7 +263,7 @@ class Store:
         if kept is None:
             lines.append(f"there is no checkpoint in {self.folder}: the same command starts anew")
         else:
-            lines.append(f"the newest checkpoint is {kept}: the same command goes on from it")
+            lines.append(f"the newest checkpoint is {kept}: {self.way_to_go_on} from it")
         return lines
 
     def _on_rank_0(self, function: Callable[[], None]) -> None:

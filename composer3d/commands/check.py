@@ -22,7 +22,7 @@ def run(
         sets: overrides, each ``table.key=value``.
         gpus: the number of processes that the mesh must fill. If it is None, this machine must have
             the device that the recipe asks for.
-        schema: whether to print every key that a recipe may have, as text, and nothing else.
+        schema: whether to print every key that a recipe may have, and nothing else.
         as_json: whether to print one JSON object instead of text.
 
     Returns:
@@ -32,7 +32,8 @@ def run(
         UserError: the recipe or this machine cannot be used.
     """
     if schema:
-        print(schema_text(), end="")
+        text = schema_text()
+        print(json.dumps({"ok": True, "schema": text}) + "\n" if as_json else text, end="")
         return 0
     if recipe is None:
         raise UserError(

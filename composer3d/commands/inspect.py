@@ -20,6 +20,7 @@ def run(path: str, *, tensors: bool, as_json: bool) -> int:
 
     Raises:
         CheckpointError: there is no checkpoint at all.
+        UserError: a later version of composer3d wrote the checkpoint.
     """
     report = inspect(Path(path))
     status = 0 if report["whole"] else 1

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.changes import changes
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
@@ -200,7 +201,7 @@ def resume_advice(recipe: Recipe) -> str:
     checkpoints = [path for path in whole if _STEP_FOLDER.fullmatch(path.name)]
     if not checkpoints:
         return f"there is no checkpoint in {folder}: the same command starts anew"
-    return f"the newest checkpoint is {max(checkpoints)}: the same command goes on from it"
+    return f"the newest checkpoint is {max(checkpoints)}: {way_to_go_on(recipe)} from it"
 
 
 def train_rank(recipe: str, sets: Sequence[str]) -> int:

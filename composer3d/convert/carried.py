@@ -13,6 +13,7 @@ Weights may be links to plain files, because only the tensors of the model are r
 
 import re
 import stat
+from os.path import realpath
 from pathlib import Path
 
 from composer3d.spec.files import MIB, FileTooLargeError, read_plain
@@ -108,7 +109,8 @@ def _find_hub_file(folder: Path, link: Path) -> Path | None:
     store of the same repository, or in the store that all repositories of a cache may share. In
     the shared store, its name must be a digest.
     """
-    snapshot, target = folder.resolve(), link.resolve()
+    # ``Path.resolve`` would raise RuntimeError for a cycle of links under Python 3.11 and 3.12.
+    snapshot, target = Path(realpath(folder)), Path(realpath(link))
     repository = snapshot.parent.parent
     if snapshot.parent.name != "snapshots" or not repository.name.startswith("models--"):
         return None

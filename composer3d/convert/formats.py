@@ -215,7 +215,10 @@ class Source:
         self.notes += refusals
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
-        """Return the result of ``function``. If it fails, add a problem and return None."""
+        """Return the result of ``function``. If it fails, add a problem and return None.
+
+        A UserError that is not a CheckpointError passes: the checkpoint has no problem then.
+        """
         try:
             with reading(f"{self.path} as {self.format}"):
                 return function(*arguments)
@@ -321,6 +324,7 @@ def open_source(path: Path) -> Source:
     Raises:
         CheckpointError: the checkpoint is missing, incomplete or damaged, or composer3d does not
             support its model. The first eight problems are shown, and the others are counted.
+        UserError: a later version of composer3d wrote the checkpoint.
     """
     source = inspect_source(path)
     if source.problems:
@@ -341,6 +345,8 @@ def inspect_source(path: Path) -> Source:
 
     Raises:
         CheckpointError: there is no checkpoint at ``path``, or no checkpoint of the run is whole.
+        UserError: a later version of composer3d wrote the checkpoint. It is not damaged, so no
+            older checkpoint of the run is used in its place.
     """
     require_valid_path(path)
     try:

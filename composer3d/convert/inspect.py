@@ -41,6 +41,7 @@ def inspect(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: there is no checkpoint at ``path``, or no checkpoint of the run is whole.
+        UserError: a later version of composer3d wrote the checkpoint.
     """
     source = inspect_source(path)
     # Either attribute is missing if a problem prevented it from being read.

@@ -250,9 +250,7 @@ def _write_torch(path: Path, source: Source, specs: Specs, stream: Stream) -> li
 
     offsets = _save_hollow(path, tree)
     order = [name for name in offsets if name != DIGESTS]
-    # A round trip through JSON replaces tuples by lists.
-    facts_as_read = json.loads(json.dumps(facts))
-    digest_of_facts = facts_digest(facts_as_read, texts, {name: specs[name] for name in order})
+    digest_of_facts = facts_digest(facts, texts, {name: specs[name] for name in order})
 
     digests: dict[str, str] = {}
 

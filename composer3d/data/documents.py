@@ -41,7 +41,7 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
 
     Args:
         path: a folder. If it is not a folder, it is the only file returned.
-        suffix: only files whose names end with it are returned.
+        suffix: only files whose names end with it are returned, in capitals or not.
         skip: names of folders that are skipped.
 
     Raises:
@@ -68,7 +68,7 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
             if entry.is_dir(follow_symlinks=False):
                 if entry.name not in skip:
                     pending.append(entry.path)
-            elif entry.name.endswith(suffix) and os.path.isfile(entry.path):
+            elif entry.name.lower().endswith(suffix) and os.path.isfile(entry.path):
                 files.append(Path(entry.path))
     return sorted(files, key=Path.as_posix)
 

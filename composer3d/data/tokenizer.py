@@ -188,11 +188,13 @@ class _FileTokenizer(Tokenizer):
             number = int(np.searchsorted(stops, wrong_places[0], side="right"))
             if token == self.end:
                 problem = f"{self._end_name}, which would end a document there"
+                way_out = "name another token with --eod"
             else:
-                problem = f"{token}, which is beyond its own vocabulary"
+                problem = f"{token}, which is beyond the vocabulary of {self.name}"
+                way_out = "give a tokenizer without this fault"
             raise DataError(
                 f"{documents[number].place}: its tokens hold {problem}; "
-                "name another token with --eod, or remove the document"
+                f"{way_out}, or remove the document"
             )
 
         # A text without any token would be lost. Only a blank one may be.

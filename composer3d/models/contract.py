@@ -207,7 +207,8 @@ class ShardingPlan:
         Raises:
             PlanError: the plan does not fit. The error has a line for each glob without a match,
                 each parameter without a glob, each style that does not fit its module, a missing
-                ``kv_heads``, and each module that ``attend`` should match or should not match.
+                ``kv_heads``, and each module that ``attend`` or ``experts`` should match or should
+                not match.
         """
         modules = [name for name, _ in model.named_modules()]
         parameters = [name for name, _ in model.named_parameters()]
@@ -225,9 +226,14 @@ class ShardingPlan:
 
         for name in parameters:
             module_name = name.rpartition(".")[0]
-            is_cut = self.style_of(module_name) not in (None, "gather")
-            if not is_cut and not self.holds_experts(module_name):
+            style = self.style_of(module_name)
+            if style is None and not self.holds_experts(module_name):
                 lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
+            elif style == "gather":
+                lines.append(
+                    f'parameter {name!r} belongs to a module of style "gather", which can have '
+                    "none: give the module another style, or move the parameter into a submodule"
+                )
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")
 
@@ -261,10 +267,13 @@ class ShardingPlan:
                 lines.append(
                     f"{name!r} has the seam `attend`; the plan's attend glob must match it"
                 )
-            if self.holds_experts(name) != hasattr(module, "exchange"):
+            if self.holds_experts(name) and not hasattr(module, "exchange"):
                 lines.append(
-                    f"{name!r}: the plan's experts glob must match the modules with the seam "
-                    "`exchange`, and no others"
+                    f"the plan's experts glob matches {name!r}, which has no seam `exchange`"
+                )
+            if not self.holds_experts(name) and hasattr(module, "exchange"):
+                lines.append(
+                    f"{name!r} has the seam `exchange`; the plan's experts glob must match it"
                 )
         if lines:
             raise PlanError(lines)

@@ -18,7 +18,9 @@ from composer3d.spec.errors import ModelError
 Reference = Any
 
 DEFAULT = "llama"
-_OURS = {
+
+# composer3d's own, by name.
+OURS: Mapping[str, str] = {
     "llama": "composer3d.models.llama.architecture:ARCHITECTURE",
     "moe": "composer3d.models.moe.architecture:ARCHITECTURE",
 }
@@ -69,9 +71,9 @@ def architecture(name: str) -> Architecture:
         ModelError: there is no such architecture, it cannot be imported, or it is not an
             ``Architecture`` with a shape derived from ``DecoderShape``.
     """
-    reference = _OURS.get(name, name)
+    reference = OURS.get(name, name)
     if ":" not in reference:
-        known = ", ".join(_OURS)
+        known = ", ".join(OURS)
         raise ModelError(
             f'there is no architecture "{name}"; use {known}, or "package.module:NAME" for one of '
             "your own"
@@ -98,14 +100,14 @@ def architecture(name: str) -> Architecture:
 
 def is_ours(name: object) -> bool:
     """Return whether ``name``, which an untrusted file may have given, is one of ours."""
-    return isinstance(name, str) and name in _OURS
+    return isinstance(name, str) and name in OURS
 
 
 def huggingface_model_types() -> dict[str, str]:
     """Map each ``model_type`` of a config.json that we support to our architecture for it."""
     return {
         model_type: name
-        for name in _OURS
+        for name in OURS
         for model_type in resolve(architecture(name).huggingface).MODEL_TYPES
     }
 
@@ -121,7 +123,8 @@ def resolve(reference: Reference) -> Any:
     module, colon, name = reference.partition(":")
     if not colon:
         return import_module(module)
+    imported = import_module(module)  # an AttributeError in the module's own code passes
     try:
-        return getattr(import_module(module), name)
+        return getattr(imported, name)
     except AttributeError:
         raise ModelError(f'module "{module}" has no "{name}"') from None

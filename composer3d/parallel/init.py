@@ -63,6 +63,8 @@ def fill_normal(
     """
     if local.numel() == 0:
         return
+    if not shape:  # a scalar: fill it as a row of one element
+        local, shape, offset = local.view(1), (1,), (0,)
     strides = torch.tensor([1, *reversed(shape[1:])]).cumprod(0).flip(0).tolist()
     # The flat index, in the whole tensor, of column 0 of each local row. Indices are consecutive
     # along a row.

@@ -41,13 +41,15 @@ def folder_problem(recipe: Recipe) -> str | None:
         except OSError as error:
             return f"{path} {error.strerror}"
 
-    existing = next(
-        path for path in (checkpoints, folder, *folder.parents) if os.path.lexists(path)
-    )
-    if not existing.is_dir():
-        return f"{existing} is not a folder, so that {folder} cannot be made"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{existing} cannot be written by this user"
+    # Training writes into both folders, or makes them in the nearest parent that exists.
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    for existing in (nearest, checkpoints):
+        if not os.path.lexists(existing):
+            continue
+        if not existing.is_dir():
+            return f"{existing} is not a folder, so that {folder} cannot be made"
+        if not os.access(existing, os.W_OK | os.X_OK):
+            return f"{existing} cannot be written by this user"
 
     owner = owner_of(folder)
     if owner is not None:
@@ -141,7 +143,8 @@ def _document_sizes(source: str, path: str | None, field: str) -> Iterator[int]:
 def _file_names(root: str, suffix: str, *, skip: Set[str] = frozenset()) -> Iterator[str]:
     """Yield the file ``root``, or all files below the folder ``root`` that end with ``suffix``.
 
-    Like training, this skips hidden files and folders, links to folders, and folders in ``skip``.
+    The suffix may be in capitals. Like training, this skips hidden files and folders, links to
+    folders, and folders in ``skip``.
     """
     if not os.path.isdir(root):
         yield root
@@ -151,5 +154,5 @@ def _file_names(root: str, suffix: str, *, skip: Set[str] = frozenset()) -> Iter
             name for name in subfolders if not name.startswith(".") and name not in skip
         ]
         for name in names:
-            if name.endswith(suffix) and not name.startswith("."):
+            if name.lower().endswith(suffix) and not name.startswith("."):
                 yield os.path.join(folder, name)

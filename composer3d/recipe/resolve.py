@@ -16,7 +16,7 @@ from composer3d.models.llama.shape import PRESETS
 from composer3d.recipe.draft import Draft
 from composer3d.recipe.machine import count_bytes
 from composer3d.recipe.rules import PATHS, Violation, violations
-from composer3d.recipe.schema import AXES, MODEL_KEYS, PATH, MeshTable, Model, Recipe
+from composer3d.recipe.schema import ARCHITECTURE, AXES, MODEL_KEYS, PATH, MeshTable, Model, Recipe
 from composer3d.recipe.values import as_toml, mention, nearest_multiples, value_of
 from composer3d.spec.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.spec.schedules import check_csv, read_csv
@@ -121,7 +121,9 @@ def _resolve_shape(draft: Draft) -> Model:
     values = draft.values["model"]
     table = draft.tables["model"]
     shape_fields = [entry for entry in fields(table) if entry.name not in MODEL_KEYS]
-    architecture = registry.architecture(values.get("architecture", registry.DEFAULT))
+    # ``violations`` reports a name outside of its range, and the table has the default's fields.
+    name = values.get("architecture", registry.DEFAULT)
+    architecture = registry.architecture(name if ARCHITECTURE.accepts(name) else registry.DEFAULT)
     preset, folder = values.get("preset"), values.get("hf")
 
     # ``row`` is the shape that completes the recipe's fields. ``row_key`` is the key that chose it.
@@ -188,7 +190,10 @@ def _resolve_mesh(draft: Draft, mesh: MeshTable, world_size: int | None) -> Mesh
         return replace(mesh, dp_shard=world_size // needed)
 
     if is_open or needed != world_size:
-        sizes = " x ".join(f"{axis} {size}" for axis, size in asdict(mesh).items() if size != -1)
+        # ep groups ranks of other axes: it is no factor of the product.
+        sizes = " x ".join(
+            f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != -1
+        )
         possible = nearest_multiples(world_size, needed) if is_open else needed
         draft.blame(
             "mesh.dp_shard",
@@ -221,7 +226,7 @@ def _check_data(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
         if problem is not None:
             draft.blame(key, f"{mention(recipe, key)} {problem}")
         elif has_path or (source == "python" and key == "data.path"):
-            _check_length(key, path, draft, recipe)
+            _check_length(key, path, draft, recipe, wrong_keys)
 
 
 def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
@@ -255,7 +260,9 @@ def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> Non
         )
 
 
-def _check_length(key: str, path: str | None, draft: Draft, recipe: Recipe) -> None:
+def _check_length(
+    key: str, path: str | None, draft: Draft, recipe: Recipe, wrong_keys: set[str]
+) -> None:
     """Check that the data that ``key`` names has enough tokens for one sample.
 
     Nothing is reported if the tokens cannot be counted: training reports the reason.
@@ -263,7 +270,7 @@ def _check_length(key: str, path: str | None, draft: Draft, recipe: Recipe) -> N
     data = recipe.data
     is_read = key == "data.path" or recipe.validation.every > 0
     needed_keys = ("data.seq_len", "data.source", "data.field")
-    if not is_read or not draft.invalid_keys.isdisjoint(needed_keys):
+    if not is_read or not wrong_keys.isdisjoint(needed_keys):
         return
 
     count: int | None

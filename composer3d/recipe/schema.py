@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 from composer3d.models import registry
-from composer3d.models.llama.shape import PRESETS, ModelShape
+from composer3d.models.llama.shape import ModelShape
 from composer3d.spec.ranges import MOST_LAYERS, MOST_TOKENS, Range, above, between, key
 from composer3d.spec.schedules import SCHEDULES
 
@@ -59,13 +59,22 @@ BETAS = Range(
     lambda value: all(0 <= beta < 1 for beta in value),
     "must both be at least 0 and below 1",
 )
-PRESET = Range(
-    lambda value: value in PRESETS,
-    f"is unknown; the presets are {', '.join(PRESETS)}",
-)
+
+
+def _preset_range(architecture: str) -> Range:
+    """Allow the presets of an architecture; the message also lists those of our other ones."""
+    presets = registry.architecture(architecture).presets
+    text = f"is unknown; the presets are {', '.join(presets) or 'none'}"
+    for other in registry.OURS:
+        if other != architecture:
+            names = ", ".join(registry.architecture(other).presets)
+            text += f'; with model.architecture = "{other}" they are {names}'
+    return Range(lambda value: value in presets, text)
+
+
 ARCHITECTURE = Range(
     lambda value: 0 < len(value) <= 200 and _is_printable_text(value),
-    'must be "llama", or "package.module:NAME" of at most 200 characters',
+    'must be "llama", "moe", or "package.module:NAME" of at most 200 characters',
 )
 FOLDER_NAME = Range(
     _names_a_folder,
@@ -107,14 +116,15 @@ class Model(ModelShape):
 
     architecture: str = key(
         registry.DEFAULT,
-        'llama, or "package.module:NAME" of your own; the other keys are the fields of its shape',
+        'llama, moe, or "package.module:NAME" of your own; the other keys are the fields of its '
+        "shape",
         ARCHITECTURE,
     )
     preset: str | None = key(
         None,
         "published model that gives the shape; other keys override its fields; an unknown name "
         "lists all presets",
-        PRESET,
+        _preset_range(registry.DEFAULT),
     )
     hf: str | None = key(
         None,
@@ -420,16 +430,12 @@ def _make_model(values: Mapping[str, Any]) -> Any:
 @cache
 def _model_table(architecture: str) -> type:
     chosen = registry.architecture(architecture)
-    presets = ", ".join(chosen.presets) or "none"
-    preset_range = Range(
-        lambda value: value in chosen.presets, f"is unknown; the presets are {presets}"
-    )
     entries = []
     for entry in fields(Model):
         if entry.name in MODEL_KEYS:
             metadata = dict(entry.metadata)
             if entry.name == "preset":
-                metadata["range"] = preset_range
+                metadata["range"] = _preset_range(architecture)
             entries.append(
                 (entry.name, entry.type, field(default=entry.default, metadata=metadata))
             )

@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, fields
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from composer3d.models.registry import OURS, architecture
 from composer3d.recipe.schema import TABLES, Model, Recipe
 
 _SHORT = 300  # characters of a value in a message
@@ -77,7 +78,10 @@ def _coerce_to_tuple(elements: list[Any], value_type: Any) -> tuple[Any, ...]:
 
 def type_of(key: str, entries: Entries = FIELDS) -> Any:
     """Return the type of a key's value: ``X`` if the annotation is ``X | None``."""
-    value_type: Any = entries[key].type
+    return _without_none(entries[key].type)
+
+
+def _without_none(value_type: Any) -> Any:
     return get_args(value_type)[0] if get_origin(value_type) in (UnionType, Union) else value_type
 
 
@@ -182,12 +186,30 @@ def one_line(text: str) -> str:
 
 
 def schema_text() -> str:
-    """Return the vocabulary of a recipe: every key with its default, type and meaning."""
+    """Return the vocabulary of a recipe: every key with its default, type and meaning.
+
+    The table [model] has the keys of the default architecture. The keys that another architecture
+    of composer3d adds to them follow in a part of their own.
+    """
     lines = [f"{'base':<54} recipe to inherit from; its path is relative to this file"]
     for table, cls in TABLES.items():
-        lines += ["", f"[{table}]"]
-        for entry in fields(cls):
-            default = "" if entry.default in (None, MISSING) else f" = {as_toml(entry.default)}"
-            type_text = describe_type(type_of(f"{table}.{entry.name}"))
-            lines.append(f"{entry.name + default:<26} {type_text:<27} {entry.metadata['doc']}")
+        lines += ["", f"[{table}]", *map(_schema_line, fields(cls))]
+        if table == "model":
+            for name in OURS:
+                further = _further_fields(name)
+                if further:
+                    lines += ["", f'[model] with architecture = "{name}": these keys as well']
+                    lines += map(_schema_line, further)
     return "\n".join(lines) + "\n"
+
+
+def _further_fields(name: str) -> "list[Field[Any]]":
+    """Return the fields of an architecture's shape that the default architecture lacks."""
+    known = {entry.name for entry in fields(Model)}
+    return [entry for entry in fields(architecture(name).shape) if entry.name not in known]
+
+
+def _schema_line(entry: "Field[Any]") -> str:
+    default = "" if entry.default in (None, MISSING) else f" = {as_toml(entry.default)}"
+    type_text = describe_type(_without_none(entry.type))
+    return f"{entry.name + default:<26} {type_text:<27} {entry.metadata['doc']}"

@@ -10,6 +10,7 @@ import os
 import platform
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -73,10 +74,11 @@ class Claim:
         try:
             _lock_patiently(descriptor)
         except BlockingIOError:
-            try:
-                holder = read_note(self.folder) or "another job"
-            except OSError:
-                holder = "another job"
+            note = ""
+            with suppress(OSError):
+                note = read_note(self.folder)
+            # Another user may have written the note. Control characters could change the terminal.
+            holder = note if note and note.isprintable() else "another job"
             raise UserError(
                 f"{self.folder} is in use by {holder}; "
                 "wait for its end, or give this run another run.name"
@@ -100,7 +102,7 @@ class Claim:
     def _is_replaced(self) -> bool:
         try:
             current = os.stat(self.folder)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
         return not os.path.samestat(os.fstat(self._folder_descriptor), current)
 

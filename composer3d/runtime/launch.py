@@ -188,6 +188,8 @@ class _Worker:
     status_pipe: Connection
     pid: int = 0
     exit_code: int | None = None
+    _answer: Answer | None = None
+    _has_answered: bool = False  # or has closed the call pipe without an answer
 
     @classmethod
     def start(cls, rank: int, call: bytes, store: tuple[int, ...]) -> "_Worker":
@@ -228,15 +230,25 @@ class _Worker:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def pipes(self) -> list[Connection]:
+        """Return the pipes on which news of the running process arrives."""
+        return [self.status_pipe] if self._has_answered else [self.status_pipe, self.call_pipe]
+
     def answer(self) -> Answer | None:
-        """Return the answer of the process, or None if it died before it sent a whole answer."""
-        try:
-            return pickle.loads(self.call_pipe.recv_bytes()) if self.call_pipe.poll() else None
-        except (EOFError, OSError):
-            return None
+        """Return the answer of the process, or None if it has not sent a whole answer.
+
+        This must be called while the process runs: it cannot end before a large answer is read.
+        """
+        if not self._has_answered and self.call_pipe.poll():
+            self._has_answered = True
+            with suppress(EOFError, OSError):
+                self._answer = pickle.loads(self.call_pipe.recv_bytes())
+        return self._answer
 
     def close(self) -> None:
         self.call_pipe.close()
+        if self.pid == 0:  # the start of another process of the world failed
+            self.wait_for_start()
         # A process that has answered has nothing left to do.
         self.send_signal(signal.SIGKILL)
         while not self.has_ended():
@@ -316,8 +328,10 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
                 stuck = [worker.rank for worker in running]
                 break
 
-            status_pipes = [worker.status_pipe for worker in running]
-            wait(status_pipes, timeout=min(0.5, deadline_s - now_s))
+            pipes = [pipe for worker in running for pipe in worker.pipes()]
+            wait(pipes, timeout=min(0.5, deadline_s - now_s))
+            for worker in running:
+                worker.answer()
             for worker in [worker for worker in running if worker.has_ended()]:
                 running.remove(worker)
                 answer = worker.answer()

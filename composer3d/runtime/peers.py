@@ -162,7 +162,8 @@ class PeerWatch:
         absent = [rank for rank in range(self._size) if rank not in places]
         elsewhere = {rank: place for rank, place in places.items() if place}
 
-        cause = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        # The error comes first, and then its notes.
+        cause = traceback.format_exception_only(error)[0].strip().splitlines()[0]
         if len(absent) == 1:
             line = f"{self._describe(absent[0])} does not answer: it has died, or is stopped"
         elif absent:

@@ -201,7 +201,14 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list
     Args:
         value: the value of this rank. It is sent pickled.
         group: a group of all ranks, such as one with another backend; None for the default group.
+
+    Raises:
+        ValueError: ``group`` lacks ranks.
     """
+    if group is not None and group.size() != dist.get_world_size():
+        raise ValueError(
+            f"the group has {group.size()} of {dist.get_world_size()} ranks; it must have all ranks"
+        )
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value, group)
     return values

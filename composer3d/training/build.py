@@ -13,6 +13,7 @@ from composer3d.data import Corpus, Loader
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages, StepShape, compose
 from composer3d.parallel.context import kernels
+from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.lock import Claim
 from composer3d.runtime import log, process_group
@@ -79,6 +80,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         background=recipe.checkpoint.async_save,
         timeout_s=60 * recipe.checkpoint.timeout_minutes,
     )
+    store.way_to_go_on = way_to_go_on(recipe)
     if claim is not None:
         store.guard = claim.require_held
     steps_done = resume(recipe, store, stages, optimizer, loader)
@@ -134,16 +136,31 @@ def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
 
 
 def _log_attention(recipe: Recipe, device: torch.device) -> None:
-    """Log the kernel of attention if sequences are cut over cp or split into documents."""
-    if recipe.mesh.cp == 1 and recipe.data.packing == "none":
-        return
+    """Log the kernel of attention if sequences are cut over cp, or queries do not see all keys."""
+    description = describe_attention(recipe, device)
+    if description is not None:
+        log.get().info(f"attention: {description}")
+
+
+def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
+    """Return how attention is computed, or None if torch computes it on whole sequences.
+
+    The kernel that is named computes the blocks in which each query sees all keys before it.
+    """
+    cp, parallel = recipe.mesh.cp, recipe.parallel
+    window = getattr(recipe.model, "window", 0)  # a user's shape may lack it
+    sees_all = recipe.data.packing == "none" and not 0 < window < recipe.data.seq_len
+    if cp == 1 and sees_all:
+        return None
+    if cp == 1:
+        place = "whole sequences"
+    else:
+        place = f"{parallel.cp_method} over cp {cp}, {parallel.cp_balance}"
+    if parallel.cp_method == "ulysses" and sees_all:
+        return f"{place}; its kernel: scaled_dot_product_attention of torch"
     dtype = getattr(torch, recipe.precision.computes_in)
     queries = torch.empty(0, recipe.model.head_width, dtype=dtype, device=device)
-    parallel = recipe.parallel
-    log.get().info(
-        f"attention: {parallel.cp_method} over cp {recipe.mesh.cp}, {parallel.cp_balance}; "
-        f"its kernel: {kernels.kernel_of(queries)}"
-    )
+    return f"{place}; its kernel: {kernels.kernel_of(queries).value}"
 
 
 def _make_metrics(

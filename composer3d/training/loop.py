@@ -14,6 +14,7 @@ from composer3d.data.loader import number_documents
 from composer3d.parallel import Stages
 from composer3d.parallel.context.ownership import parts_of_all_ranks
 from composer3d.parallel.expert.balance import RouterLoad
+from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import CheckpointTable, Recipe
 from composer3d.reliability.signals import stop_signals
 from composer3d.runtime import log
@@ -106,7 +107,7 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
         if signal_seen and not is_last:
             log.get().info(
                 f"stopped by signal {signal_seen} after step {run.step}; "
-                "the same command goes on from there"
+                f"{way_to_go_on(recipe)} from there"
             )
             return signal_seen
 

@@ -164,8 +164,8 @@ class Metrics:
         - ``validation_s`` and ``checkpoint_s``: seconds since the last line.
         - ``memory_gib``: peak memory of this rank since its start: torch's allocations on a GPU,
           else resident memory.
-        - the keys of ``extra``. With documents over cp, this is ``cp_balance`` (see
-          ``loop.cp_imbalance``).
+        - the keys of ``extra``: with documents over cp ``cp_balance`` (see ``loop.cp_imbalance``),
+          and with experts their load (see ``loop.expert_metrics``).
 
         Args:
             step: the number of steps done, counted from 1.

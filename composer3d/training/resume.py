@@ -1,5 +1,6 @@
 """Resume a run: choose its checkpoint, compare it with the recipe, and load it."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def resume(
     path, manifest = found
     _require_same_model(path, manifest, recipe)
     changed = _changes_since(path, manifest, recipe)
-    is_own = path.resolve().parent == store.folder.resolve()
+    is_own = _is_own(path, store)
     for change in changed:
         if change.key == "run.seed" and is_own:
             raise CheckpointError(
@@ -96,12 +97,17 @@ def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
             raise CheckpointError(_would_discard(recipe, store, newest[0], "its checkpoints"))
         return None
     path = Path(wanted)
-    is_own = path.resolve().parent == store.folder.resolve()
+    is_own = _is_own(path, store)
     if newest is None:
         return path, store.check(path)
     if is_own and path.name != newest[0].name:
         raise CheckpointError(_would_discard(recipe, store, newest[0], "the newer ones"))
     return newest
+
+
+def _is_own(path: Path, store: Store) -> bool:
+    # ``Path.resolve`` would raise RuntimeError for a cycle of links under Python 3.11 and 3.12.
+    return os.path.dirname(os.path.realpath(path)) == os.path.realpath(store.folder)
 
 
 def _would_discard(recipe: Recipe, store: Store, newest: Path, discarded: str) -> str:

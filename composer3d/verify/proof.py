@@ -14,6 +14,7 @@ This module imports no torch; the worker processes do.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +73,17 @@ def verify_layout(
     verdicts = [
         _prove(pool, folder, small, dtype, steps, worker_arguments) for small in small_recipes
     ]
-    return max(verdicts, key=lambda verdict: (not verdict.passed, verdict.max_grad_rel_err or 0.0))
+    return max(verdicts, key=badness)
+
+
+def badness(verdict: Verdict) -> tuple[bool, bool, float]:
+    """Return a key that orders verdicts from the best to the worst.
+
+    A failure is worse than a refusal. A failure without an error of the gradients is the worst: a
+    gradient was not finite, or the job ended before them.
+    """
+    error = verdict.max_grad_rel_err
+    return not verdict.passed, not verdict.refused, math.inf if error is None else error
 
 
 def _prove(

@@ -9,6 +9,22 @@ PLACE = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"
 
 
+def colliding_ints(count: int) -> list[int]:
+    """Integers that a dict finds slowly: it looks for the last one in the places of all others.
+
+    Python looks for an int in a place that depends on all its bits, and then, 5 bits of it fewer
+    each time, in the next places of a fixed cycle. ``count`` must fit into a dict of 2^18 places.
+    """
+    last = rest = 1 << 18
+    place = 0
+    others = dict.fromkeys([place])
+    while len(others) < count - 1:
+        rest >>= 5
+        place = (5 * place + rest + 1) % (1 << 18)
+        others[place] = None
+    return [*others, last]
+
+
 def text(value: str) -> bytes:
     return b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()
 
@@ -36,8 +52,8 @@ def dict_of(**values: bytes) -> bytes:
 
 
 def dict_from(values: dict[bytes, bytes]) -> bytes:
-    """A dict with keys of any kind."""
-    return b"}(" + b"".join(key + value for key, value in values.items()) + b"u"
+    """A dict with keys of any kind, and with any number of them."""
+    return b"}" + b"".join(key + value + b"s" for key, value in values.items())
 
 
 def call(path: str, *arguments: bytes) -> bytes:

@@ -52,7 +52,12 @@ def save_at_once_and_behind(folder: Path) -> tuple[dict[str, bytes], dict[str, b
         Store(folder / "at-once", keep=1).save(make_manifest(1), stages, optimizer)
         behind = Store(folder / "behind", keep=3, background=True)
         changed, begin = threading.Event(), behind._make_staging
-        behind._make_staging = lambda staging: changed.wait(60) and begin(staging)  # type: ignore[method-assign]
+
+        def begin_late(staging: Path) -> None:
+            changed.wait(60)
+            begin(staging)
+
+        behind._make_staging = begin_late  # type: ignore[method-assign]
         behind.save(make_manifest(1), stages, optimizer)
         optimizer.step()
         under_way = not (folder / "behind" / "step-00000001").exists()

@@ -40,6 +40,7 @@ from tests.checkpoint.assemble import (
     PLACE,
     call,
     chunk,
+    colliding_ints,
     dict_of,
     entry,
     index,
@@ -206,8 +207,9 @@ def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) ->
     )
     with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
         TensorLoadPlanner().load_bytes(item, io.BytesIO(content))
+    reader, file = CheckedReader(tmp_path, read), io.BytesIO(content)
     with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
-        CheckedReader(tmp_path, read)._read(io.BytesIO(content), info, item, TensorLoadPlanner())  # type: ignore[arg-type]
+        reader._read(file, info, item, TensorLoadPlanner())  # type: ignore[arg-type]
     assert not marker.exists()
     torch.load(io.BytesIO(content), weights_only=False)
     assert marker.exists()
@@ -361,7 +363,7 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
         "its tensors have more parts than the 0 that are stored",
     ),
     "stored twice": (
-        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 0, 0) + b"q\x05": info()}),
+        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 0, 0) + b"q\x00": info()}),
         "it stores a part of 'w' twice",
     ),
     "stored and no part": (
@@ -494,10 +496,10 @@ def test_wrong_metadata_is_refused(tmp_path: Path, case: str) -> None:
 
 def test_a_list_of_parts_under_many_names_costs_little(tmp_path: Path) -> None:
     """20,000 names for one tensor of 20,000 empty parts: walking each would take minutes."""
-    count, memo = 20_000, b"r\x00\x00\x00\x01"
+    count, memo = 20_000, b"r\x00\x00\x00\x00"
     part = chunk((0,), (0,)) + memo + b"j" + memo[1:]
-    shared = entry((0,), part, *[b"j" + memo[1:]] * count) + b"r\x01\x00\x00\x01"
-    again = {text(f"w{at}"): b"j\x01\x00\x00\x01" for at in range(count)}
+    shared = entry((0,), part, *[b"j" + memo[1:]] * count) + b"r\x01\x00\x00\x00"
+    again = {text(f"w{at}"): b"j\x01\x00\x00\x00" for at in range(count)}
     began = time.process_time()
     assert "more parts than the 2 that are stored" in refused(
         written(tmp_path, metadata({text("w"): shared, **again}, TWO))
@@ -556,7 +558,7 @@ def test_a_part_that_differs_from_the_metadata_is_not_loaded(
     marker = tmp_path / "marker"
     folder = save(tmp_path / "folder")
     read = read_metadata(folder)
-    where = read.storage_data[dcp.metadata.MetadataIndex("a", [0, 0])]
+    where = read.storage_data["a:(0, 0)"]
     other = {
         "another shape": torch.ones(3, 2, dtype=torch.bfloat16),
         "another dtype": torch.ones(2, 3),
@@ -636,3 +638,40 @@ def test_many_parts_are_checked_in_time() -> None:
     grid[-1] = ((999, 197), (1, 2))
     assert not fills((1000, 200), grid)
     assert time.process_time() - began < 10
+
+
+def test_coordinates_of_one_hash_cost_little() -> None:
+    """Each number of such a chain would take half a millisecond in a dict of integers."""
+    ints = colliding_ints(170_000)
+    began = time.process_time()
+    assert not fills((1 << 20,), [((at,), (0,)) for at in ints + ints[-1:] * 20_000])
+    assert time.process_time() - began < 5
+
+
+def colliding_offsets(count: int) -> list[tuple[int, int]]:
+    """Offsets that have the same hash: for each row, the column that completes the hash.
+
+    The constants are those of xxHash, with which Python hashes a tuple.
+    """
+    bits, seed = (1 << 64) - 1, 2870177450012600261
+    first, second = 11400714785074694791, 14029467366897019727
+    found: list[tuple[int, int]] = []
+    row = 0
+    while len(found) < count:
+        mixed = seed + row * second & bits
+        mixed = (mixed << 31 | mixed >> 33) * first & bits
+        column = -mixed * pow(second, -1, 1 << 64) & bits
+        if column < 2**61 - 1:  # the hash of a larger int is another number
+            found.append((row, column))
+        row += 1
+    assert len(set(map(hash, found))) == 1
+    return found
+
+
+def test_parts_of_one_hash_cost_little(tmp_path: Path) -> None:
+    """The time would grow with the square of the number of parts: 5 s for these 6,000."""
+    stored = {index("w", *offsets): info() for offsets in colliding_offsets(6000)}
+    content = written(tmp_path, metadata({text("w"): entry((2, 3), *W)}, stored))
+    began = time.process_time()
+    assert "the part of 'w' at (0, 0) is stored nowhere" in refused(content)
+    assert time.process_time() - began < 2

@@ -12,7 +12,16 @@ import pytest
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, Storage, parse, reading
 from composer3d.spec.errors import CheckpointError
-from tests.checkpoint.assemble import call, dict_of, name, number, set_attributes, text, tuple_of
+from tests.checkpoint.assemble import (
+    call,
+    colliding_ints,
+    dict_of,
+    name,
+    number,
+    set_attributes,
+    text,
+    tuple_of,
+)
 
 NAMES = {"a.B", "os.path.join", "builtins.list"}
 
@@ -27,6 +36,7 @@ def test_plain_values_are_read(protocol: int) -> None:
         "texts": ["", "x" * 300, "é"],
         "deep": {"a": {"b": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)]}},
         7: "seven",
+        1001: "with a gap",
     }
     assert parse(pickle.dumps(value, protocol), ()) == value
     many_values = {"list": list(range(3000)), "dict": {str(i): i for i in range(3000)}}
@@ -127,6 +137,9 @@ BROKEN = {
     "a mark that is not there": b"Nt.",
     "a memo that is not there": b"h\x05.",
     "a far memo that is not there": b"j\xff\xff\xff\xff.",
+    "a memo after a gap": b"Nq\x01.",
+    "a key after a gap": b"}M\xe9\x03Ns.",
+    "a key below 0": b"}J\xff\xff\xff\xffNs.",
     "a text beyond the end": b"X\xff\xff\xff\xffa.",
     "a short text beyond the end": b"\x8c\xffa.",
     "a frame beyond the end": b"\x95" + b"\xff" * 8 + b"N.",
@@ -161,7 +174,11 @@ def doubled(times: int) -> bytes:
     return b")" + b"".join(b"q%ch%c\x86" % (i % 250, i % 250) for i in range(times))
 
 
+COLLIDING = [key.to_bytes(4, "little") for key in colliding_ints(170_000)]
 BOMBS = {
+    "memos of one hash": b"N" + b"".join(b"r" + key for key in COLLIDING + COLLIDING[-1:] * 20_000),
+    "keys of one hash": b"}"
+    + b"".join(b"J" + key + b"Ns" for key in COLLIDING + COLLIDING[-1:] * 20_000),
     "doubled, as a key": b"}" + doubled(60) + b"Ns.",
     "deep, as a key": b"})" + b"\x85" * 1_000_000 + b"Ns.",
     "a flood of lists": b"(" + b"]" * 30_000_000,

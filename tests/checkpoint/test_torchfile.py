@@ -327,8 +327,8 @@ def test_another_order_of_bytes_is_refused(tmp_path: Path, order: bytes) -> None
 
 def test_a_repeated_tensor_is_made_once_and_counts_each_time(tmp_path: Path) -> None:
     def written(times: int, dims: int) -> Path:
-        one = tensor((1,) * dims, (1,) * dims) + b"q\x07"
-        program = b"\x80\x02](" + one + b"h\x07" * (times - 1) + b"e."
+        one = tensor((1,) * dims, (1,) * dims) + b"q\x00"
+        program = b"\x80\x02](" + one + b"h\x00" * (times - 1) + b"e."
         return archive(tmp_path / "x.pt", program, _0=ROOM)
 
     found = load_torch(written(1000, 60))

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +20,9 @@ import composer3d
 from composer3d import cli
 from composer3d.commands import check as check_command
 from composer3d.data import sources
+from composer3d.models.moe.shape import MoeShape
 from composer3d.recipe import machine
-from composer3d.recipe.schema import TABLES
+from composer3d.recipe.schema import TABLES, Model
 from composer3d.spec.errors import TrainingError
 from tests.recipe.wrong import token_files
 from tools.prove.paths import LAYOUTS, ROOT
@@ -74,7 +77,8 @@ def test_check_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["ok"] is True
     assert answer["world_size"] == 8
-    assert answer["recipe"]["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    mesh = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}
+    assert answer["recipe"]["mesh"] == mesh
     assert answer["origins"]["model.dim"] == "preset debug-tiny"
 
 
@@ -84,10 +88,59 @@ def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> No
     for table, cls in TABLES.items():
         section = out.split(f"[{table}]\n")[1].split("\n\n")[0].splitlines()
         assert [line.split()[0] for line in section] == list(cls.__dataclass_fields__)
+    assert 'architecture = "llama": these' not in out
     assert (
         "zero = 3                   0, 1, 2 or 3                0: replicate parameters; 1: shard"
         in out
     )
+
+
+def test_check_schema_can_be_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--schema"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["check", "--schema", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "schema": text}
+
+
+def test_errors_of_verify_are_json_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", RECIPE, "--layouts", "missing.txt", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err == "--layouts missing.txt: cannot be read (No such file or directory)\n"
+    assert json.loads(out) == {"passed": False, "refused": True, "error": err.strip()}
+
+
+def test_a_number_of_thousands_of_digits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", RECIPE, "--gpus", "9" * 5000]) == 2
+    err = capsys.readouterr().err
+    assert "--gpus: must be a number of at most 18 digits, got 5,000 characters" in err
+
+
+def test_check_schema_prints_the_keys_of_experts_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """They follow [model], and no key is there twice."""
+    assert cli.main(["check", "--schema"]) == 0
+    parts = capsys.readouterr().out.split("\n\n")
+    titles = [part.splitlines()[0] for part in parts]
+    title = '[model] with architecture = "moe": these keys as well'
+    assert titles.index(title) == titles.index("[model]") + 1
+    lines = parts[titles.index(title)].splitlines()[1:]
+    names = [line.split()[0] for line in lines]
+    own = {entry.name for entry in fields(Model)}
+    assert names == [entry.name for entry in fields(MoeShape) if entry.name not in own]
+    assert names[0] == "experts"
+    assert lines[0] == f"{'experts = 8':<26} {'int':<27} experts of a layer"
+
+
+def test_check_counts_the_parameters_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "quickstart-moe"]) == 0
+    summary = {line[2:15].strip(): line[16:] for line in capsys.readouterr().out.splitlines()[-4:]}
+    assert summary["world size"] == (
+        "8 (pp 2 x dp_shard 2 x tp 2, ep 4 of them, experts sharded over 1)"
+    )
+    all_parameters, _, active = summary["parameters"].partition(", of which ")
+    assert active.endswith(" compute each token")
+    # 4 blocks of 8 experts of 3 matrices (192 x 128), of which a token uses 2.
+    unused = 4 * 6 * 3 * 192 * 128
+    assert int(all_parameters.replace(",", "")) - unused == int(active.split()[0].replace(",", ""))
 
 
 @pytest.mark.parametrize(
@@ -382,6 +435,17 @@ def test_check_finds_a_folder_in_use(
     assert check(capsys) == []
 
 
+@pytest.mark.parametrize("closed", ["runs/a", "runs/a/checkpoints"])
+def test_check_finds_a_folder_that_cannot_be_written(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    (here / "runs/a/checkpoints").mkdir(parents=True)
+    # Not chmod: root may write everywhere.
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: str(path) != closed)
+    (line,) = check(capsys)
+    assert line.endswith(f"{closed} cannot be written by this user")
+
+
 def test_check_finds_a_device_that_is_not_there(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,8 +497,12 @@ def test_commands_are_dispatched_with_their_arguments(monkeypatch: pytest.Monkey
     seen: list[object] = []
 
     def replace_command(name: str, status: int) -> None:
-        module = type(sys)(f"composer3d.commands.{name}")
-        module.run = lambda **arguments: seen.append(arguments) or status  # type: ignore[attr-defined]
+        def run(**arguments: object) -> int:
+            seen.append(arguments)
+            return status
+
+        module: Any = type(sys)(f"composer3d.commands.{name}")
+        module.run = run
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     replace_command("train", status=0)

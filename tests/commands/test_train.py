@@ -40,6 +40,27 @@ def test_a_dead_rank_is_named_with_the_newest_checkpoint(
     assert deaths == expected[tuple(died)]
 
 
+def test_the_advice_obeys_the_choice_of_a_checkpoint(tmp_path: Path) -> None:
+    """A run does not discard its newer checkpoints, so the same command would be refused."""
+    own, other = tmp_path / "a/checkpoints", tmp_path / "b/checkpoints"
+    for folder in (own, other):
+        (folder / "step-00000004").mkdir(parents=True)
+        (folder / "step-00000004/manifest.json").write_text("{}")
+    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
+    the_same = "the same command goes on from it"
+    other_choice = 'the same command with checkpoint.resume = "auto" goes on from it'
+    for choice, way in {
+        "auto": the_same,
+        str(other / "step-00000004"): the_same,
+        "none": other_choice,
+        str(own / "step-00000004"): other_choice,
+    }.items():
+        sets = [f"run.out_dir={tmp_path}", f"checkpoint.resume={choice}"]
+        recipe = load(tmp_path / "r.toml", sets).recipe
+        newest = f"the newest checkpoint is {own}/step-00000004"
+        assert train.resume_advice(recipe) == f"{newest}: {way}"
+
+
 @pytest.mark.parametrize(
     ("device", "sets", "refused"), [("cpu", [], True), ("cpu", ["run.oversubscribe=true"], False)]
 )

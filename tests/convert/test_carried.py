@@ -51,6 +51,17 @@ def test_a_link_out_of_the_folder_is_not_copied(tmp_path: Path, secret: Path, to
     assert "tokenizer.model" in report["carried"]
 
 
+def test_a_cycle_of_links_is_refused_like_any_other_link(tmp_path: Path) -> None:
+    folder = make_hf(tmp_path / "a")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("tokenizer.json")
+    files, refusals = carried.read_carried_files(folder)
+    assert set(files) == {"config.json", *CARRIED} - {"tokenizer.json"}
+    assert refusals == [
+        f"{folder}/tokenizer.json is not copied: it is a symbolic link, which is not followed here"
+    ]
+
+
 def test_only_names_on_the_list_are_carried(tmp_path: Path) -> None:
     folder = make_hf(tmp_path / "a")
     for name in (".env", "notes.txt", "secrets.json", "modeling.py", "x.md"):

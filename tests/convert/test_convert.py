@@ -25,7 +25,7 @@ from composer3d.models.llama.names import hf_names, meta_names, to_meta
 from composer3d.models.llama.shape import ModelShape
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import CheckpointError
+from composer3d.spec.errors import CheckpointError, UserError
 from tests.convert.sample_checkpoints import (
     CARRIED,
     NAMES_IN_ORDER,
@@ -367,6 +367,30 @@ def test_a_run_stands_for_its_newest_whole_checkpoint(
     assert convert(Path("."), tmp_path / "d", "hf")["source"] == str(
         Path("checkpoints") / steps[0].name
     )
+
+
+def test_a_checkpoint_of_a_later_format_is_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not damaged, so an older checkpoint of the run must not take its place."""
+    run = tmp_path / "run"
+    steps = make_run(run)
+    monkeypatch.setattr(manifests, "FORMAT", 2)
+    (steps[2] / "manifest.json").unlink()
+    manifests.write(steps[2], Manifest(step=100, model={}))
+    monkeypatch.undo()
+    for command in (
+        lambda: convert(run, tmp_path / "b", "hf"),
+        lambda: inspect(run),
+        lambda: inspect(steps[2]),
+    ):
+        with pytest.raises(UserError) as caught:
+            command()
+        assert caught.value.lines == (
+            f"{steps[2]}/manifest.json is not of format 1, the only one that this composer3d "
+            "reads; use a newer composer3d",
+        )
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from composer3d.checkpoint import manifest as manifests
+from composer3d.checkpoint.manifest import TensorSpec
 from composer3d.cli import main
 from composer3d.convert import convert as module
 from composer3d.convert import formats, targets
 from composer3d.convert.convert import convert
+from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
 from composer3d.spec.errors import CheckpointError
 from tests.convert.sample_checkpoints import SHAPE, make_dcp, make_hf, weights
@@ -427,7 +429,7 @@ def test_nothing_is_overwritten(
 
 def test_dst_must_lie_in_a_folder_outside_of_src(tmp_path: Path) -> None:
     make_hf(tmp_path / "a")
-    with pytest.raises(CheckpointError, match="no folder; make it first"):
+    with pytest.raises(CheckpointError, match="is not a folder; make it first"):
         convert(tmp_path / "a", tmp_path / "none/b", "dcp")
     with pytest.raises(CheckpointError, match="; give a DST outside of it"):
         convert(tmp_path / "a", tmp_path / "a/b", "dcp")
@@ -478,6 +480,17 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, to: str) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_tensor_with_two_differences_is_named_once(tmp_path: Path) -> None:
+    source = open_source(make_hf(tmp_path / "a"))
+    name = "model.last.norm.weight"
+    specs = source.specs() | {name: TensorSpec((32,), "bfloat16")}
+    with pytest.raises(CheckpointError) as caught:
+        module._prove_copy(source, tmp_path / "a", specs, {name: "another digest"})
+    assert caught.value.lines == (
+        f"the copy differs from the source in {name}; check the disk for errors",
+    )
 
 
 def test_the_proof_finds_tensors_that_were_written_wrong(

@@ -455,7 +455,8 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(
         (
             models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"),
             "z",
-            "/b: its tokens hold </s>, which would end a",
+            "/b: its tokens hold </s>, which would end a document there; name another token with "
+            "--eod, or remove the document$",
         ),
     ],
     ids=["an error", "no token", "the unknown is the end"],

@@ -342,3 +342,10 @@ def test_a_text_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
         match=r"/a: one document has 1_099_511_627_776 bytes, but at most 4_294_967_296 are read",
     ):
         train(tmp_path)
+
+
+def test_the_suffix_may_be_in_capitals(tmp_path: Path) -> None:
+    write(tmp_path, {"a.JSONL": b'{"text": "first"}', "b.jsonl": b'{"text": "second"}'})
+    corpus = open_corpus("jsonl", str(tmp_path), split="train")
+    assert bytes(corpus.tokens) == b"first\0second\0"
+    assert machine.count_bytes("jsonl", str(tmp_path), "text", enough=1000) == len(corpus.tokens)

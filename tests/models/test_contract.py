@@ -9,6 +9,9 @@ from composer3d.models.contract import Constant, Normal
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import PRESETS
+from composer3d.models.moe.model import MoeLlama
+from composer3d.models.moe.plan import sharding_plan as moe_plan
+from composer3d.models.moe.shape import PRESETS as MOE_PRESETS
 from composer3d.parallel import ShardingPlan
 from composer3d.spec.errors import PlanError
 
@@ -41,8 +44,8 @@ def test_all_errors_of_a_plan_are_reported_at_once() -> None:
         # ``norm`` is a module, not a parameter.
         "the plan's init glob 'norm' matches no parameter of Tiny",
         "no glob of the plan's tensor table covers parameter 'down.weight'",
-        # The style "gather" covers no parameter.
-        "no glob of the plan's tensor table covers parameter 'norm.weight'",
+        "parameter 'norm.weight' belongs to a module of style \"gather\", which can have none: "
+        "give the module another style, or move the parameter into a submodule",
         "no glob of the plan's init table covers parameter 'norm.weight'",
     )
 
@@ -84,6 +87,53 @@ def test_columns_need_a_module_that_gathers_their_input() -> None:
         match="the plan cuts 'up' into columns, so a module above it needs style \"gather\"",
     ):
         plan.check(Tiny())
+
+
+@pytest.mark.parametrize(
+    ("experts", "lines"),
+    [
+        (
+            "blocks.*.experts.*",
+            (
+                "the plan's experts glob 'blocks.*.experts.*' matches no module of MoeLlama",
+                *(
+                    f"no glob of the plan's tensor table covers parameter 'blocks.0.{name}'"
+                    for name in ("moe.experts.w1", "moe.experts.w2", "moe.experts.w3")
+                ),
+                "'blocks.0.moe.experts' has the seam `exchange`; the plan's experts glob must "
+                "match it",
+            ),
+        ),
+        (
+            None,
+            (
+                *(
+                    f"no glob of the plan's tensor table covers parameter 'blocks.0.{name}'"
+                    for name in ("moe.experts.w1", "moe.experts.w2", "moe.experts.w3")
+                ),
+                "'blocks.0.moe.experts' has the seam `exchange`; the plan's experts glob must "
+                "match it",
+            ),
+        ),
+        (
+            "blocks.*.moe.*",
+            (
+                "the plan's experts glob matches 'blocks.0.moe.router', which has no seam "
+                "`exchange`",
+            ),
+        ),
+    ],
+    ids=["no match", "no glob", "too much"],
+)
+def test_experts_are_the_modules_with_the_seam_exchange(
+    experts: str | None, lines: tuple[str, ...]
+) -> None:
+    shape = replace(MOE_PRESETS["debug-moe"], n_layers=1)
+    plan = moe_plan(shape)
+    plan.check(MoeLlama(shape))
+    with pytest.raises(PlanError) as caught:
+        replace(plan, experts=experts).check(MoeLlama(shape))
+    assert caught.value.lines == lines
 
 
 def test_the_first_glob_that_matches_counts() -> None:

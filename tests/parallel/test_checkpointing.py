@@ -32,7 +32,8 @@ def count_operators(mode: str) -> Counter[str]:
     """Count the operators of a step, by name, with ``memory.activation_checkpoint = mode``."""
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(dp_shard=1), device)
-        stages = compose_small(mesh, memory=MemoryTable(activation_checkpoint=mode))  # type: ignore[arg-type]
+        memory = MemoryTable(activation_checkpoint=mode)  # type: ignore[arg-type]
+        stages = compose_small(mesh, memory=memory)
         assert [name for name, _ in stages.named_parameters()] == [
             name for name, _ in Llama(SHAPE).named_parameters()
         ]

@@ -160,6 +160,10 @@ def test_a_constant_fills_the_tensor() -> None:
     assert torch.equal(weight, torch.full((7,), 1.5, dtype=torch.float64))
 
 
+def test_a_scalar_has_the_value_of_a_tensor_with_one_element() -> None:
+    assert torch.equal(filled(()), filled((1,))[0])
+
+
 def test_float32_is_float64_rounded() -> None:
     narrow = torch.empty(4, 5)
     init.fill_normal(narrow, (4, 5), (0, 0), std=0.5, key=init._key(3, "weight"))

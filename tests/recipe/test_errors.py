@@ -1,12 +1,19 @@
 """Every wrong recipe is refused with the exact lines that a user reads."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from composer3d import cli
+from composer3d.recipe import rules
+from composer3d.recipe.resolve import load
+from composer3d.recipe.rules import RULES
+from composer3d.recipe.rules.rule import Rule
+from composer3d.recipe.schema import Recipe
+from composer3d.spec.errors import RecipeError
 from tests.recipe import wrong_texts, wrong_values
 from tests.recipe.wrong import Wrong
 
@@ -16,12 +23,16 @@ ALL = wrong_texts.ALL + wrong_values.ALL
 @pytest.fixture(params=ALL, ids=lambda wrong: wrong.name)
 def wrong(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wrong:
     case: Wrong = request.param
-    files = case.files if isinstance(case.files, Mapping) else {"x.toml": case.files}
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    write_files(case, tmp_path)
     monkeypatch.chdir(tmp_path)
     return case
+
+
+def write_files(case: Wrong, folder: Path) -> None:
+    files = case.files if isinstance(case.files, Mapping) else {"x.toml": case.files}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def test_check_prints_the_lines_and_exits_with_2(
@@ -33,6 +44,28 @@ def test_check_prints_the_lines_and_exits_with_2(
     assert status == 2
     assert err.splitlines() == wrong.lines
     assert json.loads(out.splitlines()[-1]) == {"ok": False, "errors": wrong.lines}
+
+
+def test_every_rule_is_broken_by_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: set[tuple[str, ...]] = set()
+
+    def watched(rule: Rule) -> Rule:
+        def check(recipe: Recipe) -> Iterator[str]:
+            for message in rule.check(recipe):
+                broken.add(rule.keys)
+                yield message
+
+        return Rule(rule.keys, check)
+
+    monkeypatch.setattr(rules, "RULES", tuple(map(watched, RULES)))
+    for number, case in enumerate(wrong_values.ALL):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_files(case, folder)
+        monkeypatch.chdir(folder)
+        with contextlib.suppress(RecipeError):
+            load("x.toml", case.sets, world_size=case.world)
+    assert [keys for keys, _ in RULES if keys not in broken] == []
 
 
 def test_names_of_cases_are_unique() -> None:

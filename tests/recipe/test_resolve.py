@@ -22,6 +22,7 @@ WORLDS = {
     "debug-4-dp-tp": 4,
     "debug-8-dp-tp-pp": 8,
     "quickstart": 8,
+    "quickstart-moe": 8,
 }
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import RANGES, RULES, violations
-from composer3d.recipe.schema import AXES, MeshTable, Recipe
-from composer3d.recipe.values import FIELDS, mention
+from composer3d.recipe.schema import AXES, MeshTable, Recipe, model_table
+from composer3d.recipe.values import FIELDS, entries_of, mention
 from tools.prove.paths import ROOT
 
 
@@ -29,17 +29,23 @@ def keys_broken(recipe: Recipe) -> list[str]:
 
 
 def test_axes_are_the_keys_of_the_mesh_in_order() -> None:
-    assert tuple(entry.name for entry in fields(MeshTable)) == AXES
+    # ep groups the same ranks in another way: it is no axis.
+    assert tuple(entry.name for entry in fields(MeshTable)) == (*AXES, "ep")
+
+
+# The keys of all architectures of composer3d.
+ALL_FIELDS = {**entries_of({"model": model_table("moe")}), **FIELDS}
 
 
 def test_rules_name_keys_of_the_schema() -> None:
-    assert set(RANGES) | {key for keys, _ in RULES for key in keys} <= set(FIELDS)
+    assert set(RANGES) <= set(FIELDS)
+    assert {key for keys, _ in RULES for key in keys} <= set(ALL_FIELDS)
 
 
 def test_every_number_has_a_range() -> None:
-    numbers = {key for key, entry in FIELDS.items() if entry.type in (int, float)}
-    assert len(numbers) > 30
-    assert numbers <= set(RANGES)
+    numbers = {key for key, entry in ALL_FIELDS.items() if entry.type in (int, float)}
+    assert len(numbers) > 40
+    assert [key for key in numbers if ALL_FIELDS[key].metadata["range"] is None] == []
 
 
 def test_a_violation_mentions_each_key_that_it_blames(recipe: Recipe) -> None:
@@ -109,6 +115,42 @@ def test_an_open_axis_leaves_its_rules_out(recipe: Recipe) -> None:
 )
 def test_a_value_that_is_just_legal_is_accepted(recipe: Recipe, good: dict[str, object]) -> None:
     assert violations(changed(recipe, **good)) == []
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        {"mesh__ep": 2},
+        {"mesh__ep": 4},
+        # The shards of an expert need not be even if nothing is sharded, or if ep takes all ranks.
+        {"parallel__zero": 0, "mesh__dp_shard": 1, "mesh__dp_replicate": 2, "model__expert_ffn": 49}
+        | {"mesh__tp": 1},
+        {"mesh__ep": 4, "model__expert_ffn": 49},
+        {"mesh__tp": 1, "parallel__sequence_parallel": False},
+        {"model__experts_per_token": 8},
+        {"model__experts_per_token": 4, "model__expert_groups": 4, "model__groups_per_token": 2},
+        {"model__dense_layers": 3},
+        {"model__moe_every": 4},
+        {"model__shared_ffn": 30},
+        {"mesh__dp_shard": -1, "mesh__ep": 8},
+    ],
+    ids=str,
+)
+def test_a_layout_of_experts_that_is_just_legal_is_accepted(good: dict[str, object]) -> None:
+    recipe = load(ROOT / "recipes" / "quickstart-moe.toml", ["mesh.ep=1"]).recipe
+    assert violations(changed(recipe, **good)) == []
+
+
+def test_the_suggested_values_of_ep_are_legal() -> None:
+    recipe = load(ROOT / "recipes" / "quickstart-moe.toml").recipe
+    wrong = changed(recipe, mesh__ep=3)
+    for violation in violations(wrong):
+        legal = violation.message(wrong).partition("; use ")[2]
+        assert legal == "1, 2 or 4"
+    assert all(violations(changed(recipe, mesh__ep=ep)) == [] for ep in (1, 2, 4))
+    # While dp_shard is open, only the experts limit ep.
+    (violation,) = violations(changed(recipe, mesh__ep=3, mesh__dp_shard=-1))
+    assert violation.template.endswith("; use 1, 2, 4 or 8")
 
 
 def test_the_suggested_values_of_tp_are_legal(recipe: Recipe) -> None:

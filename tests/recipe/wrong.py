@@ -15,6 +15,10 @@ PRESETS = (
     "llama3.1-70b, llama3.2-1b, llama3.2-3b, llama-175b, mistral-7b, mistral-7b-v0.3, qwen3-0.6b, "
     "qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b"
 )
+MOE_PRESETS = (
+    "debug-moe, debug-small-moe, debug-moe-shared, mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b, "
+    "qwen3-235b-a22b, deepseek-v3-gqa, gshard-like-top2, switch-like-top1"
+)
 TABLES = (
     "run, model, mesh, parallel, memory, precision, compile, data, optim, checkpoint, metrics, "
     "validation"

@@ -148,6 +148,11 @@ WHOLE = token_files("t")
 
 DATA = [
     Wrong(
+        "a sequence beyond every text",
+        TINY + '[data]\nsource = "python"\nseq_len = 200000000\n',
+        ["x.toml:5: data.seq_len = 200000000 must be from 1 to 134_217_728"],
+    ),
+    Wrong(
         "text without path",
         TINY + '[data]\nsource = "text"\n',
         ['x.toml:4: data.source = "text" needs data.path: a text file or a folder of them'],

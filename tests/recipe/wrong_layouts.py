@@ -24,6 +24,36 @@ LAYOUTS = [
         ],
     ),
     Wrong(
+        "cp, heads of ulysses",
+        TINY + '[mesh]\ncp = 3\n[parallel]\ncp_method = "ulysses"\n[data]\nseq_len = 240\n',
+        [
+            'x.toml:4: mesh.cp = 3 with parallel.cp_method = "ulysses" (x.toml:6) must divide '
+            "model.n_heads = 4 (preset debug-tiny) and model.n_kv_heads = 2 (preset debug-tiny); "
+            'use 1 or 2, or parallel.cp_method = "ring"'
+        ],
+    ),
+    Wrong(
+        "cp, heads of ulysses over tp",
+        TINY + '[mesh]\ncp = 2\ntp = 2\n[parallel]\ncp_method = "ulysses"\n',
+        [
+            'x.toml:4: mesh.cp = 2 with parallel.cp_method = "ulysses" (x.toml:7) must divide 2 '
+            "and 1, the heads and key-value heads of each rank: model.n_heads = 4 (preset "
+            "debug-tiny) and model.n_kv_heads = 2 (preset debug-tiny) over mesh.tp = 2 (x.toml:5); "
+            'use 1, or parallel.cp_method = "ring"'
+        ],
+    ),
+    Wrong(
+        "world too large",
+        TINY
+        + "[mesh]\ndp_replicate = 1_048_576\ndp_shard = 32\n"
+        + "[data]\nglobal_batch = 33_554_432\n",
+        [
+            "x.toml:4: mesh.pp = 1 (default) x mesh.dp_replicate = 1048576 x mesh.dp_shard = 32 "
+            "(x.toml:5) x mesh.cp = 1 (default) x mesh.tp = 1 (default) is a world of 33_554_432 "
+            "processes; it must be at most 16_777_216"
+        ],
+    ),
+    Wrong(
         "virtual stages of 1F1B",
         TINY + "[mesh]\npp = 2\n[parallel]\nvirtual_stages = 2\n",
         [

@@ -147,7 +147,7 @@ NAMES = [
         TINY + "[mesh]\nzzz = 2\n",
         [
             "x.toml:4: unknown key 'mesh.zzz'; the keys of [mesh] are pp, dp_replicate, "
-            "dp_shard, cp, tp"
+            "dp_shard, cp, tp, ep"
         ],
     ),
     Wrong(
@@ -299,5 +299,26 @@ FILES = [
     ),
 ]
 
+ARCHITECTURES = [
+    Wrong(
+        "an architecture without a name",
+        TINY + '[data]\nseq_len = "x"\n',
+        [
+            "x.toml:4: 'data.seq_len' must be int, got \"x\"",
+            '--set model.architecture="": model.architecture = "" must be "llama", or '
+            '"package.module:NAME" of at most 200 characters',
+        ],
+        sets=('model.architecture=""',),
+    ),
+    Wrong(
+        "an architecture with a name that is too long",
+        f'[model]\npreset = "debug-tiny"\narchitecture = "{"a" * 200}:A"\n',
+        [
+            f'x.toml:3: model.architecture = "{"a" * 200}:A" must be "llama", or '
+            '"package.module:NAME" of at most 200 characters',
+        ],
+    ),
+]
 
-ALL = TYPES + NAMES + SETS + FILES
+
+ALL = TYPES + NAMES + SETS + FILES + ARCHITECTURES

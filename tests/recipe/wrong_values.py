@@ -2,8 +2,9 @@
 
 import json
 
-from tests.recipe.wrong import PRESETS, TINY, Wrong, shape
+from tests.recipe.wrong import MOE_PRESETS, PRESETS, TINY, Wrong, shape
 from tests.recipe.wrong_data import DATA, RUN
+from tests.recipe.wrong_experts import EXPERTS
 from tests.recipe.wrong_layouts import LAYOUTS
 
 SIZES = {
@@ -34,7 +35,10 @@ MODEL = [
     Wrong(
         "unknown preset",
         '[model]\npreset = "llama3-9b"\n',
-        [f'x.toml:2: model.preset = "llama3-9b" is unknown; the presets are {PRESETS}'],
+        [
+            f'x.toml:2: model.preset = "llama3-9b" is unknown; the presets are {PRESETS}; with '
+            f'model.architecture = "moe" they are {MOE_PRESETS}'
+        ],
     ),
     Wrong(
         "heads",
@@ -351,4 +355,4 @@ SEVERAL = [
 ]
 
 
-ALL = MODEL + MESH + LAYOUTS + BATCH + RUN + DATA + SEVERAL
+ALL = MODEL + MESH + LAYOUTS + EXPERTS + BATCH + RUN + DATA + SEVERAL

@@ -44,6 +44,23 @@ def test_the_claim_survives_the_removal_of_its_file(folder: Path) -> None:
     first.close()
 
 
+def test_control_characters_of_a_note_are_not_printed(folder: Path) -> None:
+    first = Claim(folder)
+    (folder / claim.FILE).write_text("\x1b]0;title\x07 \x1b[2J")
+    assert f"{folder} is in use by another job; wait" in refused(folder)
+    first.close()
+
+
+def test_a_parent_that_became_a_file_is_noticed(folder: Path) -> None:
+    first = Claim(folder)
+    folder.parent.rename(folder.parent.with_name("moved"))
+    folder.parent.touch()
+    assert not first.is_held()
+    with pytest.raises(TrainingError, match="was removed or replaced while this job ran"):
+        first.require_held()
+    first.close()
+
+
 def test_an_older_job_that_locks_only_the_file_keeps_it(folder: Path) -> None:
     import fcntl
 

@@ -71,3 +71,19 @@ def fail_for_another_reason() -> None:
 def test_another_error_stays_as_it_is(pool: Pool) -> None:
     with pytest.raises(WorkerError, match="RuntimeError: shapes do not fit"):
         pool.run(fail_for_another_reason, {}, world_size=1)
+
+
+def test_the_cause_is_the_error_and_not_its_note() -> None:
+    error = RuntimeError("Timed out")
+    error.add_note("[rank 0]")
+    store = dist.HashStore()
+    store.set("here/1", "training/loop.py:5")
+    watch = peers.PeerWatch(store, rank=0, size=2, describe=lambda rank: f"rank {rank}")
+    try:
+        (line,) = watch._search(error, "try again").lines
+    finally:
+        watch.close()
+    assert line == (
+        "a collective failed: rank 1 at training/loop.py:5 did not join it "
+        "(RuntimeError: Timed out); try again"
+    )

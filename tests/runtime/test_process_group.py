@@ -13,6 +13,7 @@ from composer3d.checkpoint import Store
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import (
     agree_on_round,
+    all_gather_objects,
     check_same,
     on_all,
     pick_device,
@@ -67,7 +68,8 @@ def start_ranks(store: dist.Store, ranks: list[int], size: int) -> dict[int, str
     rounds: dict[int, str] = {}
 
     def join(rank: int) -> None:
-        rounds[rank] = agree_on_round(store.clone(), rank, size, timeout_s=5.0)  # type: ignore[attr-defined]
+        own_store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        rounds[rank] = agree_on_round(own_store, rank, size, timeout_s=5.0)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -169,3 +171,15 @@ def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         DeviceError, match="local rank 2 needs a GPU of its own, but this node shows 2;"
     ):
         pick_device("auto")
+
+
+def gather_over_a_part() -> None:
+    with pool_world():
+        group = dist.new_group([0, 1])
+        if dist.get_rank() < 2:
+            with pytest.raises(ValueError, match="the group has 2 of 3 ranks; it must have all"):
+                all_gather_objects("x", group)
+
+
+def test_objects_are_not_gathered_over_a_part_of_the_ranks(pool: Pool) -> None:
+    assert pool.run(gather_over_a_part, {}, world_size=3) == [None] * 3

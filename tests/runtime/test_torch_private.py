@@ -198,6 +198,37 @@ def test_units_have_the_names_that_move_gradients() -> None:
         assert parameter_names(FSDPParam.accumulate_unsharded_grad_if_needed) == ["self"]
 
 
+@pytest.mark.usefixtures("fake_world")
+def test_one_unit_shards_a_parameter_over_a_mesh_of_its_own() -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+    unit = nn.Linear(12, 8)
+    of_weight = torch_private.shard_over(mesh["inner"], 1)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return of_weight if parameter.ndim == 2 else None
+
+    fully_shard(unit, mesh=mesh["outer"], shard_placement_fn=place)
+    weight, bias = unit.weight, unit.bias
+    assert isinstance(weight, DTensor)
+    assert isinstance(bias, DTensor)
+    assert (weight.device_mesh, weight.placements) == (mesh["inner"], (Shard(1),))
+    assert weight.to_local().shape == (8, 3)
+    assert (bias.device_mesh, bias.placements) == (mesh["outer"], (Shard(0),))
+    assert bias.to_local().shape == (4,)
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_mesh_of_two_dims_replicates_over_the_first() -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+    unit = nn.Linear(12, 8, bias=False)
+    of_weight = torch_private.shard_over(mesh, 1)
+    fully_shard(unit, mesh=mesh["outer"], shard_placement_fn=lambda _: of_weight)
+    weight = unit.weight
+    assert isinstance(weight, DTensor)
+    assert (weight.device_mesh, weight.placements) == (mesh, (Replicate(), Shard(1)))
+    assert weight.to_local().shape == (8, 3)
+
+
 def test_the_warning_of_selective_checkpointing_is_silenced() -> None:
     wrap = importlib.import_module("torch._higher_order_ops.wrap")
     assert wrap.log is logging.getLogger("torch._higher_order_ops.wrap")

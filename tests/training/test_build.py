@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.training.build import describe_attention
 from tests.training.jobs import DATA, RECIPE, build_and_train, train
 
 
@@ -71,3 +74,31 @@ def test_folder_that_cannot_be_made_is_refused(folder: Path) -> None:
     assert "run.out_dir: " in result.stderr
     assert "Not a directory" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("sets", "description"),
+    [
+        ([], None),
+        (["model.window=64"], None),  # a window as long as the sequence
+        (["model.window=8"], "whole sequences; its kernel: CPU flash"),
+        (["data.packing=documents"], "whole sequences; its kernel: CPU flash"),
+        (["mesh.cp=2"], "ring over cp 2, zigzag; its kernel: CPU flash"),
+        (
+            ["mesh.cp=2", "parallel.cp_method=ulysses"],
+            "ulysses over cp 2, zigzag; its kernel: scaled_dot_product_attention of torch",
+        ),
+        (
+            ["mesh.cp=2", "parallel.cp_method=ulysses", "model.window=8"],
+            "ulysses over cp 2, zigzag; its kernel: CPU flash",
+        ),
+    ],
+)
+def test_attention_is_described_as_it_is_computed(
+    tmp_path: Path, sets: list[str], description: str | None
+) -> None:
+    (tmp_path / "r.toml").write_text(
+        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[data]\nseq_len = 64\n'
+    )
+    recipe = load(tmp_path / "r.toml", sets).recipe
+    assert describe_attention(recipe, torch.device("cpu")) == description

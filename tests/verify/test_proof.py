@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,7 +18,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import coordinates
 from composer3d.spec.errors import UserError
 from composer3d.verify.judge import RankErrors, ReferenceStats, ShardError, Verdict, judge
-from composer3d.verify.proof import describe, verify_layout
+from composer3d.verify.proof import badness, describe, verify_layout
 from composer3d.verify.shrink import shrink
 from tools.prove.faults.catch import catch
 from tools.prove.faults.checks import CHECKS
@@ -480,3 +481,15 @@ def test_shrinking_keeps_the_pipeline_of_a_file(tmp_path: Path) -> None:
     assert (small.mesh.pp, small.mesh.dp_shard, small.mesh.tp, small.micro_batches) == (3, 2, 2, 12)
     with pytest.raises(UserError, match="is for 18 pipeline ranks"):
         smalls(18, "data.global_batch=12")
+
+
+def test_the_worst_failure_stands_for_a_layout() -> None:
+    """A gradient that is not finite has no error, and is worse than any error."""
+    ranked = [
+        Verdict(passed=True, world_size=2, layout="exact", dtype="float64", max_grad_rel_err=0.0),
+        Verdict(passed=False, world_size=2, layout="refused", dtype="float64", refused=True),
+        Verdict(passed=False, world_size=2, layout="off", dtype="float64", max_grad_rel_err=0.1),
+        Verdict(passed=False, world_size=2, layout="not finite", dtype="float64"),
+    ]
+    for better, worse in pairwise(ranked):
+        assert badness(better) < badness(worse)

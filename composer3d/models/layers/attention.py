@@ -116,7 +116,7 @@ class Attention(nn.Module):
         window: int = 0,
     ) -> None:
         super().__init__()
-        self.rope = rope  # one object: a compiled block finds the shared table by its identity
+        self.rope = rope  # blocks with equal settings share one table of a micro-batch
         self.window = window
         width = rope.head_dim
         self.wq = nn.Linear(dim, n_heads * width, bias=bias)

@@ -117,7 +117,7 @@ def parts_of_all_ranks(x: Tensor, dim: int, size: int, balanced: bool) -> Tensor
 
 def join_parts(parts: Tensor, dim: int, balanced: bool) -> Tensor:
     """Join the parts (size, ...) of all ranks: the inverse of ``parts_of_all_ranks``."""
-    if not balanced:
+    if not balanced or len(parts) == 1:
         return torch.cat(list(parts), dim)
     early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)
     return torch.cat((*early, *reversed(late)), dim)

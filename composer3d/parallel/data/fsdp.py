@@ -87,9 +87,9 @@ def apply(
     biases of routers, belong to no unit: every rank holds them whole, in their own dtype.
 
     Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before
-    their tp placement; ``Shard(1)`` if tp cuts the rows unevenly, and for experts, of which a rank
-    may have fewer than there are shards. They are gathered in ``precision.compute``. Gradients are
-    reduced in ``precision.params``.
+    their tp placement. It is ``Shard(1)`` if tp cuts the rows unevenly, and for experts, because a
+    rank may have fewer experts than there are shards. Parameters are gathered in
+    ``precision.compute``. Gradients are reduced in ``precision.params``.
 
     Collectives of a unit in a step:
         all-gather of parameters: one. With ``zero = 3``, two for each micro-batch: in forward and

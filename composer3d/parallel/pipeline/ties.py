@@ -52,7 +52,7 @@ def check_ties(ties: Mapping[str, str], mesh: Mesh, *, sharded: bool) -> None:
 def tie(stage: nn.Module, ties: Mapping[str, str]) -> None:
     """Make both names of a tie one parameter again, after ``compose`` has replaced either of them.
 
-    Ties of which ``stage`` has only one name are skipped.
+    A tie is skipped if ``stage`` has only one of its names.
     """
     held = dict(stage.named_parameters(remove_duplicate=False))
     for alias, owner in ties.items():
@@ -83,9 +83,10 @@ def _set_parameter(stage: nn.Module, name: str, parameter: nn.Parameter) -> None
 class Ties:
     """The exchange between owners on the first stage and their copies on the last stage.
 
-    Both stages shard a tied parameter alike. So a rank exchanges its shards with one peer: the rank
-    of the other stage that has the same coordinates except pp. ``refresh`` and ``add_gradients``
-    each send a shard once, over pp. Nothing is sent if one rank holds both stages.
+    Both stages shard a tied parameter in the same way. So a rank exchanges its shards with one
+    peer: the rank of the other stage that has the same coordinates except pp. ``refresh`` and
+    ``add_gradients`` each send a shard once, over pp. Nothing is sent if one rank holds both
+    stages.
 
     Args:
         ties: from each alias to its owner, the same on all ranks.
@@ -107,7 +108,7 @@ class Ties:
         last_rank = next(rank for rank, held in enumerate(stages) if last in held)
         self._peer = last_rank if mesh.coords["pp"] == first_rank else first_rank
 
-        # (owner, copy) of each tie of which this rank holds at least one. None: the peer holds it.
+        # (owner, copy) of each tie, if this rank holds at least one. None: the peer holds it.
         self._pairs: list[tuple[nn.Parameter | None, nn.Parameter | None]] = []
         if last > 0:
             held_here = {
@@ -130,9 +131,13 @@ class Ties:
     def add_gradients(self) -> None:
         """Add the copies' gradients to those of their owners, and drop them on the copies.
 
-        A send and a receive over pp for each tie.
+        A send and a receive over pp for each tie, except for frozen parameters, which have no
+        gradient.
         """
         for owner, copy in self._pairs:
+            held = copy if owner is None else owner
+            if held is None or not held.requires_grad:
+                continue
             values = self._transfer(None if copy is None else copy.grad, owner)
             if owner is not None:
                 total = local_shard(owner.grad)

@@ -44,15 +44,15 @@ def tp_divides_ffn(recipe: Recipe) -> Iterator[str]:
 
 
 def _suggest_tp(recipe: Recipe) -> str:
-    """Suggest values of tp that fit the query heads, the key-value heads and the feed-forward.
+    """Suggest values of tp that fit the heads, the key-value heads and the feed-forward layers.
 
     It must accept sizes outside of their ranges: not every rule that calls it declares all of these
     keys.
     """
     model = recipe.model
-    legal = [
-        tp for tp in divisors(gcd(model.n_heads, model.ffn)) if _fits_kv_heads(tp, model.n_kv_heads)
-    ]
+    shared_ffn = getattr(model, "shared_ffn", 0)  # gcd(x, 0) is x
+    widest = gcd(model.n_heads, model.ffn, shared_ffn)
+    legal = [tp for tp in divisors(widest) if _fits_kv_heads(tp, model.n_kv_heads)]
     return suggest(legal, recipe.mesh.tp)
 
 
@@ -147,16 +147,16 @@ def ep_divides_ranks(recipe: Recipe) -> Iterator[str]:
     if ranks % mesh.ep:
         yield (
             "<mesh.ep> must divide <mesh.dp_shard> x <mesh.cp> x <mesh.tp>, which is "
-            f"{ranks}; {suggest(divisors(gcd(ranks, recipe.model.experts or 1)), mesh.ep)}"
+            f"{ranks}; {_suggest_ep(recipe)}"
         )
 
 
-@rule("mesh.ep")
+@rule("mesh.ep", "model.architecture")
 def ep_needs_experts(recipe: Recipe) -> Iterator[str]:
     if recipe.mesh.ep > 1 and not recipe.model.experts:
         yield (
-            "<mesh.ep> shares experts, and the model has none; use mesh.ep = 1, or "
-            'model.architecture = "moe"'
+            "<mesh.ep> shares experts between ranks, but a model of <model.architecture> has none; "
+            'use mesh.ep = 1, or model.architecture = "moe"'
         )
 
 
@@ -164,20 +164,28 @@ def ep_needs_experts(recipe: Recipe) -> Iterator[str]:
 def ep_divides_experts(recipe: Recipe) -> Iterator[str]:
     """Every rank of ep holds equally many experts."""
     if recipe.model.experts % recipe.mesh.ep:
-        yield (
-            "<mesh.ep> must divide <model.experts>; "
-            f"{suggest(divisors(recipe.model.experts), recipe.mesh.ep)}"
-        )
+        yield f"<mesh.ep> must divide <model.experts>; {_suggest_ep(recipe)}"
+
+
+def _suggest_ep(recipe: Recipe) -> str:
+    """Suggest values of ep that divide the ranks and the experts.
+
+    It must accept ``mesh.dp_shard = -1``, and sizes outside of their ranges.
+    """
+    mesh, experts = recipe.mesh, recipe.model.experts
+    ranks = 0 if mesh.dp_shard == -1 else mesh.dp_shard * mesh.cp * mesh.tp  # gcd(x, 0) is x
+    return suggest(divisors(gcd(ranks, experts or 1)), mesh.ep)
 
 
 @rule("parallel.sequence_parallel", "mesh.tp")
 def experts_need_sequence_parallel(recipe: Recipe) -> Iterator[str]:
     """Without sequence parallelism, all tp ranks would send the same tokens to experts."""
-    if recipe.model.experts and recipe.mesh.tp > 1 and not recipe.parallel.sequence_parallel:
+    tp = recipe.mesh.tp
+    if recipe.model.experts and tp > 1 and not recipe.parallel.sequence_parallel:
         yield (
-            "<parallel.sequence_parallel> with <mesh.tp> lets every tp rank hold all tokens, and a "
-            "model with experts would compute each of them several times; use "
-            "parallel.sequence_parallel = true, or mesh.tp = 1"
+            "<parallel.sequence_parallel> with <mesh.tp> leaves all tokens on every tp rank, so "
+            f"experts would compute each token {tp} times; use parallel.sequence_parallel = true, "
+            "or mesh.tp = 1"
         )
 
 
@@ -186,22 +194,30 @@ def experts_need_sequence_parallel(recipe: Recipe) -> Iterator[str]:
 )
 def experts_are_sharded_evenly(recipe: Recipe) -> Iterator[str]:
     """FSDP shards the rows of each expert over (dp_shard x cp x tp) / ep ranks."""
-    model, shards = recipe.model, recipe.mesh.efsdp
-    if not model.experts or not recipe.parallel.zero or recipe.mesh.ep * shards == 0:
+    model, mesh = recipe.model, recipe.mesh
+    ranks = mesh.dp_shard * mesh.cp * mesh.tp
+    # Another rule reports an ep that does not divide the ranks.
+    if not model.experts or not recipe.parallel.zero or ranks % mesh.ep:
         return
-    if model.dim % shards or model.expert_width % shards:
+
+    def is_even(ep: int) -> bool:
+        shards = ranks // ep
+        return model.dim % shards == 0 and model.expert_width % shards == 0
+
+    if not is_even(mesh.ep):
+        legal = [ep for ep in divisors(gcd(ranks, model.experts)) if is_even(ep)]
+        way_out = suggest(legal, mesh.ep) if legal else "use other sizes of the mesh"
         yield (
-            "<mesh.dp_shard> x <mesh.cp> x <mesh.tp> over <mesh.ep> shards each expert over "
-            f"{shards} ranks, which must divide <model.dim> and {model.expert_width}, the width of "
-            "an expert; use a larger mesh.ep, or other sizes"
+            f"<mesh.ep> leaves {mesh.efsdp} ranks of <mesh.dp_shard> x <mesh.cp> x <mesh.tp> to "
+            "shard each expert: they must divide <model.dim> and "
+            f"{model.expert_width}, the width of an expert; {way_out}"
         )
 
 
 @rule("mesh.tp", "model.shared_ffn")
 def tp_divides_shared_ffn(recipe: Recipe) -> Iterator[str]:
-    shared_ffn, tp = value_of(recipe, "model.shared_ffn"), recipe.mesh.tp
-    if shared_ffn % tp:
-        yield f"<mesh.tp> must divide <model.shared_ffn>; {suggest(divisors(shared_ffn), tp)}"
+    if value_of(recipe, "model.shared_ffn") % recipe.mesh.tp:
+        yield f"<mesh.tp> must divide <model.shared_ffn>; {_suggest_tp(recipe)}"
 
 
 # --- the world ---

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from composer3d.recipe.rules.rule import Rule, must_be_above, rule
+from composer3d.recipe.rules.rule import Rule, must_be_above, must_be_at_most, rule
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import divisors, suggest
 
@@ -32,22 +32,30 @@ def kv_heads_divide_heads(recipe: Recipe) -> Iterator[str]:
         yield f"<model.n_kv_heads> must divide <model.n_heads>; {way_out}"
 
 
+@rule("model.expert_groups", "model.experts")
+def groups_divide_experts(recipe: Recipe) -> Iterator[str]:
+    model: Any = recipe.model
+    if model.experts % model.expert_groups:
+        way_out = suggest(divisors(model.experts), model.expert_groups)
+        yield f"<model.expert_groups> must divide <model.experts>; {way_out}"
+
+
 @rule("model.experts_per_token", "model.experts", "model.expert_groups", "model.groups_per_token")
 def tokens_find_experts(recipe: Recipe) -> Iterator[str]:
     """The groups that a token chooses hold at least as many experts as it uses."""
     model: Any = recipe.model
     groups, chosen = model.expert_groups, model.groups_per_token
-    if model.experts % groups:
-        way_out = suggest(divisors(model.experts), groups)
-        yield f"<model.expert_groups> must divide <model.experts>; {way_out}"
-    elif chosen > groups:
-        yield "<model.groups_per_token> must be at most <model.expert_groups>"
-    elif groups == 1 and model.experts_per_token > model.experts:
+    # Other rules report these.
+    if model.experts % groups or chosen > groups:
+        return
+    if model.experts_per_token > model.experts:
         yield "<model.experts_per_token> must be at most <model.experts>"
-    elif model.experts_per_token > chosen * (model.experts // groups):
+        return
+    group_size = model.experts // groups
+    if model.experts_per_token > chosen * group_size:
         yield (
-            f"<model.experts_per_token> must be at most {chosen * (model.experts // groups)}, the "
-            "experts in <model.groups_per_token> of <model.expert_groups> over <model.experts>"
+            f"<model.experts_per_token> must be at most {chosen * group_size}: a token chooses "
+            f"<model.groups_per_token> of <model.expert_groups>, each with {group_size} experts"
         )
 
 
@@ -56,14 +64,17 @@ def some_layer_has_experts(recipe: Recipe) -> Iterator[str]:
     model: Any = recipe.model
     if model.moe_layers == 0:
         yield (
-            "<model.dense_layers> and <model.moe_every> leave no block of <model.n_layers> with "
-            'experts; use smaller ones, or model.architecture = "llama"'
+            "<model.dense_layers> and <model.moe_every> leave no block with experts among "
+            "<model.n_layers>; use a smaller model.dense_layers or model.moe_every, or "
+            'model.architecture = "llama"'
         )
 
 
 RULES: tuple[Rule, ...] = (
     heads_divide_dim,
     kv_heads_divide_heads,
+    groups_divide_experts,
+    must_be_at_most("model.groups_per_token", "model.expert_groups"),
     tokens_find_experts,
     some_layer_has_experts,
     must_be_above("model.rope_high_freq", "model.rope_low_freq"),

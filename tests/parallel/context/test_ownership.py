@@ -65,6 +65,9 @@ def shard_over_one_rank() -> None:
     with pool_world():
         shard = ownership.shard_sequence(torch.ones(5), 0, group_of_all())
         assert shard.shape == (5,)
+        for tokens in (1, 5):
+            whole = torch.arange(tokens)
+            assert torch.equal(ownership.unshard_sequence(whole, 0, group_of_all()), whole)
 
 
 def test_one_rank_cuts_no_chunks(pool: Pool) -> None:

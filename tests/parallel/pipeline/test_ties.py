@@ -35,15 +35,23 @@ class RankState(NamedTuple):
     copies: dict[str, list[list[float]]]
 
 
-def train_tied(schedule: str) -> RankState:
-    """Train two steps on two stages, and validate, which gives the copies the latest values."""
+def train_tied(schedule: str, *, frozen: bool = False, steps: int = 2) -> RankState:
+    """Train on two stages, and validate, which gives the copies the latest values.
+
+    If ``frozen``, the tied parameter is not trained.
+    """
     overrides = ["mesh.pp=2", f"parallel.schedule={schedule}", "model.tied=true"]
     recipe = load(RECIPE, [*overrides, "data.seq_len=16"], check_files=False).recipe
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)
         stages = build_stages(recipe, mesh)
+        if frozen:
+            for module in stages.modules:
+                for name, parameter in module.named_parameters():
+                    if name in (EMBEDDING, *module.tied_copies):
+                        parameter.requires_grad_(False)
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
-        for step in range(2):
+        for step in range(steps):
             _, norm = compute_gradients(stages, local_batch(random_batch(recipe, step), stages))
             update(stages, optimizer, norm=norm, max_norm=1.0, lr=1e-2)
         batch = local_batch(random_batch(recipe, 0), stages)
@@ -77,3 +85,14 @@ def test_a_tied_copy_has_no_state_of_its_own(pool: Pool, schedule: str) -> None:
     assert EMBEDDING not in last.names
     assert last.embedding_state == []
     assert not any("head" in name for state in (first, last) for name in state.names)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_frozen_tied_parameter_is_not_trained(pool: Pool, schedule: str) -> None:
+    """It has no gradient to exchange; one stage would wait for it, and the other would fail."""
+    untrained = pool.run(train_tied, {"schedule": schedule, "steps": 0}, world_size=2)
+    trained = pool.run(train_tied, {"schedule": schedule, "frozen": True}, world_size=2)
+    assert trained[0].embedding == untrained[0].embedding
+    rank_with_copy = trained[0] if schedule == "ZBVZeroBubble" else trained[1]
+    assert rank_with_copy.copies == {EMBEDDING: trained[0].embedding}
+    assert trained[0].embedding_state == []

@@ -207,6 +207,10 @@ def _program(body: Callable[[Path], object]) -> Change:
     return change
 
 
+def _read_twice(evil: Path) -> bytes:
+    return (evil / ".metadata").read_bytes() * 2
+
+
 def _with(field: str) -> Change:
     """Put a call into valid metadata, in the field of that name."""
 
@@ -260,7 +264,7 @@ PROGRAMS: dict[str, tuple[Change, str]] = {
     "long": (_program(lambda evil: b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."), "evil"),
     "text": (_program(lambda evil: b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"."), "evil"),
     "frame": (_program(lambda evil: b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"."), "evil"),
-    "doubled": (_program(lambda evil: (evil / ".metadata").read_bytes() * 2), None),  # type: ignore[dict-item]
+    "doubled": (_program(_read_twice), None),
     "persistent": (_program(lambda evil: b"\x80\x02X\x01\x00\x00\x00aQ."), "evil"),
     "extension": (_program(lambda evil: b"\x80\x02\x82\x01."), "evil"),
     **{
@@ -347,7 +351,9 @@ STRUCTURES: dict[str, Callable[[Metadata], object]] = {
     "extra-bytes": lambda metadata: metadata.state_dict_metadata.update(
         {"extra": BytesStorageMetadata()}
     ),
-    "number-key": lambda metadata: metadata.state_dict_metadata.update({5: _entry(metadata)}),  # type: ignore[dict-item]
+    "number-key": lambda metadata: metadata.state_dict_metadata.update(
+        {5: _entry(metadata)}  # type: ignore[dict-item]
+    ),
     "storage-none": lambda metadata: setattr(metadata, "storage_data", None),
     "storage-list": lambda metadata: setattr(metadata, "storage_data", [1]),
 }
