@@ -153,12 +153,14 @@ def _parse_layers(config: Mapping[str, Any], checks: Requirements) -> dict[str, 
     if not (is_valid and is_list):
         return {}
 
-    dense_set = set(dense)
-    has_experts = [layer not in dense_set and (layer + 1) % step == 0 for layer in range(n_layers)]
+    dense_layers = set(dense)
+    has_experts = [
+        layer not in dense_layers and (layer + 1) % step == 0 for layer in range(n_layers)
+    ]
     if not any(has_experts):
         checks.problems.append(
-            f"mlp_only_layers = {short_json(dense)} and decoder_sparse_step = {step} leave no "
-            "layer with experts"
+            f"mlp_only_layers = {short_json(dense)} and decoder_sparse_step = {short_json(step)} "
+            "leave no layer with experts"
         )
         return {}
     described = _describe_layers(has_experts)

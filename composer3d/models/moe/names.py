@@ -77,20 +77,19 @@ def hf_locations(shape: MoeShape, in_files: Collection[str] = ()) -> dict[str, L
     names = _QWEN_3 if shape.qk_norm else _MIXTRAL
     locations = {}
     for name, size in parameter_shapes(shape).items():
-        block, is_expert, leaf = name.partition(_EXPERTS)
-        layer = "model.layers." + name.split(".")[1]
-        if is_expert:
-            is_packed = _is_packed(layer, in_files)
-            locations[name] = (
-                _packed_location(layer, leaf, size)
-                if is_packed
-                else _published_location(layer, leaf, size, names)
-            )
-        elif name.endswith(_ROUTER):
-            block = _PACKED_BLOCK if _is_packed(layer, in_files) else names.block
-            locations[name] = Location((f"{layer}.{block}.gate.weight",), size)
-        else:
+        if _EXPERTS not in name and not name.endswith(_ROUTER):
             locations[name] = Location((hf_name(name),), size)
+            continue
+        layer = f"model.layers.{name.split('.')[1]}"
+        is_packed = _is_packed(layer, in_files)
+        block = f"{layer}.{_PACKED_BLOCK if is_packed else names.block}"
+        projection = name.rpartition(".")[2]
+        if name.endswith(_ROUTER):
+            locations[name] = Location((f"{block}.gate.weight",), size)
+        elif is_packed:
+            locations[name] = _packed_location(block, projection, size)
+        else:
+            locations[name] = _published_location(block, getattr(names, projection), size)
     return locations
 
 
@@ -113,19 +112,18 @@ def _is_packed(layer: str, in_files: Collection[str]) -> bool:
     return any(f"{layer}.{_PACKED_BLOCK}.{name}" in in_files for name in (_GATE_UP, _DOWN))
 
 
-def _packed_location(layer: str, leaf: str, size: tuple[int, ...]) -> Location:
+def _packed_location(block: str, projection: str, size: tuple[int, ...]) -> Location:
+    """Return the place of w1, w2 or w3 in the packed form."""
+    if projection == "w2":
+        return Location((f"{block}.{_DOWN}",), size)
     experts, rows, columns = size
-    place = f"{layer}.{_PACKED_BLOCK}"
-    if leaf == "w2":
-        return Location((f"{place}.{_DOWN}",), size)
-    begin = 0 if leaf == "w1" else rows
+    begin = 0 if projection == "w1" else rows
     return Location(
-        (f"{place}.{_GATE_UP}",), (experts, 2 * rows, columns), rows=(begin, begin + rows)
+        (f"{block}.{_GATE_UP}",), (experts, 2 * rows, columns), rows=(begin, begin + rows)
     )
 
 
-def _published_location(layer: str, leaf: str, size: tuple[int, ...], names: _Names) -> Location:
-    place = f"{layer}.{names.block}.experts"
-    projection = getattr(names, leaf)
-    in_order = tuple(f"{place}.{expert}.{projection}.weight" for expert in range(size[0]))
+def _published_location(block: str, projection: str, size: tuple[int, ...]) -> Location:
+    """Return the places of a projection of all experts in the published form."""
+    in_order = tuple(f"{block}.experts.{expert}.{projection}.weight" for expert in range(size[0]))
     return Location(in_order, size[1:], is_stack=True)
