@@ -20,7 +20,7 @@ from composer3d.verify.data import (
 )
 from composer3d.verify.shrink import shrink
 from composer3d.verify.worker import run_reference
-from tools.prove.faults.catch import RECIPE
+from tools.prove.paths import RECIPE
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
