@@ -33,6 +33,9 @@ from composer3d.spec.errors import UserError
 # Seconds that ranks may take to finish their step and save, after a signal.
 SHUTDOWN_S = 120.0
 
+# Seconds in which the starter forks a process, which it has been asked for.
+_START_S = 10.0
+
 # A second signal ends the ranks at once if it arrives more than this many seconds after the first.
 _INSIST_S = 5.0
 
@@ -247,8 +250,12 @@ class _Worker:
 
     def close(self) -> None:
         self.call_pipe.close()
-        if self.pid == 0:  # the start of another process of the world failed
+        # Without a pid, the start of another process of the world failed or was interrupted.
+        if self.pid == 0 and self.status_pipe.poll(_START_S):
             self.wait_for_start()
+        if self.pid == 0:  # it has not started, and ends when this process does
+            self.status_pipe.close()
+            return
         # A process that has answered has nothing left to do.
         self.send_signal(signal.SIGKILL)
         while not self.has_ended():

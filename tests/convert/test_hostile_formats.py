@@ -119,10 +119,9 @@ def test_any_value_of_a_key_is_a_shape_or_a_line(key: str, cheap: None) -> None:
     for base in bases:
         for value in ODD_VALUES:
             if shape := shape_or_lines(base | {key: value}):
-                assert (
-                    hf.shape_problems({f.name: getattr(shape, f.name) for f in fields(shape)}, {})
-                    == []
-                )
+                # A shape of these values is accepted once more, so nothing is wrong with them.
+                values = {entry.name: getattr(shape, entry.name) for entry in fields(shape)}
+                assert hf.make_shape(values) == shape
                 assert type(shape.tied) is bool
                 assert type(shape.norm_eps) is type(shape.rope_theta) is float
 
