@@ -83,6 +83,7 @@ def routers_learn(recipe: Recipe) -> Iterator[str]:
 
 @rule("model.bias_rate", "model.router_bias")
 def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[str]:
+    """A router without a bias moves none."""
     model: Any = recipe.model
     default = type(model).__dataclass_fields__["bias_rate"].default
     if model.bias_rate != default and not model.router_bias:
