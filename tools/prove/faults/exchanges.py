@@ -206,7 +206,7 @@ def gather_the_first_parameters_for_ever() -> None:
 
 def cut_rows_twice() -> None:
     """FSDP cuts the rows of a vocabulary that tp cuts unevenly; torch misplaces these shards."""
-    fsdp._shard_columns_if_rows_are_uneven = lambda parameter: None
+    fsdp._columns_if_rows_are_uneven = lambda parameter: None
 
 
 def keep_parameters_after_validation() -> None:
