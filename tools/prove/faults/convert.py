@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from composer3d.convert import formats, targets
-from composer3d.models.llama import names
+from composer3d.convert import formats
+from composer3d.models.llama import huggingface, names
 
 
 def _swap(*modules: str) -> None:
@@ -83,8 +83,8 @@ def write_another_epsilon() -> None:
 
 def _change_config(change: Callable[[dict], dict]) -> None:
     """Write ``change(config)`` in place of config.json."""
-    right = targets.make_config
-    targets.make_config = lambda *arguments: change(right(*arguments))
+    right = huggingface.make_config
+    huggingface.make_config = lambda *arguments: change(right(*arguments))
 
 
 def round_to_half() -> None:
