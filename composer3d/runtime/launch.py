@@ -33,9 +33,6 @@ from composer3d.spec.errors import UserError
 # Seconds that ranks may take to finish their step and save, after a signal.
 SHUTDOWN_S = 120.0
 
-# Seconds in which the starter forks a process, which it has been asked for.
-_START_S = 10.0
-
 # A second signal ends the ranks at once if it arrives more than this many seconds after the first.
 _INSIST_S = 5.0
 
@@ -191,8 +188,6 @@ class _Worker:
     status_pipe: Connection
     pid: int = 0
     exit_code: int | None = None
-    _answer: Answer | None = None
-    _has_answered: bool = False  # or has closed the call pipe without an answer
 
     @classmethod
     def start(cls, rank: int, call: bytes, store: tuple[int, ...]) -> "_Worker":
@@ -233,29 +228,15 @@ class _Worker:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def pipes(self) -> list[Connection]:
-        """Return the pipes on which news of the running process arrives."""
-        return [self.status_pipe] if self._has_answered else [self.status_pipe, self.call_pipe]
-
     def answer(self) -> Answer | None:
-        """Return the answer of the process, or None if it has not sent a whole answer.
-
-        This must be called while the process runs: it cannot end before a large answer is read.
-        """
-        if not self._has_answered and self.call_pipe.poll():
-            self._has_answered = True
-            with suppress(EOFError, OSError):
-                self._answer = pickle.loads(self.call_pipe.recv_bytes())
-        return self._answer
+        """Return the answer of the process, or None if it died before it sent a whole answer."""
+        try:
+            return pickle.loads(self.call_pipe.recv_bytes()) if self.call_pipe.poll() else None
+        except (EOFError, OSError):
+            return None
 
     def close(self) -> None:
         self.call_pipe.close()
-        # Without a pid, the start of another process of the world failed or was interrupted.
-        if self.pid == 0 and self.status_pipe.poll(_START_S):
-            self.wait_for_start()
-        if self.pid == 0:  # it has not started, and ends when this process does
-            self.status_pipe.close()
-            return
         # A process that has answered has nothing left to do.
         self.send_signal(signal.SIGKILL)
         while not self.has_ended():
@@ -335,10 +316,8 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
                 stuck = [worker.rank for worker in running]
                 break
 
-            pipes = [pipe for worker in running for pipe in worker.pipes()]
-            wait(pipes, timeout=min(0.5, deadline_s - now_s))
-            for worker in running:
-                worker.answer()
+            status_pipes = [worker.status_pipe for worker in running]
+            wait(status_pipes, timeout=min(0.5, deadline_s - now_s))
             for worker in [worker for worker in running if worker.has_ended()]:
                 running.remove(worker)
                 answer = worker.answer()

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composer3d.runtime import launch
 from composer3d.runtime.launch import Pool, WorkerError, run_ranks
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import MeshError
@@ -171,33 +170,6 @@ def test_a_job_prints_the_reason_and_no_more(
         assert lines[-1] == "ValueError: the reason"
     else:
         assert lines == []
-
-
-def fail_at_length() -> int:
-    raise MeshError("x" * 2_000_000)
-
-
-def test_an_answer_larger_than_a_pipe_is_read(capfd: pytest.CaptureFixture[str]) -> None:
-    """The rank cannot end before its answer is read."""
-    assert run_ranks(fail_at_length, {}, processes=1).status == 1
-    assert capfd.readouterr().err == "x" * 2_000_000 + "\n"
-
-
-def test_a_world_that_is_not_complete_leaves_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = launch._Worker.start
-
-    def start_the_first(rank: int, call: bytes, store: tuple[int, ...]) -> Any:
-        if rank == 1:
-            wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "0").read_text())
-            raise OSError("too many open files")
-        return start(rank, call, store)
-
-    monkeypatch.setattr(launch._Worker, "start", start_the_first)
-    with pytest.raises(OSError, match="too many open files"):
-        run_ranks(sleep, {"folder": tmp_path}, processes=2)
-    assert not is_running(int((tmp_path / "0").read_text()))
 
 
 def wait_to_be_ended() -> int:
