@@ -154,6 +154,14 @@ def test_layers_may_have_different_forms(tmp_path: Path, layer: int) -> None:
     assert same(torch.load(tmp_path / "b", weights_only=True)["model"], weights(MIXTRAL))
 
 
+def test_a_layer_may_have_many_experts(tmp_path: Path) -> None:
+    """The limit on the number of tensors depends on the number of experts."""
+    shape = replace(MIXTRAL, experts=40, ffn=8)
+    make_hf(tmp_path / "hf", shape)
+    convert(tmp_path / "hf", tmp_path / "b", "torch")
+    assert same(torch.load(tmp_path / "b", weights_only=True)["model"], weights(shape))
+
+
 def test_meta_has_no_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_hf(tmp_path / "a", MIXTRAL)
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "meta"]) == 2

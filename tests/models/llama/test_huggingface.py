@@ -276,6 +276,13 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"hidden_act": "gelu", "mlp_bias": True},
         [f'hidden_act = "gelu" {RULE} "silu"', f"mlp_bias = true {RULE} false, null or absent"],
     ),
+    "no bools": (
+        {"tie_word_embeddings": "no", "use_sliding_window": 0},
+        [
+            f'tie_word_embeddings = "no" {RULE} true, false or absent',
+            f"use_sliding_window = 0 {RULE} true, false or absent",
+        ],
+    ),
     "a bias": ({"attention_bias": True}, [f"attention_bias = true {RULE} false, null or absent"]),
     "a bias of qwen 3": (
         {"model_type": "qwen3", "attention_bias": True},

@@ -149,20 +149,32 @@ def test_every_name_of_the_number_of_experts_is_read(key: str) -> None:
     assert hf.parse_config(MIXTRAL | {key: 5}).experts == 5
 
 
-@pytest.mark.parametrize(
-    ("dense", "step"),
-    [([], 1), (None, 2), ([0], 1), ([0, 1, 2], 1), ([0], 2), ([1], 2), ([0, 1, 3], 2), ([1, 0], 3)],
-)
-def test_layers_with_experts_are_those_of_transformers(dense: list[int] | None, step: int) -> None:
+# mlp_only_layers and decoder_sparse_step, and the same as dense_layers and moe_every.
+LAYERS_WITH_EXPERTS = [
+    ([], 1, 0, 1),
+    (None, 2, 0, 2),
+    ([0], 1, 1, 1),
+    ([0, 1, 2], 1, 3, 1),
+    ([0], 2, 0, 2),
+    ([1], 2, 2, 2),
+    ([0, 1, 3], 2, 0, 6),
+    ([1, 0], 3, 0, 3),
+]
+
+
+@pytest.mark.parametrize(("dense", "step", "dense_layers", "moe_every"), LAYERS_WITH_EXPERTS)
+def test_layers_with_experts_are_those_of_transformers(
+    dense: list[int] | None, step: int, dense_layers: int, moe_every: int
+) -> None:
     config = QWEN | {"num_hidden_layers": 7, "mlp_only_layers": dense, "decoder_sparse_step": step}
     theirs = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
     has_experts = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
     shape = hf.parse_config(config)
+    assert (shape.dense_layers, shape.moe_every) == (dense_layers, moe_every)
     assert [shape.has_experts(layer) for layer in range(7)] == has_experts
-    again = hf.parse_config(hf.make_config(shape, "float32"))
-    assert [again.has_experts(layer) for layer in range(7)] == has_experts
+    assert hf.parse_config(hf.make_config(shape, "float32")) == shape
 
 
 PUBLISHED = [name for name in PRESETS if name.startswith(("mixtral", "qwen3"))]
