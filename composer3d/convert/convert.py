@@ -147,8 +147,7 @@ def _lost_fields(source: Source) -> list[str]:
     return [
         f"left out: model.{entry.name} = {getattr(shape, entry.name)} (config.json cannot hold it)"
         for entry in fields(shape)
-        if entry.name in source.huggingface.TRAINING_FIELDS
-        and getattr(shape, entry.name) != entry.default
+        if entry.name in shape.training_fields and getattr(shape, entry.name) != entry.default
     ]
 
 

@@ -51,6 +51,11 @@ class DecoderShape:
         return 0
 
     @property
+    def training_fields(self) -> tuple[str, ...]:
+        """The fields that training alone reads: a run may change them when it resumes."""
+        return ()
+
+    @property
     def expert_width(self) -> int:
         """The width of an expert."""
         return self.ffn

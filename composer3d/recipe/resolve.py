@@ -8,6 +8,7 @@ mistake gives one line.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,31 +178,42 @@ def _resolve_shape(draft: Draft) -> Model:
 def _resolve_mesh(draft: Draft, mesh: MeshTable, world_size: int | None) -> MeshTable:
     """Replace ``mesh.dp_shard = -1`` by its value, and check that the mesh fills the world."""
     is_open = mesh.dp_shard == -1
-    closed = replace(mesh, dp_shard=1) if is_open else mesh
+    closed = replace(mesh, dp_shard=_least_dp_shard(mesh)) if is_open else mesh
     axis_keys = {f"mesh.{axis}" for axis in AXES}
     if world_size is None or min(asdict(closed).values()) < 1 or draft.invalid_keys & axis_keys:
+        if closed.dp_shard > 1 and is_open:
+            draft.origins["mesh.dp_shard"] = (
+                f"{draft.origin('mesh.dp_shard')}, the least for ep {mesh.ep}"
+            )
         return closed
 
-    needed = closed.world_size  # processes, with dp_shard = 1 if it is open
+    needed = closed.world_size  # processes, with the least dp_shard if it is open
     if is_open and world_size % needed == 0:
         draft.origins["mesh.dp_shard"] = (
             f"{draft.origin('mesh.dp_shard')}, to fill {world_size} processes"
         )
-        return replace(mesh, dp_shard=world_size // needed)
+        return replace(mesh, dp_shard=world_size // needed * closed.dp_shard)
 
     if is_open or needed != world_size:
         # ep groups ranks of other axes: it is no factor of the product.
-        sizes = " x ".join(
-            f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != -1
-        )
+        shown = [axis for axis in AXES if axis != "dp_shard" or closed.dp_shard > 1 or not is_open]
+        sizes = " x ".join(f"{axis} {getattr(closed, axis)}" for axis in shown)
+        has_least = is_open and closed.dp_shard > 1
+        reason = f" (the least dp_shard for ep {mesh.ep})" if has_least else ""
         possible = nearest_multiples(world_size, needed) if is_open else needed
         draft.blame(
             "mesh.dp_shard",
-            f"mesh {sizes} = {needed} processes, but the world has {world_size}; "
+            f"mesh {sizes} = {needed} processes{reason}, but the world has {world_size}; "
             f"start {possible} processes, or change an axis of [mesh]",
         )
         draft.invalid_keys.add("mesh.dp_shard")
     return closed
+
+
+def _least_dp_shard(mesh: MeshTable) -> int:
+    """The least dp_shard with which ep can group ranks of dp_shard, cp and tp; 1 without ep."""
+    others = mesh.cp * mesh.tp
+    return mesh.ep // gcd(mesh.ep, others) if min(mesh.ep, others) >= 1 else 1
 
 
 def _check_files(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:

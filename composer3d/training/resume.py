@@ -120,10 +120,11 @@ def _would_discard(recipe: Recipe, store: Store, newest: Path, discarded: str) -
 def _require_same_model(path: Path, manifest: Manifest, recipe: Recipe) -> None:
     now = {"model.architecture": DEFAULT} | model_of(recipe.model, recipe.precision.params)
     then = {"model.architecture": DEFAULT} | manifest.model
+    training_fields = recipe.model.training_fields
     lines = [
         f"{path} was made with {key} = {then.get(key)}, but the recipe says {value}"
         for key, value in now.items()
-        if then.get(key) != value
+        if then.get(key) != value and key.removeprefix("model.") not in training_fields
     ]
     if lines:
         raise CheckpointError(

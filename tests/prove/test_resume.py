@@ -17,6 +17,7 @@ from tools.prove.faults.resume import (
     swap_two_moments,
 )
 
+PART_WITH_EXPERTS = ("experts on one process", "ep 4 of tp 4", "ep 2 of zero 3 x 2, pp 2 ZBV")
 PART = ("one process", "zero 2 x 3", "pp 2 1F1B, tp 2", "cp 3, tp 2")
 
 
@@ -32,7 +33,11 @@ def test_the_layouts_are_many_and_legal(tmp_path: Path) -> None:
     assert len(resume_matrix.LAYOUTS) >= 12
     assert {processes for processes, _ in resume_matrix.LAYOUTS.values()} == {1, 2, 3, 4, 6, 8}
     (tmp_path / "recipe.toml").write_text(resume_matrix.RECIPE.format(corpus="none"))
-    for processes, sets in resume_matrix.LAYOUTS.values():
+    with_experts = [
+        (processes, (*resume_matrix.EXPERTS, *sets))
+        for processes, sets in resume_matrix.LAYOUTS_WITH_EXPERTS.values()
+    ]
+    for processes, sets in (*resume_matrix.LAYOUTS.values(), *with_experts):
         recipe = load(
             tmp_path / "recipe.toml", [*sets], world_size=processes, check_files=False
         ).recipe
@@ -45,6 +50,18 @@ def test_a_layout_resumes_what_others_saved(matrix: resume_matrix.Matrix, name: 
     assert [cell.source for cell in cells] == list(PART)
     assert [cell for cell in cells if not cell.is_exact] == []
     assert next(cell for cell in cells if cell.source == name).deviation == 0.0
+
+
+def test_experts_resume_on_other_layouts(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("experts")
+    matrix = resume_matrix.Matrix(
+        pool, folder, resume_matrix.LAYOUTS_WITH_EXPERTS, resume_matrix.EXPERTS
+    )
+    cells, problems = resume_matrix.prove(matrix, PART_WITH_EXPERTS)
+    assert problems == []
+    assert len(cells) == len(PART_WITH_EXPERTS) ** 2
 
 
 def skip_a_sample() -> None:

@@ -13,6 +13,7 @@ from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import TABLES, Model
 from composer3d.recipe.values import FIELDS
+from composer3d.spec.errors import RecipeError
 from tools.prove.paths import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -170,6 +171,23 @@ def test_dp_shard_takes_all_remaining_processes(write) -> None:
     assert resolved.recipe.world_size == 8
     assert resolved.origins["mesh.dp_shard"] == "default, to fill 8 processes"
     assert load(path, ["mesh.dp_shard=-1", "mesh.pp=2"], world_size=8).recipe.mesh.dp_shard == 2
+
+
+def test_dp_shard_is_large_enough_for_ep(write) -> None:
+    text = '[model]\narchitecture = "moe"\npreset = "debug-moe"\n[mesh]\nep = 4\ntp = 2\n'
+    path = write("x.toml", text)
+    resolved = load(path)
+    assert resolved.recipe.mesh.dp_shard == 2
+    assert resolved.origins["mesh.dp_shard"] == "default, the least for ep 4"
+    assert load(path, world_size=8).recipe.mesh.dp_shard == 4
+    assert load(path, ["mesh.cp=2", "data.seq_len=64"], world_size=8).recipe.mesh.dp_shard == 2
+    with pytest.raises(RecipeError) as error:
+        load(path, world_size=6)
+    assert error.value.lines == [
+        "x.toml:4: mesh pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2 = 4 processes (the least "
+        "dp_shard for ep 4), but the world has 6; start 4 or 8 processes, or change an axis of "
+        "[mesh]"
+    ]
 
 
 def test_a_byte_order_mark_and_carriage_returns_are_read(write) -> None:

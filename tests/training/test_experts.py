@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.recipe.resolve import load
-from composer3d.runtime.launch import Pool
+from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
 from composer3d.training.build import Run, build
@@ -197,3 +197,23 @@ def test_a_checkpoint_of_experts_is_resumed_bitwise_on_every_ep(
     if ep == 2:
         assert resumed.saved[4] == source.saved[4]
         assert losses(folder, "ep2")[4] == expected[4]
+
+
+def test_a_run_may_change_the_coefficients_of_the_balance_but_not_the_routing(
+    pool: Pool, saved_on_ep_2: Saved
+) -> None:
+    folder, source = saved_on_ep_2
+    checkpoint = "checkpoint.resume=saved/small/checkpoints/step-00000002"
+    sets = ["model.balance_loss=0.5", "model.bias_rate=0.003", checkpoint]
+    resumed = run_on_4_ranks(pool, folder, "balance", *sets)
+    assert resumed.loaded == source.saved[2]
+    assert resumed.saved[4] != source.saved[4]
+    moves = {
+        abs(now - then)
+        for name, biases in resumed.biases[4].items()
+        for now, then in zip(biases, source.biases[2][name], strict=True)
+    }
+    assert max(moves) == pytest.approx(0.006)
+
+    with pytest.raises(WorkerError, match="was made with model.experts_per_token = 2"):
+        run_on_4_ranks(pool, folder, "routing", "model.experts_per_token=3", checkpoint)

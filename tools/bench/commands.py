@@ -142,6 +142,31 @@ def layouts(args: argparse.Namespace) -> int:
     return report(args, rows)
 
 
+def trees(args: argparse.Namespace) -> int:
+    """Compare each layout with the composer3d of another checkout."""
+    rows = []
+    for name in args.only or LAYOUTS:
+        sets = (*LAYOUTS[name].sets, *_common_sets(args))
+        sides: dict[str, Side] = {
+            "other": _in_folder(ours(args, CPU_RECIPE, sets), args.other),
+            "this": _in_folder(ours(args, CPU_RECIPE, sets), HERE.parents[1]),
+        }
+        rows.append(compare(name, sides, args.repeats))
+    return report(args, rows)
+
+
+def _in_folder(side: Side, folder: Path) -> Side:
+    """A side whose jobs run in ``folder``: ``python -m composer3d`` takes the composer3d there."""
+
+    def make_jobs(output: Path) -> Sequence[Job]:
+        jobs = side(output)
+        for job in jobs:
+            job.cwd = folder
+        return jobs
+
+    return make_jobs
+
+
 def moe(args: argparse.Namespace) -> int:
     """Compare a model with experts on one process with its dense twin, and on two with the ideal.
 
@@ -407,6 +432,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_repeats(layouts_parser)
     add_only(layouts_parser)
+
+    trees_parser = add_command(trees, "each layout against the composer3d of another checkout")
+    add_repeats(trees_parser)
+    add_only(trees_parser)
+    trees_parser.add_argument(
+        "--other", metavar="DIR", type=Path, required=True, help="root of the other checkout"
+    )
 
     moe_parser = add_command(moe, "a model with experts against its dense twin, and ep 2")
     add_repeats(moe_parser)

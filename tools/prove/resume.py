@@ -1,9 +1,10 @@
-"""Resume on each of 13 layouts from the checkpoints of all 13 layouts, and prove each resume exact.
+"""Resume on each layout from the checkpoints of all layouts, and prove each resume exact.
 
-Each layout trains 3 steps, saves, and trains 5 more. Then each loads what each has saved. Its
-shards of all parameters and moments must be bitwise those of the source. Its next 5 losses must
-be those of the source within 1e-5; the table shows the difference. It must take the same samples:
-in all, each sample of the data exactly once.
+There are 13 layouts of a dense model, and 8 of a model with experts. Each layout trains 3 steps,
+saves, and trains 5 more. Then each loads what each has saved. Its shards of all parameters and
+moments must be bitwise those of the source. Its next 5 losses must be those of the source within
+1e-5; the table shows the difference. It must take the same samples: in all, each sample of the data
+exactly once.
 
 Exit status: 0 if all pairs are exact, 1 if one is not.
 """
@@ -96,6 +97,60 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             "mesh.cp=2",
             "mesh.tp=2",
             "parallel.zero=1",
+            "data.micro_batch=3",
+        ),
+    ),
+}
+
+
+# Eight experts with a bias and losses that balance them, and a dense first block.
+EXPERTS = (
+    "model.architecture=moe",
+    "model.preset=debug-moe",
+    "model.dense_layers=1",
+    "model.shared_ffn=32",
+    "model.router=sigmoid",
+    "model.router_bias=true",
+    "model.balance_loss=0.1",
+    "model.z_loss=0.01",
+)
+LAYOUTS_WITH_EXPERTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "experts on one process": (1, ("data.micro_batch=3", ASYNC)),
+    "ep 1, zero 2 x 3": (3, ("mesh.dp_shard=3", "parallel.zero=2", "data.micro_batch=2")),
+    "ep 2 of zero 3 x 2": (2, ("mesh.ep=2", "mesh.dp_shard=2", "data.micro_batch=3", ASYNC)),
+    "ep 4 of tp 4": (4, ("mesh.ep=4", "mesh.tp=4", "data.micro_batch=4", ASYNC)),
+    "ep 2 of HSDP 2 x 2, tp 2": (
+        8,
+        (
+            "mesh.ep=2",
+            "mesh.dp_replicate=2",
+            "mesh.dp_shard=2",
+            "mesh.tp=2",
+            "data.micro_batch=3",
+        ),
+    ),
+    "ep 4 of cp 2, tp 2, pp 2 1F1B": (
+        8,
+        ("mesh.ep=4", "mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "data.micro_batch=3", ASYNC),
+    ),
+    "ep 8 of zero 1 x 2, cp 2, tp 2": (
+        8,
+        (
+            "mesh.ep=8",
+            "mesh.dp_shard=2",
+            "mesh.cp=2",
+            "mesh.tp=2",
+            "parallel.zero=1",
+            "data.micro_batch=3",
+        ),
+    ),
+    "ep 2 of zero 3 x 2, pp 2 ZBV": (
+        4,
+        (
+            "mesh.ep=2",
+            "mesh.pp=2",
+            "parallel.schedule=ZBVZeroBubble",
+            "mesh.dp_shard=2",
             "data.micro_batch=3",
         ),
     ),
@@ -321,10 +376,24 @@ def in_order(ranks: Sequence[tuple[int, list[list[int]]]]) -> list[list[int]]:
 
 
 class Matrix:
-    """Run sources and targets in one temporary folder."""
+    """Run sources and targets in one temporary folder.
 
-    def __init__(self, pool: Pool, folder: Path) -> None:
+    Args:
+        pool: the worker processes.
+        folder: for all files.
+        layouts: ``LAYOUTS``, or those of another model.
+        model: overrides of the recipe for that model.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        folder: Path,
+        layouts: Mapping[str, tuple[int, tuple[str, ...]]] = LAYOUTS,
+        model: tuple[str, ...] = (),
+    ) -> None:
         self._pool, self._folder = pool, folder
+        self._layouts, self._model = layouts, model
         corpus = folder / "corpus.txt"
         corpus.write_bytes(bytes(random.Random(5).choices(range(1, 256), k=SAMPLES * SEQ_LEN + 1)))
         self._recipe = folder / "recipe.toml"
@@ -332,12 +401,12 @@ class Matrix:
         self._sources: dict[str, Steps] = {}
 
     def _run(self, task: Callable[..., Any], name: str, **arguments: Any) -> list[Any]:
-        processes, sets = LAYOUTS[name]
-        arguments |= {"recipe": str(self._recipe), "sets": sets}
+        processes, sets = self._layouts[name]
+        arguments |= {"recipe": str(self._recipe), "sets": [*self._model, *sets]}
         return self._pool.run(task, arguments, world_size=processes, limit_s=LIMIT_S)
 
     def _folder_of(self, name: str) -> Path:
-        return self._folder / f"source-{list(LAYOUTS).index(name)}"
+        return self._folder / f"source-{list(self._layouts).index(name)}"
 
     def save(self, name: str) -> list[str]:
         """Train and save on one layout; return the problems of its tensors and samples."""
@@ -389,34 +458,28 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "tools/prove/run resume",
         description=__doc__,
-        epilog="\n  ".join(["layouts:", *LAYOUTS]),
+        epilog="\n  ".join(["layouts:", *LAYOUTS, *LAYOUTS_WITH_EXPERTS]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="part of a layout's name; default: all layouts"
     )
     names = parser.parse_args(arguments).names
-    layouts = [name for name in LAYOUTS if not names or any(part in name for part in names)]
-    if not layouts:
+    families = [
+        ([name for name in layouts if not names or any(part in name for part in names)], layouts)
+        for layouts in (LAYOUTS, LAYOUTS_WITH_EXPERTS)
+    ]
+    if not any(chosen for chosen, _ in families):
         parser.error(f"no layout's name holds {' or '.join(names)}")
     begin, cells, problems = time.monotonic(), [], []
     with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-resume-") as folder:
-        matrix = Matrix(pool, Path(folder))
-        for number, name in enumerate(layouts, 1):
-            wrong = matrix.save(name)
-            problems += [f"{name}: {line}" for line in wrong]
-            print(f"{number:>2} {name:<36} {'WRONG' if wrong else 'saved'}", flush=True)
-        numbers = "".join(f"{number:>7}" for number in range(1, len(layouts) + 1))
-        print(f"resumed on, from: {' ' * 21}{numbers}")
-        for number, name in enumerate(layouts, 1):
-            row = matrix.resume(name)
-            cells += row
-            shown = ""
-            for cell in row:
-                word = f"{cell.deviation:.0e}" if cell.is_exact else "WRONG"
-                shown += f"{word:>7}"
-            print(f"{number:>2} {name:<36}{shown}", flush=True)
-    problems += [str(cell) for cell in cells if not cell.is_exact]
+        for number, (chosen, layouts) in enumerate(families):
+            root = Path(folder) / str(number)
+            root.mkdir()
+            model = EXPERTS if layouts is LAYOUTS_WITH_EXPERTS else ()
+            new_cells, new_problems = prove(Matrix(pool, root, layouts, model), chosen)
+            cells += new_cells
+            problems += new_problems
     print(*problems, sep="\n")
     worst = max((cell.deviation for cell in cells), default=0.0)
     verdict = "0 problems: all bitwise, the same samples"
@@ -425,3 +488,28 @@ def main(arguments: Sequence[str]) -> int:
     seconds = time.monotonic() - begin
     print(f"{len(cells)} pairs, {verdict}, losses within {worst:.1e}, in {seconds:.0f} s")
     return 1 if problems else 0
+
+
+def prove(matrix: Matrix, layouts: Sequence[str]) -> tuple[list[Cell], list[str]]:
+    """Save on each layout, then resume each checkpoint on each layout, and print the table.
+
+    Returns:
+        The result of each pair, and the problems.
+    """
+    cells, problems = [], []
+    for number, name in enumerate(layouts, 1):
+        wrong = matrix.save(name)
+        problems += [f"{name}: {line}" for line in wrong]
+        print(f"{number:>2} {name:<36} {'WRONG' if wrong else 'saved'}", flush=True)
+    numbers = "".join(f"{number:>7}" for number in range(1, len(layouts) + 1))
+    print(f"resumed on, from: {' ' * 21}{numbers}")
+    for number, name in enumerate(layouts, 1):
+        row = matrix.resume(name)
+        cells += row
+        shown = ""
+        for cell in row:
+            word = f"{cell.deviation:.0e}" if cell.is_exact else "WRONG"
+            shown += f"{word:>7}"
+        print(f"{number:>2} {name:<36}{shown}", flush=True)
+    problems += [str(cell) for cell in cells if not cell.is_exact]
+    return cells, problems

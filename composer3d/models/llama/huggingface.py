@@ -78,9 +78,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # values in layer_types
 
 MODEL_TYPES = tuple(_DEFAULTS)  # the values of model_type that this module reads
 
-# The fields of the shape that config.json does not hold, because they matter in training alone.
-TRAINING_FIELDS: tuple[str, ...] = ()
-
 Shape = TypeVar("Shape", bound=ModelShape)
 
 

@@ -63,9 +63,6 @@ _KEYS = {
 
 MODEL_TYPES = tuple(_DEFAULTS)  # the values of model_type that this module reads
 
-# The fields of the shape that config.json does not hold, because they matter in training alone.
-TRAINING_FIELDS = ("bias_rate", "balance_loss", "z_loss")
-
 
 def read_shape(folder: str | Path) -> MoeShape:
     """Return the shape that the config.json of ``folder`` describes.
@@ -246,7 +243,7 @@ def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list
 def canonical(shape: MoeShape) -> MoeShape:
     """Return the same shape for all shapes whose config.json would describe the same model."""
     changes: dict[str, Any] = {
-        entry.name: entry.default for entry in fields(shape) if entry.name in TRAINING_FIELDS
+        entry.name: entry.default for entry in fields(shape) if entry.name in shape.training_fields
     }
     changes |= {"head_dim": shape.head_width, "expert_ffn": shape.expert_width}
     if not shape.qk_norm:  # a Mixtral has one width only

@@ -11,8 +11,8 @@ from composer3d.spec.ranges import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, above,
 class MoeShape(ModelShape):
     """Sizes of a Llama in which most feed-forward layers are mixtures of experts.
 
-    The coefficients of the balance are a part of it: published configurations name them, and a run
-    that resumes must not change them.
+    The coefficients of the balance are a part of it, because published configurations name them.
+    Training alone reads them (``training_fields``).
     """
 
     experts: int = key(8, "experts of a layer", between(1, MOST_EXPERTS))
@@ -60,6 +60,11 @@ class MoeShape(ModelShape):
         "coefficient of the router's z-loss, mean(logsumexp(logits)^2); 0: none",
         between(0, 1_000),
     )
+
+    @property
+    def training_fields(self) -> tuple[str, ...]:
+        """The coefficients of the balance."""
+        return ("bias_rate", "balance_loss", "z_loss")
 
     @property
     def expert_width(self) -> int:

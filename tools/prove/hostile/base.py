@@ -31,6 +31,15 @@ global_batch = 2
 every = 1
 tensorboard = false
 """
+# A Qwen 3 with experts in its second layer.
+EXPERTS = (
+    'run.name="experts"',
+    'model.architecture="moe"',
+    'model.preset="debug-moe"',
+    "model.qk_norm=true",
+    "model.expert_ffn=24",
+    "model.dense_layers=1",
+)
 STEPS = 2
 CHECKPOINT = f"runs/victim/checkpoints/step-{STEPS:08d}"
 
@@ -47,6 +56,11 @@ def make_base(folder: Path, pool: Pool) -> None:
         ["convert", CHECKPOINT, "meta", "--to", "meta"],
         ["convert", CHECKPOINT, "one.pt", "--to", "torch"],
     ]
+    train_experts = ["train", "recipe.toml"]
+    for override in (f"run.steps={STEPS}", *EXPERTS):
+        train_experts += ["--set", override]
+    checkpoint_of_experts = CHECKPOINT.replace("victim", "experts")
+    commands += [train_experts, ["convert", checkpoint_of_experts, "hf-moe", "--to", "hf"]]
     for command in commands:
         outcome = run(command, folder, pool)
         assert outcome.status == 0, (command, outcome)

@@ -192,6 +192,70 @@ HEADERS: dict[str, Change] = {
 }
 
 
+EXPERT_CONFIGS: dict[str, tuple[str, Any]] = {
+    "experts-huge": ("num_experts", _HUGE),
+    "experts-1e6": ("num_experts", 10**6),
+    "experts-zero": ("num_experts", 0),
+    "experts-negative": ("num_experts", -8),
+    "experts-text": ("num_experts", "8"),
+    "experts-float": ("num_experts", 8.0),
+    "experts-bool": ("num_experts", True),
+    "experts-list": ("num_experts", [8]),
+    "experts-fewer": ("num_experts", 7),
+    "experts-more": ("num_experts", 9),
+    "experts-other-key": ("num_local_experts", 4),
+    "per-token-zero": ("num_experts_per_tok", 0),
+    "per-token-more": ("num_experts_per_tok", 9),
+    "per-token-huge": ("num_experts_per_tok", _HUGE),
+    "per-token-none": ("num_experts_per_tok", None),
+    "width-huge": ("moe_intermediate_size", _HUGE),
+    "width-other": ("moe_intermediate_size", 23),
+    "width-text": ("moe_intermediate_size", "24"),
+    "renormalise-text": ("norm_topk_prob", "true"),
+    "renormalise-number": ("norm_topk_prob", 1),
+    "step-zero": ("decoder_sparse_step", 0),
+    "step-huge": ("decoder_sparse_step", _HUGE),
+    "step-text": ("decoder_sparse_step", "1"),
+    "dense-all": ("mlp_only_layers", [0, 1]),
+    "dense-beyond": ("mlp_only_layers", [0, 2]),
+    "dense-huge": ("mlp_only_layers", [_HUGE]),
+    "dense-negative": ("mlp_only_layers", [-1]),
+    "dense-text": ("mlp_only_layers", "0"),
+    "dense-objects": ("mlp_only_layers", [{}]),
+    "dense-many": ("mlp_only_layers", list(range(200_000))),
+    "dense-none": ("mlp_only_layers", None),
+    "type-mixtral": ("model_type", "mixtral"),
+    "type-llama": ("model_type", "llama"),
+}
+
+
+def _renamed(old: str, new: str) -> Change:
+    return _header(lambda header: header.update({new: header.pop(old)}))
+
+
+_EXPERT = "model.layers.1.mlp.experts.7.up_proj.weight"
+EXPERT_HEADERS: dict[str, Change] = {
+    "missing": _header(lambda h: h.pop(_EXPERT)),
+    "beyond": _renamed(_EXPERT, _EXPERT.replace(".7.", ".8.")),
+    "huge-number": _renamed(_EXPERT, _EXPERT.replace(".7.", f".{10**30}.")),
+    "negative-number": _renamed(_EXPERT, _EXPERT.replace(".7.", ".-1.")),
+    "long-number": _renamed(_EXPERT, _EXPERT.replace(".7.", f".{'7' * 5000}.")),
+    "zeros-before": _renamed(_EXPERT, _EXPERT.replace(".7.", ".007.")),
+    "other-digits": _renamed(_EXPERT, _EXPERT.replace(".7.", ".\u0667.")),
+    "dense-layer": _renamed(_EXPERT, _EXPERT.replace("layers.1", "layers.0")),
+    "shape": _header(lambda h: h[_EXPERT].update(shape=[32, 24])),
+    "shape-huge": _header(lambda h: h[_EXPERT].update(shape=[24, 32, 1 << 40])),
+    "dtype": _header(lambda h: h[_EXPERT].update(dtype="I32")),
+    "also-packed": _header(
+        lambda h: h.update({"model.layers.1.mlp.experts.gate_up_proj": h[_EXPERT]})
+    ),
+    "no-router": _header(lambda h: h.pop("model.layers.1.mlp.gate.weight")),
+    "router-of-dense": _header(
+        lambda h: h.update({"model.layers.0.mlp.gate.weight": h["model.layers.1.mlp.gate.weight"]})
+    ),
+}
+
+
 def _index(content: Any) -> Change:
     def change(evil: Path) -> None:
         (evil / "model.safetensors").rename(evil / "model-1.safetensors")
@@ -331,6 +395,16 @@ def _cases() -> list[Case]:
         )
     for name, change in HEADERS.items():
         cases += _case("hf", f"header-{name}", change, "evil")
+    for name, (key, value) in EXPERT_CONFIGS.items():
+        change = _config("config.json", key, value)
+        commands = ("convert", "start") if name.startswith("experts-") else ("convert",)
+        cases += _case("hf-moe", f"config-{name}", change, "evil", *commands)
+    for name, change in EXPERT_HEADERS.items():
+        cases += _case("hf-moe", f"experts-{name}", change, "evil", "convert", "start")
+    for number in range(20):
+        file = ("config.json", "model.safetensors")[number % 2]
+        flip = _flip(file, _SEED + 1000 + number)
+        cases += _case("hf-moe", f"flip-{number:02d}", flip, None, "convert")
     for name, content in INDEXES.items():
         cases += _case("hf", f"index-{name}", _index(content), "evil")
     for name, change in {**LINKS, **PIPES}.items():

@@ -73,7 +73,8 @@ class Scenario:
         before: what its folder holds at the start. "empty": nothing. "whole": a run of ``BASE``
             steps. "damaged": also the next checkpoint, with a flipped bit. "leftover": also the
             complete staging folder of the next checkpoint.
-        sets: overrides of the recipe.
+        sets: overrides of the recipe that change no loss.
+        model: overrides of the recipe that change the losses.
         world: the number of ranks.
         dying: the rank to kill; each of its events is a point.
         keep: the number of checkpoints to keep.
@@ -82,16 +83,24 @@ class Scenario:
     name: str
     before: Literal["empty", "whole", "damaged", "leftover"] = "whole"
     sets: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
     world: int = 1
     dying: int = 0
     keep: int = 2
 
     @property
     def all_sets(self) -> list[str]:
-        return [*self.sets, f"checkpoint.keep={self.keep}"]
+        return [*self.model, *self.sets, f"checkpoint.keep={self.keep}"]
 
 
 ASYNC = ("checkpoint.async_save=true",)
+EXPERTS = (
+    "model.architecture=moe",
+    "model.preset=debug-moe",
+    "model.router_bias=true",
+    "model.balance_loss=0.1",
+    "mesh.ep=2",
+)
 SCENARIOS = (
     Scenario("save"),
     Scenario("save in the background", sets=ASYNC),
@@ -103,6 +112,7 @@ SCENARIOS = (
     Scenario("2 ranks, rank 1 dies", world=2, dying=1),
     Scenario("2 ranks, background, rank 0 dies", world=2, sets=ASYNC),
     Scenario("2 ranks, background, rank 1 dies", world=2, sets=ASYNC, dying=1),
+    Scenario("experts over 2 ranks, rank 1 dies", world=2, model=EXPERTS, dying=1),
 )
 
 
@@ -157,8 +167,8 @@ class Killer:
         corpus = self.folder / "corpus.txt"
         corpus.write_bytes(bytes((i * i + i // 7) % 251 + 1 for i in range(4_000)))
         (self.folder / "recipe.toml").write_text(RECIPE.format(corpus=corpus))
-        # By number of ranks and steps.
-        self._uninterrupted: dict[tuple[int, int], Uninterrupted] = {}
+        # By number of ranks, steps and overrides.
+        self._uninterrupted: dict[tuple[int, int, tuple[str, ...]], Uninterrupted] = {}
         self._count = 0
 
     def __enter__(self) -> "Killer":
@@ -189,16 +199,16 @@ class Killer:
         outcomes: list[Outcome] = pool.run(train_once, arguments, world_size=world, limit_s=LIMIT_S)
         return outcomes
 
-    def uninterrupted(self, world: int, steps: int) -> Uninterrupted:
-        """The run of these sizes that is not killed; it is made once."""
+    def uninterrupted(self, world: int, steps: int, model: tuple[str, ...] = ()) -> Uninterrupted:
+        """The run of these sizes, and with these overrides, that is not killed; it is made once."""
         with self._lock:
-            run = self._uninterrupted.get((world, steps))
+            run = self._uninterrupted.get((world, steps, model))
         if run is None:
             folder = self.new_folder()
-            outcomes = self.train(folder, [f"run.steps={steps}"], world=world)
+            outcomes = self.train(folder, [*model, f"run.steps={steps}"], world=world)
             states = [outcome.state for outcome in outcomes]
             run = Uninterrupted(losses(folder), states, outcomes[0].loop_s)
-            self._uninterrupted[world, steps] = run
+            self._uninterrupted[world, steps, model] = run
         return run
 
     def run_and_kill(
@@ -217,10 +227,18 @@ class Killer:
         return SURVIVED
 
     def start_again(
-        self, folder: Path, sets: Sequence[str], where: str, *, world: int, steps: int, keep: int
+        self,
+        folder: Path,
+        sets: Sequence[str],
+        where: str,
+        *,
+        world: int,
+        steps: int,
+        keep: int,
+        model: tuple[str, ...] = (),
     ) -> Kill:
-        """Start a killed run again, and compare it with the uninterrupted one."""
-        newest, expected = published(folder), self.uninterrupted(world, steps)
+        """Start a killed run again, and compare it with the uninterrupted one of ``model``."""
+        newest, expected = published(folder), self.uninterrupted(world, steps, model)
         try:
             outcomes = self.train(folder, sets, world=world, fault=self._fault)
         except WorkerError as error:
@@ -229,7 +247,7 @@ class Killer:
         if min(resumed) <= steps // 2:
             # Measure the time of the loop again: the machine may be busier now than it was then.
             loop_s = outcomes[0].loop_s * steps / (steps - min(resumed))
-            self._uninterrupted[world, steps] = replace(expected, loop_s=loop_s)
+            self._uninterrupted[world, steps, model] = replace(expected, loop_s=loop_s)
 
         kept = sorted(path.name for path in checkpoints(folder).iterdir())
         newest_names = [f"step-{step:08d}" for step in range(steps - keep + 1, steps + 1)]
@@ -316,6 +334,7 @@ class Points:
             world=scenario.world,
             steps=STEPS,
             keep=scenario.keep,
+            model=scenario.model,
         )
 
 
@@ -438,7 +457,7 @@ def main(arguments: Sequence[str]) -> int:
             scenario_begin = time.monotonic()
             points = Points(killer, scenario)
             # Made here, so that the threads do not all make it.
-            killer.uninterrupted(scenario.world, STEPS)
+            killer.uninterrupted(scenario.world, STEPS, scenario.model)
             kills = list(threads.map(points.kill, points.events))
             undurable = not_durable(points.events) if scenario.world == 1 else []
             failed += report(scenario.name, kills, undurable, scenario_begin)

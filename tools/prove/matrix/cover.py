@@ -74,7 +74,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "mixed": ("no", "yes"),
     "offload": ("no", "yes"),
     "compile": ("no", "yes"),
-    "ep": ("none", "1", "2", "4"),  # "none": a model without experts
+    "ep": ("none", "1", "2", "4", "8"),  # "none": a model without experts
     "router": ("softmax", "softmax, not renormalised", "sigmoid with bias and groups"),
     "shared": ("no", "yes"),
     "auxiliary": ("none", "balance and z"),
@@ -102,7 +102,9 @@ WITH_SCHEDULE = (
     "micro-batch",
     "pp",
 )
-# Every two values of these pairs of columns are proven with each ep.
+# Every two values of these pairs of columns are proven with each of these ep. Those of ep 8 need 8
+# or 16 processes: each value of every column is proven with it, as with each value of any column.
+EP_IN_PAIRS = ("1", "2", "4")
 WITH_EP = (
     ("schedule", "zero"),
     ("schedule", "checkpoint"),
@@ -351,7 +353,7 @@ def targets() -> list[Target]:
         cells = product(COLUMNS["schedule"][1:], COLUMNS[a], COLUMNS[b])
         out += [(("schedule", name), (a, x), (b, y)) for name, x, y in cells]
     for a, b in WITH_EP:
-        cells = product(COLUMNS["ep"][1:], COLUMNS[a], COLUMNS[b])
+        cells = product(EP_IN_PAIRS, COLUMNS[a], COLUMNS[b])
         out += [(("ep", size), (a, x), (b, y)) for size, x, y in cells]
     return [*out, ALL_AXES]
 
