@@ -215,5 +215,5 @@ def test_a_run_may_change_the_coefficients_of_the_balance_but_not_the_routing(
     }
     assert max(moves) == pytest.approx(0.006)
 
-    with pytest.raises(WorkerError, match="was made with model.experts_per_token = 2"):
+    with pytest.raises(WorkerError, match=r"was made with model\.experts_per_token = 2"):
         run_on_4_ranks(pool, folder, "routing", "model.experts_per_token=3", checkpoint)

@@ -23,7 +23,7 @@ from composer3d.models.llama import counts
 from composer3d.recipe.resolve import load
 from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
-from tools.bench import experts, sequence
+from tools.bench import experts, quickstarts, sequence
 from tools.bench.jobs import Job, JobError, Result, TitanJob, composer3d_job, measure, plain_job
 
 HERE = Path(__file__).parent
@@ -188,6 +188,13 @@ def moe(args: argparse.Namespace) -> int:
     status = report(args, rows)
     experts.report_parts()
     return status
+
+
+def learning(args: argparse.Namespace) -> int:
+    """Measure how evenly experts are used, and their validation loss beside a dense model's."""
+    quickstarts.report_balance(args.python)
+    quickstarts.report_losses(args.python)
+    return 0
 
 
 def peers(args: argparse.Namespace) -> int:
@@ -385,11 +392,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add_command(
+    def add_plain_command(
         command: Callable[[argparse.Namespace], int], description: str
     ) -> argparse.ArgumentParser:
         new = commands.add_parser(command.__name__, help=description, description=description)
         new.set_defaults(command=command)
+        new.add_argument(
+            "--python",
+            metavar="PATH",
+            default=sys.executable,
+            help="interpreter that runs composer3d",
+        )
+        return new
+
+    def add_command(
+        command: Callable[[argparse.Namespace], int], description: str
+    ) -> argparse.ArgumentParser:
+        new = add_plain_command(command, description)
         new.add_argument(
             "--json", action="store_true", help="print one JSON object as the last line"
         )
@@ -402,12 +421,6 @@ def _parser() -> argparse.ArgumentParser:
             type=_count,
             default=12,
             help="steps of a run; the first 3 are not timed",
-        )
-        new.add_argument(
-            "--python",
-            metavar="PATH",
-            default=sys.executable,
-            help="interpreter that runs composer3d",
         )
         return new
 
@@ -442,6 +455,8 @@ def _parser() -> argparse.ArgumentParser:
 
     moe_parser = add_command(moe, "a model with experts against its dense twin, and ep 2")
     add_repeats(moe_parser)
+
+    add_plain_command(learning, "the load of experts, and their loss beside a dense model's")
 
     peers_parser = add_command(peers, "each layout against torchtitan")
     add_repeats(peers_parser)
