@@ -99,8 +99,14 @@ class Llama(Decoder):
         rope = rope_of(shape)
         with torch.device(device):
             self.first = First(shape.vocab, shape.dim)
-            self.blocks = nn.ModuleDict({str(i): Block(shape, rope) for i in range(shape.n_layers)})
+            self.blocks = nn.ModuleDict(
+                {str(layer): self.make_block(layer, rope) for layer in range(shape.n_layers)}
+            )
             self.last = Last(shape.vocab, shape.dim, shape.norm_eps)
         if shape.tied:
             self.last.head.weight = self.first.embed.weight
         self.to(dtype)
+
+    def make_block(self, layer: int, rope: Rope) -> Block:
+        """Build a block by its number. A model with other blocks overrides this."""
+        return Block(self.shape, rope)

@@ -6,14 +6,13 @@ experts of the block in one tensor, the expert first) and, with a shared expert,
 ``blocks.7.moe.shared.w1.weight``. All other names are those of ``models.llama``.
 """
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from composer3d.models.contract import Decoder, SequenceInfo
+from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.ffn import FeedForward
 from composer3d.models.layers.moe import Experts, MoE, Router
 from composer3d.models.layers.rope import Rope
-from composer3d.models.llama.model import Block, First, Last, rope_of
+from composer3d.models.llama.model import Block, Llama
 from composer3d.models.moe.shape import MoeShape
 
 
@@ -51,30 +50,14 @@ class MoeBlock(Block):
         return h_BTC + self.moe(self.ffn_norm(h_BTC), seq)
 
 
-class MoeLlama(Decoder):
+class MoeLlama(Llama):
     """A Llama with experts, of one ``MoeShape``, with uninitialised parameters.
 
-    Args:
-        shape: the sizes of the whole model.
-        dtype: of all parameters.
-        device: where the parameters are allocated; "meta" allocates nothing.
+    ``Llama`` documents its arguments.
     """
 
-    def __init__(
-        self, shape: MoeShape, *, dtype: torch.dtype = torch.float32, device: str = "meta"
-    ) -> None:
-        super().__init__()
-        self.shape = shape
-        rope = rope_of(shape)
-        with torch.device(device):
-            self.first = First(shape.vocab, shape.dim)
-            self.blocks = nn.ModuleDict(
-                {
-                    str(layer): (MoeBlock if shape.has_experts(layer) else Block)(shape, rope)
-                    for layer in range(shape.n_layers)
-                }
-            )
-            self.last = Last(shape.vocab, shape.dim, shape.norm_eps)
-        if shape.tied:
-            self.last.head.weight = self.first.embed.weight
-        self.to(dtype)
+    shape: MoeShape
+
+    def make_block(self, layer: int, rope: Rope) -> Block:
+        """Build a block; ``MoeShape.has_experts`` says whether it has experts."""
+        return (MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope)
