@@ -59,7 +59,8 @@ def report_balance(python: str) -> None:
     for name, sets in BALANCES.items():
         every = (f"run.steps={BALANCE_STEPS}", "validation.every=0", "metrics.every=1")
         lines = train(python, EXPERTS, ["mesh.ep=1", *every, *sets])
-        last = [line for line in lines if line["step"] > BALANCE_STEPS - LAST_STEPS]
+        steps = [line for line in lines if "loss" in line]  # not a save, for example
+        last = [line for line in steps if line["step"] > BALANCE_STEPS - LAST_STEPS]
         layers = sorted(key for key in last[0] if key.startswith("expert_load/"))
         loads = [statistics.mean(line[key] for line in last) for key in layers]
         shown = ", ".join(f"{load:.2f}" for load in loads)
