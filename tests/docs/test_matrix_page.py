@@ -70,7 +70,7 @@ def test_the_page_has_every_layout_and_every_refusal() -> None:
     page = report.page(["summary"], few, [verdict(1e-15)] * 4)
     assert page.startswith("# What the covering matrix proves\n\nsummary\n\nThe layouts hold")
     assert "\n| layouts with | no `pp` | GPipe |" in page
-    assert "\n| layouts with | `ep` 1 | `ep` 2 | `ep` 4 |\n" in page
+    assert "\n| layouts with | `ep` 1 | `ep` 2 | `ep` 4 | `ep` 8 |\n" in page
     for row in few.rows:
         assert f"\n- 3e-15: {cover.line_of(row)}\n" in page
     for _, row in few.refused:

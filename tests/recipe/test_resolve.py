@@ -183,11 +183,11 @@ def test_dp_shard_is_large_enough_for_ep(write) -> None:
     assert load(path, ["mesh.cp=2", "data.seq_len=64"], world_size=8).recipe.mesh.dp_shard == 2
     with pytest.raises(RecipeError) as error:
         load(path, world_size=6)
-    assert error.value.lines == [
+    assert error.value.lines == (
         "x.toml:4: mesh pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2 = 4 processes (the least "
         "dp_shard for ep 4), but the world has 6; start 4 or 8 processes, or change an axis of "
-        "[mesh]"
-    ]
+        "[mesh]",
+    )
 
 
 def test_a_byte_order_mark_and_carriage_returns_are_read(write) -> None:
