@@ -262,10 +262,12 @@ class ClosedForm(NamedTuple):
         of_ideal: idle time of a rank, as a share of the time in which it computes.
         formula: the same in symbols. P is the pipeline ranks, V the stages of each, M the
             micro-batches. F, B, I and W are the times of one stage and micro-batch.
+        formula_of_total: ``of_total`` in symbols; empty if it is no short formula.
     """
 
     of_ideal: float
     formula: str
+    formula_of_total: str = ""
 
     @property
     def of_total(self) -> float:
@@ -292,16 +294,16 @@ def closed_form(
         return None
     match schedule:
         case "GPipe" | "1F1B":
-            return ClosedForm((pp - 1) / micro_batches, "(P-1)/M")
+            return ClosedForm((pp - 1) / micro_batches, "(P-1)/M", "(P-1)/(M + P-1)")
         case "LoopedBFS" | "Interleaved1F1B" if micro_batches >= pp:
-            return ClosedForm((pp - 1) / cells, "(P-1)/(V M)")
+            return ClosedForm((pp - 1) / cells, "(P-1)/(V M)", "(P-1)/(V M + P-1)")
         case "InterleavedZeroBubble" if micro_batches >= pp:
             # The paper has W <= F and W <= I, and so F + I - W. Tests compare the others too.
             idle_s = (pp - 1) * max(forward_s, input_s, forward_s + input_s - weight_s)
             formula = "(P-1) max(F, I, F+I-W) / (V M (F+I+W))"
             return ClosedForm(idle_s / (cells * split_s), formula)
         case "ZBVZeroBubble" if micro_batches >= 2 * pp - 1 and forward_s == input_s == weight_s:
-            return ClosedForm((pp - 1) / (3 * cells), "(P-1)/(3 V M)")
+            return ClosedForm((pp - 1) / (3 * cells), "(P-1)/(3 V M)", "(P-1)/(3 V M + P-1)")
         case "DualPipeV" if forward_s == input_s >= weight_s and backward_s == input_s + weight_s:
             # An overlapped pair takes F + B here.
             idle_s = (pp - 1) * (whole_s + backward_s - 3 * weight_s)
