@@ -228,6 +228,18 @@ def _parser() -> argparse.ArgumentParser:
         help="also draw this schedule, with the same ranks and micro-batches",
     )
 
+    layout = add_command(
+        "layout", "draw which rank holds what, and the bytes that each axis sends in a step"
+    )
+    _add_picture(layout)
+    layout.add_argument(
+        "--gpus-per-node",
+        metavar="N",
+        type=_positive,
+        default=8,
+        help="ranks of a node; default: %(default)s",
+    )
+
     inspect = add_command("inspect", "report what a checkpoint contains and whether it is complete")
     _add_json(inspect)
     inspect.add_argument("path", metavar="PATH", help="a checkpoint, as SRC of convert")
