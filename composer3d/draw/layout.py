@@ -13,7 +13,6 @@ from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
 from composer3d.planner.traffic import Axis, Flow, flows
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.ranks import coordinates
-from composer3d.spec.errors import PlanError
 
 # The axes in the order in which traffic is listed, and the words for them.
 AXIS_WORDS: dict[Axis, str] = {
@@ -161,6 +160,13 @@ class Layout:
 
     def traffic(self, pp_rank: int) -> list[AxisTraffic]:
         """Return what a rank of a pipeline rank sends in a step, by axis."""
+        return self._traffic_by_pp_rank[pp_rank]
+
+    @cached_property
+    def _traffic_by_pp_rank(self) -> list[list[AxisTraffic]]:
+        return [self._traffic_of(pp_rank) for pp_rank in range(self.recipe.mesh.pp)]
+
+    def _traffic_of(self, pp_rank: int) -> list[AxisTraffic]:
         found = flows(self.recipe, pp_rank)
         rows = []
         for axis in AXIS_WORDS:
@@ -178,11 +184,20 @@ class Layout:
     @cached_property
     def busiest(self) -> int:
         """The pipeline rank that sends the most bytes; the first of equal ones."""
-        totals = [
-            sum(row.sent_bytes for row in self.traffic(pp_rank))
-            for pp_rank in range(self.recipe.mesh.pp)
-        ]
+        totals = [sum(row.sent_bytes for row in rows) for rows in self._traffic_by_pp_rank]
         return totals.index(max(totals))
+
+    def most_sent(self, axis: Axis) -> tuple[float, float]:
+        """Return the most bytes that any rank sends on an axis, in forward and in backward.
+
+        In a pipeline they can be those of two ranks: the first one sends no gradients, and the
+        last one no activations.
+        """
+        rows = [row for rows in self._traffic_by_pp_rank for row in rows if row.axis == axis]
+        return (
+            max((row.forward_bytes for row in rows), default=0.0),
+            max((row.backward_bytes for row in rows), default=0.0),
+        )
 
 
 def make_layout(recipe: Recipe, gpus_per_node: int) -> Layout:
@@ -192,11 +207,7 @@ def make_layout(recipe: Recipe, gpus_per_node: int) -> Layout:
         PlanError: the architecture is a user's own, or the schedule cannot run.
     """
     layout = Layout(recipe, gpus_per_node)
-    if recipe.mesh.ep > 1 and recipe.model.experts % recipe.mesh.ep:
-        raise PlanError(
-            f"mesh.ep = {recipe.mesh.ep} must divide the {recipe.model.experts} experts"
-        )
-    layout.stage_words(0), layout.layer_words(0)
+    _ = layout.busiest  # raises here what the pictures would raise later
     return layout
 
 
@@ -218,10 +229,7 @@ class Folded(NamedTuple):
 
 
 def fold(size: int, limit: int) -> Folded:
-    """Show the first positions of an axis and its last one, at most ``limit`` of them.
-
-    A single position is never hidden if the mark in its place would need as much room.
-    """
+    """Show the first positions of an axis and its last one, at most ``limit`` of them."""
     if size <= limit:
         return Folded(tuple(range(size)), size)
     if limit < 2:

@@ -18,7 +18,6 @@ from composer3d.draw.layout import (
 )
 from composer3d.draw.svg import (
     FAINT,
-    PAGE_INK,
     PAPER,
     QUIET_INK,
     Box,
@@ -169,7 +168,6 @@ def _make_grid(layout: Layout) -> _Grid:
 
 def _draw_grid(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
     mesh = layout.recipe.mesh
-    traffic = {row.axis: row for row in layout.traffic(layout.busiest)}
     boxes: dict[int, Box] = {}
     for column, pp_rank in enumerate(grid.pp.shown):
         _column_header(picture, layout, pp_rank, grid.cell(column, 0, top))
@@ -192,7 +190,7 @@ def _draw_grid(picture: Picture, layout: Layout, grid: _Grid, top: float) -> Non
     _nodes(picture, layout, boxes)
     for rank, box in boxes.items():
         _rank(picture, layout, rank, box)
-    _arrows(picture, grid, traffic, top)
+    _arrows(picture, layout, grid, top)
 
 
 def _column_header(picture: Picture, layout: Layout, pp_rank: int, cell: Box) -> None:
@@ -262,68 +260,94 @@ def _overlap(a: Box, b: Box) -> bool:
     return a.x < b.right and b.x < a.right and a.y < b.bottom and b.y < a.bottom
 
 
-def _arrows(picture: Picture, grid: _Grid, traffic: dict[Axis, AxisTraffic], top: float) -> None:
-    """Draw the traffic between neighbours. The first arrow of each axis has its bytes."""
-    # Data-parallel ranks exchange shards or gradients; one arrow stands for all of these axes.
-    data: list[Axis] = ["fsdp", "dp_replicate", "replicas"]
-    dp_axis = next((axis for axis in data if axis in traffic), None)
+class _Gap(NamedTuple):
+    """The space between two neighbouring boxes, and the axis that they exchange bytes on.
 
+    ``hidden`` is the number of ranks that are left out between them.
+    """
+
+    area: Box
+    axis: Axis
+    hidden: int
+
+
+def _arrows(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
+    """Draw the traffic between neighbours. The first arrow of each axis has its bytes."""
+    across, down = [], []
     for column, row in product(range(len(grid.pp.shown)), range(len(grid.dp.shown))):
         cell = grid.cell(column, row, top)
-        is_first = column == 0 and row == 0
-        if column + 1 < len(grid.pp.shown) and "pp" in traffic:
-            hidden = grid.pp.hidden if column + 2 == len(grid.pp.shown) else 0
+        if column + 1 < len(grid.pp.shown):
             area = Box(cell.right, cell.y, PP_GAP, cell.height)
-            _across(picture, area, traffic["pp"], hidden, has_bytes=is_first)
-        if row + 1 < len(grid.dp.shown) and dp_axis is not None:
-            hidden = grid.dp.hidden if row + 2 == len(grid.dp.shown) else 0
+            across.append(_Gap(area, "pp", _hidden_after(grid.pp, column)))
+        if row + 1 < len(grid.dp.shown):
             area = Box(cell.x, cell.bottom, cell.width, DP_GAP)
-            _down(picture, area, traffic[dp_axis], hidden, has_bytes=is_first)
+            axis = _data_axis(layout, grid.dp.shown[row], grid.dp.shown[row + 1])
+            down.append(_Gap(area, axis, _hidden_after(grid.dp, row)))
 
         ranks = product(range(len(grid.tp.shown)), range(len(grid.cp.shown)))
         for tp_column, cp_row in ranks:
             box = grid.rank_box(cell, tp_column, cp_row)
-            has_bytes = is_first and tp_column == 0 and cp_row == 0
-            if tp_column + 1 < len(grid.tp.shown) and "tp" in traffic:
-                hidden = grid.tp.hidden if tp_column + 2 == len(grid.tp.shown) else 0
+            if tp_column + 1 < len(grid.tp.shown):
                 area = Box(box.right, box.y, TP_GAP, box.height)
-                _across(picture, area, traffic["tp"], hidden, has_bytes=has_bytes)
-            if cp_row + 1 < len(grid.cp.shown) and "cp" in traffic:
-                hidden = grid.cp.hidden if cp_row + 2 == len(grid.cp.shown) else 0
+                across.append(_Gap(area, "tp", _hidden_after(grid.tp, tp_column)))
+            if cp_row + 1 < len(grid.cp.shown):
                 area = Box(box.x, box.bottom, box.width, CP_GAP)
-                _down(picture, area, traffic["cp"], hidden, has_bytes=has_bytes)
+                down.append(_Gap(area, "cp", _hidden_after(grid.cp, cp_row)))
+
+    labelled: set[Axis] = set()
+    for gaps, draw_gap in ((across, _across), (down, _down)):
+        for gap in gaps:
+            forward_bytes, backward_bytes = layout.most_sent(gap.axis)
+            words: tuple[str, ...] = ()
+            if gap.axis not in labelled:
+                words = (_bytes_or_dash(forward_bytes), _bytes_or_dash(backward_bytes))
+                labelled.add(gap.axis)
+            draw_gap(picture, gap, words)
 
 
-def _across(picture: Picture, area: Box, row: AxisTraffic, hidden: int, *, has_bytes: bool) -> None:
-    """Draw the arrows of an axis in the gap between two columns: forward above, backward below."""
-    ink, middle = INKS[row.axis], area.middle_y
-    left, right = area.x + 3, area.right - 3
+def _hidden_after(folded: Folded, index: int) -> int:
+    """Return how many positions are left out after the one at ``index``."""
+    return folded.shown[index + 1] - folded.shown[index] - 1
+
+
+def _data_axis(layout: Layout, batch_rank: int, other: int) -> Axis:
+    """Return the axis on which two data-parallel ranks exchange parameters or gradients."""
+    if layout.recipe.parallel.zero == 0:
+        return "replicas"
+    shards = layout.recipe.mesh.dp_shard
+    return "fsdp" if batch_rank // shards == other // shards else "dp_replicate"
+
+
+def _bytes_or_dash(count: float) -> str:
+    return bytes_words(count) if count else "-"
+
+
+def _across(picture: Picture, gap: _Gap, words: tuple[str, ...]) -> None:
+    """Draw arrows between two columns, with the bytes of forward above, of backward below."""
+    area, ink = gap.area, INKS[gap.axis]
+    left, right, middle = area.x + 3, area.right - 3, area.middle_y
     picture.arrow(left, middle - 6, right, middle - 6, ink=ink)
     picture.arrow(right, middle + 6, left, middle + 6, ink=ink)
-    if has_bytes:
-        forward, backward = bytes_words(row.forward_bytes), bytes_words(row.backward_bytes)
-        picture.text(area.middle_x, middle - 14, forward, size=10, anchor="middle", ink=ink)
-        picture.text(area.middle_x, middle + 22, backward, size=10, anchor="middle", ink=ink)
-    if hidden:
-        words = f"{hidden} more"
-        picture.text(area.middle_x, middle + 38, words, size=10, anchor="middle", ink=QUIET_INK)
+    for line, y in zip(words, (middle - 14, middle + 22), strict=False):
+        picture.text(area.middle_x, y, line, size=10, anchor="middle", ink=ink)
+    if gap.hidden:
+        line, y = f"{gap.hidden} more", middle + 33
+        picture.text(area.middle_x, y, line, size=10, anchor="middle", ink=QUIET_INK)
 
 
-def _down(picture: Picture, area: Box, row: AxisTraffic, hidden: int, *, has_bytes: bool) -> None:
-    """Draw the arrows of an axis in the gap between two rows, with its bytes on the right."""
-    ink, middle = INKS[row.axis], area.middle_x
-    top, bottom = area.y + 3, area.bottom - 3
+def _down(picture: Picture, gap: _Gap, words: tuple[str, ...]) -> None:
+    """Draw arrows between two rows, with the bytes of forward and of backward on their right."""
+    area, ink = gap.area, INKS[gap.axis]
+    top, bottom, middle = area.y + 3, area.bottom - 3, area.middle_x
     picture.arrow(middle - 6, top, middle - 6, bottom, ink=ink)
     picture.arrow(middle + 6, bottom, middle + 6, top, ink=ink)
-    words = []
-    if has_bytes:
-        words.append(f"{bytes_words(row.forward_bytes)}, {bytes_words(row.backward_bytes)}")
-    if hidden:
-        words.append(f"{hidden} more")
-    y = area.middle_y + 4 - 6 * (len(words) - 1)
-    for line in words:
-        picture.text(middle + 16, y, line, size=10, ink=ink if has_bytes else QUIET_INK)
-        y += 13
+    lines = [(line, ink) for line in words]
+    if gap.hidden:
+        lines.append((f"{gap.hidden} more", QUIET_INK))
+    y = area.middle_y + 4 - 6 * (len(lines) - 1)
+    for line, line_ink in lines:
+        picture.text(middle + 16, y, line, size=10, ink=line_ink)
+        y += 12
 
 
 def _legend(picture: Picture, layout: Layout, y: float) -> float:
@@ -347,8 +371,8 @@ def _legend(picture: Picture, layout: Layout, y: float) -> float:
     picture.text(x + 28, y + 10, words, size=12)
     y += 18
     rule = (
-        "Bytes at an arrow: what one rank sends on the axis in a step, first in forward, then in "
-        "backward."
+        "Bytes at an arrow: the most that a rank sends on the axis in a step, first in forward, "
+        "then in backward."
     )
     picture.text(MARGIN, y + 12, rule, size=12)
     return y + 22
@@ -399,8 +423,7 @@ def _traffic_table(picture: Picture, layout: Layout, y: float) -> float:
         picture.text(MARGIN + _COLUMNS[1][1], y, _group_words(row), size=12)
         numbers = (row.forward_bytes, row.backward_bytes, row.node_bytes, row.nic_bytes)
         for (_, x), count in zip(_NUMBERS, numbers, strict=True):
-            words = bytes_words(count) if count else "-"
-            picture.text(MARGIN + x + 80, y, words, size=12, anchor="end")
+            picture.text(MARGIN + x + 80, y, _bytes_or_dash(count), size=12, anchor="end")
         lines = wrap(operation_words(row.flows), 12, 410)
         for index, line in enumerate(lines):
             y += 15 if index else 0
@@ -424,6 +447,3 @@ def _group_words(row: AxisTraffic) -> str:
     if len(ranks) > 3:
         shown = f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
     return f"{shown} ({len(ranks)})"
-
-
-__all__ = ["PAGE_INK", "draw"]

@@ -160,6 +160,7 @@ class _Rank:
         self.rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
 
         self.m = recipe.micro_batches
+        self.cells = recipe_actions(self.mesh.pp, self.parallel, self.m)[pp_rank]
         self.e = DTYPE_BYTES[recipe.precision.computes_in]
         self.p = DTYPE_BYTES[recipe.precision.params]
         self.w = max(4, self.e)
@@ -480,9 +481,8 @@ class _Rank:
             if self.parallel.zero < 3:
                 return _Gathers(1, 0)
             return _Gathers(self.m, self.m if drops else 0)
-        rows = recipe_actions(self.mesh.pp, self.parallel, self.m)
         has_windows = self.parallel.schedule not in ("GPipe", "1F1B")
-        return _pipeline_gathers(rows[self.pp_rank], stage.stage, drops, has_windows)
+        return _pipeline_gathers(self.cells, stage.stage, drops, has_windows)
 
     def _units(self, stage: StageLayers) -> list[_Unit]:
         """Return the units of a stage: ``first``, blocks, ``last``; tied ones are one unit."""
