@@ -6,8 +6,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from composer3d.commands.output import write_picture
 from composer3d.draw import layout_svg, layout_text
+from composer3d.draw.files import write_picture
 from composer3d.draw.layout import AxisTraffic, Layout, make_layout
 from composer3d.draw.terminal import style_of
 from composer3d.recipe.resolve import load

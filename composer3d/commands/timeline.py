@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from composer3d.commands.output import write_picture
+from composer3d.draw.files import write_picture
 from composer3d.draw.terminal import style_of
 from composer3d.draw.timeline import Timeline, draw
 from composer3d.draw.timeline_text import render

@@ -158,10 +158,10 @@ def _make_grid(layout: Layout) -> _Grid:
         for dp, cp in product(limits(mesh.batch_ranks), limits(mesh.cp))
         if dp * cp <= MOST_ROWS
     ]
-    # A folded axis needs no more than four of its ranks to show its pattern.
-    is_folded = layout.recipe.world_size > 2 * MOST_ROWS
-    if is_folded:
-        tall = [grid for grid in tall if len(grid.dp.shown) * len(grid.cp.shown) <= 4]
+    # A folded axis needs no more than a few of its ranks to show its pattern.
+    if layout.recipe.world_size > 2 * MOST_ROWS:
+        most = 4 if mesh.cp == 1 else 6
+        tall = [grid for grid in tall if len(grid.dp.shown) * len(grid.cp.shown) <= most]
     rows = max(tall, key=lambda grid: goodness(grid, grid.dp, grid.cp))
     return _Grid(columns.pp, columns.tp, rows.dp, rows.cp, rank_height)
 

@@ -33,12 +33,21 @@ def test_a_picture_is_up_to_date(
 
 @pytest.mark.parametrize(
     ("schedule", "stages"),
-    [("GPipe", 1), ("1F1B", 1), ("LoopedBFS", 2), ("Interleaved1F1B", 2),
-     ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 2), ("DualPipeV", 2)],
+    [
+        ("GPipe", 1),
+        ("1F1B", 1),
+        ("LoopedBFS", 2),
+        ("Interleaved1F1B", 2),
+        ("InterleavedZeroBubble", 2),
+        ("ZBVZeroBubble", 2),
+        ("DualPipeV", 2),
+    ],
 )
 def test_the_formulas_are_those_of_the_simulation(schedule: str, stages: int) -> None:
     form = closed_form(schedule, 4, stages, 16, UNIT_TIMES)
     assert form is not None
-    (row,) = re.findall(rf"^\| (?:[\w, ]+, )?{schedule}(?:, [\w, ]+)? \| .* \|$", PAGE, re.MULTILINE)
+    (row,) = re.findall(
+        rf"^\| (?:[\w, ]+, )?{schedule}(?:, [\w, ]+)? \| .* \|$", PAGE, re.MULTILINE
+    )
     assert f"| {form.formula} |" in PAGE
     assert schedule in row

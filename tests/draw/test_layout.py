@@ -37,17 +37,14 @@ CASES = {
     "mixtral-64": recipe_of("mixtral-8x7b-64-ep-tp"),
     "hsdp": recipe_of("quickstart", "mesh.dp_replicate=4", "mesh.pp=1", "parallel.zero=3"),
     "all axes": recipe_of(
-        "quickstart", "mesh.dp_replicate=2", "mesh.cp=2", "mesh.dp_shard=4", "parallel.zero=3"
+        "quickstart",
+        "mesh.dp_replicate=2",
+        "mesh.cp=2",
+        "mesh.dp_shard=4",
+        "parallel.zero=3",
+        "data.micro_batch=2",
     ),
     "single": recipe_of("debug-1-single"),
-    "tp-16": recipe_of(
-        "llama3-405b-1024-3d",
-        "mesh.tp=8",
-        "mesh.pp=1",
-        "mesh.dp_shard=128",
-        "parallel.stages=[126]",
-        "parallel.zero=3",
-    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""What several commands write."""
+"""Write pictures to files."""
 
 from composer3d.recipe.values import one_line
 from composer3d.runtime.files import write_atomic
