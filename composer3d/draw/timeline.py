@@ -111,14 +111,16 @@ class _Strip(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """The place of a time in a strip."""
+    """The place of a time in a strip, which begins at ``x``."""
 
     x: float
-    start_s: float
+    strip: _Strip
     pixels_per_s: float
 
     def at(self, time_s: float) -> float:
-        return self.x + (time_s - self.start_s) * self.pixels_per_s
+        """Return the x of a time. Times outside of the strip are at its ends."""
+        inside_s = min(max(time_s, self.strip.start_s), self.strip.end_s)
+        return self.x + (inside_s - self.strip.start_s) * self.pixels_per_s
 
 
 def draw(timelines: Sequence[Timeline], *, heading: str, notes: Sequence[str], unit: str) -> str:
@@ -220,7 +222,8 @@ def _strips(end_s: float, strip_s: float) -> list[_Strip]:
 
 def _overview(picture: Picture, timeline: Timeline, y: float, longest_s: float) -> float:
     """Draw the whole schedule without numbers, on the scale of the longest one."""
-    scale = _Scale(MARGIN + LABEL_WIDTH, 0.0, _plot_width() / longest_s)
+    whole = _Strip(0.0, timeline.end_s)
+    scale = _Scale(MARGIN + LABEL_WIDTH, whole, _plot_width() / longest_s)
     pitch = OVERVIEW_ROW_HEIGHT + 1
     picture.text(
         MARGIN + LABEL_WIDTH - 8, y + 10, "whole step", size=10, anchor="end", ink=QUIET_INK
@@ -245,7 +248,7 @@ def _draw_strip(
     is_first: bool,
 ) -> float:
     """Draw the rows of all ranks for a part of the time; return the y below them."""
-    scale = _Scale(MARGIN + LABEL_WIDTH, strip.start_s, _plot_width() / strip_s)
+    scale = _Scale(MARGIN + LABEL_WIDTH, strip, _plot_width() / strip_s)
     right = scale.at(strip.end_s)
     if is_first:
         picture.text(WIDTH - MARGIN, y + 9, "in flight", size=10, anchor="end", ink=QUIET_INK)
@@ -256,7 +259,7 @@ def _draw_strip(
         picture.rectangle(Box(scale.x, top, right - scale.x, ROW_HEIGHT), fill=IDLE)
         for span in row:
             if span.start_s < strip.end_s - 1e-9 and span.end_s > strip.start_s + 1e-9:
-                _cell(picture, _clip(span, strip), scale, top, ROW_HEIGHT, timeline, numbers=True)
+                _cell(picture, span, scale, top, ROW_HEIGHT, timeline, numbers=True)
         if is_first:
             held = f"{timeline.in_flight(rank):.4g}"
             picture.text(WIDTH - MARGIN, top + 16, held, size=12, anchor="end")
@@ -264,10 +267,6 @@ def _draw_strip(
     bottom = tops[-1] + ROW_HEIGHT
     _axis(picture, scale, strip, bottom, unit)
     return bottom + 34
-
-
-def _clip(span: Span, strip: _Strip) -> Span:
-    return Span(span.cell, max(span.start_s, strip.start_s), min(span.end_s, strip.end_s))
 
 
 def _cell(
@@ -280,8 +279,9 @@ def _cell(
     *,
     numbers: bool,
 ) -> None:
-    """Draw a cell; actions that overlap share its height."""
-    left, width = scale.at(span.start_s), (span.end_s - span.start_s) * scale.pixels_per_s
+    """Draw the part of a cell that is in the strip; actions that overlap share its height."""
+    left = scale.at(span.start_s)
+    width = scale.at(span.end_s) - left
     part = height / len(span.cell)
     for index, action in enumerate(span.cell):
         box = Box(left, top + index * part, width, part)
@@ -327,8 +327,9 @@ def _messages(
                 (x0, y0), (x1, y1) = [(scale.at(time_s), at_y) for time_s, at_y in ends]
                 picture.line(x0, y0, x1, y1, ink=ink, width=1.2)
             continue
-        outward = -1 if down else 1
-        for (time_s, at_y), sign in zip(ends, (-outward, outward), strict=True):
+        # The stub at the sender points to the receiver, and the other one to the sender.
+        towards = 1 if down else -1
+        for (time_s, at_y), sign in zip(ends, (towards, -towards), strict=True):
             if strip.start_s <= time_s <= strip.end_s:
                 x = scale.at(time_s)
                 picture.line(x, at_y, x, at_y + sign * (ROW_GAP / 2 - 0.5), ink=ink, width=1.2)

@@ -87,6 +87,15 @@ def test_a_long_schedule_is_cut_and_says_what_is_left_out() -> None:
     assert "left out" not in picture_of(timeline("1F1B", 4, 8))
 
 
+def test_a_cell_that_a_strip_cuts_keeps_its_times() -> None:
+    picture = picture_of(timeline("1F1B", 16, 16))
+    times = {
+        (float(start), float(end))
+        for start, end in re.findall(r"backward, micro-batch \d+, ([\d.]+) to ([\d.]+)", picture)
+    }
+    assert {end - start for start, end in times} == {2.0}
+
+
 def test_two_schedules_have_one_scale() -> None:
     page = read(picture_of(timeline("GPipe", 4, 8), timeline("1F1B", 2, 8)))
     widths = {
