@@ -218,6 +218,28 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
 
+    timeline = add_command(
+        "timeline", "draw the pipeline schedule of a recipe, and say how large its bubble is"
+    )
+    _add_picture(timeline)
+    timeline.add_argument(
+        "--compare",
+        metavar="SCHEDULE",
+        help="also draw this schedule, with the same ranks and micro-batches",
+    )
+
+    layout = add_command(
+        "layout", "draw which rank holds what, and the bytes that each axis sends in a step"
+    )
+    _add_picture(layout)
+    layout.add_argument(
+        "--gpus-per-node",
+        metavar="N",
+        type=_positive,
+        default=8,
+        help="ranks of a node; default: %(default)s",
+    )
+
     inspect = add_command("inspect", "report what a checkpoint contains and whether it is complete")
     _add_json(inspect)
     inspect.add_argument("path", metavar="PATH", help="a checkpoint, as SRC of convert")
@@ -297,6 +319,18 @@ def _add_recipe(command: argparse.ArgumentParser, *, is_optional: bool = False) 
         action="append",
         default=[],
         help="override a value; may be repeated",
+    )
+
+
+def _add_picture(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of commands that draw a recipe."""
+    _add_recipe(command)
+    _add_json(command)
+    command.add_argument(
+        "--gpus", metavar="N", type=_positive, help="number of processes that the mesh must fill"
+    )
+    command.add_argument(
+        "-o", "--out", metavar="FILE.svg", help="write an SVG file; without it, print the picture"
     )
 
 

@@ -147,6 +147,10 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
+# What a rank runs at a time: one action, or several that overlap.
+Cell = tuple[Action, ...]
+
+
 def read_csv(path: str) -> list[list[str]]:
     """Read a schedule's file. Return the cells of each pipeline rank, without the idle ones.
 
@@ -172,7 +176,22 @@ def check_csv(
     stages_per_rank: int,
     micro_batches: int,
 ) -> list[list[int]]:
-    """Check that a schedule is complete, and that no rank waits for ever.
+    """Check that a schedule can run, as ``parse_csv`` does; return the stages of each rank."""
+    cells = parse_csv(
+        rows, path, pp=pp, stages_per_rank=stages_per_rank, micro_batches=micro_batches
+    )
+    return [sorted({action.stage for cell in row for action in cell}) for row in cells]
+
+
+def parse_csv(
+    rows: Sequence[Sequence[str]],
+    path: str,
+    *,
+    pp: int,
+    stages_per_rank: int,
+    micro_batches: int,
+) -> list[list[Cell]]:
+    """Check that a schedule is complete, and that no rank waits for ever; return its actions.
 
     Every stage must be on one rank. Every action must come exactly once, after the actions that it
     depends on.
@@ -185,7 +204,7 @@ def check_csv(
         micro_batches: the number of micro-batches that a rank runs in a step.
 
     Returns:
-        The stages of each rank, in order.
+        The cells of each pipeline rank, in order.
 
     Raises:
         PlanError: the schedule cannot run; the message names the line of the file.
@@ -203,7 +222,6 @@ def check_csv(
                 f"{micro_batches} micro-batches need at most {most_cells}"
             )
 
-    # For each rank its cells, and for each cell one action or several that overlap.
     cells = [
         [_parse_cell(cell, f"{path}:{line}") for cell in row] for line, row in enumerate(rows, 1)
     ]
@@ -213,10 +231,10 @@ def check_csv(
     for line, row_of_actions in enumerate(actions, 1):
         _check_actions(row_of_actions, f"{path}:{line}", micro_batches)
     _check_dependencies(cells, path, last_stage=pp * stages_per_rank - 1)
-    return stages
+    return cells
 
 
-def _parse_cell(cell: str, place: str) -> list[Action]:
+def _parse_cell(cell: str, place: str) -> Cell:
     """Return the actions of a cell: one action, or several that overlap."""
     overlap = _OVERLAP.fullmatch(cell)
     actions = []
@@ -228,7 +246,7 @@ def _parse_cell(cell: str, place: str) -> list[Action]:
                 "W, and a micro-batch, such as 0F0"
             )
         actions.append(Action(int(match[1]), match[2], int(match[3])))
-    return actions
+    return tuple(actions)
 
 
 def _cut(text: str) -> str:

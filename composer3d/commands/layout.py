@@ -1,0 +1,109 @@
+"""``composer3d layout``: draw what each rank holds and sends. It answers without torch."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from composer3d.draw import layout_svg, layout_text
+from composer3d.draw.files import write_picture
+from composer3d.draw.layout import AxisTraffic, Layout, make_layout
+from composer3d.draw.terminal import style_of
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import AXES, Recipe
+
+
+def run(
+    *,
+    recipe: str,
+    sets: list[str],
+    gpus: int | None,
+    gpus_per_node: int,
+    out: str | None,
+    as_json: bool,
+) -> int:
+    """Draw the mesh of a recipe: nodes, layers, shards, samples, and the bytes of each axis.
+
+    Args:
+        recipe: the recipe's file.
+        sets: overrides, each ``table.key=value``.
+        gpus: the number of processes that the mesh must fill; None: as the recipe says.
+        gpus_per_node: ranks of a node.
+        out: an SVG file to write; None prints the picture with characters.
+        as_json: whether to print one JSON object instead of text.
+
+    Returns:
+        The exit status 0.
+
+    Raises:
+        UserError: the recipe cannot be used, or the file cannot be written.
+    """
+    chosen = load(recipe, sets, world_size=gpus).recipe
+    layout = make_layout(chosen, gpus_per_node)
+    heading = f"{os.path.basename(recipe)}: {_mesh_words(chosen)}"
+    note = _note(layout)
+    if out is not None:
+        write_picture(out, layout_svg.draw(layout, heading=heading, notes=[note]))
+    if as_json:
+        print(json.dumps(_as_json(layout)))
+    elif out is None:
+        print(heading, note, "", layout_text.render(layout, style_of(sys.stdout)), sep="\n", end="")
+    else:
+        print(f"wrote {out}")
+    return 0
+
+
+def _mesh_words(recipe: Recipe) -> str:
+    axes = [axis for axis in (*AXES, "ep") if getattr(recipe.mesh, axis) > 1]
+    parts = [f"{axis} {getattr(recipe.mesh, axis)}" for axis in axes if axis != "ep"]
+    words = f"{recipe.world_size:,} ranks"
+    if parts:
+        words += f" = {' x '.join(parts)}"
+    if recipe.mesh.ep > 1:
+        words += f", with ep {recipe.mesh.ep} in dp_shard x cp x tp"
+    return words
+
+
+def _note(layout: Layout) -> str:
+    recipe = layout.recipe
+    nodes = f"{layout.nodes:,} nodes of {layout.gpus_per_node}" if layout.nodes > 1 else "1 node"
+    batch = recipe.data
+    return (
+        f"{nodes}; {recipe.model.n_layers} blocks; a step has {batch.global_batch:,} samples of "
+        f"{batch.seq_len:,} tokens, {recipe.micro_batches} micro-batches of {batch.micro_batch} on "
+        f"each data-parallel rank; zero {recipe.parallel.zero}; computes in "
+        f"{recipe.precision.computes_in}"
+    )
+
+
+def _as_json(layout: Layout) -> dict[str, Any]:
+    mesh = layout.recipe.mesh
+    return {
+        "ok": True,
+        "world_size": mesh.world_size,
+        "nodes": layout.nodes,
+        "gpus_per_node": layout.gpus_per_node,
+        "mesh": asdict(mesh),
+        "pp_ranks": [
+            {
+                "pp": pp_rank,
+                "stages": layout.held_stages[pp_rank],
+                "layers": layout.layer_words(pp_rank),
+                "traffic": {row.axis: _traffic_json(row) for row in layout.traffic(pp_rank)},
+            }
+            for pp_rank in range(mesh.pp)
+        ],
+    }
+
+
+def _traffic_json(row: AxisTraffic) -> dict[str, Any]:
+    return {
+        "ranks": row.group.size,
+        "stride": row.group.stride,
+        "forward_bytes": row.forward_bytes,
+        "backward_bytes": row.backward_bytes,
+        "nvlink_bytes": row.node_bytes,
+        "nic_bytes": row.nic_bytes,
+        "flows": [{**asdict(flow), "sent_bytes": flow.sent_bytes} for flow in row.flows],
+    }

@@ -1,0 +1,19 @@
+"""Write pictures to files."""
+
+from composer3d.recipe.values import one_line
+from composer3d.runtime.files import write_atomic
+from composer3d.spec.errors import UserError
+
+
+def write_picture(path: str, picture: str) -> None:
+    """Write an SVG file, whole or not at all.
+
+    Raises:
+        UserError: the name does not end in .svg, or the file cannot be written.
+    """
+    if not path.endswith(".svg"):
+        raise UserError(f"-o {one_line(path)}: the picture is an SVG file; use a name in .svg")
+    try:
+        write_atomic(path, picture)
+    except OSError as error:
+        raise UserError(f"-o {one_line(path)}: cannot be written ({error.strerror})") from None

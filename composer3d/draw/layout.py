@@ -1,0 +1,254 @@
+"""What each rank of a recipe holds and sends: the contents of the pictures of layouts.
+
+Large meshes are folded: of each axis, the first ranks and the last one are shown.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from composer3d.planner.links import Group, group_of, nic_share
+from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
+from composer3d.planner.traffic import Axis, Flow, flows
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime.ranks import coordinates
+
+# The axes in the order in which traffic is listed, and the words for them.
+AXIS_WORDS: dict[Axis, str] = {
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "sequence": "whole sequences (cp x tp)",
+    "fsdp": "shards (dp_shard x cp)",
+    "efsdp": "shards of experts",
+    "dp_replicate": "replicas of shards",
+    "replicas": "replicas",
+    "expert_replicas": "replicas of experts",
+    "pp": "pipeline",
+    "world": "all ranks",
+}
+
+
+class AxisTraffic(NamedTuple):
+    """What one rank sends on one axis in a step.
+
+    Attributes:
+        axis: the axis.
+        group: the ranks that take part, with the first rank of the pipeline rank.
+        flows: by operation and purpose.
+        nic_bytes: the part of ``sent_bytes`` that leaves the node, the mean of the group's ranks.
+    """
+
+    axis: Axis
+    group: Group
+    flows: list[Flow]
+    nic_bytes: float
+
+    @property
+    def forward_bytes(self) -> float:
+        return sum(flow.sent_bytes for flow in self.flows if flow.phase == "forward")
+
+    @property
+    def backward_bytes(self) -> float:
+        """Bytes sent in backward, and once a step."""
+        return sum(flow.sent_bytes for flow in self.flows if flow.phase != "forward")
+
+    @property
+    def sent_bytes(self) -> float:
+        return self.forward_bytes + self.backward_bytes
+
+    @property
+    def node_bytes(self) -> float:
+        """The part of ``sent_bytes`` that stays inside the node."""
+        return self.sent_bytes - self.nic_bytes
+
+    @property
+    def link(self) -> str:
+        """The link that carries the bytes: inside a node, between nodes, or both."""
+        if self.nic_bytes == 0:
+            return "NVLink"
+        return "NIC" if self.node_bytes < 0.5 else "both"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A recipe on nodes.
+
+    Attributes:
+        recipe: a resolved recipe.
+        gpus_per_node: ranks of a node.
+    """
+
+    recipe: Recipe
+    gpus_per_node: int
+
+    @cached_property
+    def stages(self) -> list[StageLayers]:
+        return stage_layers(self.recipe)
+
+    @cached_property
+    def held_stages(self) -> list[list[int]]:
+        """The stages of each pipeline rank."""
+        return stages_by_rank(self.recipe)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.recipe.world_size // self.gpus_per_node)
+
+    def place_of(self, rank: int) -> str:
+        """Return the node of a rank, and its place in it."""
+        node, gpu = divmod(rank, self.gpus_per_node)
+        return f"node {node}, gpu {gpu}"
+
+    def stage_words(self, pp_rank: int) -> str:
+        """Return the number of the stages that a pipeline rank holds."""
+        held = self.held_stages[pp_rank]
+        word = "stage" if len(held) == 1 else "stages"
+        return f"{word} {', '.join(map(str, held))}"
+
+    def layer_words(self, pp_rank: int) -> str:
+        """Return the layers that a pipeline rank holds."""
+        parts = []
+        for stage in self.held_stages[pp_rank]:
+            layers = self.stages[stage]
+            parts += ["embedding"] if layers.has_first else []
+            first, last = layers.blocks[0], layers.blocks[-1]
+            parts.append(f"block {first}" if first == last else f"blocks {first}-{last}")
+            parts += ["norm and head"] if layers.has_last else []
+        return ", ".join(parts)
+
+    def sample_words(self, batch_rank: int) -> str:
+        """Return the samples of each step that a data-parallel rank reads."""
+        rows = self.recipe.data.global_batch // self.recipe.mesh.batch_ranks
+        first = batch_rank * rows
+        if rows == 1:
+            return f"sample {first} of each step"
+        return f"samples {first}-{first + rows - 1} of each step"
+
+    def token_words(self, cp_rank: int) -> str:
+        """Return the tokens of each sample that a context parallel rank holds."""
+        cp, tokens = self.recipe.mesh.cp, self.recipe.data.seq_len
+        if self.recipe.parallel.cp_balance == "contiguous":
+            part = tokens // cp
+            return f"tokens {cp_rank * part}-{(cp_rank + 1) * part - 1}"
+        half = tokens // (2 * cp)  # an early chunk, and the late one that balances it
+        late = (2 * cp - 1 - cp_rank) * half
+        return f"tokens {cp_rank * half}-{(cp_rank + 1) * half - 1}, {late}-{late + half - 1}"
+
+    def share_words(self, rank: int) -> list[str]:
+        """Return what a rank holds of its layers, a line for each technique."""
+        mesh, shape = self.recipe.mesh, self.recipe.model
+        at = coordinates(rank, mesh)
+        lines = []
+        if mesh.tp > 1:
+            heads = shape.n_heads // mesh.tp
+            first = at["tp"] * heads
+            words = f"head {first}" if heads == 1 else f"heads {first}-{first + heads - 1}"
+            lines.append(f"{words} of {shape.n_heads}")
+        if mesh.ep > 1:
+            experts = shape.experts // mesh.ep
+            first = rank % (mesh.dp_shard * mesh.cp * mesh.tp) % mesh.ep * experts
+            words = f"expert {first}" if experts == 1 else f"experts {first}-{first + experts - 1}"
+            lines.append(f"{words} of {shape.experts}")
+        shards = mesh.dp_shard * mesh.cp
+        if self.recipe.parallel.zero == 0 or shards == 1:
+            lines.append("all of these weights" if mesh.tp * mesh.ep > 1 else "all weights")
+        else:
+            lines.append(f"shard {at['dp_shard'] * mesh.cp + at['cp']} of {shards}")
+        return lines
+
+    def traffic(self, pp_rank: int) -> list[AxisTraffic]:
+        """Return what a rank of a pipeline rank sends in a step, by axis."""
+        return self._traffic_by_pp_rank[pp_rank]
+
+    @cached_property
+    def _traffic_by_pp_rank(self) -> list[list[AxisTraffic]]:
+        return [self._traffic_of(pp_rank) for pp_rank in range(self.recipe.mesh.pp)]
+
+    def _traffic_of(self, pp_rank: int) -> list[AxisTraffic]:
+        found = flows(self.recipe, pp_rank)
+        rows = []
+        for axis in AXIS_WORDS:
+            own = [flow for flow in found if flow.axis == axis]
+            if not own:
+                continue
+            group = group_of(axis, self.recipe.mesh, pp_rank)
+            nic_bytes = sum(
+                flow.sent_bytes * nic_share(axis, flow.operation, group, self.gpus_per_node)
+                for flow in own
+            )
+            rows.append(AxisTraffic(axis, group, own, nic_bytes))
+        return rows
+
+    @cached_property
+    def busiest(self) -> int:
+        """The pipeline rank that sends the most bytes; the first of equal ones."""
+        totals = [sum(row.sent_bytes for row in rows) for rows in self._traffic_by_pp_rank]
+        return totals.index(max(totals))
+
+    def most_sent(self, axis: Axis) -> tuple[float, float]:
+        """Return the most bytes that any rank sends on an axis, in forward and in backward.
+
+        In a pipeline they can be those of two ranks: the first one sends no gradients, and the
+        last one no activations.
+        """
+        rows = [row for rows in self._traffic_by_pp_rank for row in rows if row.axis == axis]
+        return (
+            max((row.forward_bytes for row in rows), default=0.0),
+            max((row.backward_bytes for row in rows), default=0.0),
+        )
+
+
+def make_layout(recipe: Recipe, gpus_per_node: int) -> Layout:
+    """Return the layout of a recipe.
+
+    Raises:
+        PlanError: the architecture is a user's own, or the schedule cannot run.
+    """
+    layout = Layout(recipe, gpus_per_node)
+    _ = layout.busiest  # raises here what the pictures would raise later
+    return layout
+
+
+class Folded(NamedTuple):
+    """The positions of an axis that are shown, in order.
+
+    Attributes:
+        shown: the positions.
+        size: the number of all positions.
+    """
+
+    shown: tuple[int, ...]
+    size: int
+
+    @property
+    def hidden(self) -> int:
+        """The number of positions that are not shown. They are before the last one."""
+        return self.size - len(self.shown)
+
+
+def fold(size: int, limit: int) -> Folded:
+    """Show the first positions of an axis and its last one, at most ``limit`` of them."""
+    if size <= limit:
+        return Folded(tuple(range(size)), size)
+    if limit < 2:
+        return Folded((0,), size)
+    return Folded((*range(limit - 1), size - 1), size)
+
+
+def bytes_words(count: float) -> str:
+    """Return a number of bytes in words: three digits and a decimal unit."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def operation_words(found: Sequence[Flow]) -> str:
+    """Return the operations of a list of flows: "128 all-gather, 64 send"."""
+    counts: dict[str, int] = {}
+    for flow in found:
+        words = flow.operation.replace("_", "-")
+        counts[words] = counts.get(words, 0) + flow.count
+    return ", ".join(f"{count:,} {words}" for words, count in counts.items())

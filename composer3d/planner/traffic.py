@@ -1,0 +1,583 @@
+"""The collectives of a training step, by axis: how often, and how many bytes. No torch here.
+
+Each formula says what the code in ``parallel`` does, and names its source there. All numbers are
+those of one rank with the coordinate 0 on every axis but pp; ranks differ in pp only, apart from a
+vocabulary that tp cuts unevenly.
+
+Symbols: B samples of a micro-batch, T tokens of a sample, M micro-batches of a step, C model width,
+e bytes of an element in computation, p bytes of a parameter, w bytes of a wide element (4, or 8 in
+float64).
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from composer3d.models.moe.shape import MoeShape
+from composer3d.planner.parameters import (
+    Parameter,
+    block_parameters,
+    first_parameters,
+    known_shape,
+    last_parameters,
+)
+from composer3d.planner.schedule import recipe_actions
+from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
+from composer3d.recipe.schema import Recipe
+from composer3d.spec.schedules import Cell
+
+# The groups of ranks that communicate. "fsdp" is dp_shard x cp; "efsdp" is what ep leaves of
+# dp_shard x cp x tp. Without sharding (zero = 0), gradients are summed over "replicas", those of
+# experts over "expert_replicas". "sequence" is cp x tp, and "world" is all ranks.
+Axis = Literal[
+    "pp",
+    "dp_replicate",
+    "fsdp",
+    "replicas",
+    "efsdp",
+    "expert_replicas",
+    "cp",
+    "tp",
+    "ep",
+    "sequence",
+    "world",
+]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+Phase = Literal["forward", "backward", "step"]
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+COUNT_BYTES = 8  # int64 numbers of rows, and float64 sums
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The calls of one operation on one axis in a step.
+
+    Attributes:
+        count: calls.
+        bytes: bytes that one rank sends, over all calls: the least that any algorithm needs, which
+            rings reach.
+        payload_bytes: bytes of the whole tensor, over all calls: the output of an all-gather, the
+            input of the others.
+    """
+
+    count: int
+    bytes: float
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The calls of one operation for one purpose.
+
+    Attributes:
+        axis: the ranks that take part.
+        operation: the collective, or a send to one other rank.
+        phase: when: in forward, in backward (what it recomputes included), or once in a step.
+        purpose: what is sent, in words.
+        count: calls in a step.
+        payload_bytes: as in ``Traffic``.
+        group_size: the number of ranks that take part; 2 for a send.
+    """
+
+    axis: Axis
+    operation: Operation
+    phase: Phase
+    purpose: str
+    count: int
+    payload_bytes: int
+    group_size: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends in a step."""
+        others = (self.group_size - 1) / self.group_size
+        match self.operation:
+            case "send":
+                return float(self.payload_bytes)
+            case "all_reduce":  # a reduce-scatter, and an all-gather of the result
+                return 2 * self.payload_bytes * others
+            case _:
+                return self.payload_bytes * others
+
+
+def traffic(recipe: Recipe, pp_rank: int = 0) -> dict[Axis, dict[Operation, Traffic]]:
+    """Return the traffic of a rank in a step, by axis and operation.
+
+    Args:
+        recipe: a resolved recipe.
+        pp_rank: the pipeline rank.
+
+    Raises:
+        PlanError: the architecture is a user's own, or the recipe's schedule cannot run.
+    """
+    found: dict[Axis, dict[Operation, Traffic]] = defaultdict(dict)
+    for flow in flows(recipe, pp_rank):
+        before = found[flow.axis].get(flow.operation, Traffic(0, 0.0, 0))
+        found[flow.axis][flow.operation] = Traffic(
+            before.count + flow.count,
+            before.bytes + flow.sent_bytes,
+            before.payload_bytes + flow.payload_bytes,
+        )
+    return dict(found)
+
+
+def flows(recipe: Recipe, pp_rank: int = 0) -> list[Flow]:
+    """Return the same as ``traffic``, by purpose and phase."""
+    return _Rank(recipe, pp_rank).flows()
+
+
+class _Unit(NamedTuple):
+    """A unit of FSDP: the parameters that it gathers and reduces at once.
+
+    ``drops`` says whether zero = 3 drops them after forward (``parallel.data.fsdp.apply``).
+    """
+
+    name: str
+    parameters: list[Parameter]
+    drops: bool
+
+
+class _Gathers(NamedTuple):
+    """How often a unit is gathered in a step."""
+
+    forward: int
+    backward: int
+
+
+class _Rank:
+    """The traffic of one pipeline rank."""
+
+    def __init__(self, recipe: Recipe, pp_rank: int) -> None:
+        self.recipe, self.pp_rank = recipe, pp_rank
+        self.mesh, self.parallel = recipe.mesh, recipe.parallel
+        self.shape = known_shape(recipe.model)
+        held = stages_by_rank(recipe)
+        layers = stage_layers(recipe)
+        self.stages = [layers[stage] for stage in held[pp_rank]]
+        self.n_stages = len(layers)
+        self.rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
+
+        self.m = recipe.micro_batches
+        self.cells = recipe_actions(self.mesh.pp, self.parallel, self.m)[pp_rank]
+        self.e = DTYPE_BYTES[recipe.precision.computes_in]
+        self.p = DTYPE_BYTES[recipe.precision.params]
+        self.w = max(4, self.e)
+        # Tokens of a micro-batch on the ranks of one tp group together.
+        self.tokens = recipe.data.micro_batch * (recipe.data.seq_len // self.mesh.cp)
+        self.recomputes = recipe.memory.activation_checkpoint
+        self._flows: list[Flow] = []
+
+    def flows(self) -> list[Flow]:
+        for stage in self.stages:
+            self._tensor(stage)
+            self._context(stage)
+            self._experts(stage)
+            self._pipeline(stage)
+            self._data(stage)
+        self._ties()
+        self._world()
+        return self._flows
+
+    def _add(
+        self,
+        axis: Axis,
+        operation: Operation,
+        phase: Phase,
+        purpose: str,
+        count: int,
+        bytes_of_one: float,
+        group_size: int,
+    ) -> None:
+        if count and group_size > 1:
+            payload_bytes = round(count * bytes_of_one)
+            self._flows.append(
+                Flow(axis, operation, phase, purpose, count, payload_bytes, group_size)
+            )
+
+    # --- tp ---
+
+    def _tensor(self, stage: StageLayers) -> None:
+        """Collectives of ``parallel.tensor``: of activations, of the loss, of partial gradients.
+
+        With sequence parallelism, attention and feed-forward each gather their input and
+        reduce-scatter their output (B T/cp C e bytes); backward has the transposes. A layer of
+        experts has none, but its shared expert does. Without sequence parallelism, each output is
+        all-reduced in forward, and each input's gradient in backward.
+
+        A checkpointed block runs its forward again, up to the last tensor that backward needs. The
+        collective of its last output comes after that, and is not repeated.
+        """
+        tp = self.mesh.tp
+        if tp == 1:
+            return
+        layer_bytes = self.tokens * self.shape.dim * self.e
+        gathers = again = 0
+        for layer in stage.blocks:
+            has_shared_or_dense = not self._has_experts(layer) or self._shared_ffn() > 0
+            gathers += 2 if has_shared_or_dense else 1
+            again += 1
+
+        def add(operation: Operation, phase: Phase, purpose: str, calls: int) -> None:
+            self._add("tp", operation, phase, purpose, calls * self.m, layer_bytes, tp)
+
+        if self.parallel.sequence_parallel:
+            add("all_gather", "forward", "activations", gathers + stage.has_last)
+            add("reduce_scatter", "forward", "activations", gathers + stage.has_first)
+            add("reduce_scatter", "backward", "gradients of activations", gathers + stage.has_last)
+            add("all_gather", "backward", "gradients of activations", gathers + stage.has_first)
+            if self.recomputes != "none":
+                add("all_gather", "backward", "recomputed activations", gathers)
+                add("reduce_scatter", "backward", "recomputed activations", again)
+        else:
+            add("all_reduce", "forward", "activations", gathers + stage.has_first)
+            add("all_reduce", "backward", "gradients of activations", gathers + stage.has_last)
+            if self.recomputes != "none":
+                add("all_reduce", "backward", "recomputed activations", again)
+        if stage.has_last:
+            self._loss()
+        self._partial_gradients(stage)
+
+    def _loss(self) -> None:
+        """Collectives of ``tensor.vocab.cross_entropy``, or of gathered logits.
+
+        With several chunks, backward computes each chunk's logits and loss again.
+        """
+        tp, chunks = self.mesh.tp, self.recipe.memory.loss_chunks
+        chunk_tokens = -(-self.tokens // chunks)
+        parts = -(-self.tokens // chunk_tokens)
+        phases: list[Phase] = ["forward"] if chunks == 1 else ["forward", "backward"]
+        for phase in phases:
+            if self.parallel.loss_parallel:
+                for purpose, numbers in (("maxima of logits", 1), ("sums of the softmax", 2)):
+                    one_bytes = self.tokens * numbers * self.w / parts
+                    self._add("tp", "all_reduce", phase, purpose, parts * self.m, one_bytes, tp)
+            else:
+                columns = -(-self.shape.vocab // tp) * tp
+                one_bytes = self.tokens * columns * self.e / parts
+                self._add("tp", "all_gather", phase, "logits", parts * self.m, one_bytes, tp)
+
+    def _partial_gradients(self, stage: StageLayers) -> None:
+        """All-reduces of the gradients of parameters that every tp rank holds whole.
+
+        Norms under sequence parallelism, routers, head norms, and key-value projections with fewer
+        heads than ranks: each rank's gradient is a part of the sum. One call a parameter, whenever
+        FSDP reduces its unit; without FSDP once a step (``Stages.finish_gradients``).
+        """
+        partial = [
+            parameter
+            for unit in self._units(stage)
+            for parameter in unit.parameters
+            if parameter.cut == "whole_partial"
+        ]
+        count, one_bytes = 1, self.p
+        if self._has_fsdp():
+            count = self._reductions()
+            # FSDP sums micro-batches in the wide dtype, and casts before the reduction if it sums.
+            sums_first = self.mesh.pp > 1 or (count == 1 and self.m > 1)
+            one_bytes = self.p if sums_first else self.e
+        for parameter in partial:
+            self._add(
+                "tp",
+                "all_reduce",
+                "step",
+                "gradients of uncut parameters",
+                count,
+                parameter.elements * one_bytes,
+                self.mesh.tp,
+            )
+
+    # --- cp ---
+
+    def _context(self, stage: StageLayers) -> None:
+        """Messages of ``parallel.context``, for every block.
+
+        KV is the size of a rank's keys and values, Q that of its queries, dKV that of the gradients
+        in the wide dtype. Selective checkpointing keeps what attention returns; full checkpointing
+        sends the messages of forward again.
+        """
+        cp, tp, shape = self.mesh.cp, self.mesh.tp, self.shape
+        if cp == 1:
+            return
+        kv_heads = shape.n_kv_heads // tp if shape.n_kv_heads % tp == 0 else 1
+        elements_of_head = self.tokens * shape.head_width
+        kv_elements = 2 * kv_heads * elements_of_head
+        q_elements = shape.n_heads // tp * elements_of_head
+        calls = len(stage.blocks) * self.m
+        forwards: list[tuple[Phase, str]] = [("forward", "keys and values")]
+        if self.recomputes == "full":
+            forwards.append(("backward", "recomputed keys and values"))
+
+        match self.parallel.cp_method:
+            case "ring":
+                for phase, purpose in (*forwards, ("backward", "keys and values")):
+                    self._add(
+                        "cp", "send", phase, purpose, calls * (cp - 1), kv_elements * self.e, 2
+                    )
+                dkv_bytes, purpose = kv_elements * self.w, "gradients of keys and values"
+                self._add("cp", "send", "backward", purpose, calls * (cp - 1), dkv_bytes, 2)
+            case "allgather":
+                gathered_bytes = cp * kv_elements * self.e
+                for phase, purpose in (*forwards, ("backward", "keys and values")):
+                    self._add("cp", "all_gather", phase, purpose, calls, gathered_bytes, cp)
+                dkv_bytes, purpose = cp * kv_elements * self.w, "gradients of keys and values"
+                self._add("cp", "reduce_scatter", "backward", purpose, calls, dkv_bytes, cp)
+            case "ulysses":
+                purposes = [*forwards, ("backward", "gradients")]
+                for phase, purpose in purposes:
+                    words = purpose.replace("keys and values", "queries, keys and values")
+                    qkv_bytes = (q_elements + kv_elements) * self.e
+                    self._add("cp", "all_to_all", phase, words, calls, qkv_bytes, cp)
+                    words = purpose.replace("keys and values", "outputs")
+                    self._add("cp", "all_to_all", phase, words, calls, q_elements * self.e, cp)
+
+    # --- ep ---
+
+    def _experts(self, stage: StageLayers) -> None:
+        """All-to-alls of ``parallel.expert.dispatch``, with tokens spread evenly over experts.
+
+        A rank's tokens go to K experts each, which is B T/(cp tp) K C e bytes, and come back. The
+        all-reduce of the balance loss counts the experts of whole sequences (one document each).
+        """
+        layers = [layer for layer in stage.blocks if self._has_experts(layer)]
+        if not layers or not isinstance(self.shape, MoeShape):
+            return
+        shape, mesh = self.shape, self.mesh
+        calls = len(layers) * self.m
+        rows_bytes = self.tokens // mesh.tp * shape.experts_per_token * shape.dim * self.e
+        forwards: list[tuple[Phase, str]] = [("forward", "")]
+        if self.recomputes == "full":
+            forwards.append(("backward", "recomputed "))
+        for phase, words in forwards:
+            counts_bytes = shape.experts * COUNT_BYTES
+            self._add("ep", "all_to_all", phase, f"{words}counts", calls, counts_bytes, mesh.ep)
+            for purpose in ("tokens for experts", "outputs of experts"):
+                self._add("ep", "all_to_all", phase, words + purpose, calls, rows_bytes, mesh.ep)
+            if shape.balance_loss:
+                sums_bytes = self.recipe.data.micro_batch * shape.experts * COUNT_BYTES
+                purpose, size = f"{words}counts of sequences", mesh.cp * mesh.tp
+                self._add("sequence", "all_reduce", phase, purpose, calls, sums_bytes, size)
+        for purpose in ("gradients of outputs", "gradients of tokens"):
+            self._add("ep", "all_to_all", "backward", purpose, calls, rows_bytes, mesh.ep)
+
+    # --- pp ---
+
+    def _pipeline(self, stage: StageLayers) -> None:
+        """Sends of ``parallel.pipeline.runtime``: the residual stream on, its gradient back.
+
+        A message is this rank's shard of one micro-batch (``compose.stage_activation``). A stage on
+        the same rank gets it without a message.
+        """
+        cuts = self.mesh.tp if self.parallel.sequence_parallel else 1
+        message_bytes = self.tokens // cuts * self.shape.dim * self.e
+        neighbours: tuple[tuple[int, Phase, str], ...] = (
+            (stage.stage + 1, "forward", "activations"),
+            (stage.stage - 1, "backward", "gradients of activations"),
+        )
+        for neighbour, phase, purpose in neighbours:
+            if 0 <= neighbour < self.n_stages and self.rank_of[neighbour] != self.pp_rank:
+                self._add("pp", "send", phase, purpose, self.m, message_bytes, 2)
+
+    def _ties(self) -> None:
+        """Sends of ``parallel.pipeline.ties``: a tied embedding on, and its gradient back."""
+        is_split = self.rank_of[0] != self.rank_of[self.n_stages - 1]
+        if not self.shape.tied or not is_split:
+            return
+        (embedding,) = first_parameters(self.shape)
+        ranks = self._shard_sizes(embedding)[0] if self._has_fsdp() else 1
+        shard_bytes = self._gathered_elements(embedding, ranks) // ranks * self.p
+        for stage in self.stages:
+            if stage.has_first:
+                self._add("pp", "send", "step", "tied embedding", 1, shard_bytes, 2)
+            if stage.has_last:
+                self._add("pp", "send", "step", "gradient of the tied head", 1, shard_bytes, 2)
+
+    # --- dp ---
+
+    def _data(self, stage: StageLayers) -> None:
+        """Collectives of FSDP (``parallel.data.fsdp``): a gather or a reduction for each unit.
+
+        Parameters are gathered in the dtype of computation, and gradients reduced in that of the
+        parameters. Shards are padded to equal sizes. Experts have collectives of their own, unless
+        their shards lie on the same ranks.
+        """
+        if not self._has_fsdp():
+            return
+        for unit in self._units(stage):
+            gathers = self._gathers(stage, unit)
+            dense = [p for p in unit.parameters if p.trains and p.cut != "experts"]
+            experts = [p for p in unit.parameters if p.cut == "experts"]
+            for parameters in (dense, experts):
+                if parameters:
+                    self._unit_flows(parameters, gathers)
+
+    def _unit_flows(self, parameters: list[Parameter], gathers: _Gathers) -> None:
+        of_experts = parameters[0].cut == "experts"
+        shards, replicas = self._shard_sizes(parameters[0])
+        elements = sum(self._gathered_elements(parameter, shards) for parameter in parameters)
+        words = "experts" if of_experts else "parameters"
+        shard_axis: Axis = "efsdp" if of_experts else "fsdp"
+        replica_axis: Axis = "dp_replicate"
+        if self.parallel.zero == 0:
+            replica_axis = "expert_replicas" if of_experts else "replicas"
+
+        phases: tuple[tuple[Phase, int], ...] = (
+            ("forward", gathers.forward),
+            ("backward", gathers.backward),
+        )
+        for phase, count in phases:
+            self._add(shard_axis, "all_gather", phase, words, count, elements * self.e, shards)
+        count, words = self._reductions(), f"gradients of {words}"
+        self._add(shard_axis, "reduce_scatter", "backward", words, count, elements * self.p, shards)
+        shard_bytes = elements // shards * self.p
+        self._add(replica_axis, "all_reduce", "backward", words, count, shard_bytes, replicas)
+
+    def _has_fsdp(self) -> bool:
+        """As ``fsdp.meshes_of`` decides."""
+        mesh = self.mesh
+        shares_experts = self.shape.experts > 0 and mesh.dp_replicate * mesh.efsdp > 1
+        return (
+            mesh.dp_replicate * mesh.dp_shard * mesh.cp > 1
+            or shares_experts
+            or self.recipe.precision.compute is not None
+            or self.recipe.memory.cpu_offload
+        )
+
+    def _shard_sizes(self, parameter: Parameter) -> tuple[int, int]:
+        """Return the ranks that shard a parameter, and those that replicate its shards."""
+        mesh = self.mesh
+        shards = mesh.efsdp if parameter.cut == "experts" else mesh.dp_shard * mesh.cp
+        if self.parallel.zero == 0:
+            return 1, mesh.dp_replicate * shards
+        return shards, mesh.dp_replicate
+
+    def _gathered_elements(self, parameter: Parameter, shards: int) -> int:
+        """Return the elements of a parameter after its gather, on one tp rank, with the padding."""
+        size = list(parameter.shape)
+        dim = 0
+        match parameter.cut:
+            case "rows":
+                # A vocabulary that tp cuts unevenly is sharded by columns.
+                dim = 1 if size[0] % self.mesh.tp and len(size) > 1 else 0
+                size[0] = -(-size[0] // self.mesh.tp)
+            case "columns":
+                size[1] //= self.mesh.tp
+            case "experts":
+                dim, size[0] = 1, size[0] // self.mesh.ep
+        size[dim] = -(-size[dim] // shards) * shards
+        elements = 1
+        for length in size:
+            elements *= length
+        return elements
+
+    def _reductions(self) -> int:
+        """Return how often FSDP reduces gradients in a step: once under pp."""
+        return self.m if self.mesh.pp == 1 and self.parallel.zero >= 2 else 1
+
+    def _gathers(self, stage: StageLayers, unit: _Unit) -> _Gathers:
+        drops = unit.drops and self.parallel.zero == 3
+        if self.mesh.pp == 1:
+            if self.parallel.zero < 3:
+                return _Gathers(1, 0)
+            return _Gathers(self.m, self.m if drops else 0)
+        has_windows = self.parallel.schedule not in ("GPipe", "1F1B")
+        return _pipeline_gathers(self.cells, stage.stage, drops, has_windows)
+
+    def _units(self, stage: StageLayers) -> list[_Unit]:
+        """Return the units of a stage: ``first``, blocks, ``last``; tied ones are one unit."""
+        shape, sequence_parallel = self.shape, self.parallel.sequence_parallel
+        units = [
+            _Unit(
+                f"block {layer}",
+                block_parameters(
+                    shape, layer, tp=self.mesh.tp, sequence_parallel=sequence_parallel
+                ),
+                drops=True,
+            )
+            for layer in stage.blocks
+        ]
+        first = first_parameters(shape)
+        last = last_parameters(shape, sequence_parallel=sequence_parallel)
+        if shape.tied and stage.has_first and stage.has_last:
+            # The head is the embedding: it is gathered once for both.
+            return [*units, _Unit("stage", [*first, last[0]], drops=False)]
+        if stage.has_first:
+            units.insert(0, _Unit("first", first, drops=True))
+        if stage.has_last:
+            units.append(_Unit("last", last, drops=False))
+        return units
+
+    # --- the world ---
+
+    def _world(self) -> None:
+        """All-reduces over all ranks, in float64.
+
+        The valid tokens; the loss and the norm (``training.step.compute_gradients``); E + 5 numbers
+        of each router (``expert.balance``); and three decisions (``training.loop``).
+        """
+        size = self.mesh.world_size
+        words = ("valid tokens", "loss and norm", "signals, saves and clocks")
+        for purpose, numbers in zip(words, (1, 2, 3), strict=True):
+            self._add("world", "all_reduce", "step", purpose, 1, numbers * COUNT_BYTES, size)
+        if isinstance(self.shape, MoeShape) and self.shape.moe_layers:
+            numbers = self.shape.moe_layers * (self.shape.experts + 5)
+            purpose = "loads of experts"
+            self._add("world", "all_reduce", "step", purpose, 1, numbers * COUNT_BYTES, size)
+
+    def _has_experts(self, layer: int) -> bool:
+        return isinstance(self.shape, MoeShape) and self.shape.has_experts(layer)
+
+    def _shared_ffn(self) -> int:
+        return self.shape.shared_ffn if isinstance(self.shape, MoeShape) else 0
+
+
+_ACTIVE_STAGES = 3  # torch's runtime keeps the parameters of this many stages gathered
+
+
+def _pipeline_gathers(
+    cells: Sequence[Cell], stage: int, drops: bool, has_windows: bool
+) -> _Gathers:
+    """Count the gathers of a unit in a step of a pipeline.
+
+    Parameters are gathered when a forward or a backward needs them. A backward keeps them; a
+    forward drops them if ``drops``.
+
+    Args:
+        cells: what the rank runs.
+        stage: the stage of the unit.
+        drops: whether the unit drops its parameters after each forward.
+        has_windows: whether torch's runtime gathers the next three stages ahead, and drops all
+            others. Schedules with one stage on a rank have no such windows.
+    """
+    forward = backward = 0
+    is_gathered = was_active = False
+    for cell, active_stages in zip(cells, _active_stages(cells), strict=True):
+        is_active = stage in active_stages
+        if has_windows and is_active and not was_active and not is_gathered:
+            is_gathered = True
+            forward += 1
+        if has_windows and was_active and not is_active:
+            is_gathered = False
+        was_active = is_active
+        for action in cell:
+            if action.stage != stage or action.kind == "W":
+                continue
+            if not is_gathered:
+                forward += action.kind == "F"
+                backward += action.kind != "F"
+                is_gathered = True
+            if action.kind == "F" and drops:
+                is_gathered = False
+    return _Gathers(forward, backward)
+
+
+def _active_stages(cells: Sequence[Cell]) -> list[list[int]]:
+    """Return, for each cell, the next stages that the rank runs, at most ``_ACTIVE_STAGES``."""
+    windows: list[list[int]] = []
+    upcoming: list[int] = []
+    for cell in reversed(cells):
+        stages = [action.stage for action in cell]
+        upcoming = [*stages, *(other for other in upcoming if other not in stages)]
+        windows.append(upcoming[:_ACTIVE_STAGES])
+    return windows[::-1]

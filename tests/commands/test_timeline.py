@@ -1,0 +1,103 @@
+"""``composer3d timeline``: what it prints and writes, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer3d import cli
+from tests.draw.pictures import read
+from tools.prove.paths import ROOT
+
+RECIPE = str(ROOT / "recipes" / "llama-175b-1024-3d.toml")
+SMALL = [str(ROOT / "recipes" / "debug-8-dp-tp-pp.toml")]
+
+
+def test_it_prints_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["timeline", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("debug-8-dp-tp-pp.toml: 2 pipeline ranks, 4 micro-batches\n")
+    assert "1 unit: the forward of one micro-batch" in out
+    assert "bubble: 20.0% of the step = (P-1)/(M + P-1); 25.0% of the ideal time = (P-1)/M" in out
+    assert out.count("rank 0") == 1
+
+
+def test_json_has_every_action_and_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["timeline", RECIPE, "--compare", "1F1B", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    interleaved, plain = answer["schedules"]
+    assert answer["ok"]
+    assert (answer["pp"], answer["micro_batches"]) == (8, 32)
+    assert interleaved["bubble_of_total"] == pytest.approx(7 / (96 + 7))
+    assert interleaved["bubble_of_ideal"] == pytest.approx(7 / 96)
+    assert interleaved["closed_form"] == {"of_ideal": 7 / 96, "is": "(P-1)/(V M)"}
+    assert plain["bubble_of_ideal"] == pytest.approx(7 / 32)
+    # The unit is the same: a rank computes as long in both.
+    assert interleaved["step"] == pytest.approx(3 * 32 + 7)
+    assert plain["step"] == pytest.approx(3 * (32 + 7))
+    assert plain["in_flight"] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert [len(row) for row in interleaved["ranks"]] == [2 * 3 * 32] * 8
+    assert plain["ranks"][0][0] == {"actions": ["0F0"], "start": 0.0, "end": 1.0}
+
+
+def test_it_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "own.svg"
+    arguments = ["timeline", *SMALL, "--compare", "ZBVZeroBubble", "-o", str(out)]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in printed[:2]] == ["1F1B", "ZBVZeroBubble"]
+    assert printed[-1] == f"wrote {out}"
+    page = read(out.read_text())
+    words = " ".join(text.words for text in page.texts)
+    # The unit of time is stated in the picture.
+    assert "1 unit: the forward of one micro-batch through all layers of a rank." in words
+    assert "All stages are equal" in words
+
+
+def test_a_csv_schedule_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(ROOT / "recipes" / "debug-2-csv.toml")
+    schedule = f"--set=parallel.schedule_csv={ROOT / 'recipes' / 'zb-h1-2x4.csv'}"
+    assert cli.main(["timeline", recipe, schedule, "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["schedules"]
+    assert answer["title"].startswith("zb-h1-2x4.csv: P = 2 ranks")
+    assert answer["closed_form"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set=mesh.pp=1", "--set=mesh.dp_shard=4"], "mesh.pp = 1, so there is no pipeline"),
+        (["--compare", "2F2B"], "--compare 2F2B: there is no such schedule; use one of GPipe,"),
+        (["--compare", "csv"], "--compare csv: there is no such schedule"),
+        (
+            ["--set=data.global_batch=4", "--compare", "DualPipeV"],
+            "--compare: DualPipeV has 2 micro-batches, but needs at least twice pp = 2; change "
+            "data.global_batch",
+        ),
+        (["-o", "own.png"], "-o own.png: the picture is an SVG file; use a name in .svg"),
+        (["-o", "no/such/own.svg"], "-o no/such/own.svg: cannot be written (No such file"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["timeline", *SMALL, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+
+
+def test_the_drawing_commands_answer_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from composer3d import cli\n"
+        f"assert cli.main(['timeline', {RECIPE!r}, '--json']) == 0\n"
+        f"assert cli.main(['layout', {RECIPE!r}, '--json']) == 0\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,159 @@
+"""Layouts: who holds what, compared with the code that cuts; nothing overlaps in the pictures."""
+
+from dataclasses import replace
+
+import pytest
+
+from composer3d.draw import layout_svg, layout_text
+from composer3d.draw.layout import (
+    bytes_words,
+    fold,
+    make_layout,
+)
+from composer3d.draw.terminal import Style
+from composer3d.parallel.context.ownership import owned_ranges
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
+from tests.draw.pictures import outside, overlapping_texts, read
+from tools.prove.paths import ROOT
+
+PLAIN = Style(width=100, has_colours=False, has_unicode=False)
+
+
+def recipe_of(name: str, *sets: str, world_size: int | None = None) -> Recipe:
+    return load(ROOT / "recipes" / f"{name}.toml", list(sets), world_size=world_size).recipe
+
+
+CASES = {
+    "quickstart": recipe_of("quickstart"),
+    "moe-8": recipe_of("quickstart-moe"),
+    "fsdp-8": recipe_of("llama3-8b-8-fsdp"),
+    "cp": recipe_of("debug-2-cp"),
+    "cp-64": recipe_of("llama3.1-8b-64-fsdp-cp-tp", world_size=64),
+    "175b-1024": recipe_of("llama-175b-1024-3d"),
+    "405b-1024": recipe_of("llama3-405b-1024-3d"),
+    "405b-16384": recipe_of("llama3-405b-1024-3d", "mesh.dp_shard=128", "data.global_batch=2048"),
+    "moe-1024": recipe_of("moe-64e-1024-4d"),
+    "mixtral-64": recipe_of("mixtral-8x7b-64-ep-tp"),
+    "hsdp": recipe_of("quickstart", "mesh.dp_replicate=4", "mesh.pp=1", "parallel.zero=3"),
+    "all axes": recipe_of(
+        "quickstart",
+        "mesh.dp_replicate=2",
+        "mesh.cp=2",
+        "mesh.dp_shard=4",
+        "parallel.zero=3",
+        "data.micro_batch=2",
+    ),
+    "single": recipe_of("debug-1-single"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("gpus_per_node", [8, 4, 3])
+def test_nothing_overlaps_or_leaves_the_page(name: str, gpus_per_node: int) -> None:
+    layout = make_layout(CASES[name], gpus_per_node)
+    page = read(layout_svg.draw(layout, heading=name, notes=["a note"]))
+    assert page.width == layout_svg.WIDTH
+    assert overlapping_texts(page) == []
+    assert outside(page) == []
+    assert page.height < 1600
+
+
+def test_every_rank_of_a_small_job_is_shown_once() -> None:
+    for name in ("quickstart", "moe-8", "fsdp-8"):
+        layout = make_layout(CASES[name], 8)
+        page = read(layout_svg.draw(layout, heading=name, notes=[]))
+        words = [text.words for text in page.texts]
+        assert sorted(word for word in words if word.startswith("rank ")) == [
+            f"rank {rank}" for rank in range(8)
+        ]
+        lines = layout_text.render(layout, PLAIN).splitlines()
+        assert sum(line.startswith("  rank ") for line in lines) == 8
+
+
+def test_a_large_job_is_folded() -> None:
+    layout = make_layout(CASES["175b-1024"], 8)
+    page = read(layout_svg.draw(layout, heading="", notes=[]))
+    words = [text.words for text in page.texts]
+    ranks = [word for word in words if word.startswith("rank ")]
+    assert len(ranks) == len(set(ranks)) == 16
+    assert {"rank 0", "rank 7", "rank 8", "rank 1023"} <= set(ranks)
+    assert "node 127, gpu 7" in words
+    assert "6 more" in words
+    assert "12 more" in words
+    # All pipeline ranks are listed.
+    assert {f"pp {pp}" for pp in range(8)} <= set(words)
+    text = layout_text.render(layout, PLAIN)
+    assert "... 125 more nodes ..." in text
+    assert text.isascii()
+
+
+def test_tokens_are_those_that_context_parallelism_cuts() -> None:
+    for balance in ("zigzag", "contiguous"):
+        recipe = CASES["cp-64"]
+        recipe = replace(recipe, parallel=replace(recipe.parallel, cp_balance=balance))
+        layout = make_layout(recipe, 8)
+        tokens = recipe.data.seq_len // recipe.mesh.cp
+        for rank in range(recipe.mesh.cp):
+            ranges = owned_ranges(rank, recipe.mesh.cp, tokens, balanced=balance == "zigzag")
+            words = ", ".join(f"{r.position}-{r.position + r.length - 1}" for r in ranges)
+            assert layout.token_words(rank) == f"tokens {words}"
+
+
+def test_shares_are_those_of_the_mesh() -> None:
+    layout = make_layout(CASES["all axes"], 8)
+    # (pp, dp_replicate, dp_shard, cp, tp) of rank 45 of (2, 2, 4, 2, 2) are 1, 0, 3, 0, 1.
+    assert layout.share_words(45) == ["heads 2-3 of 4", "shard 6 of 8"]
+    assert layout.place_of(45) == "node 5, gpu 5"
+    assert layout.sample_words(7) == "samples 28-31 of each step"
+
+    experts = make_layout(CASES["moe-1024"], 8)
+    assert experts.share_words(5) == ["heads 12-23 of 48", "experts 40-47 of 64", "shard 1 of 64"]
+    assert experts.layer_words(0) == "embedding, blocks 0-6, blocks 28-34"
+    assert experts.stage_words(3) == "stages 3, 7"
+
+    alone = make_layout(CASES["single"], 8)
+    assert alone.share_words(0) == ["all weights"]
+    assert [row.axis for row in alone.traffic(0)] == []
+
+
+def test_bytes_are_on_the_link_that_carries_them() -> None:
+    layout = make_layout(CASES["175b-1024"], 8)
+    links = {row.axis: row.link for row in layout.traffic(1)}
+    assert links == {"tp": "NVLink", "fsdp": "NIC", "pp": "NIC", "world": "both"}
+    for row in layout.traffic(1):
+        assert row.node_bytes + row.nic_bytes == pytest.approx(row.sent_bytes)
+    small = make_layout(CASES["quickstart"], 8)
+    assert {row.link for row in small.traffic(0)} == {"NVLink"}
+    # On nodes of 4, the pipeline of 2 x 4 ranks crosses nodes.
+    links = {row.axis: row.link for row in make_layout(CASES["quickstart"], 4).traffic(0)}
+    assert (links["pp"], links["tp"], links["fsdp"]) == ("NIC", "NVLink", "NVLink")
+
+
+def test_the_arrow_of_the_pipeline_has_the_bytes_of_a_boundary() -> None:
+    layout = make_layout(CASES["quickstart"], 8)
+    # 2 micro-batches x 8 samples x 64 tokens (tp 2) x 128 wide x 4 bytes
+    assert layout.most_sent("pp") == (524_288, 524_288)
+
+
+def test_axes_are_folded_to_their_ends() -> None:
+    assert fold(4, 4).shown == (0, 1, 2, 3)
+    assert fold(16, 4).shown == (0, 1, 2, 15)
+    assert fold(16, 4).hidden == 12
+    assert fold(16, 2).shown == (0, 15)
+    assert fold(16, 1).shown == (0,)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_600, "1 MB"),
+        (1.5e9, "1.5 GB"),
+        (2e12, "2 TB"),
+    ],
+)
+def test_bytes_have_three_digits(count: float, words: str) -> None:
+    assert bytes_words(count) == words

@@ -1,0 +1,151 @@
+"""Shapes of parameters, stages and groups, compared with the models, ``compose`` and the mesh."""
+
+from collections import defaultdict
+from math import prod
+
+import pytest
+import torch
+
+from composer3d.models.llama import counts
+from composer3d.models.llama.shape import PRESETS
+from composer3d.models.moe import counts as moe_counts
+from composer3d.models.moe.shape import PRESETS as MOE_PRESETS
+from composer3d.models.registry import architecture
+from composer3d.models.shape import DecoderShape
+from composer3d.parallel.compose import cut_into_stages
+from composer3d.parallel.pipeline.runtime import place_stages
+from composer3d.planner.links import Group, group_of, nic_share
+from composer3d.planner.parameters import (
+    block_parameters,
+    first_parameters,
+    known_shape,
+    last_parameters,
+)
+from composer3d.planner.stages import n_stages_of, stage_layers, stages_by_rank
+from composer3d.planner.traffic import Axis
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import AXES, MeshTable
+from composer3d.runtime.ranks import coordinates
+from composer3d.spec.errors import PlanError
+from tools.prove.paths import ROOT
+
+SHAPES = {**PRESETS, **MOE_PRESETS}
+RECIPES = ROOT / "recipes"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_shapes_add_up_to_the_counts(name: str) -> None:
+    shape = SHAPES[name]
+    units = [first_parameters(shape), last_parameters(shape, sequence_parallel=True)]
+    units += [
+        block_parameters(shape, layer, tp=1, sequence_parallel=True)
+        for layer in range(shape.n_layers)
+    ]
+    total = sum(parameter.elements for unit in units for parameter in unit)
+    if shape.tied:
+        total -= shape.vocab * shape.dim
+    expected = moe_counts.parameters if name in MOE_PRESETS else counts.parameters
+    assert total == expected(shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "presets"),
+    [("llama", "debug-tiny"), ("llama", "qwen3-0.6b"), ("moe", "debug-moe-shared")],
+)
+def test_the_shapes_are_those_of_the_model(name: str, presets: str) -> None:
+    shape = SHAPES[presets]
+    model = architecture(name).build(shape, dtype=torch.float32, device="meta")
+    found = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    listed = {f"first.{p.name}": p.shape for p in first_parameters(shape)}
+    listed |= {f"last.{p.name}": p.shape for p in last_parameters(shape, sequence_parallel=True)}
+    for layer in range(shape.n_layers):
+        for p in block_parameters(shape, layer, tp=1, sequence_parallel=True):
+            listed[f"blocks.{layer}.{p.name}"] = p.shape
+    assert listed == found
+
+
+def test_a_model_of_a_user_has_no_known_shapes() -> None:
+    shape = DecoderShape(dim=8, n_layers=2, n_heads=2, n_kv_heads=2, ffn=16, vocab=32)
+    with pytest.raises(PlanError, match="DecoderShape is not an architecture of composer3d"):
+        known_shape(shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "sets"),
+    [
+        ("quickstart", []),
+        ("quickstart", ["model.n_layers=11", "mesh.pp=4", "mesh.dp_shard=1", "model.tied=true"]),
+        ("quickstart", ["parallel.schedule=ZBVZeroBubble", "model.n_layers=7"]),
+        (
+            "quickstart",
+            ["parallel.schedule=Interleaved1F1B", "parallel.virtual_stages=3", "model.n_layers=8"],
+        ),
+        ("quickstart-moe", ["model.preset=debug-moe-shared"]),
+        ("llama3-405b-1024-3d", []),
+        ("llama-175b-1024-3d", []),
+        ("debug-2-dp", []),
+    ],
+)
+def test_stages_are_cut_as_compose_cuts_them(name: str, sets: list[str]) -> None:
+    recipe = load(RECIPES / f"{name}.toml", sets).recipe
+    model = architecture(recipe.model.architecture).build(
+        recipe.model, dtype=torch.float32, device="meta"
+    )
+    placement = place_stages(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
+    assert stages_by_rank(recipe) == placement.stages
+    layers = stage_layers(recipe)
+    assert len(layers) == n_stages_of(recipe)
+    for rank, held in enumerate(placement.stages):
+        for stage, cut in zip(
+            held, cut_into_stages(model, placement.stages, rank, recipe.parallel), strict=True
+        ):
+            assert [*cut.blocks] == [str(block) for block in layers[stage].blocks]
+            assert (cut.first is not None) == layers[stage].has_first
+            assert (cut.last is not None) == layers[stage].has_last
+
+
+MESH = MeshTable(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=2, ep=4)
+
+
+def test_groups_are_the_ranks_that_differ_on_one_axis() -> None:
+    world = range(MESH.world_size)
+    joined: dict[Axis, tuple[str, ...]] = {
+        "pp": ("pp",),
+        "dp_replicate": ("dp_replicate",),
+        "fsdp": ("dp_shard", "cp"),
+        "replicas": ("dp_replicate", "dp_shard", "cp"),
+        "cp": ("cp",),
+        "tp": ("tp",),
+        "sequence": ("cp", "tp"),
+        "world": AXES,
+    }
+    for axis, names in joined.items():
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for rank in world:
+            at = coordinates(rank, MESH)
+            groups[tuple(at[name] for name in AXES if name not in names)].append(rank)
+        assert group_of(axis, MESH).ranks in groups.values(), axis
+        if axis not in ("pp", "world"):
+            assert group_of(axis, MESH, 1).ranks in groups.values(), axis
+            assert group_of(axis, MESH, 1).first == MESH.world_size // 2
+
+    # The sparse view holds the same ranks as (pp, dp_replicate, efsdp, ep).
+    assert group_of("ep", MESH).ranks == [0, 1, 2, 3]
+    assert group_of("efsdp", MESH).ranks == [0, 4, 8, 12]
+    assert group_of("expert_replicas", MESH).ranks == list(range(0, 32, 4))
+    assert prod(group_of(axis, MESH).size for axis in ("ep", "efsdp")) == 16
+
+
+def test_bytes_leave_a_node_if_the_next_rank_is_on_another() -> None:
+    ring = Group(first=0, stride=1, size=16)
+    assert nic_share("tp", "all_gather", ring, 8) == 2 / 16
+    assert nic_share("tp", "all_gather", ring, 16) == 0
+    assert nic_share("fsdp", "all_gather", Group(0, 8, 16), 8) == 1
+    # Half of the other ranks of an all-to-all, and one more, are on the other node.
+    assert nic_share("ep", "all_to_all", ring, 8) == pytest.approx(8 / 15)
+    # A pipeline has no hop from its end to its start.
+    assert nic_share("pp", "send", Group(0, 4, 4), 8) == pytest.approx(1 / 3)
+    assert nic_share("pp", "send", Group(0, 4, 1), 8) == 0

@@ -1,0 +1,210 @@
+"""The formulas of traffic, compared with the collectives that real steps call."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composer3d.planner.links import group_of
+from composer3d.planner.traffic import flows
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.mesh import Mesh
+from composer3d.training.batches import make_loader, open_data
+from composer3d.training.build import build_stages
+from composer3d.training.step import compute_gradients
+from tools.prove.paths import ROOT
+
+RECIPES = ROOT / "recipes"
+
+
+class Key(NamedTuple):
+    """The ranks of a group, by their number and distance, and what they do."""
+
+    size: int
+    stride: int
+    operation: str
+
+
+class Sum(NamedTuple):
+    """Calls, and bytes of whole tensors."""
+
+    count: int
+    payload_bytes: int
+
+
+class Recorder:
+    """Sums the collectives that this rank calls."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Key] = Counter()
+        self.payload_bytes: Counter[Key] = Counter()
+
+    def add(self, group: Any, operation: str, payload_bytes: int) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return
+        key = Key(len(ranks), ranks[1] - ranks[0], operation)
+        self.counts[key] += 1
+        self.payload_bytes[key] += payload_bytes
+
+    def sums(self) -> dict[Key, Sum]:
+        return {key: Sum(self.counts[key], self.payload_bytes[key]) for key in self.counts}
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Record what process groups are asked to do. A rank's own input or output is measured."""
+
+        def wrap(name: str, operation: str, nbytes: Callable[..., int]) -> None:
+            method = getattr(dist.ProcessGroup, name)
+
+            def call(group: Any, *arguments: Any) -> Any:
+                self.add(group, operation, nbytes(*arguments))
+                return method(group, *arguments)
+
+            monkeypatch.setattr(dist.ProcessGroup, name, call)
+
+        wrap("all_gather_single", "all_gather", lambda out, *_: out.nbytes)
+        wrap("reduce_scatter_single", "reduce_scatter", lambda out, x, *_: x.nbytes)
+        wrap("all_to_all_single", "all_to_all", lambda out, x, *_: x.nbytes)
+        wrap("allreduce", "all_reduce", lambda tensors, *_: tensors[0].nbytes)
+        wrap("send", "send", lambda tensors, *_: tensors[0].nbytes)
+
+        # DTensor reduces through functional collectives, which do not call these methods.
+        functional = funcol.all_reduce
+
+        def all_reduce(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+            mesh, dim = keywords["group"] if "group" in keywords else arguments[1]
+            self.add(mesh.get_group(dim), "all_reduce", tensor.nbytes)
+            return functional(tensor, *arguments, **keywords)
+
+        monkeypatch.setattr(funcol, "all_reduce", all_reduce)
+
+
+class Done:
+    """A request that is done."""
+
+    def wait(self) -> None:
+        """Do not wait."""
+
+
+def copy_input(group: Any, out: Any, x: Any, *_: Any) -> Any:
+    """Do what an all-to-all does if all ranks send the same numbers of rows."""
+    out.copy_(x)
+    return Done()
+
+
+def record_a_step(recipe: str, sets: list[str], rank: int) -> dict[Key, Sum]:
+    """Compute the gradients of two steps as one rank of a fake world.
+
+    The model, FSDP and the schedule are the real ones; only the bytes of other ranks are missing.
+
+    Returns:
+        The collectives of the second step. The first one may do more, to begin with.
+    """
+    chosen = load(recipe, sets).recipe
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=chosen.world_size)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dist.ProcessGroup, "all_to_all_single", copy_input)
+        # Stages vote for static shapes before the first step: the others have voted for them.
+        monkeypatch.setattr(dist, "recv", lambda vote, **_: vote.fill_(1))
+        mesh = Mesh.build(chosen.mesh, torch.device("cpu"))
+        corpus, _ = open_data(chosen)
+        loader = make_loader(chosen, mesh, corpus, seed=0)
+        stages = build_stages(chosen, mesh)
+        compute_gradients(stages, next(loader))
+        recorder = Recorder()
+        recorder.patch(monkeypatch)
+        compute_gradients(stages, next(loader))
+    return recorder.sums()
+
+
+def expected(recipe: Recipe, pp_rank: int) -> dict[Key, Sum]:
+    sums: dict[Key, Sum] = {}
+    for flow in flows(recipe, pp_rank):
+        if flow.purpose == "signals, saves and clocks":
+            continue  # of the loop, which ``compute_gradients`` does not run
+        group = group_of(flow.axis, recipe.mesh, pp_rank)
+        key = Key(group.size, group.stride, flow.operation)
+        before = sums.get(key, Sum(0, 0))
+        sums[key] = Sum(before.count + flow.count, before.payload_bytes + flow.payload_bytes)
+    return sums
+
+
+class Case(NamedTuple):
+    """A recipe and its overrides."""
+
+    recipe: str
+    sets: str
+
+    def __str__(self) -> str:
+        return self.sets.replace(" ", ",")
+
+
+DENSE, MOE = "debug-8-dp-tp-pp", "quickstart-moe"
+NO_DP = "mesh.dp_shard=1"
+BF16 = "precision.compute=bfloat16"
+FULL = "memory.activation_checkpoint=full"
+SELECTIVE = "memory.activation_checkpoint=selective"
+CASES = [
+    Case(DENSE, "parallel.zero=3"),
+    Case(DENSE, f"parallel.zero=3 parallel.schedule=GPipe {BF16} {FULL}"),
+    Case(DENSE, f"parallel.zero=1 parallel.schedule=Interleaved1F1B {BF16} {SELECTIVE}"),
+    Case(
+        DENSE,
+        "parallel.zero=3 parallel.schedule=LoopedBFS parallel.virtual_stages=4 model.n_layers=8",
+    ),
+    Case(
+        DENSE,
+        "parallel.zero=1 parallel.schedule=LoopedBFS parallel.virtual_stages=4 model.n_layers=8",
+    ),
+    Case(
+        DENSE,
+        f"parallel.zero=3 mesh.pp=4 mesh.tp=1 mesh.dp_shard=2 model.tied=true "
+        f"parallel.schedule=ZBVZeroBubble model.n_layers=8 {FULL}",
+    ),
+    Case(DENSE, f"mesh.pp=2 mesh.tp=4 {NO_DP} model.tied=true model.vocab=259"),
+    Case(DENSE, f"mesh.pp=1 mesh.dp_replicate=2 parallel.zero=2 {BF16} {SELECTIVE}"),
+    Case(DENSE, f"mesh.pp=1 mesh.dp_replicate=2 parallel.zero=1 {BF16} model.tied=true"),
+    Case(
+        DENSE,
+        f"mesh.pp=1 mesh.dp_replicate=4 {NO_DP} parallel.zero=0 "
+        "parallel.sequence_parallel=false parallel.loss_parallel=false memory.loss_chunks=2",
+    ),
+    Case(DENSE, f"mesh.pp=1 mesh.cp=2 {FULL} model.qk_norm=true model.qkv_bias=true"),
+    Case(DENSE, f"mesh.pp=1 mesh.cp=4 mesh.tp=1 parallel.cp_method=allgather {BF16} {FULL}"),
+    Case(DENSE, f"mesh.pp=2 mesh.cp=2 mesh.tp=2 {NO_DP} parallel.cp_method=allgather"),
+    Case(
+        DENSE,
+        f"mesh.pp=1 mesh.cp=2 mesh.tp=1 mesh.dp_shard=4 parallel.cp_method=ulysses "
+        f"parallel.zero=2 {FULL}",
+    ),
+    Case(DENSE, f"mesh.pp=1 mesh.cp=2 mesh.tp=4 {NO_DP} memory.loss_chunks=3 {SELECTIVE}"),
+    Case(
+        DENSE,
+        f"mesh.pp=4 mesh.tp=2 {NO_DP} parallel.schedule=DualPipeV model.n_layers=8 "
+        f"parallel.sequence_parallel=false {FULL}",
+    ),
+    Case(MOE, f"model.balance_loss=0.01 {FULL}"),
+    Case(MOE, f"mesh.pp=1 mesh.ep=2 mesh.dp_replicate=2 parallel.zero=2 {BF16} {SELECTIVE}"),
+    Case(MOE, "mesh.pp=1 mesh.ep=1 mesh.tp=1 mesh.dp_shard=8 parallel.zero=3"),
+    Case(MOE, "mesh.pp=1 mesh.ep=2 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
+    Case(MOE, f"model.preset=debug-moe-shared mesh.ep=8 mesh.pp=1 mesh.cp=2 {FULL}"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_sends_what_the_formulas_say(pool: Pool, case: Case) -> None:
+    sets = case.sets.split()
+    path = str(RECIPES / f"{case.recipe}.toml")
+    recipe = load(path, sets).recipe
+    for pp_rank in {0, recipe.mesh.pp - 1}:
+        rank = pp_rank * (recipe.world_size // recipe.mesh.pp)
+        arguments = {"recipe": path, "sets": sets, "rank": rank}
+        found = pool.run(record_a_step, arguments, world_size=1)[0]
+        assert found == expected(recipe, pp_rank), f"pipeline rank {pp_rank}"
