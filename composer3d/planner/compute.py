@@ -20,7 +20,6 @@ _RAMP_K = 64.0  # the start and the end of a tile, as additional length of K
 _BACKWARD_ATTENTION = 2.5  # five products in place of two
 _BACKWARD_FLASH1 = 3.0
 _BACKWARD_ELEMENTWISE = 1.9
-_UNALIGNED = 3.0  # batched products whose rows are not multiples of 16 bytes
 _LAUNCH_S = 6e-6  # the host's time for one kernel
 _SYNCHRONOUS_LAUNCH_S = 30e-6
 _KERNELS = {True: 22, False: 40}  # of a block's forward, by whether elementwise work is fused
@@ -28,7 +27,7 @@ _KERNELS = {True: 22, False: 40}  # of a block's forward, by whether elementwise
 # FLOP/s of attention kernels with long causal sequences and heads of 128, forward and backward
 # together, as a share of the fastest matrix product: FlashAttention 2's paper (arXiv 2307.08691,
 # figures 4 to 6), 3's (arXiv 2407.08608, figures 5 and 6), and, for B200, the 834 TFLOP/s of the
-# "Machine Learning Engineering" book. Generations 1 and 2 do not use the new matrix units.
+# "Machine Learning Engineering" book at 8,192 tokens, and more for longer sequences. Generations 1 and 2 do not use the new matrix units.
 _FLASH_RATES = {
     ("flash1", "ampere"): 0.43,
     ("flash2", "ampere"): 0.66,
@@ -38,7 +37,7 @@ _FLASH_RATES = {
     ("flash3", "hopper"): 0.66,
     ("flash1", "blackwell"): 0.12,
     ("flash2", "blackwell"): 0.21,
-    ("flash3", "blackwell"): 0.48,
+    ("flash3", "blackwell"): 0.58,
 }
 _NEW_UNITS = ("hopper", "blackwell")
 
@@ -121,16 +120,19 @@ def rates(setup: Setup, constants: Constants) -> Rates:
     )
 
 
-def product_s(product: Product, flops_s: float, memory_bytes_s: float) -> float:
+def product_s(
+    product: Product, flops_s: float, memory_bytes_s: float, output_bytes: float = 2.0
+) -> float:
     """Return the seconds of a product in 16 bits.
 
     Args:
         product: its shape.
         flops_s: the sustained rate of large products.
         memory_bytes_s: the rate of a memory stream.
+        output_bytes: bytes moved for each element of the result.
     """
     rows, columns, depth, count = product
-    moved = 2.0 * count * (rows * depth + depth * columns + rows * columns)
+    moved = count * (2.0 * depth * (rows + columns) + output_bytes * rows * columns)
     return (
         (product.flops / flops_s * (1 + _RAMP_K / depth)) ** _NORM
         + (moved / memory_bytes_s) ** _NORM
@@ -197,7 +199,10 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     products = attention_parts + ffn_parts
     forward_products = seconds(products)
     input_products = seconds([product.input_gradient() for product in products])
-    weight_products = seconds([product.weight_gradient() for product in products])
+    weight_products = sum(
+        product_s(product.weight_gradient(), rate.matrix, rate.memory, gradient_bytes(setup))
+        for product in products
+    )
     attend_forward, attend_backward = attend_s(setup, constants, rate)
     elementwise = elementwise_bytes(setup, has_experts=has_experts) / rate.memory
     if setup.software.fuses_elementwise:
@@ -238,6 +243,27 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     )
 
 
+def gradient_bytes(setup: Setup) -> float:
+    """Return the bytes that move for each element of a weight's gradient in one micro-batch.
+
+    A sum over micro-batches is read and written: by the product itself, or by a further kernel,
+    which also reads what the product wrote.
+    """
+    if setup.layout.zero == 3 or setup.batch.micro_batches == 1:
+        return 2.0
+    if setup.software.fuses_weight_gradients:
+        return 2.0 * setup.precision.gradients
+    return 2.0
+
+
+def summing_s(setup: Setup, parameters: float, rate: Rates) -> float:
+    """Return the seconds in which gradients of one micro-batch are added to the sum."""
+    is_needed = setup.layout.zero <= 2 and setup.batch.micro_batches > 1
+    if not is_needed or setup.software.fuses_weight_gradients:
+        return 0.0
+    return (2.0 + 2.0 * setup.precision.gradients) * parameters / rate.memory
+
+
 def attend_s(setup: Setup, constants: Constants, rate: Rates) -> tuple[float, float]:
     """Return the seconds of attention itself, forward and backward, of one block."""
     sizes, layout = setup.sizes, setup.layout
@@ -248,17 +274,18 @@ def attend_s(setup: Setup, constants: Constants, rate: Rates) -> tuple[float, fl
         flops = flops_per_key * seq_len  # masked scores are computed, too
         forward = flops / (rate.matrix * constants.scores_share)
         if sizes.head_width % 8:
-            forward *= _UNALIGNED
+            forward *= constants.unaligned_slowdown
         backward = 2 * forward
         # Scores are written, read by the softmax, written, read; dropout and its mask; the product.
         scores = setup.tokens * heads * seq_len
-        forward += 14 * scores / rate.memory
-        backward += 22 * scores / rate.memory
+        has_dropout = setup.software.dropout
+        forward += (14 if has_dropout else 8) * scores / rate.memory
+        backward += (22 if has_dropout else 14) * scores / rate.memory
         return forward, backward
     generation = setup.machine.hardware.generation
     if (setup.software.attention, generation) not in _FLASH_RATES:
         generation = "ampere"
-    share = _FLASH_RATES[setup.software.attention, generation] * constants.flash_share
+    share = _FLASH_RATES[setup.software.attention, generation]
     if sizes.head_width < 96:
         share *= 0.85  # the softmax costs as much as for wide heads
     share *= seq_len / (seq_len + 256.0)  # tiles on the diagonal are half empty

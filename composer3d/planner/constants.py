@@ -15,7 +15,7 @@ class Constants:
 
     matrix_share_ampere: float
     matrix_share_hopper: float
-    flash_share: float
+    unaligned_slowdown: float
     scores_share: float
     eager_traffic: float
     fused_traffic: float
@@ -71,13 +71,13 @@ FITTED: dict[str, Fitted] = {
         "the same on H100 and newer, whose clocks fall under the power limit in long runs",
         "rows without communication on H100, H200 and B200",
     ),
-    "flash_share": Fitted(
-        1.0,
-        0.7,
-        1.3,
+    "unaligned_slowdown": Fitted(
+        3.0,
+        1.5,
+        6.0,
         "1",
-        "rate of fused attention, of the published rate of its kernel",
-        "rows with long sequences",
+        "time of the batched products of unfused attention if rows are no multiple of 16 bytes",
+        "sweeps of the number of heads; the matrix units need aligned rows",
     ),
     "scores_share": Fitted(
         0.5,

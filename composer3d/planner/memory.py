@@ -154,8 +154,8 @@ def block_activations(setup: Setup, *, has_experts: bool) -> float:
     kept += tokens * (2 * sizes.query_width + 4 * sizes.kv_width)  # queries, keys, values
     kept += 2 * tokens * sizes.query_width  # the output of attention
     if software.attention == "unfused":
-        kept += 2.0 * stream  # masks of dropout
-        kept += 5.0 * scores_elements(setup)
+        kept += 2.0 * stream * software.dropout  # masks
+        kept += _scores_bytes(setup)
     elif sizes.gated and not software.fuses_elementwise:
         kept += tokens * 2 * (sizes.query_width + sizes.kv_width)  # before the rotation
     width: float = sizes.ffn
@@ -169,9 +169,10 @@ def block_activations(setup: Setup, *, has_experts: bool) -> float:
     return kept
 
 
-def scores_elements(setup: Setup) -> float:
-    """Return the number of attention scores of a block on one rank."""
-    return setup.tokens * setup.sizes.heads / setup.layout.tp * setup.batch.seq_len
+def _scores_bytes(setup: Setup) -> float:
+    """Return the bytes of attention scores that backward needs: probabilities, and dropout's."""
+    per_score = 5.0 if setup.software.dropout else 4.0
+    return per_score * setup.tokens * setup.sizes.heads / setup.layout.tp * setup.batch.seq_len
 
 
 def _activations(setup: Setup, rank: int, stages: list[int]) -> float:
@@ -194,7 +195,7 @@ def _activations(setup: Setup, rank: int, stages: list[int]) -> float:
                 kept = 2.0 * stream * count
             elif setup.recompute == "attention":
                 if setup.software.attention == "unfused":
-                    kept -= 5.0 * scores_elements(setup) * count
+                    kept -= _scores_bytes(setup) * count
             elif setup.recompute == "half_blocks":
                 kept = 0.5 * kept + stream * count
             elif setup.recompute in ("matrix", "half_matrix"):
@@ -203,6 +204,8 @@ def _activations(setup: Setup, rank: int, stages: list[int]) -> float:
                 kept *= count
             by_stage[stage] = kept
         before += count
+    if layout.pp > 1:  # the output of a stage stays until its gradient arrives
+        by_stage = {stage: kept + 2.0 * stream for stage, kept in by_stage.items()}
     most = _most_in_flight(setup, rank, by_stage)
     if setup.recompute in ("full", "half_blocks", "half_matrix", "matrix"):
         most += full[bool(sizes.expert_blocks)]  # the block that backward has repeated

@@ -197,10 +197,11 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
             pair_s += collective_s("reduce_scatter", tp, stream_bytes, machine, constants)
         else:
             pair_s = collective_s("all_reduce", tp, stream_bytes, machine, constants)
-        # Experts exchange tokens that are cut already, so that only attention needs its pair.
-        pairs = 1 if has_experts and not layout.expert_tp else 2
+        # Attention has one pair of collectives, and the feed-forward layer another. Experts on
+        # ranks of their own need none; cut by tp, they cannot overlap theirs.
         visible = constants.tp_exposed if software.overlaps_tp else 1.0
-        add("tp", visible * pairs * pair_s, visible * pairs * pair_s)
+        second = visible if not has_experts else 1.0 if layout.expert_tp else 0.0
+        add("tp", (visible + second) * pair_s, (visible + second) * pair_s)
     if has_experts and layout.ep > 1:
         sent = 2.0 * setup.tokens * sizes.experts_per_token * sizes.dim / layout.tp
         one_s = all_to_all_s(axis_groups["ep"], sent, machine, constants)
@@ -209,12 +210,8 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
         forward_cp, backward_cp = _context_s(setup, constants, axis_groups["cp"])
         add("cp", forward_cp, backward_cp)
 
-    if layout.zero <= 2 and setup.batch.micro_batches > 1:
-        # Gradients are added up: one read of the new ones, a read and a write of the sum.
-        held = _held_parameters(setup, has_experts=has_experts)
-        width = precision.gradients * 2
-        width += -2.0 if software.fuses_weight_gradients else 2.0
-        weight_s += width * held / compute.rates(setup, constants).memory
+    held = _held_parameters(setup, has_experts=has_experts)
+    weight_s += compute.summing_s(setup, held, compute.rates(setup, constants))
 
     # What runs beside the products: gathers, and the reductions of each micro-batch.
     gather_s, reduce_s = _sharding_s(setup, constants, axis_groups, has_experts=has_experts)

@@ -12,10 +12,15 @@ the bus bandwidth of nccl-tests (network). A rate that nobody published is absen
 says so and takes the share of the peak that the A100 reaches.
 """
 
+import math
 import re
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+import tomli
 
 from composer3d.spec.errors import DeviceError
+from composer3d.spec.files import read_plain
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cpu"]
 
@@ -297,6 +302,8 @@ def by_name(name: str) -> Hardware | None:
     wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
     if not wanted:
         return None
+    if wanted == "cpu":
+        return CPU
     for row in DEVICES:
         if wanted in (known.lower().replace(" ", "-") for known in (row.name, *row.aliases)):
             return row
@@ -304,3 +311,92 @@ def by_name(name: str) -> Hardware | None:
         if row.name.lower().replace(" ", "-").startswith(wanted + "-"):
             return row
     return None
+
+
+# The CPUs that developers and CI use: one rank on one core of a server. The figures are orders of
+# magnitude for a plan that runs anywhere; a file with measured ones is better.
+CPU = Hardware(
+    "CPU",
+    ("cpu",),
+    16.0,
+    {"float32": 60e9, "bfloat16": 60e9},
+    "cpu",
+    10e9,
+    {"float32": 40e9, "bfloat16": 20e9},
+    _links(2, 1.0, 1.0, 64, 10, 2),
+)
+
+_ROW_BYTES = 1 << 16
+_REQUIRED = ("name", "memory_gib", "memory_gb_s", "nvlink_gb_s", "nic_gbit")
+_OPTIONAL = ("generation", "ring_gb_s", "all_reduce_gb_s", "domain", "host_gb_s", "peak_tflops",
+             "matrix_tflops", "power_w")  # fmt: skip
+
+
+def read_row(path: str) -> Hardware:
+    """Read a device of the user's own from a TOML file.
+
+    Its keys are ``name``, ``memory_gib``, ``memory_gb_s``, ``nvlink_gb_s`` (one direction),
+    ``nic_gbit`` (for each device), and the tables ``[peak_tflops]`` and ``[matrix_tflops]`` with a
+    number for each dtype. Optional are ``generation``, ``ring_gb_s`` and ``all_reduce_gb_s``
+    (measured bus bandwidth; absent: 0.8 of nvlink_gb_s), ``domain``, ``host_gb_s`` and ``power_w``.
+
+    Raises:
+        DeviceError: the file cannot be read, or a key is missing, unknown or out of range.
+    """
+    try:
+        values = tomli.loads(read_plain(path, limit=_ROW_BYTES).decode())
+    except (OSError, ValueError) as error:  # a TOML error is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise DeviceError(f"{path} cannot be read as a row of hardware ({reason})") from None
+    problems = [f"{path}: the key '{key}' is missing" for key in _REQUIRED if key not in values]
+    known = (*_REQUIRED, *_OPTIONAL)
+    problems += [
+        f"{path}: unknown key '{key[:80]}'; the keys are {', '.join(known)}"
+        for key in values
+        if key not in known
+    ]
+    if "peak_tflops" not in values and "matrix_tflops" not in values:
+        problems.append(f"{path}: give the table [peak_tflops] or [matrix_tflops]")
+    if problems:
+        raise DeviceError(problems)
+
+    def number(key: str, default: float = 0.0) -> float:
+        return _positive(values.get(key, default), key, path)
+
+    def rates(key: str) -> dict[str, float]:
+        table = values.get(key, {})
+        if not isinstance(table, Mapping):
+            raise DeviceError(f"{path}: {key} must be a table of numbers by dtype")
+        return {str(k): _positive(v, f"{key}.{k}", path) * 1e12 for k, v in table.items()}
+
+    generation = values.get("generation", "ampere")
+    if generation not in get_args(Generation):
+        allowed = ", ".join(get_args(Generation))
+        raise DeviceError(f"{path}: generation = {generation!r} must be one of {allowed}")
+    nvlink = number("nvlink_gb_s")
+    ring = number("ring_gb_s", 0.8 * nvlink)
+    return Hardware(
+        str(values["name"])[:80],
+        (),
+        number("memory_gib"),
+        rates("peak_tflops"),
+        generation,
+        number("memory_gb_s") * 1e9,
+        rates("matrix_tflops"),
+        _links(
+            nvlink,
+            ring,
+            number("all_reduce_gb_s", ring),
+            int(number("domain", 8)),
+            number("nic_gbit"),
+            number("host_gb_s", 32),
+        ),
+        _positive(values.get("power_w", 1), "power_w", path),
+    )
+
+
+def _positive(value: Any, key: str, path: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 < value < 1e9:
+        raise DeviceError(f"{path}: {key} = {str(value)[:80]!r} must be a number above 0")
+    return float(value)

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from composer3d.planner.constants import FITTED, PRIORS, Constants
-from composer3d.planner.memory import GIB, predict_memory
-from composer3d.planner.pipeline import Compiled, Path, critical_path, length_s
+from composer3d.planner.pipeline import Compiled, Path, critical_path
 from composer3d.planner.simulate import StageTimes
-from composer3d.planner.time import LengthOf, predict_time
-from tools.planner.rows import Row
+from tools.planner.rows import Row, memory_gib, tokens_s
 
 TIME_CONSTANTS = tuple(
     name
@@ -22,13 +20,8 @@ MEMORY_CONSTANTS = tuple(name for name in FITTED if name not in TIME_CONSTANTS)
 
 _SCALE = 0.08  # errors above it count linearly, not by their square
 _PRIOR_WIDTH = 0.25  # of the logarithm
-
-
-def tokens_s(row: Row, constants: Constants, length: LengthOf = length_s) -> float:
-    """Predict tokens per second and device."""
-    setup = row.setup
-    step_s = predict_time(setup, constants, length).step_s
-    return setup.step_tokens / (step_s * setup.layout.world_size)
+_ROUNDS = 2
+_STEPS = 5
 
 
 class _LocalLengths:
@@ -50,6 +43,11 @@ class _LocalLengths:
         return self._paths[key].length_s(times, send_s)
 
 
+def fit(rows: Sequence[Row]) -> Constants:
+    """Fit all constants: those of time to tokens/s, and those of memory to peaks."""
+    return fit_memory(rows, fit_time(rows))
+
+
 def fit_time(rows: Sequence[Row], start: Constants = PRIORS) -> Constants:
     """Fit the constants of time to the rows that give tokens/s."""
     measured = [row for row in rows if row.tokens_s]
@@ -62,16 +60,6 @@ def fit_time(rows: Sequence[Row], start: Constants = PRIORS) -> Constants:
         return found
 
     return _fit(TIME_CONSTANTS, errors, _weights(measured), start)
-
-
-def memory_gib(row: Row, constants: Constants) -> float:
-    """Predict the memory that the row's metric counts."""
-    ranks = predict_memory(row.setup, constants)
-    if row.metric == "device":
-        return max(rank.device_bytes for rank in ranks) / GIB
-    if row.metric == "reserved":
-        return max(rank.reserved_bytes for rank in ranks) / GIB
-    return max(rank.allocated_bytes for rank in ranks) / GIB
 
 
 def fit_memory(rows: Sequence[Row], start: Constants = PRIORS) -> Constants:
@@ -118,27 +106,28 @@ def _fit(
         return np.concatenate([weights * soft, (x - centre) / width])
 
     x = np.clip(np.log([values[name] for name in names]), low, high)
-    lengths = _LocalLengths()
-    now = residuals(x, lengths)
-    damping = 1e-2
-    for _ in range(12):
-        jacobian = np.empty((len(now), len(x)))
-        for column in range(len(x)):
-            moved = x.copy()
-            step = 1e-3 if moved[column] + 1e-3 <= high[column] else -1e-3
-            moved[column] += step
-            jacobian[:, column] = (residuals(moved, lengths) - now) / step
-        before = now @ now
-        for _ in range(6):
-            normal = jacobian.T @ jacobian
-            normal += damping * np.diag(np.diag(normal))
-            candidate = np.clip(x - np.linalg.solve(normal, jacobian.T @ now), low, high)
-            new_lengths = _LocalLengths()
-            found = residuals(candidate, new_lengths)
-            if found @ found < before:
-                x, now, lengths, damping = candidate, found, new_lengths, damping / 4
+    for _ in range(_ROUNDS):
+        # The critical paths of pipelines are found anew for each round.
+        lengths = _LocalLengths()
+        now = residuals(x, lengths)
+        damping = 1e-2
+        for _ in range(_STEPS):
+            jacobian = np.empty((len(now), len(x)))
+            for column in range(len(x)):
+                moved = x.copy()
+                step = 1e-3 if moved[column] + 1e-3 <= high[column] else -1e-3
+                moved[column] += step
+                jacobian[:, column] = (residuals(moved, lengths) - now) / step
+            before = now @ now
+            for _ in range(6):
+                normal = jacobian.T @ jacobian
+                normal += damping * np.diag(np.diag(normal))
+                candidate = np.clip(x - np.linalg.solve(normal, jacobian.T @ now), low, high)
+                found = residuals(candidate, lengths)
+                if found @ found < before:
+                    x, now, damping = candidate, found, damping / 4
+                    break
+                damping *= 4
+            if before - now @ now < 1e-3 * before:
                 break
-            damping *= 4
-        if before - now @ now < 1e-4 * before:
-            break
     return Constants(**{**values, **dict(zip(names, np.exp(x).tolist(), strict=True))})

@@ -27,6 +27,10 @@ from composer3d.planner.setup import (
     Software,
     Zero,
 )
+from composer3d.planner.constants import Constants
+from composer3d.planner.memory import GIB, predict_memory
+from composer3d.planner.pipeline import length_s
+from composer3d.planner.time import LengthOf, predict_time
 from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
 from composer3d.spec.files import read_plain
@@ -65,6 +69,8 @@ class Row:
         memory_gib: measured peak memory; None: not given.
         metric: what the memory counts.
         ran_out_of_memory: whether the run did not fit.
+        recompute_is_stated: whether the row says what backward repeats. If not, nothing is
+            assumed, and whether it fits cannot be judged.
     """
 
     place: str
@@ -78,6 +84,7 @@ class Row:
     memory_gib: float | None
     metric: MemoryMetric
     ran_out_of_memory: bool
+    recompute_is_stated: bool
 
     @property
     def layout_class(self) -> str:
@@ -119,6 +126,23 @@ def read(path: str | Path) -> tuple[list[Row], list[Skipped]]:
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: {error}") from None
     return rows, skipped
+
+
+def tokens_s(row: Row, constants: Constants, length: LengthOf = length_s) -> float:
+    """Predict tokens per second and device."""
+    setup = row.setup
+    step_s = predict_time(setup, constants, length).step_s
+    return setup.step_tokens / (step_s * setup.layout.world_size)
+
+
+def memory_gib(row: Row, constants: Constants) -> float:
+    """Predict the memory that the row's metric counts."""
+    ranks = predict_memory(row.setup, constants)
+    if row.metric == "device":
+        return max(rank.device_bytes for rank in ranks) / GIB
+    if row.metric == "reserved":
+        return max(rank.reserved_bytes for rank in ranks) / GIB
+    return max(rank.allocated_bytes for rank in ranks) / GIB
 
 
 class _Values:
@@ -193,6 +217,7 @@ def _row(values: _Values) -> Row | Skipped:
         memory_gib=memory_gib or None,
         metric=_metric(values.text("mem_metric")),
         ran_out_of_memory=ran_out,
+        recompute_is_stated=_states_recompute(values.text("recompute")),
     )
 
 
@@ -200,6 +225,10 @@ def family_of(source: str) -> str:
     """Return the first word of a source, in lower case."""
     words = re.findall(r"[A-Za-z0-9-]+", source)
     return words[0].lower() if words else "unnamed"
+
+
+def _states_recompute(text: str) -> bool:
+    return bool(text) and "not stated" not in text.lower()
 
 
 def _metric(text: str) -> MemoryMetric:
@@ -273,8 +302,8 @@ def software_facts(framework: str, notes: str) -> Facts:
     return Facts(
         software=software,
         splits_by_cost=says("nanotron"),
-        sums_wide=core or says("sail-sg"),
-        communicates_wide=core or says("default"),
+        sums_wide=(core and not says("nemo")) or says("sail-sg"),
+        communicates_wide=(core and not says("nemo")) or says("default"),
         copies_gradients=says("megatron-deepspeed"),
     )
 
