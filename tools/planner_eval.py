@@ -20,7 +20,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from composer3d.planner.constants import SHIPPED, Constants
-from composer3d.planner.memory import GIB, predict_memory
+from composer3d.planner.memory import predict_memory
 from composer3d.planner.predict import fits
 from composer3d.planner.time import predict_time
 from composer3d.spec.errors import UserError
@@ -259,11 +259,10 @@ def describe(row: Row) -> str:
 
 def holdout(rows: Sequence[Row]) -> list[Outcome]:
     """Fit without each family of sources in turn, and predict that family."""
-    from tools.planner.fit import fit  # numpy is needed only here
+    from tools.planner.fit import fit_without_each_family  # numpy is needed only here
 
     found: list[Outcome] = []
-    for family in sorted({row.family for row in rows}):
-        constants = fit([row for row in rows if row.family != family])
+    for family, constants in fit_without_each_family(rows).items():
         outcomes, _ = evaluate([row for row in rows if row.family == family], constants)
         errors = [o.tokens_error for o in outcomes if o.tokens_error is not None]
         print(f"  without {family[:22]:22} {summary(errors)}", flush=True)

@@ -82,9 +82,7 @@ def collective_s(
     return messages * latency + moved / min(ring, cards)
 
 
-def all_to_all_s(
-    group: Group, size_bytes: float, machine: Machine, constants: Constants
-) -> float:
+def all_to_all_s(group: Group, size_bytes: float, machine: Machine, constants: Constants) -> float:
     """Return the seconds of an all-to-all in which each rank sends ``size_bytes`` in all.
 
     A rank keeps 1/ranks. What goes to other nodes passes its own card; the rest its NVLink.

@@ -27,7 +27,8 @@ _KERNELS = {True: 22, False: 40}  # of a block's forward, by whether elementwise
 # FLOP/s of attention kernels with long causal sequences and heads of 128, forward and backward
 # together, as a share of the fastest matrix product: FlashAttention 2's paper (arXiv 2307.08691,
 # figures 4 to 6), 3's (arXiv 2407.08608, figures 5 and 6), and, for B200, the 834 TFLOP/s of the
-# "Machine Learning Engineering" book at 8,192 tokens, and more for longer sequences. Generations 1 and 2 do not use the new matrix units.
+# "Machine Learning Engineering" book at 8,192 tokens, and more for longer sequences. Generations 1
+# and 2 do not use the new matrix units.
 _FLASH_RATES = {
     ("flash1", "ampere"): 0.43,
     ("flash2", "ampere"): 0.66,

@@ -141,7 +141,7 @@ FITTED: dict[str, Fitted] = {
         0.8,
         "1",
         "seconds that products lose for each second of a collective beside them",
-        "FSDP rows with many nodes; kernels of collectives hold a part of the processors and memory",
+        "FSDP rows with many nodes; kernels of collectives take processors and bandwidth",
     ),
     "tp_exposed": Fitted(
         0.55,

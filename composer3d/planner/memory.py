@@ -73,7 +73,9 @@ def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
     layout, sizes, precision = setup.layout, setup.sizes, setup.precision
     software = setup.software
     stages = [
-        stage for stage in range(layout.stages) if rank_of(layout.pp, stage, layout.schedule) == rank
+        stage
+        for stage in range(layout.stages)
+        if rank_of(layout.pp, stage, layout.schedule) == rank
     ]
     parameters = stage_parameters(setup)
     dense = sum(parameters[stage][0] for stage in stages)
@@ -241,9 +243,7 @@ def _most_in_flight(setup: Setup, rank: int, by_stage: dict[int, float]) -> floa
     )[rank]
     if layout.schedule in ("GPipe", "LoopedBFS"):
         return setup.batch.micro_batches * sum(by_stage.values())
-    return max(
-        sum(held * by_stage[stage] for stage, held in moment) for moment in profile
-    )
+    return max(sum(held * by_stage[stage] for stage, held in moment) for moment in profile)
 
 
 @cache

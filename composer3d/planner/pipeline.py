@@ -55,9 +55,7 @@ class Path(NamedTuple):
         return seconds + sum(count * send_s[index] for index, count in self.messages.items())
 
 
-def length_s(
-    schedule: Compiled, times: Sequence[StageTimes], send_s: Sequence[float]
-) -> float:
+def length_s(schedule: Compiled, times: Sequence[StageTimes], send_s: Sequence[float]) -> float:
     """Return the seconds from the start of the first action to the end of the last.
 
     Args:
@@ -72,9 +70,7 @@ def _ends_s(
     schedule: Compiled, times: Sequence[StageTimes], send_s: Sequence[float]
 ) -> list[float]:
     """Return the end of each node, and a last item that is 0."""
-    durations = [
-        sum(times[stage][kind] for stage, kind in parts) for parts in schedule.durations
-    ]
+    durations = [sum(times[stage][kind] for stage, kind in parts) for parts in schedule.durations]
     sends = [*send_s, 0.0]  # the last one is for messages that stay on their rank
     ends = [0.0] * (len(schedule.previous) + 1)  # the last one is for nodes without predecessor
     nodes = zip(*schedule[:4], strict=True)
@@ -88,9 +84,7 @@ def _ends_s(
     return ends
 
 
-def critical_path(
-    schedule: Compiled, times: Sequence[StageTimes], send_s: Sequence[float]
-) -> Path:
+def critical_path(schedule: Compiled, times: Sequence[StageTimes], send_s: Sequence[float]) -> Path:
     """Return the longest chain. Where times change little, its length changes as the step's."""
     ends = _ends_s(schedule, times, send_s)
     node = max(range(len(ends) - 1), key=ends.__getitem__)
@@ -223,9 +217,7 @@ def compiled(
     path: str | None = None,
 ) -> Compiled:
     """Compile the schedule that ``cells_of`` returns, once."""
-    return compile_cells(
-        cells_of(schedule, pp, stages_per_rank, micro_batches, in_flight, path)
-    )
+    return compile_cells(cells_of(schedule, pp, stages_per_rank, micro_batches, in_flight, path))
 
 
 def zero_bubble_actions(pp: int, micro_batches: int, in_flight: int) -> list[list[Cell]]:
@@ -233,8 +225,9 @@ def zero_bubble_actions(pp: int, micro_batches: int, in_flight: int) -> list[lis
 
     Qi et al. 2023 (arXiv 2401.10241): backward in two halves; no rank holds more micro-batches at
     once than the first one does: pp of them (ZB-H1, ZB-1p), or 2 pp - 1 (ZB-H2, ZB-2p). In the
-    first, rank r puts weight gradients off by r micro-batches. In the second, a rank prefers gradients of inputs, which others wait for; then a forward, if its memory allows it and
-    the later ranks need it; then gradients of weights. All actions take one tick.
+    first, rank r puts weight gradients off by r micro-batches. In the second, a rank prefers
+    gradients of inputs, which others wait for; then a forward, if its memory allows it and the
+    later ranks need it; then gradients of weights. There, all actions take one tick.
     """
     if in_flight == 1:
         return [_zero_bubble_h1(rank, pp, micro_batches) for rank in range(pp)]

@@ -220,13 +220,9 @@ def _stage_blocks(recipe: Recipe, sizes: Sizes, stages: int) -> tuple[int, ...]:
     if recipe.parallel.stages is not None:
         return recipe.parallel.stages
     dense = sizes.attention_parameters + sizes.dense_parameters
-    with_experts = (
-        sizes.attention_parameters + sizes.shared_parameters + sizes.expert_parameters
-    )
+    with_experts = sizes.attention_parameters + sizes.shared_parameters + sizes.expert_parameters
     blocks = [float(dense)] * (sizes.layers - sizes.expert_blocks)
     blocks += [float(with_experts)] * sizes.expert_blocks
     # An embedding costs memory and no products: compose counts half of it.
-    cut = balanced_cut(
-        sizes.embedding_parameters / 2, blocks, float(sizes.head_parameters), stages
-    )
+    cut = balanced_cut(sizes.embedding_parameters / 2, blocks, float(sizes.head_parameters), stages)
     return tuple(len(stage) for stage in cut)

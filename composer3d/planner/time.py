@@ -77,7 +77,7 @@ def predict_time(
     Raises:
         PlanError: the schedule cannot run with these numbers.
     """
-    layout, batch, software = setup.layout, setup.batch, setup.software
+    layout, batch = setup.layout, setup.batch
     rate = compute.rates(setup, constants)
     axis_groups = groups(setup)
     micro_batches = batch.micro_batches
@@ -175,7 +175,7 @@ class _Part:
 def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
     """Return the time of one block for one micro-batch, with its collectives."""
     layout, sizes, software = setup.layout, setup.sizes, setup.software
-    machine, precision = setup.machine, setup.precision
+    machine = setup.machine
     axis_groups = groups(setup)
     work = compute.block_work(setup, constants, has_experts=has_experts)
     forward_s, input_s, weight_s, recompute_s = work
@@ -226,9 +226,7 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
         dp_s += added
         weight_s += added
     exposed["dp"] = dp_s
-    return _Part(
-        Work(forward_s, input_s, weight_s, recompute_s), work.recompute_s, exposed, {}
-    )
+    return _Part(Work(forward_s, input_s, weight_s, recompute_s), work.recompute_s, exposed, {})
 
 
 def _beside(compute_s: float, collective_s: float, constants: Constants) -> float:
@@ -334,7 +332,9 @@ def _pipeline_s(
         )
         for work in works
     ]
-    return _simulated_s(setup, times, [max(0.0, hop_s - 0.5 * blocking_s) for hop_s in boundaries], length)
+    return _simulated_s(
+        setup, times, [max(0.0, hop_s - 0.5 * blocking_s) for hop_s in boundaries], length
+    )
 
 
 def _boundary_s(
@@ -343,7 +343,9 @@ def _boundary_s(
     """Return the seconds of a message over each boundary between stages."""
     layout, machine = setup.layout, setup.machine
     inside_s = send_s(Group(group.ranks, 1), message_bytes, machine, constants)
-    between_s = send_s(Group(group.ranks, machine.devices_per_node), message_bytes, machine, constants)
+    between_s = send_s(
+        Group(group.ranks, machine.devices_per_node), message_bytes, machine, constants
+    )
     found = []
     for stage in range(layout.stages - 1):
         here = rank_of(layout.pp, stage, layout.schedule) * group.stride
@@ -353,7 +355,9 @@ def _boundary_s(
     return found
 
 
-def _simulated_s(setup: Setup, times: list[StageTimes], sends: list[float], length: LengthOf) -> float:
+def _simulated_s(
+    setup: Setup, times: list[StageTimes], sends: list[float], length: LengthOf
+) -> float:
     """Simulate the schedule, or, of very many micro-batches, its start and its steady state."""
     layout, count = setup.layout, setup.batch.micro_batches
 

@@ -15,6 +15,7 @@ says so and takes the share of the peak that the A100 reaches.
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import tomli
@@ -67,7 +68,7 @@ class Hardware(NamedTuple):
     peaks: dict[str, float]
     generation: Generation = "ampere"
     memory_bytes_s: float = 0.0
-    matrix_rates: dict[str, float] = {}
+    matrix_rates: Mapping[str, float] = MappingProxyType({})
     links: Links | None = None
     power_w: float = 0.0
 
@@ -102,9 +103,7 @@ def _links(
     nvlink: float, ring: float, all_reduce: float, domain: int, nic_gbit: float, host: float
 ) -> Links:
     """Make ``Links`` from GB/s, and Gbit/s for the network."""
-    return Links(
-        nvlink * 1e9, ring * 1e9, all_reduce * 1e9, domain, nic_gbit / 8 * 1e9, host * 1e9
-    )
+    return Links(nvlink * 1e9, ring * 1e9, all_reduce * 1e9, domain, nic_gbit / 8 * 1e9, host * 1e9)
 
 
 _A100 = _peaks(half=312.0, tf32=156.0, fp32=19.5)

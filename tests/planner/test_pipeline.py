@@ -26,9 +26,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize(("schedule", "pp", "virtual", "count"), SCHEDULES)
-def test_length_is_that_of_the_simulation(
-    schedule: str, pp: int, virtual: int, count: int
-) -> None:
+def test_length_is_that_of_the_simulation(schedule: str, pp: int, virtual: int, count: int) -> None:
     chance = random.Random(f"{schedule}{pp}")
     times = [StageTimes(*(chance.random() for _ in range(4))) for _ in range(pp * virtual)]
     sends = [0.2 * chance.random() for _ in range(pp * virtual - 1)]
@@ -40,9 +38,7 @@ def test_length_is_that_of_the_simulation(
     path = critical_path(nodes, times, sends)
     assert path.length_s(times, sends) == pytest.approx(end, rel=1e-12)
     changed = [StageTimes(*(1.00001 * seconds for seconds in stage)) for stage in times]
-    assert path.length_s(changed, sends) == pytest.approx(
-        length_s(nodes, changed, sends), rel=1e-9
-    )
+    assert path.length_s(changed, sends) == pytest.approx(length_s(nodes, changed, sends), rel=1e-9)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])

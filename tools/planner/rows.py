@@ -8,7 +8,6 @@ what overlaps. The cost model sees the facts only.
 import csv
 import io
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from composer3d.planner.constants import Constants
+from composer3d.planner.memory import GIB, predict_memory
+from composer3d.planner.pipeline import length_s
 from composer3d.planner.setup import (
     Batch,
     Layout,
@@ -27,9 +29,6 @@ from composer3d.planner.setup import (
     Software,
     Zero,
 )
-from composer3d.planner.constants import Constants
-from composer3d.planner.memory import GIB, predict_memory
-from composer3d.planner.pipeline import length_s
 from composer3d.planner.time import LengthOf, predict_time
 from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
@@ -270,15 +269,21 @@ def software_facts(framework: str, notes: str) -> Facts:
     text = framework.lower()
 
     def says(*words: str) -> bool:
-        return any(re.search(rf"(?<![a-z0-9]){re.escape(word)}", text) for word in words)
+        """Return whether a word begins with one of ``words``; a short one must be the whole."""
+        ends = {word: "(?![a-z0-9])" if len(word) <= 3 else "" for word in words}
+        return any(
+            re.search(rf"(?<![a-z0-9]){re.escape(word)}{end}", text) for word, end in ends.items()
+        )
 
-    core = says("megatron-core", "megatron core", "nemo", "te", "transformer engine", "megatron-bridge")
+    core = says(
+        "megatron-core", "megatron core", "nemo", "te", "transformer engine", "megatron-bridge"
+    )
     compiled = says("compile", "xla", "jax", "maxtext", "liger")
     if says("no flashattention") or (says("megatron-lm") and not says("flash")):
         attention = "unfused"
     elif says("torch 1.13"):
         attention = "flash1"
-    elif core or compiled and not says("compile") or says("fa3", "fa4", "meta internal"):
+    elif core or (compiled and not says("compile")) or says("fa3", "fa4", "meta internal"):
         attention = "flash3"
     else:
         attention = "flash2"
@@ -303,7 +308,7 @@ def software_facts(framework: str, notes: str) -> Facts:
         software=software,
         splits_by_cost=says("nanotron"),
         sums_wide=(core and not says("nemo")) or says("sail-sg"),
-        communicates_wide=(core and not says("nemo")) or says("default"),
+        communicates_wide=(core and not says("nemo")) or says("mp mode default"),
         copies_gradients=says("megatron-deepspeed"),
     )
 
