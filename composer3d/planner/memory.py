@@ -25,6 +25,7 @@ class RankMemory:
         gradients: the sums over micro-batches, or their shards.
         optimizer: moments and master copy.
         gathered: blocks that FSDP has gathered, and their whole gradients.
+        buffers: buckets of reductions, and the gathered input of a product under tp.
         activations: what backward needs, of all micro-batches in flight.
         logits: logits and their copies in the loss.
         step_copies: temporaries of the optimizer, if they exceed activations and logits.
@@ -36,6 +37,7 @@ class RankMemory:
     gradients: float = 0.0
     optimizer: float = 0.0
     gathered: float = 0.0
+    buffers: float = 0.0
     activations: float = 0.0
     logits: float = 0.0
     step_copies: float = 0.0
@@ -118,6 +120,9 @@ def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
     if software.offloads:
         weights = gradients = optimizer = 0.0
 
+    buffers = software.bucket_bytes if layout.batch_ranks > 1 else 0.0
+    if layout.tp > 1 and layout.sequence_parallel:
+        buffers += 2.0 * setup.tokens * sizes.dim
     activations = constants.activation_share * _activations(setup, rank, stages)
     logits = 0.0
     if is_last:
@@ -133,6 +138,7 @@ def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
         gradients=gradients,
         optimizer=optimizer,
         gathered=gathered,
+        buffers=buffers,
         activations=activations,
         logits=logits,
         step_copies=max(0.0, copies - activations - logits - gathered),

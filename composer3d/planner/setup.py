@@ -210,13 +210,13 @@ class Software:
         stops_recompute_early: whether recomputation ends when the last saved tensor is there: the
             last product of a block is not repeated.
         step_copies: temporaries of the optimizer's step, in bytes per updated parameter.
+        bucket_bytes: buffers in which gradients are copied for their reduction.
         overlaps_tp: whether the collectives of tp run beside the products they belong to.
         overlaps_sends: whether a rank computes while it sends to the next pipeline rank.
         overlaps_gradients: whether gradients are reduced during backward.
         overlaps_gathers: whether a sharded optimizer gathers parameters during the next forward.
         gathers_tensors: whether a sharded optimizer gathers tensor by tensor, not in large buckets.
         launches_synchronously: whether the host waits for every kernel.
-        sends_whole: whether each tp rank sends the whole activation to the next stage.
         offloads: whether parameters and optimizer live in host memory.
     """
 
@@ -228,13 +228,13 @@ class Software:
     dropout: bool = False
     stops_recompute_early: bool = False
     step_copies: float = 8.0
+    bucket_bytes: float = 0.0
     overlaps_tp: bool = False
     overlaps_sends: bool = False
     overlaps_gradients: bool = True
     overlaps_gathers: bool = False
     gathers_tensors: bool = False
     launches_synchronously: bool = False
-    sends_whole: bool = False
     offloads: bool = False
 
 

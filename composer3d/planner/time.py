@@ -317,10 +317,8 @@ def _pipeline_s(
     works = [part.work for part in parts]
     if layout.pp == 1:
         return micro_batches * sum(work.forward_s + work.backward_s for work in works)
-    is_split = not (setup.layout.sequence_parallel is False and setup.software.sends_whole)
-    message = 2.0 * setup.tokens * setup.sizes.dim
-    if layout.tp > 1 and is_split:
-        message /= layout.tp
+    # Each rank of tp sends its part.
+    message = 2.0 * setup.tokens * setup.sizes.dim / layout.tp
     boundaries = _boundary_s(setup, constants, group, message)
     blocking_s = 0.0 if setup.software.overlaps_sends else max(boundaries)
     times = [

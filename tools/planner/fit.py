@@ -22,7 +22,7 @@ TIME_CONSTANTS = tuple(name for name in FITTED if name not in MEMORY_CONSTANTS)
 
 _SCALE = 0.08  # errors above it count linearly, not by their square
 _PRIOR_WIDTH = 0.25  # of the logarithm
-_ROUNDS = 4
+_ROUNDS = 3
 _STEP = 1e-3  # of a logarithm, for derivatives
 
 

@@ -117,6 +117,9 @@ def read(path: str | Path) -> tuple[list[Row], list[Skipped]]:
             place = f"{path}:{reader.line_num}"
             if None in values or None in values.values():
                 raise UserError(f"{place}: the row does not have one value for each column")
+            for correction in CORRECTIONS:
+                if values["source"].startswith(correction.source):
+                    values[correction.column] = correction.value
             found = _row(_Values(values, place))
             if isinstance(found, Row):
                 rows.append(found)
@@ -296,6 +299,7 @@ def software_facts(framework: str, notes: str) -> Facts:
         fuses_weight_gradients=core or says("megatron-lm"),
         dropout=attention == "unfused",
         stops_recompute_early=says("composer", "torchtitan"),
+        bucket_bytes=2e9 if says("deepspeed", "megatron-deepspeed") else 0.0,
         step_copies=12.0 if says("internevo", "hybrid zero") else 4.0,
         overlaps_tp=core or says("async"),
         overlaps_sends=core or says("meta internal"),
@@ -314,6 +318,33 @@ def software_facts(framework: str, notes: str) -> Facts:
 
 
 # --- the setup ---
+
+
+class Correction(NamedTuple):
+    """A fact that a source states elsewhere than in the row.
+
+    Attributes:
+        source: the beginning of the source's name.
+        column: the column whose value is replaced.
+        value: the right value.
+        reason: where the right value comes from.
+    """
+
+    source: str
+    column: str
+    value: str
+    reason: str
+
+
+CORRECTIONS = (
+    Correction(
+        "InternEvo",
+        "gpu",
+        "A800-80GB",
+        "the cluster of these tables has A800 GPUs, whose NVLink is 200 GB/s in one direction",
+    ),
+    Correction("InternEvo", "intra_node", "NVLink 200GB/s uni", "as above"),
+)
 
 
 def _setup(values: _Values, device: hardware.Hardware, facts: Facts) -> Setup | str:
@@ -510,7 +541,7 @@ def _machine(values: _Values, device: hardware.Hardware) -> Machine:
     count = _LINKS.search(text)
     share = 1.0
     if count:
-        share = int(count[1]) * _LINK_BYTES_S / links.nvlink_bytes_s
+        share = int(count[1]) * _LINK_BYTES_S / links.ring_bytes_s
     elif one_way:
         share = float(one_way[1]) * 1e9 / links.nvlink_bytes_s
     gbit = values.text("inter_gbit_per_gpu")
