@@ -84,7 +84,7 @@ class Work(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix product (M, K) x (K, N), or ``count`` of them.
+    """A matrix product (M, K) x (K, N), or ``copies`` of them.
 
     Attributes:
         rows: M, the tokens.
@@ -95,17 +95,17 @@ class Product(NamedTuple):
     rows: float
     columns: float
     depth: float
-    count: float = 1.0
+    copies: float = 1.0
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.rows * self.columns * self.depth * self.count
+        return 2.0 * self.rows * self.columns * self.depth * self.copies
 
     def input_gradient(self) -> "Product":
-        return Product(self.rows, self.depth, self.columns, self.count)
+        return Product(self.rows, self.depth, self.columns, self.copies)
 
     def weight_gradient(self) -> "Product":
-        return Product(self.columns, self.depth, self.rows, self.count)
+        return Product(self.columns, self.depth, self.rows, self.copies)
 
 
 def rates(setup: Setup, constants: Constants) -> Rates:
@@ -135,8 +135,8 @@ def product_s(
         memory_bytes_s: the rate of a memory stream.
         output_bytes: bytes moved for each element of the result.
     """
-    rows, columns, depth, count = product
-    moved = count * (2.0 * depth * (rows + columns) + output_bytes * rows * columns)
+    rows, columns, depth, copies = product
+    moved = copies * (2.0 * depth * (rows + columns) + output_bytes * rows * columns)
     return (
         (product.flops / flops_s * (1 + _RAMP_K / depth)) ** _NORM
         + (moved / memory_bytes_s) ** _NORM
@@ -158,8 +158,11 @@ def ffn_products(setup: Setup, has_experts: bool) -> list[Product]:
     sizes, layout, tokens = setup.sizes, setup.layout, setup.tokens
     inner = 2 if sizes.gated else 1
     if not has_experts:
-        width = sizes.ffn / layout.tp
-        return [Product(tokens, inner * width, sizes.dim), Product(tokens, sizes.dim, width)]
+        dense_width = sizes.ffn / layout.tp
+        return [
+            Product(tokens, inner * dense_width, sizes.dim),
+            Product(tokens, sizes.dim, dense_width),
+        ]
     products = [Product(tokens / layout.tp, sizes.experts, sizes.dim)]
     # The ranks of tp hold different tokens, or each a part of every expert. Both cut the work.
     held = max(1.0, sizes.experts / layout.ep)

@@ -7,10 +7,17 @@ refuses is never proposed, because the same rules judge both. No torch here.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import divisors
+
+Checkpoint = Literal["none", "selective", "full"]
+Schedule = Literal[
+    "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
+    "DualPipeV",
+]  # fmt: skip
 
 # Sequences up to this length fit one rank; longer ones may be cut by cp.
 _LONG_SEQUENCE = 16_384
@@ -29,9 +36,9 @@ class Choices:
         tp_over_nodes: whether tp may cross nodes.
     """
 
-    schedules: tuple[str, ...] = ("1F1B", "Interleaved1F1B")
-    checkpoints: tuple[str, ...] = ("none", "selective", "full")
-    zeros: tuple[int, ...] = (1, 2, 3)
+    schedules: tuple[Schedule, ...] = ("1F1B", "Interleaved1F1B")
+    checkpoints: tuple[Checkpoint, ...] = ("none", "selective", "full")
+    zeros: tuple[Literal[0, 1, 2, 3], ...] = (1, 2, 3)
     micro_batches: tuple[int, ...] = (1, 2, 4)
     tp_over_nodes: bool = False
 
@@ -86,7 +93,7 @@ def _with_checkpoints(variant: Recipe, choices: Choices) -> Iterator[Recipe]:
     if violations(variant):
         return
     for mode in choices.checkpoints:
-        memory = replace(variant.memory, activation_checkpoint=mode)  # type: ignore[arg-type]
+        memory = replace(variant.memory, activation_checkpoint=mode)
         yield replace(variant, memory=memory)
 
 
@@ -139,7 +146,7 @@ def _expert_ranks(recipe: Recipe, sizes: dict[str, int]) -> list[int]:
     return [ep for ep in divisors(experts) if ranks % ep == 0]
 
 
-def _schedules(recipe: Recipe, pp: int, choices: Choices) -> Iterator[tuple[str, int | None]]:
+def _schedules(recipe: Recipe, pp: int, choices: Choices) -> Iterator[tuple[Schedule, int | None]]:
     """Yield schedules, and the stages of each rank; None: the least that the schedule needs."""
     if pp == 1:
         yield "1F1B", None

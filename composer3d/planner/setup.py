@@ -211,7 +211,9 @@ class Software:
             last product of a block is not repeated.
         step_copies: temporaries of the optimizer's step, in bytes per updated parameter.
         bucket_bytes: buffers in which gradients are copied for their reduction.
-        overlaps_tp: whether the collectives of tp run beside the products they belong to.
+        overlaps_tp: in which passes the collectives of tp run beside products. "backward": the
+            gradients of inputs travel while those of weights are computed. "both": products and
+            collectives are cut into parts that overlap.
         overlaps_sends: whether a rank computes while it sends to the next pipeline rank.
         overlaps_gradients: whether gradients are reduced during backward.
         overlaps_gathers: whether a sharded optimizer gathers parameters during the next forward.
@@ -229,7 +231,7 @@ class Software:
     stops_recompute_early: bool = False
     step_copies: float = 8.0
     bucket_bytes: float = 0.0
-    overlaps_tp: bool = False
+    overlaps_tp: Literal["none", "backward", "both"] = "none"
     overlaps_sends: bool = False
     overlaps_gradients: bool = True
     overlaps_gathers: bool = False

@@ -8,6 +8,7 @@ happens once a step is added. No torch here.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import log2
+from typing import NamedTuple
 
 from composer3d.planner import compute
 from composer3d.planner.collectives import Group, all_to_all_s, collective_s, send_s
@@ -99,7 +100,7 @@ def predict_time(
         if count > dense:
             part = part.plus(blocks[True].times(count - dense))
         if stage == layout.stages - 1:
-            part = part.plus(_Part(head, head.recompute_s, {}, {}))
+            part = part.plus(_Part(head, head.recompute_s, {}))
         stage_times.append(part)
 
     busy = [
@@ -140,35 +141,34 @@ def predict_time(
     )
 
 
-class _Part:
-    """The times of some blocks: their work with visible collectives, and those by axis."""
+class _Part(NamedTuple):
+    """The times of some blocks for one micro-batch.
 
-    def __init__(
-        self,
-        work: Work,
-        recompute_s: float,
-        exposed: dict[str, float],
-        hidden: dict[str, float],
-    ) -> None:
-        self.work, self.recompute_s = work, recompute_s
-        self.exposed, self.hidden = exposed, hidden
+    Attributes:
+        work: with the visible time of collectives.
+        recompute_s: what is computed again, without collectives.
+        exposed: the visible time of collectives by axis, which is a part of ``work``.
+    """
+
+    work: Work
+    recompute_s: float
+    exposed: dict[str, float]
 
     def times(self, count: int) -> "_Part":
+        """Return the times of ``count`` such parts."""
         return _Part(
             Work(*(count * seconds for seconds in self.work)),
             count * self.recompute_s,
             {axis: count * seconds for axis, seconds in self.exposed.items()},
-            {axis: count * seconds for axis, seconds in self.hidden.items()},
         )
 
     def plus(self, other: "_Part") -> "_Part":
+        """Return the times of both parts."""
         axes = self.exposed.keys() | other.exposed.keys()
-        hidden = self.hidden.keys() | other.hidden.keys()
         return _Part(
             Work(*(a + b for a, b in zip(self.work, other.work, strict=True))),
             self.recompute_s + other.recompute_s,
-            {axis: self.exposed.get(axis, 0) + other.exposed.get(axis, 0) for axis in axes},
-            {axis: self.hidden.get(axis, 0) + other.hidden.get(axis, 0) for axis in hidden},
+            {axis: self.exposed.get(axis, 0.0) + other.exposed.get(axis, 0.0) for axis in axes},
         )
 
 
@@ -199,9 +199,12 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
             pair_s = collective_s("all_reduce", tp, stream_bytes, machine, constants)
         # Attention has one pair of collectives, and the feed-forward layer another. Experts on
         # ranks of their own need none; cut by tp, they cannot overlap theirs.
-        visible = constants.tp_exposed if software.overlaps_tp else 1.0
-        second = visible if not has_experts else 1.0 if layout.expert_tp else 0.0
-        add("tp", (visible + second) * pair_s, (visible + second) * pair_s)
+        visible_s = []
+        for overlapped in (("both",), ("backward", "both")):  # forward, backward
+            first = constants.tp_exposed if software.overlaps_tp in overlapped else 1.0
+            second = first if not has_experts else 1.0 if layout.expert_tp else 0.0
+            visible_s.append((first + second) * pair_s)
+        add("tp", *visible_s)
     if has_experts and layout.ep > 1:
         sent = 2.0 * setup.tokens * sizes.experts_per_token * sizes.dim / layout.tp
         one_s = all_to_all_s(axis_groups["ep"], sent, machine, constants)
@@ -226,7 +229,7 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
         dp_s += added
         weight_s += added
     exposed["dp"] = dp_s
-    return _Part(Work(forward_s, input_s, weight_s, recompute_s), work.recompute_s, exposed, {})
+    return _Part(Work(forward_s, input_s, weight_s, recompute_s), work.recompute_s, exposed)
 
 
 def _beside(compute_s: float, collective_s: float, constants: Constants) -> float:

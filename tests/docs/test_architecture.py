@@ -31,6 +31,7 @@ LAYERS = [
     "parallel",
     "data",
     "runtime",
+    "planner",
     "recipe",
     "models",
     "spec",

@@ -301,7 +301,7 @@ def software_facts(framework: str, notes: str) -> Facts:
         stops_recompute_early=says("composer", "torchtitan"),
         bucket_bytes=2e9 if says("deepspeed", "megatron-deepspeed") else 0.0,
         step_copies=12.0 if says("internevo", "hybrid zero") else 4.0,
-        overlaps_tp=core or says("async"),
+        overlaps_tp="both" if core else "backward" if says("async", "megatron-lm") else "none",
         overlaps_sends=core or says("meta internal"),
         overlaps_gradients=not says("megatron-deepspeed"),
         overlaps_gathers=core,
