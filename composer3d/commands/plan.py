@@ -58,6 +58,13 @@ def run(
 
     count = gpus or resolved.recipe.world_size
     found = search(resolved.recipe, count, device, top)
+    if not found.legal:
+        batch = resolved.recipe.data.global_batch
+        raise UserError(
+            f"{recipe} has no legal layout on {count:,} devices with data.global_batch = {batch}; "
+            "try a batch that grows with the devices, such as "
+            f"--set data.global_batch={_larger_batch(batch, resolved.recipe.world_size, count)}"
+        )
     if write is not None and found.fitting:
         _write(resolved, found.plans[0].recipe, Path(write))
     answer: dict[str, Any] = {
@@ -83,6 +90,11 @@ def run(
     if write is not None and found.fitting:
         print(f"the fastest layout is written to {write}")
     return 0 if found.fitting else 1
+
+
+def _larger_batch(batch: int, world_size: int, gpus: int) -> int:
+    """Return a batch with as many samples for each device as the recipe has, and at least one."""
+    return max(gpus, batch * gpus // max(1, world_size))
 
 
 def find_device(name: str) -> hardware.Hardware:

@@ -1,6 +1,7 @@
 """Time, memory and efficiency of a setup, and the setup that a recipe describes. No torch here."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from composer3d.models.registry import architecture, resolve
 from composer3d.planner.constants import SHIPPED, Constants
@@ -219,10 +220,16 @@ def _stage_blocks(recipe: Recipe, sizes: Sizes, stages: int) -> tuple[int, ...]:
         return (sizes.layers,)
     if recipe.parallel.stages is not None:
         return recipe.parallel.stages
+    return _cut(sizes, stages)
+
+
+@cache
+def _cut(sizes: Sizes, stages: int) -> tuple[int, ...]:
+    """Return the blocks of each stage, with about equal parameters."""
     dense = sizes.attention_parameters + sizes.dense_parameters
     with_experts = sizes.attention_parameters + sizes.shared_parameters + sizes.expert_parameters
     blocks = [float(dense)] * (sizes.layers - sizes.expert_blocks)
     blocks += [float(with_experts)] * sizes.expert_blocks
     # An embedding costs memory and no products: compose counts half of it.
-    cut = balanced_cut(sizes.embedding_parameters / 2, blocks, float(sizes.head_parameters), stages)
-    return tuple(len(stage) for stage in cut)
+    first, last = sizes.embedding_parameters / 2, float(sizes.head_parameters)
+    return tuple(len(stage) for stage in balanced_cut(first, blocks, last, stages))
