@@ -211,6 +211,10 @@ def _parser() -> argparse.ArgumentParser:
         help="prove many layouts: each line of FILE has key=value overrides",
     )
 
+    _add_plan_arguments(
+        add_command("plan", "rank the legal layouts of a recipe by predicted time and memory")
+    )
+
     _add_prepare_arguments(add_command("prepare", 'make token files, for data.source = "tokens"'))
     _add_convert_arguments(
         add_command(
@@ -245,6 +249,36 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", metavar="PATH", help="a checkpoint, as SRC of convert")
     inspect.add_argument("--tensors", action="store_true", help="list each tensor")
     return parser
+
+
+def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
+    _add_recipe(plan)
+    _add_json(plan)
+    plan.add_argument(
+        "--gpus", metavar="N", type=_positive, help="devices; default: as many as the recipe's mesh"
+    )
+    plan.add_argument(
+        "--gpu",
+        metavar="NAME|FILE",
+        default="H100",
+        help="a device, such as A100-80GB, H100, H200, B200, GB200, MI300X or CPU, or a TOML file "
+        "with a row of your own; default: %(default)s",
+    )
+    plan.add_argument(
+        "--gpus-per-node", metavar="N", type=_positive, default=8, help="default: %(default)s"
+    )
+    plan.add_argument(
+        "--top", metavar="N", type=_positive, default=10, help="layouts; default: %(default)s"
+    )
+    plan.add_argument(
+        "--memory", action="store_true", help="only say whether the recipe, as it is, fits"
+    )
+    plan.add_argument(
+        "--scale",
+        action="store_true",
+        help="also plan for 8, 64, 512 and 2048 devices, up to --gpus",
+    )
+    plan.add_argument("--write", metavar="FILE", help="make FILE, a recipe with the fastest layout")
 
 
 def _add_prepare_arguments(prepare: argparse.ArgumentParser) -> None:

@@ -1,29 +1,96 @@
-"""A table of accelerators: name, names in torch, peak FLOP/s and memory. No torch here.
+"""A table of devices: names, peak FLOP/s, memory, links, measured rates. No torch here.
 
 Peaks are dense FLOP/s from the vendors' datasheets: NVIDIA A100, H100, H200, HGX B200, GB200 and
 L40S; AMD Instinct MI300X. Peaks that a datasheet quotes with sparsity are halved. Memory is about
 the ``total_memory`` of ``torch.cuda.get_device_properties()``, which is less than the name of the
 device says.
+
+``memory_bytes_s`` and the NVLink and PCIe figures are the datasheets'. The measured rates are those
+of Bekman's "Machine Learning Engineering" (github.com/stas00/ml-engineering at 744d01e18b): the
+largest matrix product that was found (compute/accelerator, "Maximum Achievable Matmul FLOPS"), and
+the bus bandwidth of nccl-tests (network). A rate that nobody published is absent, and the planner
+says so and takes the share of the peak that the A100 reaches.
 """
 
+import math
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
+
+import tomli
+
+from composer3d.spec.errors import DeviceError
+from composer3d.spec.files import read_plain
+
+Generation = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cpu"]
+
+
+class Links(NamedTuple):
+    """The links of a device; bytes/s are in one direction.
+
+    Attributes:
+        nvlink_bytes_s: the datasheet's rate of the links inside a node or rack (NVLink, Infinity
+            Fabric, or a CPU's own memory).
+        ring_bytes_s: the bus bandwidth that nccl-tests measured in a ring inside a node.
+        all_reduce_bytes_s: the same for all-reduce, which NVLink switches may compute.
+        domain: the devices that these links join.
+        nic_bytes_s: a usual network rate for each device.
+        host_bytes_s: the link to host memory.
+    """
+
+    nvlink_bytes_s: float
+    ring_bytes_s: float
+    all_reduce_bytes_s: float
+    domain: int
+    nic_bytes_s: float
+    host_bytes_s: float
 
 
 class Hardware(NamedTuple):
-    """An accelerator.
+    """A device.
 
     Attributes:
         name: our name for it.
         aliases: parts of the name that ``torch.cuda.get_device_name`` returns.
         memory_gib: memory that a program can use.
         peaks: dense peak FLOP/s by dtype; a dtype that is not supported or not known is absent.
+        generation: what its matrix units can do.
+        memory_bytes_s: the datasheet's memory bandwidth; 0: not known.
+        matrix_rates: measured FLOP/s of the fastest matrix product, by dtype.
+        links: the links; None: not known.
+        power_w: the power limit in watts that the rates belong to; 0: not known.
     """
 
     name: str
     aliases: tuple[str, ...]
     memory_gib: float
     peaks: dict[str, float]
+    generation: Generation = "ampere"
+    memory_bytes_s: float = 0.0
+    matrix_rates: Mapping[str, float] = MappingProxyType({})
+    links: Links | None = None
+    power_w: float = 0.0
+
+    def matrix_rate(self, dtype_name: str) -> float:
+        """Return the FLOP/s of the fastest matrix product, measured or estimated from the peak.
+
+        Raises:
+            DeviceError: neither a rate nor a peak is known for this dtype.
+        """
+        rate = self.matrix_rates.get(dtype_name)
+        if rate:
+            return rate
+        peak = self.peaks.get(dtype_name)
+        if not peak:
+            known = ", ".join(self.peaks) or "none"
+            raise DeviceError(f"{self.name} has no peak for {dtype_name}; it has one for: {known}")
+        return peak * _USUAL_SHARE
+
+
+# Of the peak, for a device whose fastest product nobody published: between A100 (271 of 312
+# TFLOP/s), H100 (795 of 989) and B200 (1,745 of 2,250).
+_USUAL_SHARE = 0.8
 
 
 def _peaks(*, half: float, tf32: float, fp32: float, fp8: float = 0.0) -> dict[str, float]:
@@ -32,35 +99,165 @@ def _peaks(*, half: float, tf32: float, fp32: float, fp8: float = 0.0) -> dict[s
     return {dtype: peak * 1e12 for dtype, peak in tflops.items() if peak}
 
 
+def _links(
+    nvlink: float, ring: float, all_reduce: float, domain: int, nic_gbit: float, host: float
+) -> Links:
+    """Make ``Links`` from GB/s, and Gbit/s for the network."""
+    return Links(nvlink * 1e9, ring * 1e9, all_reduce * 1e9, domain, nic_gbit / 8 * 1e9, host * 1e9)
+
+
 _A100 = _peaks(half=312.0, tf32=156.0, fp32=19.5)
 _H100 = _peaks(half=989.0, tf32=494.5, fp32=67.0, fp8=1979.0)
+_A100_RATES = {"bfloat16": 271.2e12, "float16": 271.2e12}
+_H100_RATES = {"bfloat16": 794.5e12, "float16": 794.5e12, "fp8": 1402.6e12}
+_A100_LINKS = _links(300, 234.9, 234.9, 8, 200, 32)
+# The ring's 362 GB/s and the switches' 480 were measured on H200, which has the links of H100.
+_H100_LINKS = _links(450, 362.0, 480.0, 8, 400, 64)
+_PCIE_LINKS = _links(64, 40.0, 40.0, 8, 200, 64)
 
 DEVICES: tuple[Hardware, ...] = (
-    Hardware("A100-40GB", ("A100-SXM4-40GB", "A100-SXM-40GB", "A100-PCIE-40GB"), 39.4, _A100),
-    Hardware("A100-80GB", ("A100-SXM4-80GB", "A100-SXM-80GB", "A100 80GB PCIe"), 79.1, _A100),
-    Hardware("H100-80GB SXM", ("H100 80GB HBM3", "H100-SXM5-80GB"), 79.1, _H100),
+    Hardware(
+        "A100-40GB",
+        ("A100-SXM4-40GB", "A100-SXM-40GB", "A100-PCIE-40GB"),
+        39.4,
+        _A100,
+        "ampere",
+        1.555e12,
+        _A100_RATES,
+        _A100_LINKS,
+        400,
+    ),
+    Hardware(
+        "A100-80GB",
+        ("A100-SXM4-80GB", "A100-SXM-80GB", "A100 80GB PCIe"),
+        79.1,
+        _A100,
+        "ampere",
+        2.039e12,
+        _A100_RATES,
+        _A100_LINKS,
+        400,
+    ),
+    Hardware(  # an A100 with 8 of its 12 NVLinks
+        "A800-80GB",
+        ("A800-SXM4-80GB",),
+        79.1,
+        _A100,
+        "ampere",
+        2.039e12,
+        _A100_RATES,
+        _links(200, 156.6, 156.6, 8, 200, 32),
+        400,
+    ),
+    Hardware(
+        "H100-80GB SXM",
+        ("H100 80GB HBM3", "H100-SXM5-80GB"),
+        79.1,
+        _H100,
+        "hopper",
+        3.35e12,
+        _H100_RATES,
+        _H100_LINKS,
+        700,
+    ),
+    Hardware(  # Meta's part of 500 W; its matrix rate is not published
+        "H100-96GB HBM2e",
+        ("H100-96GB-HBM2e",),
+        95.0,
+        _H100,
+        "hopper",
+        2.4e12,
+        _H100_RATES,
+        _H100_LINKS,
+        700,
+    ),
     Hardware(
         "H100-80GB PCIe",
         ("H100 PCIe",),
         79.1,
         _peaks(half=756.0, tf32=378.0, fp32=51.0, fp8=1513.0),
+        "hopper",
+        2.0e12,
+        {},
+        _PCIE_LINKS,
+        350,
     ),
-    Hardware("H200-141GB SXM", ("H200",), 139.8, _H100),
+    Hardware(  # an H100 with fewer NVLinks; the ring is the rate that DeepSeek-V3's paper quotes
+        "H800-80GB",
+        ("H800",),
+        79.1,
+        _H100,
+        "hopper",
+        3.35e12,
+        _H100_RATES,
+        _links(200, 160.0, 200.0, 8, 400, 64),
+        700,
+    ),
+    Hardware(
+        "H200-141GB SXM",
+        ("H200",),
+        139.8,
+        _H100,
+        "hopper",
+        4.8e12,
+        {**_H100_RATES, "fp8": 1453.4e12},
+        _H100_LINKS,
+        700,
+    ),
     Hardware(
         "H200-141GB NVL",
         ("H200 NVL",),
         139.8,
         _peaks(half=835.5, tf32=417.5, fp32=60.0, fp8=1671.0),
+        "hopper",
+        4.8e12,
+        {},
+        _PCIE_LINKS,
+        600,
     ),
     Hardware(
-        "B200-180GB SXM", ("B200",), 178.3, _peaks(half=2250.0, tf32=1125.0, fp32=75.0, fp8=4500.0)
+        "B200-180GB SXM",
+        ("B200",),
+        178.3,
+        _peaks(half=2250.0, tf32=1125.0, fp32=75.0, fp8=4500.0),
+        "blackwell",
+        8.0e12,
+        {"bfloat16": 1745.0e12, "float16": 1745.0e12, "fp8": 3432.5e12},
+        _links(900, 677.0, 845.7, 8, 400, 64),
+        1000,
     ),
     Hardware(
-        "GB200-186GB", ("GB200",), 184.0, _peaks(half=2500.0, tf32=1250.0, fp32=80.0, fp8=5000.0)
+        "GB200-186GB",
+        ("GB200",),
+        184.0,
+        _peaks(half=2500.0, tf32=1250.0, fp32=80.0, fp8=5000.0),
+        "blackwell",
+        8.0e12,
+        {"bfloat16": 1822.0e12, "float16": 1822.0e12, "fp8": 3615.6e12},
+        _links(900, 680.0, 850.0, 72, 400, 450),
+        1200,
     ),
-    Hardware("L40S-48GB", ("L40S",), 44.4, _peaks(half=362.0, tf32=183.0, fp32=91.6, fp8=733.0)),
     Hardware(
-        "MI300X-192GB", ("MI300X",), 191.7, _peaks(half=1307.4, tf32=653.7, fp32=163.4, fp8=2614.9)
+        "L40S-48GB",
+        ("L40S",),
+        44.4,
+        _peaks(half=362.0, tf32=183.0, fp32=91.6, fp8=733.0),
+        "ada",
+        0.864e12,
+        {},
+        _links(32, 20.0, 20.0, 8, 100, 32),
+        350,
+    ),
+    Hardware(  # 7 links of 64 GB/s to each neighbour; no collective rate is published
+        "MI300X-192GB",
+        ("MI300X",),
+        191.7,
+        _peaks(half=1307.4, tf32=653.7, fp32=163.4, fp8=2614.9),
+        "cdna3",
+        5.3e12,
+        {},
+        _links(448, 300.0, 300.0, 8, 400, 64),
+        750,
     ),
 )
 
@@ -93,3 +290,112 @@ def peak_flops(hw: Hardware, dtype_name: str) -> float | None:
             vector units, without TF32; use "tf32" if matrix products run in TF32.
     """
     return hw.peaks.get(dtype_name)
+
+
+def by_name(name: str) -> Hardware | None:
+    """Return the row that a person means by ``name``: "H100", "A100-80GB", "h200", ...
+
+    A short name means the first row that begins with it, so "H100" is the SXM one. Unlike
+    ``find``, it takes no longer text with a name somewhere in it.
+    """
+    wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
+    if not wanted:
+        return None
+    if wanted == "cpu":
+        return CPU
+    for row in DEVICES:
+        if wanted in (known.lower().replace(" ", "-") for known in (row.name, *row.aliases)):
+            return row
+    for row in DEVICES:
+        if row.name.lower().replace(" ", "-").startswith(wanted + "-"):
+            return row
+    return None
+
+
+# The CPUs that developers and CI use: one rank on one core of a server. The figures are orders of
+# magnitude for a plan that runs anywhere; a file with measured ones is better.
+CPU = Hardware(
+    "CPU",
+    ("cpu",),
+    16.0,
+    {"float32": 60e9, "bfloat16": 60e9},
+    "cpu",
+    10e9,
+    {"float32": 40e9, "bfloat16": 20e9},
+    _links(2, 1.0, 1.0, 64, 10, 2),
+)
+
+_ROW_BYTES = 1 << 16
+_REQUIRED = ("name", "memory_gib", "memory_gb_s", "nvlink_gb_s", "nic_gbit")
+_OPTIONAL = ("generation", "ring_gb_s", "all_reduce_gb_s", "domain", "host_gb_s", "peak_tflops",
+             "matrix_tflops", "power_w")  # fmt: skip
+
+
+def read_row(path: str) -> Hardware:
+    """Read a device of the user's own from a TOML file.
+
+    Its keys are ``name``, ``memory_gib``, ``memory_gb_s``, ``nvlink_gb_s`` (one direction),
+    ``nic_gbit`` (for each device), and the tables ``[peak_tflops]`` and ``[matrix_tflops]`` with a
+    number for each dtype. Optional are ``generation``, ``ring_gb_s`` and ``all_reduce_gb_s``
+    (measured bus bandwidth; absent: 0.8 of nvlink_gb_s), ``domain``, ``host_gb_s`` and ``power_w``.
+
+    Raises:
+        DeviceError: the file cannot be read, or a key is missing, unknown or out of range.
+    """
+    try:
+        values = tomli.loads(read_plain(path, limit=_ROW_BYTES).decode())
+    except (OSError, ValueError) as error:  # a TOML error is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise DeviceError(f"{path} cannot be read as a row of hardware ({reason})") from None
+    problems = [f"{path}: the key '{key}' is missing" for key in _REQUIRED if key not in values]
+    known = (*_REQUIRED, *_OPTIONAL)
+    problems += [
+        f"{path}: unknown key '{key[:80]}'; the keys are {', '.join(known)}"
+        for key in values
+        if key not in known
+    ]
+    if "peak_tflops" not in values and "matrix_tflops" not in values:
+        problems.append(f"{path}: give the table [peak_tflops] or [matrix_tflops]")
+    if problems:
+        raise DeviceError(problems)
+
+    def number(key: str, default: float = 0.0) -> float:
+        return _positive(values.get(key, default), key, path)
+
+    def rates(key: str) -> dict[str, float]:
+        table = values.get(key, {})
+        if not isinstance(table, Mapping):
+            raise DeviceError(f"{path}: {key} must be a table of numbers by dtype")
+        return {str(k): _positive(v, f"{key}.{k}", path) * 1e12 for k, v in table.items()}
+
+    generation = values.get("generation", "ampere")
+    if generation not in get_args(Generation):
+        allowed = ", ".join(get_args(Generation))
+        raise DeviceError(f"{path}: generation = {generation!r} must be one of {allowed}")
+    nvlink = number("nvlink_gb_s")
+    ring = number("ring_gb_s", 0.8 * nvlink)
+    return Hardware(
+        str(values["name"])[:80],
+        (),
+        number("memory_gib"),
+        rates("peak_tflops"),
+        generation,
+        number("memory_gb_s") * 1e9,
+        rates("matrix_tflops"),
+        _links(
+            nvlink,
+            ring,
+            number("all_reduce_gb_s", ring),
+            int(number("domain", 8)),
+            number("nic_gbit"),
+            number("host_gb_s", 32),
+        ),
+        _positive(values.get("power_w", 1), "power_w", path),
+    )
+
+
+def _positive(value: Any, key: str, path: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 < value < 1e9:
+        raise DeviceError(f"{path}: {key} = {str(value)[:80]!r} must be a number above 0")
+    return float(value)

@@ -1,11 +1,14 @@
 """The table of accelerators: rows are found by name, and their numbers agree."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from composer3d.spec.hardware import DEVICES, find, peak_flops
+from composer3d.spec.errors import DeviceError
+from composer3d.spec.hardware import CPU, DEVICES, by_name, find, peak_flops, read_row
 
 
 @pytest.mark.parametrize(
@@ -73,3 +76,71 @@ def test_torch_stays_out() -> None:
     modules = "composer3d.spec.hardware, composer3d.runtime.log, composer3d.models.llama.counts"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_person_may_shorten_a_name() -> None:
+    for name, row in (
+        ("H100", "H100-80GB SXM"),
+        ("h200", "H200-141GB SXM"),
+        ("A100-80GB", "A100-80GB"),
+        ("A100", "A100-40GB"),
+        ("H100-96GB-HBM2e", "H100-96GB HBM2e"),
+        ("MI300X", "MI300X-192GB"),
+        ("cpu", "CPU"),
+    ):
+        found = by_name(name)
+        assert found is not None
+        assert found.name == row
+    assert by_name("") is None
+    assert by_name("H1") is None
+
+
+def test_rows_have_what_the_planner_needs() -> None:
+    for row in (*DEVICES, CPU):
+        assert row.links is not None
+        assert row.memory_bytes_s > 0
+        # A measured rate cannot exceed the peak of the datasheet.
+        assert row.matrix_rate("bfloat16") <= row.peaks["bfloat16"]
+        assert row.links.ring_bytes_s <= row.links.nvlink_bytes_s
+    with pytest.raises(DeviceError, match="A100-40GB has no peak for fp8"):
+        DEVICES[0].matrix_rate("fp8")
+
+
+GOOD_ROW = """
+name = "Mine"
+memory_gib = 96
+memory_gb_s = 4000
+nvlink_gb_s = 450
+nic_gbit = 400
+[matrix_tflops]
+bfloat16 = 800
+"""
+
+
+def test_a_row_of_the_user(tmp_path: Path) -> None:
+    path = tmp_path / "row.toml"
+    path.write_text(GOOD_ROW)
+    row = read_row(str(path))
+    assert row.matrix_rate("bfloat16") == 800e12
+    assert row.links is not None
+    assert row.links.nic_bytes_s == 50e9
+    assert row.links.ring_bytes_s == 0.8 * 450e9
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("memory_gib = 96", "memory_gib = nan", "memory_gib = 'nan' must be a number above 0"),
+        ("memory_gib = 96", "memory_gib = true", "memory_gib = 'True' must be a number above 0"),
+        ("bfloat16 = 800", "bfloat16 = -1", "matrix_tflops.bfloat16 = '-1' must be"),
+        ("nic_gbit = 400", "", "the key 'nic_gbit' is missing"),
+        ("nic_gbit = 400", "nic_gbit = 400\ncolour = 1", "unknown key 'colour'"),
+        ("nic_gbit = 400", 'nic_gbit = 400\ngeneration = "x"', "generation = 'x' must be one of"),
+        ('name = "Mine"', "name = ", "cannot be read as a row of hardware"),
+    ],
+)
+def test_broken_rows_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "row.toml"
+    path.write_text(GOOD_ROW.replace(old, new))
+    with pytest.raises(DeviceError, match=re.escape(message)):
+        read_row(str(path))

@@ -1,0 +1,248 @@
+"""``composer3d plan``: rank the legal layouts of a recipe by predicted time. It needs no torch."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from composer3d.planner.memory import GIB, RankMemory
+from composer3d.planner.search import Device, Plan, price, scaling, search
+from composer3d.recipe.resolve import Resolved, load
+from composer3d.recipe.schema import Recipe
+from composer3d.spec import hardware
+from composer3d.spec.errors import DeviceError, UserError
+
+_SCALING = (8, 64, 512, 2048)
+_MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
+
+
+def run(
+    *,
+    recipe: str,
+    sets: list[str],
+    gpus: int | None,
+    gpu: str,
+    gpus_per_node: int,
+    top: int,
+    memory: bool,
+    scale: bool,
+    write: str | None,
+    as_json: bool,
+) -> int:
+    """Print the fastest layouts, or the memory of the recipe's own layout.
+
+    Args:
+        recipe: the recipe's file.
+        sets: overrides, each ``table.key=value``.
+        gpus: the number of devices; None: as many as the recipe's mesh has.
+        gpu: the name of a device, or a TOML file with a row of the user's own.
+        gpus_per_node: devices that share a node.
+        top: how many layouts to print.
+        memory: whether to answer only whether the recipe as it is fits, by kind and stage.
+        scale: whether to print the fastest layout for 8, 64, 512 and 2,048 devices, too.
+        write: a file to make, with the fastest layout as a recipe.
+        as_json: whether to print one JSON object as the last line.
+
+    Returns:
+        The exit status: 0, or 1 if nothing fits.
+
+    Raises:
+        UserError: the recipe or the device cannot be used.
+    """
+    device = Device(hardware=find_device(gpu), per_node=gpus_per_node)
+    resolved = load(recipe, sets, check_files=False)
+    if gpus is not None and resolved.fills_world:
+        resolved = load(recipe, sets, check_files=False, world_size=gpus)
+    if memory:
+        return _memory(resolved.recipe, device, as_json)
+
+    count = gpus or resolved.recipe.world_size
+    found = search(resolved.recipe, count, device, top)
+    if not found.legal:
+        batch = resolved.recipe.data.global_batch
+        raise UserError(
+            f"{recipe} has no legal layout on {count:,} devices with data.global_batch = {batch}; "
+            "try a batch that grows with the devices, such as "
+            f"--set data.global_batch={_larger_batch(batch, resolved.recipe.world_size, count)}"
+        )
+    if write is not None and found.fitting:
+        _write(resolved, found.plans[0].recipe, Path(write))
+    answer: dict[str, Any] = {
+        "gpus": count,
+        "gpu": device.hardware.name,
+        "legal": found.legal,
+        "fitting": found.fitting,
+        "layouts": [_as_json(plan) for plan in found.plans],
+    }
+    table = []
+    if scale:
+        sizes = [size for size in _SCALING if size <= max(count, _SCALING[0])]
+        table = scaling(resolved.recipe, device, sizes)
+        answer["scaling"] = [
+            {"gpus": size, **(_as_json(plan) if plan else {"fits": False})} for size, plan in table
+        ]
+    if as_json:
+        print(json.dumps(answer))
+        return 0 if found.fitting else 1
+    _print_search(answer, found.plans, device)
+    if table:
+        _print_scaling(table)
+    if write is not None and found.fitting:
+        print(f"the fastest layout is written to {write}")
+    return 0 if found.fitting else 1
+
+
+def _larger_batch(batch: int, world_size: int, gpus: int) -> int:
+    """Return a batch with as many samples for each device as the recipe has, and at least one."""
+    return max(gpus, batch * gpus // max(1, world_size))
+
+
+def find_device(name: str) -> hardware.Hardware:
+    """Return the row with this name, or the row in this TOML file."""
+    if name.endswith(".toml"):
+        return hardware.read_row(name)
+    row = hardware.by_name(name)
+    if row is None:
+        known = ", ".join(device.name for device in hardware.DEVICES)
+        raise DeviceError(
+            f"--gpu {name[:80]}: unknown device; known are {known} and CPU; or name a TOML file "
+            "with a row of your own"
+        )
+    return row
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    recipe, prediction = plan.recipe, plan.prediction
+    mesh = recipe.mesh
+    return {
+        "pp": mesh.pp,
+        "virtual_stages": recipe.parallel.stages_per_rank if mesh.pp > 1 else 1,
+        "dp_replicate": mesh.dp_replicate,
+        "dp_shard": mesh.dp_shard,
+        "cp": mesh.cp,
+        "tp": mesh.tp,
+        "ep": mesh.ep,
+        "zero": recipe.parallel.zero,
+        "micro_batch": recipe.data.micro_batch,
+        "schedule": recipe.parallel.schedule,
+        "activation_checkpoint": recipe.memory.activation_checkpoint,
+        "step_time_s": prediction.time.step_s,
+        "tokens_per_s_per_gpu": prediction.tokens_s,
+        "mfu": plan.mfu,
+        "peak_gib": prediction.peak_gib,
+        "fits": prediction.fits,
+        "bound_by": plan.bound_by,
+        "lever": plan.lever,
+    }
+
+
+def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> None:
+    print(
+        f"{answer['legal']:,} legal layouts on {answer['gpus']:,} x {device.hardware.name}, "
+        f"{answer['fitting']:,} fit"
+    )
+    print(
+        "  tp  pp x v   dp (replicate x shard)   cp   ep  zero  micro  schedule         checkpoint"
+        "    tokens/s    MFU     GiB  bound by"
+    )
+    for plan in plans:
+        one = _as_json(plan)
+        use = f"{one['mfu']:6.1%}" if one["mfu"] is not None else "     -"
+        print(
+            f"{one['tp']:4} {one['pp']:3} x {one['virtual_stages']:<2} "
+            f"{one['dp_replicate']:>10} x {one['dp_shard']:<10}"
+            f"{one['cp']:5}{one['ep']:5}{one['zero']:6}{one['micro_batch']:7}  "
+            f"{one['schedule'] if one['pp'] > 1 else '-':16} {one['activation_checkpoint']:10}"
+            f"{one['tokens_per_s_per_gpu']:11,.0f} {use} {one['peak_gib']:7.1f}  {one['bound_by']}"
+        )
+    if plans:
+        print("why:", *_reasons(plans[0], device), sep="\n  ")
+
+
+def _reasons(plan: Plan, device: Device) -> list[str]:
+    """Explain a layout along the decisions that people make."""
+    mesh = plan.recipe.mesh
+    limit = device.hardware.memory_gib
+    if not plan.prediction.fits:
+        return [
+            f"nothing fits {limit:.0f} GiB; the closest layout needs "
+            f"{plan.prediction.peak_gib:.0f} GiB on pipeline rank {plan.prediction.largest_rank}"
+        ]
+    reasons = [f"it needs {plan.prediction.peak_gib:.0f} of {limit:.0f} GiB on a device"]
+    if mesh.tp > 1:
+        place = "inside a node" if mesh.tp <= device.per_node else "over nodes"
+        reasons.append(f"tp {mesh.tp} {place}: it cuts every layer, and its traffic is frequent")
+    if mesh.pp > 1:
+        reasons.append(f"pp {mesh.pp}: stages cut the memory of parameters with little traffic")
+    if mesh.cp > 1:
+        reasons.append(f"cp {mesh.cp}: a sequence has {plan.recipe.data.seq_len:,} tokens")
+    if mesh.ep > 1:
+        reasons.append(f"ep {mesh.ep}: each rank holds a part of the experts")
+    if mesh.batch_ranks > 1:
+        reasons.append(
+            f"data parallel with the rest: {mesh.dp_replicate} x {mesh.dp_shard} ranks, "
+            f"zero {plan.recipe.parallel.zero}"
+        )
+    reasons.append(f"bound by {plan.bound_by}; the next lever: {plan.lever}")
+    return reasons
+
+
+def _print_scaling(table: list[tuple[int, Plan | None]]) -> None:
+    first = next((plan for _, plan in table if plan is not None), None)
+    print("the fastest layout as devices grow")
+    print("   devices   tp x pp x cp x dp     efficiency    MFU")
+    for size, plan in table:
+        if plan is None or first is None:
+            print(f"{size:10,}   nothing fits")
+            continue
+        mesh = plan.recipe.mesh
+        layout = f"{mesh.tp} x {mesh.pp} x {mesh.cp} x {mesh.batch_ranks}"
+        efficiency = plan.prediction.tokens_s / first.prediction.tokens_s
+        use = f"{plan.mfu:6.1%}" if plan.mfu is not None else "-"
+        print(f"{size:10,}   {layout:22} {efficiency:8.1%} {use}")
+
+
+def _memory(recipe: Recipe, device: Device, as_json: bool) -> int:
+    """Print whether the recipe fits as it is, by kind and pipeline rank."""
+    plan = price(recipe, device)
+    prediction = plan.prediction
+    ranks = [
+        {kind: getattr(rank, kind) / GIB for kind in _MEMORY_KINDS} for rank in prediction.memory
+    ]
+    if as_json:
+        answer = {
+            "fits": prediction.fits,
+            "largest_rank": prediction.largest_rank,
+            "memory_gib": device.hardware.memory_gib,
+            "peak_gib": prediction.peak_gib,
+            "ranks": ranks,
+        }
+        print(json.dumps(answer))
+        return 0 if prediction.fits else 1
+    print("GiB        " + "".join(f"{kind:>13}" for kind in _MEMORY_KINDS) + "        total")
+    for number, rank in enumerate(ranks):
+        total = sum(rank.values())
+        print(f"pp rank {number:<3}" + "".join(f"{rank[k]:13.1f}" for k in _MEMORY_KINDS), end="")
+        print(f"{total:13.1f}")
+    word = "fits" if prediction.fits else "does not fit"
+    print(
+        f"the recipe {word} {device.hardware.memory_gib:.0f} GiB of {device.hardware.name}; "
+        f"pipeline rank {prediction.largest_rank} needs most"
+    )
+    return 0 if prediction.fits else 1
+
+
+def _write(resolved: Resolved, recipe: Recipe, path: Path) -> None:
+    """Write a recipe that ``check`` accepts, with the origin of each value that the plan chose."""
+    origins = dict(resolved.origins)
+    for table in ("mesh", "parallel", "memory", "data"):
+        before, after = getattr(resolved.recipe, table), getattr(recipe, table)
+        for entry in fields(after):
+            if getattr(before, entry.name) != getattr(after, entry.name):
+                origins[f"{table}.{entry.name}"] = "composer3d plan"
+    text = replace(resolved, recipe=recipe, origins=origins).to_toml()
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"--write {path}: the file cannot be made ({error.strerror})") from None

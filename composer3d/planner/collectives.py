@@ -1,0 +1,107 @@
+"""The time of a collective: latency and bandwidth, on the link that its group uses. No torch here.
+
+The latencies and half sizes reproduce the times of nccl-tests that are published for A100, H200 and
+B200 (``tests/planner/test_collectives.py``). Bandwidth is bus bandwidth: a ring moves
+(n-1)/n of the bytes through each device, and twice that for an all-reduce.
+"""
+
+from math import log2
+from typing import Literal, NamedTuple
+
+from composer3d.planner.constants import Constants
+from composer3d.planner.setup import Machine
+
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+LAUNCH_S = 20e-6  # a collective kernel, without any data
+_STEP_S = 3e-6  # for each doubling of an all-reduce's group inside a node
+_STEP_BETWEEN_NODES_S = 10e-6  # the same between nodes, where trees are used
+_HOP_IN_NODE_S = 0.3e-6
+_RAMP_BYTES = 8e6  # a message of this size reaches half the bandwidth, without the latency
+
+
+class Group(NamedTuple):
+    """The ranks of one collective.
+
+    Attributes:
+        ranks: their number.
+        stride: the distance of neighbours in the order of ranks.
+    """
+
+    ranks: int
+    stride: int
+
+    def in_node(self, machine: Machine) -> int:
+        """Return how many of the ranks share a node."""
+        return max(1, min(self.ranks, machine.devices_per_node // self.stride))
+
+    def crosses_nodes(self, machine: Machine) -> bool:
+        return self.ranks * self.stride > machine.devices_per_node and self.ranks > 1
+
+
+def collective_s(
+    operation: Operation,
+    group: Group,
+    size_bytes: float,
+    machine: Machine,
+    constants: Constants,
+    messages: int = 1,
+) -> float:
+    """Return the seconds of a collective.
+
+    Args:
+        operation: what it does.
+        group: its ranks.
+        size_bytes: the whole: what is gathered, or what each rank gives to a reduction.
+        machine: the links.
+        constants: the shares of the links' rates.
+        messages: the number of calls that move these bytes, one after the other.
+    """
+    ranks = group.ranks
+    if ranks <= 1 or size_bytes <= 0:
+        return 0.0
+    passes = 2 if operation == "all_reduce" else 1
+    moved = passes * (ranks - 1) / ranks * (size_bytes + messages * _RAMP_BYTES)
+    ring = machine.ring_bytes_s * constants.nvlink_share
+    if not group.crosses_nodes(machine):
+        # Switches compute an all-reduce of four devices or more.
+        computed_in_switch = operation == "all_reduce" and ranks >= 4
+        if computed_in_switch:
+            ring = machine.all_reduce_bytes_s * constants.nvlink_share
+        if operation == "all_reduce":
+            latency = LAUNCH_S + 2 * _STEP_S * log2(ranks)
+        else:
+            latency = LAUNCH_S + _HOP_IN_NODE_S * ranks
+        return messages * latency + moved / ring
+    if operation == "all_reduce":
+        latency = LAUNCH_S + _STEP_BETWEEN_NODES_S * log2(ranks)
+    else:
+        latency = LAUNCH_S + constants.hop_s * (ranks - 1)
+    # Every node's cards carry the whole once.
+    cards = machine.nic_bytes_s * constants.nic_share * group.in_node(machine)
+    return messages * latency + moved / min(ring, cards)
+
+
+def all_to_all_s(group: Group, size_bytes: float, machine: Machine, constants: Constants) -> float:
+    """Return the seconds of an all-to-all in which each rank sends ``size_bytes`` in all.
+
+    A rank keeps 1/ranks. What goes to other nodes passes its own card; the rest its NVLink.
+    """
+    ranks = group.ranks
+    if ranks <= 1 or size_bytes <= 0:
+        return 0.0
+    in_node = group.in_node(machine) if group.crosses_nodes(machine) else ranks
+    inside = size_bytes * (in_node - 1) / ranks
+    outside = size_bytes * (ranks - in_node) / ranks
+    seconds = inside / (machine.ring_bytes_s * constants.nvlink_share)
+    seconds += outside / (machine.nic_bytes_s * constants.nic_share)
+    return 2 * LAUNCH_S + seconds
+
+
+def send_s(group: Group, size_bytes: float, machine: Machine, constants: Constants) -> float:
+    """Return the seconds until a message of one rank has arrived at its neighbour in ``group``."""
+    if group.ranks <= 1:
+        return 0.0
+    if group.crosses_nodes(machine):
+        return LAUNCH_S + size_bytes / (machine.nic_bytes_s * constants.nic_share)
+    return LAUNCH_S + size_bytes / (machine.ring_bytes_s * constants.nvlink_share)

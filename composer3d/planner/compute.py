@@ -1,0 +1,344 @@
+"""The computing time of blocks and of the head: products, attention, memory traffic. No torch here.
+
+A product of (M, K) and (K, N) costs its FLOPs at the sustained rate, a ramp for short K, and the
+time to move its matrices; the three are added. Attention has the rate of its kernel. Elementwise
+work costs its memory traffic.
+"""
+
+from typing import NamedTuple
+
+from composer3d.planner.constants import Constants
+from composer3d.planner.setup import Setup
+
+# Memory streams reach this share of the datasheet's bandwidth (BabelStream and the like report 0.80
+# to 0.92 on A100, H100 and MI300X).
+MEMORY_SHARE = 0.85
+
+
+_NORM = 2.0  # the two overlap, but not when both take equally long
+# The tokens of the busiest rank's experts, of the mean, with an auxiliary loss; capacity factors of
+# 1.25 are the custom.
+_IMBALANCE = 1.15
+_RAMP_K = 64.0  # the start and the end of a tile, as additional length of K
+_BACKWARD_ATTENTION = 2.5  # five products in place of two
+_BACKWARD_FLASH1 = 3.0
+_BACKWARD_ELEMENTWISE = 1.9
+_LAUNCH_S = 6e-6  # the host's time for one kernel
+_SYNCHRONOUS_LAUNCH_S = 30e-6
+_KERNELS = {True: 22, False: 40}  # of a block's forward, by whether elementwise work is fused
+
+# FLOP/s of attention kernels with long causal sequences and heads of 128, forward and backward
+# together, as a share of the fastest matrix product: FlashAttention 2's paper (arXiv 2307.08691,
+# figures 4 to 6), 3's (arXiv 2407.08608, figures 5 and 6), and, for B200, the 834 TFLOP/s of the
+# "Machine Learning Engineering" book at 8,192 tokens, and more for longer sequences. Generations 1
+# and 2 do not use the new matrix units.
+_FLASH_RATES = {
+    ("flash1", "ampere"): 0.43,
+    ("flash2", "ampere"): 0.66,
+    ("flash3", "ampere"): 0.66,
+    ("flash1", "hopper"): 0.25,
+    ("flash2", "hopper"): 0.43,
+    ("flash3", "hopper"): 0.66,
+    ("flash1", "blackwell"): 0.12,
+    ("flash2", "blackwell"): 0.21,
+    ("flash3", "blackwell"): 0.58,
+}
+_NEW_UNITS = ("hopper", "blackwell")
+
+
+class Rates(NamedTuple):
+    """Sustained rates of a setup.
+
+    Attributes:
+        matrix: FLOP/s of large products of blocks.
+        head: FLOP/s of the head's products, which stay in 16 bits.
+        attention: FLOP/s of the fastest product in 16 bits; attention never draws so much power
+            that clocks fall.
+        memory: bytes/s of a stream.
+    """
+
+    matrix: float
+    head: float
+    attention: float
+    memory: float
+
+
+class Work(NamedTuple):
+    """Seconds of one part of a model for one micro-batch.
+
+    Attributes:
+        forward_s: forward.
+        input_s: gradients of inputs.
+        weight_s: gradients of weights.
+        recompute_s: what backward computes again.
+    """
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    recompute_s: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_s + self.weight_s + self.recompute_s
+
+
+class Product(NamedTuple):
+    """A matrix product (M, K) x (K, N), or ``copies`` of them.
+
+    Attributes:
+        rows: M, the tokens.
+        columns: N, the outputs.
+        depth: K, the inputs.
+    """
+
+    rows: float
+    columns: float
+    depth: float
+    copies: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.columns * self.depth * self.copies
+
+    def input_gradient(self) -> "Product":
+        return Product(self.rows, self.depth, self.columns, self.copies)
+
+    def weight_gradient(self) -> "Product":
+        return Product(self.columns, self.depth, self.rows, self.copies)
+
+
+def rates(setup: Setup, constants: Constants) -> Rates:
+    """Return the sustained rates of a setup's device."""
+    machine = setup.machine
+    is_new = machine.hardware.generation in _NEW_UNITS
+    share = constants.matrix_share_hopper if is_new else constants.matrix_share_ampere
+    # Under a lower power limit the clock falls about with the square root of the power.
+    share *= machine.power_share**0.5
+    head_type = "bfloat16" if setup.precision.matrix == "fp8" else setup.precision.matrix
+    return Rates(
+        matrix=machine.hardware.matrix_rate(setup.precision.matrix) * share,
+        head=machine.hardware.matrix_rate(head_type) * share,
+        attention=machine.hardware.matrix_rate(head_type) * machine.power_share**0.5,
+        memory=machine.hardware.memory_bytes_s * MEMORY_SHARE,
+    )
+
+
+def product_s(
+    product: Product, flops_s: float, memory_bytes_s: float, output_bytes: float = 2.0
+) -> float:
+    """Return the seconds of a product in 16 bits.
+
+    Args:
+        product: its shape.
+        flops_s: the sustained rate of large products.
+        memory_bytes_s: the rate of a memory stream.
+        output_bytes: bytes moved for each element of the result.
+    """
+    rows, columns, depth, copies = product
+    moved = copies * (2.0 * depth * (rows + columns) + output_bytes * rows * columns)
+    return (
+        (product.flops / flops_s * (1 + _RAMP_K / depth)) ** _NORM
+        + (moved / memory_bytes_s) ** _NORM
+    ) ** (1 / _NORM)
+
+
+def attention_products(setup: Setup) -> list[Product]:
+    """Return the projections of a block's attention on one rank: queries to values, and output."""
+    sizes, tp, tokens = setup.sizes, setup.layout.tp, setup.tokens
+    qkv = sizes.query_width + 2 * sizes.kv_width
+    return [
+        Product(tokens, qkv / tp, sizes.dim),
+        Product(tokens, sizes.dim, sizes.query_width / tp),
+    ]
+
+
+def ffn_products(setup: Setup, has_experts: bool) -> list[Product]:
+    """Return the products of a feed-forward layer on one rank."""
+    sizes, layout, tokens = setup.sizes, setup.layout, setup.tokens
+    inner = 2 if sizes.gated else 1
+    if not has_experts:
+        dense_width = sizes.ffn / layout.tp
+        return [
+            Product(tokens, inner * dense_width, sizes.dim),
+            Product(tokens, sizes.dim, dense_width),
+        ]
+    products = [Product(tokens / layout.tp, sizes.experts, sizes.dim)]
+    # The ranks of tp hold different tokens, or each a part of every expert. Both cut the work.
+    held = max(1.0, sizes.experts / layout.ep)
+    rows = _IMBALANCE * tokens * sizes.experts_per_token / held
+    width: float = sizes.expert_width
+    if layout.expert_tp:
+        width /= layout.tp
+    else:
+        rows /= layout.tp
+    products += [
+        Product(rows, inner * width, sizes.dim, held),
+        Product(rows, sizes.dim, width, held),
+    ]
+    if sizes.shared_width:
+        width = sizes.shared_width / layout.tp
+        products += [Product(tokens, inner * width, sizes.dim), Product(tokens, sizes.dim, width)]
+    return products
+
+
+def head_product(setup: Setup) -> Product:
+    """Return the product that makes the logits on one rank."""
+    return Product(setup.tokens, setup.sizes.vocab / setup.layout.tp, setup.sizes.dim)
+
+
+def keys_per_query(setup: Setup) -> float:
+    """Return the mean number of keys that a causal query sees."""
+    seq_len = setup.batch.seq_len
+    window = min(setup.sizes.window or seq_len, seq_len)
+    return window - window * (window - 1) / 2 / seq_len
+
+
+def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work:
+    """Return the computing time of one block for one micro-batch, without collectives."""
+    rate = rates(setup, constants)
+
+    def seconds(products: list[Product]) -> float:
+        return sum(product_s(product, rate.matrix, rate.memory) for product in products)
+
+    attention_parts = attention_products(setup)
+    ffn_parts = ffn_products(setup, has_experts)
+    products = attention_parts + ffn_parts
+    forward_products = seconds(products)
+    input_products = seconds([product.input_gradient() for product in products])
+    weight_products = sum(
+        product_s(product.weight_gradient(), rate.matrix, rate.memory, gradient_bytes(setup))
+        for product in products
+    )
+    attend_forward, attend_backward = attend_s(setup, constants, rate)
+    elementwise = elementwise_bytes(setup, has_experts=has_experts) / rate.memory
+    if setup.software.fuses_elementwise:
+        elementwise *= constants.fused_traffic
+    else:
+        elementwise *= constants.eager_traffic
+
+    forward = forward_products + attend_forward + elementwise
+    last_product = seconds([ffn_parts[-1]])
+    recompute = {
+        "none": 0.0,
+        "attention": attend_forward,
+        "matrix": elementwise,
+        "half_matrix": elementwise + 0.5 * forward_products,
+        "half_blocks": 0.5 * forward,
+        "full": forward,
+    }[setup.recompute]
+    if setup.recompute in ("full", "half_blocks") and setup.software.stops_recompute_early:
+        recompute -= last_product * (1.0 if setup.recompute == "full" else 0.5)
+
+    # The host launches kernels one after the other; the device cannot be faster.
+    launches = _KERNELS[setup.software.fuses_elementwise]
+    if setup.software.launches_synchronously:
+        launch = launches * _SYNCHRONOUS_LAUNCH_S
+        again = launch if recompute > 0.5 * forward else 0.0
+        return Work(
+            forward + launch,
+            input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise + launch,
+            weight_products + launch,
+            recompute + again,
+        )
+    launch = launches * _LAUNCH_S
+    return Work(
+        max(forward, launch),
+        max(input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise, launch),
+        max(weight_products, 0.5 * launch),
+        max(recompute, launch) if recompute > 0.5 * forward else recompute,
+    )
+
+
+def gradient_bytes(setup: Setup) -> float:
+    """Return the bytes that move for each element of a weight's gradient in one micro-batch.
+
+    A sum over micro-batches is read and written: by the product itself, or by a further kernel,
+    which also reads what the product wrote.
+    """
+    if setup.layout.zero == 3 or setup.batch.micro_batches == 1:
+        return 2.0
+    if setup.software.fuses_weight_gradients:
+        return 2.0 * setup.precision.gradients
+    return 2.0
+
+
+def summing_s(setup: Setup, parameters: float, rate: Rates) -> float:
+    """Return the seconds in which gradients of one micro-batch are added to the sum."""
+    is_needed = setup.layout.zero <= 2 and setup.batch.micro_batches > 1
+    if not is_needed or setup.software.fuses_weight_gradients:
+        return 0.0
+    return (2.0 + 2.0 * setup.precision.gradients) * parameters / rate.memory
+
+
+def attend_s(setup: Setup, constants: Constants, rate: Rates) -> tuple[float, float]:
+    """Return the seconds of attention itself, forward and backward, of one block."""
+    sizes, layout = setup.sizes, setup.layout
+    heads = sizes.heads / layout.tp
+    seq_len = setup.batch.seq_len
+    flops_per_key = 4.0 * setup.tokens * heads * sizes.head_width
+    if setup.software.attention == "unfused":
+        flops = flops_per_key * seq_len  # masked scores are computed, too
+        forward = flops / (rate.matrix * constants.scores_share)
+        if sizes.head_width % 8:
+            forward *= constants.unaligned_slowdown
+        backward = 2 * forward
+        # Scores are written, read by the softmax, written, read; dropout and its mask; the product.
+        scores = setup.tokens * heads * seq_len
+        has_dropout = setup.software.dropout
+        forward += (14 if has_dropout else 8) * scores / rate.memory
+        backward += (22 if has_dropout else 14) * scores / rate.memory
+        return forward, backward
+    generation = setup.machine.hardware.generation
+    if (setup.software.attention, generation) not in _FLASH_RATES:
+        generation = "ampere"
+    share = _FLASH_RATES[setup.software.attention, generation]
+    if sizes.head_width < 96:
+        share *= 0.85  # the softmax costs as much as for wide heads
+    share *= seq_len / (seq_len + 256.0)  # tiles on the diagonal are half empty
+    forward = flops_per_key * keys_per_query(setup) / (rate.attention * share)
+    is_first = setup.software.attention == "flash1"
+    return forward, forward * (_BACKWARD_FLASH1 if is_first else _BACKWARD_ATTENTION)
+
+
+def elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:
+    """Return the memory traffic of a block's elementwise work in forward, in bytes, in 16 bits.
+
+    For each element of the residual stream: two norms (read, write) and two additions (read twice,
+    write). For queries: rotation, transposition, copy. For the feed-forward layer: its activation,
+    and the product with the gate.
+    """
+    sizes, layout, tokens = setup.sizes, setup.layout, setup.tokens
+    tp = layout.tp
+    stream_tokens = tokens / tp if layout.sequence_parallel else tokens
+    moved = 20.0 * sizes.dim * stream_tokens
+    moved += (12.0 * sizes.query_width + 12.0 * sizes.kv_width) * tokens / tp
+    per_width = 8.0 if sizes.gated else 4.0
+    if has_experts:
+        width = sizes.expert_width * sizes.experts_per_token + sizes.shared_width
+        # Tokens are sorted by expert, and their results are added.
+        moved += 8.0 * sizes.dim * sizes.experts_per_token * tokens / tp
+    else:
+        width = sizes.ffn
+    moved += per_width * width * tokens / tp
+    if setup.software.dropout:
+        moved += 10.0 * sizes.dim * stream_tokens
+    return moved
+
+
+def head_work(setup: Setup, constants: Constants) -> Work:
+    """Return the computing time of the head and the loss for one micro-batch."""
+    rate = rates(setup, constants)
+    product = head_product(setup)
+    if not setup.layout.loss_parallel:
+        product = product._replace(columns=setup.sizes.vocab)
+    forward = product_s(product, rate.head, rate.memory)
+    # In float32: a cast, the maximum, the sum, the loss; backward reads and writes as often.
+    per_logit = 4.0 if setup.software.fuses_loss else 15.0
+    loss = per_logit * product.rows * product.columns / rate.memory
+    return Work(
+        forward + loss,
+        product_s(product.input_gradient(), rate.head, rate.memory) + loss,
+        product_s(product.weight_gradient(), rate.head, rate.memory),
+        forward + loss if setup.loss_chunks > 1 else 0.0,
+    )

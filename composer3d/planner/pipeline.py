@@ -1,0 +1,276 @@
+"""The length of a pipeline's step, many times for the same schedule. No torch here.
+
+``simulate`` says when each action runs. The planner only needs the end of the last one, for
+thousands of layouts with few different schedules. So a schedule is compiled once to a list of
+nodes in an order that respects all dependencies, and a length is one pass over that list.
+"""
+
+from array import array
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from composer3d.planner.schedule import actions
+from composer3d.planner.simulate import StageTimes
+from composer3d.spec.errors import PlanError
+from composer3d.spec.schedules import Action, Cell, parse_csv, read_csv
+
+_KINDS = "FBIW"
+
+
+class Compiled(NamedTuple):
+    """A schedule as nodes: cells, and further messages that a cell waits for.
+
+    Each node comes after those that it waits for. The arrays have one item for each node.
+
+    Attributes:
+        previous: the node that the same rank runs before; -1: none.
+        sender: the node whose message it needs; -1: none.
+        boundary: the boundary that the message crosses; -1: it stays on its rank.
+        duration: the index of its duration.
+        durations: for each duration, the (stage, index in FBIW) whose times are added.
+    """
+
+    previous: array
+    sender: array
+    boundary: array
+    duration: array
+    durations: list[tuple[tuple[int, int], ...]]
+
+
+class Path(NamedTuple):
+    """The longest chain of actions and messages, which determines the length.
+
+    Attributes:
+        actions: how often each (stage, index in FBIW) is on it.
+        messages: how often a message over each boundary is on it.
+    """
+
+    actions: dict[tuple[int, int], int]
+    messages: dict[int, int]
+
+    def length_s(self, times: Sequence[StageTimes], send_s: Sequence[float]) -> float:
+        """Return the seconds of this chain, which is a lower bound of the length."""
+        seconds = sum(count * times[stage][kind] for (stage, kind), count in self.actions.items())
+        return seconds + sum(count * send_s[index] for index, count in self.messages.items())
+
+
+def length_s(schedule: Compiled, times: Sequence[StageTimes], send_s: Sequence[float]) -> float:
+    """Return the seconds from the start of the first action to the end of the last.
+
+    Args:
+        schedule: the schedule.
+        times: the times of each stage for one micro-batch.
+        send_s: for each boundary between stages, the seconds of a message.
+    """
+    return max(_ends_s(schedule, times, send_s))
+
+
+def _ends_s(
+    schedule: Compiled, times: Sequence[StageTimes], send_s: Sequence[float]
+) -> list[float]:
+    """Return the end of each node, and a last item that is 0."""
+    durations = [sum(times[stage][kind] for stage, kind in parts) for parts in schedule.durations]
+    sends = [*send_s, 0.0]  # the last one is for messages that stay on their rank
+    ends = [0.0] * (len(schedule.previous) + 1)  # the last one is for nodes without predecessor
+    nodes = zip(*schedule[:4], strict=True)
+    for index, (previous, sender, boundary, duration) in enumerate(nodes):
+        start = ends[previous]
+        if sender >= 0:
+            arrival = ends[sender] + sends[boundary]
+            if arrival > start:
+                start = arrival
+        ends[index] = start + durations[duration]
+    return ends
+
+
+def critical_path(schedule: Compiled, times: Sequence[StageTimes], send_s: Sequence[float]) -> Path:
+    """Return the longest chain. Where times change little, its length changes as the step's."""
+    ends = _ends_s(schedule, times, send_s)
+    node = max(range(len(ends) - 1), key=ends.__getitem__)
+    path = Path({}, {})
+    while node >= 0:
+        for part in schedule.durations[schedule.duration[node]]:
+            path.actions[part] = path.actions.get(part, 0) + 1
+        sender, boundary = schedule.sender[node], schedule.boundary[node]
+        arrival = -1.0
+        if sender >= 0:
+            arrival = ends[sender] + (send_s[boundary] if boundary >= 0 else 0.0)
+        if arrival > ends[schedule.previous[node]]:
+            if boundary >= 0:
+                path.messages[boundary] = path.messages.get(boundary, 0) + 1
+            node = sender
+        else:
+            node = schedule.previous[node]
+    return path
+
+
+def compile_cells(ranks: Sequence[Sequence[Cell]]) -> Compiled:
+    """Compile the cells of each pipeline rank.
+
+    Raises:
+        PlanError: a rank would wait for ever.
+    """
+    rank_of = {
+        action.stage: rank for rank, cells in enumerate(ranks) for cell in cells for action in cell
+    }
+    last_stage = max(rank_of)
+    previous_of, sender_of, boundary_of, duration_of = (array("i") for _ in range(4))
+
+    def add(rank: int, sender: int, boundary: int, duration: int) -> int:
+        previous_of.append(previous[rank])
+        sender_of.append(sender)
+        boundary_of.append(boundary)
+        duration_of.append(duration)
+        previous[rank] = len(previous_of) - 1
+        return previous[rank]
+
+    durations: dict[tuple[tuple[int, int], ...], int] = {(): 0}
+    sent: dict[tuple[int, bool, int], int] = {}  # (stage, whether a gradient, micro-batch): node
+    position = [0] * len(ranks)
+    previous = [-1] * len(ranks)
+    waiting: dict[tuple[int, bool, int], list[int]] = {}
+    runnable = list(range(len(ranks)))
+    while runnable:
+        rank = runnable.pop()
+        while position[rank] < len(ranks[rank]):
+            cell = ranks[rank][position[rank]]
+            needed = [_message_for(action, last_stage) for action in cell]
+            messages = [message for message in needed if message is not None]
+            missing = next((message for message in messages if message not in sent), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            position[rank] += 1
+            own = tuple((action.stage, _KINDS.index(action.kind)) for action in cell)
+            kind = durations.setdefault(own, len(durations))
+            for message in messages[:-1]:
+                add(rank, *_arrival(message, rank, sent, rank_of), 0)
+            arrival = _arrival(messages[-1], rank, sent, rank_of) if messages else (-1, -1)
+            node = add(rank, *arrival, kind)
+            for action in cell:
+                if action.kind != "W":
+                    made = (action.stage, action.kind != "F", action.micro_batch)
+                    sent[made] = node
+                    runnable += waiting.pop(made, [])
+    for cells, done in zip(ranks, position, strict=True):
+        if done < len(cells):
+            stuck = " and ".join(map(str, cells[done]))
+            raise PlanError(f"the schedule cannot run: {stuck} waits for ever")
+    return Compiled(previous_of, sender_of, boundary_of, duration_of, list(durations))
+
+
+def _message_for(action: Action, last_stage: int) -> tuple[int, bool, int] | None:
+    if action.kind == "F" and action.stage > 0:
+        return (action.stage - 1, False, action.micro_batch)
+    if action.kind in "BI" and action.stage < last_stage:
+        return (action.stage + 1, True, action.micro_batch)
+    return None
+
+
+def _arrival(
+    message: tuple[int, bool, int],
+    rank: int,
+    sent: dict[tuple[int, bool, int], int],
+    rank_of: dict[int, int],
+) -> tuple[int, int]:
+    """Return the node that sends a message, and the boundary that it crosses."""
+    stage, is_gradient, _ = message
+    if rank_of[stage] == rank:
+        return sent[message], -1
+    return sent[message], stage - 1 if is_gradient else stage
+
+
+def cells_of(
+    schedule: str,
+    pp: int,
+    stages_per_rank: int,
+    micro_batches: int,
+    in_flight: int = 1,
+    path: str | None = None,
+) -> list[list[Cell]]:
+    """Return the cells of each rank: of ``spec.schedules``, of ``ZeroBubble``, or of a CSV file.
+
+    Raises:
+        PlanError: the schedule cannot run with these numbers, or its file cannot be read.
+    """
+    if schedule == "ZeroBubble":
+        return zero_bubble_actions(pp, micro_batches, in_flight)
+    if schedule == "csv":
+        return parse_csv(
+            read_csv(path or ""),
+            path or "",
+            pp=pp,
+            stages_per_rank=stages_per_rank,
+            micro_batches=micro_batches,
+        )
+    return actions(schedule, pp, stages_per_rank, micro_batches)
+
+
+@cache
+def compiled(
+    schedule: str,
+    pp: int,
+    stages_per_rank: int,
+    micro_batches: int,
+    in_flight: int = 1,
+    path: str | None = None,
+) -> Compiled:
+    """Compile the schedule that ``cells_of`` returns, once."""
+    return compile_cells(cells_of(schedule, pp, stages_per_rank, micro_batches, in_flight, path))
+
+
+def zero_bubble_actions(pp: int, micro_batches: int, in_flight: int) -> list[list[Cell]]:
+    """Return a zero-bubble schedule of one stage a rank, with the memory of 1F1B or twice as much.
+
+    Qi et al. 2023 (arXiv 2401.10241): backward in two halves; no rank holds more micro-batches at
+    once than the first one does: pp of them (ZB-H1, ZB-1p), or 2 pp - 1 (ZB-H2, ZB-2p). In the
+    first, rank r puts weight gradients off by r micro-batches. In the second, a rank prefers
+    gradients of inputs, which others wait for; then a forward, if its memory allows it and the
+    later ranks need it; then gradients of weights. There, all actions take one tick.
+    """
+    if in_flight == 1:
+        return [_zero_bubble_h1(rank, pp, micro_batches) for rank in range(pp)]
+    holds = in_flight * pp - (in_flight - 1)
+    ahead = [in_flight * (pp - rank) - (in_flight - 1) for rank in range(pp)]
+    ranks: list[list[Cell]] = [[] for _ in range(pp)]
+    forwards, inputs, weights = [0] * pp, [0] * pp, [0] * pp
+    never = 1 << 60
+    forward_end = [[never] * micro_batches for _ in range(pp)]
+    input_end = [[never] * micro_batches for _ in range(pp)]
+    tick = 0
+    while min(weights) < micro_batches:
+        for rank in range(pp):
+            nth = inputs[rank]
+            ready = nth < forwards[rank] and forward_end[rank][nth] <= tick
+            if ready and (rank == pp - 1 or input_end[rank + 1][nth] <= tick):
+                ranks[rank].append((Action(rank, "I", nth),))
+                input_end[rank][nth] = tick + 1
+                inputs[rank] += 1
+                continue
+            nth = forwards[rank]
+            ready = nth < micro_batches and nth - weights[rank] < holds
+            ready = ready and nth - inputs[rank] < ahead[rank]
+            if ready and (rank == 0 or forward_end[rank - 1][nth] <= tick):
+                ranks[rank].append((Action(rank, "F", nth),))
+                forward_end[rank][nth] = tick + 1
+                forwards[rank] += 1
+            elif weights[rank] < inputs[rank]:
+                ranks[rank].append((Action(rank, "W", weights[rank]),))
+                weights[rank] += 1
+        tick += 1
+    return ranks
+
+
+def _zero_bubble_h1(rank: int, pp: int, micro_batches: int) -> list[Cell]:
+    """Run as 1F1B; the weight half of a backward follows ``rank`` backwards later."""
+    warmup = min(pp - 1 - rank, micro_batches)
+    order: list[Cell] = [(Action(rank, "F", nth),) for nth in range(warmup)]
+    for nth in range(micro_batches):
+        if warmup + nth < micro_batches:
+            order.append((Action(rank, "F", warmup + nth),))
+        order.append((Action(rank, "I", nth),))
+        if nth >= rank:
+            order.append((Action(rank, "W", nth - rank),))
+    first_late = max(0, micro_batches - rank)
+    return order + [(Action(rank, "W", nth),) for nth in range(first_late, micro_batches)]

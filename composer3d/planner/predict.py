@@ -1,0 +1,235 @@
+"""Time, memory and efficiency of a setup, and the setup that a recipe describes. No torch here."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from composer3d.models.registry import architecture, resolve
+from composer3d.planner.constants import SHIPPED, Constants
+from composer3d.planner.memory import GIB, RankMemory, predict_memory
+from composer3d.planner.setup import (
+    Batch,
+    Layout,
+    Machine,
+    Precision,
+    Recompute,
+    Setup,
+    Sizes,
+    Software,
+)
+from composer3d.planner.time import StepTime, predict_time
+from composer3d.recipe.schema import Recipe
+from composer3d.spec.errors import DeviceError
+from composer3d.spec.hardware import Hardware
+from composer3d.spec.schedules import balanced_cut
+
+# What a CUDA context and NCCL's buffers take at least, with few process groups.
+_LEAST_CONTEXT_GIB = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a setup costs.
+
+    Attributes:
+        time: the step's time, by part.
+        memory: the peak of each pipeline rank, by kind.
+        tokens_s: tokens per second and device.
+        fits: whether the allocated memory and the contexts fit the device.
+    """
+
+    time: StepTime
+    memory: tuple[RankMemory, ...]
+    tokens_s: float
+    fits: bool
+
+    @property
+    def largest_rank(self) -> int:
+        """The pipeline rank that allocates most."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].allocated_bytes)
+
+    @property
+    def peak_gib(self) -> float:
+        """The allocated memory of the largest rank, with the slack of the allocator."""
+        return self.memory[self.largest_rank].reserved_bytes / GIB
+
+
+def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
+    """Predict time and memory.
+
+    Raises:
+        PlanError: the schedule cannot run with these numbers.
+        DeviceError: the device has no rate for the type of the products.
+    """
+    time = predict_time(setup, constants)
+    memory = tuple(predict_memory(setup, constants))
+    return Prediction(
+        time=time,
+        memory=memory,
+        tokens_s=setup.step_tokens / (time.step_s * setup.layout.world_size),
+        fits=fits(setup, memory),
+    )
+
+
+def fits(setup: Setup, memory: tuple[RankMemory, ...]) -> bool:
+    """Return whether the largest rank fits its device.
+
+    The allocator's slack does not count: short of memory, it returns what it does not use.
+    """
+    largest = max(rank.allocated_bytes for rank in memory)
+    return largest / GIB + _LEAST_CONTEXT_GIB <= setup.machine.hardware.memory_gib
+
+
+def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:
+    """Return the model FLOPs utilization, or None if the device's peak is not known.
+
+    Args:
+        setup: the setup.
+        flops_per_token: model FLOPs of ``models.*.counts``, causal or not, as the caller likes.
+        tokens_s: tokens per second and device.
+    """
+    peak = setup.machine.hardware.peaks.get(setup.precision.matrix)
+    return flops_per_token * tokens_s / peak if peak else None
+
+
+def hardware_flops_per_token(setup: Setup, flops_per_token: float) -> float:
+    """Return FLOPs with what is repeated: the model's, plus a third with full checkpointing.
+
+    Forward is a third of the model's FLOPs. Repeating everything repeats it once.
+    """
+    repeated: dict[Recompute, float] = {"full": 1.0, "half_blocks": 0.5, "half_matrix": 0.5}
+    return flops_per_token * (1 + repeated.get(setup.recompute, 0.0) / 3)
+
+
+def of_recipe(
+    recipe: Recipe,
+    hardware: Hardware,
+    devices_per_node: int = 8,
+    nic_bytes_s: float | None = None,
+) -> Setup:
+    """Return the setup that a resolved recipe describes.
+
+    Args:
+        recipe: the recipe.
+        hardware: the device that it runs on.
+        devices_per_node: devices that share a node.
+        nic_bytes_s: one direction of the network for each device; None: what the row says.
+
+    Raises:
+        DeviceError: the links of the device are not known.
+    """
+    mesh, parallel, memory = recipe.mesh, recipe.parallel, recipe.memory
+    sizes = sizes_of(recipe)
+    if hardware.links is None:
+        raise DeviceError(f"{hardware.name} has no links; give them in a file for --gpu")
+    domain = hardware.links.domain
+    stages_per_rank = parallel.stages_per_rank if mesh.pp > 1 else 1
+    recompute: dict[str, Recompute] = {"none": "none", "selective": "matrix", "full": "full"}
+    return Setup(
+        sizes=sizes,
+        layout=Layout(
+            tp=mesh.tp,
+            sequence_parallel=parallel.sequence_parallel or mesh.tp == 1,
+            loss_parallel=parallel.loss_parallel or mesh.tp == 1,
+            cp=mesh.cp,
+            cp_method=parallel.cp_method,
+            ep=mesh.ep,
+            dp_shard=mesh.dp_shard,
+            dp_replicate=mesh.dp_replicate,
+            zero=parallel.zero,
+            pp=mesh.pp,
+            stages_per_rank=stages_per_rank,
+            schedule=parallel.schedule,
+            schedule_csv=parallel.schedule_csv,
+            stage_blocks=_stage_blocks(recipe, sizes, mesh.pp * stages_per_rank),
+        ),
+        batch=Batch(
+            seq_len=recipe.data.seq_len,
+            micro_batch=recipe.data.micro_batch,
+            micro_batches=recipe.micro_batches,
+        ),
+        machine=Machine(
+            hardware=hardware,
+            # A rack whose NVLink joins more devices than a node is one node to its collectives.
+            devices_per_node=max(devices_per_node, domain if domain > 8 else 1),
+            ring_bytes_s=hardware.links.ring_bytes_s,
+            all_reduce_bytes_s=hardware.links.all_reduce_bytes_s,
+            nic_bytes_s=nic_bytes_s or hardware.links.nic_bytes_s,
+        ),
+        precision=_precision(recipe),
+        software=Software(
+            attention="unfused" if hardware.generation == "cpu" else "flash2",
+            fuses_elementwise=recipe.compile.enabled,
+            stops_recompute_early=True,
+            overlaps_sends=True,
+            offloads=memory.cpu_offload,
+        ),
+        recompute=recompute[memory.activation_checkpoint],
+        loss_chunks=memory.loss_chunks,
+    )
+
+
+def sizes_of(recipe: Recipe) -> Sizes:
+    """Return the sizes of a recipe's model."""
+    model = recipe.model
+    expert_blocks = getattr(model, "moe_layers", model.n_layers) if model.experts else 0
+    return Sizes(
+        layers=model.n_layers,
+        dim=model.dim,
+        heads=model.n_heads,
+        kv_heads=model.n_kv_heads,
+        head_width=model.head_width,
+        ffn=model.ffn,
+        vocab=model.vocab,
+        tied=model.tied,
+        window=model.window,
+        experts=model.experts,
+        experts_per_token=getattr(model, "experts_per_token", 1) if model.experts else 0,
+        expert_width=model.expert_width if model.experts else 0,
+        shared_width=getattr(model, "shared_ffn", 0),
+        expert_blocks=expert_blocks,
+    )
+
+
+def model_flops_per_token(recipe: Recipe, *, causal: bool = True) -> float:
+    """Return the model FLOPs of a token, from the counts of the recipe's architecture."""
+    chosen = architecture(recipe.model.architecture)
+    count = resolve(chosen.flops_per_token)
+    if causal:
+        return float(count(recipe.model, recipe.data.seq_len))
+    return float(count(recipe.model, recipe.data.seq_len, causal=False))
+
+
+def _precision(recipe: Recipe) -> Precision:
+    """Return the widths of FSDP's mixed precision: shards and sums wide, gathers narrow."""
+    wide = 8.0 if recipe.precision.params == "float64" else 4.0
+    matrix = recipe.precision.computes_in
+    narrow = {"bfloat16": 2.0, "float32": 4.0, "float64": 8.0}[matrix]
+    return Precision(
+        matrix="float32" if matrix == "float64" else matrix,
+        weights=narrow,
+        gradients=wide,
+        optimizer=3 * wide,  # parameters and two moments
+        reduced=wide,
+        gathered=narrow,
+    )
+
+
+def _stage_blocks(recipe: Recipe, sizes: Sizes, stages: int) -> tuple[int, ...]:
+    """Return the blocks of each stage: the recipe's, or those that ``compose`` would cut."""
+    if recipe.mesh.pp == 1:
+        return (sizes.layers,)
+    if recipe.parallel.stages is not None:
+        return recipe.parallel.stages
+    return _cut(sizes, stages)
+
+
+@cache
+def _cut(sizes: Sizes, stages: int) -> tuple[int, ...]:
+    """Return the blocks of each stage, with about equal parameters."""
+    dense = sizes.attention_parameters + sizes.dense_parameters
+    with_experts = sizes.attention_parameters + sizes.shared_parameters + sizes.expert_parameters
+    blocks = [float(dense)] * (sizes.layers - sizes.expert_blocks)
+    blocks += [float(with_experts)] * sizes.expert_blocks
+    # An embedding costs memory and no products: compose counts half of it.
+    first, last = sizes.embedding_parameters / 2, float(sizes.head_parameters)
+    return tuple(len(stage) for stage in balanced_cut(first, blocks, last, stages))

@@ -1,0 +1,189 @@
+"""Ranks the layouts of a recipe, and says what bounds each. No torch here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from composer3d.planner.layouts import Choices, layouts
+from composer3d.planner.memory import GIB, predict_memory
+from composer3d.planner.predict import (
+    Prediction,
+    fits,
+    mfu,
+    model_flops_per_token,
+    of_recipe,
+    predict,
+)
+from composer3d.planner.setup import Setup
+from composer3d.recipe.schema import Recipe
+from composer3d.spec.hardware import Hardware
+
+# With more layouts than this, those that fit and have the fewest ranks in tp, pp and cp are timed.
+_MOST_TIMED = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where a plan runs.
+
+    Attributes:
+        hardware: the row of the device.
+        per_node: devices that share a node.
+        nic_bytes_s: one direction of the network for each device; None: what the row says.
+    """
+
+    hardware: Hardware
+    per_node: int = 8
+    nic_bytes_s: float | None = None
+
+    def setup(self, recipe: Recipe) -> Setup:
+        return of_recipe(recipe, self.hardware, self.per_node, self.nic_bytes_s)
+
+
+class Plan(NamedTuple):
+    """A layout of a recipe, and what it costs.
+
+    Attributes:
+        recipe: the recipe in this layout.
+        prediction: its cost.
+        mfu: model FLOPs utilization with causal attention; None: the device's peak is not known.
+        bound_by: what costs most besides the products, in words.
+        lever: what would help most, in words.
+    """
+
+    recipe: Recipe
+    prediction: Prediction
+    mfu: float | None
+    bound_by: str
+    lever: str
+
+
+def price(recipe: Recipe, device: Device) -> Plan:
+    """Predict one recipe as it is."""
+    setup = device.setup(recipe)
+    prediction = predict(setup)
+    flops = model_flops_per_token(recipe)
+    return Plan(
+        recipe,
+        prediction,
+        mfu(setup, flops, prediction.tokens_s),
+        bound_by(setup, prediction),
+        lever(setup, prediction),
+    )
+
+
+class Search(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        plans: those that fit, the fastest first; if none fits, those that come closest.
+        legal: the number of legal layouts.
+        fitting: the number of those that fit.
+    """
+
+    plans: list[Plan]
+    legal: int
+    fitting: int
+
+
+def search(
+    recipe: Recipe, gpus: int, device: Device, top: int, choices: Choices | None = None
+) -> Search:
+    """Return the fastest layouts of a recipe on ``gpus`` devices."""
+    legal = 0
+    fitting: list[tuple[Recipe, Setup]] = []
+    closest: list[tuple[float, Recipe]] = []
+    for variant in layouts(recipe, gpus, device.per_node, choices):
+        legal += 1
+        setup = device.setup(variant)
+        memory = tuple(predict_memory(setup))
+        if fits(setup, memory):
+            fitting.append((variant, setup))
+        else:
+            largest = max(rank.allocated_bytes for rank in memory) / GIB
+            closest.append((largest, variant))
+    if not fitting:
+        closest.sort(key=lambda item: item[0])
+        return Search([price(variant, device) for _, variant in closest[:top]], legal, 0)
+
+    fitting.sort(key=lambda item: item[1].layout.tp * item[1].layout.pp * item[1].layout.cp)
+    timed = [
+        (predict(setup).tokens_s, index) for index, (_, setup) in enumerate(fitting[:_MOST_TIMED])
+    ]
+    timed.sort(key=lambda item: -item[0])
+    plans = [price(fitting[index][0], device) for _, index in timed[:top]]
+    return Search(plans, legal, len(fitting))
+
+
+def scaling(
+    recipe: Recipe, device: Device, sizes: Sequence[int], choices: Choices | None = None
+) -> list[tuple[int, Plan | None]]:
+    """Return the fastest layout for each number of devices. The batch grows with them."""
+    found: list[tuple[int, Plan | None]] = []
+    for gpus in sizes:
+        scaled = recipe
+        if recipe.data.global_batch % gpus:
+            scaled = replace(recipe, data=replace(recipe.data, global_batch=max(gpus, 8)))
+        result = search(scaled, gpus, device, 1, choices)
+        found.append((gpus, result.plans[0] if result.fitting else None))
+    return found
+
+
+_AXIS_WORDS = {
+    "tp": "tp collectives",
+    "cp": "exchange of keys and values (cp)",
+    "ep": "all-to-all of experts",
+    "dp": "gathers and reductions of FSDP",
+}
+_LEVERS = {
+    "tp": "less tp, or sequences of more tokens a rank",
+    "cp": "less cp, or ulysses",
+    "ep": "ep inside a node",
+    "dp": "more tokens in a micro-batch, or replicas of smaller shards (dp_replicate)",
+    "bubble": "more micro-batches, more stages a rank, or a zero-bubble schedule",
+    "recompute": "less checkpointing, if memory allows it",
+    "optimizer": "more tokens in a step",
+    "overhead": "more tokens in a step",
+}
+
+
+def _shares(prediction: Prediction) -> dict[str, float]:
+    """Return the share of each loss in the step."""
+    time = prediction.time
+    parts = {
+        **time.exposed_s,
+        "bubble": time.bubble_s,
+        "recompute": time.recompute_s,
+        "optimizer": time.optimizer_s,
+        "overhead": time.overhead_s,
+    }
+    return {name: seconds / time.step_s for name, seconds in parts.items()}
+
+
+def bound_by(setup: Setup, prediction: Prediction) -> str:
+    """Say what costs most besides the work itself, such as "bubble 18%"."""
+    name, share = max(_shares(prediction).items(), key=lambda item: item[1])
+    if share < 0.05:
+        return "products and attention"
+    if name not in _AXIS_WORDS:
+        return f"{name} {share:.0%}"
+    layout, machine = setup.layout, setup.machine
+    sizes = {
+        "tp": layout.tp,
+        "cp": layout.tp * layout.cp,
+        "ep": layout.ep,
+        "dp": layout.world_size // layout.pp,
+    }
+    link = "network" if sizes[name] > machine.devices_per_node else "NVLink"
+    return f"{_AXIS_WORDS[name]} over {link} {share:.0%}"
+
+
+def lever(setup: Setup, prediction: Prediction) -> str:
+    """Say what would help most."""
+    shares = _shares(prediction)
+    if not prediction.fits:
+        return "more devices, more checkpointing, or zero = 3"
+    if setup.recompute == "none":
+        shares.pop("recompute")
+    name, share = max(shares.items(), key=lambda item: item[1])
+    return _LEVERS[name] if share >= 0.02 else "none: products take almost all of the step"

@@ -1,0 +1,304 @@
+"""The inputs of a prediction: facts about a model, a layout, the software and the machine.
+
+Every field is a fact that a person can look up. No field names a framework or a publication, so
+that a constant of the cost model cannot belong to one. No torch here.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple
+
+from composer3d.spec.errors import PlanError
+from composer3d.spec.hardware import Hardware
+
+AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
+ContextMethod = Literal["ring", "allgather", "ulysses"]
+Recompute = Literal["none", "attention", "matrix", "half_matrix", "half_blocks", "full"]
+Zero = Literal[0, 1, 2, 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The shape of a decoder, as far as its cost depends on it.
+
+    Attributes:
+        gated: whether the feed-forward layer has three matrices (SwiGLU) and not two.
+        positions: learned position embeddings; 0: none.
+        window: the sliding window of attention in tokens; 0: none.
+        causal: whether masked scores are skipped by kernels that can skip them.
+        expert_blocks: the number of blocks with experts; the others are dense and come first.
+        expert_width: the width of one expert.
+        shared_width: the width of the expert that computes every token; 0: none.
+    """
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    positions: int = 0
+    window: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    shared_width: int = 0
+    expert_blocks: int = 0
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """The width of all keys, or of all values."""
+        return self.kv_heads * self.head_width
+
+    @property
+    def attention_parameters(self) -> int:
+        """The parameters of the projections of queries, keys, values and outputs of a block."""
+        return 2 * self.dim * (self.query_width + self.kv_width)
+
+    @property
+    def ffn_matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def dense_parameters(self) -> int:
+        """The parameters of a dense feed-forward layer."""
+        return self.ffn_matrices * self.dim * self.ffn
+
+    @property
+    def expert_parameters(self) -> int:
+        """The parameters of all experts of a block, without the shared one."""
+        return self.ffn_matrices * self.dim * self.expert_width * self.experts
+
+    @property
+    def shared_parameters(self) -> int:
+        """The parameters of the router and the shared expert of a block."""
+        return self.experts * self.dim + self.ffn_matrices * self.dim * self.shared_width
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.vocab + self.positions) * self.dim
+
+    @property
+    def head_parameters(self) -> int:
+        """The parameters of the head, also if they are the embedding's."""
+        return self.vocab * self.dim
+
+    @property
+    def parameters(self) -> int:
+        """The parameters of the whole model, without norms and biases."""
+        dense_blocks = self.layers - self.expert_blocks
+        blocks = self.layers * self.attention_parameters + dense_blocks * self.dense_parameters
+        blocks += self.expert_blocks * (self.expert_parameters + self.shared_parameters)
+        head = 0 if self.tied else self.head_parameters
+        return blocks + self.embedding_parameters + head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The sizes of the mesh axes, and how each axis shares the work.
+
+    Attributes:
+        stage_blocks: the blocks of each pipeline stage, in order.
+        zero: 0 replicates over dp_shard; 1 shards optimizer state; 2 also gradients; 3 parameters.
+        schedule: a name of ``spec.schedules``, or ``ZeroBubble`` with ``in_flight``.
+        in_flight: micro-batches that the first rank holds at once under ``ZeroBubble``, as a
+            multiple of pp: 1 for the memory of 1F1B, 2 for twice as much.
+        outermost: the outermost axis of the ranks.
+    """
+
+    tp: int = 1
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    cp: int = 1
+    cp_method: ContextMethod = "ring"
+    ep: int = 1
+    expert_tp: bool = False
+    dp_shard: int = 1
+    dp_replicate: int = 1
+    zero: Zero = 3
+    pp: int = 1
+    stages_per_rank: int = 1
+    schedule: str = "1F1B"
+    in_flight: int = 1
+    schedule_csv: str | None = None
+    stage_blocks: tuple[int, ...] = ()
+    outermost: Literal["pp", "dp_replicate"] = "pp"
+
+    @property
+    def world_size(self) -> int:
+        return self.batch_ranks * self.cp * self.tp * self.pp
+
+    @property
+    def batch_ranks(self) -> int:
+        """The ranks that hold different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.stages_per_rank
+
+    def stride(self, axis: str) -> int:
+        """The distance between neighbouring ranks of an axis: the product of the inner axes."""
+        order = ["tp", "cp", "dp_shard", "dp_replicate", "pp"]
+        if self.outermost == "dp_replicate":
+            order = ["tp", "cp", "dp_shard", "pp", "dp_replicate"]
+        return prod(getattr(self, name) for name in order[: order.index(axis)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The work of one optimizer step.
+
+    Attributes:
+        micro_batch: samples that a rank processes at once.
+        micro_batches: micro-batches that a rank runs in a step.
+    """
+
+    seq_len: int
+    micro_batch: int = 1
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The widths of values in bytes, and the type of the matrix products of blocks.
+
+    Attributes:
+        matrix: the type of the matrix products, a key of ``Hardware.peaks``.
+        weights: bytes per parameter of the copy that forward reads.
+        gradients: bytes per parameter of the gradients that are summed over micro-batches.
+        extra_gradients: bytes per parameter of a second copy of the gradients, such as 16-bit ones
+            beside a 32-bit sum.
+        optimizer: bytes per parameter of the optimizer: moments, and the master copy, if the
+            weights are not one.
+        reduced: bytes per parameter of the gradient's reduction.
+        gathered: bytes per parameter of a gather.
+        sharded_weights: bytes per parameter of the shard that is gathered; 0: the optimizer's
+            master copy is that shard.
+    """
+
+    matrix: str = "bfloat16"
+    weights: float = 2.0
+    gradients: float = 2.0
+    extra_gradients: float = 0.0
+    optimizer: float = 12.0
+    reduced: float = 2.0
+    gathered: float = 2.0
+    sharded_weights: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What the kernels and the runtime can do.
+
+    Attributes:
+        attention: unfused writes scores to memory; flash1, flash2 and flash3 are the generations
+            of FlashAttention and of kernels as fast as they are.
+        fuses_elementwise: whether norms, activations, rotations and residual additions run as few
+            fused kernels (by a compiler or by hand).
+        fuses_loss: whether the loss never writes all logits in float32.
+        loss_copies: the copies of the logits, in bytes per logit, that the loss holds at its peak.
+        fuses_weight_gradients: whether the product that makes a weight's gradient adds to the sum.
+        dropout: whether residual streams have dropout.
+        stops_recompute_early: whether recomputation ends when the last saved tensor is there: the
+            last product of a block is not repeated.
+        step_copies: temporaries of the optimizer's step, in bytes per updated parameter.
+        bucket_bytes: buffers in which gradients are copied for their reduction.
+        overlaps_tp: in which passes the collectives of tp run beside products. "backward": the
+            gradients of inputs travel while those of weights are computed. "both": products and
+            collectives are cut into parts that overlap.
+        overlaps_sends: whether a rank computes while it sends to the next pipeline rank.
+        overlaps_gradients: whether gradients are reduced during backward.
+        overlaps_gathers: whether a sharded optimizer gathers parameters during the next forward.
+        gathers_tensors: whether a sharded optimizer gathers tensor by tensor, not in large buckets.
+        launches_synchronously: whether the host waits for every kernel.
+        offloads: whether parameters and optimizer live in host memory.
+    """
+
+    attention: AttentionKernel = "flash2"
+    fuses_elementwise: bool = False
+    fuses_loss: bool = False
+    loss_copies: float = 12.0
+    fuses_weight_gradients: bool = False
+    dropout: bool = False
+    stops_recompute_early: bool = False
+    step_copies: float = 8.0
+    bucket_bytes: float = 0.0
+    overlaps_tp: Literal["none", "backward", "both"] = "none"
+    overlaps_sends: bool = False
+    overlaps_gradients: bool = True
+    overlaps_gathers: bool = False
+    gathers_tensors: bool = False
+    launches_synchronously: bool = False
+    offloads: bool = False
+
+
+class Machine(NamedTuple):
+    """The devices and the links between them.
+
+    Attributes:
+        hardware: the row of the device.
+        devices_per_node: devices that share a node and its fast links.
+        ring_bytes_s: measured bus bandwidth of a ring inside a node.
+        all_reduce_bytes_s: the same for all-reduce, which switches may compute.
+        nic_bytes_s: one direction between nodes, for each device.
+        power_share: the power limit as a share of the datasheet's.
+    """
+
+    hardware: Hardware
+    devices_per_node: int
+    ring_bytes_s: float
+    all_reduce_bytes_s: float
+    nic_bytes_s: float
+    power_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Everything that a prediction reads.
+
+    Attributes:
+        recompute: what backward computes again. ``attention``: scores and their weighted sum.
+            ``matrix``: everything but products and attention. ``half_matrix``: also every second
+            product. ``half_blocks``: every second block, whole. ``full``: each block, whole.
+        loss_chunks: the number of parts of a micro-batch whose logits exist at once.
+    """
+
+    sizes: Sizes
+    layout: Layout
+    batch: Batch
+    machine: Machine
+    precision: Precision = Precision()
+    software: Software = Software()
+    recompute: Recompute = "none"
+    loss_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        layout, sizes = self.layout, self.sizes
+        if len(layout.stage_blocks) != layout.stages or sum(layout.stage_blocks) != sizes.layers:
+            raise PlanError(
+                f"stages of {layout.stage_blocks} blocks are not {layout.stages} stages of a model "
+                f"with {sizes.layers} blocks"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a micro-batch on one rank of cp."""
+        return self.batch.micro_batch * self.batch.seq_len // self.layout.cp
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens of a step, over all ranks."""
+        batch = self.batch
+        return batch.micro_batch * batch.micro_batches * batch.seq_len * self.layout.batch_ranks
+
+    @property
+    def is_multi_node(self) -> bool:
+        return self.layout.world_size > self.machine.devices_per_node

@@ -1,0 +1,504 @@
+"""The time of a step: computing, the collectives of each axis, the pipeline, the optimizer.
+
+A block's forward is a chain: its products wait for the collectives of tp, cp and ep, while the
+gathers of FSDP run beside them. The times of stages go through the schedule's own actions. What
+happens once a step is added. No torch here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import log2
+from typing import NamedTuple
+
+from composer3d.planner import compute
+from composer3d.planner.collectives import Group, all_to_all_s, collective_s, send_s
+from composer3d.planner.compute import Work
+from composer3d.planner.constants import SHIPPED, Constants
+from composer3d.planner.pipeline import Compiled, compiled, length_s
+from composer3d.planner.setup import Setup
+from composer3d.planner.simulate import StageTimes
+
+LengthOf = Callable[[Compiled, Sequence[StageTimes], Sequence[float]], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The predicted time of a step and its parts, in seconds.
+
+    Attributes:
+        step_s: the whole step.
+        compute_s: products, attention and memory traffic of the slowest rank, without waiting.
+        recompute_s: the part of it that repeats forward.
+        bubble_s: waiting for other pipeline ranks, and for their messages.
+        exposed_s: visible time of collectives, by axis: tp, cp, ep, dp (FSDP is dp).
+        optimizer_s: the optimizer's step.
+        overhead_s: the host, and the slowest of many ranks.
+    """
+
+    step_s: float
+    compute_s: float
+    recompute_s: float
+    bubble_s: float
+    exposed_s: dict[str, float] = field(default_factory=dict)
+    optimizer_s: float
+    overhead_s: float
+
+
+def groups(setup: Setup) -> dict[str, Group]:
+    """Return the group of each axis."""
+    layout = setup.layout
+    sizes = {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "dp_shard": layout.dp_shard,
+        "dp_replicate": layout.dp_replicate,
+        "pp": layout.pp,
+    }
+    found = {axis: Group(ranks, layout.stride(axis)) for axis, ranks in sizes.items()}
+    # Parameters are sharded over dp_shard and cp together.
+    found["fsdp"] = Group(layout.dp_shard * layout.cp, layout.stride("cp"))
+    # Experts are spread over neighbouring ranks: those of tp, then cp, then dp_shard.
+    inner = layout.stride("cp") if layout.expert_tp else 1
+    found["ep"] = Group(layout.ep, inner)
+    expert_ranks = layout.dp_shard * layout.cp * (1 if layout.expert_tp else layout.tp)
+    found["efsdp"] = Group(max(1, expert_ranks // layout.ep), inner * layout.ep)
+    return found
+
+
+def predict_time(
+    setup: Setup, constants: Constants = SHIPPED, length: LengthOf = length_s
+) -> StepTime:
+    """Predict the time of a step.
+
+    Args:
+        setup: what runs, on what.
+        constants: the fitted constants.
+        length: returns the length of a compiled schedule; a fit passes a faster approximation.
+
+    Raises:
+        PlanError: the schedule cannot run with these numbers.
+    """
+    layout, batch = setup.layout, setup.batch
+    rate = compute.rates(setup, constants)
+    axis_groups = groups(setup)
+    micro_batches = batch.micro_batches
+
+    blocks = {
+        has_experts: _block(setup, constants, has_experts=has_experts)
+        for has_experts in {False, True}
+        if has_experts is False or setup.sizes.expert_blocks
+    }
+    head = compute.head_work(setup, constants)
+
+    # The blocks of each stage: dense ones come first.
+    dense_left = setup.sizes.layers - setup.sizes.expert_blocks
+    stage_times: list[_Part] = []
+    for stage, count in enumerate(layout.stage_blocks):
+        dense = min(count, dense_left)
+        dense_left -= dense
+        part = blocks[False].times(dense)
+        if count > dense:
+            part = part.plus(blocks[True].times(count - dense))
+        if stage == layout.stages - 1:
+            part = part.plus(_Part(head, head.recompute_s, {}))
+        stage_times.append(part)
+
+    busy = [
+        sum(
+            part.work.forward_s + part.work.backward_s
+            for stage, part in enumerate(stage_times)
+            if rank_of(layout.pp, stage, layout.schedule) == rank
+        )
+        for rank in range(layout.pp)
+    ]
+    slowest = max(range(layout.pp), key=busy.__getitem__)
+    busy_s = micro_batches * busy[slowest]
+    pipeline_s = _pipeline_s(setup, constants, stage_times, axis_groups["pp"], length)
+
+    exposed = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}
+    recompute_s = 0.0
+    for stage, part in enumerate(stage_times):
+        if rank_of(layout.pp, stage, layout.schedule) == slowest:
+            recompute_s += micro_batches * part.recompute_s
+            for axis, seconds in part.exposed.items():
+                exposed[axis] += micro_batches * seconds
+    in_blocks_s = sum(exposed.values())
+
+    tail_s = _gradient_tail_s(setup, constants, stage_times)
+    exposed["dp"] += tail_s
+    optimizer_s = _optimizer_s(setup, rate)
+    step_s = pipeline_s + tail_s + optimizer_s + constants.step_overhead_s
+    doublings = log2(max(1.0, layout.world_size / 8))
+    total_s = step_s * (1 + constants.straggler_share * doublings)
+    return StepTime(
+        step_s=total_s,
+        compute_s=busy_s - in_blocks_s,
+        recompute_s=recompute_s,
+        bubble_s=pipeline_s - busy_s,
+        exposed_s=exposed,
+        optimizer_s=optimizer_s,
+        overhead_s=constants.step_overhead_s + total_s - step_s,
+    )
+
+
+class _Part(NamedTuple):
+    """The times of some blocks for one micro-batch.
+
+    Attributes:
+        work: with the visible time of collectives.
+        recompute_s: what is computed again, without collectives.
+        exposed: the visible time of collectives by axis, which is a part of ``work``.
+    """
+
+    work: Work
+    recompute_s: float
+    exposed: dict[str, float]
+
+    def times(self, count: int) -> "_Part":
+        """Return the times of ``count`` such parts."""
+        return _Part(
+            Work(*(count * seconds for seconds in self.work)),
+            count * self.recompute_s,
+            {axis: count * seconds for axis, seconds in self.exposed.items()},
+        )
+
+    def plus(self, other: "_Part") -> "_Part":
+        """Return the times of both parts."""
+        axes = self.exposed.keys() | other.exposed.keys()
+        return _Part(
+            Work(*(a + b for a, b in zip(self.work, other.work, strict=True))),
+            self.recompute_s + other.recompute_s,
+            {axis: self.exposed.get(axis, 0.0) + other.exposed.get(axis, 0.0) for axis in axes},
+        )
+
+
+def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
+    """Return the time of one block for one micro-batch, with its collectives."""
+    layout, sizes, software = setup.layout, setup.sizes, setup.software
+    machine = setup.machine
+    axis_groups = groups(setup)
+    work = compute.block_work(setup, constants, has_experts=has_experts)
+    forward_s, input_s, weight_s, recompute_s = work
+    repeats = {"full": 1.0, "half_blocks": 0.5}.get(setup.recompute, 0.0)
+    exposed: dict[str, float] = {}
+
+    def add(axis: str, forward: float, backward: float) -> None:
+        nonlocal forward_s, input_s, recompute_s
+        forward_s += forward
+        input_s += backward
+        recompute_s += repeats * forward
+        exposed[axis] = exposed.get(axis, 0.0) + forward * (1 + repeats) + backward
+
+    stream_bytes = 2.0 * setup.tokens * sizes.dim
+    if layout.tp > 1:
+        tp = axis_groups["tp"]
+        if layout.sequence_parallel:
+            pair_s = collective_s("all_gather", tp, stream_bytes, machine, constants)
+            pair_s += collective_s("reduce_scatter", tp, stream_bytes, machine, constants)
+        else:
+            pair_s = collective_s("all_reduce", tp, stream_bytes, machine, constants)
+        # Attention has one pair of collectives, and the feed-forward layer another. Experts on
+        # ranks of their own need none; cut by tp, they cannot overlap theirs.
+        visible_s = []
+        for overlapped in (("both",), ("backward", "both")):  # forward, backward
+            first = constants.tp_exposed if software.overlaps_tp in overlapped else 1.0
+            second = first if not has_experts else 1.0 if layout.expert_tp else 0.0
+            visible_s.append((first + second) * pair_s)
+        add("tp", *visible_s)
+    if has_experts and layout.ep > 1:
+        sent = 2.0 * setup.tokens * sizes.experts_per_token * sizes.dim / layout.tp
+        one_s = all_to_all_s(axis_groups["ep"], sent, machine, constants)
+        add("ep", 2 * one_s, 2 * one_s)
+    if layout.cp > 1:
+        forward_cp, backward_cp = _context_s(setup, constants, axis_groups["cp"])
+        add("cp", forward_cp, backward_cp)
+
+    held = _held_parameters(setup, has_experts=has_experts)
+    weight_s += compute.summing_s(setup, held, compute.rates(setup, constants))
+
+    # What runs beside the products: gathers, and the reductions of each micro-batch.
+    gather_s, reduce_s = _sharding_s(setup, constants, axis_groups, has_experts=has_experts)
+    dp_s = 0.0
+    if gather_s or reduce_s:
+        before = forward_s
+        forward_s = _beside(forward_s, gather_s, constants)
+        dp_s += forward_s - before
+        backward_s = input_s + weight_s + recompute_s
+        backward_gather_s = gather_s if layout.zero == 3 and layout.pp == 1 else 0.0
+        added = _beside(backward_s, backward_gather_s + reduce_s, constants) - backward_s
+        dp_s += added
+        weight_s += added
+    exposed["dp"] = dp_s
+    return _Part(Work(forward_s, input_s, weight_s, recompute_s), work.recompute_s, exposed)
+
+
+def _beside(compute_s: float, collective_s: float, constants: Constants) -> float:
+    """Return the time of computing with a collective beside it."""
+    hidden_s = min(compute_s, collective_s)
+    return max(
+        compute_s + constants.interference * hidden_s,
+        collective_s + (1 - constants.hidden_share) * compute_s,
+    )
+
+
+def _context_s(setup: Setup, constants: Constants, group: Group) -> tuple[float, float]:
+    """Return the visible seconds of context parallelism in forward and backward of a block."""
+    layout, sizes, machine = setup.layout, setup.sizes, setup.machine
+    kv_bytes = 2.0 * setup.tokens * 2 * sizes.kv_width / layout.tp
+    if layout.cp_method == "ulysses":
+        # Queries, keys, values and the output change from tokens to heads; backward as often.
+        moved = 2.0 * setup.tokens * 2 * (sizes.query_width + sizes.kv_width) / layout.tp
+        one_s = all_to_all_s(group, moved, machine, constants)
+        return one_s, one_s
+    if layout.cp_method == "allgather":
+        gather_s = collective_s("all_gather", group, kv_bytes * layout.cp, machine, constants)
+        reduce_s = collective_s("reduce_scatter", group, kv_bytes * layout.cp, machine, constants)
+        return gather_s, gather_s + reduce_s
+    # A ring: each hop runs beside the attention of the block that came before.
+    hop_s = send_s(group, kv_bytes, machine, constants)
+    forward_s, backward_s = compute.attend_s(setup, constants, compute.rates(setup, constants))
+    visible_forward = _beside(forward_s, (layout.cp - 1) * hop_s, constants) - forward_s
+    # Backward also passes the gradients of keys and values on, in float32.
+    backward_hops = (layout.cp - 1) * hop_s * 3
+    visible_backward = _beside(backward_s, backward_hops, constants) - backward_s
+    return visible_forward, visible_backward
+
+
+def _held_parameters(setup: Setup, *, has_experts: bool) -> float:
+    """Return the parameters of one block on one rank, before they are sharded over data ranks."""
+    layout, sizes = setup.layout, setup.sizes
+    if not has_experts:
+        return (sizes.attention_parameters + sizes.dense_parameters) / layout.tp
+    experts = sizes.expert_parameters / layout.ep / (layout.tp if layout.expert_tp else 1)
+    return (sizes.attention_parameters + sizes.shared_parameters) / layout.tp + experts
+
+
+def _sharding_s(
+    setup: Setup, constants: Constants, axis_groups: dict[str, Group], *, has_experts: bool
+) -> tuple[float, float]:
+    """Return the seconds of a block's gather and of its reduction, for one micro-batch."""
+    layout, precision, machine = setup.layout, setup.precision, setup.machine
+    ranks = axis_groups["fsdp"].ranks
+    if layout.zero < 2 or ranks * layout.dp_replicate == 1:
+        return 0.0, 0.0
+    held = _held_parameters(setup, has_experts=has_experts)
+    parts = [(held, axis_groups["fsdp"])]
+    if has_experts:
+        experts = setup.sizes.expert_parameters / layout.ep
+        experts /= layout.tp if layout.expert_tp else 1
+        parts = [(held - experts, axis_groups["fsdp"]), (experts, axis_groups["efsdp"])]
+    gather_s = reduce_s = 0.0
+    for parameters, group in parts:
+        gather_s += collective_s(
+            "all_gather", group, precision.gathered * parameters, machine, constants
+        )
+        reduce_s += collective_s(
+            "reduce_scatter", group, precision.reduced * parameters, machine, constants
+        )
+        replicas = axis_groups["dp_replicate"]
+        shard_bytes = precision.reduced * parameters / group.ranks
+        reduce_s += collective_s("all_reduce", replicas, shard_bytes, machine, constants)
+    once = setup.batch.micro_batches
+    if layout.zero == 2:
+        gather_s /= once
+    if layout.pp > 1:
+        reduce_s /= once
+    return gather_s, reduce_s
+
+
+def rank_of(pp: int, stage: int, schedule: str) -> int:
+    if schedule in ("ZBVZeroBubble", "DualPipeV"):
+        return stage if stage < pp else 2 * pp - 1 - stage
+    return stage % pp
+
+
+def _pipeline_s(
+    setup: Setup, constants: Constants, parts: list[_Part], group: Group, length: LengthOf
+) -> float:
+    """Return the seconds of all micro-batches, from the schedule's own actions."""
+    layout, micro_batches = setup.layout, setup.batch.micro_batches
+    works = [part.work for part in parts]
+    if layout.pp == 1:
+        return micro_batches * sum(work.forward_s + work.backward_s for work in works)
+    # Each rank of tp sends its part.
+    message = 2.0 * setup.tokens * setup.sizes.dim / layout.tp
+    boundaries = _boundary_s(setup, constants, group, message)
+    blocking_s = 0.0 if setup.software.overlaps_sends else max(boundaries)
+    times = [
+        StageTimes(
+            work.forward_s + 0.5 * blocking_s,
+            work.backward_s + 0.5 * blocking_s,
+            work.input_s + work.recompute_s + 0.5 * blocking_s,
+            work.weight_s,
+        )
+        for work in works
+    ]
+    return _simulated_s(
+        setup, times, [max(0.0, hop_s - 0.5 * blocking_s) for hop_s in boundaries], length
+    )
+
+
+def _boundary_s(
+    setup: Setup, constants: Constants, group: Group, message_bytes: float
+) -> list[float]:
+    """Return the seconds of a message over each boundary between stages."""
+    layout, machine = setup.layout, setup.machine
+    inside_s = send_s(Group(group.ranks, 1), message_bytes, machine, constants)
+    between_s = send_s(
+        Group(group.ranks, machine.devices_per_node), message_bytes, machine, constants
+    )
+    found = []
+    for stage in range(layout.stages - 1):
+        here = rank_of(layout.pp, stage, layout.schedule) * group.stride
+        there = rank_of(layout.pp, stage + 1, layout.schedule) * group.stride
+        same = here // machine.devices_per_node == there // machine.devices_per_node
+        found.append(inside_s if same else between_s)
+    return found
+
+
+def _simulated_s(
+    setup: Setup, times: list[StageTimes], sends: list[float], length: LengthOf
+) -> float:
+    """Simulate the schedule, or, of very many micro-batches, its start and its steady state."""
+    layout, count = setup.layout, setup.batch.micro_batches
+
+    def steps(micro_batches: int) -> float:
+        schedule = compiled(
+            layout.schedule,
+            layout.pp,
+            layout.stages_per_rank,
+            micro_batches,
+            layout.in_flight,
+            layout.schedule_csv,
+        )
+        return length(schedule, times, sends)
+
+    small = 3 * layout.pp
+    if layout.schedule == "csv" or count <= small + layout.pp or count % layout.pp:
+        return steps(count)
+    # Each further round of pp micro-batches takes the same time.
+    longer = steps(small)
+    rounds = (count - small) // layout.pp
+    return longer + rounds * (longer - steps(small - layout.pp))
+
+
+def rank_parameters(setup: Setup, stage_blocks_from: int, stage: int) -> tuple[float, float]:
+    """Return the parameters that a stage's rank holds before sharding: dense ones, and experts'.
+
+    Args:
+        setup: the setup.
+        stage_blocks_from: the number of blocks before this stage.
+        stage: the stage.
+    """
+    layout, sizes = setup.layout, setup.sizes
+    dense_blocks = sizes.layers - sizes.expert_blocks
+    count = layout.stage_blocks[stage]
+    dense_count = max(0, min(count, dense_blocks - stage_blocks_from))
+    expert_count = count - dense_count
+    dense = count * sizes.attention_parameters + dense_count * sizes.dense_parameters
+    dense += expert_count * sizes.shared_parameters
+    if stage == 0:
+        dense += sizes.embedding_parameters
+    is_last = stage == layout.stages - 1
+    if is_last and not (sizes.tied and layout.stages == 1):
+        dense += sizes.head_parameters
+    experts = expert_count * sizes.expert_parameters / layout.ep
+    if layout.expert_tp:
+        experts /= layout.tp
+    return dense / layout.tp, experts
+
+
+def stage_parameters(setup: Setup) -> list[tuple[float, float]]:
+    """Return ``rank_parameters`` of every stage."""
+    found, before = [], 0
+    for stage, count in enumerate(setup.layout.stage_blocks):
+        found.append(rank_parameters(setup, before, stage))
+        before += count
+    return found
+
+
+def _largest_rank(setup: Setup) -> tuple[float, float]:
+    """Return the parameters, dense and of experts, of the pipeline rank that holds most."""
+    layout = setup.layout
+    held = [[0.0, 0.0] for _ in range(layout.pp)]
+    for stage, (dense, experts) in enumerate(stage_parameters(setup)):
+        rank = rank_of(layout.pp, stage, layout.schedule)
+        held[rank][0] += dense
+        held[rank][1] += experts
+    dense, experts = max(held, key=sum)
+    return dense, experts
+
+
+def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> float:
+    """Return the visible seconds of what moves once a step: gradients, and updated parameters."""
+    layout, precision, machine = setup.layout, setup.precision, setup.machine
+    software = setup.software
+    axis_groups = groups(setup)
+    replicas = axis_groups["dp_replicate"]
+    if layout.zero >= 2:
+        # The embedding's gather is the first thing of a step, and its reduction the last.
+        sizes = setup.sizes
+        held = sizes.embedding_parameters / layout.tp
+        fsdp = axis_groups["fsdp"]
+        seconds = collective_s(
+            "all_gather", fsdp, precision.gathered * held, machine, constants
+        ) + collective_s("reduce_scatter", fsdp, precision.reduced * held, machine, constants)
+        seconds += collective_s(
+            "all_reduce", replicas, precision.reduced * held / fsdp.ranks, machine, constants
+        )
+        return seconds * (setup.batch.micro_batches if layout.pp == 1 else 1)
+
+    dense, experts = _largest_rank(setup)
+    reduce_s = gather_s = 0.0
+    blocks_on_rank = max(1, max(layout.stage_blocks) * layout.stages_per_rank)
+    for held, shard in ((dense, axis_groups["fsdp"]), (experts, axis_groups["efsdp"])):
+        if not held:
+            continue
+        if layout.zero == 1:
+            reduce_s += collective_s(
+                "reduce_scatter", shard, precision.reduced * held, machine, constants
+            )
+            reduce_s += collective_s(
+                "all_reduce",
+                replicas,
+                precision.reduced * held / shard.ranks,
+                machine,
+                constants,
+            )
+            # A block has about nine tensors.
+            messages = blocks_on_rank * (9 if software.gathers_tensors else 1)
+            gather_s += collective_s(
+                "all_gather", shard, precision.gathered * held, machine, constants, messages
+            )
+        else:
+            everyone = Group(shard.ranks * layout.dp_replicate, shard.stride)
+            reduce_s += collective_s(
+                "all_reduce", everyone, precision.reduced * held, machine, constants
+            )
+    # The reduction runs behind the last micro-batch's backward of this rank.
+    if software.overlaps_gradients:
+        last = max(part.work.backward_s for part in parts) * layout.stages_per_rank
+        reduce_s = _beside(last, reduce_s, constants) - last
+    if software.overlaps_gathers:
+        first = max(part.work.forward_s for part in parts) * layout.stages_per_rank
+        gather_s = _beside(first, gather_s, constants) - first
+    return reduce_s + gather_s
+
+
+def _optimizer_s(setup: Setup, rate: compute.Rates) -> float:
+    """Return the seconds of the norm, the clipping and the optimizer's step."""
+    layout, precision = setup.layout, setup.precision
+    dense, experts = _largest_rank(setup)
+    held = dense + experts
+    shards = layout.dp_shard * layout.cp
+    updated = held / (shards if layout.zero >= 1 else 1)
+    reduced = held / (shards if layout.zero >= 2 else 1)
+    # The optimizer reads and writes its state, and reads gradients several times.
+    moved = updated * (2 * precision.optimizer + 2 * precision.gradients + 10.0)
+    moved += reduced * (precision.gradients + 4.0)
+    seconds = moved / rate.memory
+    if setup.software.offloads:
+        links = setup.machine.hardware.links
+        host_bytes_s = 0.33 * links.host_bytes_s if links else 20e9
+        seconds += updated * 28.0 / host_bytes_s
+    return seconds

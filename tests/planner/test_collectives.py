@@ -1,0 +1,70 @@
+"""The time of collectives agrees with nccl-tests that are published."""
+
+from dataclasses import replace
+
+import pytest
+
+from composer3d.planner.collectives import Group, all_to_all_s, collective_s, send_s
+from composer3d.planner.constants import PRIORS
+from composer3d.planner.setup import Machine
+from composer3d.spec import hardware
+
+# In nccl-tests nothing else uses the links.
+ALONE = replace(PRIORS, nvlink_share=1.0, nic_share=0.74)
+
+
+def machine_of(name: str) -> Machine:
+    row = hardware.by_name(name)
+    assert row is not None
+    assert row.links is not None
+    links = row.links
+    return Machine(row, 8, links.ring_bytes_s, links.all_reduce_bytes_s, links.nic_bytes_s)
+
+
+@pytest.mark.parametrize(
+    ("device", "size_bytes", "microseconds"),
+    [
+        # stas00/ml-engineering at 744d01e18b, network/README.md, all-reduce on 8 devices
+        ("A100-80GB", 2_097_152, 101.4),
+        ("A100-80GB", 33_554_432, 424.0),
+        ("A100-80GB", 536_870_912, 4218.4),
+        ("A100-80GB", 8_589_934_592, 64074.0),
+    ],
+)
+def test_an_all_reduce_in_a_node_takes_what_was_measured(
+    device: str, size_bytes: int, microseconds: float
+) -> None:
+    group = Group(8, 1)
+    predicted = collective_s("all_reduce", group, size_bytes, machine_of(device), ALONE)
+    assert predicted * 1e6 == pytest.approx(microseconds, rel=0.3)
+
+
+def test_a_large_all_reduce_reaches_the_measured_bus_bandwidth() -> None:
+    # H200 with switches that add: 477 GB/s; 32 B200 in 4 nodes: 382 GB/s, 8 cards of 50 GB/s each
+    size = float(1 << 34)
+    one_node = collective_s("all_reduce", Group(8, 1), size, machine_of("H200"), ALONE)
+    assert 2 * 7 / 8 * size / one_node == pytest.approx(477e9, rel=0.02)
+    four_nodes = collective_s("all_reduce", Group(32, 1), size, machine_of("B200"), ALONE)
+    assert 2 * 31 / 32 * size / four_nodes == pytest.approx(382e9, rel=0.25)
+
+
+def test_a_group_with_a_stride_of_a_node_has_one_card() -> None:
+    machine = machine_of("A100-80GB")
+    size = 1e9
+    wide = collective_s("all_gather", Group(4, 8), size, machine, ALONE)
+    dense = collective_s("all_gather", Group(32, 1), size, machine, ALONE)
+    assert wide > 5 * dense
+
+
+def test_one_rank_costs_nothing() -> None:
+    machine = machine_of("A100-80GB")
+    assert collective_s("all_reduce", Group(1, 8), 1e9, machine, ALONE) == 0
+    assert all_to_all_s(Group(1, 1), 1e9, machine, ALONE) == 0
+    assert send_s(Group(1, 1), 1e9, machine, ALONE) == 0
+
+
+def test_an_all_to_all_that_leaves_the_node_is_slower() -> None:
+    machine = machine_of("H100")
+    inside = all_to_all_s(Group(8, 1), 1e9, machine, ALONE)
+    across = all_to_all_s(Group(8, 8), 1e9, machine, ALONE)
+    assert across > 4 * inside

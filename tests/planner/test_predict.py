@@ -1,0 +1,75 @@
+"""Recipes as setups, and whole predictions."""
+
+from pathlib import Path
+
+import pytest
+
+from composer3d.models.registry import architecture, resolve
+from composer3d.planner.predict import (
+    hardware_flops_per_token,
+    mfu,
+    model_flops_per_token,
+    of_recipe,
+    predict,
+    sizes_of,
+)
+from composer3d.planner.setup import Setup
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
+from composer3d.spec import hardware
+from tools.prove.paths import ROOT
+
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.toml") if "debug" not in path.name)
+
+
+def recipe_of(path: Path, *sets: str) -> Recipe:
+    world = 8 if path.stem.startswith("quickstart") else None
+    return load(str(path), list(sets), world_size=world).recipe
+
+
+def setup_for(preset: str, tp: int = 1) -> Setup:
+    """An H100 setup of a preset on one node."""
+    recipe = recipe_of(
+        ROOT / "recipes" / "llama3-8b-8-fsdp.toml",
+        f"model.preset={preset}",
+        f"mesh.tp={tp}",
+        f"mesh.dp_shard={8 // tp}",
+    )
+    row = hardware.by_name("H100")
+    assert row is not None
+    return of_recipe(recipe, row)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_a_setup_with_its_parameters_and_ranks(path: Path) -> None:
+    recipe = recipe_of(path)
+    sizes = sizes_of(recipe)
+    count = resolve(architecture(recipe.model.architecture).parameters)(recipe.model)
+    # Norms and biases are not counted here; they are less than 0.1 % of a real model.
+    assert sizes.parameters == pytest.approx(count, rel=5e-3)
+    row = hardware.by_name("H200")
+    assert row is not None
+    setup = of_recipe(recipe, row)
+    assert setup.layout.world_size == recipe.world_size
+    assert setup.step_tokens == recipe.data.global_batch * recipe.data.seq_len
+    prediction = predict(setup)
+    assert prediction.tokens_s > 0
+    assert len(prediction.memory) == recipe.mesh.pp
+    assert prediction.peak_gib > 0
+
+
+def test_mfu_of_a_8b_model_on_a_node_of_h100_is_plausible() -> None:
+    setup = setup_for("llama3-8b")
+    recipe = recipe_of(ROOT / "recipes" / "llama3-8b-8-fsdp.toml")
+    flops = model_flops_per_token(recipe, causal=False)
+    assert flops > model_flops_per_token(recipe)
+    prediction = predict(setup)
+    found = mfu(setup, flops, prediction.tokens_s)
+    assert found is not None
+    assert 0.3 < found < 0.65
+    assert hardware_flops_per_token(setup, flops) == flops  # selective repeats no products
+
+
+def test_a_405b_model_does_not_fit_a_node() -> None:
+    assert predict(setup_for("llama3-8b")).fits
+    assert not predict(setup_for("llama3-405b")).fits

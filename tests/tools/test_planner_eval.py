@@ -1,0 +1,169 @@
+"""The evaluation of the planner reads any file of published runs, and refuses broken ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer3d.spec.errors import UserError
+from tools import planner_eval
+from tools.planner.rows import family_of, read, software_facts
+from tools.prove.paths import ROOT
+
+COLUMNS = (
+    "id,source,model,n_layers,hidden,n_heads,ffn,vocab,seq_len,gpu,gpu_variant,n_gpus,tp,sp,pp,vp,"
+    "dp,cp,sharding,shard_group,mbs,gbs,n_microbatches,precision,recompute,schedule,framework,"
+    "tok_s_gpu_norm,mem_gib,mem_metric,oom,notes"
+)
+ROW = {
+    "id": "x-1",
+    "source": "Some Lab (2024)",
+    "model": "7B",
+    "n_layers": "32",
+    "hidden": "4096",
+    "n_heads": "32",
+    "ffn": "16384",
+    "vocab": "50432",
+    "seq_len": "2048",
+    "gpu": "A100-80GB",
+    "n_gpus": "8",
+    "tp": "1",
+    "pp": "1",
+    "dp": "8",
+    "sharding": "FSDP FULL_SHARD",
+    "mbs": "4",
+    "gbs": "32",
+    "recompute": "none",
+    "tok_s_gpu_norm": "3800",
+}
+
+
+def write(folder: Path, *rows: dict[str, str], columns: str = COLUMNS) -> str:
+    names = columns.split(",")
+    lines = [columns, *(",".join(row.get(name, "") for name in names) for row in rows)]
+    path = folder / "rows.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_a_row_becomes_a_setup(tmp_path: Path) -> None:
+    (row,), skipped = read(write(tmp_path, ROW))
+    assert not skipped
+    assert row.family == "some"
+    assert row.layout_class == "fsdp"
+    assert row.setup.layout.zero == 3
+    assert row.setup.batch.micro_batches == 1
+    assert row.place.endswith("rows.csv:2")
+
+
+def test_missing_optional_values_have_defaults(tmp_path: Path) -> None:
+    few = "id,source,n_layers,hidden,n_heads,seq_len,gpu,n_gpus,tp,pp,dp,tok_s_gpu_norm"
+    (row,), skipped = read(write(tmp_path, ROW, columns=few))
+    assert not skipped
+    assert row.setup.sizes.ffn == 4 * 4096
+    assert row.memory_gib is None
+
+
+def test_an_unknown_gpu_is_skipped_with_its_name(tmp_path: Path) -> None:
+    rows, (skipped,) = read(write(tmp_path, {**ROW, "gpu": "TPU v5p"}))
+    assert not rows
+    assert "'TPU v5p' is unknown" in skipped.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": "many"}, "hidden must be a number"),
+        ({"hidden": "nan"}, "hidden must be a number"),
+        ({"hidden": "-1"}, "hidden must be a number"),
+        ({"mbs": "1e300"}, "mbs must be a number"),
+        ({"n_layers": "3.5"}, "n_layers must be a whole number"),
+        ({"n_layers": "999999999"}, "is too large"),
+        ({"dp": "4"}, "tp x pp x dp x cp = 4 is not n_gpus = 8"),
+        ({"seq_len": "0"}, "must be above 0"),
+        ({"n_microbatches": "999999999"}, "micro-batches are more than"),
+        ({"shard_group": "3"}, "shard_group = 3 must divide dp = 8"),
+    ],
+)
+def test_hostile_values_are_refused_with_their_line(
+    tmp_path: Path, change: dict[str, str], message: str
+) -> None:
+    path = write(tmp_path, ROW, {**ROW, **change})
+    with pytest.raises(UserError, match=message) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}:3")
+
+
+def test_hostile_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read(tmp_path / "absent.csv")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="cannot be read"):
+        read(tmp_path / "binary.csv")
+    with pytest.raises(UserError, match=r":1: the columns .* are missing"):
+        read(write(tmp_path, ROW, columns="id,source"))
+    path = write(tmp_path, ROW)
+    Path(path).write_text(Path(path).read_text() + "a,b\n")
+    with pytest.raises(UserError, match=r":3: the row does not have one value"):
+        read(path)
+
+
+def test_no_constant_belongs_to_a_source_or_framework(tmp_path: Path) -> None:
+    """The same facts give the same prediction, whoever published them."""
+    (first,), _ = read(write(tmp_path, ROW))
+    (second,), _ = read(write(tmp_path, {**ROW, "source": "Another Lab", "id": "y"}))
+    assert first.setup == second.setup
+    assert family_of("Another Lab") == "another"
+
+
+def test_words_about_software_become_facts() -> None:
+    assert software_facts("Megatron-LM (no FlashAttention)", "").software.attention == "unfused"
+    assert software_facts("torchtitan, compile", "").software.fuses_elementwise
+    assert not software_facts("torchtitan, eager", "").software.fuses_elementwise
+    assert software_facts("X", "CUDA_LAUNCH_BLOCKING=1").software.launches_synchronously
+
+
+def test_json_has_the_promised_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran_out = {**ROW, "id": "x-2", "tok_s_gpu_norm": "", "oom": "1", "mbs": "512"}
+    with_memory = {**ROW, "id": "x-3", "mem_gib": "60", "mem_metric": "allocated"}
+    unknown = {**ROW, "id": "x-4", "gpu": "abacus"}
+    path = write(tmp_path, ROW, ran_out, with_memory, unknown)
+    assert planner_eval.main([path, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["rows"] == 3
+    assert answer["skipped"] == 1
+    assert answer["false_fits"] == 0
+    assert answer["false_refusals"] == 0
+    assert 0 <= answer["median_error"] <= answer["p90_error"] < 1
+    assert abs(answer["bias"]) < 1
+    assert 0 <= answer["memory_median_error"] < 1
+    assert answer["by_source"]["Some Lab (2024)"]["rows"] == 2
+
+
+def test_the_tool_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    path = write(tmp_path, ROW)
+    script = (
+        "import sys, tools.planner_eval as tool; "
+        f"status = tool.main([{path!r}, '--json']); "
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_errors_go_to_stderr_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planner_eval.main([write(tmp_path, {**ROW, "tp": "x"})]) == 2
+    assert "tp must be a number" in capsys.readouterr().err
+
+
+def test_summary_interpolates_the_percentile() -> None:
+    errors = planner_eval.summary([-0.1, 0.2, 0.3])
+    assert errors.median == pytest.approx(0.2)
+    assert errors.p90 == pytest.approx(0.28)
+    assert errors.bias == pytest.approx(0.4 / 3)

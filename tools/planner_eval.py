@@ -1,0 +1,300 @@
+#!/usr/bin/env python3
+"""Compare the planner's predictions with published training runs.
+
+    python tools/planner_eval.py CSV [--json] [--holdout] [--worst 20]
+
+CSV has the columns of the published measurements. ``--json`` prints one object as the last line of
+standard output. ``--holdout`` fits the constants again without each family of sources, and
+reports the errors on that family; it takes minutes and needs numpy, which torch brings.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from composer3d.planner.constants import SHIPPED, Constants
+from composer3d.planner.memory import predict_memory
+from composer3d.planner.predict import fits
+from composer3d.planner.time import predict_time
+from composer3d.spec.errors import UserError
+from tools.planner.rows import Row, Skipped, memory_gib, read, tokens_s
+
+
+class Errors(NamedTuple):
+    """Errors as fractions of the measured values.
+
+    Attributes:
+        rows: how many.
+        median, p90: of the absolute errors.
+        bias: the mean of the signed errors; above 0 the prediction is too high.
+    """
+
+    rows: int
+    median: float | None
+    p90: float | None
+    bias: float | None
+
+    def __str__(self) -> str:
+        if self.median is None or self.p90 is None or self.bias is None:
+            return f"{0:5d}"
+        return f"{self.rows:5d} {self.median:8.1%} {self.p90:8.1%} {self.bias:+8.1%}"
+
+
+class Outcome(NamedTuple):
+    """One row, and its prediction. An error is predicted / measured - 1, or None.
+
+    Attributes:
+        decision: whether "fits" can be judged: the row says what it recomputed.
+    """
+
+    row: Row
+    tokens_error: float | None
+    memory_error: float | None
+    fits: bool
+    decision: bool
+
+
+def summary(errors: Sequence[float]) -> Errors:
+    """Summarise signed errors. The percentile is interpolated."""
+    if not errors:
+        return Errors(0, None, None, None)
+    sizes = sorted(abs(error) for error in errors)
+    place = 0.9 * (len(sizes) - 1)
+    below = int(place)
+    above = min(below + 1, len(sizes) - 1)
+    p90 = sizes[below] + (place - below) * (sizes[above] - sizes[below])
+    return Errors(len(errors), median(sizes), p90, fmean(errors))
+
+
+def evaluate(rows: Sequence[Row], constants: Constants) -> tuple[list[Outcome], list[Skipped]]:
+    """Predict every row. Rows that cannot be predicted are returned with the reason."""
+    outcomes: list[Outcome] = []
+    skipped: list[Skipped] = []
+    for row in rows:
+        try:
+            tokens = tokens_s(row, constants) / row.tokens_s - 1 if row.tokens_s else None
+            memory = memory_gib(row, constants) / row.memory_gib - 1 if row.memory_gib else None
+            does_fit = fits(row.setup, tuple(predict_memory(row.setup, constants)))
+        except UserError as error:
+            skipped.append(Skipped(row.place, row.id, str(error)))
+            continue
+        outcomes.append(Outcome(row, tokens, memory, does_fit, row.recompute_is_stated))
+    return outcomes, skipped
+
+
+def size_of(row: Row) -> str:
+    gpus = row.setup.layout.world_size
+    return "1 node" if gpus <= 8 else "2-8 nodes" if gpus <= 64 else "more than 8 nodes"
+
+
+GROUPINGS: dict[str, Callable[[Row], str]] = {
+    "family": lambda row: row.family,
+    "layout": lambda row: {"fsdp": "FSDP only", "tp": "tp > 1, pp 1", "pp": "pp > 1"}[
+        row.layout_class
+    ],
+    "gpu": lambda row: row.gpu,
+    "size": size_of,
+}
+
+
+def grouped(outcomes: Sequence[Outcome], key: Callable[[Row], str]) -> dict[str, Errors]:
+    """Return the errors of tokens/s by group."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.tokens_error is not None:
+            found[key(outcome.row)].append(outcome.tokens_error)
+    return {name: summary(errors) for name, errors in sorted(found.items())}
+
+
+class Sweep(NamedTuple):
+    """Runs of one model, batch and number of devices in different layouts.
+
+    Attributes:
+        loss: how much slower the layout that the planner ranks first is than the best measured.
+        correlation: Spearman's, of predicted and measured tokens/s.
+    """
+
+    name: str
+    rows: int
+    loss: float
+    correlation: float
+
+
+def sweeps(outcomes: Sequence[Outcome]) -> list[Sweep]:
+    """Find the sweeps of layouts with three rows or more, and judge the ranking in each."""
+    groups: dict[tuple[object, ...], list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        row = outcome.row
+        if outcome.tokens_error is None:
+            continue
+        setup = row.setup
+        groups[
+            row.source, row.gpu, setup.layout.world_size, setup.batch.seq_len, setup.sizes
+        ].append(outcome)
+    found = []
+    for members in groups.values():
+        layouts = {(o.row.setup.layout, o.row.setup.batch, o.row.setup.recompute) for o in members}
+        if len(layouts) < 3:
+            continue
+        measured = [o.row.tokens_s or 0.0 for o in members]
+        predicted = [
+            value * (1 + (o.tokens_error or 0.0))
+            for value, o in zip(measured, members, strict=True)
+        ]
+        first = max(range(len(members)), key=predicted.__getitem__)
+        row = members[0].row
+        found.append(
+            Sweep(
+                f"{row.source[:40]}: {row.model}, {row.setup.layout.world_size} devices",
+                len(members),
+                1 - measured[first] / max(measured),
+                _spearman(predicted, measured),
+            )
+        )
+    return found
+
+
+def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    def ranks(values: Sequence[float]) -> list[float]:
+        return [
+            sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2
+            for value in values
+        ]
+
+    a, b = ranks(one), ranks(other)
+    mean = (len(a) - 1) / 2
+    product = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    norm = (sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)) ** 0.5
+    return product / norm if norm else 0.0
+
+
+def answer(outcomes: Sequence[Outcome], skipped: Sequence[Skipped]) -> dict[str, object]:
+    """Return the object that ``--json`` prints."""
+    tokens = summary([o.tokens_error for o in outcomes if o.tokens_error is not None])
+    memory = summary([o.memory_error for o in outcomes if o.memory_error is not None])
+    judged = [o for o in outcomes if o.decision]
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.tokens_error is not None:
+            by_source[outcome.row.source].append(outcome.tokens_error)
+    return {
+        "rows": len(outcomes),
+        "tokens_rows": tokens.rows,
+        "memory_rows": memory.rows,
+        "skipped": len(skipped),
+        "median_error": tokens.median,
+        "p90_error": tokens.p90,
+        "bias": tokens.bias,
+        "memory_median_error": memory.median,
+        "memory_p90_error": memory.p90,
+        "false_fits": sum(o.fits and o.row.ran_out_of_memory for o in judged),
+        "false_refusals": sum(not o.fits and not o.row.ran_out_of_memory for o in judged),
+        "by_source": {
+            source: summary(errors)._asdict() for source, errors in sorted(by_source.items())
+        },
+        "by_layout": {
+            name: errors._asdict()
+            for name, errors in grouped(outcomes, GROUPINGS["layout"]).items()
+        },
+    }
+
+
+def report(outcomes: Sequence[Outcome], skipped: Sequence[Skipped], worst: int) -> None:
+    """Print the tables for people."""
+    print(f"{'tokens/s':34} rows   median      90th     bias")
+    tokens = [o.tokens_error for o in outcomes if o.tokens_error is not None]
+    print(f"{'all':32} {summary(tokens)}")
+    for title, key in GROUPINGS.items():
+        print(f"by {title}")
+        for name, errors in grouped(outcomes, key).items():
+            print(f"  {name[:30]:30} {errors}")
+    memory: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.memory_error is not None:
+            memory["all"].append(outcome.memory_error)
+            memory[outcome.row.family].append(outcome.memory_error)
+    print("memory")
+    for name, values in memory.items():
+        print(f"  {name[:30]:30} {summary(values)}")
+    wrong = [o for o in outcomes if o.decision and o.fits == o.row.ran_out_of_memory]
+    names = ", ".join(o.row.id for o in wrong) or "none"
+    print(f"fits or not: {len(wrong)} wrong decisions: {names}")
+    print("sweeps of layouts: rows, measured loss of the layout ranked first, rank correlation")
+    for sweep in sweeps(outcomes):
+        print(f"  {sweep.name:70} {sweep.rows:3d} {sweep.loss:6.1%} {sweep.correlation:+.2f}")
+    by_size = sorted(
+        (o for o in outcomes if o.tokens_error is not None),
+        key=lambda o: -abs(o.tokens_error or 0.0),
+    )
+    print(f"the worst {worst} rows")
+    for outcome in by_size[:worst]:
+        print(f"  {outcome.tokens_error:+7.1%} {describe(outcome.row)}")
+    for row in skipped:
+        print(f"skipped {row.place} ({row.id}): {row.reason}")
+
+
+def describe(row: Row) -> str:
+    """Describe a row in a line: its layout, and where the predicted time goes."""
+    setup, layout = row.setup, row.setup.layout
+    time = predict_time(setup)
+    parts = {"recompute": time.recompute_s, "bubble": time.bubble_s, **time.exposed_s}
+    shares = ", ".join(
+        f"{name} {seconds / time.step_s:.0%}"
+        for name, seconds in parts.items()
+        if seconds > 0.02 * time.step_s
+    )
+    return (
+        f"{row.id:10} {row.model[:16]:16} {row.gpu[:9]} x{layout.world_size} tp{layout.tp} "
+        f"pp{layout.pp} dp{layout.batch_ranks} cp{layout.cp} mbs{setup.batch.micro_batch} "
+        f"x{setup.batch.micro_batches} seq{setup.batch.seq_len} {setup.recompute}: {shares}"
+    )
+
+
+def holdout(rows: Sequence[Row]) -> list[Outcome]:
+    """Fit without each family of sources in turn, and predict that family."""
+    from tools.planner.fit import fit_without_each_family  # numpy is needed only here
+
+    found: list[Outcome] = []
+    for family, constants in fit_without_each_family(rows).items():
+        outcomes, _ = evaluate([row for row in rows if row.family == family], constants)
+        errors = [o.tokens_error for o in outcomes if o.tokens_error is not None]
+        print(f"  without {family[:22]:22} {summary(errors)}", flush=True)
+        found += outcomes
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("csv", help="published runs, with the columns of published.csv")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--holdout", action="store_true", help="fit without each family in turn")
+    parser.add_argument("--worst", type=int, default=20, help="rows to list (20)")
+    arguments = parser.parse_args(argv)
+    try:
+        rows, skipped = read(arguments.csv)
+    except UserError as error:
+        print(*error.lines, sep="\n", file=sys.stderr)
+        return error.status
+    if arguments.holdout:
+        print("each family of sources left out of the fit in turn; tokens/s")
+        outcomes = holdout(rows)
+        failed: list[Skipped] = []
+    else:
+        outcomes, failed = evaluate(rows, SHIPPED)
+    skipped += failed
+    if arguments.json:
+        print(json.dumps(answer(outcomes, skipped)))
+    else:
+        report(outcomes, skipped, arguments.worst)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

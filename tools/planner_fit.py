@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Fit the constants of the cost model to published training runs, and print them.
+
+    python tools/planner_fit.py CSV
+
+Copy the printed values to ``SHIPPED`` in ``composer3d/planner/constants.py``. It needs numpy, which
+torch brings.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from composer3d.planner.constants import FITTED
+from composer3d.spec.errors import UserError
+from tools.planner.rows import read
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("csv", help="published runs, with the columns of published.csv")
+    arguments = parser.parse_args(argv)
+    try:
+        from tools.planner.fit import fit
+    except ModuleNotFoundError as error:
+        print(f"the fit needs {error.name}; install it: pip install {error.name}", file=sys.stderr)
+        return 2
+    try:
+        rows, skipped = read(arguments.csv)
+    except UserError as error:
+        print(*error.lines, sep="\n", file=sys.stderr)
+        return error.status
+    for row in skipped:
+        print(f"# skipped {row.place} ({row.id}): {row.reason}")
+    print("SHIPPED = Constants(")
+    for name, value in fit(rows).as_dict().items():
+        fitted = FITTED[name]
+        print(f"    {name}={value:.4g},  # {fitted.low:g} to {fitted.high:g} {fitted.unit}")
+    print(")")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
