@@ -4,13 +4,15 @@
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
@@ -20,15 +22,23 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Where a distributed checkpoint keeps the bytes of one part of a tensor: file, offset and length.
 StorageInfo = _StorageInfo
 
 # The pipeline schedule that runs a given list of actions.
 ScheduleOfActions = _PipelineScheduleRuntime
+
+# A context that sees each call of an operator, below autograd.
+DispatchMode = TorchDispatchMode
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
@@ -121,3 +131,102 @@ def silence_selective_checkpoint_warning() -> None:
     The warning says that a checkpointed region must not change a tensor in place. No block does.
     """
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+# --- dry runs ---
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Form a default process group without other processes: collectives do nothing.
+
+    Groups of any size can be formed inside the context, at once and without sockets.
+    """
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    yield
+    # After an error the group is not destroyed: the process ends.
+    dist.destroy_process_group()
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which tensors have shapes and storages, but no data.
+
+    A tensor that is made outside of it has data. An operator inside of the context takes it, and
+    returns a tensor without data.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Return whether a tensor has data, unlike those that are made in ``fake_tensors``."""
+    return not isinstance(tensor, FakeTensor)
+
+
+def with_data() -> AbstractContextManager[Any]:
+    """Return a context within ``fake_tensors`` in which new tensors have data."""
+    return unset_fake_temporarily()
+
+
+def body_of(operator: Any) -> Callable[..., Any] | None:
+    """Return the Python function of an operator made by ``torch.library.custom_op``, else None."""
+    definition = OPDEFS.get(operator.name())
+    return None if definition is None else definition._init_fn
+
+
+def group_of_argument(argument: Any) -> dist.ProcessGroup:
+    """Return the process group that an operator of c10d has as an argument."""
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    return dist.ProcessGroup.unbox(argument)
+
+
+@contextmanager
+def watch_resizes(see: Callable[[UntypedStorage], None]) -> Iterator[None]:
+    """Call ``see`` after each ``resize_`` of a storage, which no dispatch mode sees.
+
+    FSDP frees gathered parameters by it.
+    """
+    resize = UntypedStorage.resize_
+
+    def resize_and_tell(storage: UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        see(storage)
+        return result
+
+    UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@contextmanager
+def around_pipeline_vote(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter ``context`` around the messages by which a pipeline agrees in its first step.
+
+    The stages agree whether shapes are static. Later steps do not repeat it.
+    """
+    vote = _PipelineSchedule._warmup_p2p
+
+    def vote_inside(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        with context():
+            return vote(self, *arguments, **keywords)
+
+    _PipelineSchedule._warmup_p2p = vote_inside  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _PipelineSchedule._warmup_p2p = vote  # type: ignore[method-assign]
+
+
+def gathered_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the whole parameters of a unit of FSDP, whose ``.grad`` backward fills.
+
+    There are none before the first gathering. Later gatherings use the same objects.
+    """
+    return [
+        parameter._unsharded_param
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    ]
