@@ -37,6 +37,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import (
     DispatchMode,
     around_pipeline_vote,
+    around_shape_propagation,
     body_of,
     fake_tensors,
     fake_world,
@@ -78,14 +79,25 @@ def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
     recipe = replace(recipe, compile=CompileTable())
     ledger = MemoryLedger(offload=recipe.memory.cpu_offload)
     recorder = Recorder(ledger)
+    without_data = fake_tensors()
+
+    def materialise(stage: Stage, *, device: torch.device) -> None:
+        with without_data:
+            stage.to_empty(device=device)
+
     with fake_world(pp_rank * ranks, recipe.world_size):
-        with recorder:
+        with recorder, recorder.ignoring():
             mesh = Mesh.build(sizes, torch.device("cpu"))
             stages = build_stages(
-                recipe, mesh, change_plan=_without_random_values, materialise=_materialise
+                recipe, mesh, change_plan=_without_random_values, materialise=materialise
             )
         documents_BT = _documents(recipe)
-        with fake_tensors(), recorder, watch_resizes(ledger.resize):
+        with (
+            without_data,
+            recorder,
+            watch_resizes(ledger.resize),
+            around_shape_propagation(recorder.ignoring),
+        ):
             optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
             parameters = [parameter for module in stages.modules for parameter in module.parameters()]
             ledger.mark(map(local_shard, parameters), Kind.PARAMETERS)
@@ -106,11 +118,6 @@ def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
 def _without_random_values(plan: ShardingPlan) -> ShardingPlan:
     """Fill parameters by one operator each: their values do not matter."""
     return replace(plan, init={"*": Constant(0.0)})
-
-
-def _materialise(stage: Stage, *, device: torch.device) -> None:
-    with fake_tensors():
-        stage.to_empty(device=device)
 
 
 def _documents(recipe: Recipe) -> Tensor | None:
@@ -188,6 +195,10 @@ def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:
         unit.register_forward_pre_hook(find_gathered)  # type: ignore[attr-defined]
 
 
+# Operators that torch cannot run without data. They write to their inputs, and allocate nothing.
+_IN_PLACE = frozenset({"aten::_fused_adamw_"})
+
+
 @dataclass(frozen=True)
 class _Traits:
     """What the recorder needs to know of an operator.
@@ -219,6 +230,7 @@ class Recorder(DispatchMode):
         self._ledger = ledger
         self._collectives: CollectiveCounter | None = None
         self._traits: dict[Any, _Traits] = {}
+        self._ignores = False
 
     @contextmanager
     def counting(self, collectives: CollectiveCounter | None) -> Iterator[None]:
@@ -226,6 +238,13 @@ class Recorder(DispatchMode):
         before, self._collectives = self._collectives, collectives
         yield
         self._collectives = before
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Count nothing inside of the context, not even memory."""
+        before, self._ignores = self._ignores, True
+        yield
+        self._ignores = before
 
     def __torch_dispatch__(
         self,
@@ -252,9 +271,12 @@ class Recorder(DispatchMode):
         elif traits.name == "aten::_local_scalar_dense":
             dtype = inputs[0].dtype
             return _FLOAT if dtype.is_floating_point else dtype is torch.bool or 1
+        elif traits.name in _IN_PLACE:
+            result = None
         else:
             result = operator(*arguments, **keywords)
-        self._see(operator, traits, arguments, keywords, result)
+        if not self._ignores:
+            self._see(operator, traits, arguments, keywords, result)
         return result
 
     def _see(

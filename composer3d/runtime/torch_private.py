@@ -28,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -152,14 +153,16 @@ def fake_tensors() -> AbstractContextManager[Any]:
     """Return a context in which tensors have shapes and storages, but no data.
 
     A tensor that is made outside of it has data. An operator inside of the context takes it, and
-    returns a tensor without data.
+    returns a tensor without data. An operator whose outputs torch cannot describe raises an error;
+    by default torch would run it on real zeros. All tensors of a computation must come from one
+    context, which may be entered again.
     """
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Return whether a tensor has data, unlike those that are made in ``fake_tensors``."""
-    return not isinstance(tensor, FakeTensor)
+    """Return whether a tensor has data: it is neither fake (``fake_tensors``) nor a meta tensor."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
 def with_data() -> AbstractContextManager[Any]:
@@ -200,23 +203,43 @@ def watch_resizes(see: Callable[[UntypedStorage], None]) -> Iterator[None]:
         UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-@contextmanager
-def around_pipeline_vote(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter ``context`` around the messages by which a pipeline agrees in its first step.
+def around_pipeline_vote(
+    context: Callable[[], AbstractContextManager[Any]],
+) -> AbstractContextManager[None]:
+    """Return a context that enters ``context`` around the vote of a pipeline's first step.
 
-    The stages agree whether shapes are static. Later steps do not repeat it.
+    In the vote, the stages send each other whether their shapes are static. Later steps do not
+    repeat it.
     """
-    vote = _PipelineSchedule._warmup_p2p
+    return _around(_PipelineSchedule, "_warmup_p2p", context)
 
-    def vote_inside(self: Any, *arguments: Any, **keywords: Any) -> Any:
+
+def around_shape_propagation(
+    context: Callable[[], AbstractContextManager[Any]],
+) -> AbstractContextManager[None]:
+    """Return a context that enters ``context`` wherever DTensor runs an operator to learn shapes.
+
+    DTensor runs it on tensors of the global shape, without data. No rank allocates them.
+    """
+    return _around(ShardingPropagator, "_propagate_tensor_meta_non_cached", context)
+
+
+@contextmanager
+def _around(
+    owner: type, name: str, context: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """Enter ``context`` around each call of a method of the class ``owner``."""
+    method = getattr(owner, name)
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
         with context():
-            return vote(self, *arguments, **keywords)
+            return method(*arguments, **keywords)
 
-    _PipelineSchedule._warmup_p2p = vote_inside  # type: ignore[method-assign]
+    setattr(owner, name, run)
     try:
         yield
     finally:
-        _PipelineSchedule._warmup_p2p = vote  # type: ignore[method-assign]
+        setattr(owner, name, method)
 
 
 def gathered_parameters(unit: FSDPModule) -> list[nn.Parameter]:
