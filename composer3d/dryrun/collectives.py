@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -39,11 +40,13 @@ class Message(NamedTuple):
     Attributes:
         operation: such as "all_gather".
         group: the ranks that take part.
+        dtype: of its first tensor; None: it has no tensor.
         sent_bytes: by the rules of this module.
     """
 
     operation: str
     group: dist.ProcessGroup
+    dtype: torch.dtype | None
     sent_bytes: int
 
 
@@ -102,6 +105,14 @@ _FUNCTIONAL: dict[str, _Kind] = {
 }
 
 
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+def is_collective(operator: Any) -> bool:
+    """Return whether ``operator`` communicates, or waits for something that does."""
+    return operator.name().partition("::")[0] in _NAMESPACES
+
+
 def message_of(operator: Any, arguments: Sequence[Any]) -> Message | None:
     """Return what a call of ``operator`` sends, or None if it is no collective.
 
@@ -109,12 +120,9 @@ def message_of(operator: Any, arguments: Sequence[Any]) -> Message | None:
         RuntimeError: this module does not know the collective.
     """
     namespace, _, name = operator.name().partition("::")
-    if namespace == "c10d":
-        table = _OF_GROUPS
-    elif namespace in ("_c10d_functional", "_c10d_functional_autograd"):
-        table = _FUNCTIONAL
-    else:
+    if namespace not in _NAMESPACES:
         return None
+    table = _OF_GROUPS if namespace == "c10d" else _FUNCTIONAL
     name = name.partition(".")[0]
     if name == "wait_tensor":
         return None
@@ -122,7 +130,8 @@ def message_of(operator: Any, arguments: Sequence[Any]) -> Message | None:
         raise RuntimeError(f"the collective {operator} is not known here; add it to collectives.py")
     kind = table[name]
     group = _group_of(operator, arguments)
-    part_bytes = sum(tensor.nbytes for tensor in tensors_in(arguments[kind.part]))
+    parts = list(tensors_in(arguments[kind.part]))
+    part_bytes = sum(tensor.nbytes for tensor in parts)
     if kind.operation == "reduce_scatter" and table is _FUNCTIONAL:
         part_bytes //= group.size()  # the argument is the whole
     sent_bytes = part_bytes
@@ -136,7 +145,7 @@ def message_of(operator: Any, arguments: Sequence[Any]) -> Message | None:
             sent_bytes = part_bytes * (all_rows - own_rows) // max(all_rows, 1)
         case "barrier":
             sent_bytes = 0
-    return Message(kind.operation, group, sent_bytes)
+    return Message(kind.operation, group, parts[0].dtype if parts else None, sent_bytes)
 
 
 def tensors_in(argument: Any) -> Iterable[Tensor]:
@@ -157,9 +166,7 @@ def _group_of(operator: Any, arguments: Sequence[Any]) -> dist.ProcessGroup:
     raise RuntimeError(f"the collective {operator} has no argument with its process group")
 
 
-def _own_rows(
-    operator: Any, arguments: Sequence[Any], group: dist.ProcessGroup
-) -> tuple[int, int]:
+def _own_rows(operator: Any, arguments: Sequence[Any], group: dist.ProcessGroup) -> tuple[int, int]:
     """Return how many rows of an all-to-all stay on this rank, and how many there are."""
     for entry, argument in zip(operator._schema.arguments, arguments, strict=False):
         if entry.name == "input_split_sizes" and argument:
@@ -171,14 +178,14 @@ class CollectiveCounter:
     """The collectives of a rank, by axis and operation.
 
     Args:
-        axis_of: returns the axis of a group; see ``axis_names``.
+        axis_of: returns the axis of a message; see ``axis_names``.
 
     Attributes:
         traffic: what was counted.
         groups: one group of each axis in ``traffic``.
     """
 
-    def __init__(self, axis_of: Callable[[dist.ProcessGroup], str]) -> None:
+    def __init__(self, axis_of: Callable[[Message], str]) -> None:
         self._axis_of = axis_of
         self.traffic: Traffic = {}
         self.groups: dict[str, dist.ProcessGroup] = {}
@@ -187,7 +194,7 @@ class CollectiveCounter:
         """Count the call of an operator. Return its message, if it is a collective."""
         message = message_of(operator, arguments)
         if message is not None and message.group.size() > 1:
-            axis = self._axis_of(message.group)
+            axis = self._axis_of(message)
             self.groups.setdefault(axis, message.group)
             operations = self.traffic.setdefault(axis, {})
             usage = operations.setdefault(message.operation, Usage())
@@ -227,19 +234,26 @@ class CountCollectives(DispatchMode):
         return operator(*arguments, **(keywords or {}))
 
 
-def axis_names(mesh: Mesh) -> Callable[[dist.ProcessGroup], str]:
-    """Return a function that names the axis of a group.
+def axis_names(mesh: Mesh) -> Callable[[Message], str]:
+    """Return a function that names the axis of a message.
 
     Names are "pp", "dp_replicate", "fsdp" (dp_shard x cp), "cp" and "tp"; for experts "ep" and
     "efsdp"; "sequence" (cp x tp), over which routers sum; and "world". A group of other axes has
     their names, such as "dp_replicate x dp_shard".
+
+    An axis may have all ranks of the job, and then has the group of the world. An all-reduce of
+    float64 in this group is a sum of scalars, such as the loss, and so of the world.
     """
     known: dict[str, str] = {}
 
-    def axis_of(group: dist.ProcessGroup) -> str:
-        # Groups are formed late: names are looked up again when an unknown group appears.
+    def axis_of(message: Message) -> str:
+        group, world = message.group, dist.group.WORLD
+        is_world = world is not None and group.group_name == world.group_name
+        if is_world and message.operation == "all_reduce" and message.dtype is torch.float64:
+            return WORLD
         name = group.group_name
         if name not in known:
+            # Groups are formed late: names are looked up again when an unknown group appears.
             known.update(_names_of_groups(mesh))
         if name not in known:
             known[name] = _varying_axes(group, mesh)
@@ -250,13 +264,15 @@ def axis_names(mesh: Mesh) -> Callable[[dist.ProcessGroup], str]:
 
 def _names_of_groups(mesh: Mesh) -> dict[str, str]:
     """Map the names of the groups that ``mesh`` has formed to axes."""
-    names = {dist.group.WORLD.group_name: WORLD} if dist.group.WORLD is not None else {}
+    names: dict[str, str] = {}
     meshes = [mesh.device_mesh]
     formed = vars(mesh)  # what ``cached_property`` has computed
     if "sparse" in formed:
         meshes.append(mesh.sparse)
     for device_mesh in meshes:
-        for axis in device_mesh.mesh_dim_names or ():
+        for dim, axis in enumerate(device_mesh.mesh_dim_names or ()):
+            if device_mesh.size(dim) == 1:
+                continue
             # pp and dp_replicate are in both; the groups are equal, and the first one counts.
             names.setdefault(device_mesh.get_group(axis).group_name, axis)
     for attribute, axis in (("cp_group", "cp"), ("sequence_group", "sequence")):

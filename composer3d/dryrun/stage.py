@@ -9,11 +9,13 @@ What must have data keeps it: an operator whose inputs all have data computes (d
 rows of each expert). All ranks are taken to hold the same such data.
 """
 
+import gc
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,21 +24,30 @@ from torch.distributed.tensor import DTensor
 
 from composer3d.checkpoint.optimizer_state import optimizer_state
 from composer3d.data import Batch
-from composer3d.dryrun.collectives import CollectiveCounter, axis_names, tensors_in
+from composer3d.dryrun.collectives import (
+    CollectiveCounter,
+    axis_names,
+    is_collective,
+    tensors_in,
+)
 from composer3d.dryrun.memory import Kind, MemoryLedger
 from composer3d.dryrun.report import Memory, Operation, StageReport
 from composer3d.dryrun.routing import rows_of_experts
 from composer3d.models.contract import Constant, ShardingPlan
 from composer3d.models.layers.moe import Exchange, Exchanged
+from composer3d.models.registry import architecture
 from composer3d.parallel import Stages
+from composer3d.parallel.compose import cut_into_stages
 from composer3d.parallel.data import fsdp
+from composer3d.parallel.pipeline.runtime import place_stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.schema import CompileTable, Recipe
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import (
+    FAKE_TENSOR,
     DispatchMode,
-    around_pipeline_vote,
+    around_pipeline_start,
     around_shape_propagation,
     body_of,
     fake_tensors,
@@ -57,9 +68,46 @@ GPUS_PER_NODE = 8
 # The documents of a row, with data.packing = "documents": all of one length.
 DOCUMENTS = 4
 
-# What the host reads from a floating-point tensor without data. As a squared norm it is a norm of 2,
-# so that gradients are clipped at the usual limit, 1.
+# What the host reads from a floating-point tensor without data. As a squared norm it is a norm of
+# 2, so that gradients are clipped at the usual limit, 1.
 _FLOAT = 4.0
+
+
+class StageContent(NamedTuple):
+    """What tells the stages of one pipeline rank from those of another.
+
+    Attributes:
+        blocks: for each stage of the rank, the parameters of each of its blocks, as shapes.
+        ends: whether the rank holds the first stage, and the last.
+    """
+
+    blocks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    ends: tuple[bool, bool]
+
+
+def describe_stages(recipe: Recipe) -> list[StageContent]:
+    """Return what each pipeline rank holds. Equal ones run equal steps if their order is equal."""
+    placement = place_stages(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
+    model_of = architecture(recipe.model.architecture)
+    contents = []
+    for rank in range(recipe.mesh.pp):
+        model = model_of.build(recipe.model, dtype=torch.float32, device="meta")
+        stages = cut_into_stages(model, placement.stages, rank, recipe.parallel)
+        blocks = tuple(
+            tuple(
+                tuple(tuple(parameter.shape) for parameter in block.parameters())
+                for block in stage.blocks.values()
+            )
+            for stage in stages
+        )
+        ends = stages[0].first is not None, stages[-1].last is not None
+        contents.append(StageContent(blocks, ends))
+    return contents
+
+
+def run_one_of(recipe: Recipe, pp_ranks: Sequence[int], skew: float) -> StageReport:
+    """Run the pipeline rank of this worker: worker RANK has ``pp_ranks[RANK]``."""
+    return run_stage(recipe, pp_ranks[int(os.environ["RANK"])], skew)
 
 
 def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
@@ -99,18 +147,22 @@ def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
             around_shape_propagation(recorder.ignoring),
         ):
             optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
-            parameters = [parameter for module in stages.modules for parameter in module.parameters()]
+            parameters = [
+                parameter for module in stages.modules for parameter in module.parameters()
+            ]
             ledger.mark(map(local_shard, parameters), Kind.PARAMETERS)
             state = optimizer_state(optimizer, stages.named_parameters())
             ledger.mark(map(local_shard, state.values()), Kind.OPTIMIZER)
             del state
+            # The collector would search what has been built again and again.
+            gc.freeze()
             for module in stages.modules:
-                _fix_routing(module, sizes.ep, skew)
+                fix_routing(module, sizes.ep, skew)
                 _mark_gradients(module, ledger)
 
             collectives = CollectiveCounter(axis_names(mesh))
             pause = partial(recorder.counting, None)
-            with recorder.counting(collectives), around_pipeline_vote(pause):
+            with recorder.counting(collectives), around_pipeline_start(pause):
                 _take_a_step(recipe, stages, optimizer, documents_BT, ledger)
         return _report(pp_rank, ranks, collectives, recorder, ledger)
 
@@ -148,7 +200,7 @@ def _take_a_step(
     update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=recipe.optim.lr)
 
 
-def _fix_routing(stage: nn.Module, ep: int, skew: float) -> None:
+def fix_routing(stage: nn.Module, ep: int, skew: float) -> None:
     """Give the experts of ``stage`` their numbers of rows, which a router cannot count here."""
 
     def with_given_rows(exchange: Exchange) -> Exchange:
@@ -195,10 +247,6 @@ def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:
         unit.register_forward_pre_hook(find_gathered)  # type: ignore[attr-defined]
 
 
-# Operators that torch cannot run without data. They write to their inputs, and allocate nothing.
-_IN_PLACE = frozenset({"aten::_fused_adamw_"})
-
-
 @dataclass(frozen=True)
 class _Traits:
     """What the recorder needs to know of an operator.
@@ -207,11 +255,13 @@ class _Traits:
         name: with its namespace, such as "aten::mm".
         body: the Python function of a custom operator, else None.
         makes_tensors: its outputs have storages of their own.
+        is_collective: it may send something.
     """
 
     name: str
     body: Callable[..., Any] | None
     makes_tensors: bool
+    is_collective: bool
 
 
 class Recorder(DispatchMode):
@@ -263,16 +313,13 @@ class Recorder(DispatchMode):
         if traits.body is not None:
             with self:
                 return traits.body(*arguments, **keywords)
-        inputs = list(tensors_in(arguments))
-        if inputs and all(map(has_data, inputs)):
+        if FAKE_TENSOR not in types and _all_have_data(arguments):
             with with_data():
                 result = operator(*arguments, **keywords)
                 _fill_output(traits.name, arguments)
         elif traits.name == "aten::_local_scalar_dense":
-            dtype = inputs[0].dtype
+            dtype = arguments[0].dtype
             return _FLOAT if dtype.is_floating_point else dtype is torch.bool or 1
-        elif traits.name in _IN_PLACE:
-            result = None
         else:
             result = operator(*arguments, **keywords)
         if not self._ignores:
@@ -290,7 +337,8 @@ class Recorder(DispatchMode):
         ledger = self._ledger
         if self._collectives is not None:
             self.operators += traits.makes_tensors
-            self._collectives.see(operator, arguments)
+            if traits.is_collective:
+                self._collectives.see(operator, arguments)
         if traits.makes_tensors:
             for tensor in tensors_in(result):
                 ledger.see(tensor)
@@ -319,7 +367,13 @@ def _traits_of(operator: Any) -> _Traits:
         name=operator.name().partition(".")[0],
         body=body_of(operator),
         makes_tensors=any(alias is None for alias in returned),
+        is_collective=is_collective(operator),
     )
+
+
+def _all_have_data(arguments: tuple[Any, ...]) -> bool:
+    tensors = list(tensors_in(arguments))
+    return bool(tensors) and all(map(has_data, tensors))
 
 
 def _fill_output(name: str, arguments: Sequence[Any]) -> None:
@@ -335,7 +389,11 @@ def _fill_output(name: str, arguments: Sequence[Any]) -> None:
 
 
 def _report(
-    pp_rank: int, ranks: int, collectives: CollectiveCounter, recorder: Recorder, ledger: MemoryLedger
+    pp_rank: int,
+    ranks: int,
+    collectives: CollectiveCounter,
+    recorder: Recorder,
+    ledger: MemoryLedger,
 ) -> StageReport:
     comm = {}
     for axis, operations in sorted(collectives.traffic.items()):

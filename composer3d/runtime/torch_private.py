@@ -41,6 +41,9 @@ ScheduleOfActions = _PipelineScheduleRuntime
 # A context that sees each call of an operator, below autograd.
 DispatchMode = TorchDispatchMode
 
+# The class of the tensors that are made in ``fake_tensors``.
+FAKE_TENSOR = FakeTensor
+
 
 def group_by_name(name: str) -> dist.ProcessGroup:
     """Return the process group with this ``group_name``: custom operators take only names."""
@@ -203,15 +206,14 @@ def watch_resizes(see: Callable[[UntypedStorage], None]) -> Iterator[None]:
         UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-def around_pipeline_vote(
+def around_pipeline_start(
     context: Callable[[], AbstractContextManager[Any]],
 ) -> AbstractContextManager[None]:
-    """Return a context that enters ``context`` around the vote of a pipeline's first step.
+    """Return a context that enters ``context`` around what a pipeline does in its first step only.
 
-    In the vote, the stages send each other whether their shapes are static. Later steps do not
-    repeat it.
+    The stages tell each other whether their shapes are static, and allocate buffers.
     """
-    return _around(_PipelineSchedule, "_warmup_p2p", context)
+    return _around(_PipelineSchedule, "_initialize_pp_stages", context)
 
 
 def around_shape_propagation(

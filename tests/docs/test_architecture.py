@@ -24,6 +24,7 @@ LAYERS = [
     "cli",
     "commands",
     "verify",
+    "dryrun",
     "training",
     "reliability",
     "convert",
