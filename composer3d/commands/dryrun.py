@@ -53,7 +53,7 @@ def run(
         print(f"\nWhat a rank sends in a step{of_all}" if index == 0 else f"\n{name}")
         print(*traffic_table(report, compute_s), sep="\n")
     print(
-        f"\n# to hide it: the bandwidth that sends it in the {compute_s:.2f} s in which an "
+        f"\n# to hide it: the bandwidth that sends it in the {compute_s:.2g} s in which an "
         f"{_GPU} computes the step at {_EFFICIENCY:.0%} of its peak"
     )
     print(f"# {result.seconds:.0f} s for this dry run")

@@ -107,12 +107,15 @@ def _stage_json(report: StageReport) -> dict[str, Any]:
 
 def memory_table(stages: Sequence[StageReport]) -> list[str]:
     """Return the lines of a table: the bytes of each pipeline rank by kind, in GiB."""
+    # Of a model that a laptop trains, two digits after the point are none.
+    is_small = max((report.memory.peak for report in stages), default=0) < GIB
+    digits = ".4f" if is_small else ".2f"
     heads = ("stage", "ranks", "params", "grads", "optimizer", "activations", "peak", "operators")
     rows = [
         (
             str(report.stage),
             f"{report.ranks:,}",
-            *(f"{n_bytes / GIB:.2f}" for n_bytes in report.memory),
+            *(f"{n_bytes / GIB:{digits}}" for n_bytes in report.memory),
             f"{report.operators:,}",
         )
         for report in stages

@@ -109,6 +109,24 @@ LAYOUTS = {
             ("dp_replicate", "all_reduce"): Row(L + 2, summed(ALL / 4, 2)),
         },
     ),
+    "hsdp, zero 3": Layout(
+        ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3"),
+        {
+            ("fsdp", "all_gather"): Row(
+                2 * (2 + 2 * L + 1),
+                2 * (gathered(EMBED, 4) + 2 * gathered(L * BLOCK, 4) + gathered(HEAD, 4)),
+                2 * gathered(EMBED, 4),
+                EMBED_AGAIN,
+            ),
+            ("fsdp", "reduce_scatter"): Row(2 * (L + 2), 2 * gathered(ALL, 4)),
+            ("dp_replicate", "all_reduce"): Row(
+                2 * (L + 2),
+                summed(ALL / 4, 2),
+                summed(ALL / 4, 2),
+                "replicas sum their gradients after each micro-batch; once a step is enough",
+            ),
+        },
+    ),
     "tp": Layout(
         ("mesh.tp=8",),
         {
