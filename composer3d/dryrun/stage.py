@@ -247,6 +247,18 @@ def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:
         unit.register_forward_pre_hook(find_gathered)  # type: ignore[attr-defined]
 
 
+# Operators from which the recorder learns what a storage holds.
+_TELL_KIND = frozenset(
+    {
+        "fsdp::all_gather_copy_in",
+        "fsdp::split_with_sizes_copy",
+        "fsdp::chunk_cat",
+        "c10d::_reduce_scatter_base_",
+        "aten::_to_copy",
+    }
+)
+
+
 @dataclass(frozen=True)
 class _Traits:
     """What the recorder needs to know of an operator.
@@ -256,12 +268,14 @@ class _Traits:
         body: the Python function of a custom operator, else None.
         makes_tensors: its outputs have storages of their own.
         is_collective: it may send something.
+        tells_kind: it is one of ``_TELL_KIND``.
     """
 
     name: str
     body: Callable[..., Any] | None
     makes_tensors: bool
     is_collective: bool
+    tells_kind: bool
 
 
 class Recorder(DispatchMode):
@@ -342,9 +356,15 @@ class Recorder(DispatchMode):
         if traits.makes_tensors:
             for tensor in tensors_in(result):
                 ledger.see(tensor)
+        if traits.tells_kind:
+            self._mark_kind(traits.name, arguments, keywords, result)
 
-        # The buffers of FSDP.
-        match traits.name:
+    def _mark_kind(
+        self, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
+    ) -> None:
+        """Mark the buffers of FSDP, and gradients that are converted to another dtype."""
+        ledger = self._ledger
+        match name:
             case "fsdp::all_gather_copy_in":
                 ledger.mark([arguments[1]], Kind.GATHERED)
             case "fsdp::split_with_sizes_copy":
@@ -355,7 +375,6 @@ class Recorder(DispatchMode):
                 if ledger.kind_of(arguments[1]) is Kind.WHOLE_GRADIENTS:
                     ledger.mark([arguments[0]], Kind.GRADIENTS)
             case "aten::_to_copy":
-                # Gradients that are converted to another dtype.
                 kind = ledger.kind_of(arguments[0])
                 if kind in (Kind.WHOLE_GRADIENTS, Kind.GRADIENTS):
                     ledger.mark([result], kind)
@@ -363,11 +382,13 @@ class Recorder(DispatchMode):
 
 def _traits_of(operator: Any) -> _Traits:
     returned = [entry.alias_info for entry in operator._schema.returns]
+    name = operator.name().partition(".")[0]
     return _Traits(
-        name=operator.name().partition(".")[0],
+        name=name,
         body=body_of(operator),
         makes_tensors=any(alias is None for alias in returned),
         is_collective=is_collective(operator),
+        tells_kind=name in _TELL_KIND,
     )
 
 
