@@ -128,14 +128,13 @@ def traffic_table(report: StageReport, compute_s: float) -> list[str]:
 
     Args:
         report: of the pipeline rank.
-        compute_s: the time that a rank computes in a step. The bandwidth that would hide an axis is
+        compute_s: the seconds that a rank computes in a step. The bandwidth that would hide an axis is
             its bytes divided by this time.
     """
     heads = ("axis", "collective", "a step", "sent each", "sent a step", "to hide it", "link")
     rows = []
     for axis, operations in report.comm.items():
         for name, operation in operations.items():
-            bandwidth = f"{operation.sent_bytes / compute_s / 1e9:.2f} GB/s" if compute_s else "-"
             rows.append(
                 (
                     axis,
@@ -143,11 +142,16 @@ def traffic_table(report: StageReport, compute_s: float) -> list[str]:
                     f"{operation.count:,}",
                     size_text(operation.sent_bytes / max(operation.count, 1)),
                     size_text(operation.sent_bytes),
-                    bandwidth,
+                    _bandwidth_text(operation.sent_bytes / compute_s),
                     "between nodes" if operation.across_nodes else "inside a node",
                 )
             )
     return _table(heads, rows)
+
+
+def _bandwidth_text(bytes_per_s: float) -> str:
+    gb_per_s = bytes_per_s / 1e9
+    return f"{gb_per_s:.2f} GB/s" if gb_per_s >= 0.01 else "0 GB/s"
 
 
 def size_text(n_bytes: float) -> str:
