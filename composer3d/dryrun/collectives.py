@@ -11,7 +11,8 @@ Bytes are those that one rank sends, with n ranks in the group and x the bytes o
 No algorithm sends less. Groups of one rank send nothing, and are not counted.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -174,6 +175,18 @@ def _own_rows(operator: Any, arguments: Sequence[Any], group: dist.ProcessGroup)
     return 1, group.size()
 
 
+# The axis over which the body of a custom operator communicates. Its group may be that of another
+# axis as well: with dp_shard = 1, cp and fsdp have the same ranks, and torch makes one group.
+_AXIS_OF_OPERATOR = {
+    "composer3d::ring_attention": "cp",
+    "composer3d::ring_attention_backward": "cp",
+    "composer3d::all_to_all": "cp",
+    "composer3d::exchange_counts": "ep",
+    "composer3d::exchange_rows": "ep",
+    "composer3d::sum_counts": "sequence",
+}
+
+
 class CollectiveCounter:
     """The collectives of a rank, by axis and operation.
 
@@ -189,12 +202,21 @@ class CollectiveCounter:
         self._axis_of = axis_of
         self.traffic: Traffic = {}
         self.groups: dict[str, dist.ProcessGroup] = {}
+        self._axis: str | None = None
+
+    @contextmanager
+    def inside(self, operator: Any) -> Iterator[None]:
+        """Count the collectives inside of the context for the axis of this custom operator."""
+        before = self._axis
+        self._axis = _AXIS_OF_OPERATOR.get(operator.name(), before)
+        yield
+        self._axis = before
 
     def see(self, operator: Any, arguments: Sequence[Any]) -> Message | None:
         """Count the call of an operator. Return its message, if it is a collective."""
         message = message_of(operator, arguments)
         if message is not None and message.group.size() > 1:
-            axis = self._axis_of(message)
+            axis = self._axis or self._axis_of(message)
             self.groups.setdefault(axis, message.group)
             operations = self.traffic.setdefault(axis, {})
             usage = operations.setdefault(message.operation, Usage())
@@ -228,7 +250,7 @@ class CountCollectives(DispatchMode):
             return NotImplemented  # DTensor calls the operators of its shards
         body = body_of(operator)
         if body is not None:
-            with self:
+            with self, self._counter.inside(operator):
                 return body(*arguments, **(keywords or {}))
         self._counter.see(operator, arguments)
         return operator(*arguments, **(keywords or {}))

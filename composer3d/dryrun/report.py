@@ -128,7 +128,7 @@ def traffic_table(report: StageReport, compute_s: float) -> list[str]:
 
     Args:
         report: of the pipeline rank.
-        compute_s: the seconds that a rank computes in a step. The bandwidth that would hide an axis is
+        compute_s: the seconds that a rank computes in a step. The bandwidth that hides an axis is
             its bytes divided by this time.
     """
     heads = ("axis", "collective", "a step", "sent each", "sent a step", "to hide it", "link")

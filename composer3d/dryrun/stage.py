@@ -12,7 +12,7 @@ rows of each expert). All ranks are taken to hold the same such data.
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -325,7 +325,8 @@ class Recorder(DispatchMode):
             traits = self._traits[operator] = _traits_of(operator)
 
         if traits.body is not None:
-            with self:
+            counter = self._collectives
+            with self, nullcontext() if counter is None else counter.inside(operator):
                 return traits.body(*arguments, **keywords)
         if FAKE_TENSOR not in types and _all_have_data(arguments):
             with with_data():
