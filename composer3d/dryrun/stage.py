@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -214,7 +214,8 @@ def fix_routing(stage: nn.Module, ep: int, skew: float) -> None:
 
     for module in stage.modules():
         if hasattr(module, "exchange"):
-            module.exchange = with_given_rows(module.exchange)
+            experts: Any = module
+            experts.exchange = with_given_rows(experts.exchange)
 
 
 def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:
@@ -244,7 +245,7 @@ def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:
 
     for unit in units:
         # FSDP's own hook runs before, and gathers the parameters.
-        unit.register_forward_pre_hook(find_gathered)  # type: ignore[attr-defined]
+        cast(nn.Module, unit).register_forward_pre_hook(find_gathered)
 
 
 # Operators from which the recorder learns what a storage holds.

@@ -183,27 +183,22 @@ def group_of_argument(argument: Any) -> dist.ProcessGroup:
     """Return the process group that an operator of c10d has as an argument."""
     if isinstance(argument, dist.ProcessGroup):
         return argument
-    return dist.ProcessGroup.unbox(argument)
+    return cast(dist.ProcessGroup, cast(Any, dist.ProcessGroup).unbox(argument))
 
 
-@contextmanager
-def watch_resizes(see: Callable[[UntypedStorage], None]) -> Iterator[None]:
-    """Call ``see`` after each ``resize_`` of a storage, which no dispatch mode sees.
+def watch_resizes(see: Callable[[UntypedStorage], None]) -> AbstractContextManager[None]:
+    """Return a context that calls ``see`` after each ``resize_`` of a storage.
 
-    FSDP frees gathered parameters by it.
+    No dispatch mode sees them. FSDP frees gathered parameters by it.
     """
-    resize = UntypedStorage.resize_
+    resize: Any = UntypedStorage.resize_
 
     def resize_and_tell(storage: UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
         see(storage)
         return result
 
-    UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    return _replaced(UntypedStorage, "resize_", resize_and_tell)
 
 
 def around_pipeline_start(
@@ -226,18 +221,24 @@ def around_shape_propagation(
     return _around(ShardingPropagator, "_propagate_tensor_meta_non_cached", context)
 
 
-@contextmanager
 def _around(
     owner: type, name: str, context: Callable[[], AbstractContextManager[Any]]
-) -> Iterator[None]:
-    """Enter ``context`` around each call of a method of the class ``owner``."""
+) -> AbstractContextManager[None]:
+    """Return a context that enters ``context`` around each call of a method of ``owner``."""
     method = getattr(owner, name)
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         with context():
             return method(*arguments, **keywords)
 
-    setattr(owner, name, run)
+    return _replaced(owner, name, run)
+
+
+@contextmanager
+def _replaced(owner: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of the class ``owner`` inside of the context."""
+    method = getattr(owner, name)
+    setattr(owner, name, function)
     try:
         yield
     finally:
