@@ -336,6 +336,9 @@ class Recorder(DispatchMode):
         elif traits.name == "aten::_local_scalar_dense":
             dtype = arguments[0].dtype
             return _FLOAT if dtype.is_floating_point else dtype is torch.bool or 1
+        elif traits.name == "aten::_grouped_mm" and arguments[0].dtype is not torch.bfloat16:
+            offsets_G = arguments[2] if len(arguments) > 2 else keywords.get("offs")
+            result = _grouped_product(*arguments[:2], offsets_G)
         else:
             result = operator(*arguments, **keywords)
         if not self._ignores:
@@ -392,6 +395,21 @@ def _traits_of(operator: Any) -> _Traits:
         is_collective=is_collective(operator),
         tells_kind=name in _TELL_KIND,
     )
+
+
+def _grouped_product(a: Tensor, b: Tensor, offsets_G: Tensor | None) -> Tensor:
+    """Return the output of ``grouped_mm``, which torch describes without data in bfloat16 only.
+
+    G groups are those of the dim that both share, or of the rows of ``a``, or of the columns of
+    ``b``: (M, K) x (G, K, N) and (G, M, K) x (K, N) give (M, N), and (M, K) x (K, N) gives
+    (G, M, N).
+    """
+    shape = (a.shape[-2], b.shape[-1])
+    if a.dim() == b.dim() == 3:
+        shape = (a.shape[0], *shape)
+    elif a.dim() == b.dim() == 2 and offsets_G is not None:
+        shape = (offsets_G.shape[0], *shape)
+    return a.new_empty(shape)
 
 
 def _all_have_data(arguments: tuple[Any, ...]) -> bool:
