@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import platform
 import sys
@@ -215,6 +216,22 @@ def _parser() -> argparse.ArgumentParser:
         add_command("plan", "rank the legal layouts of a recipe by predicted time and memory")
     )
 
+    dryrun = add_command(
+        "dryrun", "run a step of a job of any size on tensors without data: memory and collectives"
+    )
+    _add_recipe(dryrun)
+    _add_json(dryrun)
+    dryrun.add_argument(
+        "--gpus", metavar="N", type=_positive, help="number of processes that the mesh must fill"
+    )
+    dryrun.add_argument(
+        "--routing-skew",
+        metavar="X",
+        type=_number,
+        default=1.0,
+        help="rows of the busiest rank of ep, divided by the mean; default: %(default)g, even",
+    )
+
     _add_prepare_arguments(add_command("prepare", 'make token files, for data.source = "tokens"'))
     _add_convert_arguments(
         add_command(
@@ -402,3 +419,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if len(text) > _MOST_DIGITS or not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a number, got {one_line(text)}")
+    return value

@@ -152,7 +152,7 @@ def test_commands_answer_without_torch() -> None:
     code = (
         "import sys\n"
         "import composer3d.cli, composer3d.recipe.resolve, composer3d.verify.proof\n"
-        "import composer3d.commands.train, composer3d.runtime.launch\n"
+        "import composer3d.commands.train, composer3d.commands.dryrun, composer3d.runtime.launch\n"
         "print(sorted({'torch', 'numpy', 'tensorboard', 'torchdata'} & set(sys.modules)))"
     )
     result = subprocess.run(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,12 @@ from composer3d.spec.errors import PlanError
 from composer3d.spec.schedules import SCHEDULES, balanced_cut
 
 
+class Materialise(Protocol):
+    """Allocates the parameters of a stage on ``device``, with any values."""
+
+    def __call__(self, stage: Stage, /, *, device: torch.device) -> object: ...
+
+
 def compose(
     model: Decoder,
     plan: ShardingPlan,
@@ -35,6 +42,7 @@ def compose(
     compiling: CompileTable | None = None,
     step: StepShape,
     seed: int,
+    materialise: Materialise = Stage.to_empty,
 ) -> Stages:
     """Turn a whole model into this rank's part of a job. Collective over all ranks of ``mesh``.
 
@@ -49,6 +57,8 @@ def compose(
             and blocks run eagerly.
         step: the size of a rank's step.
         seed: seed of the initial weights, which are the same on every layout.
+        materialise: allocates the parameters of a stage, which then get their initial weights. A
+            dry run allocates tensors without data.
 
     Returns:
         This rank's stages. Their parameters are initialised, and lie on the mesh's device, or in
@@ -125,7 +135,8 @@ def compose(
             fsdp.apply(module, plan, shard_meshes, parallel, precision, memory)
 
         # 9. Materialise: memory is allocated last, so only this rank's shards ever exist.
-        module.to_empty(device="cpu" if memory.cpu_offload else mesh.device)
+        device = torch.device("cpu") if memory.cpu_offload else mesh.device
+        materialise(module, device=device)
         tie(module, ties)
 
         # 10. Initial weights: by global name and index, so that they do not depend on the layout.

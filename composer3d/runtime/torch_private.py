@@ -4,13 +4,15 @@
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
@@ -20,15 +22,27 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Where a distributed checkpoint keeps the bytes of one part of a tensor: file, offset and length.
 StorageInfo = _StorageInfo
 
 # The pipeline schedule that runs a given list of actions.
 ScheduleOfActions = _PipelineScheduleRuntime
+
+# A context that sees each call of an operator, below autograd.
+DispatchMode = TorchDispatchMode
+
+# The class of the tensors that are made in ``fake_tensors``.
+FAKE_TENSOR = FakeTensor
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
@@ -121,3 +135,124 @@ def silence_selective_checkpoint_warning() -> None:
     The warning says that a checkpointed region must not change a tensor in place. No block does.
     """
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+# --- dry runs ---
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Form a default process group without other processes: collectives do nothing.
+
+    Groups of any size can be formed inside the context, at once and without sockets.
+    """
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    yield
+    # After an error the group is not destroyed: the process ends.
+    dist.destroy_process_group()
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which tensors have shapes and storages, but no data.
+
+    A tensor that is made outside of it has data. An operator inside of the context takes it, and
+    returns a tensor without data. An operator whose outputs torch cannot describe raises an error;
+    by default torch would run it on real zeros. All tensors of a computation must come from one
+    context, which may be entered again.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Return whether a tensor has data: it is neither fake (``fake_tensors``) nor a meta tensor."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def with_data() -> AbstractContextManager[Any]:
+    """Return a context within ``fake_tensors`` in which new tensors have data."""
+    return unset_fake_temporarily()
+
+
+def body_of(operator: Any) -> Callable[..., Any] | None:
+    """Return the Python function of an operator made by ``torch.library.custom_op``, else None."""
+    definition = OPDEFS.get(operator.name())
+    return None if definition is None else definition._init_fn
+
+
+def group_of_argument(argument: Any) -> dist.ProcessGroup:
+    """Return the process group that an operator of c10d has as an argument."""
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    return cast(dist.ProcessGroup, cast(Any, dist.ProcessGroup).unbox(argument))
+
+
+def watch_resizes(see: Callable[[UntypedStorage], None]) -> AbstractContextManager[None]:
+    """Return a context that calls ``see`` after each ``resize_`` of a storage.
+
+    No dispatch mode sees them. FSDP frees gathered parameters by it.
+    """
+    resize: Any = UntypedStorage.resize_
+
+    def resize_and_tell(storage: UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        see(storage)
+        return result
+
+    return _replaced(UntypedStorage, "resize_", resize_and_tell)
+
+
+def around_pipeline_start(
+    context: Callable[[], AbstractContextManager[Any]],
+) -> AbstractContextManager[None]:
+    """Return a context that enters ``context`` around what a pipeline does in its first step only.
+
+    The stages tell each other whether their shapes are static, and allocate buffers.
+    """
+    return _around(_PipelineSchedule, "_initialize_pp_stages", context)
+
+
+def around_shape_propagation(
+    context: Callable[[], AbstractContextManager[Any]],
+) -> AbstractContextManager[None]:
+    """Return a context that enters ``context`` wherever DTensor runs an operator to learn shapes.
+
+    DTensor runs it on tensors of the global shape, without data. No rank allocates them.
+    """
+    return _around(ShardingPropagator, "_propagate_tensor_meta_non_cached", context)
+
+
+def _around(
+    owner: type, name: str, context: Callable[[], AbstractContextManager[Any]]
+) -> AbstractContextManager[None]:
+    """Return a context that enters ``context`` around each call of a method of ``owner``."""
+    method = getattr(owner, name)
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with context():
+            return method(*arguments, **keywords)
+
+    return _replaced(owner, name, run)
+
+
+@contextmanager
+def _replaced(owner: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of the class ``owner`` inside of the context."""
+    method = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+
+
+def gathered_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the whole parameters of a unit of FSDP, whose ``.grad`` backward fills.
+
+    There are none before the first gathering. Later gatherings use the same objects.
+    """
+    return [
+        parameter._unsharded_param
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    ]

@@ -1,5 +1,6 @@
 """Build a ``Run`` from a recipe: one rank's model, optimizer, data, checkpoints and metrics."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,10 @@ from composer3d.convert.assets import make_assets
 from composer3d.convert.start import load_hf
 from composer3d.data import Corpus, Loader
 from composer3d.models.registry import architecture, resolve
-from composer3d.parallel import Stages, StepShape, compose
+from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
+from composer3d.parallel.compose import Materialise
 from composer3d.parallel.context import kernels
+from composer3d.parallel.stages import Stage
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.lock import Claim
@@ -111,8 +114,20 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     )
 
 
-def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
+def build_stages(
+    recipe: Recipe,
+    mesh: Mesh,
+    *,
+    change_plan: Callable[[ShardingPlan], ShardingPlan] = lambda plan: plan,
+    materialise: Materialise = Stage.to_empty,
+) -> Stages:
     """Compose the recipe's model on this rank. Collective over all ranks.
+
+    Args:
+        recipe: the whole recipe.
+        mesh: the mesh of the job.
+        change_plan: returns the plan to use in place of the architecture's own.
+        materialise: as in ``compose``.
 
     Raises what ``compose`` raises, and ModelError if the architecture cannot be imported.
     """
@@ -120,7 +135,7 @@ def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     model_of = architecture(shape.architecture)
     return compose(
         model_of.build(shape, dtype=getattr(torch, recipe.precision.params), device="meta"),
-        resolve(model_of.plan)(shape),
+        change_plan(resolve(model_of.plan)(shape)),
         mesh,
         parallel=recipe.parallel,
         memory=recipe.memory,
@@ -132,6 +147,7 @@ def build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
             seq_len=data.seq_len,
         ),
         seed=recipe.run.seed,
+        materialise=materialise,
     )
 
 

@@ -25,6 +25,7 @@ LAYERS = [
     "commands",
     "verify",
     "draw",
+    "dryrun",
     "training",
     "reliability",
     "convert",

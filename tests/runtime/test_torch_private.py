@@ -8,6 +8,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -242,3 +243,133 @@ def test_the_warning_of_selective_checkpointing_is_silenced() -> None:
         assert wrap.log.isEnabledFor(logging.ERROR)
     finally:
         wrap.log.setLevel(level)
+
+
+# --- dry runs ---
+
+
+def test_a_fake_world_has_any_size_and_ends() -> None:
+    with torch_private.fake_world(70_000, 100_000):
+        assert (dist.get_rank(), dist.get_world_size()) == (70_000, 100_000)
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [1, 1]
+    assert not dist.is_initialized()
+
+
+def test_fake_tensors_have_storages_but_no_data() -> None:
+    real, meta = torch.ones(3), torch.ones(3, device="meta")
+    without_data = torch_private.fake_tensors()
+    with without_data:
+        x = torch.empty(1 << 50)
+        y = real + 1
+        with torch_private.with_data():
+            given = torch.ones(2)
+    assert isinstance(x, torch_private.FAKE_TENSOR)
+    assert x.untyped_storage().nbytes() == 4 << 50
+    assert [torch_private.has_data(tensor) for tensor in (x, y, meta, real, given)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    with without_data:  # it may be entered again
+        assert (x[:2] + y[:2]).shape == (2,)
+
+
+@torch.library.custom_op("composer3d_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Return 2 x."""
+    return 2 * x
+
+
+def test_the_body_of_a_custom_operator_is_found() -> None:
+    body = torch_private.body_of(torch.ops.composer3d_tests.double.default)
+    assert body is not None
+    assert body(torch.ones(2)).tolist() == [2, 2]
+    assert torch_private.body_of(torch.ops.aten.mm.default) is None
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_dispatch_mode_sees_collectives_with_their_group() -> None:
+    group = dist.new_group([1, 5])
+    seen = []
+
+    class Mode(torch_private.DispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any, _: Any) -> Any:
+            seen.append((operator.name(), arguments))
+            return operator(*arguments)
+
+    with Mode():
+        dist.all_reduce(torch.ones(2), group=group)
+    ((name, arguments),) = [call for call in seen if call[0].startswith("c10d::")]
+    assert name == "c10d::allreduce_"
+    assert torch_private.group_of_argument(arguments[1]).group_name == group.group_name
+
+
+def test_resizes_of_storages_are_seen() -> None:
+    seen = []
+    x = torch.empty(4)
+    with torch_private.watch_resizes(lambda storage: seen.append(storage.nbytes())):
+        x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(16)
+    assert seen == [0]
+
+
+@contextmanager
+def noted(notes: list[str]) -> Iterator[None]:
+    notes.append("begin")
+    yield
+    notes.append("end")
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_propagation_of_shapes_is_surrounded() -> None:
+    notes: list[str] = []
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    x = DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0)], run_check=False)
+    with torch_private.around_shape_propagation(lambda: noted(notes)):
+        _ = torch.linalg.vector_norm(x, dim=1)  # no other test calls it so
+    assert notes == ["begin", "end"] * (len(notes) // 2)
+    assert notes
+
+
+def test_the_start_of_a_pipeline_is_surrounded(pool: Pool) -> None:
+    for starts in pool.run(count_pipeline_starts, {}, world_size=2):
+        assert starts == [["begin", "end"], ["begin", "end"]]
+
+
+def count_pipeline_starts() -> list[list[str]]:
+    """The notes after each of two steps of a pipeline of two stages."""
+    notes: list[str] = []
+    after = []
+    with pool_world() as device:
+        x = torch.ones(2, 3, requires_grad=True)
+        stage = PipelineStage(
+            nn.Linear(3, 3),
+            dist.get_rank(),
+            2,
+            device,
+            input_args=(x[:1].detach().requires_grad_(),),
+            output_args=(x[:1].detach().requires_grad_(),),
+        )
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, _: out.sum())
+        with torch_private.around_pipeline_start(lambda: noted(notes)):
+            for _ in range(2):
+                inputs = (x.detach(),) if dist.get_rank() == 0 else ()
+                target = x.detach() if dist.get_rank() == 1 else None
+                schedule.step(*inputs, target=target)
+                after.append(list(notes))
+    # The second step starts nothing.
+    return after
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_gathered_parameters_are_those_of_the_unit() -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    unit = fully_shard(nn.Linear(8, 16, bias=False), mesh=mesh)
+    assert torch_private.gathered_parameters(unit) == []
+    unit(torch.ones(2, 8))
+    (weight,) = torch_private.gathered_parameters(unit)
+    assert weight.shape == (16, 8)

@@ -1,0 +1,82 @@
+"""``composer3d dryrun``: run one step of a job of any size on tensors without data."""
+
+import json
+from collections.abc import Sequence
+
+from composer3d.dryrun.report import StageReport, memory_table, traffic_table
+from composer3d.dryrun.run import dry_run
+from composer3d.models.registry import architecture, resolve
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
+from composer3d.spec import hardware
+
+# The GPU and the part of its peak that the column "to hide it" assumes.
+_GPU = "H100-80GB SXM"
+_EFFICIENCY = 0.4
+
+
+def run(
+    *, recipe: str, sets: Sequence[str], gpus: int | None, routing_skew: float, as_json: bool
+) -> int:
+    """Print what each pipeline rank allocates and sends in a step.
+
+    Args:
+        recipe: the recipe's file.
+        sets: overrides, each ``table.key=value``.
+        gpus: the number of processes that the mesh must fill; None: those of the recipe.
+        routing_skew: rows of the busiest rank of ep, divided by the mean.
+        as_json: whether to print a JSON object instead of tables.
+
+    Returns:
+        The exit status 0.
+
+    Raises:
+        UserError: the recipe cannot be used.
+    """
+    resolved = load(recipe, sets, world_size=gpus, check_files=False).recipe
+    result = dry_run(resolved, skew=routing_skew)
+    if as_json:
+        print(json.dumps(result.as_json()))
+        return 0
+
+    ranks = "1 rank" if result.world_size == 1 else f"{result.world_size:,} ranks"
+    print(f"{resolved.run.name}: a step of {ranks}, on tensors without data")
+    print("\nGiB of a rank: the most of each kind at one time, and of all together (peak)")
+    print(*memory_table(result.stages), sep="\n")
+    if resolved.memory.cpu_offload:
+        print("# parameters, gradients and optimizer are in host memory; the peak is the device's")
+    compute_s = _compute_s(resolved)
+    for index, (first, last) in enumerate(_groups(result.stages)):
+        report = result.stages[first]
+        name = f"stage {first}" if first == last else f"stages {first} to {last}"
+        of_all = f" ({name})" if len(result.stages) > 1 else ""
+        print(f"\nWhat a rank sends in a step{of_all}" if index == 0 else f"\n{name}")
+        print(*traffic_table(report, compute_s), sep="\n")
+    print(
+        f"\n# to hide it: the bandwidth that sends it in the {compute_s:.2g} s in which an "
+        f"{_GPU} computes the step at {_EFFICIENCY:.0%} of its peak"
+    )
+    print(f"# {result.seconds:.0f} s for this dry run")
+    return 0
+
+
+def _groups(stages: Sequence[StageReport]) -> list[tuple[int, int]]:
+    """Return the first and the last of neighbouring pipeline ranks that send the same."""
+    groups: list[tuple[int, int]] = []
+    for report in stages:
+        if groups and stages[groups[-1][0]].comm == report.comm:
+            groups[-1] = (groups[-1][0], report.stage)
+        else:
+            groups.append((report.stage, report.stage))
+    return groups
+
+
+def _compute_s(recipe: Recipe) -> float:
+    """Return the seconds in which one GPU computes its share of a step."""
+    flops_per_token = resolve(architecture(recipe.model.architecture).flops_per_token)
+    tokens = recipe.data.global_batch * recipe.data.seq_len
+    flops = flops_per_token(recipe.model, recipe.data.seq_len) * tokens / recipe.world_size
+    row = hardware.find(_GPU)
+    assert row is not None
+    dtype = "bfloat16" if recipe.precision.computes_in == "bfloat16" else "tf32"
+    return float(flops / (row.peaks[dtype] * _EFFICIENCY))

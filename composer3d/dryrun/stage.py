@@ -1,0 +1,453 @@
+"""The step of one pipeline rank on tensors without data, in a process of its own.
+
+Everything is real but the data: the mesh of the whole world, ``compose``, the pipeline's schedule,
+FSDP, the optimizer. The process group is torch's fake one, in which collectives return at once.
+The tensors are torch's fake ones: they have a shape, a dtype and a storage that takes no memory.
+
+Where the host reads a value from a tensor without data, it gets a plausible one.
+What must have data keeps it: an operator whose inputs all have data computes (documents of a row,
+rows of each expert). All ranks are taken to hold the same such data.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer3d.checkpoint.optimizer_state import optimizer_state
+from composer3d.data import Batch
+from composer3d.dryrun.collectives import (
+    CollectiveCounter,
+    axis_names,
+    is_collective,
+    tensors_in,
+)
+from composer3d.dryrun.memory import Kind, MemoryLedger
+from composer3d.dryrun.report import Memory, Operation, StageReport
+from composer3d.dryrun.routing import rows_of_experts
+from composer3d.models.contract import Constant, ShardingPlan
+from composer3d.models.layers.moe import Exchange, Exchanged
+from composer3d.models.registry import architecture
+from composer3d.parallel import Stages
+from composer3d.parallel.compose import cut_into_stages
+from composer3d.parallel.data import fsdp
+from composer3d.parallel.pipeline.runtime import place_stages
+from composer3d.parallel.pipeline.ties import local_shard
+from composer3d.parallel.stages import Stage
+from composer3d.recipe.schema import CompileTable, Recipe
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.torch_private import (
+    FAKE_TENSOR,
+    DispatchMode,
+    around_pipeline_start,
+    around_shape_propagation,
+    body_of,
+    fake_tensors,
+    fake_world,
+    gathered_parameters,
+    group_of_argument,
+    has_data,
+    watch_resizes,
+    with_data,
+)
+from composer3d.training.build import build_stages
+from composer3d.training.optim import build_optimizer
+from composer3d.training.step import compute_gradients, update
+
+# GPUs of a node: whether an axis stays inside of one.
+GPUS_PER_NODE = 8
+
+# The documents of a row, with data.packing = "documents": all of one length.
+DOCUMENTS = 4
+
+# What the host reads from a floating-point tensor without data. As a squared norm it is a norm of
+# 2, so that gradients are clipped at the usual limit, 1.
+_FLOAT = 4.0
+
+
+class StageContent(NamedTuple):
+    """What tells the stages of one pipeline rank from those of another.
+
+    Attributes:
+        blocks: for each stage of the rank, the parameters of each of its blocks, as shapes.
+        ends: whether the rank holds the first stage, and the last.
+    """
+
+    blocks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    ends: tuple[bool, bool]
+
+
+def describe_stages(recipe: Recipe) -> list[StageContent]:
+    """Return what each pipeline rank holds. Equal ones run equal steps if their order is equal."""
+    placement = place_stages(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
+    model_of = architecture(recipe.model.architecture)
+    contents = []
+    for rank in range(recipe.mesh.pp):
+        model = model_of.build(recipe.model, dtype=torch.float32, device="meta")
+        stages = cut_into_stages(model, placement.stages, rank, recipe.parallel)
+        blocks = tuple(
+            tuple(
+                tuple(tuple(parameter.shape) for parameter in block.parameters())
+                for block in stage.blocks.values()
+            )
+            for stage in stages
+        )
+        ends = stages[0].first is not None, stages[-1].last is not None
+        contents.append(StageContent(blocks, ends))
+    return contents
+
+
+def run_one_of(recipe: Recipe, pp_ranks: Sequence[int], skew: float) -> StageReport:
+    """Run the pipeline rank of this worker: worker RANK has ``pp_ranks[RANK]``."""
+    return run_stage(recipe, pp_ranks[int(os.environ["RANK"])], skew)
+
+
+def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
+    """Run a step as the first rank of pipeline rank ``pp_rank``.
+
+    The process must not have formed a process group, and must end afterwards: torch caches meshes.
+
+    Args:
+        recipe: the whole recipe. Blocks are not compiled, whatever it says.
+        pp_rank: a pipeline rank.
+        skew: as in ``routing.rows_of_experts``.
+
+    Raises what ``compose`` raises.
+    """
+    sizes = recipe.mesh
+    ranks = recipe.world_size // sizes.pp
+    recipe = replace(recipe, compile=CompileTable())
+    ledger = MemoryLedger(offload=recipe.memory.cpu_offload)
+    recorder = Recorder(ledger)
+    without_data = fake_tensors()
+
+    def materialise(stage: Stage, *, device: torch.device) -> None:
+        with without_data:
+            stage.to_empty(device=device)
+
+    with fake_world(pp_rank * ranks, recipe.world_size):
+        with recorder, recorder.ignoring():
+            mesh = Mesh.build(sizes, torch.device("cpu"))
+            stages = build_stages(
+                recipe, mesh, change_plan=_without_random_values, materialise=materialise
+            )
+        documents_BT = _documents(recipe)
+        with (
+            without_data,
+            recorder,
+            watch_resizes(ledger.resize),
+            around_shape_propagation(recorder.ignoring),
+        ):
+            optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
+            parameters = [
+                parameter for module in stages.modules for parameter in module.parameters()
+            ]
+            ledger.mark(map(local_shard, parameters), Kind.PARAMETERS)
+            state = optimizer_state(optimizer, stages.named_parameters())
+            ledger.mark(map(local_shard, state.values()), Kind.OPTIMIZER)
+            del state
+            # The collector would search what has been built again and again.
+            gc.freeze()
+            for module in stages.modules:
+                fix_routing(module, sizes.ep, skew)
+                _mark_gradients(module, ledger)
+
+            collectives = CollectiveCounter(axis_names(mesh))
+            pause = partial(recorder.counting, None)
+            with recorder.counting(collectives), around_pipeline_start(pause):
+                _take_a_step(recipe, stages, optimizer, documents_BT, ledger)
+        return _report(pp_rank, ranks, collectives, recorder, ledger)
+
+
+def _without_random_values(plan: ShardingPlan) -> ShardingPlan:
+    """Fill parameters by one operator each: their values do not matter."""
+    return replace(plan, init={"*": Constant(0.0)})
+
+
+def _documents(recipe: Recipe) -> Tensor | None:
+    """Return the documents of a rank's rows, with data; None if rows are not packed."""
+    data = recipe.data
+    if data.packing == "none":
+        return None
+    length = -(-data.seq_len // DOCUMENTS)
+    rows = data.micro_batch * recipe.micro_batches
+    return (torch.arange(data.seq_len) // length).repeat(rows, 1)
+
+
+def _take_a_step(
+    recipe: Recipe,
+    stages: Stages,
+    optimizer: torch.optim.Optimizer,
+    documents_BT: Tensor | None,
+    ledger: MemoryLedger,
+) -> None:
+    """Run one optimizer step as ``training.loop`` does."""
+    rows = recipe.data.micro_batch * recipe.micro_batches
+    shape = (rows, recipe.data.seq_len // recipe.mesh.cp)
+    tokens_BT, labels_BT, positions_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
+    _, norm = compute_gradients(stages, batch)
+    gradients = (parameter.grad for parameter in stages.parameters())
+    ledger.mark((local_shard(grad) for grad in gradients if grad is not None), Kind.GRADIENTS)
+    update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=recipe.optim.lr)
+
+
+def fix_routing(stage: nn.Module, ep: int, skew: float) -> None:
+    """Give the experts of ``stage`` their numbers of rows, which a router cannot count here."""
+
+    def with_given_rows(exchange: Exchange) -> Exchange:
+        def exchange_given_rows(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
+            counts = rows_of_experts(rows_MC.shape[0], tokens_E.shape[0], ep, skew)
+            with with_data():
+                given_E = torch.tensor(counts)
+            return exchange(rows_MC, given_E)
+
+        return exchange_given_rows
+
+    for module in stage.modules():
+        if hasattr(module, "exchange"):
+            experts: Any = module
+            experts.exchange = with_given_rows(experts.exchange)
+
+
+def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:
+    """Tell the ledger which tensors are gradients of parameters, when backward adds to them."""
+
+    def mark_as(kind: Kind) -> Any:
+        def mark(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                ledger.mark([local_shard(parameter.grad)], kind)
+
+        return mark
+
+    units = fsdp.units(stage)
+    if not units:
+        for parameter in stage.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(mark_as(Kind.GRADIENTS))
+        return
+
+    known: set[int] = set()
+
+    def find_gathered(unit: Any, _: Any) -> None:
+        for parameter in gathered_parameters(unit):
+            if id(parameter) not in known and parameter.requires_grad:
+                known.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(mark_as(Kind.WHOLE_GRADIENTS))
+
+    for unit in units:
+        # FSDP's own hook runs before, and gathers the parameters.
+        cast(nn.Module, unit).register_forward_pre_hook(find_gathered)
+
+
+# Operators from which the recorder learns what a storage holds.
+_TELL_KIND = frozenset(
+    {
+        "fsdp::all_gather_copy_in",
+        "fsdp::split_with_sizes_copy",
+        "fsdp::chunk_cat",
+        "c10d::_reduce_scatter_base_",
+        "aten::_to_copy",
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """What the recorder needs to know of an operator.
+
+    Attributes:
+        name: with its namespace, such as "aten::mm".
+        body: the Python function of a custom operator, else None.
+        makes_tensors: its outputs have storages of their own.
+        is_collective: it may send something.
+        tells_kind: it is one of ``_TELL_KIND``.
+    """
+
+    name: str
+    body: Callable[..., Any] | None
+    makes_tensors: bool
+    is_collective: bool
+    tells_kind: bool
+
+
+class Recorder(DispatchMode):
+    """Sees every operator of a step: counts it, its collectives and what it allocates.
+
+    Args:
+        ledger: counts the storages.
+
+    Attributes:
+        operators: how many have run, without views.
+    """
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        super().__init__()
+        self.operators = 0
+        self._ledger = ledger
+        self._collectives: CollectiveCounter | None = None
+        self._traits: dict[Any, _Traits] = {}
+        self._ignores = False
+
+    @contextmanager
+    def counting(self, collectives: CollectiveCounter | None) -> Iterator[None]:
+        """Count operators and collectives inside of the context; with None, count neither."""
+        before, self._collectives = self._collectives, collectives
+        yield
+        self._collectives = before
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Count nothing inside of the context, not even memory."""
+        before, self._ignores = self._ignores, True
+        yield
+        self._ignores = before
+
+    def __torch_dispatch__(
+        self,
+        operator: Any,
+        types: Sequence[type],
+        arguments: tuple[Any, ...] = (),
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # DTensor calls the operators of its shards
+        keywords = keywords or {}
+        traits = self._traits.get(operator)
+        if traits is None:
+            traits = self._traits[operator] = _traits_of(operator)
+
+        if traits.body is not None:
+            counter = self._collectives
+            with self, nullcontext() if counter is None else counter.inside(operator):
+                return traits.body(*arguments, **keywords)
+        if FAKE_TENSOR not in types and _all_have_data(arguments):
+            with with_data():
+                result = operator(*arguments, **keywords)
+                _fill_output(traits.name, arguments)
+        elif traits.name == "aten::_local_scalar_dense":
+            dtype = arguments[0].dtype
+            return _FLOAT if dtype.is_floating_point else dtype is torch.bool or 1
+        elif traits.name == "aten::_grouped_mm" and arguments[0].dtype is not torch.bfloat16:
+            offsets_G = arguments[2] if len(arguments) > 2 else keywords.get("offs")
+            result = _grouped_product(*arguments[:2], offsets_G)
+        else:
+            result = operator(*arguments, **keywords)
+        if not self._ignores:
+            self._see(operator, traits, arguments, keywords, result)
+        return result
+
+    def _see(
+        self,
+        operator: Any,
+        traits: _Traits,
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        ledger = self._ledger
+        if self._collectives is not None:
+            self.operators += traits.makes_tensors
+            if traits.is_collective:
+                self._collectives.see(operator, arguments)
+        if traits.makes_tensors:
+            for tensor in tensors_in(result):
+                ledger.see(tensor)
+        if traits.tells_kind:
+            self._mark_kind(traits.name, arguments, keywords, result)
+
+    def _mark_kind(
+        self, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
+    ) -> None:
+        """Mark the buffers of FSDP, and gradients that are converted to another dtype."""
+        ledger = self._ledger
+        match name:
+            case "fsdp::all_gather_copy_in":
+                ledger.mark([arguments[1]], Kind.GATHERED)
+            case "fsdp::split_with_sizes_copy":
+                ledger.mark(keywords["out"], Kind.GATHERED)
+            case "fsdp::chunk_cat":
+                ledger.mark([keywords["out"]], Kind.WHOLE_GRADIENTS)
+            case "c10d::_reduce_scatter_base_":
+                if ledger.kind_of(arguments[1]) is Kind.WHOLE_GRADIENTS:
+                    ledger.mark([arguments[0]], Kind.GRADIENTS)
+            case "aten::_to_copy":
+                kind = ledger.kind_of(arguments[0])
+                if kind in (Kind.WHOLE_GRADIENTS, Kind.GRADIENTS):
+                    ledger.mark([result], kind)
+
+
+def _traits_of(operator: Any) -> _Traits:
+    returned = [entry.alias_info for entry in operator._schema.returns]
+    name = operator.name().partition(".")[0]
+    return _Traits(
+        name=name,
+        body=body_of(operator),
+        makes_tensors=any(alias is None for alias in returned),
+        is_collective=is_collective(operator),
+        tells_kind=name in _TELL_KIND,
+    )
+
+
+def _grouped_product(a: Tensor, b: Tensor, offsets_G: Tensor | None) -> Tensor:
+    """Return the output of ``grouped_mm``, which torch describes without data in bfloat16 only.
+
+    G groups are those of the dim that both share, or of the rows of ``a``, or of the columns of
+    ``b``: (M, K) x (G, K, N) and (G, M, K) x (K, N) give (M, N), and (M, K) x (K, N) gives
+    (G, M, N).
+    """
+    shape = (a.shape[-2], b.shape[-1])
+    if a.dim() == b.dim() == 3:
+        shape = (a.shape[0], *shape)
+    elif a.dim() == b.dim() == 2 and offsets_G is not None:
+        shape = (offsets_G.shape[0], *shape)
+    return a.new_empty(shape)
+
+
+def _all_have_data(arguments: tuple[Any, ...]) -> bool:
+    tensors = list(tensors_in(arguments))
+    return bool(tensors) and all(map(has_data, tensors))
+
+
+def _fill_output(name: str, arguments: Sequence[Any]) -> None:
+    """Write the output of a collective of tensors with data, as if all ranks had the same."""
+    match name:
+        case "c10d::alltoall_base_":
+            out, given, group = arguments[0], arguments[1], group_of_argument(arguments[2])
+            own_part = given.unflatten(0, (group.size(), -1))[group.rank()]
+            out.copy_(own_part.repeat(group.size(), *[1] * (out.dim() - 1)))
+        case "c10d::allgather_":
+            for out in arguments[0][0]:
+                out.copy_(arguments[1][0])
+
+
+def _report(
+    pp_rank: int,
+    ranks: int,
+    collectives: CollectiveCounter,
+    recorder: Recorder,
+    ledger: MemoryLedger,
+) -> StageReport:
+    comm = {}
+    for axis, operations in sorted(collectives.traffic.items()):
+        group = collectives.groups[axis]
+        nodes = {rank // GPUS_PER_NODE for rank in dist.get_process_group_ranks(group)}
+        comm[axis] = {
+            name: Operation(usage.count, usage.sent_bytes, across_nodes=len(nodes) > 1)
+            for name, usage in sorted(operations.items())
+        }
+    return StageReport(
+        stage=pp_rank,
+        ranks=ranks,
+        memory=Memory(*ledger.most, ledger.peak),
+        comm=comm,
+        operators=recorder.operators,
+    )

@@ -1,0 +1,50 @@
+"""``composer3d dryrun``: its JSON, its tables and its errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from composer3d.cli import main
+
+RECIPE = "debug-8-dp-tp-pp"
+
+
+def test_json_has_a_stage_for_each_pipeline_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dryrun", RECIPE, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert sorted(answer) == ["seconds", "stages", "world_size"]
+    assert answer["world_size"] == 8
+    assert [stage["stage"] for stage in answer["stages"]] == [0, 1]
+    assert [stage["ranks"] for stage in answer["stages"]] == [4, 4]
+    first, last = answer["stages"]
+    # Two micro-batches are in flight on the first stage, and one on the last; the loss is last.
+    assert first["comm"]["pp"] == last["comm"]["pp"]
+    assert first["comm"]["tp"]["all_reduce"]["count"] < last["comm"]["tp"]["all_reduce"]["count"]
+    for stage in answer["stages"]:
+        assert stage["peak_gib"] > 0
+
+
+def test_tables_name_axes_and_links(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = ["--set", "parallel.schedule=GPipe", "--set", "mesh.dp_shard=8"]
+    assert main(["dryrun", RECIPE, *sets]) == 0
+    out = capsys.readouterr().out
+    assert "a step of 32 ranks" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[-3:] for row in rows if row[:2] == ["tp", "all-gather"]] == [
+        ["inside", "a", "node"]
+    ] * 2
+    assert ["between", "nodes"] in [row[-2:] for row in rows if row[:2] == ["fsdp", "all-gather"]]
+
+
+@pytest.mark.parametrize("skew", ["0.5", "9", "nan", "x"])
+def test_an_impossible_skew_is_refused(skew: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dryrun", "mixtral-8x7b-64-ep-tp", "--routing-skew", skew]) == 2
+    error = capsys.readouterr().err
+    assert "--routing-skew" in error
+    assert skew in error
+
+
+def test_a_wrong_recipe_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dryrun", RECIPE, "--gpus", "12"]) == 2
+    assert "12" in capsys.readouterr().err

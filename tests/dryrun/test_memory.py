@@ -1,0 +1,88 @@
+"""The bytes of a dry run, against the allocations of real processes and against sizes."""
+
+import gc
+
+import pytest
+import torch
+
+from composer3d.dryrun.memory import Kind, MemoryLedger
+from composer3d.models.llama.counts import parameters
+from composer3d.runtime.launch import Pool
+from tests.dryrun.jobs import dry_run_of, measure_real_memory, recipe_of
+from tools.prove.paths import ROOT
+
+BASE = ROOT / "recipes" / "debug-1-single.toml"
+SIZES = (
+    'model.preset="debug-bench"',
+    "model.n_layers=4",
+    "data.seq_len=256",
+    "data.global_batch=16",
+)
+LAYOUTS = {
+    "fsdp": ("mesh.dp_shard=8",),
+    "dp tp pp": ("mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2"),
+    "pp cp, full checkpointing": (
+        "mesh.pp=2",
+        "mesh.cp=4",
+        "memory.activation_checkpoint=full",
+    ),
+}
+
+
+def test_storages_count_once_until_they_are_freed() -> None:
+    ledger = MemoryLedger(offload=False)
+    x = torch.empty(100)
+    ledger.see(x)
+    ledger.see(x[:50])
+    assert (ledger.peak, ledger.most.activations) == (400, 400)
+    view = x[10:]
+    del x
+    y = torch.empty(10)
+    ledger.see(y)
+    assert ledger.peak == 440
+    del view
+    z = torch.empty(100)
+    ledger.see(z)
+    assert ledger.peak == 440 + 0 * len(y) * len(z)
+    ledger.mark([y], Kind.GRADIENTS)
+    assert (ledger.most.grads, ledger.peak) == (40, 440)
+
+
+def test_a_resized_storage_counts_with_its_new_size() -> None:
+    ledger = MemoryLedger(offload=False)
+    x = torch.empty(100)
+    ledger.see(x)
+    x.untyped_storage().resize_(0)
+    ledger.resize(x.untyped_storage())
+    y = torch.empty(50)
+    ledger.see(y)
+    assert (ledger.peak, ledger.most.activations) == (400, 400)
+    gc.collect()
+
+
+def test_host_memory_is_not_in_the_peak() -> None:
+    ledger = MemoryLedger(offload=True)
+    x, y = torch.empty(100), torch.empty(10)
+    ledger.mark([x], Kind.PARAMETERS)
+    ledger.see(y)
+    assert (ledger.peak, ledger.most.params) == (40, 400)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_peak_is_that_of_real_allocations(name: str, pool: Pool) -> None:
+    recipe = recipe_of(BASE, (*SIZES, *LAYOUTS[name]))
+    peaks = pool.run(measure_real_memory, {"recipe": recipe}, world_size=8)
+    stage_ranks = recipe.world_size // recipe.mesh.pp
+    for pp_rank in range(recipe.mesh.pp):
+        counted = dry_run_of(pool, recipe, pp_rank).memory.peak
+        assert counted == pytest.approx(peaks[pp_rank * stage_ranks], rel=0.05)
+
+
+def test_state_is_that_of_the_parameters(pool: Pool) -> None:
+    recipe = recipe_of(BASE, (*SIZES, "mesh.dp_shard=8", "parallel.zero=3"))
+    memory = dry_run_of(pool, recipe).memory
+    shards = parameters(recipe.model) / 8 * 4
+    # Two moments; and a step counter of 4 bytes for each parameter.
+    assert 2 * shards < memory.optimizer < 2 * shards + 1000
+    assert memory.params > shards
+    assert memory.peak > shards + memory.optimizer

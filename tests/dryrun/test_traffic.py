@@ -1,0 +1,261 @@
+"""The collectives of a step: a formula for each axis, what a dry run counts, and what a job does.
+
+``EXPECTED`` is the table. A row says what an axis must send at least, from sizes alone. ``excess``
+is what is sent beyond that, with its reason. The dry run must count exactly the sum, and 8 real
+processes must count what the dry run counts.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+
+from composer3d.runtime.launch import Pool
+from tests.dryrun.jobs import Traffic, count_real_step, dry_run_of, recipe_of, traffic_of
+from tools.prove.paths import ROOT
+
+BASE = ROOT / "recipes" / "debug-1-single.toml"
+
+# Sizes of the model, and of a step. M micro-batches of a rank follow from the layout.
+L, C, F, V, T, B = 2, 64, 160, 256, 64, 1
+HEADS, KV_HEADS = 8, 8
+FLOAT = 4  # bytes
+ATTENTION = 4 * C * C  # as many key-value heads as heads
+BLOCK = ATTENTION + 3 * C * F + 2 * C
+EMBED, HEAD = V * C, V * C + C
+ALL = EMBED + L * BLOCK + HEAD
+
+SIZES = (
+    f"model.n_layers={L}",
+    f"model.n_heads={HEADS}",
+    f"model.n_kv_heads={KV_HEADS}",
+    f"data.seq_len={T}",
+    "data.global_batch=16",
+)
+EXPERTS = (
+    'model.architecture="moe"',
+    'model.preset="debug-moe"',
+    "model.expert_ffn=96",
+    *SIZES,
+)
+E, K, EXPERT_F = 8, 2, 96
+EXPERT_WEIGHTS = 3 * E * C * EXPERT_F
+MOE_DENSE = ATTENTION + 2 * C + E * C  # of a block, without its experts
+
+
+class Row(NamedTuple):
+    """The calls of an operation in a step, on the first rank, and the bytes that it sends.
+
+    Attributes:
+        count: calls.
+        least: the bytes that the technique must send.
+        excess: further bytes.
+        reason: of the excess.
+    """
+
+    count: int
+    least: float
+    excess: float = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of 8 ranks, and the rows of its axes. ``world`` is in every layout."""
+
+    sets: tuple[str, ...]
+    rows: dict[tuple[str, str], Row]
+
+
+def gathered(parameters: float, ranks: int) -> float:
+    """Bytes that a rank sends so that each of ``ranks`` gets all of ``parameters``."""
+    return (ranks - 1) / ranks * parameters * FLOAT
+
+
+def summed(elements: float, ranks: int) -> float:
+    """Bytes that a rank sends in an all-reduce of float32."""
+    return 2 * (ranks - 1) / ranks * elements * FLOAT
+
+
+STREAM = B * T * C  # elements of the residual stream of a micro-batch
+EMBED_AGAIN = "FSDP gathers the embedding for its backward, which does not read it"
+
+# Two micro-batches a rank with 8 batch ranks, 4 with 4, 16 with 1.
+LAYOUTS = {
+    "fsdp": Layout(
+        ("mesh.dp_shard=8", "parallel.zero=3"),
+        {
+            ("fsdp", "all_gather"): Row(
+                2 * (2 + 2 * L + 1),
+                2 * (gathered(EMBED, 8) + 2 * gathered(L * BLOCK, 8) + gathered(HEAD, 8)),
+                2 * gathered(EMBED, 8),
+                EMBED_AGAIN,
+            ),
+            ("fsdp", "reduce_scatter"): Row(2 * (L + 2), 2 * gathered(ALL, 8)),
+        },
+    ),
+    "zero 1": Layout(
+        ("mesh.dp_shard=8", "parallel.zero=1"),
+        {
+            ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 8)),
+            ("fsdp", "reduce_scatter"): Row(L + 2, gathered(ALL, 8)),
+        },
+    ),
+    "hsdp": Layout(
+        ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=1"),
+        {
+            ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 4)),
+            ("fsdp", "reduce_scatter"): Row(L + 2, gathered(ALL, 4)),
+            ("dp_replicate", "all_reduce"): Row(L + 2, summed(ALL / 4, 2)),
+        },
+    ),
+    "hsdp, zero 3": Layout(
+        ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3"),
+        {
+            ("fsdp", "all_gather"): Row(
+                2 * (2 + 2 * L + 1),
+                2 * (gathered(EMBED, 4) + 2 * gathered(L * BLOCK, 4) + gathered(HEAD, 4)),
+                2 * gathered(EMBED, 4),
+                EMBED_AGAIN,
+            ),
+            ("fsdp", "reduce_scatter"): Row(2 * (L + 2), 2 * gathered(ALL, 4)),
+            ("dp_replicate", "all_reduce"): Row(
+                2 * (L + 2),
+                summed(ALL / 4, 2),
+                summed(ALL / 4, 2),
+                "replicas sum their gradients after each micro-batch; once a step is enough",
+            ),
+        },
+    ),
+    "tp": Layout(
+        ("mesh.tp=8",),
+        {
+            # Two a block in forward and two in backward; the embedding's backward; the head.
+            ("tp", "all_gather"): Row(16 * (4 * L + 2), 16 * (4 * L + 2) * gathered(STREAM, 8)),
+            ("tp", "reduce_scatter"): Row(16 * (4 * L + 2), 16 * (4 * L + 2) * gathered(STREAM, 8)),
+            # The loss needs the largest logit of a token, and two sums. Norms see parts of the
+            # sequence, so that their gradients are summed.
+            ("tp", "all_reduce"): Row(
+                16 * 2 + 2 * L + 1, 16 * summed(3 * B * T, 8) + summed((2 * L + 1) * C, 8)
+            ),
+        },
+    ),
+    "cp ring": Layout(
+        ("mesh.cp=8", "parallel.zero=1"),
+        {
+            ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 8)),
+            ("fsdp", "reduce_scatter"): Row(L + 2, gathered(ALL, 8)),
+            # Keys and values, twice; and their gradients, once. A rank has T / 8 tokens.
+            ("cp", "send"): Row(16 * L * 3 * 7, 16 * L * 3 * 7 * 2 * STREAM / 8 * FLOAT),
+            ("cp", "recv"): Row(16 * L * 3 * 7, 16 * L * 3 * 7 * 2 * STREAM / 8 * FLOAT),
+        },
+    ),
+    "cp all-gather": Layout(
+        ("mesh.cp=8", "parallel.zero=1", "parallel.cp_method=allgather"),
+        {
+            ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 8)),
+            ("fsdp", "reduce_scatter"): Row(L + 2, gathered(ALL, 8)),
+            ("cp", "all_gather"): Row(16 * L * 2, 16 * L * 2 * gathered(2 * STREAM, 8)),
+            ("cp", "reduce_scatter"): Row(16 * L, 16 * L * gathered(2 * STREAM, 8)),
+        },
+    ),
+    "cp ulysses": Layout(
+        ("mesh.cp=8", "parallel.zero=1", "parallel.cp_method=ulysses"),
+        {
+            ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 8)),
+            ("fsdp", "reduce_scatter"): Row(L + 2, gathered(ALL, 8)),
+            # Queries, keys and values in one, then outputs; backward as much.
+            ("cp", "all_to_all"): Row(16 * L * 4, 16 * L * 2 * gathered(4 * STREAM / 8, 8)),
+        },
+    ),
+    "pp": Layout(
+        ("mesh.pp=2", "mesh.dp_shard=4", "parallel.zero=1", "parallel.stages=[1, 1]"),
+        {
+            ("fsdp", "all_gather"): Row(2, gathered(EMBED + BLOCK, 4)),
+            ("fsdp", "reduce_scatter"): Row(2, gathered(EMBED + BLOCK, 4)),
+            ("pp", "send"): Row(4, 4 * STREAM * FLOAT),
+            ("pp", "recv"): Row(4, 4 * STREAM * FLOAT),
+        },
+    ),
+    "ep": Layout(
+        (*EXPERTS, "mesh.dp_shard=8", "mesh.ep=4", "parallel.zero=1"),
+        {
+            ("fsdp", "all_gather"): Row(L + 2, gathered(EMBED + L * MOE_DENSE + HEAD, 8)),
+            ("fsdp", "reduce_scatter"): Row(L + 2, gathered(EMBED + L * MOE_DENSE + HEAD, 8)),
+            ("efsdp", "all_gather"): Row(L, gathered(L * EXPERT_WEIGHTS / 4, 2)),
+            ("efsdp", "reduce_scatter"): Row(L, gathered(L * EXPERT_WEIGHTS / 4, 2)),
+            # Rows and outputs, forward and backward, and E numbers of 8 bytes.
+            ("ep", "all_to_all"): Row(
+                2 * L * 5, 2 * L * (4 * gathered(B * T * K * C, 4) + 3 / 4 * E * 8)
+            ),
+        },
+    ),
+}
+
+
+def expected(layout: Layout) -> Traffic:
+    traffic: Traffic = {}
+    for (axis, operation), row in layout.rows.items():
+        traffic.setdefault(axis, {})[operation] = (row.count, round(row.least + row.excess))
+    return traffic
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
+    layout = LAYOUTS[name]
+    sets = layout.sets if layout.sets[0] == EXPERTS[0] else (*SIZES, *layout.sets)
+    recipe = recipe_of(BASE, sets)
+    assert recipe.world_size == 8
+    counted = traffic_of(dry_run_of(pool, recipe))
+    scalars = counted.pop("world")
+    assert counted == expected(layout)
+    # The number of labels; the loss and the norm; and what routers have seen.
+    loads = 8 * (E + 5) * L if recipe.mesh.ep > 1 else 0
+    calls = 3 if loads else 2
+    assert scalars == {"all_reduce": (calls, round(2 * 7 / 8 * 8) + 2 * 14 + round(1.75 * loads))}
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", "cp ring", "pp", "ep"])
+def test_real_processes_send_what_the_dry_run_counts(name: str, pool: Pool) -> None:
+    layout = LAYOUTS[name]
+    sets = layout.sets if layout.sets[0] == EXPERTS[0] else (*SIZES, *layout.sets)
+    recipe = recipe_of(BASE, sets)
+    ranks = pool.run(count_real_step, {"recipe": recipe}, world_size=8)
+    for pp_rank in range(recipe.mesh.pp):
+        counted = traffic_of(dry_run_of(pool, recipe, pp_rank))
+        for calls in ranks:
+            if calls.coords["pp"] == pp_rank:
+                assert calls.traffic == counted
+
+
+MIXED = {
+    "zero bubble, tp, offload": (
+        "mesh.pp=2",
+        "mesh.dp_shard=2",
+        "mesh.tp=2",
+        "model.n_layers=4",
+        "parallel.schedule=ZBVZeroBubble",
+        "memory.cpu_offload=true",
+        "precision.compute=bfloat16",
+    ),
+    "interleaved, cp, documents, checkpointing": (
+        "mesh.pp=2",
+        "mesh.cp=2",
+        "mesh.tp=2",
+        "model.n_layers=4",
+        "parallel.schedule=Interleaved1F1B",
+        "memory.activation_checkpoint=selective",
+        "data.packing=documents",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_layouts_send_what_the_dry_run_counts(name: str, pool: Pool) -> None:
+    recipe = recipe_of(BASE, (*SIZES, *MIXED[name]))
+    ranks = pool.run(count_real_step, {"recipe": recipe}, world_size=8)
+    for pp_rank in range(2):
+        counted = traffic_of(dry_run_of(pool, recipe, pp_rank))
+        for calls in ranks:
+            if calls.coords["pp"] == pp_rank:
+                assert calls.traffic == counted
