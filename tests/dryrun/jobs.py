@@ -92,9 +92,9 @@ def _step(recipe: Recipe, stages: Stages, optimizer: torch.optim.Optimizer, numb
     update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=1e-3)
 
 
-def dry_run_of(pool: Pool, recipe: Recipe, pp_rank: int = 0) -> StageReport:
+def dry_run_of(pool: Pool, recipe: Recipe, pp_rank: int = 0, *, skew: float = 1.0) -> StageReport:
     """Dry-run one pipeline rank in a process of its own."""
-    arguments = {"recipe": recipe, "pp_rank": pp_rank, "skew": 1.0}
+    arguments = {"recipe": recipe, "pp_rank": pp_rank, "skew": skew}
     (report,) = pool.run(run_stage, arguments, world_size=1)
     return report
 

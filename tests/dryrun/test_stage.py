@@ -1,0 +1,47 @@
+"""Parts of the step of one pipeline rank on tensors without data."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from composer3d.dryrun import stage
+from composer3d.runtime.launch import Pool
+from tests.dryrun.jobs import dry_run_of, recipe_of, traffic_of
+from tools.prove.paths import ROOT
+
+OFFSETS = torch.tensor([16, 48], dtype=torch.int32)
+EXPERTS = (
+    'model.architecture="moe"',
+    'model.preset="debug-moe"',
+    "mesh.dp_shard=4",
+    "mesh.ep=4",
+)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.ones(48, 16), torch.ones(2, 16, 32)),
+        (torch.ones(32, 48), torch.ones(48, 16)),
+    ],
+    ids=["rows of a", "the shared dim"],
+)
+def test_a_grouped_product_has_the_shape_of_the_real_one(a: Tensor, b: Tensor) -> None:
+    real = F.grouped_mm(a, b, offs=OFFSETS)
+    described = stage._grouped_product(a, b, OFFSETS)
+    assert (described.shape, described.dtype) == (real.shape, real.dtype)
+
+
+def test_skewed_routing_brings_more_rows_to_the_busiest_rank(pool: Pool) -> None:
+    recipe = recipe_of(ROOT / "recipes" / "debug-1-single.toml", EXPERTS)
+    even = traffic_of(dry_run_of(pool, recipe))
+    skewed = traffic_of(dry_run_of(pool, recipe, skew=2.0))
+    calls, even_bytes = even["ep"]["all_to_all"]
+    skewed_calls, skewed_bytes = skewed["ep"]["all_to_all"]
+    assert calls == skewed_calls
+    # Of 128 rows, rank 0 sends 96 to 3 others, or 64 with a skew of 2. The 3 others send it 32
+    # rows each, or 64, and get as many outputs back. Backward sends both again.
+    rows = 4 * 2 * 2 * 64 * 4  # layers, micro-batches, forward and backward, width, float32
+    numbers = even_bytes - rows * (96 + 96)
+    assert skewed_bytes == numbers + rows * (64 + 192)
