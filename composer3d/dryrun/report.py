@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 GIB = 1 << 30
 
 
-class Operation(NamedTuple):
+@dataclass(frozen=True)
+class Operation:
     """The calls of one collective on one axis in a step, on one rank.
 
     Attributes:

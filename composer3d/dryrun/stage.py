@@ -337,8 +337,8 @@ class Recorder(DispatchMode):
             dtype = arguments[0].dtype
             return _FLOAT if dtype.is_floating_point else dtype is torch.bool or 1
         elif traits.name == "aten::_grouped_mm" and arguments[0].dtype is not torch.bfloat16:
-            offsets_G = arguments[2] if len(arguments) > 2 else keywords.get("offs")
-            result = _grouped_product(*arguments[:2], offsets_G)
+            a, b, *others = arguments
+            result = _grouped_product(a, b, others[0] if others else keywords.get("offs"))
         else:
             result = operator(*arguments, **keywords)
         if not self._ignores:
@@ -404,7 +404,7 @@ def _grouped_product(a: Tensor, b: Tensor, offsets_G: Tensor | None) -> Tensor:
     ``b``: (M, K) x (G, K, N) and (G, M, K) x (K, N) give (M, N), and (M, K) x (K, N) gives
     (G, M, N).
     """
-    shape = (a.shape[-2], b.shape[-1])
+    shape: tuple[int, ...] = (a.shape[-2], b.shape[-1])
     if a.dim() == b.dim() == 3:
         shape = (a.shape[0], *shape)
     elif a.dim() == b.dim() == 2 and offsets_G is not None:
