@@ -77,9 +77,10 @@ def test_recomputation_costs_a_forward_and_stops_early() -> None:
 def test_tp_over_nodes_is_slower_than_inside() -> None:
     inside = big(zero=0, tp=8)
     across = replace(inside, machine=inside.machine._replace(devices_per_node=4))
-    assert step_s(across) > 1.5 * step_s(inside)
+    assert step_s(across) > step_s(inside)
+    # Four cards of 20 GB/s in a node, against a ring of 200 GB/s.
     exposed = predict_time(across, FREE).exposed_s
-    assert exposed["tp"] > predict_time(inside, FREE).exposed_s["tp"] > 0
+    assert exposed["tp"] > 2 * predict_time(inside, FREE).exposed_s["tp"] > 0
 
 
 def test_the_bubble_of_1f1b_is_that_of_the_closed_form() -> None:
