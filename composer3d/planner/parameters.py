@@ -4,6 +4,7 @@
 models.
 """
 
+from math import prod
 from typing import Literal, NamedTuple
 
 from composer3d.models.llama.shape import ModelShape
@@ -34,10 +35,8 @@ class Parameter(NamedTuple):
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        """The number of elements of the whole parameter."""
+        return prod(self.shape)
 
 
 def known_shape(shape: DecoderShape) -> ModelShape:

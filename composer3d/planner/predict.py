@@ -49,8 +49,8 @@ class Prediction:
 
     @property
     def peak_gib(self) -> float:
-        """The allocated memory of the largest rank, with the slack of the allocator."""
-        return self.memory[self.largest_rank].reserved_bytes / GIB
+        """The memory that the largest rank needs; ``fits`` compares it with the device's."""
+        return _needed_gib(self.memory)
 
 
 def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
@@ -71,12 +71,16 @@ def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
 
 
 def fits(setup: Setup, memory: tuple[RankMemory, ...]) -> bool:
-    """Return whether the largest rank fits its device.
+    """Return whether the largest rank fits its device."""
+    return _needed_gib(memory) <= setup.machine.hardware.memory_gib
+
+
+def _needed_gib(memory: tuple[RankMemory, ...]) -> float:
+    """Return what the largest rank allocates, with the least that CUDA's context takes.
 
     The allocator's slack does not count: short of memory, it returns what it does not use.
     """
-    largest = max(rank.allocated_bytes for rank in memory)
-    return largest / GIB + _LEAST_CONTEXT_GIB <= setup.machine.hardware.memory_gib
+    return max(rank.allocated_bytes for rank in memory) / GIB + _LEAST_CONTEXT_GIB
 
 
 def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:

@@ -192,7 +192,7 @@ CASES = [
     ),
     Case(MOE, f"model.balance_loss=0.01 {FULL}"),
     Case(MOE, f"mesh.pp=1 mesh.ep=2 mesh.dp_replicate=2 parallel.zero=2 {BF16} {SELECTIVE}"),
-    Case(MOE, "mesh.pp=1 mesh.ep=1 mesh.tp=1 mesh.dp_shard=8 parallel.zero=3"),
+    Case(MOE, "mesh.pp=1 mesh.ep=1 mesh.tp=1 mesh.dp_shard=8 parallel.zero=3 data.micro_batch=4"),
     Case(MOE, "mesh.pp=1 mesh.ep=2 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
     Case(MOE, f"model.preset=debug-moe-shared mesh.ep=8 mesh.pp=1 mesh.cp=2 {FULL}"),
 ]
