@@ -21,11 +21,6 @@ SIZES = (
 LAYOUTS = {
     "fsdp": ("mesh.dp_shard=8",),
     "dp tp pp": ("mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2"),
-    "pp cp, full checkpointing": (
-        "mesh.pp=2",
-        "mesh.cp=4",
-        "memory.activation_checkpoint=full",
-    ),
 }
 
 

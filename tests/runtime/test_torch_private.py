@@ -337,7 +337,8 @@ def test_propagation_of_shapes_is_surrounded() -> None:
 
 def test_the_start_of_a_pipeline_is_surrounded(pool: Pool) -> None:
     for starts in pool.run(count_pipeline_starts, {}, world_size=2):
-        assert starts == [["begin", "end"], ["begin", "end"]]
+        # The start is a part of every step; only the first one does something.
+        assert starts == [["begin", "end"], ["begin", "end"] * 2]
 
 
 def count_pipeline_starts() -> list[list[str]]:
