@@ -408,7 +408,8 @@ class _Rank:
             gathers = self._gathers(stage, unit)
             dense = [p for p in unit.parameters if p.trains and p.cut != "experts"]
             experts = [p for p in unit.parameters if p.cut == "experts"]
-            for parameters in (dense, experts):
+            shares_ranks = self.mesh.ep == self.mesh.tp == 1
+            for parameters in [[*dense, *experts]] if shares_ranks else [dense, experts]:
                 if parameters:
                     self._unit_flows(parameters, gathers)
 
