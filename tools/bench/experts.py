@@ -67,9 +67,9 @@ def measure(sets: list[str]) -> dict[str, float]:
 @contextmanager
 def _timed_parts(seconds: dict[str, float]) -> Iterator[None]:
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **keywords: Any) -> Any:
             began_s = time.perf_counter()
-            result = function(*arguments)
+            result = function(*arguments, **keywords)
             seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - began_s
             return result
 
