@@ -179,9 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     check = add_command("check", "validate a recipe; print it with the origin of each value")
     _add_recipe(check, is_optional=True)
     _add_json(check)
-    check.add_argument(
-        "--gpus", metavar="N", type=_positive, help="number of processes that the mesh must fill"
-    )
+    _add_gpus(check)
     check.add_argument(
         "--schema", action="store_true", help="print every key that a recipe may have, and exit"
     )
@@ -221,9 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_recipe(dryrun)
     _add_json(dryrun)
-    dryrun.add_argument(
-        "--gpus", metavar="N", type=_positive, help="number of processes that the mesh must fill"
-    )
+    _add_gpus(dryrun)
     dryrun.add_argument(
         "--routing-skew",
         metavar="X",
@@ -377,11 +373,15 @@ def _add_picture(command: argparse.ArgumentParser) -> None:
     """Add the arguments of commands that draw a recipe."""
     _add_recipe(command)
     _add_json(command)
-    command.add_argument(
-        "--gpus", metavar="N", type=_positive, help="number of processes that the mesh must fill"
-    )
+    _add_gpus(command)
     command.add_argument(
         "-o", "--out", metavar="FILE.svg", help="write an SVG file; without it, print the picture"
+    )
+
+
+def _add_gpus(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--gpus", metavar="N", type=_positive, help="number of processes that the mesh must fill"
     )
 
 

@@ -18,8 +18,10 @@ from composer3d.draw.layout import (
 )
 from composer3d.draw.svg import (
     FAINT,
+    MARGIN,
     PAPER,
     QUIET_INK,
+    WIDTH,
     Box,
     Picture,
     text_width,
@@ -28,8 +30,6 @@ from composer3d.draw.svg import (
 from composer3d.planner.traffic import Axis
 from composer3d.runtime.ranks import coordinates
 
-WIDTH = 1200
-MARGIN = 20
 ROW_LABEL_WIDTH = 168
 RANK_WIDTH = 128
 LINE_HEIGHT = 14
@@ -108,12 +108,7 @@ def draw(layout: Layout, *, heading: str, notes: list[str]) -> str:
         notes: lines below it.
     """
     picture = Picture()
-    y = 34.0
-    picture.text(MARGIN, y, heading, size=17, bold=True)
-    for note in notes:
-        for line in wrap(note, 12, WIDTH - 2 * MARGIN):
-            y += 18
-            picture.text(MARGIN, y, line, size=12, ink=QUIET_INK)
+    y = picture.heading(heading, notes)
     y = _legend(picture, layout, y + 12)
 
     grid = _make_grid(layout)

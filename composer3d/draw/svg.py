@@ -1,9 +1,13 @@
 """A few shapes of SVG 1.1, as text. Lengths are in pixels, and y grows downwards."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 PAGE_INK, QUIET_INK, PAPER, FAINT = "#1f2328", "#59636e", "#ffffff", "#d0d7de"
+# Pixels: the width of every picture, and its margin.
+WIDTH, MARGIN = 1200, 20
+
 FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
 # The width of a character as a share of the font size: digits and lower case letters in the widest
@@ -43,6 +47,16 @@ class Picture:
 
     def __init__(self) -> None:
         self._shapes: list[str] = []
+
+    def heading(self, words: str, notes: Sequence[str]) -> float:
+        """Draw the heading of a picture and the notes below it; return the last base line."""
+        y = 34.0
+        self.text(MARGIN, y, words, size=17, bold=True)
+        for note in notes:
+            for line in wrap(note, 12, WIDTH - 2 * MARGIN):
+                y += 18
+                self.text(MARGIN, y, line, size=12, ink=QUIET_INK)
+        return y
 
     def text(
         self,

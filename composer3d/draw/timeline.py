@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from composer3d.draw.svg import (
     FAINT,
+    MARGIN,
     PAGE_INK,
     QUIET_INK,
+    WIDTH,
     Box,
     Picture,
     text_width,
@@ -18,8 +20,6 @@ from composer3d.draw.svg import (
 from composer3d.planner.simulate import Bubble, ClosedForm, Send, Span, bubble, step_s
 from composer3d.spec.schedules import Action
 
-WIDTH = 1200  # pixels of the whole picture
-MARGIN = 20
 LABEL_WIDTH, COUNT_WIDTH = 62, 62  # left of the rows, and right of them
 ROW_HEIGHT, ROW_GAP = 24, 9
 OVERVIEW_ROW_HEIGHT = 7
@@ -137,12 +137,7 @@ def draw(timelines: Sequence[Timeline], *, heading: str, notes: Sequence[str], u
         unit: the word for the unit of time: "units" or "ms".
     """
     picture = Picture()
-    y = 34.0
-    picture.text(MARGIN, y, heading, size=17, bold=True)
-    for note in notes:
-        for line in wrap(note, 12, WIDTH - 2 * MARGIN):
-            y += 18
-            picture.text(MARGIN, y, line, size=12, ink=QUIET_INK)
+    y = picture.heading(heading, notes)
     y = _legend(picture, y + 14, timelines)
 
     longest_s = max(timeline.end_s for timeline in timelines)

@@ -301,7 +301,7 @@ def test_a_safetensors_file_is_refused_with_one_line(
     folder = make_hf(tmp_path / "a")
     (folder / "model.safetensors").unlink()
     HEADERS[case](folder)
-    _is_refused(folder, tmp_path, capsys)
+    assert _refusal_of(folder, tmp_path, capsys)
 
 
 def test_headers_and_tensors_are_bounded(tmp_path: Path) -> None:
@@ -329,7 +329,8 @@ def test_headers_and_tensors_are_bounded(tmp_path: Path) -> None:
         convert(folder, tmp_path / "c", "torch")
 
 
-def _is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def _refusal_of(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
+    """Convert and inspect a folder; return the lines of the refusal, which is short and cheap."""
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError) as caught:
         convert(path, tmp_path / "b", "dcp")
@@ -344,6 +345,7 @@ def _is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     assert main(["inspect", str(path)]) in (1, 2)
     assert len(capsys.readouterr().out.splitlines()) < 120
+    return tuple(caught.value.lines)
 
 
 NORM = "model.norm.weight"
@@ -387,7 +389,7 @@ def test_an_index_is_refused_with_one_line(
             )
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-    _is_refused(folder, tmp_path, capsys)
+    assert _refusal_of(folder, tmp_path, capsys)
     if case in ("up", "dot", "dots", "empty", "root"):
         with pytest.raises(
             CheckpointError, match="which is not the name of a file in its folder; it is not opened"
@@ -404,17 +406,17 @@ def test_an_index_that_is_no_json(
     folder = make_hf(tmp_path / "a")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text)
-    _is_refused(folder, tmp_path, capsys)
+    assert _refusal_of(folder, tmp_path, capsys)
 
 
 def test_an_index_that_is_a_named_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_hf(tmp_path / "a")
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors.index.json")
-    _is_refused(folder, tmp_path, capsys)
+    assert _refusal_of(folder, tmp_path, capsys)
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
-    _is_refused(folder, tmp_path, capsys)
+    assert _refusal_of(folder, tmp_path, capsys)
 
 
 PARAMS = {
@@ -444,7 +446,7 @@ def test_params_json_is_refused_with_one_line(
     if isinstance(content, dict):
         content = json.loads(file.read_text()) | content
     file.write_text(json.dumps(content))
-    _is_refused(tmp_path / "a", tmp_path, capsys)
+    assert _refusal_of(tmp_path / "a", tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
@@ -454,7 +456,7 @@ def test_named_pipes_in_a_meta_folder_are_refused(
     convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
     (tmp_path / "a" / name).unlink()
     os.mkfifo(tmp_path / "a" / name)
-    _is_refused(tmp_path / "a", tmp_path, capsys)
+    assert _refusal_of(tmp_path / "a", tmp_path, capsys)
 
 
 def test_a_source_that_is_no_plain_file_is_refused(tmp_path: Path) -> None:
@@ -541,5 +543,5 @@ def test_a_shape_in_a_manifest_must_be_in_the_same_ranges(
         ("model.dim", None),
     ):
         manifests.write(folder, replace(saved, model={**saved.model, key: value}))
-        _is_refused(folder, tmp_path, capsys)
+        assert _refusal_of(folder, tmp_path, capsys)
     assert SHAPE.n_layers == 2
