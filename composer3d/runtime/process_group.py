@@ -189,6 +189,10 @@ def world(
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
+        if device.type == "cpu":
+            # gloo returns as soon as this rank is connected. If it left now, ranks that are still
+            # connecting to it would fail.
+            dist.barrier()
         yield device
         # After an error this is skipped: NCCL would wait for peers that are stuck in a collective,
         # and would delay the report of the error.

@@ -1,10 +1,12 @@
 """A step of a real job, with its collectives and its allocations, to compare dry runs with."""
 
 import gc
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from composer3d.dryrun.collectives import CountCollectives
@@ -56,8 +58,8 @@ def count_real_step(recipe: Recipe) -> Calls:
 def measure_real_memory(recipe: Recipe) -> int:
     """Train two steps on this rank of a real world; returns the peak bytes of the second one.
 
-    torch's profiler sees every allocation and release of torch's allocator, inside of kernels too.
-    It knows nothing of storages, tensors or kinds.
+    torch's profiler sees the allocations of torch's allocator, inside of kernels too. It knows
+    nothing of storages, tensors or kinds.
     """
     with pool_world() as device:
         gc.collect()
@@ -71,19 +73,85 @@ def measure_real_memory(recipe: Recipe) -> int:
         return _peak_bytes(profiler)
 
 
+class Allocation(NamedTuple):
+    """An allocation, or a release (``n_bytes`` is negative), as the profiler saw it."""
+
+    time_ns: int
+    address: int
+    n_bytes: int
+
+
 def _peak_bytes(profiler: Any) -> int:
-    """Add up allocations and releases in order; return the largest sum since the mark."""
-    events = profiler.profiler.kineto_results.events()
-    (begin,) = (event.start_ns() for event in events if event.name() == MARK)
-    memory = sorted(
-        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
-    )
-    live = peak = 0
-    for time_ns, n_bytes in memory:
-        live += n_bytes
-        if time_ns >= begin:
-            peak = max(peak, live)
+    """Replay allocations and releases in order; return the most live bytes since the mark."""
+    allocations, begin_ns = _allocations_of(profiler)
+    live = LiveBlocks()
+    peak = 0
+    for time_ns, address, n_bytes in allocations:
+        if n_bytes > 0:
+            live.allocate(address, n_bytes)
+        else:
+            live.release(address)
+        if time_ns >= begin_ns:
+            peak = max(peak, live.total)
     return peak
+
+
+def _allocations_of(profiler: Any) -> tuple[list[Allocation], int]:
+    """Return what was allocated and released, by time, and when the mark began.
+
+    It leaves out what gloo allocates for itself, to pack messages: NCCL packs none.
+    """
+    allocations: list[Allocation] = []
+    begin_ns = None
+    waiting = [
+        (event, False) for event in profiler.profiler.kineto_results.experimental_event_tree()
+    ]
+    while waiting:
+        event, in_gloo = waiting.pop()
+        in_gloo = in_gloo or event.name.startswith(("gloo:", "c10d::"))
+        waiting += [(child, in_gloo) for child in event.children]
+        if event.name == MARK:
+            begin_ns = event.start_time_ns
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            if not (in_gloo and fields.alloc_size > 0):
+                allocations.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
+    assert begin_ns is not None
+    return sorted(allocations), begin_ns
+
+
+class LiveBlocks:
+    """The blocks of memory that are in use.
+
+    The profiler misses what gloo's threads release after an operation. So a block that is
+    allocated where others are ends these.
+
+    Attributes:
+        total: their bytes.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._addresses: list[int] = []  # sorted
+        self._bytes: dict[int, int] = {}
+
+    def allocate(self, address: int, n_bytes: int) -> None:
+        first = bisect_right(self._addresses, address)
+        if first > 0:
+            before = self._addresses[first - 1]
+            if before + self._bytes[before] > address:
+                first -= 1
+        end = bisect_left(self._addresses, address + n_bytes)
+        for covered in self._addresses[first:end]:
+            self.total -= self._bytes.pop(covered)
+        self._addresses[first:end] = [address]
+        self._bytes[address] = n_bytes
+        self.total += n_bytes
+
+    def release(self, address: int) -> None:
+        if address in self._bytes:
+            self.total -= self._bytes.pop(address)
+            del self._addresses[bisect_left(self._addresses, address)]
 
 
 def _step(recipe: Recipe, stages: Stages, optimizer: torch.optim.Optimizer, number: int) -> None:

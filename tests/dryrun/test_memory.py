@@ -18,9 +18,12 @@ SIZES = (
     "data.seq_len=256",
     "data.global_batch=16",
 )
+CP = ("mesh.pp=2", "mesh.cp=4")
 LAYOUTS = {
     "fsdp": ("mesh.dp_shard=8",),
     "dp tp pp": ("mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2"),
+    "cp pp": CP,
+    "cp pp, all recomputed": (*CP, 'memory.activation_checkpoint="full"'),
 }
 
 
@@ -67,10 +70,13 @@ def test_host_memory_is_not_in_the_peak() -> None:
 def test_the_peak_is_that_of_real_allocations(name: str, pool: Pool) -> None:
     recipe = recipe_of(BASE, (*SIZES, *LAYOUTS[name]))
     peaks = pool.run(measure_real_memory, {"recipe": recipe}, world_size=8)
-    stage_ranks = recipe.world_size // recipe.mesh.pp
     for pp_rank in range(recipe.mesh.pp):
         counted = dry_run_of(pool, recipe, pp_rank).memory.peak
-        assert counted == pytest.approx(peaks[pp_rank * stage_ranks], rel=0.05)
+        # gloo's threads release messages when they get to it. So the ranks of a stage, which do the
+        # same, reach different peaks; the lowest is that of a rank whose threads were quick.
+        ranks = recipe.world_size // recipe.mesh.pp
+        lowest = min(peaks[pp_rank * ranks : (pp_rank + 1) * ranks])
+        assert counted == pytest.approx(lowest, rel=0.02)
 
 
 def test_state_is_that_of_the_parameters(pool: Pool) -> None:
