@@ -17,7 +17,7 @@ from tools.prove.faults.resume import (
     swap_two_moments,
 )
 
-PART_WITH_EXPERTS = ("experts on one process", "ep 4 of tp 4", "ep 2 of zero 3 x 2, pp 2 ZBV")
+PART_WITH_EXPERTS = ("ep 4 of tp 4", "ep 2 of zero 3 x 2, pp 2 ZBV")
 PART = ("one process", "zero 2 x 3", "pp 2 1F1B, tp 2", "cp 3, tp 2")
 
 
