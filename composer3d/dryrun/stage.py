@@ -55,6 +55,7 @@ from composer3d.runtime.torch_private import (
     gathered_parameters,
     group_of_argument,
     has_data,
+    in_fake_tensors,
     watch_resizes,
     with_data,
 )
@@ -71,6 +72,8 @@ DOCUMENTS = 4
 # What the host reads from a floating-point tensor without data. As a squared norm it is a norm of
 # 2, so that gradients are clipped at the usual limit, 1.
 _FLOAT = 4.0
+
+_CPU = torch.device("cpu")
 
 
 class StageContent(NamedTuple):
@@ -122,20 +125,58 @@ def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
 
     Raises what ``compose`` raises.
     """
-    sizes = recipe.mesh
-    ranks = recipe.world_size // sizes.pp
-    recipe = replace(recipe, compile=CompileTable())
     ledger = MemoryLedger(offload=recipe.memory.cpu_offload)
     recorder = Recorder(ledger)
-    without_data = fake_tensors()
+    with compose_without_data(recipe, pp_rank, skew, recorder) as rank:
+        collectives = CollectiveCounter(axis_names(rank.stages.mesh))
+        pause = partial(recorder.counting, None)
+        with recorder.counting(collectives), around_pipeline_start(pause):
+            take_a_step(rank, ledger)
+        ranks = recipe.world_size // recipe.mesh.pp
+        return _report(pp_rank, ranks, collectives, recorder)
+
+
+@dataclass
+class RankWithoutData:
+    """A rank of a composed job, whose tensors have no data.
+
+    Attributes:
+        batch: of a step. Only its documents have data.
+    """
+
+    recipe: Recipe
+    stages: Stages
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+
+
+@contextmanager
+def compose_without_data(
+    recipe: Recipe,
+    pp_rank: int,
+    skew: float,
+    recorder: "Recorder",
+    device: torch.device = _CPU,
+) -> Iterator[RankWithoutData]:
+    """Compose the first rank of pipeline rank ``pp_rank``; inside of the context it can train.
+
+    Args:
+        recipe, pp_rank, skew: as in ``run_stage``.
+        recorder: sees every operator, but counts those of the composition as nothing.
+        device: the device of the model. A GPU may exist in name only.
+    """
+    sizes = recipe.mesh
+    recipe = replace(recipe, compile=CompileTable())
+    ledger = recorder.ledger
+    without_data = recorder.without_data
 
     def materialise(stage: Stage, *, device: torch.device) -> None:
         with without_data:
             stage.to_empty(device=device)
 
-    with fake_world(pp_rank * ranks, recipe.world_size):
+    with fake_world(pp_rank * (recipe.world_size // sizes.pp), recipe.world_size):
         with recorder, recorder.ignoring():
-            mesh = Mesh.build(sizes, torch.device("cpu"))
+            mesh = Mesh.build(sizes, device)
             stages = build_stages(
                 recipe, mesh, change_plan=_without_random_values, materialise=materialise
             )
@@ -159,12 +200,7 @@ def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
             for module in stages.modules:
                 fix_routing(module, sizes.ep, skew)
                 _mark_gradients(module, ledger)
-
-            collectives = CollectiveCounter(axis_names(mesh))
-            pause = partial(recorder.counting, None)
-            with recorder.counting(collectives), around_pipeline_start(pause):
-                _take_a_step(recipe, stages, optimizer, documents_BT, ledger)
-        return _report(pp_rank, ranks, collectives, recorder, ledger)
+            yield RankWithoutData(recipe, stages, optimizer, _batch(recipe, documents_BT))
 
 
 def _without_random_values(plan: ShardingPlan) -> ShardingPlan:
@@ -182,22 +218,20 @@ def _documents(recipe: Recipe) -> Tensor | None:
     return (torch.arange(data.seq_len) // length).repeat(rows, 1)
 
 
-def _take_a_step(
-    recipe: Recipe,
-    stages: Stages,
-    optimizer: torch.optim.Optimizer,
-    documents_BT: Tensor | None,
-    ledger: MemoryLedger,
-) -> None:
-    """Run one optimizer step as ``training.loop`` does."""
+def _batch(recipe: Recipe, documents_BT: Tensor | None) -> Batch:
     rows = recipe.data.micro_batch * recipe.micro_batches
     shape = (rows, recipe.data.seq_len // recipe.mesh.cp)
     tokens_BT, labels_BT, positions_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-    batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
-    _, norm = compute_gradients(stages, batch)
+    return Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
+
+
+def take_a_step(rank: RankWithoutData, ledger: MemoryLedger) -> None:
+    """Run one optimizer step as ``training.loop`` does."""
+    stages, optim = rank.stages, rank.recipe.optim
+    _, norm = compute_gradients(stages, rank.batch)
     gradients = (parameter.grad for parameter in stages.parameters())
     ledger.mark((local_shard(grad) for grad in gradients if grad is not None), Kind.GRADIENTS)
-    update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=recipe.optim.lr)
+    update(stages, rank.optimizer, norm=norm, max_norm=optim.clip, lr=optim.lr)
 
 
 def fix_routing(stage: nn.Module, ep: int, skew: float) -> None:
@@ -286,16 +320,20 @@ class Recorder(DispatchMode):
         ledger: counts the storages.
 
     Attributes:
+        ledger: the same.
+        without_data: the context in which tensors are made without data.
         operators: how many have run, without views.
+        ignores: nothing counts at the moment.
     """
 
     def __init__(self, ledger: MemoryLedger) -> None:
         super().__init__()
         self.operators = 0
-        self._ledger = ledger
+        self.ledger = ledger
+        self.without_data = fake_tensors()
         self._collectives: CollectiveCounter | None = None
         self._traits: dict[Any, _Traits] = {}
-        self._ignores = False
+        self.ignores = False
 
     @contextmanager
     def counting(self, collectives: CollectiveCounter | None) -> Iterator[None]:
@@ -307,9 +345,9 @@ class Recorder(DispatchMode):
     @contextmanager
     def ignoring(self) -> Iterator[None]:
         """Count nothing inside of the context, not even memory."""
-        before, self._ignores = self._ignores, True
+        before, self.ignores = self.ignores, True
         yield
-        self._ignores = before
+        self.ignores = before
 
     def __torch_dispatch__(
         self,
@@ -329,7 +367,11 @@ class Recorder(DispatchMode):
             counter = self._collectives
             with self, nullcontext() if counter is None else counter.inside(operator):
                 return traits.body(*arguments, **keywords)
-        if FAKE_TENSOR not in types and _all_have_data(arguments):
+        if _on_gpu(keywords) and not in_fake_tensors():
+            # While a model is composed: no tensor with data can be there.
+            with self.without_data:
+                result = operator(*arguments, **keywords)
+        elif FAKE_TENSOR not in types and _all_have_data(arguments) and not _on_gpu(keywords):
             with with_data():
                 result = operator(*arguments, **keywords)
                 _fill_output(traits.name, arguments)
@@ -341,7 +383,7 @@ class Recorder(DispatchMode):
             result = _grouped_product(a, b, others[0] if others else keywords.get("offs"))
         else:
             result = operator(*arguments, **keywords)
-        if not self._ignores:
+        if not self.ignores:
             self._see(operator, traits, arguments, keywords, result)
         return result
 
@@ -353,7 +395,7 @@ class Recorder(DispatchMode):
         keywords: Mapping[str, Any],
         result: Any,
     ) -> None:
-        ledger = self._ledger
+        ledger = self.ledger
         if self._collectives is not None:
             self.operators += traits.makes_tensors
             if traits.is_collective:
@@ -368,7 +410,7 @@ class Recorder(DispatchMode):
         self, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
     ) -> None:
         """Mark the buffers of FSDP, and gradients that are converted to another dtype."""
-        ledger = self._ledger
+        ledger = self.ledger
         match name:
             case "fsdp::all_gather_copy_in":
                 ledger.mark([arguments[1]], Kind.GATHERED)
@@ -417,6 +459,12 @@ def _all_have_data(arguments: tuple[Any, ...]) -> bool:
     return bool(tensors) and all(map(has_data, tensors))
 
 
+def _on_gpu(keywords: Mapping[str, Any]) -> bool:
+    """Return whether an operator was told to make its output on a GPU."""
+    device = keywords.get("device")
+    return device is not None and torch.device(device).type == "cuda"
+
+
 def _fill_output(name: str, arguments: Sequence[Any]) -> None:
     """Write the output of a collective of tensors with data, as if all ranks had the same."""
     match name:
@@ -430,11 +478,7 @@ def _fill_output(name: str, arguments: Sequence[Any]) -> None:
 
 
 def _report(
-    pp_rank: int,
-    ranks: int,
-    collectives: CollectiveCounter,
-    recorder: Recorder,
-    ledger: MemoryLedger,
+    pp_rank: int, ranks: int, collectives: CollectiveCounter, recorder: Recorder
 ) -> StageReport:
     comm = {}
     for axis, operations in sorted(collectives.traffic.items()):
@@ -447,7 +491,7 @@ def _report(
     return StageReport(
         stage=pp_rank,
         ranks=ranks,
-        memory=Memory(*ledger.most, ledger.peak),
+        memory=Memory(*recorder.ledger.most, recorder.ledger.peak),
         comm=comm,
         operators=recorder.operators,
     )

@@ -16,14 +16,33 @@ from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.parallel.pipeline.ties import Ties
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.torch_private import cut_by_pipelines
+
+
+class HostTensor:
+    """A tensor in host memory, as an input of a module that FSDP shards.
+
+    FSDP moves tensors among a module's inputs to the GPU, and looks for them in lists, tuples and
+    dicts, but not in this object. torch's pipelines do look into it (``cut_by_pipelines``): they
+    cut the tensor into micro-batches as they cut others.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __getitem__(self, rows: slice) -> "HostTensor":
+        return HostTensor(self.tensor[rows])
+
+
+cut_by_pipelines(HostTensor, "tensor")
 
 
 class Stage(nn.Module):
     """Consecutive layers of a model, under the names they have in the whole model.
 
-    ``stage(tokens_BT or h_BTC, positions_BT=..., documents_BT=..., labels_BT=...)`` returns
-    ``h_BTC``, or the summed loss on the last stage. ``documents_BT`` covers whole sequences; the
-    other arguments are this rank's part of them.
+    ``stage(tokens_BT or h_BTC, positions_BT=..., documents=..., labels_BT=...)`` returns ``h_BTC``,
+    or the summed loss on the last stage. ``documents`` (B, T) covers whole sequences, because
+    attention reads it on the CPU; the other arguments are this rank's part of them.
 
     Attributes:
         tied_copies: maps the name of each parameter that is a copy of another stage's parameter to
@@ -52,13 +71,10 @@ class Stage(nn.Module):
         h: Tensor,
         *,
         positions_BT: Tensor,
-        documents_BT: Tensor | None = None,
+        documents: HostTensor | None = None,
         labels_BT: Tensor | None = None,
     ) -> Tensor:
-        if documents_BT is not None:
-            # FSDP moves inputs to the GPU. Every block reads the documents on the CPU, so they are
-            # moved back once.
-            documents_BT = documents_BT.cpu()
+        documents_BT = None if documents is None else documents.tensor
         seq = SequenceInfo(positions_BT, documents_BT, self._step_tokens)
         h = hidden(self.first, self.blocks, h, seq)
         return h if self.last is None else self.last(h, seq, labels_BT)
@@ -145,8 +161,8 @@ class Stages:
             tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp): this
                 rank's rows of the step, and its part of each (``own_tokens``).
             valid_tokens: the number of valid labels in the whole step, over all ranks.
-            documents_BT: int64 (micro_batches x micro_batch, T): the documents of the same rows,
-                whole on every cp rank.
+            documents_BT: int64 (micro_batches x micro_batch, T) on the CPU: the documents of the
+                same rows, whole on every cp rank.
 
         Returns:
             This rank's share of the loss, a float64 scalar; ``Mesh.sum_over_world`` gives the loss.
@@ -238,18 +254,18 @@ class Stages:
 
     def _keywords(
         self, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor | HostTensor]:
         """Collect the keyword arguments that this rank's stages are called with."""
-        keywords = {"positions_BT": positions_BT}
+        keywords: dict[str, Tensor | HostTensor] = {"positions_BT": positions_BT}
         if documents_BT is not None:
-            keywords["documents_BT"] = documents_BT
+            keywords["documents"] = HostTensor(documents_BT)
         if self.modules[-1].last is not None:
             keywords["labels_BT"] = labels_BT
         return keywords
 
     def _micro_batches(
-        self, tokens_BT: Tensor, keywords: dict[str, Tensor]
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        self, tokens_BT: Tensor, keywords: Mapping[str, Tensor | HostTensor]
+    ) -> Iterator[tuple[Tensor, dict[str, Tensor | HostTensor]]]:
         """Cut the rows of a step into micro-batches."""
         n_rows = self._step.micro_batch
         for begin in range(0, tokens_BT.shape[0], n_rows):

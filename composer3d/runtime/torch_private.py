@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -30,7 +30,8 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import register_pytree_node
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # Where a distributed checkpoint keeps the bytes of one part of a tensor: file, offset and length.
 StorageInfo = _StorageInfo
@@ -94,6 +95,24 @@ def plan_actions(schedule: _PipelineScheduleRuntime, rows: Sequence[Sequence[str
     """
     actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
     schedule._prepare_schedule_with_comms(cast(Any, actions))
+
+
+def cut_by_pipelines(holder: type, attribute: str) -> None:
+    """Let torch's pipelines cut the tensor that objects of the class ``holder`` hold.
+
+    Args:
+        holder: the class. It is called with the tensor, to hold a micro-batch of it.
+        attribute: the name under which an object has its tensor.
+    """
+
+    def take_out(held: Any) -> tuple[list[Any], None]:
+        return [getattr(held, attribute)], None
+
+    def put_in(tensors: Iterable[Any], _: Any) -> Any:
+        (tensor,) = tensors
+        return holder(tensor)
+
+    register_pytree_node(holder, take_out, put_in)
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor | None]:
@@ -161,6 +180,12 @@ def fake_tensors() -> AbstractContextManager[Any]:
     context, which may be entered again.
     """
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+def in_fake_tensors() -> bool:
+    """Return whether tensors are made without data here, by ``fake_tensors`` or by torch itself."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, FakeTensorMode) for mode in modes)
 
 
 def has_data(tensor: Tensor) -> bool:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch.distributed.utils import _to_kwargs
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -102,6 +104,21 @@ def test_the_offset_of_a_shard_is_a_global_index() -> None:
         tensor = DTensor.from_local(torch.empty(shape), mesh, placements, run_check=False)
         assert tensor.shape == (8, 12)
         assert torch_private.offset_of(tensor) == offset
+
+
+class Holder:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_pipelines_cut_held_tensors_and_fsdp_does_not_find_them() -> None:
+    torch_private.cut_by_pipelines(Holder, "tensor")
+    held = Holder(torch.arange(4))
+    _, parts = split_args_kwargs_into_chunks((), {"held": held}, 2)
+    assert [part["held"].tensor.tolist() for part in parts] == [[0, 1], [2, 3]]
+    # What FSDP moves inputs by.
+    (moved,) = _to_kwargs((held,), {}, torch.device("meta"), use_side_stream_for_tensor_copies=False)[0]
+    assert moved[0] is held
 
 
 @pytest.mark.usefixtures("fake_world")

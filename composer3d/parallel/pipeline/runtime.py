@@ -5,7 +5,7 @@ stages as keywords. The last stage computes the loss, so no logits are sent. ``s
 the source of each schedule.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +150,9 @@ class Pipeline:
             plan_actions(schedule, placement.csv_rows)
         return schedule
 
-    def step(self, tokens_BT: Tensor, keywords: dict[str, Tensor], valid_tokens: float) -> Tensor:
+    def step(
+        self, tokens_BT: Tensor, keywords: Mapping[str, Any], valid_tokens: float
+    ) -> Tensor:
         """Run forward and backward of all micro-batches of a step.
 
         Args:
@@ -177,7 +179,7 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         return total + sum(loss.detach().to(torch.float64) for loss in losses)
 
-    def forward_only(self, micro_batches: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> Tensor:
+    def forward_only(self, micro_batches: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Tensor:
         """Run micro-batches without gradients.
 
         In each tick, a rank runs at most one of its stages. Then it sends the output and receives

@@ -1,0 +1,67 @@
+"""A step and an evaluation of composed recipes on CUDA tensors without data, rank by rank.
+
+What no test on a CPU sees: a copy between host and device, a value that the host reads from the
+device, other collectives than on a CPU, or far more operators.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from composer3d.runtime.launch import Pool
+from tests.dryrun.jobs import recipe_of
+from tests.fake_cuda import device, jobs
+from tests.fake_cuda.jobs import Copy, Seen
+from tools.prove.paths import ROOT
+
+pytestmark = pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")
+
+BASE = ROOT / "recipes" / "debug-1-single.toml"
+SIZES = ("model.n_layers=4", "data.seq_len=64", "data.global_batch=8")
+LAYERS, MICRO_BATCHES = 4, 4
+
+BF16 = 'precision.compute="bfloat16"'
+DOCUMENTS = 'data.packing="documents"'
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "one process": (),
+    "fsdp": ("mesh.dp_shard=2", BF16),
+    "tp": ("mesh.tp=2", "mesh.dp_shard=2"),
+    "pp 1F1B": ("mesh.pp=2", 'parallel.schedule="1F1B"'),
+    "pp ZBV": ("mesh.pp=2", 'parallel.schedule="ZBVZeroBubble"', "mesh.dp_shard=2", BF16),
+    "cp ring": ("mesh.cp=2", BF16),
+    "cp allgather, documents": ("mesh.cp=2", 'parallel.cp_method="allgather"', DOCUMENTS, BF16),
+    "cp ulysses, window": ("mesh.cp=2", 'parallel.cp_method="ulysses"', "model.window=24", BF16),
+    "documents, pp": ("mesh.pp=2", "mesh.dp_shard=2", DOCUMENTS, BF16),
+    "hsdp, selective": (
+        "mesh.dp_replicate=2",
+        "mesh.dp_shard=2",
+        BF16,
+        'memory.activation_checkpoint="selective"',
+    ),
+    "full checkpointing": ("mesh.dp_shard=2", BF16, 'memory.activation_checkpoint="full"'),
+}
+
+# What a step may copy between host and device, and read from the device: the batch, and two sums
+# over the world.
+TO_DEVICE = Copy("aten::_to_copy", "cpu", "cuda", "batches.py:move_to_device")
+READ = Copy("aten::_local_scalar_dense", "cuda", "host", "mesh.py:sum_over_world")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return device.build(tmp_path_factory.mktemp("fake_cuda"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_copies_only_its_batch_and_sends_what_it_sends_on_a_cpu(
+    name: str, pool: Pool, library: Path
+) -> None:
+    recipe = recipe_of(BASE, (*SIZES, *LAYOUTS[name]))
+    arguments = {"recipe": recipe, "library": library}
+    seen: list[Seen] = pool.run(jobs.run_ranks, arguments, world_size=2 * recipe.mesh.pp)
+    for on_gpu, on_cpu in zip(seen[::2], seen[1::2], strict=True):
+        assert on_gpu.step.copies == Counter({TO_DEVICE: 3, READ: 3})
+        assert on_gpu.evaluation.copies == Counter({TO_DEVICE: 3})
+        assert on_gpu.step.collectives == on_cpu.step.collectives
+        assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
