@@ -25,6 +25,9 @@ _BACKWARD_FLASH1 = 3.0
 _BACKWARD_ELEMENTWISE = 1.9
 _LAUNCH_S = 6e-6  # the host's time for one kernel
 _SYNCHRONOUS_LAUNCH_S = 30e-6
+_ALIGNED = 8  # elements of a row that matrix units need: 16 bytes
+# Batched products with other rows run on vector units in float32, at this share of their peak.
+_VECTOR_SHARE = 0.75
 _KERNELS = {True: 22, False: 40}  # of a block's forward, by whether elementwise work is fused
 
 # FLOP/s of attention kernels with long causal sequences and heads of 128, forward and backward
@@ -210,7 +213,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
         product_s(product.weight_gradient(), rate.matrix, rate.memory, gradient_bytes(setup))
         for product in products
     )
-    attend_forward, attend_backward = attend_s(setup, constants, rate)
+    attend_forward, attend_backward = attend_s(setup, rate)
     elementwise = elementwise_bytes(setup, has_experts=has_experts) / rate.memory
     if setup.software.fuses_elementwise:
         elementwise *= constants.fused_traffic
@@ -271,24 +274,14 @@ def summing_s(setup: Setup, parameters: float, rate: Rates) -> float:
     return (2.0 + 2.0 * setup.precision.gradients) * parameters / rate.memory
 
 
-def attend_s(setup: Setup, constants: Constants, rate: Rates) -> tuple[float, float]:
+def attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
     """Return the seconds of attention itself, forward and backward, of one block."""
     sizes, layout = setup.sizes, setup.layout
     heads = sizes.heads / layout.tp
     seq_len = setup.batch.seq_len
-    flops_per_key = 4.0 * setup.tokens * heads * sizes.head_width
     if setup.software.attention == "unfused":
-        flops = flops_per_key * seq_len  # masked scores are computed, too
-        forward = flops / (rate.matrix * constants.scores_share)
-        if sizes.head_width % 8:
-            forward *= constants.unaligned_slowdown
-        backward = 2 * forward
-        # Scores are written, read by the softmax, written, read; dropout and its mask; the product.
-        scores = setup.tokens * heads * seq_len
-        has_dropout = setup.software.dropout
-        forward += (14 if has_dropout else 8) * scores / rate.memory
-        backward += (22 if has_dropout else 14) * scores / rate.memory
-        return forward, backward
+        return _unfused_attend_s(setup, rate)
+    flops_per_key = 4.0 * setup.tokens * heads * sizes.head_width
     generation = setup.machine.hardware.generation
     if (setup.software.attention, generation) not in _FLASH_RATES:
         generation = "ampere"
@@ -299,6 +292,35 @@ def attend_s(setup: Setup, constants: Constants, rate: Rates) -> tuple[float, fl
     forward = flops_per_key * keys_per_query(setup) / (rate.attention * share)
     is_first = setup.software.attention == "flash1"
     return forward, forward * (_BACKWARD_FLASH1 if is_first else _BACKWARD_ATTENTION)
+
+
+def _unfused_attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
+    """Return the seconds of attention that writes its scores to memory, forward and backward.
+
+    Batched products, masked scores included; one fused kernel of scale, mask and softmax; dropout.
+    The products are short in one dimension, so that the traffic of the scores bounds them.
+    """
+    sizes, seq_len = setup.sizes, setup.batch.seq_len
+    copies = setup.tokens / seq_len * sizes.heads / setup.layout.tp
+    flops_s = rate.matrix
+    if sizes.head_width % _ALIGNED:
+        vector_peak = setup.machine.hardware.peaks.get("float32", rate.matrix)
+        flops_s = min(flops_s, _VECTOR_SHARE * vector_peak)
+    scores, weighted = (
+        product_s(product, flops_s, rate.memory)
+        for product in (
+            Product(seq_len, seq_len, sizes.head_width, copies),
+            Product(seq_len, sizes.head_width, seq_len, copies),
+        )
+    )
+    # Softmax reads and writes all scores in 16 bits; dropout does, too, and writes its mask.
+    # Backward reads one matrix more in both.
+    has_dropout = setup.software.dropout
+    byte_of_scores_s = copies * seq_len * seq_len / rate.memory
+    forward = scores + weighted + (9 if has_dropout else 4) * byte_of_scores_s
+    # The gradients of probabilities and scores, and the products that they are in.
+    backward = scores + 3 * weighted + (11 if has_dropout else 6) * byte_of_scores_s
+    return forward, backward
 
 
 def elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:

@@ -15,8 +15,6 @@ class Constants:
 
     matrix_share_ampere: float
     matrix_share_hopper: float
-    unaligned_slowdown: float
-    scores_share: float
     eager_traffic: float
     fused_traffic: float
     nvlink_share: float
@@ -70,22 +68,6 @@ FITTED: dict[str, Fitted] = {
         "1",
         "the same on H100 and newer, whose clocks fall under the power limit in long runs",
         "rows without communication on H100, H200 and B200",
-    ),
-    "unaligned_slowdown": Fitted(
-        4.0,
-        1.5,
-        8.0,
-        "1",
-        "time of the batched products of unfused attention if rows are no multiple of 16 bytes",
-        "sweeps of the number of heads; the matrix units need aligned rows",
-    ),
-    "scores_share": Fitted(
-        0.5,
-        0.3,
-        0.9,
-        "1",
-        "rate of the batched products of unfused attention, of that of large products",
-        "sweeps of the number of heads",
     ),
     "eager_traffic": Fitted(
         1.1,
@@ -199,8 +181,6 @@ PRIORS = Constants(**{name: fitted.prior for name, fitted in FITTED.items()})
 SHIPPED = Constants(
     matrix_share_ampere=0.9028,
     matrix_share_hopper=0.8113,
-    unaligned_slowdown=8,
-    scores_share=0.3618,
     eager_traffic=1.42,
     fused_traffic=0.6231,
     nvlink_share=0.8065,

@@ -256,7 +256,7 @@ def _context_s(setup: Setup, constants: Constants, group: Group) -> tuple[float,
         return gather_s, gather_s + reduce_s
     # A ring: each hop runs beside the attention of the block that came before.
     hop_s = send_s(group, kv_bytes, machine, constants)
-    forward_s, backward_s = compute.attend_s(setup, constants, compute.rates(setup, constants))
+    forward_s, backward_s = compute.attend_s(setup, compute.rates(setup, constants))
     visible_forward = _beside(forward_s, (layout.cp - 1) * hop_s, constants) - forward_s
     # Backward also passes the gradients of keys and values on, in float32.
     backward_hops = (layout.cp - 1) * hop_s * 3
