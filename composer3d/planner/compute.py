@@ -28,6 +28,8 @@ _SYNCHRONOUS_LAUNCH_S = 30e-6
 _ALIGNED = 8  # elements of a row that matrix units need: 16 bytes
 # Batched products with other rows run on vector units in float32, at this share of their peak.
 _VECTOR_SHARE = 0.75
+# The outputs of one wave: 128 x 128 for each of about 128 multiprocessors.
+_WAVE = 128.0 * 128.0 * 128.0
 _KERNELS = {True: 22, False: 40}  # of a block's forward, by whether elementwise work is fused
 
 # FLOP/s of attention kernels with long causal sequences and heads of 128, forward and backward
@@ -58,12 +60,14 @@ class Rates(NamedTuple):
         attention: FLOP/s of the fastest product in 16 bits; attention never draws so much power
             that clocks fall.
         memory: bytes/s of a stream.
+        tail: the outputs of a product that take as long as its last, partly filled wave of tiles.
     """
 
     matrix: float
     head: float
     attention: float
     memory: float
+    tail: float
 
 
 class Work(NamedTuple):
@@ -124,25 +128,24 @@ def rates(setup: Setup, constants: Constants) -> Rates:
         head=machine.hardware.matrix_rate(head_type) * share,
         attention=machine.hardware.matrix_rate(head_type) * machine.power_share**0.5,
         memory=machine.hardware.memory_bytes_s * MEMORY_SHARE,
+        tail=0.0 if machine.hardware.generation == "cpu" else constants.tail_waves * _WAVE,
     )
 
 
-def product_s(
-    product: Product, flops_s: float, memory_bytes_s: float, output_bytes: float = 2.0
-) -> float:
+def product_s(product: Product, flops_s: float, rate: Rates, output_bytes: float = 2.0) -> float:
     """Return the seconds of a product in 16 bits.
 
     Args:
         product: its shape.
         flops_s: the sustained rate of large products.
-        memory_bytes_s: the rate of a memory stream.
+        rate: the rate of a memory stream, and the tail.
         output_bytes: bytes moved for each element of the result.
     """
     rows, columns, depth, copies = product
     moved = copies * (2.0 * depth * (rows + columns) + output_bytes * rows * columns)
+    computed = product.flops + 2.0 * depth * rate.tail
     return (
-        (product.flops / flops_s * (1 + _RAMP_K / depth)) ** _NORM
-        + (moved / memory_bytes_s) ** _NORM
+        (computed / flops_s * (1 + _RAMP_K / depth)) ** _NORM + (moved / rate.memory) ** _NORM
     ) ** (1 / _NORM)
 
 
@@ -202,7 +205,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     rate = rates(setup, constants)
 
     def seconds(products: list[Product]) -> float:
-        return sum(product_s(product, rate.matrix, rate.memory) for product in products)
+        return sum(product_s(product, rate.matrix, rate) for product in products)
 
     attention_parts = attention_products(setup)
     ffn_parts = ffn_products(setup, has_experts)
@@ -210,7 +213,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     forward_products = seconds(products)
     input_products = seconds([product.input_gradient() for product in products])
     weight_products = sum(
-        product_s(product.weight_gradient(), rate.matrix, rate.memory, gradient_bytes(setup))
+        product_s(product.weight_gradient(), rate.matrix, rate, gradient_bytes(setup))
         for product in products
     )
     attend_forward, attend_backward = attend_s(setup, rate)
@@ -220,7 +223,9 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     else:
         elementwise *= constants.eager_traffic
 
-    forward = forward_products + attend_forward + elementwise
+    launches = _KERNELS[setup.software.fuses_elementwise]
+    gap = launches * constants.kernel_gap_s
+    forward = forward_products + attend_forward + elementwise + gap
     last_product = seconds([ffn_parts[-1]])
     recompute = {
         "none": 0.0,
@@ -234,20 +239,20 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
         recompute -= last_product * (1.0 if setup.recompute == "full" else 0.5)
 
     # The host launches kernels one after the other; the device cannot be faster.
-    launches = _KERNELS[setup.software.fuses_elementwise]
+    backward_input = input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise + gap
     if setup.software.launches_synchronously:
         launch = launches * _SYNCHRONOUS_LAUNCH_S
         again = launch if recompute > 0.5 * forward else 0.0
         return Work(
             forward + launch,
-            input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise + launch,
+            backward_input + launch,
             weight_products + launch,
             recompute + again,
         )
     launch = launches * _LAUNCH_S
     return Work(
         max(forward, launch),
-        max(input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise, launch),
+        max(backward_input, launch),
         max(weight_products, 0.5 * launch),
         max(recompute, launch) if recompute > 0.5 * forward else recompute,
     )
@@ -307,7 +312,7 @@ def _unfused_attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
         vector_peak = setup.machine.hardware.peaks.get("float32", rate.matrix)
         flops_s = min(flops_s, _VECTOR_SHARE * vector_peak)
     scores, weighted = (
-        product_s(product, flops_s, rate.memory)
+        product_s(product, flops_s, rate)
         for product in (
             Product(seq_len, seq_len, sizes.head_width, copies),
             Product(seq_len, sizes.head_width, seq_len, copies),
@@ -354,13 +359,13 @@ def head_work(setup: Setup, constants: Constants) -> Work:
     product = head_product(setup)
     if not setup.layout.loss_parallel:
         product = product._replace(columns=setup.sizes.vocab)
-    forward = product_s(product, rate.head, rate.memory)
+    forward = product_s(product, rate.head, rate)
     # In float32: a cast, the maximum, the sum, the loss; backward reads and writes as often.
     per_logit = 4.0 if setup.software.fuses_loss else 15.0
     loss = per_logit * product.rows * product.columns / rate.memory
     return Work(
         forward + loss,
-        product_s(product.input_gradient(), rate.head, rate.memory) + loss,
-        product_s(product.weight_gradient(), rate.head, rate.memory),
+        product_s(product.input_gradient(), rate.head, rate) + loss,
+        product_s(product.weight_gradient(), rate.head, rate),
         forward + loss if setup.loss_chunks > 1 else 0.0,
     )

@@ -15,6 +15,8 @@ class Constants:
 
     matrix_share_ampere: float
     matrix_share_hopper: float
+    tail_waves: float
+    kernel_gap_s: float
     eager_traffic: float
     fused_traffic: float
     nvlink_share: float
@@ -68,6 +70,22 @@ FITTED: dict[str, Fitted] = {
         "1",
         "the same on H100 and newer, whose clocks fall under the power limit in long runs",
         "rows without communication on H100, H200 and B200",
+    ),
+    "tail_waves": Fitted(
+        0.3,
+        0.05,
+        0.6,
+        "1",
+        "the part of a wave of tiles that a matrix product waits for at its end",
+        "sweeps of the micro-batch; tiles are chosen so that it is less than the mean, 0.5",
+    ),
+    "kernel_gap_s": Fitted(
+        2.5e-6,
+        1e-6,
+        6e-6,
+        "s",
+        "time between two kernels of a stream: the end of one, the start of the next",
+        "sweeps of the micro-batch; timelines of kernels show 1 to 5 us",
     ),
     "eager_traffic": Fitted(
         1.1,
@@ -181,6 +199,8 @@ PRIORS = Constants(**{name: fitted.prior for name, fitted in FITTED.items()})
 SHIPPED = Constants(
     matrix_share_ampere=0.9028,
     matrix_share_hopper=0.8113,
+    tail_waves=0.3,
+    kernel_gap_s=2.5e-6,
     eager_traffic=1.42,
     fused_traffic=0.6231,
     nvlink_share=0.8065,
