@@ -25,6 +25,7 @@ _BACKWARD_FLASH1 = 3.0
 _BACKWARD_ELEMENTWISE = 1.9
 _LAUNCH_S = 6e-6  # the host's time for one kernel
 _SYNCHRONOUS_LAUNCH_S = 30e-6
+_STATIC_POWER = 0.2  # memory, links and leakage, of the power limit
 _ALIGNED = 8  # elements of a row that matrix units need: 16 bytes
 # Batched products with other rows run on vector units in float32, at this share of their peak.
 _VECTOR_SHARE = 0.75
@@ -48,6 +49,9 @@ _FLASH_RATES = {
     ("flash2", "blackwell"): 0.21,
     ("flash3", "blackwell"): 0.58,
 }
+# The softmax of narrow heads costs as much as that of wide ones: 171 against 189 TFLOP/s for heads
+# of 64 and 128 in FlashAttention 2's figures. The first generation is as fast for both.
+_NARROW_HEADS = 0.9
 _NEW_UNITS = ("hopper", "blackwell")
 
 
@@ -120,16 +124,25 @@ def rates(setup: Setup, constants: Constants) -> Rates:
     machine = setup.machine
     is_new = machine.hardware.generation in _NEW_UNITS
     share = constants.matrix_share_hopper if is_new else constants.matrix_share_ampere
-    # Under a lower power limit the clock falls about with the square root of the power.
-    share *= machine.power_share**0.5
+    clock = _clock_share(machine.power_share)
+    share *= clock
     head_type = "bfloat16" if setup.precision.matrix == "fp8" else setup.precision.matrix
     return Rates(
         matrix=machine.hardware.matrix_rate(setup.precision.matrix) * share,
         head=machine.hardware.matrix_rate(head_type) * share,
-        attention=machine.hardware.matrix_rate(head_type) * machine.power_share**0.5,
+        attention=machine.hardware.matrix_rate(head_type) * clock,
         memory=machine.hardware.memory_bytes_s * MEMORY_SHARE,
         tail=0.0 if machine.hardware.generation == "cpu" else constants.tail_waves * _WAVE,
     )
+
+
+def _clock_share(power_share: float) -> float:
+    """Return the clock under a lower power limit, as a share of the clock under the usual one.
+
+    A part of the power does not depend on the clock. The rest falls about with its square, as the
+    voltage can fall, too.
+    """
+    return ((power_share - _STATIC_POWER) / (1 - _STATIC_POWER)) ** 0.5 if power_share < 1 else 1.0
 
 
 def product_s(product: Product, flops_s: float, rate: Rates, output_bytes: float = 2.0) -> float:
@@ -291,11 +304,11 @@ def attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
     if (setup.software.attention, generation) not in _FLASH_RATES:
         generation = "ampere"
     share = _FLASH_RATES[setup.software.attention, generation]
-    if sizes.head_width < 96:
-        share *= 0.85  # the softmax costs as much as for wide heads
+    is_first = setup.software.attention == "flash1"
+    if sizes.head_width < 96 and not is_first:
+        share *= _NARROW_HEADS
     share *= seq_len / (seq_len + 256.0)  # tiles on the diagonal are half empty
     forward = flops_per_key * keys_per_query(setup) / (rate.attention * share)
-    is_first = setup.software.attention == "flash1"
     return forward, forward * (_BACKWARD_FLASH1 if is_first else _BACKWARD_ATTENTION)
 
 

@@ -475,14 +475,37 @@ def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> 
             reduce_s += collective_s(
                 "all_reduce", everyone, precision.reduced * held, machine, constants
             )
-    # The reduction runs behind the last micro-batch's backward of this rank.
+    # The reduction runs behind the last micro-batch's backward of this rank, the gather behind the
+    # first one's forward. With several stages a rank, those of a stage run behind the others'
+    # turns, each of pp micro-batches.
+    turns = layout.pp if layout.stages_per_rank > 1 else 1
     if software.overlaps_gradients:
         last = max(part.work.backward_s for part in parts) * layout.stages_per_rank
-        reduce_s = _beside(last, reduce_s, constants) - last
+        reduce_s = _behind(last, reduce_s, turns, layout.stages_per_rank, constants)
     if software.overlaps_gathers:
         first = max(part.work.forward_s for part in parts) * layout.stages_per_rank
-        gather_s = _beside(first, gather_s, constants) - first
+        gather_s = _behind(first, gather_s, turns, layout.stages_per_rank, constants)
     return reduce_s + gather_s
+
+
+def _behind(
+    compute_s: float, collective_s: float, turns: int, stages: int, constants: Constants
+) -> float:
+    """Return the visible seconds of a collective that runs behind computing.
+
+    Args:
+        compute_s: of one micro-batch on all stages of a rank.
+        collective_s: of all stages of the rank.
+        turns: the micro-batches of a stage that follow each other.
+        stages: of the rank.
+        constants: the shares that can be hidden.
+    """
+    one = _beside(compute_s / stages, collective_s / stages, constants) - compute_s / stages
+    if stages == 1:
+        return one
+    window_s = turns * compute_s * (stages - 1) / stages
+    rest_s = collective_s * (stages - 1) / stages
+    return one + _beside(window_s, rest_s, constants) - window_s
 
 
 def _optimizer_s(setup: Setup, rate: compute.Rates) -> float:
