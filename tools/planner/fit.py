@@ -145,7 +145,7 @@ def solve(part: Linear) -> np.ndarray:
     low = np.log([FITTED[name].low for name in part.names])
     high = np.log([FITTED[name].high for name in part.names])
     centre = np.log([FITTED[name].prior for name in part.names])
-    width = np.minimum(_PRIOR_WIDTH, (high - low) / 4)
+    width = (high - low) / 4
     weights = _weights(part.rows)
     x = np.clip(part.x, low, high)
     for _ in range(200):
