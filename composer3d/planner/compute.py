@@ -33,22 +33,25 @@ _VECTOR_SHARE = 0.75
 _WAVE = 128.0 * 128.0 * 128.0
 _KERNELS = {True: 22, False: 40}  # of a block's forward, by whether elementwise work is fused
 
-# FLOP/s of attention kernels with long causal sequences and heads of 128, forward and backward
-# together, as a share of the fastest matrix product: FlashAttention 2's paper (arXiv 2307.08691,
-# figures 4 to 6), 3's (arXiv 2407.08608, figures 5 and 6), and, for B200, the 834 TFLOP/s of the
-# "Machine Learning Engineering" book at 8,192 tokens, and more for longer sequences. Generations 1
-# and 2 do not use the new matrix units.
+# FLOP/s of attention kernels with causal sequences without end and heads of 128, forward and
+# backward together, as a share of the fastest matrix product: FlashAttention 2's paper (arXiv
+# 2307.08691, figures 4 to 6), 3's (arXiv 2407.08608, figures 5 and 6), and, for B200, the 834
+# TFLOP/s of the "Machine Learning Engineering" book at 8,192 tokens. Generations 1 and 2 do not use
+# the new matrix units.
 _FLASH_RATES = {
     ("flash1", "ampere"): 0.43,
-    ("flash2", "ampere"): 0.66,
-    ("flash3", "ampere"): 0.66,
+    ("flash2", "ampere"): 0.70,
+    ("flash3", "ampere"): 0.70,
     ("flash1", "hopper"): 0.25,
-    ("flash2", "hopper"): 0.43,
-    ("flash3", "hopper"): 0.66,
+    ("flash2", "hopper"): 0.45,
+    ("flash3", "hopper"): 0.72,
     ("flash1", "blackwell"): 0.12,
     ("flash2", "blackwell"): 0.21,
-    ("flash3", "blackwell"): 0.58,
+    ("flash3", "blackwell"): 0.60,
 }
+# The start and the end of each query's loop take as long as this many keys for each FLOP/s. In
+# those figures, kernels of 117 TFLOP/s reach half of it at 250 tokens, of 1,000 TFLOP/s at 2,000.
+_FLASH_RAMP_S = 2e-12
 # The softmax of narrow heads costs as much as that of wide ones: 171 against 189 TFLOP/s for heads
 # of 64 and 128 in FlashAttention 2's figures. The first generation is as fast for both.
 _NARROW_HEADS = 0.9
@@ -307,8 +310,9 @@ def attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
     is_first = setup.software.attention == "flash1"
     if sizes.head_width < 96 and not is_first:
         share *= _NARROW_HEADS
-    share *= seq_len / (seq_len + 256.0)  # tiles on the diagonal are half empty
-    forward = flops_per_key * keys_per_query(setup) / (rate.attention * share)
+    flops_s = rate.attention * share
+    flops_s *= seq_len / (seq_len + _FLASH_RAMP_S * flops_s)
+    forward = flops_per_key * keys_per_query(setup) / flops_s
     return forward, forward * (_BACKWARD_FLASH1 if is_first else _BACKWARD_ATTENTION)
 
 
