@@ -77,7 +77,7 @@ FITTED: dict[str, Fitted] = {
         0.6,
         "1",
         "the part of a wave of tiles that a matrix product waits for at its end",
-        "sweeps of the micro-batch; tiles are chosen so that it is less than the mean, 0.5",
+        "sweeps of the micro-batch; libraries choose tiles so that it is below the mean, 0.5",
     ),
     "kernel_gap_s": Fitted(
         2.5e-6,
