@@ -25,24 +25,36 @@ _BACKWARD_FLASH1 = 3.0
 _BACKWARD_ELEMENTWISE = 1.9
 _LAUNCH_S = 6e-6  # the host's time for one kernel
 _SYNCHRONOUS_LAUNCH_S = 30e-6
+_STATIC_POWER = 0.2  # memory, links and leakage, of the power limit
+_ALIGNED = 8  # elements of a row that matrix units need: 16 bytes
+# Batched products with other rows run on vector units in float32, at this share of their peak.
+_VECTOR_SHARE = 0.75
+# The outputs of one wave: 128 x 128 for each of about 128 multiprocessors.
+_WAVE = 128.0 * 128.0 * 128.0
 _KERNELS = {True: 22, False: 40}  # of a block's forward, by whether elementwise work is fused
 
-# FLOP/s of attention kernels with long causal sequences and heads of 128, forward and backward
-# together, as a share of the fastest matrix product: FlashAttention 2's paper (arXiv 2307.08691,
-# figures 4 to 6), 3's (arXiv 2407.08608, figures 5 and 6), and, for B200, the 834 TFLOP/s of the
-# "Machine Learning Engineering" book at 8,192 tokens, and more for longer sequences. Generations 1
-# and 2 do not use the new matrix units.
+# FLOP/s of attention kernels with causal sequences without end and heads of 128, forward and
+# backward together, as a share of the fastest matrix product: FlashAttention 2's paper (arXiv
+# 2307.08691, figures 4 to 6), 3's (arXiv 2407.08608, figures 5 and 6), and, for B200, the 834
+# TFLOP/s of the "Machine Learning Engineering" book at 8,192 tokens. Generations 1 and 2 do not use
+# the new matrix units.
 _FLASH_RATES = {
     ("flash1", "ampere"): 0.43,
-    ("flash2", "ampere"): 0.66,
-    ("flash3", "ampere"): 0.66,
+    ("flash2", "ampere"): 0.70,
+    ("flash3", "ampere"): 0.70,
     ("flash1", "hopper"): 0.25,
-    ("flash2", "hopper"): 0.43,
-    ("flash3", "hopper"): 0.66,
+    ("flash2", "hopper"): 0.45,
+    ("flash3", "hopper"): 0.72,
     ("flash1", "blackwell"): 0.12,
     ("flash2", "blackwell"): 0.21,
-    ("flash3", "blackwell"): 0.58,
+    ("flash3", "blackwell"): 0.60,
 }
+# The start and the end of each query's loop take as long as this many keys for each FLOP/s. In
+# those figures, kernels of 117 TFLOP/s reach half of it at 250 tokens, of 1,000 TFLOP/s at 2,000.
+_FLASH_RAMP_S = 2e-12
+# The softmax of narrow heads costs as much as that of wide ones: 171 against 189 TFLOP/s for heads
+# of 64 and 128 in FlashAttention 2's figures. The first generation is as fast for both.
+_NARROW_HEADS = 0.9
 _NEW_UNITS = ("hopper", "blackwell")
 
 
@@ -55,12 +67,14 @@ class Rates(NamedTuple):
         attention: FLOP/s of the fastest product in 16 bits; attention never draws so much power
             that clocks fall.
         memory: bytes/s of a stream.
+        tail: the outputs of a product that take as long as its last, partly filled wave of tiles.
     """
 
     matrix: float
     head: float
     attention: float
     memory: float
+    tail: float
 
 
 class Work(NamedTuple):
@@ -113,33 +127,41 @@ def rates(setup: Setup, constants: Constants) -> Rates:
     machine = setup.machine
     is_new = machine.hardware.generation in _NEW_UNITS
     share = constants.matrix_share_hopper if is_new else constants.matrix_share_ampere
-    # Under a lower power limit the clock falls about with the square root of the power.
-    share *= machine.power_share**0.5
+    clock = _clock_share(machine.power_share)
+    share *= clock
     head_type = "bfloat16" if setup.precision.matrix == "fp8" else setup.precision.matrix
     return Rates(
         matrix=machine.hardware.matrix_rate(setup.precision.matrix) * share,
         head=machine.hardware.matrix_rate(head_type) * share,
-        attention=machine.hardware.matrix_rate(head_type) * machine.power_share**0.5,
+        attention=machine.hardware.matrix_rate(head_type) * clock,
         memory=machine.hardware.memory_bytes_s * MEMORY_SHARE,
+        tail=0.0 if machine.hardware.generation == "cpu" else constants.tail_waves * _WAVE,
     )
 
 
-def product_s(
-    product: Product, flops_s: float, memory_bytes_s: float, output_bytes: float = 2.0
-) -> float:
+def _clock_share(power_share: float) -> float:
+    """Return the clock under a lower power limit, as a share of the clock under the usual one.
+
+    A part of the power does not depend on the clock. The rest falls about with its square, as the
+    voltage can fall, too.
+    """
+    return ((power_share - _STATIC_POWER) / (1 - _STATIC_POWER)) ** 0.5 if power_share < 1 else 1.0
+
+
+def product_s(product: Product, flops_s: float, rate: Rates, output_bytes: float = 2.0) -> float:
     """Return the seconds of a product in 16 bits.
 
     Args:
         product: its shape.
         flops_s: the sustained rate of large products.
-        memory_bytes_s: the rate of a memory stream.
+        rate: the rate of a memory stream, and the tail.
         output_bytes: bytes moved for each element of the result.
     """
     rows, columns, depth, copies = product
     moved = copies * (2.0 * depth * (rows + columns) + output_bytes * rows * columns)
+    computed = product.flops + 2.0 * depth * rate.tail
     return (
-        (product.flops / flops_s * (1 + _RAMP_K / depth)) ** _NORM
-        + (moved / memory_bytes_s) ** _NORM
+        (computed / flops_s * (1 + _RAMP_K / depth)) ** _NORM + (moved / rate.memory) ** _NORM
     ) ** (1 / _NORM)
 
 
@@ -199,7 +221,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     rate = rates(setup, constants)
 
     def seconds(products: list[Product]) -> float:
-        return sum(product_s(product, rate.matrix, rate.memory) for product in products)
+        return sum(product_s(product, rate.matrix, rate) for product in products)
 
     attention_parts = attention_products(setup)
     ffn_parts = ffn_products(setup, has_experts)
@@ -207,17 +229,19 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     forward_products = seconds(products)
     input_products = seconds([product.input_gradient() for product in products])
     weight_products = sum(
-        product_s(product.weight_gradient(), rate.matrix, rate.memory, gradient_bytes(setup))
+        product_s(product.weight_gradient(), rate.matrix, rate, gradient_bytes(setup))
         for product in products
     )
-    attend_forward, attend_backward = attend_s(setup, constants, rate)
+    attend_forward, attend_backward = attend_s(setup, rate)
     elementwise = elementwise_bytes(setup, has_experts=has_experts) / rate.memory
     if setup.software.fuses_elementwise:
         elementwise *= constants.fused_traffic
     else:
         elementwise *= constants.eager_traffic
 
-    forward = forward_products + attend_forward + elementwise
+    launches = _KERNELS[setup.software.fuses_elementwise]
+    gap = launches * constants.kernel_gap_s
+    forward = forward_products + attend_forward + elementwise + gap
     last_product = seconds([ffn_parts[-1]])
     recompute = {
         "none": 0.0,
@@ -231,20 +255,20 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
         recompute -= last_product * (1.0 if setup.recompute == "full" else 0.5)
 
     # The host launches kernels one after the other; the device cannot be faster.
-    launches = _KERNELS[setup.software.fuses_elementwise]
+    backward_input = input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise + gap
     if setup.software.launches_synchronously:
         launch = launches * _SYNCHRONOUS_LAUNCH_S
         again = launch if recompute > 0.5 * forward else 0.0
         return Work(
             forward + launch,
-            input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise + launch,
+            backward_input + launch,
             weight_products + launch,
             recompute + again,
         )
     launch = launches * _LAUNCH_S
     return Work(
         max(forward, launch),
-        max(input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise, launch),
+        max(backward_input, launch),
         max(weight_products, 0.5 * launch),
         max(recompute, launch) if recompute > 0.5 * forward else recompute,
     )
@@ -271,34 +295,54 @@ def summing_s(setup: Setup, parameters: float, rate: Rates) -> float:
     return (2.0 + 2.0 * setup.precision.gradients) * parameters / rate.memory
 
 
-def attend_s(setup: Setup, constants: Constants, rate: Rates) -> tuple[float, float]:
+def attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
     """Return the seconds of attention itself, forward and backward, of one block."""
     sizes, layout = setup.sizes, setup.layout
     heads = sizes.heads / layout.tp
     seq_len = setup.batch.seq_len
-    flops_per_key = 4.0 * setup.tokens * heads * sizes.head_width
     if setup.software.attention == "unfused":
-        flops = flops_per_key * seq_len  # masked scores are computed, too
-        forward = flops / (rate.matrix * constants.scores_share)
-        if sizes.head_width % 8:
-            forward *= constants.unaligned_slowdown
-        backward = 2 * forward
-        # Scores are written, read by the softmax, written, read; dropout and its mask; the product.
-        scores = setup.tokens * heads * seq_len
-        has_dropout = setup.software.dropout
-        forward += (14 if has_dropout else 8) * scores / rate.memory
-        backward += (22 if has_dropout else 14) * scores / rate.memory
-        return forward, backward
+        return _unfused_attend_s(setup, rate)
+    flops_per_key = 4.0 * setup.tokens * heads * sizes.head_width
     generation = setup.machine.hardware.generation
     if (setup.software.attention, generation) not in _FLASH_RATES:
         generation = "ampere"
     share = _FLASH_RATES[setup.software.attention, generation]
-    if sizes.head_width < 96:
-        share *= 0.85  # the softmax costs as much as for wide heads
-    share *= seq_len / (seq_len + 256.0)  # tiles on the diagonal are half empty
-    forward = flops_per_key * keys_per_query(setup) / (rate.attention * share)
     is_first = setup.software.attention == "flash1"
+    if sizes.head_width < 96 and not is_first:
+        share *= _NARROW_HEADS
+    flops_s = rate.attention * share
+    flops_s *= seq_len / (seq_len + _FLASH_RAMP_S * flops_s)
+    forward = flops_per_key * keys_per_query(setup) / flops_s
     return forward, forward * (_BACKWARD_FLASH1 if is_first else _BACKWARD_ATTENTION)
+
+
+def _unfused_attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
+    """Return the seconds of attention that writes its scores to memory, forward and backward.
+
+    Batched products, masked scores included; one fused kernel of scale, mask and softmax; dropout.
+    The products are short in one dimension, so that the traffic of the scores bounds them.
+    """
+    sizes, seq_len = setup.sizes, setup.batch.seq_len
+    copies = setup.tokens / seq_len * sizes.heads / setup.layout.tp
+    flops_s = rate.matrix
+    if sizes.head_width % _ALIGNED:
+        vector_peak = setup.machine.hardware.peaks.get("float32", rate.matrix)
+        flops_s = min(flops_s, _VECTOR_SHARE * vector_peak)
+    scores, weighted = (
+        product_s(product, flops_s, rate)
+        for product in (
+            Product(seq_len, seq_len, sizes.head_width, copies),
+            Product(seq_len, sizes.head_width, seq_len, copies),
+        )
+    )
+    # Softmax reads and writes all scores in 16 bits; dropout does, too, and writes its mask.
+    # Backward reads one matrix more in both.
+    has_dropout = setup.software.dropout
+    byte_of_scores_s = copies * seq_len * seq_len / rate.memory
+    forward = scores + weighted + (9 if has_dropout else 4) * byte_of_scores_s
+    # The gradients of probabilities and scores, and the products that they are in.
+    backward = scores + 3 * weighted + (11 if has_dropout else 6) * byte_of_scores_s
+    return forward, backward
 
 
 def elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:
@@ -332,13 +376,13 @@ def head_work(setup: Setup, constants: Constants) -> Work:
     product = head_product(setup)
     if not setup.layout.loss_parallel:
         product = product._replace(columns=setup.sizes.vocab)
-    forward = product_s(product, rate.head, rate.memory)
+    forward = product_s(product, rate.head, rate)
     # In float32: a cast, the maximum, the sum, the loss; backward reads and writes as often.
     per_logit = 4.0 if setup.software.fuses_loss else 15.0
     loss = per_logit * product.rows * product.columns / rate.memory
     return Work(
         forward + loss,
-        product_s(product.input_gradient(), rate.head, rate.memory) + loss,
-        product_s(product.weight_gradient(), rate.head, rate.memory),
+        product_s(product.input_gradient(), rate.head, rate) + loss,
+        product_s(product.weight_gradient(), rate.head, rate),
         forward + loss if setup.loss_chunks > 1 else 0.0,
     )

@@ -15,8 +15,8 @@ class Constants:
 
     matrix_share_ampere: float
     matrix_share_hopper: float
-    unaligned_slowdown: float
-    scores_share: float
+    tail_waves: float
+    kernel_gap_s: float
     eager_traffic: float
     fused_traffic: float
     nvlink_share: float
@@ -71,21 +71,21 @@ FITTED: dict[str, Fitted] = {
         "the same on H100 and newer, whose clocks fall under the power limit in long runs",
         "rows without communication on H100, H200 and B200",
     ),
-    "unaligned_slowdown": Fitted(
-        4.0,
-        1.5,
-        8.0,
-        "1",
-        "time of the batched products of unfused attention if rows are no multiple of 16 bytes",
-        "sweeps of the number of heads; the matrix units need aligned rows",
-    ),
-    "scores_share": Fitted(
-        0.5,
+    "tail_waves": Fitted(
         0.3,
-        0.9,
+        0.05,
+        0.6,
         "1",
-        "rate of the batched products of unfused attention, of that of large products",
-        "sweeps of the number of heads",
+        "the part of a wave of tiles that a matrix product waits for at its end",
+        "sweeps of the micro-batch; libraries choose tiles so that it is below the mean, 0.5",
+    ),
+    "kernel_gap_s": Fitted(
+        2.5e-6,
+        1e-6,
+        6e-6,
+        "s",
+        "time between two kernels of a stream: the end of one, the start of the next",
+        "sweeps of the micro-batch; timelines of kernels show 1 to 5 us",
     ),
     "eager_traffic": Fitted(
         1.1,
@@ -197,21 +197,21 @@ PRIORS = Constants(**{name: fitted.prior for name, fitted in FITTED.items()})
 
 # Fitted to all rows of the published measurements by ``tools/planner_fit.py``.
 SHIPPED = Constants(
-    matrix_share_ampere=0.9028,
-    matrix_share_hopper=0.8113,
-    unaligned_slowdown=8,
-    scores_share=0.3618,
-    eager_traffic=1.42,
-    fused_traffic=0.6231,
-    nvlink_share=0.8065,
-    nic_share=0.5521,
-    hop_s=6.157e-06,
-    hidden_share=0.8097,
-    interference=0.3772,
-    tp_exposed=0.3904,
-    step_overhead_s=0.03542,
-    straggler_share=0.005112,
-    activation_share=1.093,
-    context_gib=3.016,
-    slack_share=1.089,
+    matrix_share_ampere=0.872,
+    matrix_share_hopper=0.8158,
+    tail_waves=0.3588,
+    kernel_gap_s=2.301e-06,
+    eager_traffic=1.123,
+    fused_traffic=0.5608,
+    nvlink_share=0.8002,
+    nic_share=0.5635,
+    hop_s=7.716e-06,
+    hidden_share=0.8277,
+    interference=0.2871,
+    tp_exposed=0.3709,
+    step_overhead_s=0.0526,
+    straggler_share=0.002682,
+    activation_share=1.099,
+    context_gib=3.771,
+    slack_share=1.076,
 )

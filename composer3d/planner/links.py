@@ -6,6 +6,7 @@ A link is inside a node (NVLink, or shared memory on CPUs) or between nodes (a N
 
 from typing import NamedTuple
 
+from composer3d.planner.setup import Layout
 from composer3d.planner.traffic import Axis, Operation
 from composer3d.recipe.schema import MeshTable
 
@@ -30,22 +31,16 @@ class Group(NamedTuple):
 
 def group_of(axis: Axis, mesh: MeshTable, pp_rank: int = 0) -> Group:
     """Return the group of an axis that has the first rank of pipeline rank ``pp_rank``."""
-    stage_ranks = mesh.world_size // mesh.pp
-    shards = mesh.dp_shard * mesh.cp
-    stride, size = {
-        "pp": (stage_ranks, mesh.pp),
-        "dp_replicate": (shards * mesh.tp, mesh.dp_replicate),
-        "fsdp": (mesh.tp, shards),
-        "replicas": (mesh.tp, mesh.dp_replicate * shards),
-        "efsdp": (mesh.ep, mesh.efsdp),
-        "expert_replicas": (mesh.ep, mesh.dp_replicate * mesh.efsdp),
-        "cp": (mesh.tp, mesh.cp),
-        "tp": (1, mesh.tp),
-        "ep": (1, mesh.ep),
-        "sequence": (1, mesh.cp * mesh.tp),
-        "world": (1, mesh.world_size),
-    }[axis]
-    first = 0 if axis in ("pp", "world") else pp_rank * stage_ranks
+    layout = Layout(
+        tp=mesh.tp,
+        cp=mesh.cp,
+        ep=mesh.ep,
+        dp_shard=mesh.dp_shard,
+        dp_replicate=mesh.dp_replicate,
+        pp=mesh.pp,
+    )
+    size, stride = layout.ranks_of(axis)
+    first = 0 if axis in ("pp", "world") else pp_rank * layout.ranks_of("pp").stride
     return Group(first, stride, size)
 
 

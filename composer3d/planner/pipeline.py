@@ -29,6 +29,9 @@ class Compiled(NamedTuple):
         boundary: the boundary that the message crosses; -1: it stays on its rank.
         duration: the index of its duration.
         durations: for each duration, the (stage, index in FBIW) whose times are added.
+        spans: the first and the last node of each rank, if ranks start the next step as soon as
+            they end this one. The step then lasts as long as the longest span. Empty: all ranks
+            wait for the last one.
     """
 
     previous: array
@@ -36,10 +39,13 @@ class Compiled(NamedTuple):
     boundary: array
     duration: array
     durations: list[tuple[tuple[int, int], ...]]
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class Path(NamedTuple):
     """The longest chain of actions and messages, which determines the length.
+
+    What comes before the first action of a span counts as -1.
 
     Attributes:
         actions: how often each (stage, index in FBIW) is on it.
@@ -63,7 +69,22 @@ def length_s(schedule: Compiled, times: Sequence[StageTimes], send_s: Sequence[f
         times: the times of each stage for one micro-batch.
         send_s: for each boundary between stages, the seconds of a message.
     """
-    return max(_ends_s(schedule, times, send_s))
+    ends = _ends_s(schedule, times, send_s)
+    if not schedule.spans:
+        return max(ends)
+    return max(ends[last] - start for start, (_, last) in _span_starts_s(schedule, times, ends))
+
+
+def _span_starts_s(
+    schedule: Compiled, times: Sequence[StageTimes], ends: Sequence[float]
+) -> list[tuple[float, tuple[int, int]]]:
+    """Return the time at which each span starts, and the span."""
+    found = []
+    for first, last in schedule.spans:
+        parts = schedule.durations[schedule.duration[first]]
+        duration = sum(times[stage][kind] for stage, kind in parts)
+        found.append((ends[first] - duration, (first, last)))
+    return found
 
 
 def _ends_s(
@@ -87,26 +108,50 @@ def _ends_s(
 def critical_path(schedule: Compiled, times: Sequence[StageTimes], send_s: Sequence[float]) -> Path:
     """Return the longest chain. Where times change little, its length changes as the step's."""
     ends = _ends_s(schedule, times, send_s)
-    node = max(range(len(ends) - 1), key=ends.__getitem__)
     path = Path({}, {})
+    if not schedule.spans:
+        _follow(schedule, ends, send_s, max(range(len(ends) - 1), key=ends.__getitem__), path, 1)
+        return path
+    first, last = max(
+        _span_starts_s(schedule, times, ends), key=lambda span: ends[span[1][1]] - span[0]
+    )[1]
+    _follow(schedule, ends, send_s, last, path, 1)
+    _follow(schedule, ends, send_s, first, path, -1)
+    for part in schedule.durations[schedule.duration[first]]:
+        path.actions[part] = path.actions.get(part, 0) + 1
+    return path
+
+
+def _follow(
+    schedule: Compiled,
+    ends: Sequence[float],
+    send_s: Sequence[float],
+    node: int,
+    path: Path,
+    weight: int,
+) -> None:
+    """Add the chain that determines the end of ``node`` to ``path``, ``weight`` times."""
     while node >= 0:
         for part in schedule.durations[schedule.duration[node]]:
-            path.actions[part] = path.actions.get(part, 0) + 1
+            path.actions[part] = path.actions.get(part, 0) + weight
         sender, boundary = schedule.sender[node], schedule.boundary[node]
         arrival = -1.0
         if sender >= 0:
             arrival = ends[sender] + (send_s[boundary] if boundary >= 0 else 0.0)
         if arrival > ends[schedule.previous[node]]:
             if boundary >= 0:
-                path.messages[boundary] = path.messages.get(boundary, 0) + 1
+                path.messages[boundary] = path.messages.get(boundary, 0) + weight
             node = sender
         else:
             node = schedule.previous[node]
-    return path
 
 
-def compile_cells(ranks: Sequence[Sequence[Cell]]) -> Compiled:
+def compile_cells(ranks: Sequence[Sequence[Cell]], *, ranks_wait: bool = True) -> Compiled:
     """Compile the cells of each pipeline rank.
+
+    Args:
+        ranks: the cells of each rank.
+        ranks_wait: whether ranks wait for the last one before they start the next step.
 
     Raises:
         PlanError: a rank would wait for ever.
@@ -122,6 +167,8 @@ def compile_cells(ranks: Sequence[Sequence[Cell]]) -> Compiled:
         sender_of.append(sender)
         boundary_of.append(boundary)
         duration_of.append(duration)
+        if previous[rank] < 0:
+            first[rank] = len(previous_of) - 1
         previous[rank] = len(previous_of) - 1
         return previous[rank]
 
@@ -129,6 +176,7 @@ def compile_cells(ranks: Sequence[Sequence[Cell]]) -> Compiled:
     sent: dict[tuple[int, bool, int], int] = {}  # (stage, whether a gradient, micro-batch): node
     position = [0] * len(ranks)
     previous = [-1] * len(ranks)
+    first = [-1] * len(ranks)
     waiting: dict[tuple[int, bool, int], list[int]] = {}
     runnable = list(range(len(ranks)))
     while runnable:
@@ -157,7 +205,10 @@ def compile_cells(ranks: Sequence[Sequence[Cell]]) -> Compiled:
         if done < len(cells):
             stuck = " and ".join(map(str, cells[done]))
             raise PlanError(f"the schedule cannot run: {stuck} waits for ever")
-    return Compiled(previous_of, sender_of, boundary_of, duration_of, list(durations))
+    found = Compiled(previous_of, sender_of, boundary_of, duration_of, list(durations))
+    if ranks_wait:
+        return found
+    return found._replace(spans=tuple(zip(first, previous, strict=True)))
 
 
 def _message_for(action: Action, last_stage: int) -> tuple[int, bool, int] | None:
@@ -216,8 +267,13 @@ def compiled(
     in_flight: int = 1,
     path: str | None = None,
 ) -> Compiled:
-    """Compile the schedule that ``cells_of`` returns, once."""
-    return compile_cells(cells_of(schedule, pp, stages_per_rank, micro_batches, in_flight, path))
+    """Compile the schedule that ``cells_of`` returns, once.
+
+    With ``ZeroBubble`` no rank waits for the others between steps: gradients are checked after the
+    optimizer's step, which is undone if need be (arXiv 2401.10241, section 4).
+    """
+    cells = cells_of(schedule, pp, stages_per_rank, micro_batches, in_flight, path)
+    return compile_cells(cells, ranks_wait=schedule != "ZeroBubble")
 
 
 def zero_bubble_actions(pp: int, micro_batches: int, in_flight: int) -> list[list[Cell]]:

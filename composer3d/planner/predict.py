@@ -1,7 +1,6 @@
 """Time, memory and efficiency of a setup, and the setup that a recipe describes. No torch here."""
 
 from dataclasses import dataclass
-from functools import cache
 
 from composer3d.models.registry import architecture, resolve
 from composer3d.planner.constants import SHIPPED, Constants
@@ -16,11 +15,11 @@ from composer3d.planner.setup import (
     Sizes,
     Software,
 )
+from composer3d.planner.stages import stage_ranges
 from composer3d.planner.time import StepTime, predict_time
 from composer3d.recipe.schema import Recipe
 from composer3d.spec.errors import DeviceError
 from composer3d.spec.hardware import Hardware
-from composer3d.spec.schedules import balanced_cut
 
 # What a CUDA context and NCCL's buffers take at least, with few process groups.
 _LEAST_CONTEXT_GIB = 1.5
@@ -144,7 +143,7 @@ def of_recipe(
             stages_per_rank=stages_per_rank,
             schedule=parallel.schedule,
             schedule_csv=parallel.schedule_csv,
-            stage_blocks=_stage_blocks(recipe, sizes, mesh.pp * stages_per_rank),
+            stage_blocks=tuple(map(len, stage_ranges(recipe))),
         ),
         batch=Batch(
             seq_len=recipe.data.seq_len,
@@ -191,6 +190,7 @@ def sizes_of(recipe: Recipe) -> Sizes:
         expert_width=model.expert_width if model.experts else 0,
         shared_width=getattr(model, "shared_ffn", 0),
         expert_blocks=expert_blocks,
+        expert_every=getattr(model, "moe_every", 1),
     )
 
 
@@ -216,24 +216,3 @@ def _precision(recipe: Recipe) -> Precision:
         reduced=wide,
         gathered=narrow,
     )
-
-
-def _stage_blocks(recipe: Recipe, sizes: Sizes, stages: int) -> tuple[int, ...]:
-    """Return the blocks of each stage: the recipe's, or those that ``compose`` would cut."""
-    if recipe.mesh.pp == 1:
-        return (sizes.layers,)
-    if recipe.parallel.stages is not None:
-        return recipe.parallel.stages
-    return _cut(sizes, stages)
-
-
-@cache
-def _cut(sizes: Sizes, stages: int) -> tuple[int, ...]:
-    """Return the blocks of each stage, with about equal parameters."""
-    dense = sizes.attention_parameters + sizes.dense_parameters
-    with_experts = sizes.attention_parameters + sizes.shared_parameters + sizes.expert_parameters
-    blocks = [float(dense)] * (sizes.layers - sizes.expert_blocks)
-    blocks += [float(with_experts)] * sizes.expert_blocks
-    # An embedding costs memory and no products: compose counts half of it.
-    first, last = sizes.embedding_parameters / 2, float(sizes.head_parameters)
-    return tuple(len(stage) for stage in balanced_cut(first, blocks, last, stages))

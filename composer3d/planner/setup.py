@@ -5,7 +5,8 @@ that a constant of the cost model cannot belong to one. No torch here.
 """
 
 from dataclasses import dataclass
-from math import prod
+from functools import cache
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from composer3d.spec.errors import PlanError
@@ -26,7 +27,9 @@ class Sizes:
         positions: learned position embeddings; 0: none.
         window: the sliding window of attention in tokens; 0: none.
         causal: whether masked scores are skipped by kernels that can skip them.
-        expert_blocks: the number of blocks with experts; the others are dense and come first.
+        expert_blocks: the number of blocks with experts.
+        expert_every: the distance between two of them; they are the last ones that fit, so that
+            with 1 all dense blocks come first.
         expert_width: the width of one expert.
         shared_width: the width of the expert that computes every token; 0: none.
     """
@@ -47,6 +50,12 @@ class Sizes:
     expert_width: int = 0
     shared_width: int = 0
     expert_blocks: int = 0
+    expert_every: int = 1
+
+    def has_experts(self, block: int) -> bool:
+        """Return whether a block, counted from 0, has experts."""
+        later = self.layers // self.expert_every - (block + 1) // self.expert_every
+        return (block + 1) % self.expert_every == 0 and later < self.expert_blocks
 
     @property
     def query_width(self) -> int:
@@ -100,6 +109,18 @@ class Sizes:
         return blocks + self.embedding_parameters + head
 
 
+class AxisRanks(NamedTuple):
+    """The ranks of an axis: ``first + stride * i``.
+
+    Attributes:
+        size: their number.
+        stride: the distance between two neighbours.
+    """
+
+    size: int
+    stride: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The sizes of the mesh axes, and how each axis shares the work.
@@ -144,12 +165,36 @@ class Layout:
     def stages(self) -> int:
         return self.pp * self.stages_per_rank
 
-    def stride(self, axis: str) -> int:
-        """The distance between neighbouring ranks of an axis: the product of the inner axes."""
-        order = ["tp", "cp", "dp_shard", "dp_replicate", "pp"]
+    def ranks_of(self, axis: str) -> AxisRanks:
+        """Return the number and the distance of the ranks of an axis, or of axes together.
+
+        Args:
+            axis: a name of ``traffic.Axis``, or ``dp_shard``.
+        """
+        shards = self.dp_shard * self.cp
+        inner = self.tp * shards
+        replicas, stages = inner, inner * self.dp_replicate
         if self.outermost == "dp_replicate":
-            order = ["tp", "cp", "dp_shard", "pp", "dp_replicate"]
-        return prod(getattr(self, name) for name in order[: order.index(axis)])
+            replicas, stages = inner * self.pp, inner
+        # Experts are spread over neighbouring ranks: those of tp, then cp, then dp_shard. If tp
+        # cuts each expert, without those of tp.
+        expert_stride, expert_ranks = (self.tp, shards) if self.expert_tp else (1, inner)
+        expert_shards = max(1, expert_ranks // self.ep)
+        size, stride = {
+            "pp": (self.pp, stages),
+            "dp_replicate": (self.dp_replicate, replicas),
+            "dp_shard": (self.dp_shard, self.tp * self.cp),
+            "fsdp": (shards, self.tp),
+            "replicas": (self.dp_replicate * shards, self.tp),
+            "efsdp": (expert_shards, expert_stride * self.ep),
+            "expert_replicas": (self.dp_replicate * expert_shards, expert_stride * self.ep),
+            "cp": (self.cp, self.tp),
+            "tp": (self.tp, 1),
+            "ep": (self.ep, expert_stride),
+            "sequence": (self.cp * self.tp, 1),
+            "world": (self.world_size, 1),
+        }[axis]
+        return AxisRanks(size, stride)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +334,11 @@ class Setup:
             )
 
     @property
+    def expert_blocks(self) -> tuple[int, ...]:
+        """The number of blocks with experts in each stage."""
+        return _expert_blocks(self.sizes, self.layout.stage_blocks)
+
+    @property
     def tokens(self) -> int:
         """The tokens of a micro-batch on one rank of cp."""
         return self.batch.micro_batch * self.batch.seq_len // self.layout.cp
@@ -302,3 +352,9 @@ class Setup:
     @property
     def is_multi_node(self) -> bool:
         return self.layout.world_size > self.machine.devices_per_node
+
+
+@cache
+def _expert_blocks(sizes: Sizes, stage_blocks: tuple[int, ...]) -> tuple[int, ...]:
+    ends = tuple(accumulate(stage_blocks, initial=0))
+    return tuple(sum(map(sizes.has_experts, range(*stage))) for stage in pairwise(ends))

@@ -1,8 +1,11 @@
 """The layers of each pipeline stage, as ``parallel.compose`` cuts them. No torch here."""
 
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from composer3d.models.llama.shape import ModelShape
+from composer3d.models.shape import DecoderShape
 from composer3d.planner.parameters import (
     Parameter,
     block_parameters,
@@ -34,29 +37,50 @@ class StageLayers(NamedTuple):
 def stage_layers(recipe: Recipe) -> list[StageLayers]:
     """Return what each stage of a recipe holds, in the order of stages.
 
-    The embedding counts half, because forward only looks its parameters up; ``compose`` has the
-    same rule.
-
     Raises:
         PlanError: there are fewer blocks than stages, or the architecture is a user's own.
     """
-    shape = known_shape(recipe.model)
+    known_shape(recipe.model)
+    last = n_stages_of(recipe) - 1
+    return [
+        StageLayers(stage, blocks, stage == 0, stage == last)
+        for stage, blocks in enumerate(stage_ranges(recipe))
+    ]
+
+
+def stage_ranges(recipe: Recipe) -> tuple[range, ...]:
+    """Return the blocks of each stage, in the order of stages.
+
+    Raises:
+        PlanError: there are fewer blocks than stages.
+    """
     n_stages = n_stages_of(recipe)
     if recipe.parallel.stages is not None and n_stages > 1:
-        ends = list(accumulate(recipe.parallel.stages))
-        ranges = [range(begin, end) for begin, end in pairwise((0, *ends))]
-    else:
+        ends = tuple(accumulate(recipe.parallel.stages, initial=0))
+        return tuple(range(begin, end) for begin, end in pairwise(ends))
+    return _cut(recipe.model, n_stages)
+
+
+@cache
+def _cut(shape: DecoderShape, n_stages: int) -> tuple[range, ...]:
+    """Cut the blocks into stages of about equal parameters.
+
+    The embedding counts half, because forward only looks its parameters up; ``compose`` has the
+    same rule. The blocks of a user's own architecture count as alike, with a Llama's parameters.
+    """
+    if isinstance(shape, ModelShape):
         blocks = [
             _elements(block_parameters(shape, layer, tp=1, sequence_parallel=True))
             for layer in range(shape.n_layers)
         ]
         first = _elements(first_parameters(shape)) / 2
         last = _elements(last_parameters(shape, sequence_parallel=True))
-        ranges = balanced_cut(first, blocks, last, n_stages)
-    return [
-        StageLayers(stage, blocks_of, stage == 0, stage == n_stages - 1)
-        for stage, blocks_of in enumerate(ranges)
-    ]
+    else:
+        attention = 2 * shape.dim * shape.head_width * (shape.n_heads + shape.n_kv_heads)
+        ffn = 3 * shape.dim * max(shape.ffn, shape.experts * shape.expert_width)
+        blocks = [attention + ffn] * shape.n_layers
+        first, last = shape.vocab * shape.dim / 2, shape.vocab * shape.dim
+    return tuple(balanced_cut(first, blocks, last, n_stages))
 
 
 def n_stages_of(recipe: Recipe) -> int:

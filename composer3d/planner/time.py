@@ -46,23 +46,8 @@ class StepTime:
 
 def groups(setup: Setup) -> dict[str, Group]:
     """Return the group of each axis."""
-    layout = setup.layout
-    sizes = {
-        "tp": layout.tp,
-        "cp": layout.cp,
-        "dp_shard": layout.dp_shard,
-        "dp_replicate": layout.dp_replicate,
-        "pp": layout.pp,
-    }
-    found = {axis: Group(ranks, layout.stride(axis)) for axis, ranks in sizes.items()}
-    # Parameters are sharded over dp_shard and cp together.
-    found["fsdp"] = Group(layout.dp_shard * layout.cp, layout.stride("cp"))
-    # Experts are spread over neighbouring ranks: those of tp, then cp, then dp_shard.
-    inner = layout.stride("cp") if layout.expert_tp else 1
-    found["ep"] = Group(layout.ep, inner)
-    expert_ranks = layout.dp_shard * layout.cp * (1 if layout.expert_tp else layout.tp)
-    found["efsdp"] = Group(max(1, expert_ranks // layout.ep), inner * layout.ep)
-    return found
+    axes = ("tp", "cp", "fsdp", "dp_replicate", "pp", "ep", "efsdp")
+    return {axis: Group(*setup.layout.ranks_of(axis)) for axis in axes}
 
 
 def predict_time(
@@ -90,15 +75,12 @@ def predict_time(
     }
     head = compute.head_work(setup, constants)
 
-    # The blocks of each stage: dense ones come first.
-    dense_left = setup.sizes.layers - setup.sizes.expert_blocks
     stage_times: list[_Part] = []
     for stage, count in enumerate(layout.stage_blocks):
-        dense = min(count, dense_left)
-        dense_left -= dense
-        part = blocks[False].times(dense)
-        if count > dense:
-            part = part.plus(blocks[True].times(count - dense))
+        with_experts = setup.expert_blocks[stage]
+        part = blocks[False].times(count - with_experts)
+        if with_experts:
+            part = part.plus(blocks[True].times(with_experts))
         if stage == layout.stages - 1:
             part = part.plus(_Part(head, head.recompute_s, {}))
         stage_times.append(part)
@@ -256,7 +238,7 @@ def _context_s(setup: Setup, constants: Constants, group: Group) -> tuple[float,
         return gather_s, gather_s + reduce_s
     # A ring: each hop runs beside the attention of the block that came before.
     hop_s = send_s(group, kv_bytes, machine, constants)
-    forward_s, backward_s = compute.attend_s(setup, constants, compute.rates(setup, constants))
+    forward_s, backward_s = compute.attend_s(setup, compute.rates(setup, constants))
     visible_forward = _beside(forward_s, (layout.cp - 1) * hop_s, constants) - forward_s
     # Backward also passes the gradients of keys and values on, in float32.
     backward_hops = (layout.cp - 1) * hop_s * 3
@@ -382,38 +364,25 @@ def _simulated_s(
     return longer + rounds * (longer - steps(small - layout.pp))
 
 
-def rank_parameters(setup: Setup, stage_blocks_from: int, stage: int) -> tuple[float, float]:
-    """Return the parameters that a stage's rank holds before sharding: dense ones, and experts'.
-
-    Args:
-        setup: the setup.
-        stage_blocks_from: the number of blocks before this stage.
-        stage: the stage.
-    """
-    layout, sizes = setup.layout, setup.sizes
-    dense_blocks = sizes.layers - sizes.expert_blocks
-    count = layout.stage_blocks[stage]
-    dense_count = max(0, min(count, dense_blocks - stage_blocks_from))
-    expert_count = count - dense_count
-    dense = count * sizes.attention_parameters + dense_count * sizes.dense_parameters
-    dense += expert_count * sizes.shared_parameters
-    if stage == 0:
-        dense += sizes.embedding_parameters
-    is_last = stage == layout.stages - 1
-    if is_last and not (sizes.tied and layout.stages == 1):
-        dense += sizes.head_parameters
-    experts = expert_count * sizes.expert_parameters / layout.ep
-    if layout.expert_tp:
-        experts /= layout.tp
-    return dense / layout.tp, experts
-
-
 def stage_parameters(setup: Setup) -> list[tuple[float, float]]:
-    """Return ``rank_parameters`` of every stage."""
-    found, before = [], 0
-    for stage, count in enumerate(setup.layout.stage_blocks):
-        found.append(rank_parameters(setup, before, stage))
-        before += count
+    """Return the parameters that a rank of each stage holds before sharding: dense, of experts."""
+    layout, sizes = setup.layout, setup.sizes
+    found = []
+    for stage, (count, with_experts) in enumerate(
+        zip(layout.stage_blocks, setup.expert_blocks, strict=True)
+    ):
+        dense: float = count * sizes.attention_parameters
+        dense += (count - with_experts) * sizes.dense_parameters
+        dense += with_experts * sizes.shared_parameters
+        if stage == 0:
+            dense += sizes.embedding_parameters
+        is_last = stage == layout.stages - 1
+        if is_last and not (sizes.tied and layout.stages == 1):
+            dense += sizes.head_parameters
+        experts = with_experts * sizes.expert_parameters / layout.ep
+        if layout.expert_tp:
+            experts /= layout.tp
+        found.append((dense / layout.tp, experts))
     return found
 
 
@@ -475,14 +444,37 @@ def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> 
             reduce_s += collective_s(
                 "all_reduce", everyone, precision.reduced * held, machine, constants
             )
-    # The reduction runs behind the last micro-batch's backward of this rank.
+    # The reduction runs behind the last micro-batch's backward of this rank, the gather behind the
+    # first one's forward. With several stages a rank, those of a stage run behind the others'
+    # turns, each of pp micro-batches.
+    turns = layout.pp if layout.stages_per_rank > 1 else 1
     if software.overlaps_gradients:
         last = max(part.work.backward_s for part in parts) * layout.stages_per_rank
-        reduce_s = _beside(last, reduce_s, constants) - last
+        reduce_s = _behind(last, reduce_s, turns, layout.stages_per_rank, constants)
     if software.overlaps_gathers:
         first = max(part.work.forward_s for part in parts) * layout.stages_per_rank
-        gather_s = _beside(first, gather_s, constants) - first
+        gather_s = _behind(first, gather_s, turns, layout.stages_per_rank, constants)
     return reduce_s + gather_s
+
+
+def _behind(
+    compute_s: float, collective_s: float, turns: int, stages: int, constants: Constants
+) -> float:
+    """Return the visible seconds of a collective that runs behind computing.
+
+    Args:
+        compute_s: of one micro-batch on all stages of a rank.
+        collective_s: of all stages of the rank.
+        turns: the micro-batches of a stage that follow each other.
+        stages: of the rank.
+        constants: the shares that can be hidden.
+    """
+    one = _beside(compute_s / stages, collective_s / stages, constants) - compute_s / stages
+    if stages == 1:
+        return one
+    window_s = turns * compute_s * (stages - 1) / stages
+    rest_s = collective_s * (stages - 1) / stages
+    return one + _beside(window_s, rest_s, constants) - window_s
 
 
 def _optimizer_s(setup: Setup, rate: compute.Rates) -> float:

@@ -1,9 +1,11 @@
 """Recipes as setups, and whole predictions."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from composer3d.models.moe.shape import PRESETS
 from composer3d.models.registry import architecture, resolve
 from composer3d.planner.predict import (
     hardware_flops_per_token,
@@ -56,6 +58,15 @@ def test_every_recipe_is_a_setup_with_its_parameters_and_ranks(path: Path) -> No
     assert prediction.tokens_s > 0
     assert len(prediction.memory) == recipe.mesh.pp
     assert prediction.peak_gib > 0
+
+
+@pytest.mark.parametrize("preset", ["gshard-like-top2", "deepseek-v3-gqa", "mixtral-8x7b"])
+def test_sizes_know_which_blocks_have_experts(preset: str) -> None:
+    base = recipe_of(ROOT / "recipes" / "mixtral-8x7b-64-ep-tp.toml")
+    model = PRESETS[preset]
+    sizes = sizes_of(replace(base, model=model))
+    found = [sizes.has_experts(layer) for layer in range(model.n_layers)]
+    assert found == [model.has_experts(layer) for layer in range(model.n_layers)]
 
 
 def test_mfu_of_a_8b_model_on_a_node_of_h100_is_plausible() -> None:

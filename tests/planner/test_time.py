@@ -74,6 +74,89 @@ def test_recomputation_costs_a_forward_and_stops_early() -> None:
     assert compute.block_work(early, FREE, has_experts=False).recompute_s < full.recompute_s
 
 
+def test_small_products_wait_for_their_last_tiles() -> None:
+    rate = compute.rates(big(zero=0), PRIORS)._replace(memory=1e18)
+
+    def flops_s(rows: int) -> float:
+        product = compute.Product(rows, 4096, 4096)
+        return product.flops / compute.product_s(product, rate.matrix, rate)
+
+    # 512 x 4,096 outputs are one wave of 128 tiles of 128 x 128.
+    waiting = flops_s(512) / flops_s(1 << 17)
+    assert waiting == pytest.approx(1 / (1 + PRIORS.tail_waves), rel=2e-3)
+
+
+def test_unfused_attention_of_unaligned_heads_runs_on_vector_units() -> None:
+    setup = replace(big(zero=0), software=Software(attention="unfused"))
+    rate = compute.rates(setup, PRIORS)
+
+    def forward_s(head_width: int) -> float:
+        sizes = replace(BIG, head_width=head_width)
+        return compute.attend_s(replace(setup, sizes=sizes), rate)[0]
+
+    # The traffic of the scores bounds aligned heads, so that narrower ones are hardly faster.
+    assert 0.8 < forward_s(96) / forward_s(128) < 1
+    # A100: 19.5 TFLOP/s in float32 against 312 in 16 bits.
+    assert 4 < forward_s(126) / forward_s(128) < 16
+    flops = 4.0 * setup.tokens * 64 * 126 * setup.batch.seq_len
+    assert flops / forward_s(126) < 19.5e12
+
+
+def test_flash_attention_has_the_rate_that_was_measured_on_b200() -> None:
+    from composer3d.spec import hardware
+
+    b200 = hardware.by_name("B200")
+    assert b200 is not None
+    setup = replace(big(zero=0), software=Software(attention="flash3"))
+    setup = replace(setup, machine=setup.machine._replace(hardware=b200))
+
+    def flops_s(seq_len: int) -> float:
+        at = replace(setup, batch=replace(setup.batch, seq_len=seq_len))
+        forward, backward = compute.attend_s(at, compute.rates(at, PRIORS))
+        done = 14.0 * at.tokens * compute.keys_per_query(at) * 64 * 128
+        return done / (forward + backward)
+
+    assert flops_s(8192) == pytest.approx(834e12, rel=0.01)
+    assert flops_s(2048) < 0.8 * flops_s(8192) < 0.8 * flops_s(65536)
+
+
+def test_a_lower_power_limit_lowers_the_clock() -> None:
+    setup = big(zero=0)
+    limited = replace(setup, machine=setup.machine._replace(power_share=0.7))
+    share = compute.rates(limited, FREE).matrix / compute.rates(setup, FREE).matrix
+    assert 0.7 < share < 0.7**0.5
+
+
+def test_reductions_run_behind_the_other_stages_of_a_rank() -> None:
+    def visible_s(stages_per_rank: int, schedule: str) -> float:
+        setup = big(
+            zero=1,
+            tp=8,
+            pp=4,
+            dp_shard=8,
+            stages_per_rank=stages_per_rank,
+            schedule=schedule,
+            micro_batches=16,
+        )
+        slow = setup.machine._replace(nic_bytes_s=5e9)
+        software = Software(overlaps_gathers=True)
+        return predict_time(replace(setup, machine=slow, software=software), FREE).exposed_s["dp"]
+
+    assert visible_s(2, "Interleaved1F1B") < 0.8 * visible_s(1, "1F1B")
+
+
+def test_blocks_with_experts_are_priced_where_they_are() -> None:
+    """A pipeline whose stages have as many blocks with experts as without is balanced."""
+    sizes = replace(
+        BIG, experts=8, experts_per_token=4, expert_width=32768, expert_blocks=4, vocab=1
+    )
+    first = big(zero=0, pp=4, micro_batches=16, sizes=sizes)
+    assert first.expert_blocks == (0, 0, 2, 2)
+    turns = big(zero=0, pp=4, micro_batches=16, sizes=replace(sizes, expert_every=2))
+    assert turns.expert_blocks == (1, 1, 1, 1)
+    assert step_s(turns) < 0.8 * step_s(first)
+
+
 def test_tp_over_nodes_is_slower_than_inside() -> None:
     inside = big(zero=0, tp=8)
     across = replace(inside, machine=inside.machine._replace(devices_per_node=4))

@@ -21,7 +21,6 @@ MEMORY_CONSTANTS = ("activation_share", "context_gib", "slack_share")
 TIME_CONSTANTS = tuple(name for name in FITTED if name not in MEMORY_CONSTANTS)
 
 _SCALE = 0.08  # errors above it count linearly, not by their square
-_PRIOR_WIDTH = 0.25  # of the logarithm
 _ROUNDS = 3
 _STEP = 1e-3  # of a logarithm, for derivatives
 
@@ -139,13 +138,15 @@ def linearise(
 def solve(part: Linear) -> np.ndarray:
     """Minimise soft errors and the distance from the priors, within the ranges.
 
+    A range is two standard deviations to each side, so that little known constants move freely.
+
     Returns:
         The logarithms of the constants.
     """
     low = np.log([FITTED[name].low for name in part.names])
     high = np.log([FITTED[name].high for name in part.names])
     centre = np.log([FITTED[name].prior for name in part.names])
-    width = np.minimum(_PRIOR_WIDTH, (high - low) / 4)
+    width = (high - low) / 4
     weights = _weights(part.rows)
     x = np.clip(part.x, low, high)
     for _ in range(200):

@@ -254,6 +254,7 @@ class Facts(NamedTuple):
         sums_wide: whether gradients are summed in float32 over micro-batches.
         communicates_wide: whether gradients are reduced in float32.
         copies_gradients: whether the optimizer keeps a copy of the gradients of its own.
+        gathers_context: whether cp gathers keys and values before attention, and has no ring.
     """
 
     software: Software
@@ -261,6 +262,7 @@ class Facts(NamedTuple):
     sums_wide: bool
     communicates_wide: bool
     copies_gradients: bool
+    gathers_context: bool
 
 
 def software_facts(framework: str, notes: str) -> Facts:
@@ -286,7 +288,7 @@ def software_facts(framework: str, notes: str) -> Facts:
         attention = "unfused"
     elif says("torch 1.13"):
         attention = "flash1"
-    elif core or (compiled and not says("compile")) or says("fa3", "fa4", "meta internal"):
+    elif core or (compiled and not says("compile")) or says("fa3", "fa4"):
         attention = "flash3"
     else:
         attention = "flash2"
@@ -314,6 +316,7 @@ def software_facts(framework: str, notes: str) -> Facts:
         sums_wide=(core and not says("nemo")) or says("sail-sg"),
         communicates_wide=(core and not says("nemo")) or says("mp mode default"),
         copies_gradients=says("megatron-deepspeed"),
+        gathers_context=says("meta internal"),  # arXiv 2407.21783, section 3.3.2
     )
 
 
@@ -397,6 +400,7 @@ def _setup(values: _Values, device: hardware.Hardware, facts: Facts) -> Setup | 
             tp=tp,
             sequence_parallel=values.flag("sp"),
             cp=cp,
+            cp_method="allgather" if facts.gathers_context else "ring",
             ep=ep,
             expert_tp=values.whole("etp", tp) > 1,
             dp_shard=shards if zero else dp,
