@@ -30,6 +30,7 @@ from composer3d.dryrun.collectives import (
     is_collective,
     tensors_in,
 )
+from composer3d.dryrun.kernels import norms_of_a_gpu
 from composer3d.dryrun.memory import Kind, MemoryLedger
 from composer3d.dryrun.report import Memory, Operation, StageReport
 from composer3d.dryrun.routing import rows_of_experts
@@ -145,6 +146,7 @@ def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
             recorder,
             watch_resizes(ledger.resize),
             around_shape_propagation(recorder.ignoring),
+            norms_of_a_gpu() if recipe.run.device != "cpu" else nullcontext(),
         ):
             optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
             parameters = [

@@ -9,6 +9,7 @@ from functools import cache
 
 from composer3d.planner.compute import head_product
 from composer3d.planner.constants import SHIPPED, Constants
+from composer3d.planner.moments import peak_moment
 from composer3d.planner.pipeline import cells_of
 from composer3d.planner.setup import Setup
 from composer3d.planner.time import rank_of, stage_parameters
@@ -74,6 +75,18 @@ def peak(setup: Setup, constants: Constants = SHIPPED) -> RankMemory:
 def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
     layout, sizes, precision = setup.layout, setup.sizes, setup.precision
     software = setup.software
+    if software.frees_by_block:
+        shards, moment = peak_moment(setup, rank)
+        known = RankMemory(
+            weights=shards.weights,
+            gradients=moment.gradients,
+            optimizer=shards.optimizer,
+            gathered=moment.gathered,
+            buffers=moment.buffers,
+            activations=moment.activations,
+            logits=moment.logits,
+        )
+        return _with_unseen(known, constants)
     stages = [
         stage
         for stage in range(layout.stages)
@@ -143,6 +156,11 @@ def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
         logits=logits,
         step_copies=max(0.0, copies - activations - logits - gathered),
     )
+    return _with_unseen(used, constants)
+
+
+def _with_unseen(used: RankMemory, constants: Constants) -> RankMemory:
+    """Add what no formula counts: the allocator's slack, and what torch's allocator does not see."""
     return replace(
         used,
         slack=(constants.slack_share - 1) * used.allocated_bytes,

@@ -163,6 +163,9 @@ def of_recipe(
         software=Software(
             attention="unfused" if hardware.generation == "cpu" else "flash2",
             fuses_elementwise=recipe.compile.enabled,
+            fuses_norms=hardware.generation != "cpu",
+            frees_by_block=True,
+            step_copies=0.0,  # AdamW is one kernel
             stops_recompute_early=True,
             overlaps_sends=True,
             offloads=memory.cpu_offload,
