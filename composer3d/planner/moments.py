@@ -123,6 +123,8 @@ class _Rank:
         self.setup, self.rank = setup, rank
         layout, precision, sizes = setup.layout, setup.precision, setup.sizes
         self.e, self.p = precision.gathered, precision.gradients
+        # Bytes of a gradient when backward writes it.
+        self.g = self.p if setup.software.widens_gradients else self.e
         self.m = setup.batch.micro_batches
         whole = setup.tokens * sizes.dim * self.e
         cuts_stream = layout.tp > 1 and layout.sequence_parallel
@@ -219,6 +221,11 @@ class _Rank:
             row_inputs + width + matrix, 2 * width + matrix, 3 * matrix + 3 * inner - 2 * width, 0.0
         )
         extra = max(extra, stream + moe.extra)
+        if self.splits:  # gradients of outputs stay, and no weight has one
+            extra = stream + row_inputs + 3 * width + moe.extra
+        extra = max(extra, self._attention_extra(query, kv) - 4 * width - inner + 3 * matrix)
+        exchanged = query if layout.cp > 1 and layout.cp_method == "ulysses" else 0.0
+        full += exchanged  # the output of attention, as each rank gets it back
         mode = setup.recompute
         if mode == "none":
             kept, again = full, 0.0
@@ -226,25 +233,51 @@ class _Rank:
             kept, again = stream, full - stream
         else:
             products = query + 2 * kv + 2 * width + inner + (inner if width else 0.0)
+            if exchanged:  # what arrives is saved, before and after attention
+                products += 2 * query + 2 * kv
+                full += query + 2 * kv
             kept = stream + products + attended + moe.selected
             again = full - stream - attended - kv - 2 * width - moe.selected
-            again -= inner
+            again -= inner + (2 * query + 2 * kv if exchanged else 0.0)
         deferred = 2 * inner + query + width + query + 2 * kv + inner + 2 * width + inner
         return _Block(
             kept, again, extra, deferred, self._unit(dense_parameters, experts), linear
         )
+
+    def _attention_extra(self, query: float, kv: float) -> float:
+        """Return the temporaries of attention's backward (``parallel.context.ring``).
+
+        Args:
+            query: the queries of this rank.
+            kv: its keys; its values take as much.
+        """
+        layout = self.setup.layout
+        grads = self.stream + query + query + 2 * kv
+        if layout.cp == 1 or layout.cp_method == "ulysses":
+            return grads
+        wide = 4.0 / self.e if self.e < 4 else 1.0
+        if layout.cp_method == "ring":  # the block that is computed, and the two that travel
+            return grads + wide * query + (3 + 3 * wide) * 2 * kv
+        # All keys and values, and their gradients before and after they are sorted by rank.
+        return grads + wide * query + 2 * kv + layout.cp * (1 + 2 * wide) * 2 * kv
 
     # --- moments ---
 
     def peak(self) -> tuple[Shards, Moment]:
         setup = self.setup
         shard = sum(stage.shard for stage in self.stages.values())
-        optimizer = setup.precision.optimizer * shard
+        weights = self.p * shard
+        optimizer = (setup.precision.optimizer - self.p) * shard
+        if setup.sizes.tied and setup.layout.pp > 1 and setup.layout.stages - 1 in self.stages:
+            # The last stage's head is a copy, which the optimizer does not update.
+            last = self.stages[setup.layout.stages - 1].last
+            assert last is not None
+            optimizer -= (setup.precision.optimizer - self.p) * last.shard
         moments = self._of_one_stage() if setup.layout.pp == 1 else self._of_a_pipeline()
         largest = max(moments, key=lambda moment: moment.total)
         if setup.software.offloads:
-            optimizer = 0.0
-        return Shards(0.0, optimizer), largest
+            weights = optimizer = 0.0
+        return Shards(weights, optimizer), largest
 
     def _sharded(self, elements: float) -> float:
         """Return the bytes of gradients of this rank's shards."""
@@ -275,7 +308,7 @@ class _Rank:
             old_buffer = p * (last if is_tied else first).elements
             if not repeats or sums_whole:
                 old_buffer = 0.0
-            tied_gradient = e * last.elements if is_tied else 0.0
+            tied_gradient = self.g * last.elements if is_tied else 0.0
 
             def gathered(blocks: float, ends: float, whole: float = whole) -> float:
                 if zero < 3 or not self.has_fsdp:
@@ -288,7 +321,7 @@ class _Rank:
             )
             moments.append(
                 Moment(
-                    sums + e * last.elements,
+                    sums + self.g * last.elements,
                     gathered(1, last.elements),
                     old_buffer,
                     held + head.kept + head.back,
@@ -302,7 +335,7 @@ class _Rank:
             if not is_tied:
                 moments.append(
                     Moment(
-                        kept_sums + (0.0 if p == e and sums_whole else e * last.elements),
+                        kept_sums + (0.0 if p == self.g and sums_whole else self.g * last.elements),
                         gathered(1, 0.0),
                         buffer,
                         held + self.stream,
@@ -316,7 +349,7 @@ class _Rank:
                     held + block.again + block.extra,
                 )
             )
-            of_block = e * unit.elements + p * unit.elements if reduces else e * unit.elements
+            of_block = (self.g + (p if reduces else 0.0)) * unit.elements
             moments.append(
                 Moment(
                     kept_sums + tied_gradient + self._sharded(unit.shard),
@@ -338,7 +371,7 @@ class _Rank:
             end = last if is_tied else first
             moments.append(
                 Moment(
-                    kept_sums + e * end.elements,
+                    kept_sums + self.g * end.elements,
                     gathered(0, end.elements),
                     p * end.elements if reduces else 0.0,
                     self.stream,
@@ -378,24 +411,27 @@ class _Rank:
             if self.has_fsdp:
                 gathered = e * sum(self.stages[of].elements for of in state.gathered)
             sums = p * sum(self.stages[of].elements for of in state.summed)
+            sums += self._sharded(sum(self.stages[of].shard for of in state.reduced))
             block = stage.blocks[-1]
             others = gathered
             if number in state.gathered:
                 others -= e * stage.elements if self.has_fsdp else 0.0
             last = 0.0 if stage.last is None else stage.last.elements
-            two = e * (2 * block.unit.elements + last) if self.has_fsdp else 0.0
             is_whole = number in state.gathered or not self.has_fsdp
-            begin = gathered if is_whole else others + min(two, e * stage.elements)
+            at_loss = begin = gathered
+            if not is_whole:
+                at_loss += e * (last + block.unit.elements)
+                begin += e * min(2 * block.unit.elements + last, stage.elements)
             end = others + (e * stage.elements if self.has_fsdp else 0.0)
             summed = sums if number in state.summed else sums + p * stage.elements
-            narrow = 0.0 if p == e else e
+            narrow = 0.0 if p == self.g else self.g
             if state.kind in "BI":
                 if stage.last is not None:
                     head = self._head()
-                    moments.append(Moment(sums, begin, buffers, held, head.loss - head.saved))
+                    moments.append(Moment(sums, at_loss, buffers, held, head.loss - head.saved))
                     moments.append(
                         Moment(
-                            sums + e * last, begin, buffers, held + head.back,
+                            sums + self.g * last, at_loss, buffers, held + head.back,
                             head.gradient - head.saved,
                         )
                     )
@@ -403,12 +439,11 @@ class _Rank:
                 of_first = stage.blocks[0]
                 rest = held - per_micro_batch[number] + stage.output
                 if self.splits:
-                    rest += later[number]
+                    rest += later[number] - of_first.deferred
+                in_block = of_first.kept + of_first.again + of_first.extra
+                moments.append(Moment(summed, end, buffers, rest + in_block))
                 moments.append(
-                    Moment(
-                        summed + narrow * of_first.unit.elements, end, buffers,
-                        rest + of_first.kept * (not self.splits) + of_first.again + of_first.extra
-                    )
+                    Moment(summed + narrow * of_first.unit.elements, end, buffers, rest + self.stream)
                 )
             if state.kind in "BW" and self.splits:
                 linear = sum(each.linear for each in stage.blocks)
@@ -419,8 +454,7 @@ class _Rank:
             if state.kind == "R" and self.has_fsdp:
                 largest = max(stage.units, key=lambda unit: unit.elements)
                 moments.append(
-                    Moment(sums + self._sharded(largest.shard), end,
-                           buffers + p * largest.elements, held)
+                    Moment(sums, end, buffers + p * largest.elements, held)
                 )
         return moments
 
@@ -459,6 +493,7 @@ class _Rank:
         if setup.loss_chunks > 1:
             head = sizes.head_parameters / layout.tp
             back += inner
+            # The sum over parts in float32, and the gradient of the stream.
             wide = 4.0 * head
             return _Head(kept, loss + wide + inner, gradient + wide, 0.0, back)
         return _Head(kept, loss, gradient, saved, back)
@@ -507,7 +542,8 @@ class _State(NamedTuple):
         held: (stage, number) of micro-batches whose forward is done and backward is not.
         deferred: the same, of those whose weights' gradients are still to be computed.
         gathered: the stages whose parameters are gathered.
-        summed: the stages that have whole gradients already.
+        summed: the stages that have whole gradients.
+        reduced: the stages whose gradients are reduced.
     """
 
     kind: str
@@ -516,6 +552,7 @@ class _State(NamedTuple):
     deferred: tuple[tuple[int, int], ...]
     gathered: tuple[int, ...]
     summed: tuple[int, ...]
+    reduced: tuple[int, ...]
 
 
 @cache
@@ -539,6 +576,7 @@ def _states(
         deferred: dict[int, int] = {}
         gathered: set[int] = set()
         summed: set[int] = set()
+        reduced: set[int] = set()
         left: dict[int, int] = {}
         for cell in cells:
             for action in cell:
@@ -555,6 +593,7 @@ def _states(
                     tuple(sorted((of, n) for of, n in deferred.items() if n)),
                     tuple(sorted(gathered)),
                     tuple(sorted(summed)),
+                    tuple(sorted(reduced)),
                 )
             )
 
@@ -584,6 +623,9 @@ def _states(
                 left[stage] -= 1
                 if left[stage] == 0:
                     note("R", stage)
+                    summed.discard(stage)
+                    gathered.discard(stage)
+                    reduced.add(stage)
         found.append(_largest(states))
     return found
 
@@ -605,6 +647,7 @@ def _largest(states: set[_State]) -> list[_State]:
         return (
             set(one.gathered) >= set(other.gathered)
             and set(one.summed) >= set(other.summed)
+            and set((*one.summed, *one.reduced)) >= set(other.reduced)
             and _covers(one.held, other.held)
             and _covers(one.deferred, other.deferred)
         )

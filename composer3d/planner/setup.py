@@ -208,6 +208,7 @@ class Software:
         frees_by_block: whether blocks are gathered, computed again, reduced and freed one after the
             other, so that the largest parts of memory are not there at one time (``moments``).
             If not, or if nothing is known, the largest parts of all kinds are added.
+        widens_gradients: whether a gradient has the width of the sum when a product writes it.
         fuses_loss: whether the loss never writes all logits in float32.
         loss_copies: the copies of the logits, in bytes per logit, that the loss holds at its peak.
         fuses_weight_gradients: whether the product that makes a weight's gradient adds to the sum.
@@ -231,6 +232,7 @@ class Software:
     fuses_elementwise: bool = False
     fuses_norms: bool = True
     frees_by_block: bool = False
+    widens_gradients: bool = False
     fuses_loss: bool = False
     loss_copies: float = 12.0
     fuses_weight_gradients: bool = False
