@@ -106,9 +106,10 @@ def describe_stages(recipe: Recipe) -> list[StageContent]:
     return contents
 
 
-def run_one_of(recipe: Recipe, pp_ranks: Sequence[int], skew: float) -> StageReport:
-    """Run the pipeline rank of this worker: worker RANK has ``pp_ranks[RANK]``."""
-    return run_stage(recipe, pp_ranks[int(os.environ["RANK"])], skew)
+def run_one_of(jobs: Sequence[tuple[Recipe, int]], skew: float) -> StageReport:
+    """Run the job of this worker: worker RANK has ``jobs[RANK]``, a recipe and a pipeline rank."""
+    recipe, pp_rank = jobs[int(os.environ["RANK"])]
+    return run_stage(recipe, pp_rank, skew)
 
 
 def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:

@@ -1,5 +1,8 @@
 """The memory of every pipeline rank, in bytes by kind. No torch here.
 
+For composer3d's own runs the order of a step is known, and ``moments`` finds the peak. For others,
+the largest parts of all kinds are added.
+
 The activations in flight follow from the schedule's own actions: a forward adds those of its stage,
 a backward (or its weight half) removes them.
 """
@@ -47,6 +50,7 @@ class RankMemory:
 
     @property
     def allocated_bytes(self) -> float:
+        """What a dry run can count: all but the slack and the context."""
         return self.device_bytes - self.slack - self.context
 
     @property
@@ -76,11 +80,11 @@ def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
     layout, sizes, precision = setup.layout, setup.sizes, setup.precision
     software = setup.software
     if software.frees_by_block:
-        shards, moment = peak_moment(setup, rank)
+        always, moment = peak_moment(setup, rank)
         known = RankMemory(
-            weights=shards.weights,
+            weights=always.weights,
             gradients=moment.gradients,
-            optimizer=shards.optimizer,
+            optimizer=always.optimizer,
             gathered=moment.gathered,
             buffers=moment.buffers,
             activations=moment.activations,
@@ -160,7 +164,7 @@ def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
 
 
 def _with_unseen(used: RankMemory, constants: Constants) -> RankMemory:
-    """Add what no formula counts: the allocator's slack, and what torch's allocator does not see."""
+    """Add what no formula counts: the slack, and what torch's allocator does not see."""
     return replace(
         used,
         slack=(constants.slack_share - 1) * used.allocated_bytes,

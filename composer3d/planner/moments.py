@@ -1,4 +1,4 @@
-"""The memory of a pipeline rank, moment by moment, for a runtime whose order is known. No torch here.
+"""The memory of a pipeline rank, moment by moment, where the order is known. No torch here.
 
 ``memory`` adds the largest parts of all kinds, which is right if nothing is known of their order.
 Here the order is that of ``parallel.compose``: FSDP gathers the unit that runs and the next one,
@@ -10,17 +10,14 @@ All numbers are bytes of one rank. Symbols: e is the width of a value in computa
 parameter. The stream has micro_batch x tokens x dim values.
 """
 
-from functools import cache
 from typing import NamedTuple
 
-from composer3d.planner.pipeline import cells_of
 from composer3d.planner.setup import Setup
+from composer3d.planner.states import states_of_ranks
 from composer3d.planner.time import rank_of
 from composer3d.spec.schedules import SCHEDULES
 
 _STATISTICS = 4.0  # bytes of a logsumexp
-_LONG = 8.0  # bytes of a token, a label or a position
-_ACTIVE_STAGES = 3  # torch's runtime keeps the parameters of this many stages gathered
 
 
 class Moment(NamedTuple):
@@ -240,9 +237,7 @@ class _Rank:
             again = full - stream - attended - kv - 2 * width - moe.selected
             again -= inner + (2 * query + 2 * kv if exchanged else 0.0)
         deferred = 2 * inner + query + width + query + 2 * kv + inner + 2 * width + inner
-        return _Block(
-            kept, again, extra, deferred, self._unit(dense_parameters, experts), linear
-        )
+        return _Block(kept, again, extra, deferred, self._unit(dense_parameters, experts), linear)
 
     def _attention_extra(self, query: float, kv: float) -> float:
         """Return the temporaries of attention's backward (``parallel.context.ring``).
@@ -287,7 +282,8 @@ class _Rank:
         """Return the moments of a later micro-batch without a pipeline."""
         setup, e, p = self.setup, self.e, self.p
         (stage,) = self.stages.values()
-        assert stage.last is not None and stage.first is not None
+        assert stage.first is not None
+        assert stage.last is not None
         zero, repeats = setup.layout.zero, self.m > 1
         last, first = stage.last, stage.first
         block = stage.blocks[-1]
@@ -385,7 +381,7 @@ class _Rank:
         count = self.m
         if layout.schedule not in ("csv", "GPipe", "LoopedBFS") and self.m % layout.pp == 0:
             count = min(self.m, 3 * layout.pp)
-        states = _states(
+        states = states_of_ranks(
             layout.schedule,
             layout.pp,
             layout.stages_per_rank,
@@ -394,9 +390,7 @@ class _Rank:
             layout.in_flight,
             layout.schedule_csv,
         )[self.rank]
-        per_micro_batch = {
-            number: self._held(stage) for number, stage in self.stages.items()
-        }
+        per_micro_batch = {number: self._held(stage) for number, stage in self.stages.items()}
         later = {
             number: sum(block.deferred for block in stage.blocks)
             for number, stage in self.stages.items()
@@ -431,7 +425,10 @@ class _Rank:
                     moments.append(Moment(sums, at_loss, buffers, held, head.loss - head.saved))
                     moments.append(
                         Moment(
-                            sums + self.g * last, at_loss, buffers, held + head.back,
+                            sums + self.g * last,
+                            at_loss,
+                            buffers,
+                            held + head.back,
                             head.gradient - head.saved,
                         )
                     )
@@ -443,7 +440,9 @@ class _Rank:
                 in_block = of_first.kept + of_first.again + of_first.extra
                 moments.append(Moment(summed, end, buffers, rest + in_block))
                 moments.append(
-                    Moment(summed + narrow * of_first.unit.elements, end, buffers, rest + self.stream)
+                    Moment(
+                        summed + narrow * of_first.unit.elements, end, buffers, rest + self.stream
+                    )
                 )
             if state.kind in "BW" and self.splits:
                 linear = sum(each.linear for each in stage.blocks)
@@ -453,9 +452,7 @@ class _Rank:
                 moments.append(Moment(summed + narrow * linear, end, buffers, rest))
             if state.kind == "R" and self.has_fsdp:
                 largest = max(stage.units, key=lambda unit: unit.elements)
-                moments.append(
-                    Moment(sums, end, buffers + p * largest.elements, held)
-                )
+                moments.append(Moment(sums, end, buffers + p * largest.elements, held))
         return moments
 
     def _held(self, stage: _Stage) -> float:
@@ -533,138 +530,3 @@ class _Experts:
         self.kept = row + 4 * width + row * 2
         self.extra = 2 * width + row
         self.selected = 2 * row if layout.ep > 1 else 0.0
-
-
-class _State(NamedTuple):
-    """A rank at the beginning of an action; R is the reduction of a stage's gradients.
-
-    Attributes:
-        held: (stage, number) of micro-batches whose forward is done and backward is not.
-        deferred: the same, of those whose weights' gradients are still to be computed.
-        gathered: the stages whose parameters are gathered.
-        summed: the stages that have whole gradients.
-        reduced: the stages whose gradients are reduced.
-    """
-
-    kind: str
-    stage: int
-    held: tuple[tuple[int, int], ...]
-    deferred: tuple[tuple[int, int], ...]
-    gathered: tuple[int, ...]
-    summed: tuple[int, ...]
-    reduced: tuple[int, ...]
-
-
-@cache
-def _states(
-    schedule: str,
-    pp: int,
-    stages_per_rank: int,
-    micro_batches: int,
-    drops: bool,
-    in_flight: int = 1,
-    path: str | None = None,
-) -> list[list[_State]]:
-    """Return the states of each rank, without those that another one exceeds.
-
-    ``drops``: parameters are dropped after a forward, and not after a backward (zero = 3).
-    """
-    found = []
-    has_windows = schedule not in ("GPipe", "1F1B")
-    for cells in cells_of(schedule, pp, stages_per_rank, micro_batches, in_flight, path):
-        held: dict[int, int] = {}
-        deferred: dict[int, int] = {}
-        gathered: set[int] = set()
-        summed: set[int] = set()
-        reduced: set[int] = set()
-        left: dict[int, int] = {}
-        for cell in cells:
-            for action in cell:
-                if action.kind in "BW":
-                    left[action.stage] = left.get(action.stage, 0) + 1
-        states: set[_State] = set()
-
-        def note(kind: str, stage: int) -> None:
-            states.add(
-                _State(
-                    kind,
-                    stage,
-                    tuple(sorted((of, n) for of, n in held.items() if n)),
-                    tuple(sorted((of, n) for of, n in deferred.items() if n)),
-                    tuple(sorted(gathered)),
-                    tuple(sorted(summed)),
-                    tuple(sorted(reduced)),
-                )
-            )
-
-        order = [action for cell in cells for action in cell]
-        upcoming = _upcoming([action.stage for action in order])
-        for action, active in zip(order, upcoming, strict=True):
-            stage = action.stage
-            if has_windows:
-                gathered &= set(active)
-            if action.kind == "F":
-                held[stage] = held.get(stage, 0) + 1
-                if drops:
-                    gathered.discard(stage)
-                else:
-                    gathered.add(stage)
-                continue
-            note(action.kind, stage)
-            if action.kind in "BI":
-                held[stage] -= 1
-            gathered.add(stage)
-            summed.add(stage)
-            if action.kind == "I":
-                deferred[stage] = deferred.get(stage, 0) + 1
-            if action.kind == "W":
-                deferred[stage] -= 1
-            if action.kind in "BW":
-                left[stage] -= 1
-                if left[stage] == 0:
-                    note("R", stage)
-                    summed.discard(stage)
-                    gathered.discard(stage)
-                    reduced.add(stage)
-        found.append(_largest(states))
-    return found
-
-
-def _upcoming(stages: list[int]) -> list[list[int]]:
-    """Return, for each action, the next stages that run, at most ``_ACTIVE_STAGES``."""
-    windows: list[list[int]] = []
-    later: list[int] = []
-    for stage in reversed(stages):
-        later = [stage, *(other for other in later if other != stage)]
-        windows.append(later[:_ACTIVE_STAGES])
-    return windows[::-1]
-
-
-def _largest(states: set[_State]) -> list[_State]:
-    """Drop the states of an action in which another one holds at least as much of everything."""
-
-    def exceeds(one: _State, other: _State) -> bool:
-        return (
-            set(one.gathered) >= set(other.gathered)
-            and set(one.summed) >= set(other.summed)
-            and set((*one.summed, *one.reduced)) >= set(other.reduced)
-            and _covers(one.held, other.held)
-            and _covers(one.deferred, other.deferred)
-        )
-
-    kept: list[_State] = []
-    for state in sorted(states, key=_size, reverse=True):
-        of_action = [s for s in kept if (s.kind, s.stage) == (state.kind, state.stage)]
-        if not any(exceeds(larger, state) for larger in of_action):
-            kept.append(state)
-    return kept
-
-
-def _covers(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
-    counts = dict(one)
-    return all(counts.get(stage, 0) >= number for stage, number in other)
-
-
-def _size(state: _State) -> int:
-    held = sum(number for _, number in (*state.held, *state.deferred))
-    return held + len(state.gathered) + len(state.summed)
