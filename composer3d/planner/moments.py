@@ -4,24 +4,37 @@
 Here the order is that of ``parallel.compose``: FSDP gathers the unit that runs and the next one,
 reduces a unit as soon as its gradients are there (with a pipeline: once, at the end), and backward
 frees a block before it begins the next. So the logits, the last block's backward and the reduction
-of its gradients never are in memory together, and the peak is that of the largest moment.
+of its gradients are never in memory together, and the peak is that of the largest moment.
 
-All numbers are bytes of one rank. Symbols: e is the width of a value in computation, p that of a
-parameter. The stream has micro_batch x tokens x dim values.
+All numbers are bytes of one rank.
 """
 
 from typing import NamedTuple
 
+from composer3d.planner.activations import (
+    BlockBytes,
+    Unit,
+    block_bytes,
+    gradient_width,
+    head_bytes,
+    stream_of,
+    unit_of,
+)
 from composer3d.planner.setup import Setup
-from composer3d.planner.states import states_of_ranks
+from composer3d.planner.states import Counts, State, states_of_ranks
 from composer3d.planner.time import rank_of
 from composer3d.spec.schedules import SCHEDULES
 
-_STATISTICS = 4.0  # bytes of a logsumexp
+
+class Always(NamedTuple):
+    """What a rank holds all the time: its shards of parameters, and their optimizer state."""
+
+    weights: float
+    optimizer: float
 
 
 class Moment(NamedTuple):
-    """What a rank holds at one time, besides its shards of parameters and optimizer state.
+    """What a rank holds at one time, besides ``Always``.
 
     Attributes:
         gradients: of parameters, whole and sharded.
@@ -31,10 +44,10 @@ class Moment(NamedTuple):
         logits: logits and their copies in the loss.
     """
 
-    gradients: float = 0.0
-    gathered: float = 0.0
-    buffers: float = 0.0
-    activations: float = 0.0
+    gradients: float
+    gathered: float
+    buffers: float
+    activations: float
     logits: float = 0.0
 
     @property
@@ -42,60 +55,27 @@ class Moment(NamedTuple):
         return sum(self)
 
 
-class Shards(NamedTuple):
-    """What a rank holds all the time: parameters with their optimizer state, in bytes."""
-
-    weights: float
-    optimizer: float
-
-
-class _Unit(NamedTuple):
-    """A unit of FSDP: its elements on one rank if gathered, and its share of them."""
-
-    elements: float
-    shard: float
-
-
-class _Block(NamedTuple):
-    """The activations of one block and micro-batch.
-
-    Attributes:
-        kept: from forward to backward.
-        again: what backward computes again, in addition.
-        extra: the most temporaries of backward, with what it computes again already there.
-        deferred: inputs and gradients of linear layers, from one half of backward to the other.
-        unit: its parameters.
-        linear: the elements of its linear layers.
-    """
-
-    kept: float
-    again: float
-    extra: float
-    deferred: float
-    unit: _Unit
-    linear: float
-
-
 class _Stage(NamedTuple):
     """A stage: its blocks, and what it has besides.
 
     Attributes:
         blocks: in order.
-        first, last: the units of embedding and head; None: the stage has none.
+        first, last: the units of embedding and head. None: the stage has none, or they are tied
+            and ``last`` is the unit of both.
         output: the stream that it sends on, which stays until its gradient arrives.
-        buffers: in which messages arrive, one for each micro-batch.
-        input_is_buffer: the first block's input is the message.
+        messages: buffers in which messages arrive, one for each micro-batch.
+        input_is_message: the first block's input is such a buffer.
     """
 
-    blocks: tuple[_Block, ...]
-    first: _Unit | None
-    last: _Unit | None
+    blocks: tuple[BlockBytes, ...]
+    first: Unit | None
+    last: Unit | None
     output: float
-    buffers: float
-    input_is_buffer: bool
+    messages: float
+    input_is_message: bool
 
     @property
-    def units(self) -> list[_Unit]:
+    def units(self) -> list[Unit]:
         ends = [unit for unit in (self.first, self.last) if unit is not None]
         return [block.unit for block in self.blocks] + ends
 
@@ -108,425 +88,318 @@ class _Stage(NamedTuple):
         return sum(unit.shard for unit in self.units)
 
 
-def peak_moment(setup: Setup, rank: int) -> tuple[Shards, Moment]:
-    """Return what pipeline rank ``rank`` always holds, and the rest at its largest moment."""
-    return _Rank(setup, rank).peak()
+def peak_moment(setup: Setup, rank: int) -> tuple[Always, Moment]:
+    """Return what pipeline rank ``rank`` always holds, and the rest at its largest moment.
+
+    Raises:
+        PlanError: the schedule cannot run with these numbers.
+    """
+    held = _Rank(setup, rank)
+    moments = _step_moments(held) if setup.layout.pp == 1 else _pipeline_moments(held, rank)
+    return held.always(), max(moments, key=lambda moment: moment.total)
 
 
 class _Rank:
-    """The moments of one pipeline rank."""
+    """The sizes of one pipeline rank.
+
+    Attributes:
+        stages: by number.
+        narrow, wide: bytes of a gathered parameter, and of a sharded one or a summed gradient.
+        written: bytes of a gradient's element when backward writes it.
+        has_fsdp: whether FSDP gathers and reduces; else every rank holds all of its parameters.
+        splits_backward: whether the gradients of weights are computed later.
+    """
 
     def __init__(self, setup: Setup, rank: int) -> None:
-        self.setup, self.rank = setup, rank
-        layout, precision, sizes = setup.layout, setup.precision, setup.sizes
-        self.e, self.p = precision.gathered, precision.gradients
-        # Bytes of a gradient when backward writes it.
-        self.g = self.p if setup.software.widens_gradients else self.e
-        self.m = setup.batch.micro_batches
-        whole = setup.tokens * sizes.dim * self.e
-        cuts_stream = layout.tp > 1 and layout.sequence_parallel
-        self.whole_stream = whole
-        self.stream = whole / layout.tp if cuts_stream else whole
-        # The input of products: gathered over tp, and kept like that.
-        self.gathers_stream = cuts_stream
-        self.shards = 1 if layout.zero == 0 else layout.dp_shard * layout.cp
+        self.setup = setup
+        layout, sizes, precision = setup.layout, setup.sizes, setup.precision
+        self.narrow, self.wide = precision.gathered, precision.gradients
+        self.written = gradient_width(setup)
+        self.stream = stream_of(setup).own
+        self.head = head_bytes(setup)
         self.has_fsdp = (
             layout.batch_ranks * layout.cp > 1
-            or self.e != self.p
+            or self.narrow != self.wide
             or setup.software.offloads
             or (sizes.expert_blocks > 0 and layout.tp > 1)
         )
-        self.splits = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
-        kinds = {
-            has_experts: self._block(has_experts)
-            for has_experts in (False, True)
-            if not has_experts or sizes.expert_blocks
-        }
-        dense = sizes.layers - sizes.expert_blocks
-        blocks = [kinds[layer >= dense] for layer in range(sizes.layers)]
+        self.splits_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
+
+        dense = block_bytes(setup, has_experts=False, splits_backward=self.splits_backward)
+        blocks = [dense] * (sizes.layers - sizes.expert_blocks)
+        if sizes.expert_blocks:
+            sparse = block_bytes(setup, has_experts=True, splits_backward=self.splits_backward)
+            blocks += [sparse] * sizes.expert_blocks
         self.stages: dict[int, _Stage] = {}
         begin = 0
-        for stage, count in enumerate(layout.stage_blocks):
-            if rank_of(layout.pp, stage, layout.schedule) == rank:
-                self.stages[stage] = self._stage(stage, tuple(blocks[begin : begin + count]))
+        for number, count in enumerate(layout.stage_blocks):
+            if rank_of(layout.pp, number, layout.schedule) == rank:
+                self.stages[number] = self._stage(number, tuple(blocks[begin : begin + count]))
             begin += count
 
-    # --- sizes ---
-
-    def _unit(self, dense: float, experts: float = 0.0) -> _Unit:
-        layout = self.setup.layout
-        expert_shards = max(1, layout.dp_shard * layout.cp * layout.tp // layout.ep)
-        if layout.zero == 0:
-            expert_shards = 1
-        return _Unit(dense + experts, dense / self.shards + experts / expert_shards)
-
-    def _stage(self, stage: int, blocks: tuple[_Block, ...]) -> _Stage:
-        layout, sizes = self.setup.layout, self.setup.sizes
-        is_first, is_last = stage == 0, stage == layout.stages - 1
-        embedding = self._unit(sizes.embedding_parameters / layout.tp)
-        head = self._unit(sizes.head_parameters / layout.tp)
-        if sizes.tied and is_first and is_last:
-            embedding = _Unit(0.0, 0.0)
-        messages = (not is_first) + (not is_last)
+    def _stage(self, number: int, blocks: tuple[BlockBytes, ...]) -> _Stage:
+        setup, layout, sizes = self.setup, self.setup.layout, self.setup.sizes
+        is_first, is_last = number == 0, number == layout.stages - 1
+        is_one_unit = sizes.tied and is_first and is_last
+        embedding = unit_of(setup, sizes.embedding_parameters / layout.tp)
+        head = unit_of(setup, sizes.head_parameters / layout.tp)
+        neighbours = (not is_first) + (not is_last)
         return _Stage(
-            blocks,
-            embedding if is_first else None,
-            head if is_last else None,
-            0.0 if is_last else self.stream,
-            messages * self.m * self.stream,
-            not is_first,
+            blocks=blocks,
+            first=embedding if is_first and not is_one_unit else None,
+            last=head if is_last else None,
+            output=0.0 if is_last else self.stream,
+            messages=neighbours * setup.batch.micro_batches * self.stream,
+            input_is_message=not is_first,
         )
 
-    def _block(self, has_experts: bool) -> _Block:
-        """Return the sizes of a block, after its operators (``models.layers``).
+    def always(self) -> Always:
+        """Return the shards. The optimizer does not update the copy of a tied head."""
+        if self.setup.software.offloads:
+            return Always(0.0, 0.0)
+        shard = updated = sum(stage.shard for stage in self.stages.values())
+        if self.setup.sizes.tied and self.setup.layout.stages > 1:
+            copies = [stage.last for stage in self.stages.values() if stage.last is not None]
+            updated -= sum(copy.shard for copy in copies)
+        # The optimizer's width includes that of the parameters.
+        return Always(self.wide * shard, (self.setup.precision.optimizer - self.wide) * updated)
 
-        Without checkpointing it keeps the inputs of both norms and their outputs (under sequence
-        parallelism those are gathered), queries, keys and values after the rotation, the output of
-        attention, and four tensors of the feed-forward layer's width.
-        """
-        setup, sizes, layout, e = self.setup, self.setup.sizes, self.setup.layout, self.e
-        tp = layout.tp
-        local = setup.tokens / tp
-        query = local * sizes.query_width * e
-        divides = sizes.kv_heads % tp == 0
-        kv = setup.tokens * (sizes.kv_width / tp if divides else sizes.head_width) * e
-        attended = query + _STATISTICS * local * sizes.heads
-        stream = self.stream
-        inner = self.whole_stream if self.gathers_stream else stream
-        norm_inputs = 2 * stream
-        if not setup.software.fuses_norms:  # two copies in float32, besides the stream itself
-            norm_inputs += 2 * stream * (2 * 4.0 / e if e < 4 else 1.0)
-        width = local * (sizes.shared_width if has_experts else sizes.ffn) * e
-        dense_parameters = (
-            2.0 * sizes.dim * sizes.query_width / tp
-            + 2.0 * sizes.dim * sizes.kv_width / (tp if divides else 1)
-        )
-        if has_experts:
-            dense_parameters += sizes.shared_parameters / tp
-        else:
-            dense_parameters += sizes.dense_parameters / tp
-        linear = dense_parameters
-        experts = sizes.expert_parameters / layout.ep if has_experts else 0.0
-        moe = _Experts(self, has_experts)
-
-        full = norm_inputs + 2 * inner + query + 2 * kv + attended + 4 * width + moe.kept
-        if has_experts and not sizes.shared_width:
-            full += stream - inner  # the router reads the stream
-        row_inputs = inner if tp > 1 else 0.0
-        matrix = linear / (7 if sizes.gated else 6) * e  # about one product's weight
-        extra = stream + max(
-            row_inputs + width + matrix, 2 * width + matrix, 3 * matrix + 3 * inner - 2 * width, 0.0
-        )
-        extra = max(extra, stream + moe.extra)
-        if self.splits:  # gradients of outputs stay, and no weight has one
-            extra = stream + row_inputs + 3 * width + moe.extra
-        extra = max(extra, self._attention_extra(query, kv) - 4 * width - inner + 3 * matrix)
-        exchanged = query if layout.cp > 1 and layout.cp_method == "ulysses" else 0.0
-        full += exchanged  # the output of attention, as each rank gets it back
-        mode = setup.recompute
-        if mode == "none":
-            kept, again = full, 0.0
-        elif mode == "full":
-            kept, again = stream, full - stream
-        else:
-            products = query + 2 * kv + 2 * width + inner + (inner if width else 0.0)
-            if exchanged:  # what arrives is saved, before and after attention
-                products += 2 * query + 2 * kv
-                full += query + 2 * kv
-            kept = stream + products + attended + moe.selected
-            again = full - stream - attended - kv - 2 * width - moe.selected
-            again -= inner + (2 * query + 2 * kv if exchanged else 0.0)
-        deferred = 2 * inner + query + width + query + 2 * kv + inner + 2 * width + inner
-        return _Block(kept, again, extra, deferred, self._unit(dense_parameters, experts), linear)
-
-    def _attention_extra(self, query: float, kv: float) -> float:
-        """Return the temporaries of attention's backward (``parallel.context.ring``).
-
-        Args:
-            query: the queries of this rank.
-            kv: its keys; its values take as much.
-        """
-        layout = self.setup.layout
-        grads = self.stream + query + query + 2 * kv
-        if layout.cp == 1 or layout.cp_method == "ulysses":
-            return grads
-        wide = 4.0 / self.e if self.e < 4 else 1.0
-        if layout.cp_method == "ring":  # the block that is computed, and the two that travel
-            return grads + wide * query + (3 + 3 * wide) * 2 * kv
-        # All keys and values, and their gradients before and after they are sorted by rank.
-        return grads + wide * query + 2 * kv + layout.cp * (1 + 2 * wide) * 2 * kv
-
-    # --- moments ---
-
-    def peak(self) -> tuple[Shards, Moment]:
-        setup = self.setup
-        shard = sum(stage.shard for stage in self.stages.values())
-        weights = self.p * shard
-        optimizer = (setup.precision.optimizer - self.p) * shard
-        if setup.sizes.tied and setup.layout.pp > 1 and setup.layout.stages - 1 in self.stages:
-            # The last stage's head is a copy, which the optimizer does not update.
-            last = self.stages[setup.layout.stages - 1].last
-            assert last is not None
-            optimizer -= (setup.precision.optimizer - self.p) * last.shard
-        moments = self._of_one_stage() if setup.layout.pp == 1 else self._of_a_pipeline()
-        largest = max(moments, key=lambda moment: moment.total)
-        if setup.software.offloads:
-            weights = optimizer = 0.0
-        return Shards(weights, optimizer), largest
-
-    def _sharded(self, elements: float) -> float:
+    def sharded_gradients(self, elements: float) -> float:
         """Return the bytes of gradients of this rank's shards."""
-        return 0.0 if self.setup.software.offloads else self.p * elements
-
-    def _of_one_stage(self) -> list[Moment]:
-        """Return the moments of a later micro-batch without a pipeline."""
-        setup, e, p = self.setup, self.e, self.p
-        (stage,) = self.stages.values()
-        assert stage.first is not None
-        assert stage.last is not None
-        zero, repeats = setup.layout.zero, self.m > 1
-        last, first = stage.last, stage.first
-        block = stage.blocks[-1]
-        unit = block.unit
-        is_tied = first.elements == 0.0
-        held = sum(each.kept for each in stage.blocks)
-
-        whole = e * stage.elements if self.has_fsdp else 0.0
-        moments = []
-        sums_whole = zero <= 1 or not self.has_fsdp
-        for is_final in (False, True) if repeats else (True,):
-            sums = 0.0  # gradients that earlier micro-batches have left
-            if repeats and sums_whole:
-                sums = p * stage.elements
-            elif repeats:
-                sums = self._sharded(stage.shard)
-            reduces = self.has_fsdp and (zero >= 2 or is_final)
-            old_buffer = p * (last if is_tied else first).elements
-            if not repeats or sums_whole:
-                old_buffer = 0.0
-            tied_gradient = self.g * last.elements if is_tied else 0.0
-
-            def gathered(blocks: float, ends: float, whole: float = whole) -> float:
-                if zero < 3 or not self.has_fsdp:
-                    return whole
-                return e * (blocks * unit.elements + (last.elements if is_tied else ends))
-
-            head = self._head()
-            moments.append(
-                Moment(sums, gathered(1, last.elements), old_buffer, held + head.kept, head.loss)
-            )
-            moments.append(
-                Moment(
-                    sums + self.g * last.elements,
-                    gathered(1, last.elements),
-                    old_buffer,
-                    held + head.kept + head.back,
-                    head.gradient,
-                )
-            )
-            buffer = p * last.elements if reduces and not is_tied else 0.0
-            kept_sums = sums - (p * last.elements if sums_whole and reduces and repeats else 0.0)
-            if reduces:
-                kept_sums += self._sharded(last.shard)
-            if not is_tied:
-                moments.append(
-                    Moment(
-                        kept_sums + (0.0 if p == self.g and sums_whole else self.g * last.elements),
-                        gathered(1, 0.0),
-                        buffer,
-                        held + self.stream,
-                    )
-                )
-            moments.append(
-                Moment(
-                    kept_sums + tied_gradient,
-                    gathered(2, 0.0),
-                    buffer or old_buffer,
-                    held + block.again + block.extra,
-                )
-            )
-            of_block = (self.g + (p if reduces else 0.0)) * unit.elements
-            moments.append(
-                Moment(
-                    kept_sums + tied_gradient + self._sharded(unit.shard),
-                    gathered(1, 0.0),
-                    of_block,
-                    held - block.kept + self.stream,
-                )
-            )
-            if len(stage.blocks) > 1:
-                before = stage.blocks[-2]
-                moments.append(
-                    Moment(
-                        kept_sums + tied_gradient,
-                        gathered(2, 0.0),
-                        p * unit.elements if reduces else 0.0,
-                        held - block.kept + before.again + before.extra,
-                    )
-                )
-            end = last if is_tied else first
-            moments.append(
-                Moment(
-                    kept_sums + self.g * end.elements,
-                    gathered(0, end.elements),
-                    p * end.elements if reduces else 0.0,
-                    self.stream,
-                )
-            )
-        return moments
-
-    def _of_a_pipeline(self) -> list[Moment]:
-        layout, e, p = self.setup.layout, self.e, self.p
-        buffers = sum(stage.buffers for stage in self.stages.values())
-        count = self.m
-        if layout.schedule not in ("csv", "GPipe", "LoopedBFS") and self.m % layout.pp == 0:
-            count = min(self.m, 3 * layout.pp)
-        states = states_of_ranks(
-            layout.schedule,
-            layout.pp,
-            layout.stages_per_rank,
-            count,
-            layout.zero == 3,
-            layout.in_flight,
-            layout.schedule_csv,
-        )[self.rank]
-        per_micro_batch = {number: self._held(stage) for number, stage in self.stages.items()}
-        later = {
-            number: sum(block.deferred for block in stage.blocks)
-            for number, stage in self.stages.items()
-        }
-        moments = []
-        for state in states:
-            number = state.stage
-            stage = self.stages[number]
-            held = sum(n * per_micro_batch[of] for of, n in state.held)
-            held += sum(n * later[of] for of, n in state.deferred)
-            gathered = 0.0
-            if self.has_fsdp:
-                gathered = e * sum(self.stages[of].elements for of in state.gathered)
-            sums = p * sum(self.stages[of].elements for of in state.summed)
-            sums += self._sharded(sum(self.stages[of].shard for of in state.reduced))
-            block = stage.blocks[-1]
-            others = gathered
-            if number in state.gathered:
-                others -= e * stage.elements if self.has_fsdp else 0.0
-            last = 0.0 if stage.last is None else stage.last.elements
-            is_whole = number in state.gathered or not self.has_fsdp
-            at_loss = begin = gathered
-            if not is_whole:
-                at_loss += e * (last + block.unit.elements)
-                begin += e * min(2 * block.unit.elements + last, stage.elements)
-            end = others + (e * stage.elements if self.has_fsdp else 0.0)
-            summed = sums if number in state.summed else sums + p * stage.elements
-            narrow = 0.0 if p == self.g else self.g
-            if state.kind in "BI":
-                if stage.last is not None:
-                    head = self._head()
-                    moments.append(Moment(sums, at_loss, buffers, held, head.loss - head.saved))
-                    moments.append(
-                        Moment(
-                            sums + self.g * last,
-                            at_loss,
-                            buffers,
-                            held + head.back,
-                            head.gradient - head.saved,
-                        )
-                    )
-                moments.append(Moment(sums, begin, buffers, held + block.again + block.extra))
-                of_first = stage.blocks[0]
-                rest = held - per_micro_batch[number] + stage.output
-                if self.splits:
-                    rest += later[number] - of_first.deferred
-                in_block = of_first.kept + of_first.again + of_first.extra
-                moments.append(Moment(summed, end, buffers, rest + in_block))
-                moments.append(
-                    Moment(
-                        summed + narrow * of_first.unit.elements, end, buffers, rest + self.stream
-                    )
-                )
-            if state.kind in "BW" and self.splits:
-                linear = sum(each.linear for each in stage.blocks)
-                rest = held
-                if state.kind == "B":
-                    rest += later[number] - per_micro_batch[number]
-                moments.append(Moment(summed + narrow * linear, end, buffers, rest))
-            if state.kind == "R" and self.has_fsdp:
-                largest = max(stage.units, key=lambda unit: unit.elements)
-                moments.append(Moment(sums, end, buffers + p * largest.elements, held))
-        return moments
-
-    def _held(self, stage: _Stage) -> float:
-        kept = sum(block.kept for block in stage.blocks) + stage.output
-        if stage.input_is_buffer:
-            kept -= self.stream
-        if stage.last is not None:
-            head = self._head()
-            kept += head.kept + head.saved
-        return kept
-
-    def _head(self) -> "_Head":
-        """Return what the head and the loss hold."""
-        setup, e = self.setup, self.e
-        sizes, layout = setup.sizes, setup.layout
-        rows = setup.tokens / setup.loss_chunks
-        inner = self.whole_stream if self.gathers_stream else self.stream
-        is_cut = layout.tp > 1 and layout.loss_parallel
-        columns = sizes.vocab / layout.tp if is_cut else float(sizes.vocab)
-        narrow = e * rows * columns
-        if is_cut:  # the logits, a copy in float32, and the softmax
-            loss = (8.0 + (e if e < 4 else 0.0)) * rows * columns
-            saved, gradient = narrow, max(narrow, 4.0 * rows * columns)
-        else:
-            loss = setup.software.loss_copies * rows * columns
-            saved = 4.0 * rows * columns
-            gradient = narrow
-            if layout.tp > 1:
-                gradient += narrow / layout.tp
-        # The input of the last norm, its output, and its gathered output.
-        kept = self.stream + inner
-        if not setup.software.fuses_norms:
-            kept += self.stream * (2 * 4.0 / e if e < 4 else 1.0)
-        back = inner
-        if setup.loss_chunks > 1:
-            head = sizes.head_parameters / layout.tp
-            back += inner
-            # The sum over parts in float32, and the gradient of the stream.
-            wide = 4.0 * head
-            return _Head(kept, loss + wide + inner, gradient + wide, 0.0, back)
-        return _Head(kept, loss, gradient, saved, back)
+        return 0.0 if self.setup.software.offloads else self.wide * elements
 
 
-class _Head(NamedTuple):
-    """The head and the loss of one micro-batch.
+# --- without a pipeline ---
 
-    Attributes:
-        kept: activations from forward to backward, without logits.
-        loss: logits and their copies, at the most.
-        gradient: the gradient of the logits, when the products of backward run.
-        saved: what of ``loss`` stays from forward to backward.
-        back: the gradient of the input.
+
+def _step_moments(rank: _Rank) -> list[Moment]:
+    """Return the moments of a later micro-batch, and of the last one, without a pipeline."""
+    repeats = rank.setup.batch.micro_batches > 1
+    moments = _MicroBatch(rank, repeats=repeats, is_last=True).moments()
+    if repeats:
+        moments += _MicroBatch(rank, repeats=True, is_last=False).moments()
+    return moments
+
+
+class _MicroBatch:
+    """A micro-batch of a model that is one stage.
+
+    Args:
+        rank: the rank.
+        repeats: whether there are micro-batches before it.
+        is_last: whether it is the last one of the step.
     """
 
-    kept: float
-    loss: float
-    gradient: float
-    saved: float
-    back: float
+    def __init__(self, rank: _Rank, *, repeats: bool, is_last: bool) -> None:
+        self.rank = rank
+        (self.stage,) = rank.stages.values()
+        assert self.stage.last is not None
+        self.last = self.stage.last
+        self.is_tied = self.stage.first is None
+        self.end = self.last if self.stage.first is None else self.stage.first
+        zero = rank.setup.layout.zero
+        self.drops = rank.has_fsdp and zero == 3
+        self.sums_whole = zero <= 1 or not rank.has_fsdp
+        self.reduces = rank.has_fsdp and (zero >= 2 or is_last)
+        self.repeats = repeats
+
+    def moments(self) -> list[Moment]:
+        """Return the moments: loss, head, and the backward of blocks and embedding."""
+        rank, stage, last, head = self.rank, self.stage, self.last, self.rank.head
+        wide, written = rank.wide, rank.written
+        *_, block = stage.blocks
+        unit = block.unit
+        held = sum(each.kept for each in stage.blocks)
+
+        sums = self._earlier_sums()
+        # The buffer of the unit that the micro-batch before has reduced last.
+        buffer = wide * self.end.elements if self.repeats and not self.sums_whole else 0.0
+        at_loss = self._gathered(1, last.elements)
+        moments = [
+            Moment(sums, at_loss, buffer, held + head.kept, head.loss),
+            Moment(
+                sums + written * last.elements,
+                at_loss,
+                buffer,
+                held + head.kept + head.input_gradient,
+                head.gradient,
+            ),
+        ]
+
+        # The head's gradient is reduced now, or together with that of the embedding it is tied to.
+        head_gradient = 0.0 if wide == written and self.sums_whole else written * last.elements
+        if self.reduces:
+            sums += rank.sharded_gradients(last.shard)
+            if self.sums_whole and self.repeats:
+                sums -= wide * last.elements
+        if self.is_tied:
+            sums += written * last.elements
+        else:
+            buffer = wide * last.elements if self.reduces else 0.0
+            gathered = self._gathered(1, 0.0)
+            moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
+
+        for nth, each in enumerate(reversed(stage.blocks[-2:])):
+            running = held - nth * block.kept + each.again + each.extra
+            moments.append(Moment(sums, self._gathered(2, 0.0), buffer, running))
+            buffer = wide * unit.elements if self.reduces else 0.0
+
+        reduced = sums + written * unit.elements + rank.sharded_gradients(unit.shard)
+        left = held - block.kept + rank.stream
+        moments.append(Moment(reduced, self._gathered(1, 0.0), buffer, left))
+        end_buffer = wide * self.end.elements if self.reduces else 0.0
+        end_sums = sums if self.is_tied else sums + written * self.end.elements
+        end_gathered = self._gathered(0, self.end.elements)
+        moments.append(Moment(end_sums, end_gathered, end_buffer, rank.stream))
+        return moments
+
+    def _earlier_sums(self) -> float:
+        """Return the gradients that earlier micro-batches have left."""
+        if not self.repeats:
+            return 0.0
+        if self.sums_whole:
+            return self.rank.wide * self.stage.elements
+        return self.rank.sharded_gradients(self.stage.shard)
+
+    def _gathered(self, blocks: int, ends: float) -> float:
+        """Return what is gathered when ``blocks`` and ``ends`` elements of first and last are.
+
+        Only zero = 3 drops parameters. A tied unit stays gathered.
+        """
+        if not self.rank.has_fsdp:
+            return 0.0
+        if not self.drops:
+            return self.rank.narrow * self.stage.elements
+        block = self.stage.blocks[-1].unit.elements
+        ends = self.last.elements if self.is_tied else ends
+        return self.rank.narrow * (blocks * block + ends)
 
 
-class _Experts:
-    """The activations of a layer of experts, with rows spread evenly over the experts."""
+# --- with a pipeline ---
 
-    def __init__(self, rank: _Rank, has_experts: bool) -> None:
-        self.kept = self.extra = self.selected = 0.0
-        if not has_experts:
-            return
-        setup, e = rank.setup, rank.e
-        sizes, layout = setup.sizes, setup.layout
-        rows = setup.tokens / layout.tp * sizes.experts_per_token
-        row = rows * sizes.dim * e
-        width = rows * sizes.expert_width * e
-        # Rows as they are sent (if they are), as they arrive, the outputs, and four of the width.
-        self.kept = row + 4 * width + row * 2
-        self.extra = 2 * width + row
-        self.selected = 2 * row if layout.ep > 1 else 0.0
+
+def _pipeline_moments(rank: _Rank, number: int) -> list[Moment]:
+    """Return the moments of all actions of pipeline rank ``number``."""
+    layout, micro_batches = rank.setup.layout, rank.setup.batch.micro_batches
+    # In a long step, the middle repeats itself.
+    can_shorten = layout.schedule not in ("csv", "GPipe", "LoopedBFS")
+    if can_shorten and micro_batches % layout.pp == 0:
+        micro_batches = min(micro_batches, 3 * layout.pp)
+    states = states_of_ranks(
+        layout.schedule,
+        layout.pp,
+        layout.stages_per_rank,
+        micro_batches,
+        layout.zero == 3,
+        layout.in_flight,
+        layout.schedule_csv,
+    )[number]
+    pipeline = _PipelineRank(rank)
+    return [moment for state in states for moment in pipeline.moments(state)]
+
+
+class _PipelineRank:
+    """The moments of a pipeline rank."""
+
+    def __init__(self, rank: _Rank) -> None:
+        self.rank = rank
+        self.messages = sum(stage.messages for stage in rank.stages.values())
+        self.held = {number: self._held(stage) for number, stage in rank.stages.items()}
+        self.deferred = {
+            number: sum(block.deferred for block in stage.blocks)
+            for number, stage in rank.stages.items()
+        }
+
+    def _held(self, stage: _Stage) -> float:
+        """Return what a stage keeps of a micro-batch from forward to backward."""
+        kept = sum(block.kept for block in stage.blocks) + stage.output
+        if stage.input_is_message:
+            kept -= self.rank.stream
+        if stage.last is not None:
+            kept += self.rank.head.kept + self.rank.head.saved
+        return kept
+
+    def moments(self, state: State) -> list[Moment]:
+        """Return the moments of an action."""
+        rank, stage = self.rank, self.rank.stages[state.stage]
+        held = _sum(state.held, self.held) + _sum(state.deferred, self.deferred)
+        sums = rank.wide * sum(rank.stages[of].elements for of in state.summed)
+        sums += rank.sharded_gradients(sum(rank.stages[of].shard for of in state.reduced))
+        gathered = self._gathered(state.gathered)
+        if state.kind == "R":
+            if not rank.has_fsdp:
+                return []
+            largest = rank.wide * max(unit.elements for unit in stage.units)
+            return [Moment(sums, gathered, self.messages + largest, held)]
+
+        # During the action, its stage is gathered, and gets whole gradients.
+        gathered_after = self._gathered(state.gathered | {state.stage})
+        sums_after = sums
+        if state.stage not in state.summed:
+            sums_after += rank.wide * stage.elements
+        moments = []
+        if state.kind in "BI":
+            moments += self._backward_begins(state, stage, sums, held)
+            moments += self._backward_ends(state, stage, sums_after, gathered_after, held)
+        if state.kind in "BW" and rank.splits_backward:
+            # All gradients of weights are computed before they are added to the sums.
+            linear = self._written(sum(block.linear for block in stage.blocks))
+            if state.kind == "B":
+                held += self.deferred[state.stage] - self.held[state.stage]
+            moments.append(Moment(sums_after + linear, gathered_after, self.messages, held))
+        return moments
+
+    def _backward_begins(
+        self, state: State, stage: _Stage, sums: float, held: float
+    ) -> list[Moment]:
+        """Return the moments of the loss, of the head, and of the last block."""
+        rank, block = self.rank, stage.blocks[-1]
+        at_loss = at_block = self._gathered(state.gathered)
+        last = 0.0 if stage.last is None else stage.last.elements
+        if rank.has_fsdp and state.stage not in state.gathered:
+            unit = block.unit.elements
+            at_loss += rank.narrow * (last + unit)
+            at_block += rank.narrow * min(last + 2 * unit, stage.elements)
+        moments = [Moment(sums, at_block, self.messages, held + block.again + block.extra)]
+        if stage.last is not None:
+            head = rank.head
+            moments += [
+                Moment(sums, at_loss, self.messages, held, head.loss - head.saved),
+                Moment(
+                    sums + rank.written * last,
+                    at_loss,
+                    self.messages,
+                    held + head.input_gradient,
+                    head.gradient - head.saved,
+                ),
+            ]
+        return moments
+
+    def _backward_ends(
+        self, state: State, stage: _Stage, sums: float, gathered: float, held: float
+    ) -> list[Moment]:
+        """Return the moments of the first block, and after it."""
+        rank, block = self.rank, stage.blocks[0]
+        others = held - self.held[state.stage] + stage.output
+        if rank.splits_backward:
+            others += self.deferred[state.stage] - block.deferred
+        running = others + block.kept + block.again + block.extra
+        done = others + rank.stream
+        written = self._written(block.unit.elements)
+        return [
+            Moment(sums, gathered, self.messages, running),
+            Moment(sums + written, gathered, self.messages, done),
+        ]
+
+    def _written(self, elements: float) -> float:
+        """Return gradients that are not yet added to a sum of another width."""
+        return 0.0 if self.rank.wide == self.rank.written else self.rank.written * elements
+
+    def _gathered(self, stages: frozenset[int]) -> float:
+        if not self.rank.has_fsdp:
+            return 0.0
+        return self.rank.narrow * sum(self.rank.stages[stage].elements for stage in stages)
+
+
+def _sum(counts: Counts, bytes_of: dict[int, float]) -> float:
+    return sum(number * bytes_of[stage] for stage, number in counts)
