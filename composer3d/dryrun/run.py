@@ -5,6 +5,7 @@ This module imports no torch; the worker processes do.
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from composer3d.dryrun.report import DryRun, StageReport
@@ -46,11 +47,20 @@ def dry_run(recipe: Recipe, *, skew: float = 1.0) -> DryRun:
         at_once = min(_cores(), _MOST_AT_ONCE)
         for first in range(0, len(distinct), at_once):
             batch = distinct[first : first + at_once]
-            arguments = {"recipe": recipe, "pp_ranks": batch, "skew": skew}
-            for report in _run(pool, "run_one_of", arguments, len(batch)):
+            for report in run_ranks(pool, [(recipe, rank) for rank in batch], skew=skew):
                 reports[report.stage] = report
     stages = tuple(reports[like].at(stage) for stage, like in enumerate(representatives))
     return DryRun(world_size=recipe.world_size, seconds=time.monotonic() - begin, stages=stages)
+
+
+def run_ranks(
+    pool: Pool, jobs: Sequence[tuple[Recipe, int]], *, skew: float = 1.0
+) -> list[StageReport]:
+    """Run several jobs at the same time, each a pipeline rank of a recipe, in a process of its own.
+
+    Raises what ``dry_run`` raises.
+    """
+    return _run(pool, "run_one_of", {"jobs": list(jobs), "skew": skew}, len(jobs))
 
 
 def _representatives(pool: Pool, recipe: Recipe) -> list[int]:

@@ -30,6 +30,7 @@ from composer3d.dryrun.collectives import (
     is_collective,
     tensors_in,
 )
+from composer3d.dryrun.kernels import norms_of_a_gpu
 from composer3d.dryrun.memory import Kind, MemoryLedger
 from composer3d.dryrun.report import Memory, Operation, StageReport
 from composer3d.dryrun.routing import rows_of_experts
@@ -108,9 +109,10 @@ def describe_stages(recipe: Recipe) -> list[StageContent]:
     return contents
 
 
-def run_one_of(recipe: Recipe, pp_ranks: Sequence[int], skew: float) -> StageReport:
-    """Run the pipeline rank of this worker: worker RANK has ``pp_ranks[RANK]``."""
-    return run_stage(recipe, pp_ranks[int(os.environ["RANK"])], skew)
+def run_one_of(jobs: Sequence[tuple[Recipe, int]], skew: float) -> StageReport:
+    """Run the job of this worker: worker RANK has ``jobs[RANK]``, a recipe and a pipeline rank."""
+    recipe, pp_rank = jobs[int(os.environ["RANK"])]
+    return run_stage(recipe, pp_rank, skew)
 
 
 def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
@@ -186,6 +188,7 @@ def compose_without_data(
             recorder,
             watch_resizes(ledger.resize),
             around_shape_propagation(recorder.ignoring),
+            norms_of_a_gpu() if recipe.run.device != "cpu" else nullcontext(),
         ):
             optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
             parameters = [

@@ -1,5 +1,8 @@
 """The memory of every pipeline rank, in bytes by kind. No torch here.
 
+For composer3d's own runs the order of a step is known, and ``moments`` finds the peak. For others,
+the largest parts of all kinds are added.
+
 The activations in flight follow from the schedule's own actions: a forward adds those of its stage,
 a backward (or its weight half) removes them.
 """
@@ -9,6 +12,7 @@ from functools import cache
 
 from composer3d.planner.compute import head_product
 from composer3d.planner.constants import SHIPPED, Constants
+from composer3d.planner.moments import peak_moment
 from composer3d.planner.pipeline import cells_of
 from composer3d.planner.setup import Setup
 from composer3d.planner.time import rank_of, stage_parameters
@@ -46,6 +50,7 @@ class RankMemory:
 
     @property
     def allocated_bytes(self) -> float:
+        """What a dry run can count: all but the slack and the context."""
         return self.device_bytes - self.slack - self.context
 
     @property
@@ -74,6 +79,18 @@ def peak(setup: Setup, constants: Constants = SHIPPED) -> RankMemory:
 def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
     layout, sizes, precision = setup.layout, setup.sizes, setup.precision
     software = setup.software
+    if software.frees_by_block:
+        always, moment = peak_moment(setup, rank)
+        known = RankMemory(
+            weights=always.weights,
+            gradients=moment.gradients,
+            optimizer=always.optimizer,
+            gathered=moment.gathered,
+            buffers=moment.buffers,
+            activations=moment.activations,
+            logits=moment.logits,
+        )
+        return _with_unseen(known, constants)
     stages = [
         stage
         for stage in range(layout.stages)
@@ -143,6 +160,11 @@ def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
         logits=logits,
         step_copies=max(0.0, copies - activations - logits - gathered),
     )
+    return _with_unseen(used, constants)
+
+
+def _with_unseen(used: RankMemory, constants: Constants) -> RankMemory:
+    """Add what no formula counts: the slack, and what torch's allocator does not see."""
     return replace(
         used,
         slack=(constants.slack_share - 1) * used.allocated_bytes,

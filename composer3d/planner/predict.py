@@ -17,6 +17,7 @@ from composer3d.planner.setup import (
 )
 from composer3d.planner.stages import stage_ranges
 from composer3d.planner.time import StepTime, predict_time
+from composer3d.planner.torch_facts import widens_gradients
 from composer3d.recipe.schema import Recipe
 from composer3d.spec.errors import DeviceError
 from composer3d.spec.hardware import Hardware
@@ -162,6 +163,10 @@ def of_recipe(
         software=Software(
             attention="unfused" if hardware.generation == "cpu" else "flash2",
             fuses_elementwise=recipe.compile.enabled,
+            fuses_norms=hardware.generation != "cpu",
+            frees_by_block=True,
+            widens_gradients=widens_gradients(),
+            step_copies=0.0,  # AdamW is one kernel
             stops_recompute_early=True,
             overlaps_sends=True,
             offloads=memory.cpu_offload,

@@ -248,6 +248,12 @@ class Software:
             of FlashAttention and of kernels as fast as they are.
         fuses_elementwise: whether norms, activations, rotations and residual additions run as few
             fused kernels (by a compiler or by hand).
+        fuses_norms: whether a norm keeps only its input for backward. Otherwise it also keeps two
+            copies in float32.
+        frees_by_block: whether blocks are gathered, computed again, reduced and freed one after the
+            other, so that the largest parts of memory are not there at one time (``moments``).
+            If not, or if nothing is known, the largest parts of all kinds are added.
+        widens_gradients: whether a gradient has the width of the sum when a product writes it.
         fuses_loss: whether the loss never writes all logits in float32.
         loss_copies: the copies of the logits, in bytes per logit, that the loss holds at its peak.
         fuses_weight_gradients: whether the product that makes a weight's gradient adds to the sum.
@@ -269,6 +275,9 @@ class Software:
 
     attention: AttentionKernel = "flash2"
     fuses_elementwise: bool = False
+    fuses_norms: bool = True
+    frees_by_block: bool = False
+    widens_gradients: bool = False
     fuses_loss: bool = False
     loss_copies: float = 12.0
     fuses_weight_gradients: bool = False

@@ -24,6 +24,7 @@ from composer3d.planner.parameters import (
 )
 from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
+from composer3d.planner.torch_facts import widens_gradients
 from composer3d.recipe.schema import Recipe
 from composer3d.spec.schedules import Cell
 
@@ -276,7 +277,7 @@ class _Rank:
             count = self._reductions()
             # FSDP sums micro-batches in the wide dtype, and casts before the reduction if it sums.
             sums_first = self.mesh.pp > 1 or (count == 1 and self.m > 1)
-            one_bytes = self.p if sums_first else self.e
+            one_bytes = self.p if sums_first or widens_gradients() else self.e
         for parameter in partial:
             self._add(
                 "tp",

@@ -96,6 +96,7 @@ class _LossInParts(torch.autograd.Function):
             grad_h.copy_(part_grads[0])
             if sum_VC is not None:
                 sum_VC += part_grads[1]
+            del loss, part_grads  # before the next part allocates its own
 
         grad_VC = None if sum_VC is None else sum_VC.to(weight_VC.dtype)
         return None, None, grad_NC if needs_h else None, grad_VC, None

@@ -44,7 +44,9 @@ class _DeferredLinear(torch.autograd.Function):
         # Not in ``save_for_backward``: under activation checkpointing ``saved_tensors`` returns a
         # copy, and a gradient accumulated on a copy is lost.
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
-        return F.linear(x, weight, bias)
+        # As one matrix, so that it is always the product that selective checkpointing saves. For
+        # some strides, torch would call a batched product.
+        return F.linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,253 @@
+"""The activations and parameters of a block, of the head and of a stage, in bytes. No torch here.
+
+They follow the operators of ``models.layers`` and what each keeps for backward. Symbols: e is the
+width of a value in computation. The stream has micro_batch x tokens x dim values.
+"""
+
+from typing import NamedTuple
+
+from composer3d.planner.setup import Setup
+
+_WIDE = 4.0  # bytes of a float32
+
+
+class Unit(NamedTuple):
+    """A unit of FSDP: its elements on one rank if gathered, and its share of them."""
+
+    elements: float
+    shard: float
+
+
+class BlockBytes(NamedTuple):
+    """The activations of one block and micro-batch.
+
+    Attributes:
+        kept: from forward to backward.
+        again: what backward computes again, in addition.
+        extra: the most temporaries of backward, with what it computes again already there.
+        deferred: inputs and gradients of linear layers, between the two halves of a backward.
+        unit: its parameters.
+        linear: the elements of its linear layers.
+    """
+
+    kept: float
+    again: float
+    extra: float
+    deferred: float
+    unit: Unit
+    linear: float
+
+
+class HeadBytes(NamedTuple):
+    """The head and the loss of one micro-batch.
+
+    Attributes:
+        kept: activations from forward to backward, without logits.
+        loss: logits and their copies, at the most.
+        gradient: the gradient of the logits, when the products of backward run.
+        saved: what of ``loss`` stays from forward to backward.
+        input_gradient: the gradient of the head's input.
+    """
+
+    kept: float
+    loss: float
+    gradient: float
+    saved: float
+    input_gradient: float
+
+
+class Stream(NamedTuple):
+    """The residual stream of a micro-batch on one rank.
+
+    Attributes:
+        whole: of all tokens of a tp group.
+        own: this rank's part; under sequence parallelism it is a shard.
+        inner: the input of products, which is gathered under sequence parallelism, and kept.
+    """
+
+    whole: float
+    own: float
+    inner: float
+
+
+def stream_of(setup: Setup) -> Stream:
+    """Return the bytes of the residual stream."""
+    layout = setup.layout
+    whole = setup.tokens * setup.sizes.dim * setup.precision.gathered
+    if layout.tp > 1 and layout.sequence_parallel:
+        return Stream(whole, whole / layout.tp, whole)
+    return Stream(whole, whole, whole)
+
+
+def unit_of(setup: Setup, dense: float, experts: float = 0.0) -> Unit:
+    """Return the unit of parameters that a tp rank holds: ``dense`` ones, and those of experts."""
+    layout = setup.layout
+    if layout.zero == 0:
+        return Unit(dense + experts, dense + experts)
+    ranks = layout.dp_shard * layout.cp
+    expert_ranks = max(1, ranks * layout.tp // layout.ep)
+    return Unit(dense + experts, dense / ranks + experts / expert_ranks)
+
+
+def gradient_width(setup: Setup) -> float:
+    """Return the bytes of a gradient's element when backward writes it."""
+    precision = setup.precision
+    return precision.gradients if setup.software.widens_gradients else precision.gathered
+
+
+class _Sizes(NamedTuple):
+    """Parts of a block, in bytes; ``kv`` is that of the keys, and of the values.
+
+    Attributes:
+        width: one of the four tensors of the feed-forward layer's width.
+        rows: the tokens that go to experts; 0 without experts.
+        expert_width: one of four tensors of the experts' width.
+        ffn_gradients: the gradients of the feed-forward layer's parameters.
+        matrix: about one gradient of a weight.
+    """
+
+    query: float
+    kv: float
+    width: float
+    rows: float
+    expert_width: float
+    ffn_gradients: float
+    matrix: float
+
+
+def block_bytes(setup: Setup, *, has_experts: bool, splits_backward: bool) -> BlockBytes:
+    """Return the bytes of a block.
+
+    Without checkpointing, a block keeps the inputs and outputs of both norms (the outputs as they
+    are gathered), queries, keys and values after the rotation, the output of attention, and four
+    tensors of the feed-forward layer's width.
+
+    Args:
+        setup: what runs.
+        has_experts: whether the feed-forward layer has experts.
+        splits_backward: whether the gradients of weights are computed later.
+    """
+    sizes, layout, software = setup.sizes, setup.layout, setup.software
+    tp, e, local = layout.tp, setup.precision.gathered, setup.tokens / layout.tp
+    stream = stream_of(setup)
+    cuts_kv = sizes.kv_heads % tp == 0
+    attention = 2.0 * sizes.dim * (sizes.query_width / tp + sizes.kv_width / (tp if cuts_kv else 1))
+    ffn = (sizes.shared_parameters if has_experts else sizes.dense_parameters) / tp
+    experts = sizes.expert_parameters / layout.ep if has_experts else 0.0
+    linear = attention + ffn
+    rows = local * sizes.experts_per_token * e if has_experts else 0.0
+    part = _Sizes(
+        query=local * sizes.query_width * e,
+        kv=setup.tokens * (sizes.kv_width / tp if cuts_kv else sizes.head_width) * e,
+        width=local * (sizes.shared_width if has_experts else sizes.ffn) * e,
+        rows=rows * sizes.dim,
+        expert_width=rows * sizes.expert_width,
+        ffn_gradients=gradient_width(setup) * (ffn + experts),
+        matrix=gradient_width(setup) * linear / (7 if sizes.gated else 6),
+    )
+    is_ulysses = layout.cp > 1 and layout.cp_method == "ulysses"
+    # What an exchange over cp returns: queries, keys and values; and the output.
+    exchanged_qkv = part.query + 2 * part.kv if is_ulysses else 0.0
+    exchanged_out = part.query if is_ulysses else 0.0
+    attended = part.query + _WIDE * local * sizes.heads  # the output, and a number for each row
+
+    full = 2 * stream.own + 2 * stream.inner + part.query + 2 * part.kv + attended + exchanged_out
+    full += 4 * part.width + 4 * part.expert_width
+    full += 3 * part.rows  # as they are sent, as they arrive, and the outputs
+    if not software.fuses_norms:
+        full += 2 * stream.own * _copies_of_a_norm(e)
+    if has_experts and not sizes.shared_width:
+        full += stream.own - stream.inner  # the router reads its own tokens
+
+    match setup.recompute:
+        case "none":
+            kept, again = full, 0.0
+        case "full":
+            kept, again = stream.own, full - stream.own
+        case _:  # the outputs of products, of attention and of exchanges
+            attention_output = stream.inner
+            ffn_output = stream.inner if part.width else 0.0
+            from_exchanges = exchanged_qkv + exchanged_out
+            rows_exchanged = 2 * part.rows if layout.ep > 1 else 0.0
+            kept = stream.own + part.query + 2 * part.kv + 2 * part.width + attended
+            kept += attention_output + ffn_output + from_exchanges + rows_exchanged
+            # Values and the gate's halves are not computed again, and the output of attention's
+            # product is dropped when it has been added.
+            again = full - stream.own - attended - part.kv - 2 * part.width - rows_exchanged
+            again -= attention_output + exchanged_out
+    return BlockBytes(
+        kept=kept,
+        again=again,
+        extra=_backward_extra(setup, part, splits_backward),
+        deferred=4 * stream.inner + 2 * part.query + 2 * part.kv + 3 * part.width,
+        unit=unit_of(setup, linear, experts),
+        linear=linear,
+    )
+
+
+def _copies_of_a_norm(e: float) -> float:
+    """Return what a norm of several kernels keeps besides its input, as multiples of the input."""
+    return 2 * _WIDE / e if e < _WIDE else 1.0
+
+
+def _backward_extra(setup: Setup, part: _Sizes, splits_backward: bool) -> float:
+    """Return the most temporaries of a block's backward, less what it has freed by then.
+
+    It is the largest of five times: in the product of the second feed-forward matrix, in the
+    activation, in the products of the first matrices, in the experts, and in attention.
+    """
+    stream = stream_of(setup)
+    row_input = stream.inner if setup.layout.tp > 1 else 0.0
+    of_experts = 2 * part.expert_width + part.rows
+    freed_by_ffn = 4 * part.width + 4 * part.expert_width + 3 * part.rows
+    attention = _attention_extra(setup, part.query, part.kv)
+    attention += part.ffn_gradients - freed_by_ffn - stream.inner
+    if splits_backward:  # gradients of outputs stay, and no weight has one yet
+        return max(stream.own + row_input + 3 * part.width + of_experts, attention)
+    return max(
+        stream.own + row_input + part.width + part.matrix,
+        stream.own + 2 * part.width + part.matrix,
+        stream.own + 3 * part.matrix + 3 * stream.inner - 2 * part.width,
+        stream.own + of_experts,
+        attention,
+    )
+
+
+def _attention_extra(setup: Setup, query: float, kv: float) -> float:
+    """Return the temporaries of attention's backward (``parallel.context.ring``)."""
+    layout, e = setup.layout, setup.precision.gathered
+    grads = stream_of(setup).own + 2 * query + 2 * kv
+    if layout.cp == 1 or layout.cp_method == "ulysses":
+        return grads
+    wide = _WIDE / e if e < _WIDE else 1.0
+    if layout.cp_method == "ring":  # the block that is computed, and the two that travel
+        return grads + wide * query + (3 + 3 * wide) * 2 * kv
+    # All keys and values, and their gradients before and after they are sorted by rank.
+    return grads + wide * query + 2 * kv + layout.cp * (1 + 2 * wide) * 2 * kv
+
+
+def head_bytes(setup: Setup) -> HeadBytes:
+    """Return the bytes of the last norm, the head and the loss.
+
+    With several chunks, ``loss`` and ``gradient`` also hold the gradient of the head's weight,
+    summed in float32, and ``loss`` that of the head's input.
+    """
+    sizes, layout, e = setup.sizes, setup.layout, setup.precision.gathered
+    stream = stream_of(setup)
+    is_cut = layout.tp > 1 and layout.loss_parallel
+    logits = setup.tokens / setup.loss_chunks * sizes.vocab / (layout.tp if is_cut else 1)
+    if is_cut:  # the logits; a copy in float32, if they are narrower; and their softmax
+        loss = (2 * _WIDE + (e if e < _WIDE else 0.0)) * logits
+        saved, gradient = e * logits, _WIDE * logits
+    else:
+        loss = setup.software.loss_copies * logits
+        saved, gradient = _WIDE * logits, e * logits
+        if layout.tp > 1:
+            gradient += e * logits / layout.tp
+    kept = stream.own + stream.inner
+    if not setup.software.fuses_norms:
+        kept += stream.own * _copies_of_a_norm(e)
+    if setup.loss_chunks == 1:
+        return HeadBytes(kept, loss, gradient, saved, stream.inner)
+    summed = _WIDE * sizes.head_parameters / layout.tp
+    return HeadBytes(kept, loss + summed + stream.inner, gradient + summed, 0.0, 2 * stream.inner)

@@ -1,0 +1,405 @@
+"""The memory of a pipeline rank, moment by moment, where the order is known. No torch here.
+
+``memory`` adds the largest parts of all kinds, which is right if nothing is known of their order.
+Here the order is that of ``parallel.compose``: FSDP gathers the unit that runs and the next one,
+reduces a unit as soon as its gradients are there (with a pipeline: once, at the end), and backward
+frees a block before it begins the next. So the logits, the last block's backward and the reduction
+of its gradients are never in memory together, and the peak is that of the largest moment.
+
+All numbers are bytes of one rank.
+"""
+
+from typing import NamedTuple
+
+from composer3d.planner.activations import (
+    BlockBytes,
+    Unit,
+    block_bytes,
+    gradient_width,
+    head_bytes,
+    stream_of,
+    unit_of,
+)
+from composer3d.planner.setup import Setup
+from composer3d.planner.states import Counts, State, states_of_ranks
+from composer3d.planner.time import rank_of
+from composer3d.spec.schedules import SCHEDULES
+
+
+class Always(NamedTuple):
+    """What a rank holds all the time: its shards of parameters, and their optimizer state."""
+
+    weights: float
+    optimizer: float
+
+
+class Moment(NamedTuple):
+    """What a rank holds at one time, besides ``Always``.
+
+    Attributes:
+        gradients: of parameters, whole and sharded.
+        gathered: parameters that FSDP has gathered.
+        buffers: of reductions and of messages.
+        activations: what backward needs, and the temporaries of the block that runs.
+        logits: logits and their copies in the loss.
+    """
+
+    gradients: float
+    gathered: float
+    buffers: float
+    activations: float
+    logits: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class _Stage(NamedTuple):
+    """A stage: its blocks, and what it has besides.
+
+    Attributes:
+        blocks: in order.
+        first, last: the units of embedding and head. None: the stage has none, or they are tied
+            and ``last`` is the unit of both.
+        output: the stream that it sends on, which stays until its gradient arrives.
+        messages: buffers in which messages arrive, one for each micro-batch.
+        input_is_message: the first block's input is such a buffer.
+    """
+
+    blocks: tuple[BlockBytes, ...]
+    first: Unit | None
+    last: Unit | None
+    output: float
+    messages: float
+    input_is_message: bool
+
+    @property
+    def units(self) -> list[Unit]:
+        ends = [unit for unit in (self.first, self.last) if unit is not None]
+        return [block.unit for block in self.blocks] + ends
+
+    @property
+    def elements(self) -> float:
+        return sum(unit.elements for unit in self.units)
+
+    @property
+    def shard(self) -> float:
+        return sum(unit.shard for unit in self.units)
+
+
+def peak_moment(setup: Setup, rank: int) -> tuple[Always, Moment]:
+    """Return what pipeline rank ``rank`` always holds, and the rest at its largest moment.
+
+    Raises:
+        PlanError: the schedule cannot run with these numbers.
+    """
+    held = _Rank(setup, rank)
+    moments = _step_moments(held) if setup.layout.pp == 1 else _pipeline_moments(held, rank)
+    return held.always(), max(moments, key=lambda moment: moment.total)
+
+
+class _Rank:
+    """The sizes of one pipeline rank.
+
+    Attributes:
+        stages: by number.
+        narrow, wide: bytes of a gathered parameter, and of a sharded one or a summed gradient.
+        written: bytes of a gradient's element when backward writes it.
+        has_fsdp: whether FSDP gathers and reduces; else every rank holds all of its parameters.
+        splits_backward: whether the gradients of weights are computed later.
+    """
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        self.setup = setup
+        layout, sizes, precision = setup.layout, setup.sizes, setup.precision
+        self.narrow, self.wide = precision.gathered, precision.gradients
+        self.written = gradient_width(setup)
+        self.stream = stream_of(setup).own
+        self.head = head_bytes(setup)
+        self.has_fsdp = (
+            layout.batch_ranks * layout.cp > 1
+            or self.narrow != self.wide
+            or setup.software.offloads
+            or (sizes.expert_blocks > 0 and layout.tp > 1)
+        )
+        self.splits_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
+
+        dense = block_bytes(setup, has_experts=False, splits_backward=self.splits_backward)
+        blocks = [dense] * (sizes.layers - sizes.expert_blocks)
+        if sizes.expert_blocks:
+            sparse = block_bytes(setup, has_experts=True, splits_backward=self.splits_backward)
+            blocks += [sparse] * sizes.expert_blocks
+        self.stages: dict[int, _Stage] = {}
+        begin = 0
+        for number, count in enumerate(layout.stage_blocks):
+            if rank_of(layout.pp, number, layout.schedule) == rank:
+                self.stages[number] = self._stage(number, tuple(blocks[begin : begin + count]))
+            begin += count
+
+    def _stage(self, number: int, blocks: tuple[BlockBytes, ...]) -> _Stage:
+        setup, layout, sizes = self.setup, self.setup.layout, self.setup.sizes
+        is_first, is_last = number == 0, number == layout.stages - 1
+        is_one_unit = sizes.tied and is_first and is_last
+        embedding = unit_of(setup, sizes.embedding_parameters / layout.tp)
+        head = unit_of(setup, sizes.head_parameters / layout.tp)
+        neighbours = (not is_first) + (not is_last)
+        return _Stage(
+            blocks=blocks,
+            first=embedding if is_first and not is_one_unit else None,
+            last=head if is_last else None,
+            output=0.0 if is_last else self.stream,
+            messages=neighbours * setup.batch.micro_batches * self.stream,
+            input_is_message=not is_first,
+        )
+
+    def always(self) -> Always:
+        """Return the shards. The optimizer does not update the copy of a tied head."""
+        if self.setup.software.offloads:
+            return Always(0.0, 0.0)
+        shard = updated = sum(stage.shard for stage in self.stages.values())
+        if self.setup.sizes.tied and self.setup.layout.stages > 1:
+            copies = [stage.last for stage in self.stages.values() if stage.last is not None]
+            updated -= sum(copy.shard for copy in copies)
+        # The optimizer's width includes that of the parameters.
+        return Always(self.wide * shard, (self.setup.precision.optimizer - self.wide) * updated)
+
+    def sharded_gradients(self, elements: float) -> float:
+        """Return the bytes of gradients of this rank's shards."""
+        return 0.0 if self.setup.software.offloads else self.wide * elements
+
+
+# --- without a pipeline ---
+
+
+def _step_moments(rank: _Rank) -> list[Moment]:
+    """Return the moments of a later micro-batch, and of the last one, without a pipeline."""
+    repeats = rank.setup.batch.micro_batches > 1
+    moments = _MicroBatch(rank, repeats=repeats, is_last=True).moments()
+    if repeats:
+        moments += _MicroBatch(rank, repeats=True, is_last=False).moments()
+    return moments
+
+
+class _MicroBatch:
+    """A micro-batch of a model that is one stage.
+
+    Args:
+        rank: the rank.
+        repeats: whether there are micro-batches before it.
+        is_last: whether it is the last one of the step.
+    """
+
+    def __init__(self, rank: _Rank, *, repeats: bool, is_last: bool) -> None:
+        self.rank = rank
+        (self.stage,) = rank.stages.values()
+        assert self.stage.last is not None
+        self.last = self.stage.last
+        self.is_tied = self.stage.first is None
+        self.end = self.last if self.stage.first is None else self.stage.first
+        zero = rank.setup.layout.zero
+        self.drops = rank.has_fsdp and zero == 3
+        self.sums_whole = zero <= 1 or not rank.has_fsdp
+        self.reduces = rank.has_fsdp and (zero >= 2 or is_last)
+        self.repeats = repeats
+
+    def moments(self) -> list[Moment]:
+        """Return the moments: loss, head, and the backward of blocks and embedding."""
+        rank, stage, last, head = self.rank, self.stage, self.last, self.rank.head
+        wide, written = rank.wide, rank.written
+        *_, block = stage.blocks
+        unit = block.unit
+        held = sum(each.kept for each in stage.blocks)
+
+        sums = self._earlier_sums()
+        # The buffer of the unit that the micro-batch before has reduced last.
+        buffer = wide * self.end.elements if self.repeats and not self.sums_whole else 0.0
+        at_loss = self._gathered(1, last.elements)
+        moments = [
+            Moment(sums, at_loss, buffer, held + head.kept, head.loss),
+            Moment(
+                sums + written * last.elements,
+                at_loss,
+                buffer,
+                held + head.kept + head.input_gradient,
+                head.gradient,
+            ),
+        ]
+
+        # The head's gradient is reduced now, or together with that of the embedding it is tied to.
+        head_gradient = 0.0 if wide == written and self.sums_whole else written * last.elements
+        if self.reduces:
+            sums += rank.sharded_gradients(last.shard)
+            if self.sums_whole and self.repeats:
+                sums -= wide * last.elements
+        if self.is_tied:
+            sums += written * last.elements
+        else:
+            buffer = wide * last.elements if self.reduces else 0.0
+            gathered = self._gathered(1, 0.0)
+            moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
+
+        for nth, each in enumerate(reversed(stage.blocks[-2:])):
+            running = held - nth * block.kept + each.again + each.extra
+            moments.append(Moment(sums, self._gathered(2, 0.0), buffer, running))
+            buffer = wide * unit.elements if self.reduces else 0.0
+
+        reduced = sums + written * unit.elements + rank.sharded_gradients(unit.shard)
+        left = held - block.kept + rank.stream
+        moments.append(Moment(reduced, self._gathered(1, 0.0), buffer, left))
+        end_buffer = wide * self.end.elements if self.reduces else 0.0
+        end_sums = sums if self.is_tied else sums + written * self.end.elements
+        end_gathered = self._gathered(0, self.end.elements)
+        moments.append(Moment(end_sums, end_gathered, end_buffer, rank.stream))
+        return moments
+
+    def _earlier_sums(self) -> float:
+        """Return the gradients that earlier micro-batches have left."""
+        if not self.repeats:
+            return 0.0
+        if self.sums_whole:
+            return self.rank.wide * self.stage.elements
+        return self.rank.sharded_gradients(self.stage.shard)
+
+    def _gathered(self, blocks: int, ends: float) -> float:
+        """Return what is gathered when ``blocks`` and ``ends`` elements of first and last are.
+
+        Only zero = 3 drops parameters. A tied unit stays gathered.
+        """
+        if not self.rank.has_fsdp:
+            return 0.0
+        if not self.drops:
+            return self.rank.narrow * self.stage.elements
+        block = self.stage.blocks[-1].unit.elements
+        ends = self.last.elements if self.is_tied else ends
+        return self.rank.narrow * (blocks * block + ends)
+
+
+# --- with a pipeline ---
+
+
+def _pipeline_moments(rank: _Rank, number: int) -> list[Moment]:
+    """Return the moments of all actions of pipeline rank ``number``."""
+    layout, micro_batches = rank.setup.layout, rank.setup.batch.micro_batches
+    # In a long step, the middle repeats itself.
+    can_shorten = layout.schedule not in ("csv", "GPipe", "LoopedBFS")
+    if can_shorten and micro_batches % layout.pp == 0:
+        micro_batches = min(micro_batches, 3 * layout.pp)
+    states = states_of_ranks(
+        layout.schedule,
+        layout.pp,
+        layout.stages_per_rank,
+        micro_batches,
+        layout.zero == 3,
+        layout.in_flight,
+        layout.schedule_csv,
+    )[number]
+    pipeline = _PipelineRank(rank)
+    return [moment for state in states for moment in pipeline.moments(state)]
+
+
+class _PipelineRank:
+    """The moments of a pipeline rank."""
+
+    def __init__(self, rank: _Rank) -> None:
+        self.rank = rank
+        self.messages = sum(stage.messages for stage in rank.stages.values())
+        self.held = {number: self._held(stage) for number, stage in rank.stages.items()}
+        self.deferred = {
+            number: sum(block.deferred for block in stage.blocks)
+            for number, stage in rank.stages.items()
+        }
+
+    def _held(self, stage: _Stage) -> float:
+        """Return what a stage keeps of a micro-batch from forward to backward."""
+        kept = sum(block.kept for block in stage.blocks) + stage.output
+        if stage.input_is_message:
+            kept -= self.rank.stream
+        if stage.last is not None:
+            kept += self.rank.head.kept + self.rank.head.saved
+        return kept
+
+    def moments(self, state: State) -> list[Moment]:
+        """Return the moments of an action."""
+        rank, stage = self.rank, self.rank.stages[state.stage]
+        held = _sum(state.held, self.held) + _sum(state.deferred, self.deferred)
+        sums = rank.wide * sum(rank.stages[of].elements for of in state.summed)
+        sums += rank.sharded_gradients(sum(rank.stages[of].shard for of in state.reduced))
+        gathered = self._gathered(state.gathered)
+        if state.kind == "R":
+            if not rank.has_fsdp:
+                return []
+            largest = rank.wide * max(unit.elements for unit in stage.units)
+            return [Moment(sums, gathered, self.messages + largest, held)]
+
+        # During the action, its stage is gathered, and gets whole gradients.
+        gathered_after = self._gathered(state.gathered | {state.stage})
+        sums_after = sums
+        if state.stage not in state.summed:
+            sums_after += rank.wide * stage.elements
+        moments = []
+        if state.kind in "BI":
+            moments += self._backward_begins(state, stage, sums, held)
+            moments += self._backward_ends(state, stage, sums_after, gathered_after, held)
+        if state.kind in "BW" and rank.splits_backward:
+            # All gradients of weights are computed before they are added to the sums.
+            linear = self._written(sum(block.linear for block in stage.blocks))
+            if state.kind == "B":
+                held += self.deferred[state.stage] - self.held[state.stage]
+            moments.append(Moment(sums_after + linear, gathered_after, self.messages, held))
+        return moments
+
+    def _backward_begins(
+        self, state: State, stage: _Stage, sums: float, held: float
+    ) -> list[Moment]:
+        """Return the moments of the loss, of the head, and of the last block."""
+        rank, block = self.rank, stage.blocks[-1]
+        at_loss = at_block = self._gathered(state.gathered)
+        last = 0.0 if stage.last is None else stage.last.elements
+        if rank.has_fsdp and state.stage not in state.gathered:
+            unit = block.unit.elements
+            at_loss += rank.narrow * (last + unit)
+            at_block += rank.narrow * min(last + 2 * unit, stage.elements)
+        moments = [Moment(sums, at_block, self.messages, held + block.again + block.extra)]
+        if stage.last is not None:
+            head = rank.head
+            moments += [
+                Moment(sums, at_loss, self.messages, held, head.loss - head.saved),
+                Moment(
+                    sums + rank.written * last,
+                    at_loss,
+                    self.messages,
+                    held + head.input_gradient,
+                    head.gradient - head.saved,
+                ),
+            ]
+        return moments
+
+    def _backward_ends(
+        self, state: State, stage: _Stage, sums: float, gathered: float, held: float
+    ) -> list[Moment]:
+        """Return the moments of the first block, and after it."""
+        rank, block = self.rank, stage.blocks[0]
+        others = held - self.held[state.stage] + stage.output
+        if rank.splits_backward:
+            others += self.deferred[state.stage] - block.deferred
+        running = others + block.kept + block.again + block.extra
+        done = others + rank.stream
+        written = self._written(block.unit.elements)
+        return [
+            Moment(sums, gathered, self.messages, running),
+            Moment(sums + written, gathered, self.messages, done),
+        ]
+
+    def _written(self, elements: float) -> float:
+        """Return gradients that are not yet added to a sum of another width."""
+        return 0.0 if self.rank.wide == self.rank.written else self.rank.written * elements
+
+    def _gathered(self, stages: frozenset[int]) -> float:
+        if not self.rank.has_fsdp:
+            return 0.0
+        return self.rank.narrow * sum(self.rank.stages[stage].elements for stage in stages)
+
+
+def _sum(counts: Counts, bytes_of: dict[int, float]) -> float:
+    return sum(number * bytes_of[stage] for stage, number in counts)

@@ -1,0 +1,225 @@
+"""Compare the planner's memory with what dry runs count, for small recipes of many layouts.
+
+python tools/memory_agreement.py                       all recipes
+python tools/memory_agreement.py zero3 ring            some of them
+python tools/memory_agreement.py --limit 0.05          the largest error that is allowed
+
+The planner's bytes are those of ``RankMemory.allocated_bytes``: without the allocator's slack, and
+without CUDA's context and NCCL's buffers, which a dry run cannot see. The dry run's are the peak.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from composer3d.dryrun.report import GIB, StageReport
+from composer3d.dryrun.run import run_ranks
+from composer3d.planner.memory import predict_memory
+from composer3d.planner.predict import of_recipe
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime.launch import Pool
+from composer3d.spec import hardware
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+BASE = RECIPES / "debug-1-single.toml"
+
+# A model that is wide enough for its vectors and counters not to matter, with few layers.
+DENSE = (
+    "run.device=cuda",
+    "model.preset=llama3-8b",
+    "model.dim=2048",
+    "model.n_heads=16",
+    "model.n_kv_heads=4",
+    "model.ffn=7168",
+    "model.vocab=32000",
+    "model.n_layers=4",
+    "data.seq_len=2048",
+)
+EXPERTS = (
+    "run.device=cuda",
+    "model.architecture=moe",
+    "model.preset=mixtral-8x7b",
+    "model.dim=1024",
+    "model.n_heads=16",
+    "model.n_kv_heads=4",
+    "model.head_dim=64",
+    "model.expert_ffn=3584",
+    "model.vocab=4096",
+    "model.n_layers=4",
+    "data.seq_len=2048",
+)
+BF16 = "precision.compute=bfloat16"
+SELECTIVE = "memory.activation_checkpoint=selective"
+FULL = "memory.activation_checkpoint=full"
+# With a small vocabulary, the peak is in the blocks and not in the loss.
+BLOCKS = "model.vocab=4096"
+LARGE_HEAD = "model.vocab=128256"
+
+
+def batch(samples: int) -> str:
+    return f"data.global_batch={samples}"
+
+
+def _dense(*sets: str) -> tuple[str, ...]:
+    return (*DENSE, *sets)
+
+
+def _experts(*sets: str) -> tuple[str, ...]:
+    return (*EXPERTS, *sets)
+
+
+FSDP, TP4 = "mesh.dp_shard=8", ("mesh.tp=4", "mesh.dp_shard=2")
+CP4 = ("mesh.cp=4", "mesh.dp_shard=2", "data.seq_len=16384", batch(4))
+PP2, PP2_TP2 = (
+    ("mesh.pp=2", "mesh.dp_shard=4"),
+    ("mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2", batch(8)),
+)
+
+# Overrides of ``BASE``, by name.
+CASES: dict[str, tuple[str, ...]] = {
+    "zero0": _dense("mesh.dp_replicate=8", "mesh.dp_shard=1", "parallel.zero=0", batch(16)),
+    "zero1": _dense(FSDP, "parallel.zero=1", BF16, batch(16)),
+    "zero1-blocks": _dense(FSDP, "parallel.zero=1", BF16, BLOCKS, batch(16)),
+    "zero2-full": _dense(FSDP, "parallel.zero=2", BF16, FULL, BLOCKS, batch(16)),
+    "zero3": _dense(FSDP, "parallel.zero=3", batch(16)),
+    "zero3-one-micro-batch": _dense(FSDP, "parallel.zero=3", BLOCKS, batch(8)),
+    "zero3-selective": _dense(FSDP, "parallel.zero=3", BF16, SELECTIVE, BLOCKS, batch(16)),
+    "micro-batch-of-4": _dense(FSDP, "data.micro_batch=4", BF16, FULL, batch(64)),
+    "hsdp": _dense(
+        "mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3", BF16, SELECTIVE, batch(16)
+    ),
+    "tp8": _dense("mesh.tp=8", "mesh.dp_shard=1", "model.n_kv_heads=8", batch(2)),
+    "tp-selective": _dense(*TP4, "parallel.zero=3", BF16, SELECTIVE, BLOCKS, batch(4)),
+    "tp-zero1": _dense(*TP4, "parallel.zero=1", BF16, BLOCKS, batch(4)),
+    "tp-without-sequence": _dense(
+        *TP4, BF16, "parallel.sequence_parallel=false", "parallel.loss_parallel=false", batch(4)
+    ),
+    "ring": _dense(*CP4, BF16, BLOCKS),
+    "ring-full": _dense(*CP4, BF16, FULL, BLOCKS),
+    "allgather": _dense(
+        "mesh.cp=8",
+        "mesh.dp_shard=1",
+        "data.seq_len=65536",
+        "parallel.cp_method=allgather",
+        *(BF16, SELECTIVE, BLOCKS, batch(1)),
+    ),
+    "ulysses": _dense(*CP4, BF16, "parallel.cp_method=ulysses", BLOCKS),
+    "ulysses-selective": _dense(*CP4, BF16, "parallel.cp_method=ulysses", SELECTIVE),
+    "1f1b": _dense("mesh.pp=4", "mesh.dp_shard=2", "model.n_layers=8", batch(12)),
+    "1f1b-zero3": _dense(*PP2, "parallel.zero=3", BF16, batch(16)),
+    "1f1b-zero1-full": _dense(*PP2_TP2, "parallel.zero=1", BF16, FULL, BLOCKS),
+    "interleaved": _dense(
+        *PP2_TP2, "parallel.schedule=Interleaved1F1B", "parallel.zero=1", BF16, SELECTIVE
+    ),
+    "gpipe": _dense(*PP2_TP2, "parallel.schedule=GPipe", BF16, FULL),
+    "breadth-first": _dense(*PP2, "parallel.schedule=LoopedBFS", BF16, FULL, batch(16)),
+    "zbv": _dense(*PP2, "parallel.schedule=ZBVZeroBubble", BF16, batch(16)),
+    "zbv-blocks": _dense(*PP2, "parallel.schedule=ZBVZeroBubble", BF16, BLOCKS, batch(16)),
+    "zero-bubble": _dense(*PP2_TP2, "parallel.schedule=InterleavedZeroBubble", BF16, SELECTIVE),
+    "dualpipev": _dense(*PP2, "parallel.schedule=DualPipeV", BF16, FULL, batch(16)),
+    "dualpipev-selective": _dense(
+        *PP2, "parallel.schedule=DualPipeV", BF16, SELECTIVE, BLOCKS, batch(16)
+    ),
+    "csv": _dense(
+        *PP2,
+        "parallel.schedule=csv",
+        f"parallel.schedule_csv={RECIPES / 'zb-h1-2x4.csv'}",
+        *(BF16, batch(16)),
+    ),
+    "ep": _experts(FSDP, "mesh.ep=8", BF16, batch(16)),
+    "ep-full": _experts(FSDP, "mesh.ep=4", BF16, FULL, batch(16)),
+    "ep-tp-selective": _experts(
+        "mesh.dp_shard=4", "mesh.tp=2", "mesh.ep=8", BF16, SELECTIVE, batch(8)
+    ),
+    "experts-without-ep": _experts(FSDP, "mesh.ep=1", BF16, batch(16)),
+    "ep-tp-pp": _experts(*PP2_TP2, "mesh.ep=4", BF16, SELECTIVE, batch(4)),
+    "loss-in-parts": _dense(FSDP, "memory.loss_chunks=8", LARGE_HEAD, BF16, FULL, batch(16)),
+    "cpu-offload": _dense(FSDP, "memory.cpu_offload=true", BF16, SELECTIVE, batch(16)),
+    "documents": _dense(FSDP, "data.packing=documents", BF16, batch(16)),
+    "documents-ring": _dense(*CP4, "data.packing=documents", BF16, SELECTIVE),
+    "tied": _dense(FSDP, "model.tied=true", LARGE_HEAD, BF16, batch(16)),
+    "tied-pp": _dense(*PP2, "model.tied=true", LARGE_HEAD, BF16, batch(8)),
+    "cpu": _dense("run.device=cpu", FSDP, "parallel.zero=1", BF16, batch(16)),
+    "cpu-tp-pp": _dense("run.device=cpu", *PP2_TP2),
+}
+
+
+class Agreement(NamedTuple):
+    """The bytes of one pipeline rank.
+
+    Attributes:
+        name: of the case.
+        pp_rank: the pipeline rank.
+        planned: what the planner predicts.
+        counted: the peak of the dry run.
+    """
+
+    name: str
+    pp_rank: int
+    planned: float
+    counted: float
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.counted - 1
+
+
+class _Item(NamedTuple):
+    name: str
+    recipe: Recipe
+    pp_rank: int
+
+
+def compare(pool: Pool, names: Sequence[str], at_once: int) -> list[Agreement]:
+    """Compare all pipeline ranks of some cases. ``at_once`` dry runs share the machine."""
+    items = []
+    for name in names:
+        recipe = load(BASE, list(CASES[name]), check_files=False).recipe
+        items += [_Item(name, recipe, pp_rank) for pp_rank in range(recipe.mesh.pp)]
+    found = []
+    for first in range(0, len(items), at_once):
+        group = items[first : first + at_once]
+        reports = run_ranks(pool, [(item.recipe, item.pp_rank) for item in group])
+        found += [_agreement(item, report) for item, report in zip(group, reports, strict=True)]
+    return found
+
+
+def _agreement(item: _Item, report: StageReport) -> Agreement:
+    device = hardware.by_name("cpu" if item.recipe.run.device == "cpu" else "H100")
+    assert device is not None
+    planned = predict_memory(of_recipe(item.recipe, device))[item.pp_rank].allocated_bytes
+    return Agreement(item.name, item.pp_rank, planned, report.memory.peak)
+
+
+def main() -> int:
+    """Print a line for each pipeline rank. Return 1 if one is beyond the limit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("cases", metavar="CASE", nargs="*", help="default: all")
+    parser.add_argument("--limit", type=float, default=0.05, help="default: %(default)g")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.cases if name not in CASES]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is none of {', '.join(CASES)}")
+
+    print(f"{'recipe':<24}{'pp rank':>8}{'planned GiB':>13}{'dry run GiB':>13}{'error':>8}")
+    over = 0
+    with Pool() as pool:
+        for name in arguments.cases or CASES:
+            for row in compare(pool, [name], at_once=2):
+                is_over = abs(row.error) > arguments.limit
+                over += is_over
+                print(
+                    f"{row.name:<24}{row.pp_rank:>8}{row.planned / GIB:>13.3f}"
+                    f"{row.counted / GIB:>13.3f}{row.error:>+8.1%}{'  OVER' if is_over else ''}",
+                    flush=True,
+                )
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
