@@ -176,12 +176,16 @@ def world(
     forms a group too, so that one rank runs the same code as many. After an error the group is not
     destroyed.
 
+    gloo connects two ranks when they first exchange something, unless TORCH_GLOO_LAZY_INIT=0 is
+    set. By default it would connect all pairs of ranks of each group when the group is formed.
+
     Args:
         device: the device of this rank; the context yields it.
         timeout_s: how long a collective may wait for its peers before it fails. Groups that are
             created inside the context without a time-out get this one.
         store: the store through which the ranks meet; None calls ``open_store``.
     """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)

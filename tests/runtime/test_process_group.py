@@ -1,7 +1,9 @@
 """The process group of a job: rounds of torchrun's store, time-outs, and errors on all ranks."""
 
+import os
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -183,6 +185,36 @@ def gather_over_a_part() -> None:
             with pytest.raises(ValueError, match="the group has 2 of 3 ranks; it must have all"):
                 gather_objects("x", group)
         dist.barrier()  # the ranks of the group may still form it
+
+
+def connections() -> int:
+    """Count the established TCP connections of this process."""
+    inodes = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor of the list itself
+            inodes.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "01" and row[9] in inodes for row in rows)
+
+
+def count_connections() -> list[int]:
+    """A task: the connections of a world, with one more group, and after its use."""
+    with pool_world():
+        counts = [connections()]
+        group = dist.new_group(backend="gloo")
+        counts.append(connections())
+        for _ in range(2):  # the second one finds all connections of the first
+            dist.barrier(group)
+        counts.append(connections())
+        dist.barrier()
+        return counts
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").is_file(), reason="Linux has it")
+def test_ranks_connect_when_they_first_exchange_something(pool: Pool) -> None:
+    for formed, grouped, used in pool.run(count_connections, {}, world_size=8):
+        assert grouped == formed  # a group opens none, where it could open 7
+        assert formed < used < formed + 7
 
 
 def exchange_objects() -> list[object]:
