@@ -302,6 +302,8 @@ def _is_data(value: Any) -> bool:
         )
         and _is_text(value.get("digest", ""))
         and type(value.get("seed", 0)) is int
+        and type(value.get("order_seed", 0)) is int
+        and _is_text(value.get("order", ""))
     )
 
 
