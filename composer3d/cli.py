@@ -257,9 +257,13 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks of a node; default: %(default)s",
     )
 
-    inspect = add_command("inspect", "report what a checkpoint contains and whether it is complete")
+    inspect = add_command(
+        "inspect", "report what a checkpoint or token files contain, and whether they are complete"
+    )
     _add_json(inspect)
-    inspect.add_argument("path", metavar="PATH", help="a checkpoint, as SRC of convert")
+    inspect.add_argument(
+        "path", metavar="PATH", help="a checkpoint, as SRC of convert, or token files"
+    )
     inspect.add_argument("--tensors", action="store_true", help="list each tensor")
     return parser
 

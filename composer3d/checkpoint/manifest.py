@@ -302,6 +302,8 @@ def _is_data(value: Any) -> bool:
         )
         and _is_text(value.get("digest", ""))
         and type(value.get("seed", 0)) is int
+        and type(value.get("order_seed", 0)) is int
+        and _is_text(value.get("order", ""))
     )
 
 
@@ -352,15 +354,19 @@ _RULES = {
 
 
 def find_damage(
-    folder: Path, manifest: Manifest, names: Collection[str] | None = None
+    folder: Path,
+    manifest: Manifest,
+    names: Collection[str] | None = None,
+    *,
+    list_folder: bool = True,
 ) -> list[str]:
     """Compare the files of a checkpoint with its manifest. Each checked file is read whole.
 
     Args:
         folder: the checkpoint.
         manifest: the manifest of the checkpoint.
-        names: the files in the manifest to check; None means all. Files that are not in the
-            manifest are always reported.
+        names: the files in the manifest to check; None means all.
+        list_folder: whether to report files that are not in the manifest.
 
     Returns:
         One line for each file that is missing, cannot be read, or has another size or digest. At
@@ -385,6 +391,8 @@ def find_damage(
         except OSError as error:
             lines.append(f"{path} cannot be read ({error.strerror})")
 
+    if not list_folder:
+        return lines
     unexpected = sorted(_names_in(folder) - manifest.files.keys() - {FILE})
     lines += [f"{folder / name} is not in the manifest" for name in unexpected[:_SHOWN_FILES]]
     if len(unexpected) > _SHOWN_FILES:

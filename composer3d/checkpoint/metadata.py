@@ -13,16 +13,19 @@ import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, StorageReader
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     StorageMeta,
@@ -157,6 +160,96 @@ def tensor_specs(metadata: Metadata, place: str) -> dict[str, TensorSpec]:
             f"{place} holds objects that are not tensors, and only tensors are loaded: {shown}"
         )
     return specs
+
+
+class Box(NamedTuple):
+    """A part of a tensor: the index of its first element, and its sizes, for each dim."""
+
+    offsets: Sizes
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """The parts of one tensor, and where they are stored, in arrays with a row for each part.
+
+    A part takes 16 bytes for each dim and 20 more.
+
+    Attributes:
+        name: the global name.
+        dtype, shape: those of the whole tensor.
+        offsets, sizes: int64, shape (parts, dims).
+        files: the names of the files, without repetition.
+        file_of_part: int32, shape (parts,): indices of ``files``.
+        begins, lengths: int64, shape (parts,): the range of bytes in the file.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: Sizes
+    offsets: np.ndarray
+    sizes: np.ndarray
+    files: tuple[str, ...]
+    file_of_part: np.ndarray
+    begins: np.ndarray
+    lengths: np.ndarray
+
+
+def pack_metadata(metadata: Metadata, names: Iterable[str]) -> list[PackedTensor]:
+    """Pack what ``metadata``, from ``read_metadata``, says of some tensors.
+
+    The result has no objects of torch's checkpoints, so that it is small when it is sent.
+    """
+    packed = []
+    for name in names:
+        entry = metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)  # ``tensor_specs`` refuses objects
+        chunks = entry.chunks
+        stored = [metadata.storage_data[_part_key(name, chunk.offsets)] for chunk in chunks]
+        numbers = {path: number for number, path in enumerate({s.relative_path: 0 for s in stored})}
+        shape = (len(chunks), len(entry.size))
+        packed.append(
+            PackedTensor(
+                name=name,
+                dtype=entry.properties.dtype,
+                shape=tuple(entry.size),
+                offsets=np.array([chunk.offsets for chunk in chunks], np.int64).reshape(shape),
+                sizes=np.array([chunk.sizes for chunk in chunks], np.int64).reshape(shape),
+                files=tuple(numbers),
+                file_of_part=np.array([numbers[info.relative_path] for info in stored], np.int32),
+                begins=np.array([info.offset for info in stored], np.int64),
+                lengths=np.array([info.length for info in stored], np.int64),
+            )
+        )
+    return packed
+
+
+def unpack_metadata(packed: Iterable[PackedTensor], boxes: Mapping[str, Box]) -> Metadata:
+    """Make metadata of the parts that overlap with boxes, in the form of ``read_metadata``.
+
+    Args:
+        packed: from ``pack_metadata``.
+        boxes: the box that will be read of each tensor, by name.
+    """
+    entries: dict[str, STORAGE_TYPES] = {}
+    storage: dict[str, StorageInfo] = {}
+    for tensor in packed:
+        box = boxes[tensor.name]
+        ends, box_ends = tensor.offsets + tensor.sizes, np.add(box.offsets, box.sizes)
+        overlaps = ((tensor.offsets < box_ends) & (ends > np.array(box.offsets))).all(axis=1)
+        chunks = []
+        for part in np.flatnonzero(overlaps):
+            offsets, sizes = tensor.offsets[part].tolist(), tensor.sizes[part].tolist()
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            storage[_part_key(tensor.name, tuple(offsets))] = StorageInfo(
+                tensor.files[tensor.file_of_part[part]],
+                int(tensor.begins[part]),
+                int(tensor.lengths[part]),
+            )
+        entries[tensor.name] = TensorStorageMetadata(
+            TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks
+        )
+    return Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
 
 
 def _shown(name: str) -> str:

@@ -24,20 +24,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import FileEntry, Manifest, TensorSpec
 from composer3d.checkpoint.metadata import (
     METADATA,
     METADATA_LIMIT,
+    Box,
     CheckedReader,
+    PackedTensor,
+    Sizes,
     TensorLoadPlanner,
+    pack_metadata,
     read_metadata,
     tensor_specs,
+    unpack_metadata,
 )
 from composer3d.checkpoint.optimizer_state import optimizer_state
 from composer3d.checkpoint.pickles import explain
@@ -46,6 +53,7 @@ from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.runtime import log
 from composer3d.runtime import process_group as distributed
 from composer3d.runtime.files import publish, sync
+from composer3d.runtime.torch_private import offset_of
 from composer3d.spec.errors import CheckpointError, TrainingError, UserError
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{8}")
@@ -229,21 +237,18 @@ class Store:
             # Files are synced below, because torch 2.13 calls fsync before it flushes. Nothing is
             # copied ahead, because that would need a stream of a GPU.
             writer = _Writer(staging, sync_files=False, per_thread_copy_ahead=0)
-            metadata = dcp.save(
+            dcp.save(
                 state,
                 storage_writer=writer,
                 planner=_ShardSavePlanner(shards),
                 process_group=self._group,
             )
             own_files = distributed.on_all("writing", lambda: _sync_own_files(staging), self._group)
-            files = {
-                name: entry
-                for files_of_rank in distributed.all_gather_objects(own_files, self._group)
-                for name, entry in files_of_rank.items()
-            }
-            tensors = tensor_specs(metadata, str(staging))
-            complete = replace(manifest, files=files, tensors=tensors)
-            self._on_rank_0(lambda: self._publish(staging, final, complete))
+            files_of_ranks = distributed.gather_objects(own_files, self._group)
+            if files_of_ranks is not None:  # on rank 0
+                files = {name: entry for files in files_of_ranks for name, entry in files.items()}
+                manifest = replace(manifest, files=files, tensors=writer.tensors)
+            self._on_rank_0(lambda: self._publish(staging, final, manifest))
         except TrainingError:
             # The folder belongs to another job now: nothing in it may be removed.
             raise
@@ -326,11 +331,16 @@ class Store:
             CheckpointError: the checkpoint is damaged. There is one line for each problem.
             UserError: a later version of composer3d wrote the manifest.
         """
-        manifest = distributed.on_all("checkpoint", lambda: manifests.read(path), self._group)
-        share = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-        own_problems = manifests.find_damage(path, manifest, share)
-        problems = distributed.all_gather_objects(own_problems, self._group)
-        lines = list(dict.fromkeys(line for of_rank in problems for line in of_rank))
+        manifest = distributed.on_main("checkpoint", lambda: manifests.read(path), self._group)
+        rank = dist.get_rank()
+        share = sorted(manifest.files)[rank :: dist.get_world_size()]
+        # A list of the folder has a name for each rank of the job that saved: one rank reads it.
+        own_problems = manifests.find_damage(path, manifest, share, list_folder=rank == 0)
+        problems = distributed.gather_objects(own_problems, self._group)
+        lines = None
+        if problems is not None:  # on rank 0
+            lines = list(dict.fromkeys(line for of_rank in problems for line in of_rank))
+        lines = distributed.broadcast_object(lines, self._group)
         if lines:
             raise CheckpointError(lines)
         return manifest
@@ -349,7 +359,7 @@ class Store:
         if dist.get_rank() == 0:
             self._warn_of_links()
         # All ranks use the list of rank 0: another node may have an old list in its cache.
-        folders = distributed.all_gather_objects(self._step_folders(), self._group)[0]
+        folders = distributed.on_main("checkpoint", self._step_folders, self._group)
         for path in reversed(folders):
             try:
                 return path, self.check(path)
@@ -382,24 +392,39 @@ class Store:
                 tensor do not cover it, or the file names a class that no checkpoint needs. Every
                 rank raises it. No code in the checkpoint is run.
         """
-        metadata = distributed.on_all("checkpoint", lambda: read_metadata(path), self._group)
-        saved = tensor_specs(metadata, str(path))
+        whole: Metadata | None = None  # on rank 0
+
+        def read() -> dict[str, TensorSpec]:
+            nonlocal whole
+            whole = read_metadata(path)
+            return tensor_specs(whole, str(path))
+
+        saved = distributed.on_main("checkpoint", read, self._group)
         state = gather_state(stages, optimizer)
         if not any(name.startswith("optim.") for name in saved):
             state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
         way_out = "it is of another model: point checkpoint.resume elsewhere"
         manifests.require_same_tensors(global_specs(state), saved, path, way_out)
-        try:
-            dcp.load(
-                state,
-                storage_reader=CheckedReader(path, metadata),
-                planner=TensorLoadPlanner(),
-                process_group=self._group,
-            )
-        except CheckpointException as error:
-            lines = [f"{path} cannot be read: {cause}" for cause in _causes(error)]
-            raise CheckpointError(lines) from None
+        metadata = self._share_metadata(whole, state)
+        distributed.on_all("checkpoint", lambda: _read_tensors(path, metadata, state), self._group)
         self.loaded = path
+
+    def _share_metadata(self, whole: Metadata | None, state: Mapping[str, Tensor]) -> Metadata:
+        """Return the part of ``whole``, rank 0's metadata, that describes this rank's elements.
+
+        Collective over all ranks. The parts of all tensors can be millions, so a rank unpacks only
+        those of its own tensors, and keeps those that overlap with its shards.
+        """
+        own_names = sorted(state)
+        own: list[PackedTensor] = []
+        for names in distributed.distinct_objects(own_names, self._group):
+            packed = None if whole is None else pack_metadata(whole, names)
+            is_own = names == own_names
+            packed = distributed.broadcast_object(packed, self._group, keep=is_own)
+            if is_own and packed is not None:
+                own = packed
+        boxes = {name: Box(*_box_of(tensor)) for name, tensor in state.items()}
+        return unpack_metadata(own, boxes)
 
 
 def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
@@ -424,10 +449,9 @@ def global_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
         name: TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors.items()
     }
+    # All ranks of a pipeline stage have the same ones.
     return {
-        name: spec
-        for specs_of_rank in distributed.all_gather_objects(own)
-        for name, spec in specs_of_rank.items()
+        name: spec for specs in distributed.distinct_objects(own) for name, spec in specs.items()
     }
 
 
@@ -450,7 +474,20 @@ class _Writer(dcp.FileSystemWriter):
     """A file writer that raises the first error, which is that of the operating system.
 
     Torch's zip writer raises a second error when it is closed, which would hide the first one.
+
+    Attributes:
+        tensors: the shape and dtype of each tensor that ``finish`` has written; only on rank 0.
     """
+
+    tensors: dict[str, TensorSpec]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.tensors = tensor_specs(metadata, str(self.path))
+        # Torch broadcasts the metadata now, which can describe millions of parts. No rank reads it.
+        metadata.state_dict_metadata = {}
+        metadata.storage_data = None
+        metadata.planner_data = None
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
@@ -487,6 +524,28 @@ def _sync_own_files(staging: Path) -> dict[str, FileEntry]:
                 "mesh.dp_replicate)"
             )
     return {path.relative_to(staging).as_posix(): manifests.file_entry(path) for path in own}
+
+
+def _box_of(tensor: Tensor) -> tuple[Sizes, Sizes]:
+    """Return the offsets and the sizes of this rank's shard of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    return offset_of(tensor), tuple(tensor.to_local().shape)
+
+
+def _read_tensors(path: Path, metadata: Metadata, state: dict[str, Tensor]) -> None:
+    """Read this rank's shards of ``state`` in place. No collective, unlike torch's ``dcp.load``.
+
+    Torch sends the plans of all ranks to rank 0 and back, where nothing changes.
+
+    Raises CheckpointError if a part cannot be read.
+    """
+    planner = TensorLoadPlanner()
+    planner.set_up_planner(state, metadata)
+    try:
+        CheckedReader(path, metadata).read_data(planner.create_local_plan(), planner)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {explain(error)}") from None
 
 
 def _clear(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Turn text into tokens, and serve batches in an order that does not depend on the layout."""
 
-from composer3d.data.loader import Batch, Loader, sample_order
+from composer3d.data.loader import Batch, Loader
+from composer3d.data.order import sample_order
 from composer3d.data.sources import open_corpus
 from composer3d.data.tokens import Corpus
 

@@ -8,14 +8,14 @@ of a step do not depend on the number of ranks.
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from composer3d.data.order import ORDERS, Order, sample_order
 from composer3d.data.tokens import Corpus
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.spec.errors import DataError
@@ -24,6 +24,10 @@ from composer3d.spec.errors import DataError
 # It can be resumed with another packing, which does not change the samples. A later stage of
 # training may change the packing on purpose.
 _ORDER_FIELDS = ("seq_len", "global_batch", "seed")
+
+# The name of the seed in a state that has the field "order". A composer3d that knows no orders
+# would otherwise go on with the samples of "shuffle"; so it finds no seed and refuses the state.
+_ORDER_SEED = "order_seed"
 
 
 class Batch(NamedTuple):
@@ -46,35 +50,6 @@ class Batch(NamedTuple):
     labels_BT: torch.Tensor
     positions_BT: torch.Tensor
     documents_BT: torch.Tensor | None = None
-
-
-@lru_cache(maxsize=2)  # a batch may take samples of two epochs
-def _permutation(n_samples: int, seed: int, epoch: int) -> np.ndarray:
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    return generator.permutation(n_samples)
-
-
-def sample_order(n_samples: int, seed: int, first: int, count: int) -> np.ndarray:
-    """Return the corpus samples behind the global samples ``first`` to ``first + count - 1``.
-
-    Global sample g belongs to epoch g // n_samples. Each epoch has its own permutation of the
-    corpus.
-
-    Args:
-        n_samples: samples in the corpus.
-        seed: at least 0.
-        first: the first global sample.
-        count: the number of samples.
-
-    Returns:
-        Indices of corpus samples: int64, shape (count,).
-    """
-    epochs, places = np.divmod(np.arange(first, first + count), n_samples)
-    order = np.empty(count, dtype=np.int64)
-    for epoch in np.unique(epochs):
-        in_epoch = epochs == epoch
-        order[in_epoch] = _permutation(n_samples, seed, int(epoch))[places[in_epoch]]
-    return order
 
 
 def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,6 +92,8 @@ class Loader(Dataset[Batch]):
         owned_ranges: the ranges of each row's tokens that this rank holds with context
             parallelism, each as (first, count), in order. None: whole rows.
         next_step: the step of the next batch.
+        order: the kind of permutation of the samples. ``load_state_dict`` sets it to that of the
+            checkpoint.
 
     Raises:
         DataError: the corpus is too small for one sample.
@@ -132,6 +109,7 @@ class Loader(Dataset[Batch]):
     packing: Literal["none", "documents"] = "none"
     owned_ranges: Sequence[tuple[int, int]] | None = None
     next_step: int = 0
+    order: Order = "feistel"
 
     def __post_init__(self) -> None:
         self._rows, remainder = divmod(self.global_batch, self.batch_ranks)
@@ -168,7 +146,8 @@ class Loader(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         first_sample = step * self.global_batch + self.batch_rank * self._rows
-        samples = sample_order(len(self._samples), self.seed, first_sample, self._rows)
+        n_samples = len(self._samples)
+        samples = sample_order(n_samples, self.seed, first_sample, self._rows, self.order)
 
         ranges = self.owned_ranges or [(0, self.seq_len)]
         places = np.concatenate([np.arange(first, first + count) for first, count in ranges])
@@ -196,19 +175,33 @@ class Loader(Dataset[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs.
 
-        It has the keys ``next_step`` and ``digest`` (of the corpus), and the fields that determine
-        the order of samples: ``seq_len``, ``global_batch`` and ``seed``.
+        It has the keys ``next_step`` and ``digest`` (of the corpus), and what determines the order
+        of samples: ``seq_len``, ``global_batch``, ``order`` and ``order_seed``. With the order
+        "shuffle" it has ``seed`` in place of the last two, as it had before there were others.
         """
-        order = {name: getattr(self, name) for name in _ORDER_FIELDS}
-        return {"next_step": self.next_step, "digest": self.corpus.digest, **order}
+        fields = {name: getattr(self, name) for name in _ORDER_FIELDS}
+        if self.order != "shuffle":
+            fields["order"] = self.order
+            fields[_ORDER_SEED] = fields.pop("seed")
+        return {"next_step": self.next_step, "digest": self.corpus.digest, **fields}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state that ``state_dict`` returned, on any number of batch ranks.
+
+        The loader takes on the kind of order that the state names; none means "shuffle".
 
         Raises:
             DataError: it was saved with other tokens, or with another order of samples.
             KeyError: an entry is missing.
         """
+        order = state.get("order", "shuffle")
+        if order not in ORDERS:
+            raise DataError(
+                f"the checkpoint was made with the order of samples {order!r:.60}, and this "
+                f"composer3d knows {' and '.join(ORDERS)}; use a newer composer3d"
+            )
+        if order != "shuffle":
+            state = {**state, "seed": state[_ORDER_SEED]}
         if state["digest"] != self.corpus.digest:
             raise DataError(
                 f"corpus {self.corpus.name} has digest {self.corpus.digest}, but the checkpoint "
@@ -227,3 +220,4 @@ class Loader(Dataset[Batch]):
         # Without workers, the DataLoader takes one step of the sampler for each batch and never
         # reads ahead. So the sampler's next step is the whole state.
         self.next_step = state["next_step"]
+        self.order = cast(Order, order)

@@ -13,12 +13,15 @@ The folder holds
 
 import json
 import os
+import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from composer3d.runtime import log
 from composer3d.runtime.files import sync, write_atomic
 from composer3d.spec import token_manifest
 from composer3d.spec.errors import DataError
@@ -34,6 +37,7 @@ from composer3d.spec.token_manifest import (
 
 _BLOCK_TOKENS = 1 << 18  # tokens that are compared at a time, so that they fit into a cache
 _START_BYTES = 8  # in an entry of documents.bin
+_MOST_CHUNKS = 16  # that a rank verifies when it opens a folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +93,10 @@ def open_tokens(folder: Path, *, name: str) -> Corpus:
     Every rank verifies the sizes of all files. The content is verified in chunks: each chunk must
     have its digest, every token must be in the vocabulary, and documents must be in order.
 
-    The LOCAL_WORLD_SIZE ranks of a node share the chunks: each verifies its part. So all ranks must
-    call this function, and all must stop if one of them fails (see ``process_group.on_all``). This
-    function runs no collective. A process without LOCAL_WORLD_SIZE verifies all chunks.
+    The LOCAL_WORLD_SIZE ranks of a node share the chunks: each verifies its part, or 16 random
+    chunks of it (1 GiB) if it has more. ``find_damage`` verifies all chunks. So all ranks must call
+    this function, and all must stop if one of them fails (see ``process_group.on_all``). This
+    function runs no collective. A process without LOCAL_WORLD_SIZE has all chunks as its part.
 
     Args:
         folder: a folder that ``composer3d prepare`` made.
@@ -103,20 +108,53 @@ def open_tokens(folder: Path, *, name: str) -> Corpus:
     manifest = token_manifest.read_manifest(folder)
     manifest.check_files()
 
-    chunks = [
-        (file_name, number)
-        for file_name, entry in manifest.files.items()
-        for number in range(len(entry.digests))
-    ]
+    chunks = _chunks_of(manifest)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     rank = int(os.environ.get("LOCAL_RANK", "0")) % ranks
-    for file_name, number in chunks[rank::ranks]:
+    own = chunks[rank::ranks]
+    if len(own) > _MOST_CHUNKS:
+        # Other ones at each start, and on each node. No global generator is used.
+        own = random.SystemRandom().sample(own, _MOST_CHUNKS)
+        log.get().info(
+            f"{folder} has {len(chunks):,} parts of {token_manifest.CHUNK_BYTES >> 20} MiB: "
+            f"each node verifies {ranks * _MOST_CHUNKS} at random; "
+            f"composer3d inspect {folder} verifies all"
+        )
+    for file_name, number in own:
         _verify_chunk(manifest, file_name, number)
 
     with manifest.open("tokens.bin") as file:
         tokens = np.memmap(file, dtype=_dtype(manifest), mode="r")
     digest = digest_of("".join(manifest.files["tokens.bin"].digests).encode())
     return Corpus(tokens, manifest.end_of_document, digest, manifest.documents, name)
+
+
+def find_damage(manifest: TokenManifest) -> list[str]:
+    """Verify the sizes and all chunks of a folder, in as many threads as there are cores.
+
+    Returns one line for each problem. The list is empty if the files are what ``prepare`` wrote.
+    """
+
+    def problem_of(chunk: tuple[str, int]) -> str | None:
+        try:
+            _verify_chunk(manifest, *chunk)
+        except DataError as error:
+            return error.lines[0]
+        return None
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        problems = threads.map(problem_of, _chunks_of(manifest))
+        # A file that is missing or cut has the same line for each of its chunks.
+        return list(dict.fromkeys(filter(None, problems)))
+
+
+def _chunks_of(manifest: TokenManifest) -> list[tuple[str, int]]:
+    """Return the file and the number of each chunk."""
+    return [
+        (file_name, number)
+        for file_name, entry in manifest.files.items()
+        for number in range(len(entry.digests))
+    ]
 
 
 def _dtype(manifest: TokenManifest) -> np.dtype[Any]:

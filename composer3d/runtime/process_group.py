@@ -1,11 +1,13 @@
 """The process group of a job, its device and its store, and collectives of Python objects."""
 
 import ctypes
+import hashlib
 import os
+import pickle
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Literal, TypeVar, cast
@@ -23,6 +25,9 @@ T = TypeVar("T")
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _NEVER = 2**31 - 1
+
+# Of a value that ranks compare: two halves, each of which fits into an int64 with its sign.
+_DIGEST_BYTES = 14
 
 
 def count_gpus() -> int:
@@ -171,12 +176,16 @@ def world(
     forms a group too, so that one rank runs the same code as many. After an error the group is not
     destroyed.
 
+    gloo connects two ranks when they first exchange something, unless TORCH_GLOO_LAZY_INIT=0 is
+    set. By default it would connect all pairs of ranks of each group when the group is formed.
+
     Args:
         device: the device of this rank; the context yields it.
         timeout_s: how long a collective may wait for its peers before it fails. Groups that are
             created inside the context without a time-out get this one.
         store: the store through which the ranks meet; None calls ``open_store``.
     """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
@@ -199,8 +208,11 @@ def world(
         dist.destroy_process_group()
 
 
-def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks, by rank. Collective over all ranks.
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
+    """Return the values of all ranks, by rank, on rank 0, and None on the others. Collective.
+
+    Each rank sends its value to rank 0, padded to the size of the largest, after an all-reduce of
+    one integer. Torch's ``gather_object`` sends the sizes of all ranks to all ranks.
 
     Args:
         value: the value of this rank. It is sent pickled.
@@ -209,19 +221,80 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list
     Raises:
         ValueError: ``group`` lacks ranks.
     """
+    _require_all_ranks(group)
+    pickled = pickle.dumps(value)
+    most = torch.tensor(len(pickled))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    own = torch.frombuffer(bytearray(pickled.ljust(int(most))), dtype=torch.uint8)
+    if dist.get_rank() != 0:
+        dist.gather(own, dst=0, group=group)
+        return None
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.gather(own, parts, dst=0, group=group)
+    # A pickle says where it ends, so the padding is not read.
+    return [pickle.loads(part.numpy().data) for part in parts]
+
+
+def broadcast_object(
+    value: T | None, group: dist.ProcessGroup | None = None, *, source: int = 0, keep: bool = True
+) -> T | None:
+    """Return the value of one rank on all ranks. Collective over all ranks.
+
+    Args:
+        value: the value of the rank ``source``, which is sent pickled. It is not read on others.
+        group: as in ``gather_objects``.
+        source: the global rank that has the value.
+        keep: whether this rank wants the value. Otherwise it only passes the bytes on to others,
+            and returns None.
+    """
+    _require_all_ranks(group)
+    is_source = dist.get_rank() == source
+    pickled = pickle.dumps(value) if is_source else b""
+    size = torch.tensor(len(pickled))
+    dist.broadcast(size, source, group)
+    content = bytearray(pickled) if is_source else bytearray(int(size))
+    dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), source, group)
+    if is_source:
+        return value
+    return pickle.loads(content) if keep else None
+
+
+def distinct_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return each value that some rank has, once, in the order of the lowest rank that has it.
+
+    Collective over all ranks. Rank 0 gathers a digest of each rank, and one rank for each distinct
+    value broadcasts it. So a rank receives as many values as there are distinct ones.
+
+    Args:
+        value: the value of this rank. Two values are the same if their ``repr`` is.
+        group: as in ``gather_objects``.
+    """
+    digests = gather_objects(_digest_of(value), group)
+    first_ranks = None
+    if digests is not None:
+        # In reverse, so that the lowest rank of each digest stays.
+        lowest = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+        first_ranks = sorted(lowest.values())
+    sources = cast("list[int]", broadcast_object(first_ranks, group))
+    return [cast(T, broadcast_object(value, group, source=source)) for source in sources]
+
+
+def _require_all_ranks(group: dist.ProcessGroup | None) -> None:
     if group is not None and group.size() != dist.get_world_size():
         raise ValueError(
             f"the group has {group.size()} of {dist.get_world_size()} ranks; it must have all ranks"
         )
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value, group)
-    return values
+
+
+def _digest_of(value: object) -> bytes:
+    return hashlib.blake2b(repr(value).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run ``function`` on every rank and return its value; if it fails on one rank, fail on all.
 
-    Collective over all ranks.
+    Collective over all ranks: an all-reduce of one integer. Only after a failure, rank 0 gathers
+    the errors and broadcasts the report.
 
     Args:
         what: the start of the line that reports an OSError, such as "data".
@@ -233,19 +306,47 @@ def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None
             class is that of the lowest failing rank's error. The lines of equal errors appear once.
             They start with the numbers of the ranks that raised them, unless all ranks did.
     """
-    value, error = None, None
-    try:
-        value = function()
-    except UserError as user_error:
-        error = user_error
-    except OSError as os_error:
-        error = UserError(f"{what}: {os_error}")
-
-    errors = all_gather_objects(error, group)
-    first = next((error for error in errors if error is not None), None)
-    if first is None:
+    value, error = _try(what, function)
+    n_failed = torch.tensor(int(error is not None))
+    dist.all_reduce(n_failed, group=group)
+    if not n_failed:
         return cast(T, value)
 
+    errors = gather_objects(error, group)
+    report = None if errors is None else _report_of(errors)
+    raise cast(UserError, broadcast_object(report, group))
+
+
+def on_main(what: str, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``function`` on rank 0, and return its value on all ranks; if it fails, fail on all.
+
+    Collective over all ranks: a broadcast of the value. The arguments are those of ``on_all``.
+
+    Raises:
+        UserError: on every rank, if ``function`` raises a UserError or an OSError on rank 0.
+    """
+    value, error = _try(what, function) if dist.get_rank() == 0 else (None, None)
+    value, error = cast(
+        "tuple[T | None, UserError | None]", broadcast_object((value, error), group)
+    )
+    if error is not None:
+        raise error
+    return cast(T, value)
+
+
+def _try(what: str, function: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    """Return the value of ``function``, or its UserError or OSError as a UserError."""
+    try:
+        return function(), None
+    except UserError as error:
+        return None, error
+    except OSError as error:
+        return None, UserError(f"{what}: {error}")
+
+
+def _report_of(errors: Sequence[UserError | None]) -> UserError:
+    """Join the errors of all ranks, of which at least one is not None."""
+    first = next(error for error in errors if error is not None)
     lines_of_ranks = [() if error is None else error.lines for error in errors]
     report = []
     for lines in dict.fromkeys(lines_of_ranks):
@@ -254,33 +355,40 @@ def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None
         ranks = [str(rank) for rank, other in enumerate(lines_of_ranks) if other == lines]
         prefix = "" if len(ranks) == len(errors) else f"rank {', '.join(ranks)}: "
         report += [prefix + line for line in lines]
-    raise type(first)(report)
+    return type(first)(report)
 
 
 def check_same(what: str, value: object) -> None:
     """Check that ``value`` is the same on all ranks. Collective over all ranks.
 
-    Two nodes may have different files, for example.
+    Two nodes may have different files, for example. The ranks compare digests, by an all-reduce of
+    four integers. Only if these differ, rank 0 gathers the values and broadcasts the report.
 
     Args:
         what: the name of the value in the error, such as "the data".
-        value: a value that can be pickled and compared.
+        value: a value that can be pickled. Two values are the same if their ``repr`` is.
 
     Raises:
         MeshError: on every rank, if two ranks have different values. It lists the ranks of each
             value.
     """
-    values = all_gather_objects(value)
-    if all(other == values[0] for other in values):
+    digest = _digest_of(value)
+    half = _DIGEST_BYTES // 2
+    parts = [int.from_bytes(part, "big") for part in (digest[:half], digest[half:])]
+    # The largest digest, and minus the smallest.
+    extremes = torch.tensor([*parts, *(-part for part in parts)])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if torch.equal(extremes[:2], -extremes[2:]):
         return
-    lines = [f"{what} must be the same on every rank; give all nodes the same files"]
-    ranks_by_text = {
-        repr(seen): [str(rank) for rank, other in enumerate(values) if other == seen]
-        for seen in values
-    }
-    for text, ranks in ranks_by_text.items():
-        lines.append(f"ranks {', '.join(ranks)} see {text}")
-    raise MeshError(lines)
+
+    texts = gather_objects(repr(value))
+    lines = None
+    if texts is not None:
+        lines = [f"{what} must be the same on every rank; give all nodes the same files"]
+        for text in dict.fromkeys(texts):
+            ranks = ", ".join(str(rank) for rank, other in enumerate(texts) if other == text)
+            lines.append(f"ranks {ranks} see {text}")
+    raise MeshError(cast("list[str]", broadcast_object(lines)))
 
 
 def pool_world(*, timeout_s: float = 60.0) -> AbstractContextManager[torch.device]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from composer3d.data import Batch, Corpus, Loader, open_corpus
+from composer3d.data.order import Order
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.parallel import Stages
 from composer3d.parallel.context.ownership import owned_ranges
@@ -31,7 +32,9 @@ def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
     return open_split(split="train"), held_out
 
 
-def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loader:
+def make_loader(
+    recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int, order: Order = "feistel"
+) -> Loader:
     """Make the loader of this rank: its rows of each global batch, and its tokens of each row."""
     owned = owned_ranges(
         mesh.coords["cp"],
@@ -48,6 +51,7 @@ def make_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int) -> Loa
         batch_ranks=mesh.batch_ranks,
         packing=recipe.data.packing,
         owned_ranges=[(tokens.position, tokens.length) for tokens in owned],
+        order=order,
     )
 
 

@@ -113,7 +113,8 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
 
         if run.held_out is not None and (is_last or run.step % recipe.validation.every == 0):
             with metrics.timer("validation"):
-                validation_loss = validate(recipe, stages, run.held_out)
+                order = run.loader.order
+                validation_loss = validate(recipe, stages, run.held_out, order=order)
             metrics.validation(run.step, validation_loss)
     return 0
 

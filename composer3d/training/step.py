@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from composer3d.data import Batch, Corpus
+from composer3d.data.order import Order
 from composer3d.parallel import Stages, grad_norm
 from composer3d.recipe.schema import Recipe
 from composer3d.training.batches import make_loader, move_to_device
@@ -48,18 +49,20 @@ def update(
     stages.move_router_biases()
 
 
-def validate(recipe: Recipe, stages: Stages, held_out: Corpus) -> float:
+def validate(
+    recipe: Recipe, stages: Stages, held_out: Corpus, *, order: Order = "feistel"
+) -> float:
     """Compute the mean loss over the valid tokens of ``validation.steps`` global batches.
 
     The batches are drawn from the whole held-out text. They are the same in every validation of
-    every run, whatever ``data.seed`` is.
+    every run with the same ``order``, that of the training's loader, whatever ``data.seed`` is.
 
     Returns:
         Nats per valid token, the same on all ranks.
 
     Collectives: those of ``Stages.evaluate`` for each batch, and one all-reduce over all ranks.
     """
-    loader = make_loader(recipe, stages.mesh, held_out, seed=0)
+    loader = make_loader(recipe, stages.mesh, held_out, seed=0, order=order)
     losses, valid_tokens = [], []
     for _ in range(recipe.validation.steps):
         local_loss, local_valid = evaluate_batch(stages, next(loader))

@@ -5,6 +5,7 @@
 them shows as a difference.
 """
 
+import hashlib
 import random
 from dataclasses import replace
 
@@ -120,7 +121,8 @@ def make_corpus(recipe: Recipe, split: str) -> Corpus:
 def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Batch:
     """Make the global batch of a step that the loaders of all ranks together must draw.
 
-    An epoch has n samples. Global sample g is sample g % n in the order of epoch g // n. Sample i
+    An epoch has n samples. Global sample g is sample g % n in the order of epoch g // n, that of
+    ``sample_at``. Sample i
     of the corpus starts at token i * seq_len; a label is the token that follows. With packing,
     positions start from 0 in each document, and the last token of a document has no label.
 
@@ -141,9 +143,7 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
 
     for global_sample in range(step * rows, (step + 1) * rows):
         epoch, place = divmod(global_sample, samples)
-        seeds = np.random.SeedSequence([seed, epoch])
-        order = np.random.Generator(np.random.PCG64(seeds)).permutation(samples)
-        first = int(order[place]) * length
+        first = sample_at(place, samples, seed, epoch) * length
 
         tokens, labels, positions, documents = [], [], [], []
         position = document = 0
@@ -170,6 +170,33 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
         positions_BT=torch.tensor(all_positions),
         documents_BT=torch.tensor(all_documents) if is_packed else None,
     )
+
+
+def sample_at(place: int, samples: int, seed: int, epoch: int) -> int:
+    """Return the sample of the corpus at one place of an epoch, as ``data.order`` defines it.
+
+    A Feistel network of eight rounds permutes the numbers of as many bits as ``samples - 1`` has,
+    at least 2. A result that is no sample enters it again. The function of a round is splitmix64
+    of one half plus the round's key, which is 8 bytes of BLAKE2b of "SEED/EPOCH".
+    """
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=64).digest()
+    bits = max(2, len(f"{samples - 1:b}"))
+    halves = [bits - bits // 2, bits // 2]  # the bits of the high half, and of the low one
+    number = place
+    while True:
+        values = [number >> halves[1], number % 2 ** halves[1]]
+        for round_number in range(8):
+            changed = (round_number + 1) % 2
+            mixed = values[1 - changed]
+            mixed += int.from_bytes(digest[8 * round_number : 8 * round_number + 8], "little")
+            for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+                mixed %= 2**64
+                mixed = (mixed ^ (mixed >> shift)) * multiplier
+            mixed %= 2**64
+            values[changed] ^= (mixed ^ (mixed >> 31)) % 2 ** halves[changed]
+        number = (values[0] << halves[1]) | values[1]
+        if number < samples:
+            return number
 
 
 def random_batch(recipe: Recipe, step: int) -> Batch:

@@ -17,22 +17,28 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from composer3d.checkpoint import metadata as metadata_module
 from composer3d.checkpoint.metadata import (
     METADATA,
+    Box,
     CheckedReader,
     TensorLoadPlanner,
     fills,
+    pack_metadata,
     read_metadata,
     read_whole,
     tensor_specs,
+    unpack_metadata,
 )
+from composer3d.runtime.torch_private import StorageInfo
 from composer3d.spec.errors import CheckpointError
 from tests.checkpoint import assemble as asm
 from tests.checkpoint.assemble import (
@@ -119,6 +125,56 @@ def test_metadata_assembled_by_hand_is_sound(tmp_path: Path) -> None:
     assert tensor_specs(read_metadata(written(tmp_path, sound_metadata(tmp_path))), "x") == {
         "w": ((2, 3), "float32")
     }
+
+
+def tiled_metadata() -> Metadata:
+    """A matrix of 6 x 4 in parts of 2 x 2, a scalar, and a matrix without elements."""
+    corners = list(product((0, 2, 4), (0, 2)))
+    chunks = {
+        "w": [ChunkStorageMetadata(torch.Size(at), torch.Size((2, 2))) for at in corners],
+        "s": [ChunkStorageMetadata(torch.Size(()), torch.Size(()))],
+        "e": [ChunkStorageMetadata(torch.Size((0, 3)), torch.Size((0, 3)))],
+    }
+    shapes = {"w": (6, 4), "s": (), "e": (0, 3)}
+    properties = TensorProperties(torch.bfloat16)
+    return Metadata(
+        {
+            name: TensorStorageMetadata(properties, torch.Size(shapes[name]), parts)
+            for name, parts in chunks.items()
+        },
+        storage_data={
+            f"{name}:{tuple(part.offsets)}": StorageInfo(f"__{number % 2}_0.distcp", number, 1)
+            for name, parts in chunks.items()
+            for number, part in enumerate(parts)
+        },
+        storage_meta=StorageMeta(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("box", "corners"),
+    [
+        (Box((0, 0), (6, 4)), list(product((0, 2, 4), (0, 2)))),
+        (Box((1, 0), (2, 2)), [(0, 0), (2, 0)]),
+        (Box((2, 2), (2, 2)), [(2, 2)]),
+        (Box((3, 1), (1, 2)), [(2, 0), (2, 2)]),
+        (Box((6, 0), (0, 4)), []),
+    ],
+)
+def test_a_rank_keeps_the_parts_of_its_own_elements(
+    box: Box, corners: list[tuple[int, int]]
+) -> None:
+    whole = tiled_metadata()
+    names = ["e", "s", "w"]
+    boxes = {"w": box, "s": Box((), ()), "e": Box((0, 0), (0, 3))}
+    own = unpack_metadata(pickle.loads(pickle.dumps(pack_metadata(whole, names))), boxes)
+    assert tensor_specs(own, "x") == tensor_specs(whole, "x")
+    (entry_w, entry_s) = own.state_dict_metadata["w"], own.state_dict_metadata["s"]
+    assert isinstance(entry_w, TensorStorageMetadata)
+    assert [tuple(part.offsets) for part in entry_w.chunks] == corners
+    assert entry_s == whole.state_dict_metadata["s"]
+    kept = {key: whole.storage_data[key] for key in [*(f"w:{at}" for at in corners), "s:()"]}
+    assert own.storage_data == kept
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -6,10 +6,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from composer3d.data import Batch, Corpus, Loader, loader, sample_order
+from composer3d.data.order import Order
 from composer3d.spec.errors import DataError
 
 SEQ_LEN = 4
@@ -48,46 +47,6 @@ def steps_of_ranks(batch_ranks: int, n_steps: int, state: dict | None = None) ->
         if state is not None:
             rank_loader.load_state_dict(state)
     return rows([next(rank_loader) for _ in range(n_steps) for rank_loader in loaders])
-
-
-def test_each_epoch_is_a_permutation_of_its_own() -> None:
-    epochs = [sample_order(50, 7, 50 * epoch, 50) for epoch in range(3)]
-    for order in epochs:
-        assert sorted(order) == list(range(50))
-    others = [*epochs, sample_order(50, 8, 0, 50), np.arange(50)]
-    assert len({order.tobytes() for order in others}) == 5
-
-
-def test_order_is_the_one_of_earlier_releases() -> None:
-    # A checkpoint holds a step, not an order. With another generator, a resumed run would see
-    # samples twice.
-    first_epoch = [2, 4, 3, 6, 5, 0, 1, 7]
-    second_epoch = [1, 3, 7, 6, 0, 4, 2, 5]
-    third_epoch = [5, 2, 6, 0]
-    assert sample_order(8, 0, 0, 20).tolist() == [*first_epoch, *second_epoch, *third_epoch]
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    n_samples=st.integers(1, 40),
-    seed=st.integers(0, 2**63),
-    first=st.integers(0, 200),
-    cuts=st.lists(st.integers(0, 60)),
-)
-def test_order_does_not_depend_on_how_a_range_is_cut(
-    n_samples: int, seed: int, first: int, cuts: list[int]
-) -> None:
-    whole = sample_order(n_samples, seed, first, sum(cuts))
-    starts = first + np.cumsum([0, *cuts])
-    parts = [
-        sample_order(n_samples, seed, int(start), cut)
-        for start, cut in zip(starts, cuts, strict=False)
-    ]
-    assert whole.dtype == np.int64
-    assert whole.tolist() == [number for part in parts for number in part]
-    for epoch in range(-(-first // n_samples), (first + sum(cuts)) // n_samples):
-        at = epoch * n_samples - first
-        assert sorted(whole[at : at + n_samples]) == list(range(n_samples))
 
 
 def test_labels_are_the_inputs_shifted() -> None:
@@ -131,10 +90,33 @@ def test_resume_continues_exactly(done: int, before: int, after: int) -> None:
         "digest": CORPUS.digest,
         "seq_len": SEQ_LEN,
         "global_batch": 8,
-        "seed": 3,
+        "order": "feistel",
+        "order_seed": 3,
     }
     assert torch.equal(steps_of_ranks(after, 4, state), steps_of_ranks(1, done + 4)[done * 8 :])
     assert torch.equal(rows([next(loader_of(next_step=done))]), steps_of_ranks(1, 1, state))
+
+
+def test_a_run_keeps_the_order_that_it_began_with() -> None:
+    state = {
+        "next_step": 1,
+        "digest": CORPUS.digest,
+        "seq_len": SEQ_LEN,
+        "global_batch": 8,
+        "seed": 3,
+    }
+    resumed = loader_of()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state  # as older versions read it
+    firsts = (next(resumed).tokens_BT[:, 0] - 1) // SEQ_LEN
+    assert firsts.tolist() == sample_order(19, 3, 8, 8, "shuffle").tolist()
+    assert firsts.tolist() != sample_order(19, 3, 8, 8).tolist()
+
+
+def test_an_unknown_order_is_refused() -> None:
+    state = {**loader_of().state_dict(), "order": "sorted"}
+    with pytest.raises(DataError, match=r"order of samples 'sorted', and this composer3d knows"):
+        loader_of().load_state_dict(state)
 
 
 def test_a_state_can_be_loaded_after_batches_were_drawn() -> None:
@@ -160,8 +142,9 @@ def test_other_data_is_refused() -> None:
 @pytest.mark.parametrize(("key", "value"), [("seq_len", 8), ("global_batch", 16), ("seed", 4)])
 def test_another_order_is_refused(key: str, value: int) -> None:
     state = loader_of().state_dict()
+    made_with = state["order_seed" if key == "seed" else key]
     with pytest.raises(
-        DataError, match=rf"data\.{key} = {value}, but the checkpoint was made with {state[key]}"
+        DataError, match=rf"data\.{key} = {value}, but the checkpoint was made with {made_with}"
     ):
         loader_of(**{key: value}).load_state_dict(state)
 
@@ -186,9 +169,9 @@ def test_a_corpus_that_is_too_small_is_refused() -> None:
 def test_a_rank_gathers_only_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[int, int]] = []
 
-    def spy(n_samples: int, seed: int, first: int, count: int) -> np.ndarray:
+    def spy(n_samples: int, seed: int, first: int, count: int, order: Order) -> np.ndarray:
         drawn.append((first, count))
-        return sample_order(n_samples, seed, first, count)
+        return sample_order(n_samples, seed, first, count, order)
 
     monkeypatch.setattr(loader, "sample_order", spy)
     batches = loader_of(3, 4)

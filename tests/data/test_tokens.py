@@ -1,6 +1,7 @@
 """A loader reads token files; every kind of damage to them is refused by name."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from composer3d.cli import main
 from composer3d.data import Loader, open_corpus, tokens
 from composer3d.spec import token_manifest
 from composer3d.spec.errors import DataError
@@ -221,6 +223,53 @@ def test_a_process_alone_verifies_everything(folder: Path, monkeypatch: pytest.M
     flip(0)(folder / "tokens.bin")
     with pytest.raises(DataError, match="is damaged"):
         opened(folder)
+
+
+def test_a_rank_verifies_a_bounded_number_of_chunks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="composer3d")
+    verified: list[tuple[str, int]] = []
+    monkeypatch.setattr(tokens, "_verify_chunk", lambda _, *chunk: verified.append(chunk))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    whole = [*(("tokens.bin", number) for number in range(4)), ("documents.bin", 0)]
+    whole.append(("tokenizer.json", 0))
+    opened(folder)
+    assert verified == whole
+    assert not caplog.records
+
+    monkeypatch.setattr(tokens, "_MOST_CHUNKS", 3)
+    seen = set()
+    for _ in range(100):  # each chunk is left out of all with a probability of 2^-100
+        verified.clear()
+        opened(folder)
+        assert len(set(verified)) == len(verified) == 3
+        seen |= set(verified)
+    assert seen == set(whole)
+    logged = caplog.records[0].getMessage()
+    assert "has 6 parts of 0 MiB: each node verifies 3 at random" in logged
+    assert logged.endswith(f"composer3d inspect {folder} verifies all")
+
+
+def test_inspect_verifies_all_chunks(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "_MOST_CHUNKS", 1)
+    assert main(["inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "tokens       1,000\n" in out
+    assert "whole        yes\n" in out
+    for at in (0, CHUNK, 2 * N - 1):
+        flip(at)(folder / "tokens.bin")
+    assert main(["inspect", str(folder), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["whole"] is False
+    assert [line.split(" between ")[0] for line in report["problems"]] == [
+        f"{folder}/tokens.bin is damaged"
+    ] * 3
+    (folder / "tokens.bin").unlink()
+    assert main(["inspect", str(folder)]) == 1
+    assert capsys.readouterr().out.count("tokens.bin is missing") == 1
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])

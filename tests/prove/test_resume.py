@@ -68,7 +68,7 @@ def skip_a_sample() -> None:
     from composer3d.data import loader
 
     loader.sample_order, right = (
-        lambda n, seed, first, count: right(n, seed, first + 1, count),
+        lambda n, seed, first, *others: right(n, seed, first + 1, *others),
         loader.sample_order,
     )
 
@@ -77,11 +77,10 @@ def train_ranks_on_each_others_samples() -> None:
     """The samples of a step are right, but ranks have swapped theirs."""
     from composer3d.data import loader
 
-    def wrong(n: int, seed: int, first: int, count: int) -> Any:
+    def wrong(n: int, seed: int, first: int, count: int, order: str) -> Any:
         step, at = divmod(first, resume_matrix.BATCH)
-        return right(
-            n, seed, step * resume_matrix.BATCH + (at + count) % resume_matrix.BATCH, count
-        )
+        first = step * resume_matrix.BATCH + (at + count) % resume_matrix.BATCH
+        return right(n, seed, first, count, order)
 
     loader.sample_order, right = wrong, loader.sample_order
 

@@ -1,7 +1,9 @@
 """The process group of a job: rounds of torchrun's store, time-outs, and errors on all ranks."""
 
+import os
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,9 +15,12 @@ from composer3d.checkpoint import Store
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import (
     agree_on_round,
-    all_gather_objects,
+    broadcast_object,
     check_same,
+    distinct_objects,
+    gather_objects,
     on_all,
+    on_main,
     pick_device,
     pool_world,
     world,
@@ -178,8 +183,74 @@ def gather_over_a_part() -> None:
         group = dist.new_group([0, 1])
         if dist.get_rank() < 2:
             with pytest.raises(ValueError, match="the group has 2 of 3 ranks; it must have all"):
-                all_gather_objects("x", group)
+                gather_objects("x", group)
         dist.barrier()  # the ranks of the group may still form it
+
+
+def connections() -> int:
+    """Count the established TCP connections of this process."""
+    inodes = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor of the list itself
+            inodes.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "01" and row[9] in inodes for row in rows)
+
+
+def count_connections() -> list[int]:
+    """A task: the connections of a world, with one more group, and after its use."""
+    with pool_world():
+        counts = [connections()]
+        group = dist.new_group(backend="gloo")
+        counts.append(connections())
+        for _ in range(2):  # the second one finds all connections of the first
+            dist.barrier(group)
+        counts.append(connections())
+        dist.barrier()
+        return counts
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").is_file(), reason="Linux has it")
+def test_ranks_connect_when_they_first_exchange_something(pool: Pool) -> None:
+    for formed, grouped, used in pool.run(count_connections, {}, world_size=8):
+        assert grouped == formed  # a group opens none, where it could open 7
+        assert formed < used < formed + 7
+
+
+def exchange_objects() -> list[object]:
+    """A task: send values of different sizes, and return what this rank gets."""
+    with pool_world():
+        rank = dist.get_rank()
+        return [
+            gather_objects("x" * 100 * rank),
+            broadcast_object({"from": rank}, source=2),
+            broadcast_object([rank], keep=rank != 1),
+            distinct_objects(["b", "a", "b"][rank]),
+            on_main("data", lambda: rank),
+        ]
+
+
+def test_objects_reach_only_the_ranks_that_need_them(pool: Pool) -> None:
+    first, second, third = pool.run(exchange_objects, {}, world_size=3)
+    assert first == [["", "x" * 100, "x" * 200], {"from": 2}, [0], ["b", "a"], 0]
+    assert second == [None, {"from": 2}, None, ["b", "a"], 0]
+    assert third == [None, {"from": 2}, [0], ["b", "a"], 0]
+
+
+def fail_on_main() -> None:
+    with pool_world():
+        rank = dist.get_rank()
+        on_main("data", lambda: Path(f"missing-{rank}").stat())
+
+
+def test_a_failure_of_rank_0_is_raised_on_all(pool: Pool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(fail_on_main, {}, world_size=2)
+    assert set(caught.value.failures) == {0, 1}
+    assert caught.value.user_error is not None
+    assert caught.value.user_error.lines == (
+        "data: [Errno 2] No such file or directory: 'missing-0'",
+    )
 
 
 def test_objects_are_not_gathered_over_a_part_of_the_ranks(pool: Pool) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composer3d.data import Batch, Loader, loader
+from composer3d.data import Batch, Loader, loader, order
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.parallel import grad_norm
 from composer3d.recipe.schema import OptimTable
@@ -105,18 +105,18 @@ def leave_out_a_token_between_samples() -> None:
 
 def take_the_sample_after() -> None:
     """Loader: the order of samples begins with its second sample."""
-    loader.sample_order = lambda n, seed, first, count: _RIGHT_ORDER(n, seed, first + 1, count)
+    loader.sample_order = lambda n, seed, first, *others: _RIGHT_ORDER(n, seed, first + 1, *others)
 
 
 def repeat_the_first_order() -> None:
     """Loader: every epoch has the order of the first one."""
-    right = loader._permutation
-    loader._permutation = lambda n, seed, epoch: right(n, seed, 0)  # type: ignore[assignment]
+    right = order._round_keys
+    order._round_keys = lambda seed, epoch: right(seed, 0)  # type: ignore[assignment]
 
 
 def take_samples_in_the_order_of_the_text() -> None:
     """Loader: samples are not shuffled."""
-    loader.sample_order = lambda n, seed, first, count: np.arange(first, first + count) % n
+    loader.sample_order = lambda n, seed, first, count, _: np.arange(first, first + count) % n
 
 
 def forget_the_seed_of_the_order() -> None:
