@@ -31,9 +31,9 @@ from composer3d.planner.traffic import Axis
 from composer3d.runtime.ranks import coordinates
 
 ROW_LABEL_WIDTH = 168
-RANK_WIDTH = 128
+RANK_WIDTH = 128  # at least
 LINE_HEIGHT = 14
-FONT_SIZE = 11
+FONT_SIZE, SMALLEST_FONT_SIZE = 11, 9.5
 # Between ranks of tp and of cp, between cells of pp and of dp. An arrow and its bytes fit in.
 TP_GAP, CP_GAP, PP_GAP, DP_GAP = 66, 44, 84, 52
 CELL_PADDING = 12
@@ -64,12 +64,13 @@ class _Grid(NamedTuple):
     tp: Folded
     dp: Folded
     cp: Folded
+    rank_width: float
     rank_height: float
 
     @property
     def cell_width(self) -> float:
         count = len(self.tp.shown)
-        return count * RANK_WIDTH + (count - 1) * TP_GAP + 2 * CELL_PADDING
+        return count * self.rank_width + (count - 1) * TP_GAP + 2 * CELL_PADDING
 
     @property
     def cell_height(self) -> float:
@@ -94,9 +95,9 @@ class _Grid(NamedTuple):
 
     def rank_box(self, cell: Box, column: int, row: int) -> Box:
         """Return the box of a rank at the given place in a cell."""
-        x = cell.x + CELL_PADDING + column * (RANK_WIDTH + TP_GAP)
+        x = cell.x + CELL_PADDING + column * (self.rank_width + TP_GAP)
         y = cell.y + CELL_PADDING + row * (self.rank_height + CP_GAP)
-        return Box(x, y, RANK_WIDTH, self.rank_height)
+        return Box(x, y, self.rank_width, self.rank_height)
 
 
 def draw(layout: Layout, *, heading: str, notes: list[str]) -> str:
@@ -123,8 +124,10 @@ def draw(layout: Layout, *, heading: str, notes: list[str]) -> str:
 def _make_grid(layout: Layout) -> _Grid:
     """Choose how many ranks of each axis are shown: as many as fit, and evenly over the axes."""
     mesh = layout.recipe.mesh
-    lines = 2 + len(layout.share_words(0)) + (2 if mesh.cp > 1 else 0)
-    rank_height = 12 + LINE_HEIGHT * lines
+    rank_height = 12 + LINE_HEIGHT * (1 + len(_rank_lines(layout, 0)))
+    # The last rank has the longest numbers, but for tokens: an early rank of cp has late tokens.
+    longest = [*_rank_lines(layout, mesh.world_size - 1), *_token_lines(layout, 0)]
+    rank_width = max(RANK_WIDTH, *(6 + text_width(line, SMALLEST_FONT_SIZE) for line in longest))
 
     def grid_of(pp: int, tp: int, dp: int, cp: int) -> _Grid:
         return _Grid(
@@ -132,6 +135,7 @@ def _make_grid(layout: Layout) -> _Grid:
             fold(mesh.tp, tp),
             fold(mesh.batch_ranks, dp),
             fold(mesh.cp, cp),
+            rank_width,
             rank_height,
         )
 
@@ -158,7 +162,7 @@ def _make_grid(layout: Layout) -> _Grid:
         most = 4 if mesh.cp == 1 else 6
         tall = [grid for grid in tall if len(grid.dp.shown) * len(grid.cp.shown) <= most]
     rows = max(tall, key=lambda grid: goodness(grid, grid.dp, grid.cp))
-    return _Grid(columns.pp, columns.tp, rows.dp, rows.cp, rank_height)
+    return _Grid(columns.pp, columns.tp, rows.dp, rows.cp, rank_width, rank_height)
 
 
 def _draw_grid(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
@@ -221,19 +225,30 @@ def _row_header(picture: Picture, layout: Layout, batch_rank: int, cell: Box) ->
         y += LINE_HEIGHT
 
 
+def _rank_lines(layout: Layout, rank: int) -> list[str]:
+    """Return the lines in the box of a rank, below its number."""
+    cp_rank = coordinates(rank, layout.recipe.mesh)["cp"]
+    return [
+        layout.place_of(rank),
+        *layout.share_words(rank),
+        *_token_lines(layout, cp_rank),
+    ]
+
+
+def _token_lines(layout: Layout, cp_rank: int) -> list[str]:
+    """Return the tokens of a context parallel rank, a line for each range of them."""
+    if layout.recipe.mesh.cp == 1:
+        return []
+    return layout.token_words(cp_rank).split(", ")
+
+
 def _rank(picture: Picture, layout: Layout, rank: int, box: Box) -> None:
-    mesh = layout.recipe.mesh
-    lines = [layout.place_of(rank), *layout.share_words(rank)]
-    if mesh.cp > 1:
-        cp_rank = coordinates(rank, mesh)["cp"]
-        tokens = layout.token_words(cp_rank).replace("tokens ", "").split(", ")
-        lines += [f"tokens {tokens[0]}", *tokens[1:]]
     picture.rectangle(box, fill=PAPER, stroke=QUIET_INK, radius=5)
     y = box.y + 16
     picture.text(box.middle_x, y, f"rank {rank}", size=12, bold=True, anchor="middle")
-    for line in lines:
+    for line in _rank_lines(layout, rank):
         y += LINE_HEIGHT
-        size = min(FONT_SIZE, FONT_SIZE * (RANK_WIDTH - 6) / text_width(line, FONT_SIZE))
+        size = min(FONT_SIZE, FONT_SIZE * (box.width - 6) / text_width(line, FONT_SIZE))
         picture.text(box.middle_x, y, line, size=size, anchor="middle")
 
 
@@ -295,7 +310,7 @@ def _arrows(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
             forward_bytes, backward_bytes = layout.most_sent(gap.axis)
             words: tuple[str, ...] = ()
             if gap.axis not in labelled:
-                words = (_bytes_or_dash(forward_bytes), _bytes_or_dash(backward_bytes))
+                words = (bytes_words(forward_bytes), bytes_words(backward_bytes))
                 labelled.add(gap.axis)
             draw_gap(picture, gap, words)
 
@@ -326,7 +341,7 @@ def _across(picture: Picture, gap: _Gap, words: tuple[str, ...]) -> None:
     for line, y in zip(words, (middle - 14, middle + 22), strict=False):
         picture.text(area.middle_x, y, line, size=10, anchor="middle", ink=ink)
     if gap.hidden:
-        line, y = f"{gap.hidden} more", middle + 33
+        line, y = f"{gap.hidden} more", middle + (33 if words else 22)
         picture.text(area.middle_x, y, line, size=10, anchor="middle", ink=QUIET_INK)
 
 
@@ -383,7 +398,9 @@ def _stage_table(picture: Picture, layout: Layout, y: float) -> float:
     stage_ranks = mesh.world_size // mesh.pp
     for pp_rank in range(mesh.pp):
         first = pp_rank * stage_ranks
-        ranks = f"ranks {first:,} to {first + stage_ranks - 1:,}"
+        ranks = f"rank {first:,}"
+        if stage_ranks > 1:
+            ranks = f"ranks {first:,} to {first + stage_ranks - 1:,}"
         words = f"{layout.stage_words(pp_rank)}: {layout.layer_words(pp_rank)}"
         lines = wrap(words, 12, WIDTH - 2 * MARGIN - 240)
         for index, line in enumerate(lines):

@@ -14,7 +14,7 @@ from composer3d.draw.terminal import Style
 from composer3d.parallel.context.ownership import owned_ranges
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from tests.draw.pictures import outside, overlapping_texts, read
+from tests.draw.pictures import crossed_texts, illegible_texts, outside, overlapping_texts, read
 from tools.prove.paths import ROOT
 
 PLAIN = Style(width=100, has_colours=False, has_unicode=False)
@@ -45,6 +45,16 @@ CASES = {
         "data.micro_batch=2",
     ),
     "single": recipe_of("debug-1-single"),
+    "405b-16384-cp": recipe_of("llama3-405b-16384-4d"),
+    "128 experts": recipe_of("qwen3-30b-a3b-16-ep"),
+    "8 pipeline ranks": recipe_of(
+        "quickstart",
+        "model.n_layers=8",
+        "mesh.pp=8",
+        "mesh.dp_shard=1",
+        "mesh.tp=1",
+        "data.micro_batch=1",
+    ),
 }
 
 
@@ -55,6 +65,8 @@ def test_nothing_overlaps_or_leaves_the_page(name: str, gpus_per_node: int) -> N
     page = read(layout_svg.draw(layout, heading=name, notes=["a note"]))
     assert page.width == layout_svg.WIDTH
     assert overlapping_texts(page) == []
+    assert crossed_texts(page) == []
+    assert illegible_texts(page) == []
     assert outside(page) == []
     assert page.height < 1600
 

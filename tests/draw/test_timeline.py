@@ -10,7 +10,13 @@ from composer3d.draw.timeline_text import render
 from composer3d.planner.schedule import actions
 from composer3d.planner.simulate import UNIT_TIMES, closed_form, sends, simulate
 from composer3d.spec.schedules import SCHEDULES
-from tests.draw.pictures import outside, overlapping_rectangles, overlapping_texts, read
+from tests.draw.pictures import (
+    illegible_texts,
+    outside,
+    overlapping_rectangles,
+    overlapping_texts,
+    read,
+)
 
 PLAIN = Style(width=100, has_colours=False, has_unicode=False)
 BUILT_IN = [name for name in SCHEDULES if name != "csv"]
@@ -62,6 +68,7 @@ def test_nothing_overlaps_or_leaves_the_page(schedule: str, pp: int, micro_batch
     page = read(picture_of(timeline(schedule, pp, micro_batches), timeline("GPipe", pp, pp)))
     assert page.width == WIDTH
     assert overlapping_texts(page) == []
+    assert illegible_texts(page) == []
     assert outside(page) == []
     # The number of a micro-batch is inside of its cell.
     cells = [rectangle for rectangle in page.rectangles if rectangle.tip]
