@@ -117,13 +117,16 @@ def main(arguments: list[str]) -> int:
     return 0 if is_proven else 1
 
 
-def compare(pool: Pool, schedule: str, sleep_s: float = SLEEP_S) -> Shares:
+def compare(
+    pool: Pool, schedule: str, sleep_s: float = SLEEP_S, steps: int = STEPS
+) -> Shares:
     """Train under one schedule, and compare the bubble with the simulated one.
 
     Args:
         pool: runs the ranks.
         schedule: a key of ``spec.schedules.SCHEDULES``, except "csv".
         sleep_s: the seconds that a layer sleeps in each part of its work.
+        steps: the number of steps; all but the first one are traced.
     """
     per_rank = SCHEDULES[schedule].stages.default_per_rank
     n_stages = RANKS * per_rank
@@ -132,11 +135,11 @@ def compare(pool: Pool, schedule: str, sleep_s: float = SLEEP_S) -> Shares:
         recipe_file = Path(folder, "recipe.toml")
         recipe_file.write_text(RECIPE.format(schedule=schedule, stages=[layers] * n_stages))
         recipe = load(str(recipe_file), []).recipe
-        arguments = {"recipe": recipe, "folder": folder, "sleep_s": sleep_s}
+        arguments = {"recipe": recipe, "folder": folder, "sleep_s": sleep_s, "steps": steps}
         pool.run(train_asleep, arguments, world_size=RANKS)
-        steps = [trace.read(Path(folder), step) for step in range(2, STEPS + 1)]
+        traced = [trace.read(Path(folder), step) for step in range(2, steps + 1)]
 
-    shortest = min(steps, key=lambda step: measured_timeline(step).end_s)
+    shortest = min(traced, key=lambda step: measured_timeline(step).end_s)
     part_s = layers * sleep_s
     times = StageTimes(part_s, 2 * part_s, part_s, part_s)
     cells = recipe_actions(RANKS, recipe.parallel, MICRO_BATCHES)
@@ -151,7 +154,7 @@ def compare(pool: Pool, schedule: str, sleep_s: float = SLEEP_S) -> Shares:
     )
 
 
-def train_asleep(recipe: Recipe, folder: str, sleep_s: float) -> None:
+def train_asleep(recipe: Recipe, folder: str, sleep_s: float, steps: int) -> None:
     """A task: compute the gradients of some steps with layers that sleep, and trace them."""
     torch.set_num_threads(1)
     with pool_world() as device:
@@ -162,7 +165,7 @@ def train_asleep(recipe: Recipe, folder: str, sleep_s: float) -> None:
                 let_sleep(block, sleep_s)
         timeline = make_timeline(recipe, stages, Path(folder))
         assert timeline is not None
-        for step in range(1, STEPS + 1):
+        for step in range(1, steps + 1):
             batch = local_batch(random_batch(recipe, step), stages)
             with timeline.step(step):
                 compute_gradients(stages, batch)
