@@ -235,14 +235,10 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
 
-    timeline = add_command(
-        "timeline", "draw the pipeline schedule of a recipe, and say how large its bubble is"
-    )
-    _add_picture(timeline)
-    timeline.add_argument(
-        "--compare",
-        metavar="SCHEDULE",
-        help="also draw this schedule, with the same ranks and micro-batches",
+    _add_timeline_arguments(
+        add_command(
+            "timeline", "draw the pipeline of a recipe or of a run, and say how large its bubble is"
+        )
     )
 
     layout = add_command(
@@ -296,6 +292,32 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         help="also plan for 8, 64, 512 and 2048 devices, up to --gpus",
     )
     plan.add_argument("--write", metavar="FILE", help="make FILE, a recipe with the fastest layout")
+
+
+def _add_timeline_arguments(timeline: argparse.ArgumentParser) -> None:
+    _add_picture(timeline, is_optional=True)
+    timeline.add_argument(
+        "--compare",
+        metavar="SCHEDULE",
+        help="also draw this schedule, with the same ranks and micro-batches",
+    )
+    timeline.add_argument(
+        "--gpu",
+        metavar="NAME|FILE",
+        help="predict the times of layers and messages on a device, as in plan; without it, all "
+        "stages are equal and messages take no time",
+    )
+    timeline.add_argument(
+        "--gpus-per-node", metavar="N", type=_positive, default=8, help="default: %(default)s"
+    )
+    timeline.add_argument(
+        "--measured",
+        metavar="RUN",
+        help="draw what the run in this folder has done, from its trace (metrics.timeline_steps)",
+    )
+    timeline.add_argument(
+        "--step", metavar="N", type=_positive, help="step of the run; default: the last traced one"
+    )
 
 
 def _add_prepare_arguments(prepare: argparse.ArgumentParser) -> None:
@@ -373,9 +395,9 @@ def _add_recipe(command: argparse.ArgumentParser, *, is_optional: bool = False) 
     )
 
 
-def _add_picture(command: argparse.ArgumentParser) -> None:
+def _add_picture(command: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     """Add the arguments of commands that draw a recipe."""
-    _add_recipe(command)
+    _add_recipe(command, is_optional=is_optional)
     _add_json(command)
     _add_gpus(command)
     command.add_argument(

@@ -1,23 +1,30 @@
-"""``composer3d timeline``: draw the pipeline schedule of a recipe. It answers without torch."""
+"""``composer3d timeline``: draw the pipeline of a recipe or of a run. It answers without torch."""
 
 import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from composer3d.commands.plan import find_device
 from composer3d.draw.files import write_picture
+from composer3d.draw.measured import measured_timeline, replayed_timeline
 from composer3d.draw.terminal import style_of
-from composer3d.draw.timeline import Timeline, draw
+from composer3d.draw.timeline import MILLISECONDS, UNITS, Timeline, Unit, draw
 from composer3d.draw.timeline_text import render
 from composer3d.planner.schedule import actions, recipe_actions
+from composer3d.planner.search import Device
 from composer3d.planner.simulate import StageTimes, closed_form, sends, simulate
+from composer3d.planner.time import PipelineTimes, pipeline_times
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import one_line
+from composer3d.spec import trace
 from composer3d.spec.errors import PlanError, UserError
 from composer3d.spec.schedules import SCHEDULES, Cell
 
-UNIT = "units"
 UNIT_NOTE = (
     "1 unit: the forward of one micro-batch through all layers of a rank. A backward takes 2 units,"
     " 1 for the gradients of inputs and 1 for those of weights. All stages are equal, and messages"
@@ -25,11 +32,33 @@ UNIT_NOTE = (
 )
 
 
+class Page(NamedTuple):
+    """What is drawn.
+
+    Attributes:
+        heading: the first line.
+        notes: lines below it.
+        unit: the unit of time.
+        timelines: one below the other.
+        facts: what JSON says besides.
+    """
+
+    heading: str
+    notes: list[str]
+    unit: Unit
+    timelines: list[Timeline]
+    facts: dict[str, Any]
+
+
 def run(
     *,
-    recipe: str,
+    recipe: str | None,
     sets: list[str],
     gpus: int | None,
+    gpu: str | None,
+    gpus_per_node: int,
+    measured: str | None,
+    step: int | None,
     out: str | None,
     compare: str | None,
     as_json: bool,
@@ -37,9 +66,13 @@ def run(
     """Draw when each pipeline rank runs which action, and say how large the bubble is.
 
     Args:
-        recipe: the recipe's file.
+        recipe: the recipe's file; None: only a run is drawn.
         sets: overrides, each ``table.key=value``.
         gpus: the number of processes that the mesh must fill; None: as the recipe says.
+        gpu: a device, whose times ``planner`` predicts; None: schematic times.
+        gpus_per_node: devices that share a node, with ``gpu``.
+        measured: the folder of a run, whose trace is drawn.
+        step: the step of the run; None: the last one that was traced.
         out: an SVG file to write; None prints the picture with characters.
         compare: another schedule, which is drawn below.
         as_json: whether to print one JSON object instead of a picture with characters.
@@ -48,38 +81,34 @@ def run(
         The exit status 0.
 
     Raises:
-        UserError: the recipe cannot be used, the other schedule cannot run it, or the file cannot
-            be written.
+        UserError: the recipe or the run cannot be used, the other schedule cannot run it, or the
+            file cannot be written.
     """
-    chosen = load(recipe, sets, world_size=gpus).recipe
-    if chosen.mesh.pp == 1:
-        raise UserError(
-            f"{recipe}: mesh.pp = 1, so there is no pipeline to draw; try --set mesh.pp=4 "
-            f"--set parallel.schedule=1F1B"
-        )
-    timelines = [_of_recipe(chosen)]
-    if compare is not None:
-        timelines.append(_of_schedule(chosen, compare))
-
-    mesh = chosen.mesh
-    counts = f"{mesh.pp} pipeline ranks, {chosen.micro_batches} micro-batches"
-    heading = f"{os.path.basename(recipe)}: {counts}"
+    if measured is not None:
+        page = _page_of_run(measured, step)
+        if recipe is not None or compare is not None:
+            if recipe is None or gpu is None:
+                raise UserError(
+                    "--measured: only times in seconds can stand beside a run; name a RECIPE and "
+                    "the device with --gpu, or leave out --compare and RECIPE"
+                )
+            predicted = _page_of_recipe(recipe, sets, gpus, gpu, gpus_per_node, compare)
+            page.timelines.extend(predicted.timelines)
+            page.notes.extend(predicted.notes)
+    elif recipe is None:
+        raise UserError("composer3d timeline: name a RECIPE, or a run with --measured RUN")
+    elif step is not None:
+        raise UserError("--step is a step of a run; name the run with --measured RUN")
+    else:
+        page = _page_of_recipe(recipe, sets, gpus, gpu, gpus_per_node, compare)
+    heading, notes, unit, timelines, facts = page
     if out is not None:
-        picture = draw(timelines, heading=heading, notes=[UNIT_NOTE], unit=UNIT)
-        write_picture(out, picture)
+        write_picture(out, draw(timelines, heading=heading, notes=notes, unit=unit))
     if as_json:
-        answer = {
-            "ok": True,
-            "pp": mesh.pp,
-            "micro_batches": chosen.micro_batches,
-            "unit": UNIT_NOTE,
-            "schedules": [_as_json(timeline) for timeline in timelines],
-        }
-        print(json.dumps(answer))
+        schedules = [_as_json(timeline, unit) for timeline in timelines]
+        print(json.dumps({"ok": True, **facts, "unit": " ".join(notes), "schedules": schedules}))
     elif out is None:
-        print(
-            heading, UNIT_NOTE, "", render(timelines, style_of(sys.stdout), UNIT), sep="\n", end=""
-        )
+        print(heading, *notes, "", render(timelines, style_of(sys.stdout), unit), sep="\n", end="")
     else:
         for timeline in timelines:
             print(f"{timeline.title}: {timeline.bubble_text()}")
@@ -87,16 +116,72 @@ def run(
     return 0
 
 
-def _of_recipe(recipe: Recipe) -> Timeline:
+def _page_of_run(run: str, step: int | None) -> Page:
+    """Return what a run has done, and the simulation of the same actions."""
+    found = trace.read(Path(run), step)
+    head = found.heads[0]
+    clock_ms = 1000 * max(head.clock_error_s for head in found.heads)
+    notes = [
+        "Times are measured, from the begin of the first action on. The clocks of ranks agree to "
+        f"{clock_ms:.2g} ms.",
+        "Below, each action takes its mean time of this step, and messages take none.",
+    ]
+    counts = f"{head.pp} pipeline ranks, {head.micro_batches} micro-batches"
+    return Page(
+        heading=f"{one_line(run)}: {counts}",
+        notes=notes,
+        unit=MILLISECONDS,
+        timelines=[measured_timeline(found), replayed_timeline(found)],
+        facts={"pp": head.pp, "micro_batches": head.micro_batches, "step": head.step},
+    )
+
+
+def _page_of_recipe(
+    recipe: str,
+    sets: list[str],
+    gpus: int | None,
+    gpu: str | None,
+    gpus_per_node: int,
+    compare: str | None,
+) -> Page:
+    """Return the simulated schedule of a recipe, and the one to compare it with."""
+    device = None if gpu is None else Device(hardware=find_device(gpu), per_node=gpus_per_node)
+    chosen = load(recipe, sets, world_size=gpus, check_files=device is None).recipe
+    if chosen.mesh.pp == 1:
+        raise UserError(
+            f"{recipe}: mesh.pp = 1, so there is no pipeline to draw; try --set mesh.pp=4 "
+            f"--set parallel.schedule=1F1B"
+        )
+    timelines = [_of_recipe(chosen, device)]
+    if compare is not None:
+        timelines.append(_of_schedule(chosen, compare, device))
+    note = UNIT_NOTE
+    if device is not None:
+        note = (
+            f"Times of {device.hardware.name} as composer3d plan predicts them, for layers and "
+            "messages. The reduction of gradients and the optimizer come after them."
+        )
+    mesh = chosen.mesh
+    counts = f"{mesh.pp} pipeline ranks, {chosen.micro_batches} micro-batches"
+    return Page(
+        heading=f"{os.path.basename(recipe)}: {counts}",
+        notes=[note],
+        unit=UNITS if device is None else MILLISECONDS,
+        timelines=timelines,
+        facts={"pp": mesh.pp, "micro_batches": chosen.micro_batches},
+    )
+
+
+def _of_recipe(recipe: Recipe, device: Device | None) -> Timeline:
     parallel = recipe.parallel
     cells = recipe_actions(recipe.mesh.pp, parallel, recipe.micro_batches)
     name: str = parallel.schedule
     if name == "csv":
         name = os.path.basename(parallel.schedule_csv or "")
-    return _timeline(name, cells, recipe, parallel.stages_per_rank)
+    return _timeline(name, cells, recipe, parallel.stages_per_rank, device)
 
 
-def _of_schedule(recipe: Recipe, schedule: str) -> Timeline:
+def _of_schedule(recipe: Recipe, schedule: str, device: Device | None) -> Timeline:
     """Return another schedule of the same recipe, with as many stages a rank if it allows that."""
     facts = SCHEDULES.get(schedule)
     if facts is None or schedule == "csv":
@@ -111,46 +196,66 @@ def _of_schedule(recipe: Recipe, schedule: str) -> Timeline:
         raise UserError(
             f"--compare: {error}; change data.global_batch or data.micro_batch with --set"
         ) from None
-    return _timeline(schedule, cells, recipe, per_rank)
+    # The layers are cut anew if the number of stages is another one.
+    cut = recipe.parallel.stages if per_rank == recipe.parallel.stages_per_rank else None
+    parallel: Any = replace(recipe.parallel, virtual_stages=per_rank, stages=cut)
+    parallel = replace(parallel, schedule=schedule, schedule_csv=None)
+    return _timeline(schedule, cells, replace(recipe, parallel=parallel), per_rank, device)
 
 
 def _timeline(
-    name: str, cells: Sequence[Sequence[Cell]], recipe: Recipe, per_rank: int
+    name: str,
+    cells: Sequence[Sequence[Cell]],
+    recipe: Recipe,
+    per_rank: int,
+    device: Device | None,
 ) -> Timeline:
-    """Simulate a schedule in units, where a stage takes 1/V of its rank's time."""
+    """Simulate a schedule, in seconds of a device, or in units: a stage takes 1/V of its rank."""
     pp, micro_batches = recipe.mesh.pp, recipe.micro_batches
     n_stages = pp * per_rank
-    times = StageTimes(
-        forward_s=1 / per_rank,
-        backward_s=2 / per_rank,
-        backward_input_s=1 / per_rank,
-        backward_weight_s=1 / per_rank,
-    )
-    spans = simulate(cells, [times] * n_stages)
-    stages = "1 stage a rank" if per_rank == 1 else f"V = {per_rank} stages a rank"
+    form = None
+    if device is None:
+        unit = StageTimes(
+            forward_s=1 / per_rank,
+            backward_s=2 / per_rank,
+            backward_input_s=1 / per_rank,
+            backward_weight_s=1 / per_rank,
+        )
+        times = PipelineTimes([unit] * n_stages, [0.0] * (n_stages - 1))
+        form = closed_form(name, pp, per_rank, micro_batches, unit)
+    else:
+        times = pipeline_times(device.setup(recipe))
+    spans = simulate(cells, times.stages, times.sends_s)
     return Timeline(
-        title=f"{name}: P = {pp} ranks, {stages}, M = {micro_batches} micro-batches",
+        title=Timeline.title_of(name, pp, per_rank, micro_batches),
         spans=spans,
-        messages=sends(spans, n_stages, 0.0),
+        messages=sends(spans, n_stages, times.sends_s),
         n_stages=n_stages,
-        form=closed_form(name, pp, per_rank, micro_batches, times),
+        form=form,
     )
 
 
-def _as_json(timeline: Timeline) -> dict[str, Any]:
+def _as_json(timeline: Timeline, unit: Unit) -> dict[str, Any]:
     found, form = timeline.bubble, timeline.form
-    return {
+    answer: dict[str, Any] = {
         "title": timeline.title,
-        "step": timeline.end_s,
+        "step": unit.of(timeline.end_s),
         "bubble_of_total": found.of_total,
         "bubble_of_ideal": found.of_ideal,
         "closed_form": None if form is None else {"of_ideal": form.of_ideal, "is": form.formula},
         "in_flight": [timeline.in_flight(rank) for rank in range(len(timeline.spans))],
         "ranks": [
             [
-                {"actions": [str(action) for action in cell], "start": start_s, "end": end_s}
+                {
+                    "actions": [str(action) for action in cell],
+                    "start": unit.of(start_s),
+                    "end": unit.of(end_s),
+                }
                 for cell, start_s, end_s in row
             ]
             for row in timeline.spans
         ],
     }
+    if timeline.waits:
+        answer["waits"] = {name: timeline.wait_share(name) for name in trace.WAITS}
+    return answer

@@ -19,6 +19,7 @@ from composer3d.draw.svg import (
 )
 from composer3d.planner.simulate import Bubble, ClosedForm, Send, Span, bubble, step_s
 from composer3d.spec.schedules import Action
+from composer3d.spec.trace import GRADIENTS, MESSAGES, WAITS, Event
 
 LABEL_WIDTH, COUNT_WIDTH = 62, 62  # left of the rows, and right of them
 ROW_HEIGHT, ROW_GAP = 24, 9
@@ -34,7 +35,23 @@ NAMES = {
     "I": "backward: gradients of inputs",
     "W": "backward: gradients of weights",
 }
+WAIT_COLOURS = {MESSAGES: "#d2d6dd", GRADIENTS: "#CC79A7"}
 IDLE, GRADIENT_INK, ACTIVATION_INK = "#f3f4f6", "#9a3b00", "#0b5a8f"
+
+
+class Unit(NamedTuple):
+    """The unit in which a picture shows times."""
+
+    word: str
+    seconds: float
+
+    def of(self, time_s: float) -> float:
+        return time_s / self.seconds
+
+
+# A simulation without measured times counts its units as seconds.
+UNITS = Unit("units", 1.0)
+MILLISECONDS = Unit("ms", 1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +64,7 @@ class Timeline:
         messages: the messages between ranks; empty leaves them out.
         n_stages: the number of stages of the whole pipeline.
         form: the closed form of the bubble, if there is one.
+        waits: the measured waits of each pipeline rank; empty if nothing was measured.
     """
 
     title: str
@@ -54,6 +72,13 @@ class Timeline:
     messages: Sequence[Send]
     n_stages: int
     form: ClosedForm | None
+    waits: Sequence[Sequence[Event]] = ()
+
+    @staticmethod
+    def title_of(schedule: str, pp: int, per_rank: int, micro_batches: int) -> str:
+        """Return the name of a schedule and its sizes in words."""
+        stages = "1 stage a rank" if per_rank == 1 else f"V = {per_rank} stages a rank"
+        return f"{schedule}: P = {pp} ranks, {stages}, M = {micro_batches} micro-batches"
 
     @property
     def bubble(self) -> Bubble:
@@ -92,6 +117,17 @@ class Timeline:
             held -= sum(action.kind in "BW" for action in span.cell)
         return most / max(1, len(self.held[rank]))
 
+    def wait_share(self, name: str) -> float:
+        """Return the share of the step, over all ranks, in which ranks wait for this reason."""
+        # A rank may wait for its gradients after the last action of all ranks.
+        waited_s = sum(
+            max(0.0, min(wait.end_s, self.end_s) - wait.begin_s)
+            for row in self.waits
+            for wait in row
+            if wait.name == name
+        )
+        return waited_s / (self.end_s * len(self.spans)) if waited_s else 0.0
+
     def bubble_text(self) -> str:
         """Return the bubble in words, in both of its conventions."""
         found, form = self.bubble, self.form
@@ -100,7 +136,11 @@ class Timeline:
         if form is not None:
             of_total += f" = {form.formula_of_total}" if form.formula_of_total else ""
             of_ideal += f" = {form.formula}"
-        return f"{of_total}; {of_ideal}"
+        text = f"{of_total}; {of_ideal}"
+        if self.waits:
+            shares = [f"{self.wait_share(name):.1%} {words}" for name, words in WAITS.items()]
+            text += f"; {', '.join(shares)}"
+        return text
 
 
 class _Strip(NamedTuple):
@@ -123,7 +163,7 @@ class _Scale(NamedTuple):
         return self.x + (inside_s - self.strip.start_s) * self.pixels_per_s
 
 
-def draw(timelines: Sequence[Timeline], *, heading: str, notes: Sequence[str], unit: str) -> str:
+def draw(timelines: Sequence[Timeline], *, heading: str, notes: Sequence[str], unit: Unit) -> str:
     """Return an SVG picture of schedules, one below the other, on the same scale of time.
 
     If a schedule is too long for legible numbers, all schedules have an overview on the same scale,
@@ -134,7 +174,7 @@ def draw(timelines: Sequence[Timeline], *, heading: str, notes: Sequence[str], u
         timelines: at least one.
         heading: the first line.
         notes: lines below it.
-        unit: the word for the unit of time: "units" or "ms".
+        unit: the unit of time.
     """
     picture = Picture()
     y = picture.heading(heading, notes)
@@ -185,7 +225,7 @@ def _timeline(
     y: float,
     strip_s: float,
     overview_s: float | None,
-    unit: str,
+    unit: Unit,
 ) -> float:
     """Draw one schedule, with an overview of ``overview_s`` seconds; return the y below it."""
     picture.text(MARGIN, y + 14, timeline.title, size=14, bold=True)
@@ -197,13 +237,14 @@ def _timeline(
     strips = _strips(timeline.end_s, strip_s)
     shown = strips
     if overview_s is not None:
-        y = _overview(picture, timeline, y, overview_s)
+        y = _overview(picture, timeline, y, overview_s, unit)
     if len(strips) > MOST_STRIPS:
         half = MOST_STRIPS // 2
         shown = [*strips[:half], *strips[-half:]]
     for index, strip in enumerate(shown):
         if index and strip.start_s > shown[index - 1].end_s:
-            gap = f"{shown[index - 1].end_s:.4g} to {strip.start_s:.4g} {unit} are left out here"
+            begin, end = unit.of(shown[index - 1].end_s), unit.of(strip.start_s)
+            gap = f"{begin:.4g} to {end:.4g} {unit.word} are left out here"
             picture.text(WIDTH / 2, y + 12, gap, size=12, anchor="middle", ink=QUIET_INK)
             y += 24
         y = _draw_strip(picture, timeline, strip, y, strip_s, unit, is_first=index == 0)
@@ -215,7 +256,9 @@ def _strips(end_s: float, strip_s: float) -> list[_Strip]:
     return [_Strip(index * strip_s, min(end_s, (index + 1) * strip_s)) for index in range(count)]
 
 
-def _overview(picture: Picture, timeline: Timeline, y: float, longest_s: float) -> float:
+def _overview(
+    picture: Picture, timeline: Timeline, y: float, longest_s: float, unit: Unit
+) -> float:
     """Draw the whole schedule without numbers, on the scale of the longest one."""
     whole = _Strip(0.0, timeline.end_s)
     scale = _Scale(MARGIN + LABEL_WIDTH, whole, _plot_width() / longest_s)
@@ -227,7 +270,7 @@ def _overview(picture: Picture, timeline: Timeline, y: float, longest_s: float) 
         width = timeline.end_s * scale.pixels_per_s
         picture.rectangle(Box(scale.x, y, width, OVERVIEW_ROW_HEIGHT), fill=IDLE)
         for span in row:
-            _cell(picture, span, scale, y, OVERVIEW_ROW_HEIGHT, timeline, numbers=False)
+            _cell(picture, span, scale, y, OVERVIEW_ROW_HEIGHT, timeline, unit, numbers=False)
         y += pitch
     return y + 14
 
@@ -238,7 +281,7 @@ def _draw_strip(
     strip: _Strip,
     y: float,
     strip_s: float,
-    unit: str,
+    unit: Unit,
     *,
     is_first: bool,
 ) -> float:
@@ -252,9 +295,14 @@ def _draw_strip(
     for rank, (row, top) in enumerate(zip(timeline.spans, tops, strict=True)):
         picture.text(MARGIN, top + 16, f"rank {rank}", size=12)
         picture.rectangle(Box(scale.x, top, right - scale.x, ROW_HEIGHT), fill=IDLE)
+        for wait in timeline.waits[rank] if timeline.waits else ():
+            left, width = scale.at(wait.begin_s), scale.at(wait.end_s) - scale.at(wait.begin_s)
+            if width > 0.2:  # pixels; most waits find their message there already
+                box = Box(left, top, width, ROW_HEIGHT)
+                picture.rectangle(box, fill=WAIT_COLOURS[wait.name])
         for span in row:
             if span.start_s < strip.end_s - 1e-9 and span.end_s > strip.start_s + 1e-9:
-                _cell(picture, span, scale, top, ROW_HEIGHT, timeline, numbers=True)
+                _cell(picture, span, scale, top, ROW_HEIGHT, timeline, unit, numbers=True)
         if is_first:
             held = f"{timeline.in_flight(rank):.4g}"
             picture.text(WIDTH - MARGIN, top + 16, held, size=12, anchor="end")
@@ -271,6 +319,7 @@ def _cell(
     top: float,
     height: float,
     timeline: Timeline,
+    unit: Unit,
     *,
     numbers: bool,
 ) -> None:
@@ -280,7 +329,9 @@ def _cell(
     part = height / len(span.cell)
     for index, action in enumerate(span.cell):
         box = Box(left, top + index * part, width, part)
-        tip = f"{_sentence(action)}, {span.start_s:.6g} to {span.end_s:.6g}" if numbers else ""
+        tip = ""
+        if numbers:
+            tip = f"{_sentence(action)}, {unit.of(span.start_s):.6g} to {unit.of(span.end_s):.6g}"
         stroke = "#ffffff" if numbers else None
         fill = _mix(COLOURS[action.kind], timeline.shades[action.stage])
         picture.rectangle(box, fill=fill, stroke=stroke, stroke_width=0.8, tip=tip)
@@ -330,16 +381,16 @@ def _messages(
                 picture.line(x, at_y, x, at_y + sign * (ROW_GAP / 2 - 0.5), ink=ink, width=1.2)
 
 
-def _axis(picture: Picture, scale: _Scale, strip: _Strip, y: float, unit: str) -> None:
+def _axis(picture: Picture, scale: _Scale, strip: _Strip, y: float, unit: Unit) -> None:
     """Draw marks at round times, at least 60 pixels apart."""
-    step = _round_step(60 / scale.pixels_per_s)
-    index = ceil(strip.start_s / step - 1e-9)
-    while index * step <= strip.end_s + 1e-9:
-        x = scale.at(index * step)
+    step = _round_step(unit.of(60 / scale.pixels_per_s))
+    index = ceil(unit.of(strip.start_s) / step - 1e-9)
+    while index * step <= unit.of(strip.end_s) + 1e-9:
+        x = scale.at(index * step * unit.seconds)
         picture.line(x, y + 3, x, y + 7, ink=QUIET_INK)
         label = f"{index * step:.6g}"
         if index == 0:
-            label += f" {unit}"
+            label += f" {unit.word}"
         picture.text(x, y + 18, label, size=10, anchor="middle", ink=QUIET_INK)
         index += 1
 
@@ -371,9 +422,15 @@ def _legend(picture: Picture, y: float, timelines: Sequence[Timeline]) -> float:
             picture.rectangle(Box(x, y, 16, 12), fill=COLOURS[kind])
             picture.text(x + 22, y + 10, NAMES[kind], size=12)
             x += 22 + text_width(NAMES[kind], 12) + 14
-    picture.rectangle(Box(x, y, 16, 12), fill=IDLE, stroke=FAINT)
-    picture.text(x + 22, y + 10, "idle", size=12)
-    x += 22 + text_width("idle", 12) + 14
+    idle = [("idle", IDLE)]
+    if any(timeline.waits for timeline in timelines):
+        idle = [(words, WAIT_COLOURS[name]) for name, words in WAITS.items()]
+        idle.append(("idle otherwise", IDLE))
+        x, y = float(MARGIN), y + 20
+    for words, colour in idle:
+        picture.rectangle(Box(x, y, 16, 12), fill=colour, stroke=FAINT)
+        picture.text(x + 22, y + 10, words, size=12)
+        x += 22 + text_width(words, 12) + 14
     if any(timeline.messages for timeline in timelines):
         lines = (("activations sent", ACTIVATION_INK), ("gradients sent", GRADIENT_INK))
         for words, ink in lines:

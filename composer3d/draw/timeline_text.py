@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from composer3d.draw.terminal import Style
-from composer3d.draw.timeline import Timeline
+from composer3d.draw.timeline import Timeline, Unit
 from composer3d.planner.simulate import Span
 from composer3d.spec.schedules import Action
 
@@ -17,7 +17,7 @@ LEGEND = (
 MOST_STRIPS = 3
 
 
-def render(timelines: Sequence[Timeline], style: Style, unit: str) -> str:
+def render(timelines: Sequence[Timeline], style: Style, unit: Unit) -> str:
     """Return schedules as text, one below the other, on the same scale of time.
 
     A short schedule shows the letter and the number of each action where it starts. A long one
@@ -45,8 +45,8 @@ def render(timelines: Sequence[Timeline], style: Style, unit: str) -> str:
             for rank, row in enumerate(rows):
                 label = f"rank {rank}".ljust(label_width)
                 lines.append(f"{label}{bar}{_painted(row[begin:end], style)}{bar}")
-            last = f"{end / scale:.4g} {unit}"
-            times = f"{begin / scale:.4g} ".ljust(end - begin - len(last)) + last
+            last = f"{unit.of(end / scale):.4g} {unit.word}"
+            times = f"{unit.of(begin / scale):.4g} ".ljust(end - begin - len(last)) + last
             lines += [" " * (label_width + 1) + times.rstrip(), ""]
     number = "the number is the micro-batch"
     if not is_detailed:
@@ -56,13 +56,21 @@ def render(timelines: Sequence[Timeline], style: Style, unit: str) -> str:
 
 
 def _detailed_scale(timelines: Sequence[Timeline]) -> float:
-    """Return the columns of a second, so that the letter and number of each action fit."""
+    """Return the columns of a second, so that the letter and number of most actions fit."""
     scale = 0.0
     for timeline in timelines:
-        for row in timeline.spans:
-            for span in row:
-                if span.end_s > span.start_s:
-                    scale = max(scale, len(_label(span, timeline)) / (span.end_s - span.start_s))
+        scales = sorted(
+            (
+                len(_label(span, timeline)) / (span.end_s - span.start_s)
+                for row in timeline.spans
+                for span in row
+                if span.end_s > span.start_s
+            ),
+            reverse=True,
+        )
+        if scales:
+            # Some measured actions may be very short; their labels are cut.
+            scale = max(scale, scales[len(scales) // 20])
     return scale or 1.0
 
 

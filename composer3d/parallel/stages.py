@@ -1,6 +1,7 @@
 """The stages of a composed model on one rank, and the forward and backward of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -14,6 +15,7 @@ from composer3d.parallel.data import fsdp
 from composer3d.parallel.expert.balance import Balance, RouterLoad
 from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.parallel.pipeline.ties import Ties
+from composer3d.parallel.pipeline.trace import Recording
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import cut_by_pipelines
@@ -189,6 +191,14 @@ class Stages:
         self.finish_gradients()
         self._balance.collect()
         return total if self.counts_loss else torch.zeros_like(total)
+
+    def record(self) -> AbstractContextManager[Recording]:
+        """Return a context that records the actions of the one ``forward_backward`` inside of it.
+
+        There must be a pipeline. Collective over this rank's pipeline: see ``Pipeline.record``.
+        """
+        assert self._pipeline is not None
+        return self._pipeline.record()
 
     @property
     def router_loads(self) -> Mapping[str, RouterLoad]:

@@ -68,23 +68,7 @@ def predict_time(
     axis_groups = groups(setup)
     micro_batches = batch.micro_batches
 
-    blocks = {
-        has_experts: _block(setup, constants, has_experts=has_experts)
-        for has_experts in {False, True}
-        if has_experts is False or setup.sizes.expert_blocks
-    }
-    head = compute.head_work(setup, constants)
-
-    stage_times: list[_Part] = []
-    for stage, count in enumerate(layout.stage_blocks):
-        with_experts = setup.expert_blocks[stage]
-        part = blocks[False].times(count - with_experts)
-        if with_experts:
-            part = part.plus(blocks[True].times(with_experts))
-        if stage == layout.stages - 1:
-            part = part.plus(_Part(head, head.recompute_s, {}))
-        stage_times.append(part)
-
+    stage_times = _stage_parts(setup, constants)
     busy = [
         sum(
             part.work.forward_s + part.work.backward_s
@@ -121,6 +105,28 @@ def predict_time(
         optimizer_s=optimizer_s,
         overhead_s=constants.step_overhead_s + total_s - step_s,
     )
+
+
+def _stage_parts(setup: Setup, constants: Constants) -> list["_Part"]:
+    """Return the times of each stage."""
+    layout = setup.layout
+    blocks = {
+        has_experts: _block(setup, constants, has_experts=has_experts)
+        for has_experts in {False, True}
+        if has_experts is False or setup.sizes.expert_blocks
+    }
+    head = compute.head_work(setup, constants)
+
+    stage_times: list[_Part] = []
+    for stage, count in enumerate(layout.stage_blocks):
+        with_experts = setup.expert_blocks[stage]
+        part = blocks[False].times(count - with_experts)
+        if with_experts:
+            part = part.plus(blocks[True].times(with_experts))
+        if stage == layout.stages - 1:
+            part = part.plus(_Part(head, head.recompute_s, {}))
+        stage_times.append(part)
+    return stage_times
 
 
 class _Part(NamedTuple):
@@ -302,8 +308,38 @@ def _pipeline_s(
     works = [part.work for part in parts]
     if layout.pp == 1:
         return micro_batches * sum(work.forward_s + work.backward_s for work in works)
+    times, sends_s = _actions_s(setup, constants, works, group)
+    return _simulated_s(setup, times, sends_s, length)
+
+
+class PipelineTimes(NamedTuple):
+    """What a simulation of the pipeline needs.
+
+    Attributes:
+        stages: the times of each stage for one micro-batch.
+        sends_s: the seconds of a message over each boundary between stages.
+    """
+
+    stages: list[StageTimes]
+    sends_s: list[float]
+
+
+def pipeline_times(setup: Setup, constants: Constants = SHIPPED) -> PipelineTimes:
+    """Predict the times of the actions of a pipeline, which ``predict_time`` simulates.
+
+    Raises:
+        DeviceError: the device has no rate for the type of the products.
+    """
+    works = [part.work for part in _stage_parts(setup, constants)]
+    return _actions_s(setup, constants, works, groups(setup)["pp"])
+
+
+def _actions_s(
+    setup: Setup, constants: Constants, works: list[Work], group: Group
+) -> PipelineTimes:
+    """Return the times of the actions of each stage, and of the messages between them."""
     # Each rank of tp sends its part.
-    message = 2.0 * setup.tokens * setup.sizes.dim / layout.tp
+    message = 2.0 * setup.tokens * setup.sizes.dim / setup.layout.tp
     boundaries = _boundary_s(setup, constants, group, message)
     blocking_s = 0.0 if setup.software.overlaps_sends else max(boundaries)
     times = [
@@ -315,9 +351,7 @@ def _pipeline_s(
         )
         for work in works
     ]
-    return _simulated_s(
-        setup, times, [max(0.0, hop_s - 0.5 * blocking_s) for hop_s in boundaries], length
-    )
+    return PipelineTimes(times, [max(0.0, hop_s - 0.5 * blocking_s) for hop_s in boundaries])
 
 
 def _boundary_s(

@@ -55,6 +55,11 @@ MINUTES = Range(
 MINUTES_OR_NEVER = between(0, 60 * 24 * 365)
 # The type sets the upper bound: every int of a recipe has 64 bits.
 SEED = Range(lambda value: value >= 0, "must be at least 0")
+MOST_TRACED = 100  # steps
+TRACED_STEPS = Range(
+    lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < MOST_TRACED,
+    f"must be the first and the last step, counted from 1, and at most {MOST_TRACED} steps in all",
+)
 BETAS = Range(
     lambda value: all(0 <= beta < 1 for beta in value),
     "must both be at least 0 and below 1",
@@ -347,6 +352,12 @@ class MetricsTable:
 
     every: int = key(10, "steps between console lines and TensorBoard points", STEPS)
     tensorboard: bool = key(True, "write TensorBoard event files to the folder of the run")
+    timeline_steps: tuple[int, int] | None = key(
+        None,
+        "with pp > 1: the first and the last step whose actions are timed, for composer3d timeline "
+        "--measured; absent: none",
+        TRACED_STEPS,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 Every function raises OSError. Its ``strerror`` states the reason in words that a user can read.
 """
 
+import errno
 import os
 import uuid
 from collections.abc import Iterable
@@ -91,3 +92,17 @@ def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def append_whole(path: str | os.PathLike[str], content: bytes) -> None:
+    """Add ``content`` to the end of a file, whole or not at all; a missing file is created.
+
+    Raises OSError, for example on a full disk.
+    """
+    with open_own(path, append=True) as file:
+        descriptor = file.fileno()
+        end = os.fstat(descriptor).st_size
+        # Bypass the file's buffer: closing the file would write the rest of a cut line.
+        if os.write(descriptor, content) < len(content):
+            os.ftruncate(descriptor, end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

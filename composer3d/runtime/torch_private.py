@@ -5,7 +5,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     _Action,
     _PipelineSchedule,
@@ -30,8 +31,8 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._pytree import register_pytree_node
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import register_pytree_node
 
 # Where a distributed checkpoint keeps the bytes of one part of a tensor: file, offset and length.
 StorageInfo = _StorageInfo
@@ -236,6 +237,72 @@ def around_pipeline_start(
     return _around(_PipelineSchedule, "_initialize_pp_stages", context)
 
 
+@contextmanager
+def around_pipeline_work(
+    stages: Sequence[PipelineStage], context: Callable[[str], AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """Enter ``context`` around each action of ``stages``, and around each wait of their schedule.
+
+    Inside of this context, the methods of these stages and one function of torch are replaced.
+    Outside of it, nothing is different.
+
+    Args:
+        stages: all stages of this rank.
+        context: is called with an action, such as "0F3" (``spec.schedules``); with "messages"
+            around a wait for sends and receives; or with "gradients" around the reduction of a
+            stage's gradients over data-parallel ranks.
+    """
+    with ExitStack() as replaced:
+        for stage in stages:
+            for name, function in _watched_methods(stage, context).items():
+                setattr(stage, name, function)
+                # The instance no longer hides the method of its class.
+                replaced.callback(delattr, stage, name)
+        wait = schedules._wait_batch_p2p
+
+        def wait_inside(work: list[dist.Work]) -> None:
+            if work:
+                with context("messages"):
+                    wait(work)
+
+        replaced.enter_context(_replaced(schedules, "_wait_batch_p2p", wait_inside))
+        yield
+
+
+def _watched_methods(
+    stage: PipelineStage, context: Callable[[str], AbstractContextManager[Any]]
+) -> dict[str, Callable[..., Any]]:
+    """Return the methods of ``stage`` that a schedule calls, each inside of ``context``."""
+    index = stage.stage_index
+    forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
+    weight, reduce = stage.backward_weight_one_chunk, stage.perform_reduce_grad
+
+    def forward_inside(micro_batch: int, *arguments: Any, **keywords: Any) -> Any:
+        with context(f"{index}F{micro_batch}"):
+            return forward(micro_batch, *arguments, **keywords)
+
+    def backward_inside(
+        micro_batch: int, loss: Any = None, full_backward: bool = True, **keywords: Any
+    ) -> Any:
+        with context(f"{index}{'B' if full_backward else 'I'}{micro_batch}"):
+            return backward(micro_batch, loss=loss, full_backward=full_backward, **keywords)
+
+    def weight_inside(micro_batch: int, **keywords: Any) -> Any:
+        with context(f"{index}W{micro_batch}"):
+            return weight(micro_batch, **keywords)
+
+    def reduce_inside(grad_scale_factor: int) -> Any:
+        with context("gradients"):
+            return reduce(grad_scale_factor)
+
+    return {
+        "forward_one_chunk": forward_inside,
+        "backward_one_chunk": backward_inside,
+        "backward_weight_one_chunk": weight_inside,
+        "perform_reduce_grad": reduce_inside,
+    }
+
+
 def around_shape_propagation(
     context: Callable[[], AbstractContextManager[Any]],
 ) -> AbstractContextManager[None]:
@@ -260,8 +327,8 @@ def _around(
 
 
 @contextmanager
-def _replaced(owner: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of the class ``owner`` inside of the context."""
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of a class, or a function of a module, inside of the context."""
     method = getattr(owner, name)
     setattr(owner, name, function)
     try:

@@ -151,6 +151,12 @@ class Action(NamedTuple):
 Cell = tuple[Action, ...]
 
 
+def parse_action(text: str) -> Action | None:
+    """Return the action that a text such as "0F0" names, or None if it names none."""
+    match = _ACTION.fullmatch(text)
+    return None if match is None else Action(int(match[1]), match[2], int(match[3]))
+
+
 def read_csv(path: str) -> list[list[str]]:
     """Read a schedule's file. Return the cells of each pipeline rank, without the idle ones.
 
@@ -239,13 +245,13 @@ def _parse_cell(cell: str, place: str) -> Cell:
     overlap = _OVERLAP.fullmatch(cell)
     actions = []
     for text in overlap[1].split(";") if overlap else [cell]:
-        match = _ACTION.fullmatch(text.strip())
-        if match is None:
+        action = parse_action(text.strip())
+        if action is None:
             raise PlanError(
                 f"{place}: {_cut(repr(cell))} is not an action; write a stage, one of F, B, I and "
                 "W, and a micro-batch, such as 0F0"
             )
-        actions.append(Action(int(match[1]), match[2], int(match[3])))
+        actions.append(action)
     return tuple(actions)
 
 

@@ -27,6 +27,7 @@ from composer3d.training.metrics import Metrics
 from composer3d.training.optim import build_optimizer
 from composer3d.training.resume import resume
 from composer3d.training.run_folder import claim_folder, write_recipe
+from composer3d.training.timeline import TimelineWriter, make_timeline
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Run:
         claim: the lock on the run's folder, until the end of ``train`` or of the process. None on
             all ranks but 0.
         held_out: the validation data; None without validation.
+        timeline: traces steps; None if this rank traces none.
         step: the number of optimizer steps done.
     """
 
@@ -50,6 +52,7 @@ class Run:
     held_out: Corpus | None
     store: Store
     metrics: Metrics
+    timeline: TimelineWriter | None
     step: int
 
 
@@ -100,6 +103,9 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     metrics = process_group.on_all(
         "metrics", lambda: _make_metrics(recipe, mesh, folder, claim, start_step=steps_done or 0)
     )
+    timeline = None
+    if recipe.metrics.timeline_steps is not None:
+        timeline = process_group.on_all("timeline", lambda: make_timeline(recipe, stages, folder))
     return Run(
         recipe=recipe,
         resolved_toml=resolved_toml,
@@ -110,6 +116,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         held_out=held_out,
         store=store,
         metrics=metrics,
+        timeline=timeline,
         step=steps_done or 0,
     )
 

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -68,7 +69,8 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
         with metrics.timer("data"):
             batch = next(run.loader)
 
-        loss, norm = compute_gradients(stages, batch)
+        with nullcontext() if run.timeline is None else run.timeline.step(run.step + 1):
+            loss, norm = compute_gradients(stages, batch)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             # Both values come from sums over all ranks, so all ranks take this branch or none does.
             raise TrainingError(_not_finite(run, loss, norm))

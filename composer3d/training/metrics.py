@@ -5,7 +5,6 @@ on where a run was resumed. Throughput and seconds are averages over the steps s
 logged one. Validation and checkpoints do not count as training time.
 """
 
-import errno
 import itertools
 import json
 import math
@@ -27,7 +26,7 @@ import torch
 
 from composer3d.recipe.schema import MetricsTable
 from composer3d.runtime import log
-from composer3d.runtime.files import open_own, write_atomic
+from composer3d.runtime.files import append_whole, open_own, write_atomic
 from composer3d.spec.errors import UserError
 from composer3d.spec.files import open_plain, parse_json
 
@@ -245,7 +244,7 @@ class Metrics:
             for key, value in values.items()
         }
         try:
-            _append(self._path, (json.dumps({"step": step, **finite}) + "\n").encode())
+            append_whole(self._path, (json.dumps({"step": step, **finite}) + "\n").encode())
             for name, value in values.items():
                 if value is not None and self._tensorboard is not None:
                     self._tensorboard.add_scalar(_tag(name), value, step)
@@ -283,20 +282,6 @@ class Metrics:
 
 def _tag(name: str) -> str:
     return _TAGS.get(name, name if "/" in name else f"other/{name}")
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Add a line to the end of a file, whole or not at all.
-
-    Raises OSError, for example on a full disk.
-    """
-    with open_own(path, append=True) as file:
-        descriptor = file.fileno()
-        end = os.fstat(descriptor).st_size
-        # Bypass the file's buffer: closing the file would write the rest of a cut line.
-        if os.write(descriptor, line) < len(line):
-            os.ftruncate(descriptor, end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -9,7 +9,7 @@ from composer3d.recipe.changes import values_of
 from composer3d.reliability.lock import Claim, read_note
 from composer3d.runtime import process_group
 from composer3d.runtime.files import write_atomic
-from composer3d.spec import files
+from composer3d.spec import files, trace
 from composer3d.spec.errors import UserError
 
 
@@ -37,7 +37,7 @@ def claim_folder(folder: Path) -> Claim | None:
 
 
 def _refuse_foreign_links(folder: Path) -> None:
-    for path in (folder, folder / "checkpoints"):
+    for path in (folder, folder / "checkpoints", folder / trace.FOLDER):
         try:
             files.refuse_foreign_link(path)
         except OSError as error:

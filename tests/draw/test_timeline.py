@@ -5,7 +5,7 @@ import re
 import pytest
 
 from composer3d.draw.terminal import Style
-from composer3d.draw.timeline import WIDTH, Timeline, draw
+from composer3d.draw.timeline import UNITS, WIDTH, Timeline, draw
 from composer3d.draw.timeline_text import render
 from composer3d.planner.schedule import actions
 from composer3d.planner.simulate import UNIT_TIMES, closed_form, sends, simulate
@@ -33,7 +33,7 @@ def timeline(schedule: str, pp: int, micro_batches: int, send_s: float = 0.0) ->
 
 
 def picture_of(*timelines: Timeline) -> str:
-    return draw(timelines, heading="a recipe", notes=["a note"], unit="units")
+    return draw(timelines, heading="a recipe", notes=["a note"], unit=UNITS)
 
 
 @pytest.mark.parametrize("schedule", BUILT_IN)
@@ -124,21 +124,21 @@ def test_activations_in_flight_are_those_of_the_schedule() -> None:
 
 
 def test_characters_show_the_order_and_the_length_of_actions() -> None:
-    text = render([timeline("1F1B", 2, 2)], PLAIN, "units")
+    text = render([timeline("1F1B", 2, 2)], PLAIN, UNITS)
     assert text.splitlines()[2:4] == [
         "rank 0  |F0F1....B0--..B1--|",
         "rank 1  |..F0B0--F1B1--....|",
     ]
     assert "bubble: 33.3% of the step = (P-1)/(M + P-1)" in text
     assert text.isascii()
-    pretty = render([timeline("1F1B", 2, 2)], PLAIN._replace(has_unicode=True), "units")
+    pretty = render([timeline("1F1B", 2, 2)], PLAIN._replace(has_unicode=True), UNITS)
     assert "│F0F1····B0──··B1──│" in pretty
-    coloured = render([timeline("1F1B", 2, 2)], PLAIN._replace(has_colours=True), "units")
+    coloured = render([timeline("1F1B", 2, 2)], PLAIN._replace(has_colours=True), UNITS)
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == text
 
 
 def test_a_long_schedule_is_one_letter_for_each_column() -> None:
-    text = render([timeline("Interleaved1F1B", 8, 64)], PLAIN, "units")
+    text = render([timeline("Interleaved1F1B", 8, 64)], PLAIN, UNITS)
     rows = [line for line in text.splitlines() if line.startswith("rank ")]
     assert len(rows) == 8
     assert all(len(row) <= PLAIN.width for row in rows)
@@ -148,6 +148,6 @@ def test_a_long_schedule_is_one_letter_for_each_column() -> None:
 @pytest.mark.parametrize("width", [60, 100, 200])
 def test_characters_stay_within_the_width(width: int) -> None:
     for schedule in BUILT_IN:
-        text = render([timeline(schedule, 4, 8)], PLAIN._replace(width=width), "units")
+        text = render([timeline(schedule, 4, 8)], PLAIN._replace(width=width), UNITS)
         rows = [line for line in text.splitlines() if line.startswith("rank ")]
         assert max(map(len, rows)) <= width

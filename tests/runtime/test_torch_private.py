@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
-from torch.distributed.utils import _to_kwargs
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.utils import _to_kwargs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer3d.runtime import torch_private
@@ -117,8 +117,9 @@ def test_pipelines_cut_held_tensors_and_fsdp_does_not_find_them() -> None:
     _, parts = split_args_kwargs_into_chunks((), {"held": held}, 2)
     assert [part["held"].tensor.tolist() for part in parts] == [[0, 1], [2, 3]]
     # What FSDP moves inputs by.
-    (moved,) = _to_kwargs((held,), {}, torch.device("meta"), use_side_stream_for_tensor_copies=False)[0]
-    assert moved[0] is held
+    device = torch.device("meta")
+    moved, _ = _to_kwargs((held,), {}, device, use_side_stream_for_tensor_copies=False)
+    assert moved[0][0] is held
 
 
 @pytest.mark.usefixtures("fake_world")

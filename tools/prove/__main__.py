@@ -8,6 +8,7 @@
     kills     a training killed at any point of a save, or at random, resumes bitwise
     jobs      a job whose rank, launcher or whole group is killed resumes bitwise and leaves nothing
     resume    every layout resumes what every layout has saved
+    timeline  the bubbles of pipelines whose layers sleep are those of the simulation
     hostile   hostile files: nothing is executed, nothing outside is read or written, no traceback
 
 ``NAME --help`` lists the options of a proof.
@@ -25,6 +26,7 @@ PROOFS = {
     "kills": "tools.prove.kills.run",
     "jobs": "tools.prove.kills.jobs",
     "resume": "tools.prove.resume",
+    "timeline": "tools.prove.timeline",
     "hostile": "tools.prove.hostile.run",
 }
 

@@ -6,6 +6,7 @@ the source of each schedule.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from composer3d.parallel.pipeline.trace import Recording, record
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import check_same
@@ -104,6 +106,7 @@ class Pipeline:
         own_stages = placement.stages[mesh.coords["pp"]]
         self._modules = dict(zip(own_stages, modules, strict=True))
         self._valid_tokens = 1.0
+        self._stages: list[PipelineStage] = []
         self._schedule = self._make_schedule(dw_builders, parallel, micro_batches)
 
     def _make_schedule(
@@ -121,7 +124,7 @@ class Pipeline:
         # Tokens come from the loader, not from a stage: the shape of their example is never read.
         tokens = torch.empty(shape, dtype=torch.int64, device=mesh.device)
 
-        stages: list[Any] = []
+        stages: list[Any] = self._stages
         for (index, module), dw_builder in zip(self._modules.items(), dw_builders, strict=True):
             stages.append(
                 PipelineStage(
@@ -150,9 +153,7 @@ class Pipeline:
             plan_actions(schedule, placement.csv_rows)
         return schedule
 
-    def step(
-        self, tokens_BT: Tensor, keywords: Mapping[str, Any], valid_tokens: float
-    ) -> Tensor:
+    def step(self, tokens_BT: Tensor, keywords: Mapping[str, Any], valid_tokens: float) -> Tensor:
         """Run forward and backward of all micro-batches of a step.
 
         Args:
@@ -178,6 +179,13 @@ class Pipeline:
         self._schedule.step(*inputs, **arguments, return_outputs=False)
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         return total + sum(loss.detach().to(torch.float64) for loss in losses)
+
+    def record(self) -> AbstractContextManager[Recording]:
+        """Return a context that records the actions of the one ``step`` inside of it (``trace``).
+
+        Collective over this rank's pipeline: all of its ranks must enter the context.
+        """
+        return record(self._stages, self._mesh.pp_group, self._mesh.device)
 
     def forward_only(self, micro_batches: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Tensor:
         """Run micro-batches without gradients.
