@@ -1,5 +1,6 @@
 """The layers of each pipeline stage, as ``parallel.compose`` cuts them. No torch here."""
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -31,32 +32,40 @@ class StageLayers(NamedTuple):
     has_last: bool
 
 
-def stage_layers(recipe: Recipe) -> list[StageLayers]:
+def stage_layers(recipe: Recipe, cut: Sequence[range] | None = None) -> list[StageLayers]:
     """Return what each stage of a recipe holds, in the order of stages.
 
     The embedding counts half, because forward only looks its parameters up; ``compose`` has the
     same rule.
 
+    Args:
+        recipe: a resolved recipe.
+        cut: the blocks of each stage; None: those of a model whose parameters are known here.
+
     Raises:
-        PlanError: there are fewer blocks than stages, or the architecture is a user's own.
+        PlanError: there are fewer blocks than stages; or the architecture is a user's own, and
+            ``cut`` is None.
     """
-    shape = known_shape(recipe.model)
     n_stages = n_stages_of(recipe)
-    if recipe.parallel.stages is not None and n_stages > 1:
-        ends = list(accumulate(recipe.parallel.stages))
-        ranges = [range(begin, end) for begin, end in pairwise((0, *ends))]
-    else:
-        blocks = [
-            _elements(block_parameters(shape, layer, tp=1, sequence_parallel=True))
-            for layer in range(shape.n_layers)
-        ]
-        first = _elements(first_parameters(shape)) / 2
-        last = _elements(last_parameters(shape, sequence_parallel=True))
-        ranges = balanced_cut(first, blocks, last, n_stages)
+    ranges = list(cut) if cut is not None else _cut(recipe, n_stages)
     return [
         StageLayers(stage, blocks_of, stage == 0, stage == n_stages - 1)
         for stage, blocks_of in enumerate(ranges)
     ]
+
+
+def _cut(recipe: Recipe, n_stages: int) -> list[range]:
+    shape = known_shape(recipe.model)
+    if recipe.parallel.stages is not None and n_stages > 1:
+        ends = list(accumulate(recipe.parallel.stages))
+        return [range(begin, end) for begin, end in pairwise((0, *ends))]
+    blocks = [
+        _elements(block_parameters(shape, layer, tp=1, sequence_parallel=True))
+        for layer in range(shape.n_layers)
+    ]
+    first = _elements(first_parameters(shape)) / 2
+    last = _elements(last_parameters(shape, sequence_parallel=True))
+    return balanced_cut(first, blocks, last, n_stages)
 
 
 def n_stages_of(recipe: Recipe) -> int:
