@@ -1,4 +1,7 @@
-"""``composer3d layout``: draw what each rank holds and sends. It answers without torch."""
+"""``composer3d layout``: draw what each rank holds and sends.
+
+It answers without torch, unless the architecture is a user's own.
+"""
 
 import json
 import os
@@ -10,6 +13,8 @@ from composer3d.draw import layout_svg, layout_text
 from composer3d.draw.files import write_picture
 from composer3d.draw.layout import AxisTraffic, Layout, make_layout
 from composer3d.draw.terminal import style_of
+from composer3d.models.registry import architecture, is_ours
+from composer3d.planner.stages import n_stages_of
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 
@@ -40,7 +45,8 @@ def run(
         UserError: the recipe cannot be used, or the file cannot be written.
     """
     chosen = load(recipe, sets, world_size=gpus).recipe
-    layout = make_layout(chosen, gpus_per_node)
+    own_cut = None if is_ours(chosen.model.architecture) else _own_cut(chosen)
+    layout = make_layout(chosen, gpus_per_node, own_cut)
     heading = f"{os.path.basename(recipe)}: {_mesh_words(chosen)}"
     note = _note(layout)
     if out is not None:
@@ -52,6 +58,20 @@ def run(
     else:
         print(f"wrote {out}")
     return 0
+
+
+def _own_cut(recipe: Recipe) -> list[range]:
+    """Return the blocks of each stage of a user's own architecture, as ``compose`` cuts them.
+
+    Only its model says how many parameters a block has. It is built without memory.
+    """
+    import torch
+
+    from composer3d.parallel.compose import blocks_of_stages
+
+    chosen = architecture(recipe.model.architecture)
+    model = chosen.build(recipe.model, dtype=torch.float32, device="meta")
+    return blocks_of_stages(model, n_stages_of(recipe), recipe.parallel)
 
 
 def _mesh_words(recipe: Recipe) -> str:
@@ -84,6 +104,7 @@ def _as_json(layout: Layout) -> dict[str, Any]:
         "world_size": mesh.world_size,
         "nodes": layout.nodes,
         "gpus_per_node": layout.gpus_per_node,
+        "traffic_is_known": layout.knows_traffic,
         "mesh": asdict(mesh),
         "pp_ranks": [
             {

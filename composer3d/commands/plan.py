@@ -5,14 +5,27 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from composer3d.models.registry import is_ours
 from composer3d.planner.memory import GIB, RankMemory
-from composer3d.planner.search import Device, Plan, price, scaling, search
+from composer3d.planner.search import (
+    Device,
+    Plan,
+    ScalePoint,
+    price,
+    scaling,
+    search,
+    work_share,
+)
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.spec import hardware
 from composer3d.spec.errors import DeviceError, UserError
 
 _SCALING = (8, 64, 512, 2048)
+_OWN_ARCHITECTURE = (
+    "The architecture is your own: memory and time are those of a Llama of the same sizes. "
+    "MFU uses your flops_per_token."
+)
 _MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
 
 
@@ -39,7 +52,7 @@ def run(
         gpus_per_node: devices that share a node.
         top: how many layouts to print.
         memory: whether to answer only whether the recipe as it is fits, by kind and stage.
-        scale: whether to print the fastest layout for 8, 64, 512 and 2,048 devices, too.
+        scale: whether to print the fastest layout for 8, 64, 512 and 2,048 devices as well.
         write: a file to make, with the fastest layout as a recipe.
         as_json: whether to print one JSON object as the last line.
 
@@ -53,6 +66,8 @@ def run(
     resolved = load(recipe, sets, check_files=False)
     if gpus is not None and resolved.fills_world:
         resolved = load(recipe, sets, check_files=False, world_size=gpus)
+    if not is_ours(resolved.recipe.model.architecture) and not as_json:
+        print(_OWN_ARCHITECTURE)
     if memory:
         return _memory(resolved.recipe, device, as_json)
 
@@ -76,11 +91,8 @@ def run(
     }
     table = []
     if scale:
-        sizes = [size for size in _SCALING if size <= max(count, _SCALING[0])]
-        table = scaling(resolved.recipe, device, sizes)
-        answer["scaling"] = [
-            {"gpus": size, **(_as_json(plan) if plan else {"fits": False})} for size, plan in table
-        ]
+        table = scaling(resolved.recipe, device, _SCALING)
+        answer["scaling"] = [_scale_json(point) for point in table]
     if as_json:
         print(json.dumps(answer))
         return 0 if found.fitting else 1
@@ -141,22 +153,35 @@ def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> 
         f"{answer['legal']:,} legal layouts on {answer['gpus']:,} x {device.hardware.name}, "
         f"{answer['fitting']:,} fit"
     )
-    print(
-        "  tp  pp x v   dp (replicate x shard)   cp   ep  zero  micro  schedule         checkpoint"
-        "    tokens/s    MFU     GiB  bound by"
-    )
+    print(f"{_LAYOUT_HEADING}    tokens/s    MFU     GiB  bound by")
     for plan in plans:
-        one = _as_json(plan)
-        use = f"{one['mfu']:6.1%}" if one["mfu"] is not None else "     -"
+        prediction = plan.prediction
         print(
-            f"{one['tp']:4} {one['pp']:3} x {one['virtual_stages']:<2} "
-            f"{one['dp_replicate']:>10} x {one['dp_shard']:<10}"
-            f"{one['cp']:5}{one['ep']:5}{one['zero']:6}{one['micro_batch']:7}  "
-            f"{one['schedule'] if one['pp'] > 1 else '-':16} {one['activation_checkpoint']:10}"
-            f"{one['tokens_per_s_per_gpu']:11,.0f} {use} {one['peak_gib']:7.1f}  {one['bound_by']}"
+            f"{_layout_cells(plan)}{prediction.tokens_s:11,.0f} {_mfu_cell(plan)} "
+            f"{prediction.peak_gib:7.1f}  {plan.bound_by}"
         )
     if plans:
         print("why:", *_reasons(plans[0], device), sep="\n  ")
+
+
+_LAYOUT_HEADING = (
+    "  tp  pp x v   dp (replicate x shard)   cp   ep  zero  micro  schedule         checkpoint"
+)
+
+
+def _layout_cells(plan: Plan) -> str:
+    """Return the cells of a layout, below ``_LAYOUT_HEADING``."""
+    one = _as_json(plan)
+    return (
+        f"{one['tp']:4} {one['pp']:3} x {one['virtual_stages']:<2} "
+        f"{one['dp_replicate']:>10} x {one['dp_shard']:<10}"
+        f"{one['cp']:5}{one['ep']:5}{one['zero']:6}{one['micro_batch']:7}  "
+        f"{one['schedule'] if one['pp'] > 1 else '-':16} {one['activation_checkpoint']:10}"
+    )
+
+
+def _mfu_cell(plan: Plan) -> str:
+    return f"{plan.mfu:6.1%}" if plan.mfu is not None else "     -"
 
 
 def _reasons(plan: Plan, device: Device) -> list[str]:
@@ -187,19 +212,43 @@ def _reasons(plan: Plan, device: Device) -> list[str]:
     return reasons
 
 
-def _print_scaling(table: list[tuple[int, Plan | None]]) -> None:
-    first = next((plan for _, plan in table if plan is not None), None)
+def _scale_json(point: ScalePoint) -> dict[str, Any]:
+    if point.plan is None:
+        return {"gpus": point.gpus, "fits": False}
+    return {
+        "gpus": point.gpus,
+        "efficiency": point.efficiency,
+        "work_share": work_share(point.plan.prediction),
+        **_as_json(point.plan),
+    }
+
+
+def _print_scaling(table: list[ScalePoint]) -> None:
     print("the fastest layout as devices grow")
-    print("   devices   tp x pp x cp x dp     efficiency    MFU")
-    for size, plan in table:
-        if plan is None or first is None:
-            print(f"{size:10,}   nothing fits")
-            continue
-        mesh = plan.recipe.mesh
-        layout = f"{mesh.tp} x {mesh.pp} x {mesh.cp} x {mesh.batch_ranks}"
-        efficiency = plan.prediction.tokens_s / first.prediction.tokens_s
-        use = f"{plan.mfu:6.1%}" if plan.mfu is not None else "-"
-        print(f"{size:10,}   {layout:22} {efficiency:8.1%} {use}")
+    print(f"devices  samples{_LAYOUT_HEADING}  efficiency   work    MFU  bound by")
+    for point in table:
+        print(scale_line(point))
+    base = next((point.gpus for point in table if point.efficiency is not None), None)
+    if base is not None:
+        print(
+            f"efficiency: tokens/s of a device, relative to {base:,} devices\n"
+            "work: the share of a step that is the model's own work"
+        )
+
+
+def scale_line(point: ScalePoint) -> str:
+    """Return the row of the table of ``--scale`` for a number of devices."""
+    plan = point.plan
+    if plan is None:
+        return f"{point.gpus:7,}  no layout is legal"
+    if point.efficiency is None:
+        need = f"{plan.prediction.peak_gib:,.0f} GiB"
+        return f"{point.gpus:7,}  nothing fits; the closest layout needs {need} on a device"
+    return (
+        f"{point.gpus:7,}  {plan.recipe.data.global_batch:7,}{_layout_cells(plan)}  "
+        f"{point.efficiency:10.1%} {work_share(plan.prediction):6.1%} {_mfu_cell(plan)}  "
+        f"{plan.bound_by}"
+    )
 
 
 def _memory(recipe: Recipe, device: Device, as_json: bool) -> int:

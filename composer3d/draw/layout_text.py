@@ -1,6 +1,12 @@
 """Print who holds what, and who sends what, with characters."""
 
-from composer3d.draw.layout import Layout, bytes_words, fold, operation_words
+from composer3d.draw.layout import (
+    UNKNOWN_TRAFFIC,
+    Layout,
+    bytes_words,
+    fold,
+    operation_words,
+)
 from composer3d.draw.terminal import Style
 from composer3d.runtime.ranks import coordinates
 
@@ -56,6 +62,8 @@ def _rank(layout: Layout, rank: int) -> str:
 
 
 def _traffic(layout: Layout) -> list[str]:
+    if not layout.knows_traffic:
+        return [UNKNOWN_TRAFFIC]
     title = "bytes that one rank sends in a step"
     if layout.recipe.mesh.pp > 1:
         title += f" (a rank of pp {layout.busiest}, which sends the most)"

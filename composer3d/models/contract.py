@@ -192,6 +192,9 @@ class ShardingPlan:
             parallelism does not cut them.
         save: globs of operators, such as "aten.mm.default". Selective activation checkpointing
             keeps the outputs of these operators.
+        first_only_looks_up: whether ``first`` does nothing with its parameters but look up rows of
+            embeddings, so that its backward reads none of them. FSDP then does not gather them for
+            backward. If it is wrongly true, a step fails or has wrong gradients.
     """
 
     tensor: Mapping[str, Style]
@@ -200,6 +203,7 @@ class ShardingPlan:
     attend: str | None = None
     experts: str | None = None
     save: tuple[str, ...] = ()
+    first_only_looks_up: bool = False
 
     def check(self, model: nn.Module) -> None:
         """Check that the plan fits the whole model, before it is cut.
@@ -256,6 +260,15 @@ class ShardingPlan:
                     for parameter, value in module.named_parameters(recurse=False)
                     if value.ndim != 2
                 ]
+
+        if self.first_only_looks_up:
+            lines += [
+                f"the plan says first_only_looks_up, but {name!r} is a parameter of a module that "
+                "is no torch.nn.Embedding, and backward may read it"
+                for name in parameters
+                if name.startswith("first.")
+                and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+            ]
 
         if "kv_column" in self.tensor.values() and self.kv_heads is None:
             lines.append('the plan has modules of style "kv_column", so it must give kv_heads')

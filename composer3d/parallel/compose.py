@@ -166,12 +166,7 @@ def cut_into_stages(
     *,
     step_tokens: int | None = None,
 ) -> list[Stage]:
-    """Build the stages of pipeline rank ``rank``.
-
-    ``parallel.stages`` gives the number of blocks of each stage. If it is absent, all stages get
-    about the same number of parameters. The embedding counts half: forward only looks its
-    parameters up, but the optimizer updates all of them. The head counts in full: forward
-    multiplies by all of its parameters, as in blocks.
+    """Build the stages of pipeline rank ``rank``, with the blocks of ``blocks_of_stages``.
 
     Args:
         model: the whole model.
@@ -180,25 +175,10 @@ def cut_into_stages(
         parallel: the recipe's ``[parallel]``.
 
     Raises:
-        PlanError: ``parallel.stages`` does not fit the number of stages or of blocks, or there are
-            fewer blocks than stages.
+        PlanError: as ``blocks_of_stages``.
     """
     n_stages = sum(len(held) for held in stages)
-    if parallel.stages is not None and n_stages > 1:
-        ends = list(accumulate(parallel.stages))
-        if len(ends) != n_stages or ends[-1] != len(model.blocks) or min(parallel.stages) < 1:
-            raise PlanError(
-                f"parallel.stages = {list(parallel.stages)} must be {n_stages} numbers of at "
-                f"least 1, with the sum {len(model.blocks)}, the number of blocks"
-            )
-        ranges = [range(begin, end) for begin, end in pairwise((0, *ends))]
-    else:
-        ranges = balanced_cut(
-            _n_parameters(model.first) / 2,
-            [_n_parameters(block) for block in model.blocks.values()],
-            _n_parameters(model.last),
-            n_stages,
-        )
+    ranges = blocks_of_stages(model, n_stages, parallel)
     return [
         Stage(
             model,
@@ -209,6 +189,34 @@ def cut_into_stages(
         )
         for index in stages[rank]
     ]
+
+
+def blocks_of_stages(model: Decoder, n_stages: int, parallel: ParallelTable) -> list[range]:
+    """Return the blocks of each stage.
+
+    ``parallel.stages`` gives the number of blocks of each stage. If it is absent, all stages get
+    about the same number of parameters. The embedding counts half: forward only looks its
+    parameters up, but the optimizer updates all of them. The head counts in full: forward
+    multiplies by all of its parameters, as in blocks.
+
+    Raises:
+        PlanError: ``parallel.stages`` does not fit the number of stages or of blocks, or there are
+            fewer blocks than stages.
+    """
+    if parallel.stages is not None and n_stages > 1:
+        ends = list(accumulate(parallel.stages))
+        if len(ends) != n_stages or ends[-1] != len(model.blocks) or min(parallel.stages) < 1:
+            raise PlanError(
+                f"parallel.stages = {list(parallel.stages)} must be {n_stages} numbers of at "
+                f"least 1, with the sum {len(model.blocks)}, the number of blocks"
+            )
+        return [range(begin, end) for begin, end in pairwise((0, *ends))]
+    return balanced_cut(
+        _n_parameters(model.first) / 2,
+        [_n_parameters(block) for block in model.blocks.values()],
+        _n_parameters(model.last),
+        n_stages,
+    )
 
 
 def stage_activation(

@@ -2,12 +2,16 @@
 
 A variant changes the mesh, the schedule, the micro-batch, ``zero`` and checkpointing. What a recipe
 refuses is never proposed, because the same rules judge both. No torch here.
+
+The covering matrix of proofs (``tools/prove/matrix``) draws its layouts at random, over more keys
+than these. It makes them with ``variant`` and judges them with ``is_legal``, as ``layouts`` does. A
+test checks that ``layouts`` finds every layout of the matrix.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
@@ -34,6 +38,8 @@ class Choices:
         zeros: values of ``parallel.zero``; with a pipeline, the rules refuse 2.
         micro_batches: values of ``data.micro_batch``.
         tp_over_nodes: whether tp may cross nodes.
+        any_mesh: whether to try meshes that are legal but seldom fast: cp with short sequences, any
+            number of replicas, and fewer micro-batches than pipeline ranks.
     """
 
     schedules: tuple[Schedule, ...] = ("1F1B", "Interleaved1F1B")
@@ -41,6 +47,31 @@ class Choices:
     zeros: tuple[Literal[0, 1, 2, 3], ...] = (1, 2, 3)
     micro_batches: tuple[int, ...] = (1, 2, 4)
     tp_over_nodes: bool = False
+    any_mesh: bool = False
+
+
+def variant(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with other values, legal or not.
+
+    Args:
+        recipe: a resolved recipe.
+        values: by key, such as ``"mesh.pp"``. They replace fields as they are: nothing is derived
+            from them, such as the fields of a preset.
+    """
+    values_of_table: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        table, _, name = key.partition(".")
+        values_of_table.setdefault(table, {})[name] = value
+    tables = {
+        table: replace(getattr(recipe, table), **changed)
+        for table, changed in values_of_table.items()
+    }
+    return replace(recipe, **tables)
+
+
+def is_legal(recipe: Recipe) -> bool:
+    """Return whether the rules of recipes accept a recipe."""
+    return not violations(recipe)
 
 
 def layouts(
@@ -62,39 +93,34 @@ def layouts(
             if recipe.data.global_batch % (micro_batch * mesh.batch_ranks):
                 continue
             count = recipe.data.global_batch // (micro_batch * mesh.batch_ranks)
-            if mesh.pp > 1 and count < mesh.pp:
+            if mesh.pp > 1 and count < mesh.pp and not choices.any_mesh:
                 continue
             data = replace(recipe.data, micro_batch=micro_batch)
             for schedule, stages in _schedules(recipe, mesh.pp, choices):
                 for zero in choices.zeros:
                     if zero == 2 and mesh.pp > 1:
                         continue
-                    variant = replace(
-                        recipe,
-                        mesh=mesh,
-                        data=data,
-                        parallel=replace(
-                            recipe.parallel,
-                            schedule=schedule,
-                            schedule_csv=None,
-                            virtual_stages=stages,
-                            stages=None,
-                            zero=zero,
-                        ),
+                    parallel = replace(
+                        recipe.parallel,
+                        schedule=schedule,
+                        schedule_csv=None,
+                        virtual_stages=stages,
+                        stages=None,
+                        zero=zero,
                     )
-                    yield from _with_checkpoints(variant, choices)
+                    found = replace(recipe, mesh=mesh, data=data, parallel=parallel)
+                    yield from _with_checkpoints(found, choices)
 
 
-def _with_checkpoints(variant: Recipe, choices: Choices) -> Iterator[Recipe]:
-    """Yield the variant with each mode of checkpointing, if the rules accept it.
+def _with_checkpoints(recipe: Recipe, choices: Choices) -> Iterator[Recipe]:
+    """Yield a recipe with each mode of checkpointing, if the rules accept it.
 
     No rule depends on the mode, so they judge once.
     """
-    if violations(variant):
+    if not is_legal(recipe):
         return
     for mode in choices.checkpoints:
-        memory = replace(variant.memory, activation_checkpoint=mode)
-        yield replace(variant, memory=memory)
+        yield variant(recipe, {"memory.activation_checkpoint": mode})
 
 
 def _meshes(
@@ -109,14 +135,15 @@ def _meshes(
             if pp > model.n_layers:
                 continue
             for cp in divisors(gpus // (tp * pp)):
-                if cp > 1 and (recipe.data.seq_len < _LONG_SEQUENCE and recipe.mesh.cp == 1):
-                    continue
-                if cp > 1 and recipe.data.seq_len // cp < _LONG_SEQUENCE // 4:
+                if cp > 1 and not (choices.any_mesh or _is_worth_cp(recipe, cp)):
                     continue
                 batch_ranks = gpus // (tp * pp * cp)
                 if recipe.data.global_batch % batch_ranks:
                     continue
-                for replicas in _replicas(batch_ranks, prod((tp, cp)), devices_per_node):
+                replica_counts = divisors(batch_ranks)
+                if not choices.any_mesh:
+                    replica_counts = _replicas(batch_ranks, prod((tp, cp)), devices_per_node)
+                for replicas in replica_counts:
                     sizes = {
                         "tp": tp,
                         "pp": pp,
@@ -126,6 +153,13 @@ def _meshes(
                     }
                     for ep in _expert_ranks(recipe, sizes):
                         yield {**sizes, "ep": ep}
+
+
+def _is_worth_cp(recipe: Recipe, cp: int) -> bool:
+    """Return whether sequences are long, or the recipe cuts them already, and parts are long."""
+    if recipe.data.seq_len < _LONG_SEQUENCE and recipe.mesh.cp == 1:
+        return False
+    return recipe.data.seq_len // cp >= _LONG_SEQUENCE // 4
 
 
 def _replicas(batch_ranks: int, inner: int, devices_per_node: int) -> list[int]:

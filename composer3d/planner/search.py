@@ -115,18 +115,51 @@ def search(
     return Search(plans, legal, len(fitting))
 
 
+class ScalePoint(NamedTuple):
+    """What a recipe reaches on a number of devices.
+
+    Attributes:
+        gpus: the number of devices.
+        plan: the fastest layout; if none fits, the one that comes closest; None: none is legal.
+        efficiency: tokens per second of a device, as a share of those on the fewest devices that
+            the recipe fits; None: it does not fit these.
+    """
+
+    gpus: int
+    plan: Plan | None
+    efficiency: float | None
+
+
 def scaling(
     recipe: Recipe, device: Device, sizes: Sequence[int], choices: Choices | None = None
-) -> list[tuple[int, Plan | None]]:
-    """Return the fastest layout for each number of devices. The batch grows with them."""
-    found: list[tuple[int, Plan | None]] = []
+) -> list[ScalePoint]:
+    """Return the fastest layout for each number of devices, in ascending order.
+
+    The batch stays, unless it cannot be cut evenly over the devices: then each has one sample.
+    """
+    found: list[ScalePoint] = []
+    base_tokens_s: float | None = None
     for gpus in sizes:
         scaled = recipe
         if recipe.data.global_batch % gpus:
             scaled = replace(recipe, data=replace(recipe.data, global_batch=max(gpus, 8)))
-        result = search(scaled, gpus, device, 1, choices)
-        found.append((gpus, result.plans[0] if result.fitting else None))
+        plans = search(scaled, gpus, device, 1, choices).plans
+        plan = plans[0] if plans else None
+        efficiency = None
+        if plan is not None and plan.prediction.fits:
+            base_tokens_s = base_tokens_s or plan.prediction.tokens_s
+            efficiency = plan.prediction.tokens_s / base_tokens_s
+        found.append(ScalePoint(gpus, plan, efficiency))
     return found
+
+
+def work_share(prediction: Prediction) -> float:
+    """Return the share of a step that is the model's own work, which no layout can avoid.
+
+    The rest is recomputed, waits for collectives or for the pipeline, or is the optimizer or host.
+    """
+    time = prediction.time
+    return (time.compute_s - time.recompute_s) / time.step_s
 
 
 _AXIS_WORDS = {

@@ -1,5 +1,6 @@
 """The layers of each pipeline stage, as ``parallel.compose`` cuts them. No torch here."""
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -34,17 +35,23 @@ class StageLayers(NamedTuple):
     has_last: bool
 
 
-def stage_layers(recipe: Recipe) -> list[StageLayers]:
+def stage_layers(recipe: Recipe, cut: Sequence[range] | None = None) -> list[StageLayers]:
     """Return what each stage of a recipe holds, in the order of stages.
 
+    Args:
+        recipe: a resolved recipe.
+        cut: the blocks of each stage; None: those of a model whose parameters are known here.
+
     Raises:
-        PlanError: there are fewer blocks than stages, or the architecture is a user's own.
+        PlanError: there are fewer blocks than stages; or the architecture is a user's own, and
+            ``cut`` is None.
     """
-    known_shape(recipe.model)
-    last = n_stages_of(recipe) - 1
+    if cut is None:
+        known_shape(recipe.model)
+        cut = stage_ranges(recipe)
+    last = len(cut) - 1
     return [
-        StageLayers(stage, blocks, stage == 0, stage == last)
-        for stage, blocks in enumerate(stage_ranges(recipe))
+        StageLayers(stage, blocks, stage == 0, stage == last) for stage, blocks in enumerate(cut)
     ]
 
 

@@ -132,12 +132,14 @@ def flows(recipe: Recipe, pp_rank: int = 0) -> list[Flow]:
 class _Unit(NamedTuple):
     """A unit of FSDP: the parameters that it gathers and reduces at once.
 
-    ``drops`` says whether zero = 3 drops them after forward (``parallel.data.fsdp.apply``).
+    ``drops`` says whether zero = 3 drops them after forward, and ``backward_reads`` whether
+    backward needs them (``parallel.data.fsdp.apply``).
     """
 
     name: str
     parameters: list[Parameter]
     drops: bool
+    backward_reads: bool = True
 
 
 class _Gathers(NamedTuple):
@@ -433,7 +435,7 @@ class _Rank:
         count, words = self._reductions(), f"gradients of {words}"
         self._add(shard_axis, "reduce_scatter", "backward", words, count, elements * self.p, shards)
         shard_bytes = elements // shards * self.p
-        self._add(replica_axis, "all_reduce", "backward", words, count, shard_bytes, replicas)
+        self._add(replica_axis, "all_reduce", "backward", words, 1, shard_bytes, replicas)
 
     def _has_fsdp(self) -> bool:
         """As ``fsdp.meshes_of`` decides."""
@@ -474,7 +476,7 @@ class _Rank:
         return elements
 
     def _reductions(self) -> int:
-        """Return how often FSDP reduces gradients in a step: once under pp."""
+        """Return how often FSDP reduce-scatters gradients in a step: once under pp."""
         return self.m if self.mesh.pp == 1 and self.parallel.zero >= 2 else 1
 
     def _gathers(self, stage: StageLayers, unit: _Unit) -> _Gathers:
@@ -482,9 +484,9 @@ class _Rank:
         if self.mesh.pp == 1:
             if self.parallel.zero < 3:
                 return _Gathers(1, 0)
-            return _Gathers(self.m, self.m if drops else 0)
+            return _Gathers(self.m, self.m if drops and unit.backward_reads else 0)
         has_windows = self.parallel.schedule not in ("GPipe", "1F1B")
-        return _pipeline_gathers(self.cells, stage.stage, drops, has_windows)
+        return _pipeline_gathers(self.cells, stage.stage, unit._replace(drops=drops), has_windows)
 
     def _units(self, stage: StageLayers) -> list[_Unit]:
         """Return the units of a stage: ``first``, blocks, ``last``; tied ones are one unit."""
@@ -505,7 +507,7 @@ class _Rank:
             # The head is the embedding: it is gathered once for both.
             return [*units, _Unit("stage", [*first, last[0]], drops=False)]
         if stage.has_first:
-            units.insert(0, _Unit("first", first, drops=True))
+            units.insert(0, _Unit("first", first, drops=True, backward_reads=False))
         if stage.has_last:
             units.append(_Unit("last", last, drops=False))
         return units
@@ -538,17 +540,17 @@ _ACTIVE_STAGES = 3  # torch's runtime keeps the parameters of this many stages g
 
 
 def _pipeline_gathers(
-    cells: Sequence[Cell], stage: int, drops: bool, has_windows: bool
+    cells: Sequence[Cell], stage: int, unit: _Unit, has_windows: bool
 ) -> _Gathers:
     """Count the gathers of a unit in a step of a pipeline.
 
     Parameters are gathered when a forward or a backward needs them. A backward keeps them; a
-    forward drops them if ``drops``.
+    forward drops them if ``unit.drops``.
 
     Args:
         cells: what the rank runs.
         stage: the stage of the unit.
-        drops: whether the unit drops its parameters after each forward.
+        unit: the unit; ``drops`` says whether it drops its parameters after each forward.
         has_windows: whether torch's runtime gathers the next three stages ahead, and drops all
             others. Schedules with one stage on a rank have no such windows.
     """
@@ -565,11 +567,13 @@ def _pipeline_gathers(
         for action in cell:
             if action.stage != stage or action.kind == "W":
                 continue
+            if action.kind != "F" and not unit.backward_reads:
+                continue
             if not is_gathered:
                 forward += action.kind == "F"
                 backward += action.kind != "F"
                 is_gathered = True
-            if action.kind == "F" and drops:
+            if action.kind == "F" and unit.drops:
                 is_gathered = False
     return _Gathers(forward, backward)
 

@@ -3,13 +3,19 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from composer3d import cli
+from composer3d.commands.plan import scale_line
+from composer3d.planner.layouts import variant
+from composer3d.planner.search import Device, ScalePoint, price, scaling
 from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
+from composer3d.spec import hardware
 from tools.prove.paths import ROOT
 
 RECIPE = "llama3-8b-8-fsdp"
@@ -82,6 +88,62 @@ def test_text_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "legal layouts on 8 x H100-80GB SXM" in text
     assert "bound by" in text
     assert "the fastest layout as devices grow" in text
+
+
+# The command of docs/plan.md whose table this file checks.
+QUOTED = "composer3d plan llama-175b-1024-3d --gpus 1024 --gpu A100-80GB --scale"
+
+
+def test_the_table_of_the_page_is_what_the_command_prints() -> None:
+    """The search takes half a minute, so each row is priced again in the layout that it names."""
+    page = (ROOT / "docs" / "plan.md").read_text()
+    assert f"\n{QUOTED}\n" in page
+    _, _, rest = page.partition("\ndevices  samples ")
+    rows = rest.partition("\nefficiency: ")[0].splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["8", "64", "512", "2,048"]
+
+    recipe = load("llama-175b-1024-3d", check_files=False).recipe
+    row_of_device = hardware.by_name("A100-80GB")
+    assert row_of_device is not None
+    device = Device(hardware=row_of_device)
+    (small,) = scaling(recipe, device, [8])
+    assert scale_line(small) == rows[0]
+    base = None
+    for row in rows[1:]:
+        priced = price(recipe_of_row(recipe, row), device)
+        assert priced.prediction.fits
+        base = base or priced.prediction.tokens_s
+        efficiency = priced.prediction.tokens_s / base
+        assert scale_line(ScalePoint(priced.recipe.world_size, priced, efficiency)) == row
+
+
+def recipe_of_row(recipe: Recipe, row: str) -> Recipe:
+    """The recipe that a row of the table of ``--scale`` describes."""
+    cells = row.replace(" x ", " ").replace(",", "").split()
+    names = (
+        "data.global_batch", "mesh.tp", "mesh.pp", "parallel.virtual_stages", "mesh.dp_replicate",
+        "mesh.dp_shard", "mesh.cp", "mesh.ep", "parallel.zero", "data.micro_batch",
+    )  # fmt: skip
+    values: dict[str, Any] = dict(zip(names, map(int, cells[1:11]), strict=True))
+    values["parallel.schedule"], values["memory.activation_checkpoint"] = cells[11:13]
+    return variant(recipe, values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most_s"),
+    [
+        (("llama3-8b-8-fsdp", "--gpus", "8"), 2),
+        (("llama3-405b-16384-3d", "--gpus", "16384"), 20),
+    ],
+)
+def test_a_plan_answers_soon(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], most_s: float
+) -> None:
+    begin_s = time.process_time()
+    status, answer = plan(capsys, *arguments, "--gpu", "H100")
+    assert status == 0
+    assert answer["legal"] > 100
+    assert time.process_time() - begin_s < most_s
 
 
 def test_a_device_of_the_user(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -78,7 +78,6 @@ def summed(elements: float, ranks: int) -> float:
 
 
 STREAM = B * T * C  # elements of the residual stream of a micro-batch
-EMBED_AGAIN = "FSDP gathers the embedding for its backward, which does not read it"
 
 # Two micro-batches a rank with 8 batch ranks, 4 with 4, 16 with 1.
 LAYOUTS = {
@@ -86,10 +85,8 @@ LAYOUTS = {
         ("mesh.dp_shard=8", "parallel.zero=3"),
         {
             ("fsdp", "all_gather"): Row(
-                2 * (2 + 2 * L + 1),
+                2 * (1 + 2 * L + 1),
                 2 * (gathered(EMBED, 8) + 2 * gathered(L * BLOCK, 8) + gathered(HEAD, 8)),
-                2 * gathered(EMBED, 8),
-                EMBED_AGAIN,
             ),
             ("fsdp", "reduce_scatter"): Row(2 * (L + 2), 2 * gathered(ALL, 8)),
         },
@@ -113,18 +110,12 @@ LAYOUTS = {
         ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3"),
         {
             ("fsdp", "all_gather"): Row(
-                2 * (2 + 2 * L + 1),
+                2 * (1 + 2 * L + 1),
                 2 * (gathered(EMBED, 4) + 2 * gathered(L * BLOCK, 4) + gathered(HEAD, 4)),
-                2 * gathered(EMBED, 4),
-                EMBED_AGAIN,
             ),
             ("fsdp", "reduce_scatter"): Row(2 * (L + 2), 2 * gathered(ALL, 4)),
-            ("dp_replicate", "all_reduce"): Row(
-                2 * (L + 2),
-                summed(ALL / 4, 2),
-                summed(ALL / 4, 2),
-                "replicas sum their gradients after each micro-batch; once a step is enough",
-            ),
+            # Each rank adds up its shards over micro-batches before replicas sum them.
+            ("dp_replicate", "all_reduce"): Row(L + 2, summed(ALL / 4, 2)),
         },
     ),
     "tp": Layout(

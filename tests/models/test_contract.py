@@ -57,6 +57,17 @@ def test_a_plan_that_fits_is_accepted() -> None:
     assert [plan.style_of(name) for name in ("up", "down", "norm")] == ["column", "row", "norm"]
 
 
+def test_only_embeddings_are_only_looked_up() -> None:
+    model = Llama(PRESETS["debug-tiny"])
+    plan = sharding_plan(PRESETS["debug-tiny"])
+    assert plan.first_only_looks_up
+    model.first.add_module("up", nn.Linear(2, 2, bias=False, device="meta"))
+    tensor = {**plan.tensor, "first.up": "embedding"}
+    with pytest.raises(PlanError, match=r"but 'first\.up\.weight' is a parameter of a"):
+        replace(plan, tensor=tensor).check(model)  # type: ignore[arg-type]
+    replace(plan, tensor=tensor, first_only_looks_up=False).check(model)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("preset", ["debug-tiny", "llama3-405b"])
 def test_llama_has_a_plan(preset: str) -> None:
     plan = sharding_plan(PRESETS[preset])

@@ -124,6 +124,26 @@ def test_it_is_checked_trained_and_resumed(installed: Path) -> None:
     assert "their_models.other_name:ARCHITECTURE" in found.stderr
 
 
+def test_its_layout_and_plan_say_what_is_known(installed: Path) -> None:
+    sets = ["--set", "mesh.pp=2", "--set", "mesh.dp_shard=2", "--set", "mesh.tp=2"]
+    done = run(installed, "layout", "gpt.toml", *sets, "-o", "gpt.svg", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    # The positions make `first` larger: 512 x 64 parameters, as much as 2 / 3 of a block.
+    assert [rank["layers"] for rank in answer["pp_ranks"]] == [
+        "embedding, blocks 0-1",
+        "blocks 2-3, norm and head",
+    ]
+    assert not answer["traffic_is_known"]
+    picture = (installed / "gpt.svg").read_text()
+    assert "`composer3d dryrun` counts them" in picture
+    assert "sends in a step" not in picture
+    assert "rank 7" in picture
+    done = run(installed, "plan", "gpt.toml", "--gpus", "2", "--top", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The architecture is your own: memory and time are those of a ")
+
+
 def loss_of(lines: str) -> list[float]:
     rows = [json.loads(line) for line in lines.splitlines()]
     return [row["loss"] for row in rows if "loss" in row]

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.planner.layouts import Choices, layouts
 from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.spec.errors import RecipeError
 from composer3d.verify.proof import verify_layout
@@ -25,6 +27,32 @@ def test_the_list_holds_all_legal_targets() -> None:
     assert len(COVER.rows) >= 300
     assert matrix.uncovered(COVER) == []
     assert all(matrix.makes_sense(row) and matrix.is_legal(row) for row in COVER.rows)
+
+
+def plan_of(recipe: Recipe) -> tuple[object, ...]:
+    """What the enumerator of layouts chooses."""
+    stages = recipe.parallel.stages_per_rank if recipe.mesh.pp > 1 else 1
+    schedule = recipe.parallel.schedule if recipe.mesh.pp > 1 else None
+    checkpoint = recipe.memory.activation_checkpoint
+    micro_batch, zero = recipe.data.micro_batch, recipe.parallel.zero
+    return recipe.mesh, schedule, stages, zero, micro_batch, checkpoint
+
+
+@pytest.mark.parametrize("row", COVER.rows[::30], ids=id_of)
+def test_the_enumerator_of_layouts_finds_the_row(row: matrix.Row) -> None:
+    if row["schedule"] == "csv":
+        pytest.skip("a file is no schedule that the enumerator can choose")
+    recipe = matrix.recipe_of(row)
+    choices = Choices(
+        schedules=(recipe.parallel.schedule,),  # type: ignore[arg-type]
+        checkpoints=(recipe.memory.activation_checkpoint,),
+        zeros=(recipe.parallel.zero,),
+        micro_batches=(recipe.data.micro_batch,),
+        tp_over_nodes=True,
+        any_mesh=True,
+    )
+    found = {plan_of(layout) for layout in layouts(recipe, recipe.world_size, 8, choices)}
+    assert plan_of(recipe) in found
 
 
 def test_a_list_without_a_schedule_is_incomplete() -> None:

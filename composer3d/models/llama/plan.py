@@ -38,4 +38,5 @@ def sharding_plan(shape: ModelShape) -> ShardingPlan:
         # Matrix products and attention are expensive. Norms, rotations and the gate are cheap to
         # compute again.
         save=("aten.mm.*", "aten.addmm.*", "aten._scaled_dot_product_*", "composer3d.*"),
+        first_only_looks_up=True,
     )

@@ -95,9 +95,10 @@ def apply(
     Collectives of a unit in a step:
         all-gather of parameters: one. With ``zero = 3``, two for each micro-batch: in forward and
             in backward. ``last``, and a stage that is itself a unit, keep their parameters for
-            backward, and so have one.
+            backward, and so have one. So has ``first``, if the plan says that its backward reads
+            no parameter.
         reduce-scatter of gradients: one; with ``zero`` 2 and 3, one for each micro-batch.
-        all-reduce of gradients over the replicating dim: after each reduce-scatter.
+        all-reduce of gradients over the replicating dim: one, of the sum over micro-batches.
 
     Under pp, torch reduces gradients only after the last micro-batch, and does not drop gathered
     parameters after a backward, whatever ``zero`` is. With ``zero = 3``, the next forward of a
@@ -161,6 +162,8 @@ def apply(
     # unit to prefetch. The first one is told itself, which is gathered already.
     for previous, module in zip((in_order[0], *in_order), in_order, strict=False):
         cast(FSDPModule, module).set_modules_to_backward_prefetch([cast(FSDPModule, previous)])
+    if first is not None and plan.first_only_looks_up:
+        cast(FSDPModule, first).set_unshard_in_backward(False)
     for unit in units(stage):
         unit.set_gradient_divide_factor(1.0)
         # FSDP would multiply by 1 in the collective (PREMUL_SUM), which gloo cannot do.
@@ -188,10 +191,14 @@ def begin_micro_batch(stage: nn.Module, parallel: ParallelTable, *, last: bool) 
     """Tell FSDP whether the next backward is the last of the step. Under pp, torch does this.
 
     With ``zero`` 0 and 1, gathered parameters and whole gradients are kept until the last backward.
-    With 2, only gathered parameters are kept.
+    With 2, only gathered parameters are kept. With 2 and 3, each rank adds up its shards of
+    gradients, and replicas sum them after the last backward. Every unit must have gradients then:
+    so experts without rows have zeros (``models.layers.moe``).
     """
     if isinstance(stage, FSDPModule):
         stage.set_requires_gradient_sync(last or parallel.zero >= 2)
+        # This sets a part of what the line above has set, so it must come second.
+        stage.set_requires_all_reduce(last)
         stage.set_reshard_after_backward(last or parallel.zero == 3)
         stage.set_is_last_backward(last)
 

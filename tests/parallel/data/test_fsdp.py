@@ -66,8 +66,9 @@ def count_sends(zero: int, pp: int, compute: str | None) -> Counter[tuple[str, t
     [
         (1, UNITS, UNITS),
         (2, UNITS, UNITS * MICRO_BATCHES),
-        # Backward gathers them again, except for the last unit: its backward follows its forward.
-        (3, (2 * UNITS - 1) * MICRO_BATCHES, UNITS * MICRO_BATCHES),
+        # Backward gathers them again, except for the first unit, which only looks up rows, and the
+        # last one, whose backward follows its forward.
+        (3, (2 * UNITS - 2) * MICRO_BATCHES, UNITS * MICRO_BATCHES),
     ],
 )
 def test_zero_decides_the_number_of_gathers_and_reductions(
@@ -85,6 +86,32 @@ def test_a_pipeline_reduces_once_a_step_at_every_zero(pool: Pool) -> None:
     for counts in pool.run(count_sends, {"zero": 3, "pp": 2, "compute": None}, world_size=4):
         # The two stages have 5 units.
         assert counts["reduce-scatter", torch.float32] in (2, 3)
+
+
+def gradients_of_two_steps(zero: Any) -> list[dict[str, torch.Tensor]]:
+    """The whole gradients after each of two steps, on two replicas of two shards."""
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(dp_replicate=2, dp_shard=2), device)
+        stages = compose_small(mesh, parallel=ParallelTable(zero=zero))
+        found = []
+        for _ in range(2):
+            take_a_step(stages)
+            gradients = {}
+            for name, parameter in stages.modules[0].named_parameters():
+                assert isinstance(parameter.grad, DTensor)
+                gradients[name] = parameter.grad.full_tensor()
+            found.append(gradients)
+        return found
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_replicas_sum_the_gradients_of_all_micro_batches_of_a_step(pool: Pool, zero: int) -> None:
+    (once, _), *_ = pool.run(gradients_of_two_steps, {"zero": 1}, world_size=4)
+    for steps in pool.run(gradients_of_two_steps, {"zero": zero}, world_size=4):
+        for gradients in steps:  # the second step has nothing left of the first one
+            assert gradients.keys() == once.keys()
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, once[name], rtol=1e-5, atol=1e-7)
 
 
 # --- offload ---

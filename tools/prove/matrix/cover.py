@@ -19,13 +19,13 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
+from composer3d.planner import layouts
 from composer3d.recipe.resolve import load
-from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
 from composer3d.spec.schedules import SCHEDULES, micro_batch_requirement
 from tools.prove.paths import MATRIX, RECIPE
@@ -327,19 +327,12 @@ def _base(has_experts: bool) -> Recipe:
 
 def recipe_of(row: Row) -> Recipe:
     """The recipe that ``load`` makes with ``sets(row)``, legal or not, a hundred times faster."""
-    values_of_table: dict[str, dict[str, Any]] = {}
-    for key, value in overrides(row).items():
-        table, name = key.split(".")
-        values_of_table.setdefault(table, {})[name] = value
-    base = _base(has_experts(row))
-    tables = {
-        table: replace(getattr(base, table), **values) for table, values in values_of_table.items()
-    }
-    return replace(base, **tables)
+    return layouts.variant(_base(has_experts(row)), overrides(row))
 
 
 def is_legal(row: Row) -> bool:
-    return not violations(recipe_of(row))
+    """Whether the enumerator of layouts, which judges by the rules of recipes, accepts the row."""
+    return layouts.is_legal(recipe_of(row))
 
 
 def targets() -> list[Target]:
