@@ -165,5 +165,5 @@ def test_a_schedule_that_cannot_have_run_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     events = [SECOND[1]._replace(name="1B0"), SECOND[2]._replace(name="1F0")]
     trace.file_of(tmp_path, 1).write_bytes(trace.lines(head(1), events))
-    with pytest.raises(UserError, match="step 3 of .*timeline:2: 1B0 comes before 1F0"):
+    with pytest.raises(UserError, match=r"step 3 of .*timeline:2: 1B0 comes before 1F0"):
         trace.read(tmp_path)
