@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from composer3d import cli
+from composer3d.planner.predict import of_recipe
+from composer3d.planner.time import pipeline_times, predict_time
+from composer3d.recipe.resolve import load
+from composer3d.spec import hardware, trace
 from tests.draw.pictures import read
+from tests.draw.test_measured import traced
 from tools.prove.paths import ROOT
 
 RECIPE = str(ROOT / "recipes" / "llama-175b-1024-3d.toml")
@@ -63,6 +68,91 @@ def test_a_csv_schedule_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     (answer,) = json.loads(capsys.readouterr().out)["schedules"]
     assert answer["title"].startswith("zb-h1-2x4.csv: P = 2 ranks")
     assert answer["closed_form"] is None
+
+
+def test_times_of_a_device_are_those_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["timeline", RECIPE, "--gpu", "A100-80GB", "--compare", "1F1B", "--json"]
+    assert cli.main(arguments) == 0
+    answer = json.loads(capsys.readouterr().out)
+    interleaved, plain = answer["schedules"]
+    assert answer["unit"].startswith("Times of A100-80GB as composer3d plan predicts them")
+
+    device = hardware.by_name("A100-80GB")
+    assert device is not None
+    setup = of_recipe(load(RECIPE, [], check_files=False).recipe, device)
+    stages, sends_s = pipeline_times(setup)
+    # Milliseconds. The last stage has the head.
+    first = interleaved["ranks"][0][0]
+    assert first["actions"] == ["0F0"]
+    assert first["end"] == pytest.approx(1000 * stages[0].forward_s)
+    assert stages[-1].forward_s > stages[0].forward_s
+    second = interleaved["ranks"][1][0]
+    assert second["start"] == pytest.approx(first["end"] + 1000 * sends_s[0])
+    # The pipeline of the plan: the slowest rank computes and waits. The reduction comes later.
+    time = predict_time(setup)
+    pipeline_s = time.compute_s + time.exposed_s["tp"] + time.bubble_s
+    assert interleaved["step"] == pytest.approx(1000 * pipeline_s)
+    # A rank has three stages in the one schedule, and one of the same layers in the other.
+    assert plain["ranks"][0][0]["end"] == pytest.approx(3 * first["end"], rel=0.01)
+    assert plain["bubble_of_total"] > interleaved["bubble_of_total"]
+    assert interleaved["closed_form"] is None
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """The folder of a run with a trace."""
+    step = traced("ZBVZeroBubble")
+    (tmp_path / trace.FOLDER).mkdir()
+    for head, events in zip(*step, strict=True):
+        trace.file_of(tmp_path, head.pp_rank).write_bytes(trace.lines(head, events))
+    return str(tmp_path)
+
+
+def test_a_run_is_drawn_beside_its_simulation(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["timeline", "--measured", run, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    measured, simulated = answer["schedules"]
+    assert (answer["pp"], answer["micro_batches"], answer["step"]) == (4, 8, 2)
+    assert measured["bubble_of_total"] == pytest.approx(simulated["bubble_of_total"], abs=1e-4)
+    assert measured["ranks"][0][0] == {"actions": ["0F0"], "start": 0.0, "end": pytest.approx(20)}
+    assert measured["waits"].keys() == {"messages", "gradients"}
+
+    out = tmp_path / "own.svg"
+    assert cli.main(["timeline", "--measured", run, "--step", "2", "-o", str(out)]) == 0
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith("measured in step 2: ZBVZeroBubble: P = 4 ranks, V = 2 stages a rank")
+    assert "waiting for messages of other pipeline ranks" in first
+    assert second.startswith("simulated with its mean times: ZBVZeroBubble")
+    cells = [rectangle for rectangle in read(out.read_text()).rectangles if rectangle.tip]
+    assert len(cells) == 2 * 2 * 3 * 8 * 4
+
+    recipe = [RECIPE, "--gpu", "A100-80GB"]
+    assert cli.main(["timeline", "--measured", run, *recipe, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["schedules"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "composer3d timeline: name a RECIPE, or a run with --measured RUN"),
+        ([RECIPE, "--step", "3"], "--step is a step of a run; name the run with --measured RUN"),
+        (["--measured", "no/such"], "no/such/timeline/pp0.jsonl is missing; a run writes it with"),
+        (["--measured", "RUN", "--step", "9"], "pp0.jsonl has no step 9"),
+        (["--measured", "RUN", RECIPE], "--measured: only times in seconds can stand beside a run"),
+        (["--measured", "RUN", "--compare", "1F1B"], "--measured: only times in seconds can stand"),
+        ([RECIPE, "--gpu", "X1"], "--gpu X1: unknown device; known are"),
+    ],
+)
+def test_what_is_not_a_run_is_refused(
+    run: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [run if argument == "RUN" else argument for argument in arguments]
+    assert cli.main(["timeline", *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def traced(schedule: str, times: StageTimes = TIMES) -> StepTrace:
         events.append([])
         end_s = BEGIN_S
         for cell, start_s, _ in row:
-            if BEGIN_S + start_s > end_s:
+            if BEGIN_S + start_s > end_s + 1e-9:
                 events[-1].append(Event("messages", end_s, BEGIN_S + start_s))
             end_s = BEGIN_S + start_s
             for action in cell:  # torch runs actions that overlap one after the other

@@ -124,6 +124,17 @@ RUN = [
             "starts after the warmup"
         ],
     ),
+    *(
+        Wrong(
+            f"traced steps {steps}",
+            TINY + f"[metrics]\ntimeline_steps = {steps}\n",
+            [
+                f"x.toml:4: metrics.timeline_steps = {steps} must be the first and the last step, "
+                "counted from 1, and at most 100 steps in all"
+            ],
+        )
+        for steps in ("[0, 3]", "[4, 3]", "[1, 101]", "[1000000000, 1000000001]")
+    ),
     Wrong(
         "counts",
         TINY

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -357,6 +357,43 @@ def test_the_start_of_a_pipeline_is_surrounded(pool: Pool) -> None:
     for starts in pool.run(count_pipeline_starts, {}, world_size=2):
         # The start is a part of every step; only the first one does something.
         assert starts == [["begin", "end"], ["begin", "end"] * 2]
+
+
+def test_the_work_of_a_pipeline_is_surrounded(pool: Pool) -> None:
+    for rank, (inside, remains) in enumerate(pool.run(note_pipeline_work, {}, world_size=2)):
+        actions = [name for name in inside if name not in ("messages", "gradients")]
+        assert actions == [f"{rank}{kind}{index}" for kind in "FB" for index in range(2)]
+        # A message in each direction for each micro-batch, at the sender and at the receiver.
+        assert inside.count("messages") == 4
+        assert inside.count("gradients") == 1
+        assert not remains
+
+
+def note_pipeline_work() -> tuple[list[str], bool]:
+    """The work in a step of a pipeline of two stages, and whether something is still replaced."""
+    names: list[str] = []
+
+    @contextmanager
+    def noted_name(name: str) -> Iterator[None]:
+        names.append(name)
+        yield
+
+    with pool_world() as device:
+        rank = dist.get_rank()
+        x = torch.ones(2, 3)
+        example = torch.ones(1, 3, requires_grad=True)
+        stage = PipelineStage(
+            nn.Linear(3, 3), rank, 2, device, input_args=(example,), output_args=(example,)
+        )
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, _: out.sum())
+        methods = set(vars(stage))
+        wait = torch_private.schedules._wait_batch_p2p
+        for is_noted in (False, True, False):
+            around = torch_private.around_pipeline_work([stage], noted_name)
+            with around if is_noted else nullcontext():
+                schedule.step(*((x,) if rank == 0 else ()), target=x if rank else None)
+    is_replaced = torch_private.schedules._wait_batch_p2p is not wait
+    return names, is_replaced or bool(set(vars(stage)) - methods)
 
 
 def count_pipeline_starts() -> list[list[str]]:

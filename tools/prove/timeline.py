@@ -6,7 +6,7 @@ and once for those of weights. Sleeping needs no core, so that the times of laye
 machine. The steps are traced as in a training. Of each schedule, the step that took least is
 compared: other programs on the machine can only make a step longer.
 
-    bash tools/prove/run timeline            # all schedules, about four minutes
+    bash tools/prove/run timeline            # all schedules, about seven minutes
     bash tools/prove/run timeline 1F1B       # one of them
 
 The columns are shares of the step in which ranks do not compute. "closed form" is that of the
@@ -42,9 +42,10 @@ from composer3d.verify.data import random_batch
 from composer3d.verify.worker import local_batch
 
 RANKS, LAYERS, MICRO_BATCHES = 4, 8, 8
-SLEEP_S = 0.1  # of one layer and micro-batch, for each of the three parts
+SLEEP_S = 0.2  # of one layer and micro-batch, for each of the three parts
 STEPS = 4
 BOUND = 0.05  # of the step
+LIMIT_S = 600.0
 BUILT_IN = tuple(name for name in SCHEDULES if name != "csv")
 
 RECIPE = f"""\
@@ -134,7 +135,7 @@ def compare(pool: Pool, schedule: str, sleep_s: float = SLEEP_S, steps: int = ST
         recipe_file.write_text(RECIPE.format(schedule=schedule, stages=[layers] * n_stages))
         recipe = load(str(recipe_file), []).recipe
         arguments = {"recipe": recipe, "folder": folder, "sleep_s": sleep_s, "steps": steps}
-        pool.run(train_asleep, arguments, world_size=RANKS)
+        pool.run(train_asleep, arguments, world_size=RANKS, limit_s=LIMIT_S)
         traced = [trace.read(Path(folder), step) for step in range(2, steps + 1)]
 
     shortest = min(traced, key=lambda step: measured_timeline(step).end_s)
