@@ -148,6 +148,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "cpu-tp-pp": _dense("run.device=cpu", *PP2_TP2),
 }
 
+# What the tests run: one case for each of the largest parts of the model, none of them slow.
+SLICE = ("zero1-blocks", "tp-selective", "zbv-blocks", "ep-full")
+
 
 class Agreement(NamedTuple):
     """The bytes of one pipeline rank.

@@ -24,6 +24,19 @@ LAYOUTS = {
     "dp tp pp": ("mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2"),
     "cp pp": CP,
     "cp pp, all recomputed": (*CP, 'memory.activation_checkpoint="full"'),
+    "zero bubble, tied": (
+        "mesh.pp=2",
+        "mesh.dp_shard=4",
+        "model.tied=true",
+        "parallel.schedule=ZBVZeroBubble",
+    ),
+    "csv, documents": (
+        "mesh.pp=2",
+        "mesh.dp_shard=4",
+        "data.packing=documents",
+        "parallel.schedule=csv",
+        f"parallel.schedule_csv={ROOT / 'recipes' / 'zb-h1-2x4.csv'}",
+    ),
 }
 
 
@@ -77,6 +90,17 @@ def test_the_peak_is_that_of_real_allocations(name: str, pool: Pool) -> None:
         ranks = recipe.world_size // recipe.mesh.pp
         lowest = min(peaks[pp_rank * ranks : (pp_rank + 1) * ranks])
         assert counted == pytest.approx(lowest, rel=0.02)
+
+
+def test_a_gpu_has_one_kernel_for_a_norm(pool: Pool) -> None:
+    sets = (*SIZES, "mesh.dp_shard=8", "precision.compute=bfloat16", "model.n_layers=8")
+    of_cpu = dry_run_of(pool, recipe_of(BASE, sets)).memory
+    of_gpu = dry_run_of(pool, recipe_of(BASE, (*sets, "run.device=cuda"))).memory
+    # Two copies of the stream in float32 for each of 17 norms, of 256 tokens; and a number for each
+    # token less than the kernels of a CPU keep.
+    stream = 256 * 256
+    assert of_cpu.activations - of_gpu.activations == pytest.approx(17 * 8 * stream, rel=0.01)
+    assert of_cpu.params == of_gpu.params
 
 
 def test_state_is_that_of_the_parameters(pool: Pool) -> None:

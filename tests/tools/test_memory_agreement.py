@@ -1,0 +1,30 @@
+"""A fixed slice of ``tools/memory_agreement.py``: the planner's memory against dry runs."""
+
+import pytest
+
+from composer3d.runtime.launch import Pool
+from tools.memory_agreement import CASES, SLICE, Agreement, compare
+
+
+def test_the_planner_agrees_with_dry_runs_within_5_percent(pool: Pool) -> None:
+    found = compare(pool, SLICE, at_once=8)
+    assert [row.name for row in found if row.pp_rank == 0] == list(SLICE)
+    for row in found:
+        assert abs(row.error) <= 0.05, row
+
+
+def test_the_cases_cover_every_axis_and_schedule() -> None:
+    text = " ".join(" ".join(sets) for sets in CASES.values())
+    for words in (
+        *("mesh.tp=", "mesh.cp=", "mesh.pp=", "mesh.ep=", "mesh.dp_replicate=2"),
+        *(f"parallel.zero={level}" for level in range(4)),
+        *("cp_method=allgather", "cp_method=ulysses"),
+        *("GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"),
+        *("DualPipeV", "schedule=csv", "cpu_offload", "documents", "tied", "loss_chunks"),
+    ):
+        assert words in text
+    assert set(SLICE) <= set(CASES)
+
+
+def test_an_error_is_that_of_the_planner() -> None:
+    assert Agreement("one", 0, planned=95.0, counted=100.0).error == pytest.approx(-0.05)
