@@ -83,7 +83,7 @@ def test_memory_of_the_recipe_as_it_is(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_text_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", RECIPE, "--gpus", "8", "--scale"]) == 0
+    assert cli.main(["plan", "quickstart", "--gpus", "8", "--scale"]) == 0
     text = capsys.readouterr().out
     assert "legal layouts on 8 x H100-80GB SXM" in text
     assert "bound by" in text
@@ -102,7 +102,7 @@ def test_the_table_of_the_page_is_what_the_command_prints() -> None:
     rows = rest.partition("\nefficiency: ")[0].splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["8", "64", "512", "2,048"]
 
-    recipe = load("llama-175b-1024-3d", check_files=False).recipe
+    recipe = load(ROOT / "recipes" / "llama-175b-1024-3d.toml", check_files=False).recipe
     row_of_device = hardware.by_name("A100-80GB")
     assert row_of_device is not None
     device = Device(hardware=row_of_device)
