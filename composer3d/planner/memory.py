@@ -214,13 +214,11 @@ def _activations(setup: Setup, rank: int, stages: list[int]) -> float:
     }
     outputs = _product_outputs(setup)
     stream = setup.tokens * sizes.dim / (layout.tp if layout.sequence_parallel else 1)
-    dense_blocks = sizes.layers - sizes.expert_blocks
     by_stage: dict[int, float] = {}
-    before = 0
     for stage, count in enumerate(layout.stage_blocks):
         if stage in stages:
-            dense = max(0, min(count, dense_blocks - before))
-            kept = dense * full[False] + (count - dense) * full[True]
+            with_experts = setup.expert_blocks[stage]
+            kept = (count - with_experts) * full[False] + with_experts * full[True]
             if setup.recompute == "full":
                 kept = 2.0 * stream * count
             elif setup.recompute == "attention":
@@ -233,7 +231,6 @@ def _activations(setup: Setup, rank: int, stages: list[int]) -> float:
                 kept += outputs * (0.5 if setup.recompute == "half_matrix" else 1.0)
                 kept *= count
             by_stage[stage] = kept
-        before += count
     if layout.pp > 1:  # the output of a stage stays until its gradient arrives
         by_stage = {stage: kept + 2.0 * stream for stage, kept in by_stage.items()}
     most = _most_in_flight(setup, rank, by_stage)

@@ -126,10 +126,10 @@ class _Rank:
         self.splits_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
 
         dense = block_bytes(setup, has_experts=False, splits_backward=self.splits_backward)
-        blocks = [dense] * (sizes.layers - sizes.expert_blocks)
+        blocks = [dense] * sizes.layers
         if sizes.expert_blocks:
             sparse = block_bytes(setup, has_experts=True, splits_backward=self.splits_backward)
-            blocks += [sparse] * sizes.expert_blocks
+            blocks = [sparse if sizes.has_experts(n) else dense for n in range(sizes.layers)]
         self.stages: dict[int, _Stage] = {}
         begin = 0
         for number, count in enumerate(layout.stage_blocks):
