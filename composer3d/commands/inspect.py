@@ -1,6 +1,7 @@
 """``composer3d inspect``: report what a checkpoint or token files contain, and if all is whole."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def run(path: str, *, tensors: bool, as_json: bool) -> int:
         DataError: the manifest of token files cannot be used.
         UserError: a later version of composer3d wrote the checkpoint.
     """
-    if (Path(path) / MANIFEST).exists():
+    if os.path.exists(Path(path) / MANIFEST):  # unlike Path.exists, False for any odd name
         return _inspect_tokens(Path(path), as_json=as_json)
     report = inspect(Path(path))
     status = 0 if report["whole"] else 1
