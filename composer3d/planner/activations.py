@@ -171,10 +171,11 @@ def block_bytes(setup: Setup, *, has_experts: bool, splits_backward: bool) -> Bl
             rows_exchanged = 2 * part.rows if layout.ep > 1 else 0.0
             kept = stream.own + part.query + 2 * part.kv + 2 * part.width + attended
             kept += attention_output + ffn_output + from_exchanges + rows_exchanged
+            kept += 2 * part.expert_width + part.rows
             # Values and the gate's halves are not computed again, and the output of attention's
             # product is dropped when it has been added.
             again = full - stream.own - attended - part.kv - 2 * part.width - rows_exchanged
-            again -= attention_output + exchanged_out
+            again -= attention_output + exchanged_out + 2 * part.expert_width
     return BlockBytes(
         kept=kept,
         again=again,
@@ -186,8 +187,11 @@ def block_bytes(setup: Setup, *, has_experts: bool, splits_backward: bool) -> Bl
 
 
 def _copies_of_a_norm(e: float) -> float:
-    """Return what a norm of several kernels keeps besides its input, as multiples of the input."""
-    return 2 * _WIDE / e if e < _WIDE else 1.0
+    """Return what a norm of several kernels keeps in addition, as multiples of its input.
+
+    It keeps its input in float32, and the same divided by its root mean square.
+    """
+    return 2 * _WIDE / e - 1
 
 
 def _backward_extra(setup: Setup, part: _Sizes, splits_backward: bool) -> float:
