@@ -102,7 +102,8 @@ def test_the_table_of_the_page_is_what_the_command_prints() -> None:
     rows = rest.partition("\nefficiency: ")[0].splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["8", "64", "512", "2,048"]
 
-    recipe = load("llama-175b-1024-3d", check_files=False).recipe
+    path = str(ROOT / "recipes" / "llama-175b-1024-3d.toml")
+    recipe = load(path, check_files=False).recipe
     row_of_device = hardware.by_name("A100-80GB")
     assert row_of_device is not None
     device = Device(hardware=row_of_device)
