@@ -39,12 +39,12 @@ class _Operators(DispatchMode):
 
 
 def test_losses_are_the_same_with_a_trace(folder: Path, pool: Pool) -> None:
-    (folder / "recipe.toml").write_text(RECIPE.format(mesh=MESH))
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh="pp = 2"))
     schedule = f"parallel.schedule={SCHEDULE}"
     for out_dir, more in (("off", []), ("on", ["metrics.timeline_steps=[2, 3]"])):
         sets = [*SETS, schedule, f"run.out_dir={out_dir}", *more]
         arguments = {"folder": str(folder), "sets": sets, "minutes": None, "largest_file": None}
-        pool.run(build_and_train, arguments, world_size=4)
+        pool.run(build_and_train, arguments, world_size=2)
     assert losses(folder, "off") == losses(folder, "on")
     assert len(losses(folder, "on")) == 4
     assert not (folder / "off" / "small" / trace.FOLDER).exists()
@@ -54,7 +54,7 @@ def test_losses_are_the_same_with_a_trace(folder: Path, pool: Pool) -> None:
         "pp0.jsonl",
         "pp1.jsonl",
     ]
-    planned = actions(SCHEDULE, 2, 2, 4)
+    planned = actions(SCHEDULE, 2, 2, 8)
     for step in (2, 3):
         found = trace.read(run, step)
         for row, cells in zip(found.events, planned, strict=True):

@@ -159,15 +159,16 @@ def train_asleep(recipe: Recipe, folder: str, sleep_s: float, steps: int) -> Non
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)
         stages = build_stages(recipe, mesh)
-        for module in stages.modules:
-            for block in module.blocks.values():
-                let_sleep(block, sleep_s)
         timeline = make_timeline(recipe, stages, Path(folder))
         assert timeline is not None
         for step in range(1, steps + 1):
             batch = local_batch(random_batch(recipe, step), stages)
             with timeline.step(step):
                 compute_gradients(stages, batch)
+            if step == 1:  # it connects the ranks, and is not traced
+                for module in stages.modules:
+                    for block in module.blocks.values():
+                        let_sleep(block, sleep_s)
 
 
 def let_sleep(block: nn.Module, sleep_s: float) -> None:
