@@ -106,6 +106,7 @@ source = "jsonl"
 path = "train.jsonl"
 seq_len = 64
 global_batch = 4
+seed = 1
 
 [validation]
 every = 3
