@@ -64,6 +64,8 @@ class _Stream:
     """A stream on which nothing runs."""
 
     device = torch.device("cuda", 0)
+    stream_id = device_index = 0
+    device_type = 1  # CUDA, in C++
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         pass

@@ -59,6 +59,10 @@ struct Hooks final : at::CUDAHooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  // torch 2.15 asks for these when it chooses a kernel of attention. Not all versions have them.
+  long versionCuDNN() const { return 0; }
+  long versionRuntimeCuDNN() const { return 0; }
+  long versionCuDNNFrontend() const { return 0; }
 };
 
 }  // namespace
