@@ -122,9 +122,9 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
     """Make the global batch of a step that the loaders of all ranks together must draw.
 
     An epoch has n samples. Global sample g is sample g % n in the order of epoch g // n, that of
-    ``sample_at``. Sample i
-    of the corpus starts at token i * seq_len; a label is the token that follows. With packing,
-    positions start from 0 in each document, and the last token of a document has no label.
+    ``sample_at``. Sample i of the corpus starts at token i * seq_len; a label is the token that
+    follows. With packing, positions start from 0 in each document, and the last token of a document
+    has no label.
 
     Args:
         recipe: its table ``[data]`` is used.
