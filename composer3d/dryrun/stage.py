@@ -61,6 +61,7 @@ from composer3d.runtime.torch_private import (
     with_data,
 )
 from composer3d.training.build import build_stages
+from composer3d.training.loop import FLAGS
 from composer3d.training.optim import build_optimizer
 from composer3d.training.step import compute_gradients, update
 
@@ -148,7 +149,7 @@ class RankWithoutData:
 
     recipe: Recipe
     stages: Stages
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.AdamW
     batch: Batch
 
 
@@ -231,10 +232,10 @@ def _batch(recipe: Recipe, documents_BT: Tensor | None) -> Batch:
 def take_a_step(rank: RankWithoutData, ledger: MemoryLedger) -> None:
     """Run one optimizer step as ``training.loop`` does."""
     stages, optim = rank.stages, rank.recipe.optim
-    _, norm = compute_gradients(stages, rank.batch)
+    sums = compute_gradients(stages, rank.batch, lambda: [0.0] * FLAGS)
     gradients = (parameter.grad for parameter in stages.parameters())
     ledger.mark((local_shard(grad) for grad in gradients if grad is not None), Kind.GRADIENTS)
-    update(stages, rank.optimizer, norm=norm, max_norm=optim.clip, lr=optim.lr)
+    update(stages, rank.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
 
 
 def fix_routing(stage: nn.Module, ep: int, skew: float) -> None:

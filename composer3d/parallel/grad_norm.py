@@ -1,5 +1,6 @@
 """The norm over all gradients of a job. Every element counts once, on every mesh."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -22,7 +23,7 @@ def local_grad_norm_sq(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor
 
     No collective: ``Mesh.sum_over_world`` can sum the share together with the loss.
     """
-    shares = []
+    by_shards: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         grad = parameter.grad
         if grad is None:
@@ -34,24 +35,27 @@ def local_grad_norm_sq(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor
                 if not placement.is_replicate():
                     shards *= size
             grad = grad.to_local()
-        norm = torch.linalg.vector_norm(grad).to(torch.float64)
-        shares.append(norm * norm * (shards / mesh.stage_ranks))
+        by_shards[shards].append(grad)
+
+    shares = []
+    for shards, grads in by_shards.items():
+        # One kernel for many gradients.
+        norms = torch.stack(torch._foreach_norm(grads)).to(torch.float64)
+        shares.append(norms.square().sum() * (shards / mesh.stage_ranks))
     total = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
     return total.to(mesh.device)
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
-    """Scale all gradients in place so that their norm is at most ``max_norm``.
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the number by which all gradients are divided, so that their norm is ``max_norm``.
 
-    Pascanu et al. 2013 (arXiv 1211.5063). No collective.
+    Pascanu et al. 2013 (arXiv 1211.5063). No collective, and the host waits for nothing.
 
     Args:
-        parameters: their ``.grad`` is scaled.
-        norm: the norm of all gradients of the job, the same on every rank.
-        max_norm: the largest norm; 0 leaves the gradients as they are.
+        norm: the norm of all gradients of the job, a float64 scalar, the same on every rank.
+        max_norm: the largest norm; 0 means none.
+
+    Returns:
+        A float64 scalar on the device of ``norm``: at least 1, and 1 if the norm is small enough.
     """
-    if max_norm <= 0 or norm <= max_norm:
-        return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(max_norm / norm)
+    return (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)

@@ -152,7 +152,7 @@ class Stages:
         tokens_BT: Tensor,
         labels_BT: Tensor,
         positions_BT: Tensor,
-        valid_tokens: float,
+        valid_tokens: Tensor,
         documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Compute the gradients of a step into ``.grad``, reduced over the whole job.
@@ -162,7 +162,8 @@ class Stages:
         Args:
             tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp): this
                 rank's rows of the step, and its part of each (``own_tokens``).
-            valid_tokens: the number of valid labels in the whole step, over all ranks.
+            valid_tokens: the number of valid labels in the whole step, over all ranks: a scalar
+                on the mesh's device.
             documents_BT: int64 (micro_batches x micro_batch, T) on the CPU: the documents of the
                 same rows, whole on every cp rank.
 
@@ -185,7 +186,8 @@ class Stages:
             for index, (tokens, inputs) in enumerate(self._micro_batches(tokens_BT, keywords)):
                 is_last = index == self._step.micro_batches - 1
                 fsdp.begin_micro_batch(module, self._parallel, last=is_last)
-                loss = module(tokens, **inputs) / valid_tokens
+                summed = module(tokens, **inputs)
+                loss = summed / valid_tokens.to(summed.dtype)
                 loss.backward()
                 total += loss.detach()
         self.finish_gradients()
@@ -204,13 +206,16 @@ class Stages:
     def router_loads(self) -> Mapping[str, RouterLoad]:
         """What the routers of the whole model have seen in the last ``forward_backward``, by name.
 
-        The same on all ranks.
+        The same on all ranks. On a GPU, the host waits for it.
         """
-        return self._balance.loads
+        return self._balance.loads()
 
-    def move_router_biases(self) -> None:
-        """Move the biases of routers by their loads, once a step. No collective."""
-        self._balance.move_biases()
+    def move_router_biases(self, is_finite: Tensor) -> None:
+        """Move the biases of routers by their loads, once a step, if ``is_finite``.
+
+        ``is_finite`` is a bool scalar on the mesh's device. No collective, and no wait.
+        """
+        self._balance.move_biases(is_finite)
 
     def finish_gradients(self) -> None:
         """Reduce the gradients that are still partial, and add those of copies to their owners.

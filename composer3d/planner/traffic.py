@@ -50,6 +50,10 @@ Phase = Literal["forward", "backward", "step"]
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 COUNT_BYTES = 8  # int64 numbers of rows, and float64 sums
 
+# The flags of ``training.loop``, whose ``FLAGS`` this file cannot import: two signals, a failed save
+# and the clock.
+_FLAGS = 4
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -517,12 +521,11 @@ class _Rank:
     def _world(self) -> None:
         """All-reduces over all ranks, in float64.
 
-        The valid tokens; the loss and the norm (``training.step.compute_gradients``); E + 5 numbers
-        of each router (``expert.balance``); and three decisions (``training.loop``).
+        The valid tokens; the loss, the norm and the flags of ``training.loop``; and E + 5 numbers
+        of each router (``expert.balance``).
         """
         size = self.mesh.world_size
-        words = ("valid tokens", "loss and norm", "signals, saves and clocks")
-        for purpose, numbers in zip(words, (1, 2, 3), strict=True):
+        for purpose, numbers in (("valid tokens", 1), ("loss, norm and flags", 2 + _FLAGS)):
             self._add("world", "all_reduce", "step", purpose, 1, numbers * COUNT_BYTES, size)
         if isinstance(self.shape, MoeShape) and self.shape.moe_layers:
             numbers = self.shape.moe_layers * (self.shape.experts + 5)

@@ -1,4 +1,4 @@
-"""Let SIGTERM and SIGINT end the training loop after the current step."""
+"""Let SIGTERM and SIGINT end the training loop after the current step or the next one."""
 
 import signal
 import time
@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from composer3d.runtime import log
+
+# The signals that end the loop. If ranks get different ones, the first of these counts.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 # A terminal's Ctrl-C reaches a rank twice, directly and through the launcher. So a signal counts as
 # a second request only if it arrives more than this many seconds after the first one.
@@ -17,7 +20,7 @@ _INSIST_S = 5.0
 def stop_signals() -> Iterator[list[int]]:
     """Catch SIGTERM and SIGINT, and collect their numbers in the list that is yielded.
 
-    The training loop reads the list between two steps. A signal that arrives more than 5 s after
+    The training loop reads the list before each step. A signal that arrives more than 5 s after
     the first one ends the process at once. The previous handlers are restored on exit. Enter this
     context in the main thread, because no other thread can set handlers.
     """
@@ -30,16 +33,14 @@ def stop_signals() -> Iterator[list[int]]:
         if len(received) == 1:
             first_s = time.monotonic()
             log.get().info(
-                f"signal {number}: ending this step; again in {_INSIST_S:.0f} s or later to end at "
-                "once"
+                f"signal {number}: ending after this step or the next; again in "
+                f"{_INSIST_S:.0f} s or later to end at once"
             )
         elif time.monotonic() - first_s > _INSIST_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    previous_handlers = {
-        number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    previous_handlers = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
     try:
         yield received
     finally:

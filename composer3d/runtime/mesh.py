@@ -172,29 +172,27 @@ class Mesh:
         return self.device_mesh.get_group("pp")
 
     def sum_over_world(self, *values: Tensor | float) -> list[float]:
+        """Return the sums of ``start_sum_over_world``. On a GPU, the host waits for them."""
+        return self.start_sum_over_world(*values).tolist()
+
+    def start_sum_over_world(self, *values: Tensor | float) -> Tensor:
         """Sum each scalar over all ranks, in float64. Collective: one all-reduce for all scalars.
 
         If several ranks hold the same value, the caller must weight it so that it counts once.
 
         Args:
-            values: numbers or 0-dim tensors, the same number of them on every rank.
+            values: numbers or 0-dim tensors on the mesh's device, the same number on every rank.
 
         Returns:
-            The sums, in the order of ``values``. On a GPU, the host waits for them.
+            The sums, in the order of ``values``: a tensor (n) on the mesh's device. On a GPU,
+            nothing waits for them.
         """
-        scalars = [
-            torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
-            for value in values
-        ]
-        packed = torch.stack(scalars)
+        packed = torch.stack([self._scalar(value) for value in values])
         dist.all_reduce(packed)
-        return packed.tolist()
+        return packed
 
-    def max_over_world(self, *values: float) -> list[float]:
-        """Return the maximum of each scalar over all ranks. Collective: one all-reduce.
-
-        With it, all ranks agree on an event that one of them has seen.
-        """
-        packed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(packed, dist.ReduceOp.MAX)
-        return packed.tolist()
+    def _scalar(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().to(torch.float64)
+        # ``torch.tensor`` would copy the number from the host.
+        return torch.full((), value, dtype=torch.float64, device=self.device)

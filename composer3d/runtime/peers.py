@@ -38,7 +38,7 @@ _COLLECTIVE = re.compile("gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORE
 
 # Functions in which a rank waits for other ranks, but without a frame of torch.distributed: the
 # wait is a copy from a GPU, or the collective runs in another thread.
-_WAITING = frozenset({"sum_over_world", "max_over_world", "result"})
+_WAITING = frozenset({"sum_over_world", "await_values", "result"})
 
 _PACKAGE = str(Path(__file__).parents[1])
 

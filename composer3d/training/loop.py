@@ -17,12 +17,15 @@ from composer3d.parallel.context.ownership import parts_of_all_ranks
 from composer3d.parallel.expert.balance import RouterLoad
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import CheckpointTable, Recipe
-from composer3d.reliability.signals import stop_signals
+from composer3d.reliability.signals import STOP_SIGNALS, stop_signals
 from composer3d.runtime import log
 from composer3d.spec.errors import TrainingError
 from composer3d.training.build import Run
 from composer3d.training.optim import learning_rate
 from composer3d.training.step import compute_gradients, update, validate
+
+# How many flags travel with the loss of a step: one for each signal, a failed save, and the clock.
+FLAGS = len(STOP_SIGNALS) + 2
 
 
 def train(run: Run) -> int:
@@ -61,6 +64,15 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
     mesh = stages.mesh
     cadence = Cadence(recipe.checkpoint, time.monotonic())
 
+    def flags() -> list[float]:  # as many as FLAGS
+        # A save is collective, so all ranks must agree on it. But their clocks differ, and a signal
+        # may reach only one rank.
+        return [
+            *(signals[:1] == [number] for number in STOP_SIGNALS),
+            run.store.failed,
+            mesh.rank == 0 and cadence.is_time(),
+        ]
+
     while run.step < total_steps:
         # Seeded by the number of the step, random numbers are the same on all layouts and after a
         # resume. Only 63 bits of the seed are kept.
@@ -70,13 +82,18 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
             batch = next(run.loader)
 
         with nullcontext() if run.timeline is None else run.timeline.step(run.step + 1):
-            loss, norm = compute_gradients(stages, batch)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            # Both values come from sums over all ranks, so all ranks take this branch or none does.
-            raise TrainingError(_not_finite(run, loss, norm))
+            sums = compute_gradients(stages, batch, flags)
 
         lr = learning_rate(run.step, recipe.optim, total_steps)
-        update(stages, run.optimizer, norm=norm, max_norm=recipe.optim.clip, lr=lr)
+        values = update(stages, run.optimizer, sums, max_norm=recipe.optim.clip, lr=lr)
+        loss, norm = values.loss, values.norm
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            # Both values come from sums over all ranks, so all ranks take this branch or none does.
+            # The update has changed nothing.
+            raise TrainingError(_not_finite(run, loss, norm))
+        *ranks_with_signal, save_failed, time_is_up = values.flags
+        received = zip(STOP_SIGNALS, ranks_with_signal, strict=True)
+        signal_seen = next((number for number, ranks in received if ranks), 0)
         run.step += 1
         is_last = run.step == total_steps
 
@@ -88,14 +105,6 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
             extra=partial(_further_metrics, recipe, batch, stages),
         )
 
-        # A save is collective, so all ranks must agree on it. But their clocks differ, and a signal
-        # may reach only one rank.
-        agreed = mesh.max_over_world(
-            signals[0] if signals else 0,
-            run.store.failed,
-            mesh.rank == 0 and cadence.is_time(),
-        )
-        signal_seen, save_failed, time_is_up = (int(value) for value in agreed)
         if save_failed:
             # This raises the error of the save.
             run.store.wait()

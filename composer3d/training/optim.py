@@ -5,9 +5,10 @@ Nothing here depends on the rank: DTensors are used like tensors.
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -92,3 +93,33 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next step in every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def apply_gradients(optimizer: torch.optim.AdamW, *, divisor: Tensor, is_finite: Tensor) -> None:
+    """Divide all gradients by ``divisor`` and update the weights; nothing if not ``is_finite``.
+
+    The kernel of fused AdamW reads both scalars on the device and divides ``.grad`` in place.
+    In host memory (``memory.cpu_offload``) the update has to wait for them.
+
+    Args:
+        optimizer: from ``build_optimizer``.
+        divisor: float64 scalar of at least 1.
+        is_finite: bool scalar.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device
+    divisor, is_finite = divisor.to(device), is_finite.to(device)
+    if parameters[0].dtype == torch.float64:
+        # The kernel takes the divisor in float32, which is not exact enough for gradients in
+        # float64.
+        torch._foreach_div_([_local(p.grad) for p in parameters if p.grad is not None], divisor)
+        divisor = torch.ones_like(divisor)
+    # These attributes are how torch.amp.GradScaler passes them.
+    scaled: Any = optimizer
+    scaled.grad_scale = divisor.to(torch.float32)
+    scaled.found_inf = (~is_finite).to(torch.float32)
+    optimizer.step()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,6 +1,7 @@
 """One optimizer step (gradients, clipping and the update), and validation."""
 
-import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,43 +11,120 @@ from composer3d.data.order import Order
 from composer3d.parallel import Stages, grad_norm
 from composer3d.recipe.schema import Recipe
 from composer3d.training.batches import make_loader, move_to_device
-from composer3d.training.optim import set_lr
+from composer3d.training.optim import apply_gradients, set_lr
 
 
-def compute_gradients(stages: Stages, batch: Batch) -> tuple[float, float]:
-    """Compute the gradients of one step and leave them in ``.grad``.
+class StepValues(NamedTuple):
+    """What the host learns of a step, the same on all ranks.
+
+    Attributes:
+        loss: of the job, the mean over all valid tokens, in nats.
+        norm: the norm of all gradients. It is NaN if a gradient is.
+        flags: for each flag, the number of ranks that have raised it.
+    """
+
+    loss: float
+    norm: float
+    flags: list[float]
+
+
+class StepSums:
+    """What all ranks have summed up after backward, on the device, where nothing waits for it.
+
+    Args:
+        sums: float64 (2 + flags) on the mesh's device: the loss, the squared norm and the flags.
+
+    Attributes:
+        loss, norm: the scalars of ``StepValues``, on the device.
+    """
+
+    def __init__(self, sums: Tensor) -> None:
+        self.loss, self.norm = sums[0], sums[1].sqrt()
+        self._values = torch.cat((self.loss[None], self.norm[None], sums[2:]))
+        self._host_values: Tensor | None = None
+        self._has_arrived: torch.Event | None = None
+
+    def send_to_host(self) -> None:
+        """Copy the values to the host, behind what the device has to do up to here.
+
+        ``await_values`` then waits for that alone, and not for what the device is given later.
+        """
+        if self._values.device.type == "cpu":
+            return
+        # torch copies to pinned memory, so the host goes on at once.
+        self._host_values = self._values.to("cpu", non_blocking=True)
+        self._has_arrived = torch.Event(self._values.device)
+        self._has_arrived.record()
+
+    def await_values(self) -> StepValues:
+        """Wait until the device has summed up the step, and return the values."""
+        if self._host_values is None or self._has_arrived is None:
+            values = self._values
+        else:
+            self._has_arrived.synchronize()
+            values = self._host_values
+        loss, norm, *flags = values.tolist()
+        return StepValues(loss, norm, flags)
+
+
+def compute_gradients(
+    stages: Stages, batch: Batch, flags: Callable[[], Sequence[float]] = tuple
+) -> StepSums:
+    """Compute the gradients of one step and leave them in ``.grad``. The host does not wait.
+
+    Args:
+        stages: this rank's stages.
+        batch: this rank's part of the global batch.
+        flags: returns numbers of this rank that travel with the loss, as many on every rank. It is
+            called after backward has been launched.
 
     Returns:
-        The job's loss (the mean over all valid tokens) and the norm of all gradients.
+        The loss, the norm of all gradients, and the flags, summed over all ranks.
 
     Collectives: those of ``Stages.forward_backward``, and two all-reduces of scalars over all
     ranks.
     """
     mesh = stages.mesh
     tokens_BT, labels_BT, positions_BT, documents_BT, local_valid = move_to_device(stages, batch)
-    (valid_tokens,) = mesh.sum_over_world(local_valid)
+    (valid_tokens,) = mesh.start_sum_over_world(local_valid)
     local_loss = stages.forward_backward(
-        tokens_BT, labels_BT, positions_BT, max(valid_tokens, 1.0), documents_BT
+        tokens_BT, labels_BT, positions_BT, valid_tokens.clamp(min=1.0), documents_BT
     )
-    loss, norm_sq = mesh.sum_over_world(
-        local_loss, grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
-    )
-    # ``norm_sq`` is NaN if a gradient is.
-    norm = math.sqrt(norm_sq) if norm_sq >= 0 else math.nan
-    return loss, norm
+    norm_sq = grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
+    return StepSums(mesh.start_sum_over_world(local_loss, norm_sq, *flags()))
 
 
 def update(
-    stages: Stages, optimizer: torch.optim.Optimizer, *, norm: float, max_norm: float, lr: float
-) -> None:
-    """Clip the gradients to ``max_norm``, and update the weights.
+    stages: Stages,
+    optimizer: torch.optim.AdamW,
+    sums: StepSums,
+    *,
+    max_norm: float,
+    lr: float,
+) -> StepValues:
+    """Clip the gradients to ``max_norm`` and update the weights, unless a value is not finite.
 
-    ``norm`` is the norm of all gradients, the same on all ranks. ``lr`` is the learning rate.
+    If the loss or the norm is not finite, nothing changes: no weight, no state of the optimizer
+    and no bias of a router. The device decides that itself, so the host waits only once: when the
+    update has been launched, for the sums.
+
+    Args:
+        stages: this rank's stages.
+        optimizer: from ``build_optimizer``.
+        sums: those of the gradients, the same on all ranks.
+        max_norm: the largest norm; 0 means none.
+        lr: the learning rate.
+
+    Returns:
+        The values of ``sums``.
     """
-    grad_norm.scale_gradients(stages.parameters(), norm=norm, max_norm=max_norm)
+    sums.send_to_host()
+    is_finite = (sums.loss + sums.norm).isfinite()
+    divisor = grad_norm.clip_divisor(sums.norm, max_norm)
     set_lr(optimizer, lr)
-    optimizer.step()
-    stages.move_router_biases()
+    apply_gradients(optimizer, divisor=divisor, is_finite=is_finite)
+    stages.move_router_biases(is_finite)
+    return sums.await_values()
 
 
 def validate(

@@ -383,9 +383,10 @@ def run_composed(
             batch = next(loader)
             if has_random_batch(step):
                 batch = local_batch(random_batch(recipe, step), stages)
-            loss, norm = train_step.compute_gradients(stages, batch)
-            errors.loss[step] = _relative_error(loss, expected["loss"][step])
-            errors.norm.append(_relative_error(norm, expected["norm"][step]))
+            sums = train_step.compute_gradients(stages, batch)
+            values = sums.await_values()
+            errors.loss[step] = _relative_error(values.loss, expected["loss"][step])
+            errors.norm.append(_relative_error(values.norm, expected["norm"][step]))
             gradients = {
                 name: parameter.grad
                 for name, parameter in stages.named_parameters()
@@ -399,7 +400,7 @@ def run_composed(
 
             lr = learning_rate(step, recipe.optim, recipe.run.steps)
             max_norm = reference_max_norm(recipe, step)
-            train_step.update(stages, optimizer, norm=norm, max_norm=max_norm, lr=lr)
+            train_step.update(stages, optimizer, sums, max_norm=max_norm, lr=lr)
 
             # A factor of all gradients hardly changes the weights of AdamW, but it changes this
             # norm.

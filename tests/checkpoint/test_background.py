@@ -114,7 +114,7 @@ def fail_behind(folder: Path) -> tuple[bool, int, tuple[str, ...], list[str]]:
         behind.save(make_manifest(2), stages, optimizer)
         first = behind.failed
         rounds = 0
-        while not mesh.max_over_world(behind.failed)[0]:
+        while not mesh.sum_over_world(behind.failed)[0]:
             time.sleep(0.02 * dist.get_rank())
             rounds += 1
         try:

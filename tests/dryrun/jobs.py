@@ -21,6 +21,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.torch_private import DispatchMode
 from composer3d.training.build import build_stages
+from composer3d.training.loop import FLAGS
 from composer3d.training.optim import build_optimizer
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify.data import random_batch
@@ -172,10 +173,10 @@ class LiveBlocks:
             del self._addresses[bisect_left(self._addresses, address)]
 
 
-def _step(recipe: Recipe, stages: Stages, optimizer: torch.optim.Optimizer, number: int) -> None:
+def _step(recipe: Recipe, stages: Stages, optimizer: torch.optim.AdamW, number: int) -> None:
     batch = local_batch(random_batch(recipe, number), stages)
-    _, norm = compute_gradients(stages, batch)
-    update(stages, optimizer, norm=norm, max_norm=recipe.optim.clip, lr=1e-3)
+    sums = compute_gradients(stages, batch, lambda: [0.0] * FLAGS)
+    update(stages, optimizer, sums, max_norm=recipe.optim.clip, lr=1e-3)
 
 
 def dry_run_of(pool: Pool, recipe: Recipe, pp_rank: int = 0, *, skew: float = 1.0) -> StageReport:

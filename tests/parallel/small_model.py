@@ -25,4 +25,4 @@ def compose_small(mesh: Mesh, *, plan: ShardingPlan | None = None, **tables: Any
 def take_a_step(stages: Stages) -> None:
     """Compute the gradients of one step, of the same rows on every rank."""
     tokens = torch.arange(8 * MICRO_BATCHES).view(MICRO_BATCHES, 8) % SHAPE.vocab
-    stages.forward_backward(tokens, tokens, torch.arange(8).expand_as(tokens), 32.0)
+    stages.forward_backward(tokens, tokens, torch.arange(8).expand_as(tokens), torch.tensor(32.0))

@@ -115,7 +115,7 @@ def count_graphs(checkpointing: Any, tensor_parallel: int) -> list[int]:
         graphs = []
         for steps in (2, 3):
             for _ in range(steps):
-                stages.forward_backward(tokens, labels, positions, 32.0)
+                stages.forward_backward(tokens, labels, positions, torch.tensor(32.0))
             graphs.append(counters["stats"]["unique_graphs"])
             stages.evaluate(tokens, labels, positions)
             graphs.append(counters["stats"]["unique_graphs"])

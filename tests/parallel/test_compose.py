@@ -64,14 +64,14 @@ def train(recipe: Recipe, steps: int) -> Training:
         losses, norms = [], []
         for _ in range(steps):
             batch = local_batch(random_batch(recipe, 0), stages)
-            loss, norm = compute_gradients(stages, batch)
+            sums = compute_gradients(stages, batch)
             for parameter in stages.parameters():
                 stored_dtypes.add(parameter.dtype)
                 if parameter.grad is not None:
                     stored_dtypes.add(parameter.grad.dtype)
-            update(stages, optimizer, norm=norm, max_norm=1.0, lr=1e-3)
-            losses.append(loss)
-            norms.append(norm)
+            values = update(stages, optimizer, sums, max_norm=1.0, lr=1e-3)
+            losses.append(values.loss)
+            norms.append(values.norm)
         return Training(losses, norms, output_dtypes, stored_dtypes)
 
 

@@ -35,14 +35,13 @@ def build_mesh(table: MeshTable) -> dict[str, Any]:
         }
 
 
-def reduce_scalars() -> tuple[list[float], list[float]]:
+def reduce_scalars() -> list[float]:
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(dp_shard=2), device)
         rank = mesh.rank
-        sums = mesh.sum_over_world(
+        return mesh.sum_over_world(
             1 + 2**-40, torch.tensor(rank + 1, dtype=torch.int64), torch.tensor(0.5 * rank)
         )
-        return sums, mesh.max_over_world([15, 2][rank], [-3.0, -2.5][rank])
 
 
 def test_a_world_of_another_size_is_refused_with_the_product_of_the_axes(pool: Pool) -> None:
@@ -119,5 +118,5 @@ def test_an_axis_of_one_has_no_mesh(pool: Pool) -> None:
 
 
 def test_scalars_are_reduced_in_float64(pool: Pool) -> None:
-    expected = ([2 + 2**-39, 3.0, 0.5], [15.0, -2.5])
+    expected = [2 + 2**-39, 3.0, 0.5]
     assert pool.run(reduce_scalars, {}, world_size=2) == [expected, expected]

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 from composer3d.recipe.resolve import load
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
 from composer3d.training.build import build
+from composer3d.training.step import StepSums
 
 RECIPE = """\
 [run]
@@ -91,6 +93,14 @@ def build_and_train(
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
         run = build(resolved.recipe, device, resolved.to_toml())
         if minutes is not None:
-            clock = types.SimpleNamespace(monotonic=lambda: 60 * minutes[rank] * run.step)
+            begun = []
+            compute_gradients = loop.compute_gradients
+
+            def begin_step(*arguments: Any) -> StepSums:
+                begun.append(run.step)
+                return compute_gradients(*arguments)
+
+            loop.compute_gradients = begin_step
+            clock = types.SimpleNamespace(monotonic=lambda: 60 * minutes[rank] * len(begun))
             loop.time = clock  # type: ignore[assignment]
         loop.train(run)

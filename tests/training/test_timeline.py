@@ -98,14 +98,14 @@ def steps_around_a_trace(recipe_file: str, sets: list[str]) -> list[dict[str, An
             with _Operators() as operators, CountCollectives(mesh) as collectives:
                 if is_traced and mesh.coords["dp_shard"] == 0:
                     with stages.record() as recording:
-                        loss, _ = compute_gradients(stages, batch)
+                        sums = compute_gradients(stages, batch)
                     assert recording.events
                 else:
-                    loss, _ = compute_gradients(stages, batch)
+                    sums = compute_gradients(stages, batch)
             pipeline: Any = stages._pipeline
             facts.append(
                 {
-                    "loss": loss,
+                    "loss": sums.await_values().loss,
                     "operators": operators.names,
                     "collectives": {
                         axis: {name: (use.count, use.sent_bytes) for name, use in found.items()}

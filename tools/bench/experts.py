@@ -57,7 +57,9 @@ def measure(sets: list[str]) -> dict[str, float]:
             for _ in range(STEPS):
                 seconds.update(dict.fromkeys(PARTS, 0.0))
                 began_s = time.perf_counter()
-                stages.forward_backward(tokens_BT, tokens_BT, positions_BT, tokens_BT.numel())
+                stages.forward_backward(
+                    tokens_BT, tokens_BT, positions_BT, torch.tensor(tokens_BT.numel())
+                )
                 whole_s = time.perf_counter() - began_s
                 seconds["rest"] = whole_s - sum(seconds.values())
                 steps.append({part: seconds[part] / whole_s for part in PARTS})

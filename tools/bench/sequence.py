@@ -162,7 +162,7 @@ def step_memory(tokens: int, ranks: int) -> float:
         for _ in range(2):  # the first run warms up
             gc.collect()
             with peak_memory() as growth:
-                stages.forward_backward(tokens_BT, tokens_BT, positions_BT, tokens)
+                stages.forward_backward(tokens_BT, tokens_BT, positions_BT, torch.tensor(tokens))
             for parameter in stages.parameters():
                 parameter.grad = None
         return growth.bytes

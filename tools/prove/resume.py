@@ -239,11 +239,11 @@ def train_on(run: Any) -> list[float]:
 
     losses = []
     for _ in range(STEPS_AFTER):
-        loss, norm = compute_gradients(run.stages, next(run.loader))
+        sums = compute_gradients(run.stages, next(run.loader))
         lr = learning_rate(run.step, run.recipe.optim, STEPS_BEFORE + STEPS_AFTER)
-        update(run.stages, run.optimizer, norm=norm, max_norm=run.recipe.optim.clip, lr=lr)
+        values = update(run.stages, run.optimizer, sums, max_norm=run.recipe.optim.clip, lr=lr)
         run.step += 1
-        losses.append(loss)
+        losses.append(values.loss)
     return losses
 
 

@@ -54,8 +54,6 @@ class Balance:
         sizes: of each router of the whole model, by name; the same on all ranks.
         stages: of this rank.
 
-    Attributes:
-        loads: by name of the router, after ``collect``; the same on all ranks.
     """
 
     def __init__(
@@ -65,7 +63,8 @@ class Balance:
         self._routers = {
             name: router for stage in stages for name, router in routers_of(stage).items()
         }
-        self.loads: dict[str, RouterLoad] = {}
+        # By name of the router, after ``collect``; the same on all ranks.
+        self._sums: dict[str, Tensor] = {}
 
     def reset(self) -> None:
         """Begin a step."""
@@ -84,9 +83,21 @@ class Balance:
         lengths = [len(part) for part in parts]
         packed = torch.cat(parts)
         dist.all_reduce(packed)
-        all_sums = packed.cpu().split(lengths)
-        for (name, size), sums in zip(self._sizes.items(), all_sums, strict=True):
-            self.loads[name] = RouterLoad(sums[:-5], size.per_token, *sums[-5:].tolist())
+        self._sums = dict(zip(self._sizes, packed.split(lengths), strict=True))
+
+    def loads(self) -> dict[str, RouterLoad]:
+        """Return what all routers have seen, by name: empty before the first ``collect``.
+
+        The same on all ranks. On a GPU, the host waits for it. No collective.
+        """
+        if not self._sums:
+            return {}
+        on_host = torch.cat(list(self._sums.values())).cpu()
+        all_sums = on_host.split([len(sums) for sums in self._sums.values()])
+        return {
+            name: RouterLoad(sums[:-5], self._sizes[name].per_token, *sums[-5:].tolist())
+            for name, sums in zip(self._sums, all_sums, strict=True)
+        }
 
     def _own_sums(self, name: str, experts: int) -> Tensor:
         """What this rank adds to the sums of one router: zeros if it does not hold the router."""
@@ -102,9 +113,12 @@ class Balance:
             sums[-2:] = torch.stack(torch.aminmax(local_shard(router.bias)))
         return sums
 
-    def move_biases(self) -> None:
-        """Move the bias of each router of this rank by its load in the step. No collective."""
+    def move_biases(self, is_finite: Tensor) -> None:
+        """Move the bias of each router of this rank by its load in the step, if ``is_finite``.
+
+        ``is_finite`` is a bool scalar on the mesh's device. No collective, and no wait.
+        """
         for name, router in self._routers.items():
             if router.bias is not None:
                 bias = local_shard(router.bias)
-                bias.add_(router.bias_move(self.loads[name].tokens_E).to(bias))
+                bias.add_((router.bias_move(self._sums[name][:-5]) * is_finite).to(bias))

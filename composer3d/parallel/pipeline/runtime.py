@@ -105,7 +105,7 @@ class Pipeline:
         self._stage_activation = stage_activation
         own_stages = placement.stages[mesh.coords["pp"]]
         self._modules = dict(zip(own_stages, modules, strict=True))
-        self._valid_tokens = 1.0
+        self._valid_tokens = torch.ones((), device=mesh.device)
         self._stages: list[PipelineStage] = []
         self._schedule = self._make_schedule(dw_builders, parallel, micro_batches)
 
@@ -146,20 +146,20 @@ class Pipeline:
         schedule = schedule_class(
             stages[0] if takes_one_stage else stages,
             micro_batches,
-            lambda loss, _: loss / self._valid_tokens,
+            lambda loss, _: loss / self._valid_tokens.to(loss.dtype),
             scale_grads=False,
         )
         if placement.csv_rows:
             plan_actions(schedule, placement.csv_rows)
         return schedule
 
-    def step(self, tokens_BT: Tensor, keywords: Mapping[str, Any], valid_tokens: float) -> Tensor:
+    def step(self, tokens_BT: Tensor, keywords: Mapping[str, Any], valid_tokens: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches of a step.
 
         Args:
             tokens_BT, keywords: the inputs of all micro-batches, joined along dim 0. ``labels_BT``
                 is a keyword on the rank of the last stage.
-            valid_tokens: the divisor of the loss.
+            valid_tokens: the divisor of the loss, a scalar on the mesh's device.
 
         Returns:
             The sum of the divided losses on the rank of the last stage, 0 on the others: a float64

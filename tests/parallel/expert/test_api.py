@@ -33,7 +33,7 @@ def run_step(mesh_sizes: dict[str, int], shape: MoeShape) -> dict[str, list[int]
         stages = compose_on(mesh, shape)
         tokens = torch.arange(2 * TOKENS).view(2, TOKENS) % shape.vocab
         arguments = (tokens, tokens, torch.arange(TOKENS).expand_as(tokens))
-        stages.forward_backward(*map(stages.own_tokens, arguments), 2.0 * TOKENS)
+        stages.forward_backward(*map(stages.own_tokens, arguments), torch.tensor(2.0 * TOKENS))
         shapes = {}
         for name, parameter in stages.named_parameters():
             if "experts" in name:

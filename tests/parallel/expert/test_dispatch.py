@@ -94,7 +94,7 @@ def count_bytes(mesh_sizes: dict[str, int], mode: Any) -> dict[str, int]:
             generator = torch.Generator().manual_seed(mesh.batch_rank)
             tokens = torch.randint(SHAPE.vocab, (MICRO_BATCHES, TOKENS), generator=generator)
             positions = torch.arange(TOKENS).expand_as(tokens)
-            stages.forward_backward(tokens, tokens, positions, 32.0)
+            stages.forward_backward(tokens, tokens, positions, torch.tensor(32.0))
         assert len(seen) == 2
     return counts
 

@@ -52,8 +52,8 @@ def train_tied(schedule: str, *, frozen: bool = False, steps: int = 2) -> RankSt
                         parameter.requires_grad_(False)
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
         for step in range(steps):
-            _, norm = compute_gradients(stages, local_batch(random_batch(recipe, step), stages))
-            update(stages, optimizer, norm=norm, max_norm=1.0, lr=1e-2)
+            sums = compute_gradients(stages, local_batch(random_batch(recipe, step), stages))
+            update(stages, optimizer, sums, max_norm=1.0, lr=1e-2)
         batch = local_batch(random_batch(recipe, 0), stages)
         stages.evaluate(batch.tokens_BT, batch.labels_BT, batch.positions_BT)
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from composer3d.data import Batch, Loader, loader, order
 from composer3d.models.contract import IGNORE_INDEX
-from composer3d.parallel import grad_norm
 from composer3d.recipe.schema import OptimTable
 from composer3d.training import batches, build, loop, optim
 from composer3d.training import step as train_step
 from composer3d.verify import worker as verify_worker
+from tools.prove.faults.clipping import change_clipping
 
 _RIGHT_LEARNING_RATE = optim.learning_rate
 _RIGHT_ORDER = loader.sample_order
@@ -316,7 +316,7 @@ def clip_with_a_small_constant() -> None:
             if parameter.grad is not None:
                 parameter.grad.mul_(max_norm / (norm + 1e-6))
 
-    grad_norm.scale_gradients = wrong
+    change_clipping(wrong)
 
 
 def scale_small_gradients_up() -> None:
@@ -329,7 +329,7 @@ def scale_small_gradients_up() -> None:
             if parameter.grad is not None:
                 parameter.grad.mul_(max_norm / norm)
 
-    grad_norm.scale_gradients = wrong
+    change_clipping(wrong)
 
 
 def clip_each_tensor_by_its_own_norm() -> None:
@@ -342,7 +342,7 @@ def clip_each_tensor_by_its_own_norm() -> None:
             own_norm = math.sqrt(float(_norm_sq(parameter.grad)))
             parameter.grad.mul_(min(1.0, max_norm / own_norm))
 
-    grad_norm.scale_gradients = wrong
+    change_clipping(wrong)
 
 
 def _norm_sq(gradient: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from composer3d.parallel.expert import api, balance, dispatch
 from composer3d.parallel.tensor import styles
 from composer3d.runtime.mesh import Mesh
 from composer3d.training import step as train_step
+from tools.prove.faults.clipping import change_clipping, scale_gradients
 
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:
@@ -100,15 +101,14 @@ def norm_counts_experts_on_every_rank() -> None:
 
 def clip_by_the_norm_of_own_ep_group() -> None:
     """Clipping differs between ep groups (NeMo Automodel issue 3816)."""
-    right = grad_norm.scale_gradients
 
     def wrong(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
         parameters = list(parameters)
-        right([p for p in parameters if p.ndim < 3], norm=norm, max_norm=max_norm)
+        scale_gradients([p for p in parameters if p.ndim < 3], norm=norm, max_norm=max_norm)
         own = norm * (1 + 0.1 * (dist.get_rank() // 2))
-        right([p for p in parameters if p.ndim == 3], norm=own, max_norm=max_norm)
+        scale_gradients([p for p in parameters if p.ndim == 3], norm=own, max_norm=max_norm)
 
-    train_step.grad_norm.scale_gradients = wrong
+    change_clipping(wrong)
 
 
 def _change_exchange(change: Callable[[moe.Exchanged], moe.Exchanged]) -> None:

@@ -18,6 +18,7 @@ from composer3d.parallel.context import api
 from composer3d.training import batches
 from composer3d.training import step as train_step
 from composer3d.verify import worker as verify_worker
+from tools.prove.faults.clipping import change_clipping, scale_gradients
 
 
 def _change_step(**changes: Any) -> None:
@@ -260,7 +261,6 @@ def norm_of_the_first_rank() -> None:
 
 def clip_by_own_norm() -> None:
     """Each rank clips by the norm of its own shards."""
-    right = grad_norm.scale_gradients
 
     def wrong(parameters: Any, *, norm: float, max_norm: float) -> None:
         parameters = list(parameters)
@@ -270,26 +270,25 @@ def clip_by_own_norm() -> None:
             if isinstance(gradient, DTensor):
                 gradient = gradient.to_local()
             own_norm_sq += float(torch.linalg.vector_norm(gradient)) ** 2
-        right(parameters, norm=own_norm_sq**0.5, max_norm=max_norm)
+        scale_gradients(parameters, norm=own_norm_sq**0.5, max_norm=max_norm)
 
-    grad_norm.scale_gradients = wrong
+    change_clipping(wrong)
 
 
 def clip_twice() -> None:
     """Clipped gradients are scaled once more."""
-    right = grad_norm.scale_gradients
 
     def wrong(parameters: Any, **norms: float) -> None:
         parameters = list(parameters)
-        right(parameters, **norms)
-        right(parameters, **norms)
+        scale_gradients(parameters, **norms)
+        scale_gradients(parameters, **norms)
 
-    grad_norm.scale_gradients = wrong
+    change_clipping(wrong)
 
 
 def do_not_clip() -> None:
     """Gradients are not clipped."""
-    grad_norm.scale_gradients = lambda parameters, **norms: None
+    change_clipping(lambda parameters, **norms: None)
 
 
 def decay_norms() -> None:
