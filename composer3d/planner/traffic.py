@@ -50,8 +50,7 @@ Phase = Literal["forward", "backward", "step"]
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 COUNT_BYTES = 8  # int64 numbers of rows, and float64 sums
 
-# The flags of ``training.loop``, whose ``FLAGS`` this file cannot import: two signals, a failed save
-# and the clock.
+# As ``training.loop.FLAGS``, which needs torch: two signals, a failed save and the clock.
 _FLAGS = 4
 
 
