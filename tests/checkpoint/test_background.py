@@ -21,6 +21,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError, UserError
 from composer3d.training import build, loop, run_folder
+from composer3d.training.step import StepValues
 from tests.checkpoint.store_jobs import contents, make_job, make_manifest, names
 
 RECIPE = """\
@@ -164,10 +165,10 @@ def train_in(
         run = build.build(resolved.recipe, device, resolved.to_toml())
         begun, update = run.step, loop.update
 
-        def step(*args: Any, **keywords: Any) -> None:
+        def step(*args: Any, **keywords: Any) -> StepValues:
             time.sleep(0.05)
             drawn.append(torch.rand(()).item())
-            update(*args, **keywords)
+            return update(*args, **keywords)
 
         loop.update = step
         if fails and dist.get_rank() == 1:

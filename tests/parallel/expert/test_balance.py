@@ -54,7 +54,7 @@ def loads_of(mesh_sizes: dict[str, int], micro_batch: int) -> dict[str, Any]:
         positions = torch.arange(TOKENS).expand_as(tokens)
         arguments = [stages.own_tokens(x) for x in (tokens, tokens, positions)]
         stages.forward_backward(*arguments, torch.tensor(ROWS * TOKENS))
-        stages.move_router_biases()
+        stages.move_router_biases(torch.tensor(True))
         stages.forward_backward(*arguments, torch.tensor(ROWS * TOKENS))
         metrics = expert_metrics(stages.router_loads, ROWS * TOKENS)
         counts = {name: load.tokens_E.tolist() for name, load in stages.router_loads.items()}

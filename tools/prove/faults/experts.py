@@ -164,9 +164,9 @@ def skip_experts_without_tokens() -> None:
     """The optimizer does not decay an expert that got no token in the step."""
     right = train_step.update
 
-    def wrong(stages: Any, optimizer: Any, **arguments: Any) -> None:
+    def wrong(stages: Any, *arguments: Any, **keywords: Any) -> Any:
         before = {p: p.detach().clone() for p in stages.parameters() if p.ndim == 3}
-        right(stages, optimizer, **arguments)
+        result = right(stages, *arguments, **keywords)
         for parameter, values in before.items():
             grad = (
                 parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -176,6 +176,7 @@ def skip_experts_without_tokens() -> None:
                 x.to_local() if isinstance(x, DTensor) else x for x in (parameter.detach(), values)
             )
             local[is_starved] = old[is_starved]
+        return result
 
     train_step.update = wrong
 

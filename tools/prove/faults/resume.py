@@ -115,9 +115,10 @@ def begin_the_learning_rate_anew() -> None:
         counted = steps_of_run.setdefault(total_steps, 0)
         return right_learning_rate(counted, table, total_steps)
 
-    def count_step(stages: Any, optimizer: Any, **options: Any) -> None:
-        right_update(stages, optimizer, **options)
+    def count_step(*arguments: Any, **options: Any) -> Any:
+        values = right_update(*arguments, **options)
         for total_steps in steps_of_run:
             steps_of_run[total_steps] += 1
+        return values
 
     loop.learning_rate, loop.update = wrong_learning_rate, count_step
