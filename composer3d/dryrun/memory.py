@@ -76,6 +76,8 @@ class MemoryLedger:
         self._class_most = [0] * 4
         self._counts = [not offload or kind in _ON_DEVICE for kind in Kind]
         self._total = 0
+        self._lap_most = [0] * 4
+        self._lap_peak = 0
         self.peak = 0
         self.at_peak = tuple(self._now)
 
@@ -83,6 +85,17 @@ class MemoryLedger:
     def most(self) -> Bytes:
         """The most bytes of each kind at one time: not all at the same time."""
         return Bytes(*self._class_most)
+
+    @property
+    def now(self) -> tuple[int, ...]:
+        """The bytes alive: of each kind of ``Bytes``, and on the device."""
+        return (*self._class_now, self._total)
+
+    def lap(self) -> tuple[int, ...]:
+        """Return the most bytes since the last call, as in ``now``, and begin to count anew."""
+        most = (*self._lap_most, self._lap_peak)
+        self._lap_most, self._lap_peak = list(self._class_now), self._total
+        return most
 
     def see(self, tensor: Tensor, kind: Kind = Kind.ACTIVATIONS) -> None:
         """Count the storage of ``tensor``, unless it is counted already."""
@@ -126,9 +139,13 @@ class MemoryLedger:
         self._now[kind] += n_bytes
         of_class = _CLASS_OF[kind]
         self._class_now[of_class] += n_bytes
-        self._class_most[of_class] = max(self._class_most[of_class], self._class_now[of_class])
+        if n_bytes > 0:
+            now = self._class_now[of_class]
+            self._class_most[of_class] = max(self._class_most[of_class], now)
+            self._lap_most[of_class] = max(self._lap_most[of_class], now)
         if self._counts[kind]:
             self._total += n_bytes
+            self._lap_peak = max(self._lap_peak, self._total)
             if self._total > self.peak:
                 self.peak = self._total
                 self.at_peak = tuple(self._now)

@@ -1,7 +1,7 @@
 """What a dry run found, as data, as JSON and as a table for people. No torch here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 GIB = 1 << 30
@@ -57,10 +57,6 @@ class StageReport:
     memory: Memory
     comm: dict[str, dict[str, Operation]]
     operators: int
-
-    def at(self, stage: int) -> "StageReport":
-        """Return the same report for another pipeline rank."""
-        return replace(self, stage=stage)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,27 +5,32 @@ This module imports no torch; the worker processes do.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.report import DryRun, StageReport
 from composer3d.dryrun.routing import check_skew
+from composer3d.planner.schedule import recipe_actions
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.spec.schedules import Action
 
 # The time for one pipeline rank, and how many run at the same time.
 _LIMIT_S = 3600.0
 _MOST_AT_ONCE = 8
 
-# Schedules in which every rank does the same in the same order, apart from the ends.
-_SAME_ON_ALL_RANKS = frozenset({"GPipe", "LoopedBFS"})
+# With more stages on a rank, torch's runtime gathers parameters at times that depend on the whole
+# order of actions, and not only on the action before.
+_STAGES_THAT_REPLAY = 3
 
 
 def dry_run(recipe: Recipe, *, skew: float = 1.0) -> DryRun:
-    """Run a step of each pipeline rank on tensors without data, in worker processes.
+    """Run a step on tensors without data, in worker processes.
 
     A process runs one pipeline rank, as a fresh rank of a fresh world does. As many run at a time
-    as this machine has cores, at most ``_MOST_AT_ONCE``.
+    as this machine has cores, at most ``_MOST_AT_ONCE``. Of the pipeline ranks that hold equal
+    layers, the first one runs; its actions are put together in the order of the others.
 
     Args:
         recipe: the whole recipe.
@@ -38,19 +43,22 @@ def dry_run(recipe: Recipe, *, skew: float = 1.0) -> DryRun:
     check_skew(recipe, skew)
     begin = time.monotonic()
     pp = recipe.mesh.pp
-    reports: dict[int, StageReport] = {}
+    stages: list[StageReport | None] = [None] * pp
+    orders = [rank_actions(recipe, rank) for rank in range(pp)]
     with Pool() as pool:
-        representatives = [0] * pp
-        if pp > 1:
-            representatives = _representatives(pool, recipe)
-        distinct = sorted(set(representatives))
-        at_once = min(_cores(), _MOST_AT_ONCE)
-        for first in range(0, len(distinct), at_once):
-            batch = distinct[first : first + at_once]
-            for report in run_ranks(pool, [(recipe, rank) for rank in batch], skew=skew):
-                reports[report.stage] = report
-    stages = tuple(reports[like].at(stage) for stage, like in enumerate(representatives))
-    return DryRun(world_size=recipe.world_size, seconds=time.monotonic() - begin, stages=stages)
+        representatives = _representatives(pool, recipe)
+        while None in stages:
+            missing = [rank for rank in range(pp) if stages[rank] is None]
+            # One run for each kind of rank. It may lack an action of another rank of its kind, and
+            # then that one runs as well.
+            first_of = {representatives[rank]: rank for rank in reversed(missing)}
+            for taped in _tape(pool, recipe, sorted(first_of.values()), skew):
+                for rank in missing:
+                    if representatives[rank] == representatives[taped.stage]:
+                        stages[rank] = taped.report(rank, orders[rank])
+                assert stages[taped.stage] is not None  # it has run all of its own actions
+    reports = tuple(report for report in stages if report is not None)
+    return DryRun(world_size=recipe.world_size, seconds=time.monotonic() - begin, stages=reports)
 
 
 def run_ranks(
@@ -60,14 +68,36 @@ def run_ranks(
 
     Raises what ``dry_run`` raises.
     """
-    return _run(pool, "run_one_of", {"jobs": list(jobs), "skew": skew}, len(jobs))
+    reports = []
+    arguments = {"jobs": list(jobs), "skew": skew}
+    for taped, (recipe, rank) in zip(
+        _run(pool, "tape_one_of", arguments, len(jobs)), jobs, strict=True
+    ):
+        report = taped.report(rank, rank_actions(recipe, rank))
+        assert report is not None
+        reports.append(report)
+    return reports
+
+
+def rank_actions(recipe: Recipe, pp_rank: int) -> list[Action]:
+    """Return the actions of a pipeline rank, in order; without a pipeline, only the forwards."""
+    cells = recipe_actions(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)[pp_rank]
+    actions = [action for cell in cells for action in cell]
+    return actions if recipe.mesh.pp > 1 else [a for a in actions if a.kind == "F"]
+
+
+def _tape(pool: Pool, recipe: Recipe, ranks: Sequence[int], skew: float) -> Iterator[TapedStage]:
+    at_once = min(_cores(), _MOST_AT_ONCE)
+    for first in range(0, len(ranks), at_once):
+        jobs = [(recipe, rank) for rank in ranks[first : first + at_once]]
+        yield from _run(pool, "tape_one_of", {"jobs": jobs, "skew": skew}, len(jobs))
 
 
 def _representatives(pool: Pool, recipe: Recipe) -> list[int]:
-    """Return, for each pipeline rank, the first one that does the same."""
-    if recipe.parallel.schedule not in _SAME_ON_ALL_RANKS:
-        # Ranks differ in the number of micro-batches that they hold at a time.
-        return list(range(recipe.mesh.pp))
+    """Return, for each pipeline rank, the first one that holds equal layers."""
+    pp = recipe.mesh.pp
+    if pp == 1 or recipe.parallel.stages_per_rank > _STAGES_THAT_REPLAY:
+        return list(range(pp))
     (contents,) = _run(pool, "describe_stages", {"recipe": recipe}, 1)
     return [contents.index(content) for content in contents]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,7 +33,7 @@ from composer3d.dryrun.collectives import (
 )
 from composer3d.dryrun.kernels import norms_of_a_gpu
 from composer3d.dryrun.memory import Kind, MemoryLedger
-from composer3d.dryrun.report import Memory, Operation, StageReport
+from composer3d.dryrun.replay import Lap, Tape, TapedStage
 from composer3d.dryrun.routing import rows_of_experts
 from composer3d.models.contract import Constant, ShardingPlan
 from composer3d.models.layers.moe import Exchange, Exchanged
@@ -60,6 +61,7 @@ from composer3d.runtime.torch_private import (
     watch_resizes,
     with_data,
 )
+from composer3d.spec.schedules import Action, parse_action
 from composer3d.training.build import build_stages
 from composer3d.training.loop import FLAGS
 from composer3d.training.optim import build_optimizer
@@ -70,6 +72,9 @@ GPUS_PER_NODE = 8
 
 # The documents of a row, with data.packing = "documents": all of one length.
 DOCUMENTS = 4
+
+# As many micro-batches do all that a step does.
+_FIRST_MIDDLE_LAST = 3
 
 # What the host reads from a floating-point tensor without data. As a squared norm it is a norm of
 # 2, so that gradients are clipped at the usual limit, 1.
@@ -110,14 +115,17 @@ def describe_stages(recipe: Recipe) -> list[StageContent]:
     return contents
 
 
-def run_one_of(jobs: Sequence[tuple[Recipe, int]], skew: float) -> StageReport:
+def tape_one_of(jobs: Sequence[tuple[Recipe, int]], skew: float) -> TapedStage:
     """Run the job of this worker: worker RANK has ``jobs[RANK]``, a recipe and a pipeline rank."""
     recipe, pp_rank = jobs[int(os.environ["RANK"])]
-    return run_stage(recipe, pp_rank, skew)
+    return tape_stage(recipe, pp_rank, skew)
 
 
-def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
+def tape_stage(recipe: Recipe, pp_rank: int, skew: float, *, run_all: bool = False) -> TapedStage:
     """Run a step as the first rank of pipeline rank ``pp_rank``.
+
+    Without a pipeline, at most three micro-batches are run, unless ``run_all``. The batch in memory
+    is whole.
 
     The process must not have formed a process group, and must end afterwards: torch caches meshes.
 
@@ -125,18 +133,108 @@ def run_stage(recipe: Recipe, pp_rank: int, skew: float) -> StageReport:
         recipe: the whole recipe. Blocks are not compiled, whatever it says.
         pp_rank: a pipeline rank.
         skew: as in ``routing.rows_of_experts``.
+        run_all: run all micro-batches.
 
     Raises what ``compose`` raises.
     """
     ledger = MemoryLedger(offload=recipe.memory.cpu_offload)
     recorder = Recorder(ledger)
-    with compose_without_data(recipe, pp_rank, skew, recorder) as rank:
+    micro_batches = recipe.micro_batches
+    if recipe.mesh.pp == 1 and not run_all:
+        micro_batches = min(micro_batches, _FIRST_MIDDLE_LAST)
+    with compose_without_data(recipe, pp_rank, skew, recorder, micro_batches=micro_batches) as rank:
         collectives = CollectiveCounter(axis_names(rank.stages.mesh))
         pause = partial(recorder.counting, None)
-        with recorder.counting(collectives), around_pipeline_start(pause):
+        recording = _Recording(recorder, collectives)
+        with (
+            recorder.counting(collectives),
+            around_pipeline_start(pause),
+            recording.of_actions(rank.stages),
+        ):
             take_a_step(rank, ledger)
-        ranks = recipe.world_size // recipe.mesh.pp
-        return _report(pp_rank, ranks, collectives, recorder)
+        recording.mark(None)
+        recording.tape.end = ledger.now
+        return TapedStage(
+            stage=pp_rank,
+            ranks=recipe.world_size // recipe.mesh.pp,
+            tape=recording.tape,
+            across_nodes={
+                axis: len({r // GPUS_PER_NODE for r in dist.get_process_group_ranks(group)}) > 1
+                for axis, group in collectives.groups.items()
+            },
+        )
+
+
+class _Recording:
+    """Cuts a step into the laps of a tape.
+
+    Attributes:
+        tape: what was recorded.
+    """
+
+    def __init__(self, recorder: "Recorder", collectives: CollectiveCounter) -> None:
+        self.tape = Tape()
+        self._recorder, self._collectives = recorder, collectives
+        self._operators = recorder.operators
+        self._traffic = self._usages()
+        recorder.ledger.lap()
+        self._begin = recorder.ledger.now
+
+    def _usages(self) -> dict[tuple[str, str], tuple[int, int]]:
+        return {
+            (axis, name): (usage.count, usage.sent_bytes)
+            for axis, operations in self._collectives.traffic.items()
+            for name, usage in operations.items()
+        }
+
+    def mark(self, action: Action | None) -> None:
+        """End a lap. The next one begins with ``action``, or after the last action."""
+        traffic = self._usages()
+        before = self._traffic
+        sent = {
+            name: (calls - before.get(name, (0, 0))[0], n_bytes - before.get(name, (0, 0))[1])
+            for name, (calls, n_bytes) in traffic.items()
+            if before.get(name) != (calls, n_bytes)
+        }
+        ledger, operators = self._recorder.ledger, self._recorder.operators
+        self.tape.laps.append(Lap(operators - self._operators, sent, self._begin, ledger.lap()))
+        if action is not None:
+            self.tape.actions.append(action)
+        self._operators, self._traffic, self._begin = operators, traffic, ledger.now
+
+    @contextmanager
+    def of_actions(self, stages: Stages) -> Iterator[None]:
+        """Mark the actions of a step inside of this context.
+
+        Without a pipeline, forward and backward of a micro-batch are one action, a forward.
+        """
+        finish = stages.finish_gradients
+
+        def finish_with_mark() -> None:
+            self.mark(None)
+            finish()
+
+        stages.finish_gradients = finish_with_mark  # type: ignore[method-assign]
+        if stages.mesh.sizes.pp > 1:
+            with stages.around_actions(self._around_action):
+                yield
+            return
+        forwards = count()
+
+        def begin_micro_batch(*_: object) -> None:
+            self.mark(Action(0, "F", next(forwards)))
+
+        (module,) = stages.modules
+        # Before FSDP's hook, which gathers parameters.
+        module.register_forward_pre_hook(begin_micro_batch, prepend=True)
+        yield
+
+    @contextmanager
+    def _around_action(self, name: str) -> Iterator[None]:
+        action = parse_action(name)
+        if action is not None:  # and not a wait
+            self.mark(action)
+        yield
 
 
 @dataclass
@@ -160,6 +258,7 @@ def compose_without_data(
     skew: float,
     recorder: "Recorder",
     device: torch.device = _CPU,
+    micro_batches: int | None = None,
 ) -> Iterator[RankWithoutData]:
     """Compose the first rank of pipeline rank ``pp_rank``; inside of the context it can train.
 
@@ -167,9 +266,15 @@ def compose_without_data(
         recipe, pp_rank, skew: as in ``run_stage``.
         recorder: sees every operator, but counts those of the composition as nothing.
         device: the device of the model. A GPU may exist in name only.
+        micro_batches: how many of a step it trains on; None: all. Its batch is whole in memory.
     """
     sizes = recipe.mesh
-    recipe = replace(recipe, compile=CompileTable())
+    whole = recipe
+    kept = micro_batches or recipe.micro_batches
+    rows = recipe.data.micro_batch * kept
+    per_micro_batch = recipe.data.global_batch // recipe.micro_batches
+    data = replace(recipe.data, global_batch=per_micro_batch * kept)
+    recipe = replace(recipe, compile=CompileTable(), data=data)
     ledger = recorder.ledger
     without_data = recorder.without_data
 
@@ -183,7 +288,7 @@ def compose_without_data(
             stages = build_stages(
                 recipe, mesh, change_plan=_without_random_values, materialise=materialise
             )
-        documents_BT = _documents(recipe)
+        documents_BT = _documents(whole)
         with (
             without_data,
             recorder,
@@ -204,7 +309,14 @@ def compose_without_data(
             for module in stages.modules:
                 fix_routing(module, sizes.ep, skew)
                 _mark_gradients(module, ledger)
-            yield RankWithoutData(recipe, stages, optimizer, _batch(recipe, documents_BT))
+            batch = _batch(whole, documents_BT)
+            batch = Batch(
+                batch.tokens_BT[:rows],
+                batch.labels_BT[:rows],
+                batch.positions_BT[:rows],
+                None if documents_BT is None else documents_BT[:rows],
+            )
+            yield RankWithoutData(recipe, stages, optimizer, batch)
 
 
 def _without_random_values(plan: ShardingPlan) -> ShardingPlan:
@@ -479,23 +591,3 @@ def _fill_output(name: str, arguments: Sequence[Any]) -> None:
         case "c10d::allgather_":
             for out in arguments[0][0]:
                 out.copy_(arguments[1][0])
-
-
-def _report(
-    pp_rank: int, ranks: int, collectives: CollectiveCounter, recorder: Recorder
-) -> StageReport:
-    comm = {}
-    for axis, operations in sorted(collectives.traffic.items()):
-        group = collectives.groups[axis]
-        nodes = {rank // GPUS_PER_NODE for rank in dist.get_process_group_ranks(group)}
-        comm[axis] = {
-            name: Operation(usage.count, usage.sent_bytes, across_nodes=len(nodes) > 1)
-            for name, usage in sorted(operations.items())
-        }
-    return StageReport(
-        stage=pp_rank,
-        ranks=ranks,
-        memory=Memory(*recorder.ledger.most, recorder.ledger.peak),
-        comm=comm,
-        operators=recorder.operators,
-    )

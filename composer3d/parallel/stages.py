@@ -1,6 +1,6 @@
 """The stages of a composed model on one rank, and the forward and backward of a step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -201,6 +201,16 @@ class Stages:
         """
         assert self._pipeline is not None
         return self._pipeline.record()
+
+    def around_actions(
+        self, context: Callable[[str], AbstractContextManager[object]]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which ``context`` is entered around each action of the pipeline.
+
+        There must be a pipeline. See ``torch_private.around_pipeline_work``.
+        """
+        assert self._pipeline is not None
+        return self._pipeline.around_actions(context)
 
     @property
     def router_loads(self) -> Mapping[str, RouterLoad]:

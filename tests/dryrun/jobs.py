@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from composer3d.dryrun.collectives import CountCollectives, is_collective
 from composer3d.dryrun.report import StageReport
-from composer3d.dryrun.stage import fix_routing, run_stage
+from composer3d.dryrun.run import run_ranks
+from composer3d.dryrun.stage import fix_routing
 from composer3d.parallel import Stages
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
@@ -181,8 +182,7 @@ def _step(recipe: Recipe, stages: Stages, optimizer: torch.optim.AdamW, number: 
 
 def dry_run_of(pool: Pool, recipe: Recipe, pp_rank: int = 0, *, skew: float = 1.0) -> StageReport:
     """Dry-run one pipeline rank in a process of its own."""
-    arguments = {"recipe": recipe, "pp_rank": pp_rank, "skew": skew}
-    (report,) = pool.run(run_stage, arguments, world_size=1)
+    (report,) = run_ranks(pool, [(recipe, pp_rank)], skew=skew)
     return report
 
 

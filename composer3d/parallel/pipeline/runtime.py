@@ -19,7 +19,7 @@ from composer3d.parallel.pipeline.trace import Recording, record
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import check_same
-from composer3d.runtime.torch_private import ScheduleOfActions, plan_actions
+from composer3d.runtime.torch_private import ScheduleOfActions, around_pipeline_work, plan_actions
 from composer3d.spec import schedules
 from composer3d.spec.errors import PlanError
 
@@ -186,6 +186,12 @@ class Pipeline:
         Collective over this rank's pipeline: all of its ranks must enter the context.
         """
         return record(self._stages, self._mesh.pp_group, self._mesh.device)
+
+    def around_actions(
+        self, context: Callable[[str], AbstractContextManager[object]]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which ``context`` is entered around each action of this rank."""
+        return around_pipeline_work(self._stages, context)
 
     def forward_only(self, micro_batches: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Tensor:
         """Run micro-batches without gradients.
