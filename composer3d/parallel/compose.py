@@ -112,9 +112,10 @@ def compose(
         )
 
         # 3. Tensor: it decides the shapes of the parameters, which FSDP then shards further.
-        refreshes: Mapping[str, Callable[[], None]] = {}
+        cut = tensor.Cut()
         if mesh.tp is not None:
-            refreshes = tensor.apply(module, plan, mesh.tp, parallel)
+            cut = tensor.apply(module, plan, mesh.tp, parallel)
+            module.partial_gradients = cut.partial_gradients
             tie(module, ties)
 
         # 4. Expert: put the experts on the ranks of ep, and let tokens travel to them.
@@ -128,7 +129,7 @@ def compose(
 
         # 7. Compile: one graph of a block with the changes above. FSDP adds its hooks later, so
         #    they stay outside of the graph.
-        compile.apply(module.blocks, compiling, mesh.device, _in_blocks(refreshes))
+        compile.apply(module.blocks, compiling, mesh.device, _in_blocks(cut.refreshes))
 
         # 8. FSDP: wrap blocks in their final form. From here on, FSDP owns the parameters.
         if shard_meshes is not None:

@@ -3,18 +3,17 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from composer3d.models.contract import Decoder, SequenceInfo, hidden
 from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.expert.balance import Balance, RouterLoad
 from composer3d.parallel.pipeline.runtime import Pipeline
-from composer3d.parallel.pipeline.ties import Ties
+from composer3d.parallel.pipeline.ties import Ties, local_shard
 from composer3d.parallel.pipeline.trace import Recording
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
@@ -49,6 +48,8 @@ class Stage(nn.Module):
     Attributes:
         tied_copies: maps the name of each parameter that is a copy of another stage's parameter to
             the name of that owner.
+        partial_gradients: names of the parameters whose gradients, after backward, are parts of a
+            sum over tp.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict({names[i]: model.blocks[names[i]] for i in blocks})
         self.last: nn.Module | None = model.last if last else None
         self.tied_copies: dict[str, str] = {}
+        self.partial_gradients: frozenset[str] = frozenset()
 
     def forward(
         self,
@@ -228,16 +230,24 @@ class Stages:
         self._balance.move_biases(is_finite)
 
     def finish_gradients(self) -> None:
-        """Reduce the gradients that are still partial, and add those of copies to their owners.
+        """Sum the gradients that are parts of a sum over tp, and those of tied parameters.
 
-        Without FSDP, the gradients of replicated tp parameters are still partial sums here.
-        Collective over tp and pp.
+        Collective over tp, one all-reduce for all of them, and over pp.
         """
-        for parameter in chain.from_iterable(module.parameters() for module in self.modules):
-            grad = parameter.grad
-            if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
-                reduced = [Replicate() if p.is_partial() else p for p in grad.placements]
-                parameter.grad = grad.redistribute(placements=reduced)
+        partial = [
+            local_shard(parameter.grad)
+            for module in self.modules
+            for name, parameter in module.named_parameters()
+            if name in module.partial_gradients and parameter.grad is not None
+        ]
+        if partial:
+            assert self.mesh.tp is not None
+            # With ``memory.cpu_offload`` gradients are in host memory.
+            packed = torch.cat([grad.flatten() for grad in partial]).to(self.mesh.device)
+            dist.all_reduce(packed, group=self.mesh.tp.get_group())
+            sums = packed.split([grad.numel() for grad in partial])
+            for grad, whole in zip(partial, sums, strict=True):
+                grad.copy_(whole.view_as(grad))
         self._ties.add_gradients()
 
     @torch.no_grad()

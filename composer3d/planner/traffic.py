@@ -24,7 +24,6 @@ from composer3d.planner.parameters import (
 )
 from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
-from composer3d.planner.torch_facts import widens_gradients
 from composer3d.recipe.schema import Recipe
 from composer3d.spec.schedules import Cell
 
@@ -182,6 +181,7 @@ class _Rank:
             self._experts(stage)
             self._pipeline(stage)
             self._data(stage)
+        self._partial_gradients()
         self._ties()
         self._world()
         return self._flows
@@ -243,7 +243,6 @@ class _Rank:
                 add("all_reduce", "backward", "recomputed activations", again)
         if stage.has_last:
             self._loss()
-        self._partial_gradients(stage)
 
     def _loss(self) -> None:
         """Collectives of ``tensor.vocab.cross_entropy``, or of gathered logits.
@@ -264,35 +263,22 @@ class _Rank:
                 one_bytes = self.tokens * columns * self.e / parts
                 self._add("tp", "all_gather", phase, "logits", parts * self.m, one_bytes, tp)
 
-    def _partial_gradients(self, stage: StageLayers) -> None:
-        """All-reduces of the gradients of parameters that every tp rank holds whole.
+    def _partial_gradients(self) -> None:
+        """One all-reduce a step of gradients that are parts of a sum over tp, after FSDP's.
 
-        Norms under sequence parallelism, routers, head norms, and key-value projections with fewer
-        heads than ranks: each rank's gradient is a part of the sum. One call a parameter, whenever
-        FSDP reduces its unit; without FSDP once a step (``Stages.finish_gradients``).
+        They are those of parameters that every tp rank holds whole: norms under sequence
+        parallelism, routers, head norms, and key-value projections with fewer heads than ranks.
         """
-        partial = [
-            parameter
-            for unit in self._units(stage)
-            for parameter in unit.parameters
-            if parameter.cut == "whole_partial"
-        ]
-        count, one_bytes = 1, self.p
-        if self._has_fsdp():
-            count = self._reductions()
-            # FSDP sums micro-batches in the wide dtype, and casts before the reduction if it sums.
-            sums_first = self.mesh.pp > 1 or (count == 1 and self.m > 1)
-            one_bytes = self.p if sums_first or widens_gradients() else self.e
-        for parameter in partial:
-            self._add(
-                "tp",
-                "all_reduce",
-                "step",
-                "gradients of uncut parameters",
-                count,
-                parameter.elements * one_bytes,
-                self.mesh.tp,
-            )
+        elements = 0
+        for stage in self.stages:
+            for unit in self._units(stage):
+                for parameter in unit.parameters:
+                    if parameter.cut == "whole_partial":
+                        shards, _ = self._shard_sizes(parameter)
+                        elements += self._gathered_elements(parameter, shards) // shards
+        if elements:
+            words = "gradients of uncut parameters"
+            self._add("tp", "all_reduce", "step", words, 1, elements * self.p, self.mesh.tp)
 
     # --- cp ---
 

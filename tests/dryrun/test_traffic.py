@@ -125,9 +125,9 @@ LAYOUTS = {
             ("tp", "all_gather"): Row(16 * (4 * L + 2), 16 * (4 * L + 2) * gathered(STREAM, 8)),
             ("tp", "reduce_scatter"): Row(16 * (4 * L + 2), 16 * (4 * L + 2) * gathered(STREAM, 8)),
             # The loss needs the largest logit of a token, and two sums. Norms see parts of the
-            # sequence, so that their gradients are summed.
+            # sequence, so that their gradients are summed, all at once.
             ("tp", "all_reduce"): Row(
-                16 * 2 + 2 * L + 1, 16 * summed(3 * B * T, 8) + summed((2 * L + 1) * C, 8)
+                16 * 2 + 1, 16 * summed(3 * B * T, 8) + summed((2 * L + 1) * C, 8)
             ),
         },
     ),

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
     Placement,
     Replicate,
     Shard,
@@ -47,19 +46,13 @@ from composer3d.spec.errors import PlanError
 LocalForward = Callable[..., Tensor]
 
 
-def apply(
-    stage: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parallel: ParallelTable
-) -> Mapping[str, Callable[[], None]]:
+def apply(stage: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parallel: ParallelTable) -> "Cut":
     """Cut the modules of ``stage`` over the 1-D tp ``mesh``, in place. No collective.
 
     ``stage`` is on the meta device, or holds the same values on all ranks. Afterwards every
     parameter is a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)``
     for rows, ``Replicate()`` for norms, routers, and key-value projections with fewer heads than
     ranks. Experts are left as they are.
-
-    Returns:
-        A function for each cut module, by module name. Before each call of a compiled block, the
-        functions of its modules must be called: the block's graph reads the shards that they store.
 
     Raises:
         PlanError: the plan leaves a parameter uncut; a head lacks its seam; or neither of tp and
@@ -81,7 +74,31 @@ def apply(
         raise PlanError(
             [f"the plan's tensor table leaves parameter {name!r} uncut" for name in uncut]
         )
-    return {name: style.refresh for name, style in styles.items()}
+    return Cut(
+        refreshes={name: style.refresh for name, style in styles.items()},
+        partial_gradients=frozenset(
+            f"{name}.{parameter}"
+            for name, style in styles.items()
+            if style.sums_gradients
+            for parameter, _ in stage.get_submodule(name).named_parameters(recurse=False)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What others must know of modules that are cut.
+
+    Attributes:
+        refreshes: a function for each cut module, by module name. Before each call of a compiled
+            block, the functions of its modules must be called: the block's graph reads the shards
+            that they store.
+        partial_gradients: names of the parameters whose gradients are still to be summed over tp
+            after backward.
+    """
+
+    refreshes: Mapping[str, Callable[[], None]] = field(default_factory=dict)
+    partial_gradients: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -94,8 +111,8 @@ class Local(ParallelStyle):
 
     Attributes:
         placement: placement of every parameter over tp.
-        grad_placement: placement of the gradients; None: that of the parameters. It is
-            ``Partial()`` if the ranks see different tokens or heads.
+        sums_gradients: whether the ranks see different tokens or heads, so that the gradient of
+            each rank is a part of the sum. ``Stages.finish_gradients`` adds the parts up.
         pre_collective, post_collective: applied to the input and to the output.
         select: returns the part of a local parameter that the module computes with; None: all of
             it.
@@ -104,7 +121,7 @@ class Local(ParallelStyle):
     """
 
     placement: Placement
-    grad_placement: Placement | None = None
+    sums_gradients: bool = False
     pre_collective: Collective = no_collective
     post_collective: Collective = no_collective
     select: Callable[[Tensor], Tensor] | None = None
@@ -152,13 +169,12 @@ class Local(ParallelStyle):
     def _local_shards(self) -> dict[str, Tensor | None]:
         """Return this rank's shards of the module's own parameters, as plain tensors."""
         assert self._module is not None
-        grad_placements = [self.grad_placement or self.placement]
         shards: dict[str, Tensor | None] = {}
         for name, parameter in own_parameters(self._module).items():
             if parameter is None:
                 shards[name] = None
                 continue
-            shard = cast(DTensor, parameter).to_local(grad_placements=grad_placements)
+            shard = cast(DTensor, parameter).to_local(grad_placements=[self.placement])
             shards[name] = shard if self.select is None else self.select(shard)
         return shards
 
@@ -178,12 +194,12 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
         case "embedding":
             return Local(Shard(0), post_collective=reduce, make_forward=_embedding_forward)
         case "norm":
-            return Local(Replicate(), grad_placement=Partial() if sequence_parallel else None)
+            return Local(Replicate(), sums_gradients=sequence_parallel)
         case "router":
-            return Local(Replicate(), grad_placement=Partial())
+            return Local(Replicate(), sums_gradients=True)
         case "head_norm":
             # A rank sees only some of the heads, so its gradient is a part of the sum.
-            return Local(Replicate(), grad_placement=Partial())
+            return Local(Replicate(), sums_gradients=True)
         case "gather":
             # One all-gather serves all projections that read this input.
             return Local(Replicate(), pre_collective=gather)
@@ -267,6 +283,6 @@ def _kv_column(kv_heads: int, mesh: DeviceMesh) -> Local:
     head = rank * kv_heads // tp
     return Local(
         Replicate(),
-        grad_placement=Partial(),
+        sums_gradients=True,
         select=lambda parameter: parameter.chunk(kv_heads)[head],
     )

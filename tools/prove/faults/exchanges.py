@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Replicate
 
 from composer3d.parallel import stages
 from composer3d.parallel.context import api, kernels, ring
@@ -80,23 +80,33 @@ def reduce_over_the_wrong_group() -> None:
 
 def drop_reduction_of_norms() -> None:
     """tp: partial gradients, of norms and shared key-value heads, are taken for complete ones."""
+    _change_finish(lambda names: [[]])
+
+
+def leave_out_a_norm() -> None:
+    """tp: the partial gradient of one norm is left out of the sum."""
+    _change_finish(lambda names: [names[1:]])
+
+
+def sum_a_norm_twice() -> None:
+    """tp: a gradient that is whole already is summed again."""
+    _change_finish(lambda names: [names, names[:1]])
+
+
+def _change_finish(rounds: Callable[[list[str]], list[list[str]]]) -> None:
+    """Sum the partial gradients of other parameters, once or several times."""
+    right = stages.Stages.finish_gradients
 
     def wrong(self: stages.Stages) -> None:
-        for parameter in self.parameters():
-            grad = parameter.grad
-            if isinstance(grad, DTensor) and any(
-                placement.is_partial() for placement in grad.placements
-            ):
-                parameter.grad = DTensor.from_local(
-                    grad.to_local(), grad.device_mesh, [Replicate()], run_check=False
-                )
+        whole = [module.partial_gradients for module in self.modules]
+        for picked in zip(*(rounds(sorted(names)) for names in whole), strict=True):
+            for module, names in zip(self.modules, picked, strict=True):
+                module.partial_gradients = frozenset(names)
+            right(self)
+        for module, names in zip(self.modules, whole, strict=True):
+            module.partial_gradients = names
 
     stages.Stages.finish_gradients = wrong
-
-
-def leave_gradients_partial() -> None:
-    """tp: nothing reduces the gradients of norms."""
-    stages.Stages.finish_gradients = lambda self: None
 
 
 def read_the_wrong_kv_head() -> None:
@@ -106,7 +116,7 @@ def read_the_wrong_kv_head() -> None:
         rank = mesh.get_local_rank()
         return styles.Local(
             Replicate(),
-            grad_placement=Partial(),
+            sums_gradients=True,
             select=lambda p: p.chunk(kv_heads)[rank % kv_heads],
         )
 
@@ -119,7 +129,7 @@ def keep_own_share_of_kv_gradients() -> None:
 
     def wrong(kv_heads: int, mesh: Any) -> styles.Local:
         style = right(kv_heads, mesh)
-        style.grad_placement = style.placement
+        style.sums_gradients = False
         return style
 
     styles._kv_column = wrong

@@ -86,9 +86,9 @@ FAULTS = [
         f"{_WHOLE} model.qk_norm=true",
         r"are off: blocks\.\*\.attn\.k_norm",
     ),
-    Fault(
-        exchanges.leave_gradients_partial, "mesh.tp=2", "finish_gradients reduces every gradient"
-    ),
+    Fault(exchanges.leave_out_a_norm, "mesh.tp=2", r"gradient of .*norm.* are off|is off"),
+    Fault(exchanges.leave_out_a_norm, "mesh.tp=2 mesh.dp_shard=2 parallel.zero=3"),
+    Fault(exchanges.sum_a_norm_twice, "mesh.tp=2"),
     Fault(exchanges.read_the_wrong_kv_head, "mesh.tp=4 model.n_kv_heads=2"),
     Fault(
         exchanges.keep_own_share_of_kv_gradients,
