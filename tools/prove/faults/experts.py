@@ -330,7 +330,7 @@ def move_biases_by_own_counts() -> None:
     def wrong(self: balance.Balance) -> None:
         for name, router in self._routers.items():
             sums = router.statistics.sums
-            self.loads[name] = balance.RouterLoad(sums[:-3], router.per_token, 0, 0, 0, 0, 0)
+            self._sums[name] = torch.cat((sums, torch.zeros_like(sums[:2])))
 
     balance.Balance.collect = wrong
 
@@ -339,9 +339,9 @@ def move_biases_twice() -> None:
     """Biases are moved in every micro-batch (torchtitan issue 1304)."""
     right = balance.Balance.move_biases
 
-    def wrong(self: balance.Balance) -> None:
-        right(self)
-        right(self)
+    def wrong(self: balance.Balance, is_finite: Tensor) -> None:
+        right(self, is_finite)
+        right(self, is_finite)
 
     balance.Balance.move_biases = wrong
 
