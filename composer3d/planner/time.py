@@ -275,7 +275,7 @@ def _sharding_s(
         experts = setup.sizes.expert_parameters / layout.ep
         experts /= layout.tp if layout.expert_tp else 1
         parts = [(held - experts, axis_groups["fsdp"]), (experts, axis_groups["efsdp"])]
-    gather_s = reduce_s = 0.0
+    gather_s = reduce_s = replicas_s = 0.0
     for parameters, group in parts:
         gather_s += collective_s(
             "all_gather", group, precision.gathered * parameters, machine, constants
@@ -285,13 +285,14 @@ def _sharding_s(
         )
         replicas = axis_groups["dp_replicate"]
         shard_bytes = precision.reduced * parameters / group.ranks
-        reduce_s += collective_s("all_reduce", replicas, shard_bytes, machine, constants)
+        replicas_s += collective_s("all_reduce", replicas, shard_bytes, machine, constants)
     once = setup.batch.micro_batches
     if layout.zero == 2:
         gather_s /= once
     if layout.pp > 1:
         reduce_s /= once
-    return gather_s, reduce_s
+    # Replicas sum once a step.
+    return gather_s, reduce_s + replicas_s / once
 
 
 def rank_of(pp: int, stage: int, schedule: str) -> int:
@@ -446,10 +447,9 @@ def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> 
         seconds = collective_s(
             "all_gather", fsdp, precision.gathered * held, machine, constants
         ) + collective_s("reduce_scatter", fsdp, precision.reduced * held, machine, constants)
-        seconds += collective_s(
-            "all_reduce", replicas, precision.reduced * held / fsdp.ranks, machine, constants
-        )
-        return seconds * (setup.batch.micro_batches if layout.pp == 1 else 1)
+        shard_bytes = precision.reduced * held / fsdp.ranks
+        replicas_s = collective_s("all_reduce", replicas, shard_bytes, machine, constants)
+        return seconds * (setup.batch.micro_batches if layout.pp == 1 else 1) + replicas_s
 
     dense, experts = _largest_rank(setup)
     reduce_s = gather_s = 0.0
