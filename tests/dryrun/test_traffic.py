@@ -24,6 +24,8 @@ ATTENTION = 4 * C * C  # as many key-value heads as heads
 BLOCK = ATTENTION + 3 * C * F + 2 * C
 EMBED, HEAD = V * C, V * C + C
 ALL = EMBED + L * BLOCK + HEAD
+# On a rank of tp 2, which holds whole norms.
+TP_BLOCK, TP_HEAD = (ATTENTION + 3 * C * F) // 2 + 2 * C, V * C // 2 + C
 
 SIZES = (
     f"model.n_layers={L}",
@@ -131,6 +133,34 @@ LAYOUTS = {
             ),
         },
     ),
+    "tp without sequence parallelism": Layout(
+        ("mesh.tp=8", "parallel.sequence_parallel=false"),
+        {
+            # Two a block in forward and two in backward; the embedding; the head's backward. And
+            # the two of the loss.
+            ("tp", "all_reduce"): Row(
+                16 * (4 * L + 4), 16 * ((4 * L + 2) * summed(STREAM, 8) + summed(3 * B * T, 8))
+            ),
+        },
+    ),
+    "tp, fsdp": Layout(
+        ("mesh.tp=2", "mesh.dp_shard=4", "parallel.zero=3"),
+        {
+            ("fsdp", "all_gather"): Row(
+                4 * (1 + 2 * L + 1),
+                4 * (gathered(EMBED / 2, 4) + 2 * gathered(L * TP_BLOCK, 4) + gathered(TP_HEAD, 4)),
+            ),
+            ("fsdp", "reduce_scatter"): Row(
+                4 * (L + 2), 4 * gathered(EMBED / 2 + L * TP_BLOCK + TP_HEAD, 4)
+            ),
+            ("tp", "all_gather"): Row(4 * (4 * L + 2), 4 * (4 * L + 2) * gathered(STREAM, 2)),
+            ("tp", "reduce_scatter"): Row(4 * (4 * L + 2), 4 * (4 * L + 2) * gathered(STREAM, 2)),
+            # The gradients of norms are summed as shards.
+            ("tp", "all_reduce"): Row(
+                4 * 2 + 1, 4 * summed(3 * B * T, 2) + summed((2 * L + 1) * C / 4, 2)
+            ),
+        },
+    ),
     "cp ring": Layout(
         ("mesh.cp=8", "parallel.zero=1"),
         {
@@ -200,7 +230,7 @@ def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
     counted = traffic_of(dry_run_of(pool, recipe))
     scalars = counted.pop("world")
     assert counted == expected(layout)
-    # The number of labels; the loss and the norm; and what routers have seen.
+    # The number of labels; the loss, the norm and four flags; and what routers have seen.
     loads = 8 * (E + 5) * L if recipe.mesh.ep > 1 else 0
     calls = 3 if loads else 2
     assert scalars == {"all_reduce": (calls, round(2 * 7 / 8 * 8) + 6 * 14 + round(1.75 * loads))}
