@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import types
@@ -104,3 +105,25 @@ def build_and_train(
             clock = types.SimpleNamespace(monotonic=lambda: 60 * minutes[rank] * len(begun))
             loop.time = clock  # type: ignore[assignment]
         loop.train(run)
+
+
+def train_until_a_signal(folder: str, sets: list[str], step: int) -> tuple[int, int]:
+    """A task: train; the last rank gets SIGTERM while step ``step`` runs.
+
+    Returns:
+        What ``loop.train`` returns, and the steps done.
+    """
+    os.chdir(folder)
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    with pool_world() as device:
+        resolved = load("recipe.toml", sets, world_size=size)
+        run = build(resolved.recipe, device, resolved.to_toml())
+        forward_backward = run.stages.forward_backward
+
+        def with_signal(*arguments: Any) -> Any:
+            if run.step + 1 == step and rank == size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return forward_backward(*arguments)
+
+        run.stages.forward_backward = with_signal  # type: ignore[method-assign]
+        return loop.train(run), run.step

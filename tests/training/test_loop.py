@@ -11,7 +11,16 @@ import pytest
 
 from composer3d.recipe.schema import CheckpointTable
 from composer3d.runtime.launch import Pool
-from tests.training.jobs import CUBE, DATA, RECIPE, SINGLE, build_and_train, losses, train
+from tests.training.jobs import (
+    CUBE,
+    DATA,
+    RECIPE,
+    SINGLE,
+    build_and_train,
+    losses,
+    train,
+    train_until_a_signal,
+)
 
 
 @pytest.mark.parametrize("mesh", [SINGLE, DATA], ids=["single", "dp"])
@@ -117,6 +126,16 @@ def test_a_checkpoint_is_due_by_steps_or_minutes_of_rank_0(
     pool.run(build_and_train, arguments, world_size=2)
     names = sorted(path.name for path in (folder / "runs/small/checkpoints").iterdir())
     assert names == [f"step-{step:08d}" for step in saved]
+
+
+def test_a_signal_of_one_rank_ends_all_after_the_step_that_it_hit(pool: Pool, folder: Path) -> None:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
+    sets = ["run.steps=8", "metrics.every=100", "checkpoint.every=0"]
+    arguments = {"folder": str(folder), "sets": sets, "step": 3}
+    ended = pool.run(train_until_a_signal, arguments, world_size=2)
+    assert ended == [(signal.SIGTERM, 3)] * 2
+    names = [path.name for path in (folder / "runs/small/checkpoints").iterdir()]
+    assert names == ["step-00000003"]
 
 
 def test_a_run_saves_by_default() -> None:

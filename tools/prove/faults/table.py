@@ -211,6 +211,7 @@ FAULTS = [
     Fault(values.take_the_labels_of_the_next_row, "mesh.dp_shard=2"),
     Fault(values.restart_positions_one_late, f"mesh.tp=2 {_PACKED}"),
     Fault(values.take_the_documents_of_the_next_row, f"mesh.pp=2 {_PACKED}"),
+    Fault(values.keep_the_documents_of_the_first_step, f"mesh.cp=2 {_PACKED}", "step 2"),
     Fault(values.shift_positions, "mesh.pp=2", "blocks|first"),
     Fault(values.train_on_the_same_rows, "mesh.dp_shard=2"),
     Fault(values.forget_a_micro_batch, "mesh.tp=2"),

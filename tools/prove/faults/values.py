@@ -113,6 +113,17 @@ def take_the_documents_of_the_next_row() -> None:
     _change_step(documents=lambda own, arguments: arguments["documents"].roll(-1, 0))
 
 
+def keep_the_documents_of_the_first_step() -> None:
+    """Attention is masked by the documents of an earlier step."""
+    first: list[Tensor] = []
+
+    def stale(own: stages.Stages, arguments: Any) -> Tensor:
+        first.append(arguments["documents"])
+        return first[0]
+
+    _change_step(documents=stale)
+
+
 def shift_positions() -> None:
     """Positions of the second half of a sequence are one too high.
 
