@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -116,13 +118,21 @@ class Stages:
     _ties: Ties
     _balance: Balance
 
+    @cached_property
+    def _parameters_by_module(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """All parameters of each stage, by name. To look for them takes as long as a small kernel.
+
+        Their objects stay the same: FSDP swaps gathered parameters in and its own back.
+        """
+        return [list(module.named_parameters()) for module in self.modules]
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over this rank's parameters by global name, without copies of tied ones.
 
         The owner of a copy is updated, counted in the norm and saved in its place.
         """
-        for module in self.modules:
-            for name, parameter in module.named_parameters():
+        for module, parameters in zip(self.modules, self._parameters_by_module, strict=True):
+            for name, parameter in parameters:
                 if name not in module.tied_copies:
                     yield name, parameter
 
@@ -176,8 +186,8 @@ class Stages:
         routers have seen. Afterwards no gradient is partial.
         """
         self._begin(training=True)
-        for module in self.modules:
-            module.zero_grad()
+        for _, parameter in chain.from_iterable(self._parameters_by_module):
+            parameter.grad = None
         self._balance.reset()
         keywords = self._keywords(labels_BT, positions_BT, documents_BT)
         if self._pipeline is not None:
@@ -236,8 +246,8 @@ class Stages:
         """
         partial = [
             local_shard(parameter.grad)
-            for module in self.modules
-            for name, parameter in module.named_parameters()
+            for module, parameters in zip(self.modules, self._parameters_by_module, strict=True)
+            for name, parameter in parameters
             if name in module.partial_gradients and parameter.grad is not None
         ]
         if partial:
@@ -283,7 +293,8 @@ class Stages:
 
     def _begin(self, *, training: bool) -> None:
         for module in self.modules:
-            module.train(training)
+            if module.training != training:  # ``train`` visits all modules
+                module.train(training)
         # The optimizer or a loaded checkpoint may have changed the owners of tied copies.
         self._ties.refresh()
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer3d.recipe.schema import OptimTable
+from composer3d.runtime.torch_private import AdamWOfShards
 
 
 def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
@@ -61,9 +61,7 @@ def build_optimizer(
     """Build AdamW over the parameters of this rank.
 
     Parameters with two dims or more have weight decay. Vectors, such as norm weights and biases,
-    have none. There is one group with decay and one without, separately for plain tensors and for
-    each mesh of DTensors: the fused kernel accepts no mixture. Parameters that do not require a
-    gradient are left out.
+    have none: there is one group of each. Parameters that do not require a gradient are left out.
 
     Args:
         named_parameters: from ``Stages.named_parameters``.
@@ -72,21 +70,16 @@ def build_optimizer(
     Raises:
         ValueError: no parameter requires a gradient.
     """
-    groups: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
-    for _, parameter in named_parameters:
-        if not parameter.requires_grad:
-            continue
-        weight_decay = table.weight_decay if parameter.ndim >= 2 else 0.0
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((weight_decay, mesh), []).append(parameter)
-
+    trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = ((matrices, table.weight_decay), (vectors, 0.0))
     param_groups = [
         {"params": parameters, "weight_decay": weight_decay}
-        for (weight_decay, _), parameters in groups.items()
+        for parameters, weight_decay in groups
+        if parameters
     ]
-    return torch.optim.AdamW(
-        param_groups, lr=table.lr, betas=table.betas, eps=table.eps, fused=True
-    )
+    return AdamWOfShards(param_groups, lr=table.lr, betas=table.betas, eps=table.eps, fused=True)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

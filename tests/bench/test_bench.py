@@ -140,3 +140,11 @@ def test_composer3d_and_its_peer_run_the_same_layout(name: str) -> None:
     assert (int(processes), int(batch), int(batch_ranks)) == (world_size, 8, shards)
     micro_batch = peer.get("--parallelism.pipeline-parallel-microbatch-size", 8 // shards)
     assert int(sets["data.micro_batch"]) == int(micro_batch)
+
+
+def test_host_measures_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["host", "--only", "fsdp2,pp2", "--steps", "3", "--repeats", "1", "--json"]
+    assert main(command) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row[0] for row in rows] == ["fsdp2", "pp2"]
+    assert all(figure > 0 for row in rows for figure in row[1:])

@@ -14,8 +14,9 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from composer3d.recipe.resolve import load
 from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
 from tools.bench import experts, quickstarts, sequence
+from tools.bench import host as launches
 from tools.bench.jobs import Job, JobError, Result, TitanJob, composer3d_job, measure, plain_job
 
 HERE = Path(__file__).parent
@@ -209,6 +211,24 @@ def peers(args: argparse.Namespace) -> int:
         rows.append(compare(name, sides, args.repeats))
     titan_version = _version(str(args.titan / "venv/bin/python"), "torchtitan")
     return report(args, rows, torchtitan=titan_version)
+
+
+def host(args: argparse.Namespace) -> int:
+    """Compare the time in which the host launches a step with that of the hand-written loop."""
+    names = args.only or list(launches.LAYOUTS)
+    found = launches.rows(str(CPU_RECIPE), names=names, steps=args.steps, repeats=args.repeats)
+    if args.json:
+        print(json.dumps({"torch": _version(sys.executable, "torch"), "rows": found}))
+        return 0
+    print("| layout | plain, ms a step | composer3d, ms a step | ratio (range) |")
+    print("|---|---|---|---|")
+    for row in found:
+        ratio = row.ours_ms / row.plain_ms
+        print(
+            f"| {row.name} | {row.plain_ms:.1f} | {row.ours_ms:.1f} | "
+            f"{ratio:.2f} ({row.least_ratio:.2f}..{row.most_ratio:.2f}) |"
+        )
+    return 0
 
 
 def gpu(args: argparse.Namespace) -> int:
@@ -465,6 +485,15 @@ def _parser() -> argparse.ArgumentParser:
         "--titan", metavar="DIR", type=Path, required=True, help="folder with bench.sh and venv/"
     )
 
+    host_parser = add_command(host, "the time in which the host launches a step, on a fake world")
+    add_repeats(host_parser)
+    host_parser.add_argument(
+        "--only",
+        metavar="NAME,...",
+        type=partial(_names, layouts=launches.LAYOUTS),
+        help=f"layouts, of {', '.join(launches.LAYOUTS)}",
+    )
+
     cp_parser = add_command(sequence.cp, "attention of one sequence over ranks against one process")
     add_repeats(cp_parser)
     sequence.add_arguments(cp_parser)
@@ -480,9 +509,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _names(text: str) -> list[str]:
+def _names(text: str, layouts: Iterable[str] = LAYOUTS) -> list[str]:
     names = text.split(",")
-    wrong = [name for name in names if name not in LAYOUTS]
+    wrong = [name for name in names if name not in layouts]
     if wrong:
-        raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: use {', '.join(LAYOUTS)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: use {', '.join(layouts)}")
     return names

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from composer3d.models.contract import ShardingPlan
 from composer3d.models.layers.moe import Experts, Router
@@ -20,6 +20,7 @@ from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.expert.dispatch import exchange_over, sum_counts
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.torch_private import part_of_this_rank
 from composer3d.spec.errors import PlanError
 
 
@@ -75,12 +76,8 @@ def _cut_experts(name: str, module: Experts, mesh: Mesh) -> None:
         value = distribute_tensor(parameter, ep, [Shard(0)], src_data_rank=None)
         cut = nn.Parameter(value, requires_grad=parameter.requires_grad)
         module.register_parameter(leaf, cut)
-    module.own_part = _own_part
+    module.own_part = part_of_this_rank
     module.exchange = exchange_over(ep.get_group())
-
-
-def _own_part(parameter: Tensor) -> Tensor:
-    return cast(DTensor, parameter).to_local(grad_placements=[Shard(0)])
 
 
 def _show_whole_sequences(router: Router, mesh: Mesh, parallel: ParallelTable) -> None:

@@ -12,7 +12,7 @@ parallelism, an all-gather of the logits in forward.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from composer3d.parallel.tensor.collectives import (
     sum_outputs,
 )
 from composer3d.recipe.schema import ParallelTable
-from composer3d.runtime.torch_private import own_parameters
+from composer3d.runtime.torch_private import own_parameters, part_of_this_rank
 from composer3d.spec.errors import PlanError
 
 # ``forward(module, *inputs)``, where the parameters of ``module`` are this rank's shards.
@@ -174,7 +174,7 @@ class Local(ParallelStyle):
             if parameter is None:
                 shards[name] = None
                 continue
-            shard = cast(DTensor, parameter).to_local(grad_placements=[self.placement])
+            shard = part_of_this_rank(parameter)
             shards[name] = shard if self.select is None else self.select(shard)
         return shards
 
