@@ -91,9 +91,11 @@ class Plan:
         is_usable = offsets is not None and offsets.device == like.device
         # Each dry run has tensors of its own kind, and this plan may outlive it.
         if offsets is None or not is_usable or fake_mode_of(offsets) is not fake_mode_of(like):
-            offsets = torch.tensor(self._numbers, dtype=torch.int32)
+            on_host = torch.tensor(self._numbers, dtype=torch.int32, device="cpu")
             if like.is_cuda:
-                offsets = offsets.pin_memory().to(like.device, non_blocking=True)
+                on_host = on_host.pin_memory()
+            offsets = like.new_empty(len(self._numbers), dtype=torch.int32)
+            offsets.copy_(on_host, non_blocking=True)
             self._offsets = offsets
         return offsets
 
