@@ -150,13 +150,14 @@ class Hops(NamedTuple):
     Attributes:
         cp: ranks.
         method: as in ``ring_attention``.
-        end_probability: of documents, for each token; None: one document.
+        documents: the probability that a token ends one; or a position at which the second one
+            starts; or None: there is one.
         window: as in ``tiles``.
     """
 
     cp: int
     method: str
-    end_probability: float | None
+    documents: float | int | None
     window: int
 
 
@@ -171,6 +172,10 @@ HOPS = [
     Hops(4, "ring", None, 200),
     Hops(4, "allgather", 0.005, 0),
     Hops(4, "allgather", 0.002, 150),
+    # Each query has a segment of its own, and other segments have none.
+    Hops(4, "allgather", 1.0, 0),
+    # Many queries see few keys, of which a part is behind the edge of the window.
+    Hops(4, "ring", 77, 20),
 ]
 
 
@@ -199,8 +204,10 @@ def test_segments_agree_with_plain_scores(
     tokens = 160
     length = tokens * hops.cp
     documents = None
-    if hops.end_probability is not None:
-        documents = random_documents(length, hops.end_probability)
+    if isinstance(hops.documents, int):
+        documents = (torch.arange(length) >= hops.documents).long().expand(2, -1)
+    elif hops.documents is not None:
+        documents = random_documents(length, hops.documents)
     rank = min(1, hops.cp - 1)
     plan = packed.plan_calls(
         rank, hops.cp, 2, tokens, starts_of(documents), hops.window, hops.method, True
