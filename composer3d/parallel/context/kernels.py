@@ -29,6 +29,7 @@ class Kernel(Enum):
     """A kernel that computes a block. The value is a name to print."""
 
     CPU_FLASH = "CPU flash"
+    # For whole sequences without documents and windows, F.sdpa is called, which may choose cuDNN.
     CUDA_FLASH = "CUDA flash"
     # It builds all scores of a block.
     REFERENCE = "plain scores"
@@ -52,15 +53,16 @@ VARIABLE_LENGTH = {
 class Segments(NamedTuple):
     """Segments of queries and keys, in tensors of all rows one after another.
 
-    Queries of segment i see only keys of segment i. Query and key number -1 of a segment stand for
-    each other, and so do -2, and so on, as far as there are limits to what a query sees.
+    Queries of segment i see only keys of segment i. Two limits can cut off more keys. They count
+    from a query's own key: the last query has the last key, the one before it the key before, and
+    so on, even if there are more queries than keys.
 
     Attributes:
         query_offsets, key_offsets: int32 (segments + 1), from 0 to the number of all queries or
             keys: where segments begin and end.
         longest_queries, longest_keys: the most queries and keys in a segment.
-        causal: whether a query sees no key after its own.
-        left: a query sees at most this many keys before its own; -1: all of them.
+        causal: whether keys after a query's own are cut off.
+        left: how many keys before a query's own are not cut off; -1: all of them.
         all_see: whether every query sees a key.
     """
 
@@ -221,13 +223,12 @@ def _as_BHTD(x_NHD: Tensor, rows: int) -> Tensor:
 
 
 def _lengths(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
-    """Return the lengths as the kernel takes them: offsets, and bounds of what it launches."""
-    most_queries, most_keys = segments.longest_queries, segments.longest_keys
-    # Where all segments have one query, the kernel is a different one, which expects as many
-    # segments as there are queries.
-    most_queries = max(most_queries, 2)
+    """Return the offsets, and bounds of the numbers of queries and keys in a segment."""
+    # For a bound of 1, torch calls a kernel for decoding, which takes each query for a segment.
+    most_queries = max(segments.longest_queries, 2)
+    most_keys = segments.longest_keys
     if segments.left >= 0 and not segments.causal:
-        # The kernel takes this number for the limit to the right, in place of none.
+        # The kernel lets a query see this many keys after its own, when all of them are meant.
         most_keys = max(most_keys, most_queries)
     return segments.query_offsets, segments.key_offsets, most_queries, most_keys
 

@@ -9,8 +9,8 @@ few calls as it can:
   have at most one document in common, and its tokens are adjacent in the shards of both ranks.
 - One or two calls for the keys of all ranks: a document that is in both chunks of a balanced rank
   has two segments with keys in common, which one call cannot have.
-- With a window that ends inside of a document, a call for each pair of chunks, and one more for
-  each further width of the window at its edge.
+- With a window that ends inside of a document, a call for each pair of chunks. A call has one limit
+  for all of its segments, so rows whose documents end at different places may need more calls.
 
 Positions are places in the whole sequence, and places those in a rank's shard.
 """
@@ -88,9 +88,12 @@ class Plan:
         The first call copies them there, without a wait. Later ones return the same tensor.
         """
         offsets = self._offsets
-        is_usable = offsets is not None and offsets.device == like.device
-        # Each dry run has tensors of its own kind, and this plan may outlive it.
-        if offsets is None or not is_usable or fake_mode_of(offsets) is not fake_mode_of(like):
+        if (
+            offsets is None
+            or offsets.device != like.device
+            # Each dry run has tensors of its own kind, and this plan may outlive it.
+            or fake_mode_of(offsets) is not fake_mode_of(like)
+        ):
             on_host = torch.tensor(self._numbers, dtype=torch.int32, device="cpu")
             if like.is_cuda:
                 on_host = on_host.pin_memory()
@@ -101,14 +104,12 @@ class Plan:
 
 
 class _Segment(NamedTuple):
-    """Queries and keys of one document. All scores of the two are visible, but for two limits.
+    """Queries and keys of one document, with the limits of ``kernels.Segments``.
 
     Attributes:
         row: the sample of the micro-batch.
         queries, keys: the first place, and the one after the last.
-        causal: whether a query sees no key after its own. The last key is that of the last query.
-        left: a query sees at most this many keys before the one that is as far from the last key
-            as the query is from the last query; -1: there is no such limit.
+        causal, left: as in ``kernels.Segments``.
     """
 
     row: int
