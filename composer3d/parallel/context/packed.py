@@ -157,12 +157,11 @@ def plan_calls(
     numbers: list[int] = []
     rounds = []
     for keys in all_keys:
+        keys = _join_neighbours(keys)
         segments: list[_Segment] = []
         for row in range(rows):
             cuts = () if starts is None else starts[row]
-            query_runs = list(runs_of(queries, cuts))
-            key_runs = list(runs_of(_join_neighbours(keys), cuts))
-            segments += _segments(row, query_runs, key_runs, window)
+            segments += _segments(row, runs_of(queries, cuts), runs_of(keys, cuts), window)
         rounds.append(tuple(_call(group, rows, numbers) for group in _group(segments)))
     return Plan(tuple(rounds), numbers)
 
@@ -180,7 +179,7 @@ def _join_neighbours(ranges: Iterable[OwnedRange]) -> tuple[OwnedRange, ...]:
 
 
 def _segments(
-    row: int, query_runs: Sequence[Run], key_runs: Sequence[Run], window: int
+    row: int, query_runs: Iterable[Run], key_runs: Iterable[Run], window: int
 ) -> Iterator[_Segment]:
     """Yield the segments of a row, in the order of the queries."""
     keys_of: defaultdict[int, list[Run]] = defaultdict(list)

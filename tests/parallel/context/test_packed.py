@@ -173,10 +173,11 @@ def test_one_rank_agrees_with_tiles(
     lengths: list[int], window: int, heads: tuple[int, int], contiguous: bool
 ) -> None:
     """The values and strides are the same."""
-    *whole, grad = inputs(*heads, sum(lengths), batch=1, width=8)
+    *whole, grad = inputs(*heads, sum(lengths), batch=2, width=8)
     if not contiguous:  # in the last dim
         whole = [x.mT.contiguous().mT for x in whole]
-    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    documents = torch.stack((numbers, numbers.flip(0)))
     results = []
     for kernel in (None, varlen.KERNEL):
         with pytest.MonkeyPatch.context() as patch:
