@@ -58,6 +58,21 @@ def test_bfloat16_learns_as_float32_on_the_cpu(
     assert max_difference(train(tmp_path, *overrides), cpu_losses) < 2e-2
 
 
+@pytest.mark.parametrize(
+    "masks",
+    [
+        ("data.packing=documents",),
+        ("model.window=24",),
+        ("data.packing=documents", "model.window=8"),
+    ],
+)
+def test_documents_and_windows_learn_as_on_the_cpu(tmp_path: Path, masks: tuple[str, ...]) -> None:
+    """They have a kernel of their own on a GPU."""
+    on_cpu = train(tmp_path / "cpu", *masks)
+    on_gpu = train(tmp_path / "gpu", *masks, "run.device=cuda", "precision.compute=bfloat16")
+    assert max_difference(on_gpu, on_cpu) < 2e-2
+
+
 def test_a_resumed_run_repeats_the_losses(tmp_path: Path) -> None:
     overrides = ("run.device=cuda", "precision.compute=bfloat16", "optim.decay=20")
     whole = train(tmp_path / "whole", *overrides)

@@ -239,6 +239,11 @@ def has_data(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
+def fake_mode_of(tensor: Tensor) -> object | None:
+    """Return what all tensors of one context of ``fake_tensors`` share; None for other tensors."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
 def with_data() -> AbstractContextManager[Any]:
     """Return a context within ``fake_tensors`` in which new tensors have data."""
     return unset_fake_temporarily()

@@ -114,6 +114,10 @@ def _capability(*arguments: Any) -> tuple[int, int]:
     return _COMPUTE_CAPABILITY
 
 
+def _itself(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return tensor
+
+
 def install(library: Path) -> None:
     """Make the device known to this process, until it ends."""
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL).install()
@@ -132,3 +136,4 @@ def install(library: Path) -> None:
     cuda.set_device = cuda.synchronize = cuda._lazy_init = _nothing
     tensor: Any = torch.Tensor
     tensor.record_stream = _nothing
+    tensor.pin_memory = _itself

@@ -294,6 +294,11 @@ def test_fake_tensors_have_storages_but_no_data() -> None:
     ]
     with without_data:  # it may be entered again
         assert (x[:2] + y[:2]).shape == (2,)
+        assert torch_private.fake_mode_of(torch.ones(1)) is torch_private.fake_mode_of(x)
+    with torch_private.fake_tensors():
+        assert torch_private.fake_mode_of(torch.ones(1)) is not torch_private.fake_mode_of(x)
+    assert torch_private.fake_mode_of(x) is not None
+    assert torch_private.fake_mode_of(real) is None
 
 
 @torch.library.custom_op("composer3d_tests::double", mutates_args=())

@@ -7,7 +7,8 @@
 - ulysses: an all-to-all gives each rank the whole sequence for some of the heads; a second one
   gives it back its part of the output. Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509).
 
-``ownership`` decides which tokens a rank holds, and ``tiles`` which scores it computes.
+``ownership`` decides which tokens a rank holds, and ``tiles`` which scores it computes. On a GPU,
+``packed`` does so for documents and windows.
 
 Shapes: T is the length of the whole sequence, and n = T / cp that of a rank's part. Queries are
 (B, H, n, D), keys and values (B, K, n, D). Queries and keys are already rotated by the positions of
@@ -117,6 +118,9 @@ def ring_attention(
         allgather: forward has one all-gather; backward has one all-gather and one reduce-scatter.
             The bytes are those of ring.
         ulysses: forward and backward each have two all-to-alls, of (cp - 1) / cp (2 Q + KV).
+
+    On a GPU, in bfloat16 or float16, documents and windows take one call of torch's flash kernel of
+    variable length, or a few, for all keys that a rank has at a time (``packed``).
 
     Ring and allgather run as the operator ``composer3d::ring_attention``, whose outputs selective
     activation checkpointing can save. For backward, q, k, v, the output and its logsumexp (B, H, n)

@@ -2,7 +2,8 @@
 
 In each round, this rank has the keys and values ("key-values") of one rank. With "allgather" there
 is one round, with those of all ranks. A round attends to the visible tiles (``tiles``), and merges
-the result with that of earlier rounds.
+the result with that of earlier rounds. Where a kernel of variable length can be used, documents and
+windows take a call or two for all tiles (``packed``).
 
 Shapes: T is the length of the whole sequence, and n = T / size that of a rank's part. Queries are
 (B, H, n, D), keys and values (B, K, n, D), stacked (2, B, K, n, D). "wide" is float32, or float64
@@ -23,20 +24,56 @@ from composer3d.parallel.context.ownership import (
     owned_ranges,
     parts_of_all_ranks,
 )
+from composer3d.parallel.context.packed import Call, Plan, plan_calls
 from composer3d.parallel.context.tiles import Tile, starts_of, tiles
 from composer3d.runtime.torch_private import group_by_name
 
 
 class _Round(NamedTuple):
-    """The key-values that this rank has in one round, and the tiles to compute with them.
+    """The key-values that this rank has in one round, and what to compute with them.
 
-    ``source`` is the rank that owns the key-values. It is None if they are those of all ranks, in
-    the order of the sequence.
+    Attributes:
+        source: the rank that owns the key-values. None: they are those of the whole sequence, in
+            its order, and there are no other rounds.
+        kv: keys and values: two tensors, or one that has both.
+        blocks: the tiles, or the calls that cover them.
+        plan: has the offsets of calls; None for tiles.
     """
 
     source: int | None
-    kv: Tensor
-    tiles: tuple[Tile, ...]
+    kv: Tensor | tuple[Tensor, Tensor]
+    blocks: tuple[Tile, ...] | tuple[Call, ...]
+    plan: Plan | None
+
+    @property
+    def is_one_block(self) -> bool:
+        """Whether one block has all queries of this rank, and all keys that they see."""
+        return self.source is None and len(self.blocks) == 1
+
+    def attend(self, block: Tile | Call, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute ``(out, lse)`` of a block."""
+        rows, queries, keys = block.rows, block.queries, block.keys
+        q, k, v = q[rows, :, queries], self.kv[0][rows, :, keys], self.kv[1][rows, :, keys]
+        if isinstance(block, Tile):
+            return kernels.attend_block(q, k, v, causal=block.causal, mask=block.mask)
+        assert self.plan is not None
+        return kernels.attend_segments(q, k, v, block.segments(self.plan.offsets_on(q)))
+
+    def differentiate(
+        self, block: Tile | Call, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the contributions of a block to dq, dk and dv."""
+        rows, queries, keys = block.rows, block.queries, block.keys
+        grad, q, out = (x[rows, :, queries] for x in (grad, q, out))
+        lse = lse[rows, :, queries]
+        k, v = self.kv[0][rows, :, keys], self.kv[1][rows, :, keys]
+        if isinstance(block, Tile):
+            return kernels.attend_block_backward(
+                grad, q, k, v, out, lse, causal=block.causal, mask=block.mask
+            )
+        assert self.plan is not None
+        segments = block.segments(self.plan.offsets_on(q))
+        return kernels.attend_segments_backward(grad, q, k, v, out, lse, segments)
 
 
 @torch.library.custom_op("composer3d::ring_attention", mutates_args=())
@@ -70,25 +107,31 @@ def attend_over_ring(
         allgather: one all-gather, of as many bytes.
     """
     wide = kernels.wide(q.dtype)
-    out = torch.zeros_like(q, dtype=wide)
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-    kv = torch.stack((k, v))
+    out: Tensor | None = None
+    lse = torch.empty(0)
     for round_ in _kv_rounds(
-        q, kv, documents, window, method, balanced, group_name, own_last=False
+        q, k, v, documents, window, method, balanced, group_name, own_last=False
     ):
-        for tile in round_.tiles:
-            rows, queries, keys = tile.rows, tile.queries, tile.keys
-            block_out, block_lse = kernels.attend_block(
-                q[rows, :, queries],
-                round_.kv[0][rows, :, keys],
-                round_.kv[1][rows, :, keys],
-                causal=tile.causal,
-                mask=tile.mask,
-            )
-            _merge(out[rows, :, queries], lse[rows, :, queries], block_out, block_lse)
+        for block in round_.blocks:
+            block_out, block_lse = round_.attend(block, q)
+            if out is None and block.all_see and block_out.shape == q.shape:
+                out, lse = block_out, block_lse
+                continue
+            if out is None:
+                out = torch.zeros_like(q, dtype=wide)
+                lse = q.new_full(q.shape[:3], kernels.least(wide), dtype=wide)
+            out = out.to(wide)
+            rows, queries = block.rows, block.queries
+            if isinstance(block, Tile) and block.causal:
+                # The first tile of its queries: there is nothing to merge with.
+                out[rows, :, queries] = block_out
+                lse[rows, :, queries] = block_lse
+            else:
+                _merge(out[rows, :, queries], lse[rows, :, queries], block_out, block_lse)
             # Free this block's output before the next one is allocated.
             del block_out, block_lse
-    return _copy_as_BTHD(out, q.dtype), lse
+    assert out is not None, "a query sees its own key"
+    return _as_BTHD(out, q.dtype), lse.contiguous()
 
 
 @torch.library.custom_op("composer3d::ring_attention_backward", mutates_args=())
@@ -111,26 +154,21 @@ def _attend_over_ring_backward(
     if grad.stride(-1) != 1:
         grad = _copy_as_BTHD(grad, q.dtype)
     wide = kernels.wide(q.dtype)
-    dq = torch.zeros_like(q, dtype=wide)
-    kv = torch.stack((k, v))
+    dq = dkv = torch.empty(0)
     receive_dkv: Callable[[], Tensor] | None = None
-    dkv = torch.empty(0)
 
     # This rank's own block comes last: it hides the last send of the gradients, the larger message.
-    for round_ in _kv_rounds(q, kv, documents, window, method, balanced, group_name, own_last=True):
-        dkv = torch.zeros_like(round_.kv, dtype=wide)
-        for tile in round_.tiles:
-            rows, queries, keys = tile.rows, tile.queries, tile.keys
-            block_grads = kernels.attend_block_backward(
-                grad[rows, :, queries],
-                q[rows, :, queries],
-                round_.kv[0][rows, :, keys],
-                round_.kv[1][rows, :, keys],
-                out[rows, :, queries],
-                lse[rows, :, queries],
-                causal=tile.causal,
-                mask=tile.mask,
-            )
+    rounds = _kv_rounds(q, k, v, documents, window, method, balanced, group_name, own_last=True)
+    for number, round_ in enumerate(rounds):
+        if round_.is_one_block and group is None:
+            dq, dk, dv = round_.differentiate(round_.blocks[0], grad, q, out, lse)
+            return _as_BTHD(dq, q.dtype), _as_BTHD(dk, k.dtype), _as_BTHD(dv, v.dtype)
+        if number == 0:
+            dq = torch.zeros_like(q, dtype=wide)
+        dkv = q.new_zeros((2, *round_.kv[0].shape), dtype=wide)
+        for block in round_.blocks:
+            rows, queries, keys = block.rows, block.queries, block.keys
+            block_grads = round_.differentiate(block, grad, q, out, lse)
             _add((dq[rows, :, queries], *dkv[:, rows, :, keys]), block_grads)
             del block_grads
         if receive_dkv is not None:
@@ -146,7 +184,8 @@ def _attend_over_ring_backward(
         elif round_.source != group.rank():
             receive_dkv = _send_to_next(dkv, group)
     return (
-        _copy_as_BTHD(dq, q.dtype),
+        _as_BTHD(dq, q.dtype),
+        # Copies even if they are in order: outputs of an operator must not share memory.
         _copy_as_BTHD(dkv[0], k.dtype),
         _copy_as_BTHD(dkv[1], v.dtype),
     )
@@ -154,7 +193,8 @@ def _attend_over_ring_backward(
 
 def _kv_rounds(
     q: Tensor,
-    own_kv: Tensor,
+    k: Tensor,
+    v: Tensor,
     documents: Tensor | None,
     window: int,
     method: str,
@@ -169,28 +209,44 @@ def _kv_rounds(
     """
     group = group_by_name(group_name) if group_name else None
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    tokens = q.shape[2]
+    rows, tokens = q.shape[0], q.shape[2]
     owned = owned_ranges(rank, size, tokens, balanced=balanced)
     starts = starts_of(documents)
-    banded = kernels.kernel_of(q) is kernels.Kernel.REFERENCE
+    kernel = kernels.kernel_of(q)
+    plan: Plan | None = None
+    if kernel in kernels.VARIABLE_LENGTH and (starts is not None or window > 0):
+        plan = plan_calls(rank, size, rows, tokens, starts, window, method, balanced)
+    banded = kernel is kernels.Kernel.REFERENCE
 
-    if method == "allgather" and group is not None:
-        kv = join_parts(gather_parts(own_kv, group), 3, balanced)
-        all_tokens = owned_ranges(0, 1, tokens * size, balanced=balanced)
-        yield _Round(None, kv, tiles(owned, all_tokens, starts, window, q.device, banded))
+    def round_with(source: int | None, kv: Tensor | tuple[Tensor, Tensor]) -> _Round:
+        if plan is not None:
+            return _Round(source, kv, plan.rounds[source or 0], plan)
+        held = owned_ranges(0, 1, tokens * size, balanced=balanced)
+        if source is not None:
+            held = owned_ranges(source, size, tokens, balanced=balanced)
+        return _Round(source, kv, tiles(owned, held, starts, window, q.device, banded), None)
+
+    if group is None and plan is not None:
+        yield round_with(None, (k, v))
+        return
+    own_kv = torch.stack((k, v))
+    if group is None:
+        yield round_with(None, own_kv)
+        return
+    if method == "allgather":
+        yield round_with(None, join_parts(gather_parts(own_kv, group), 3, balanced))
         return
 
-    receive = None if group is None else _send_to_next(own_kv, group)
+    receive = _send_to_next(own_kv, group)
     steps = [*range(1, size), 0] if own_last else range(size)
     for step in steps:
         kv = own_kv
-        if step > 0 and receive is not None:
+        if step > 0:
             kv = receive()
-        if group is not None and 0 < step < size - 1:
+        if 0 < step < size - 1:
             receive = _send_to_next(kv, group)
         source = (rank - step) % size
-        source_owned = owned_ranges(source, size, tokens, balanced=balanced)
-        yield _Round(source, kv, tiles(owned, source_owned, starts, window, q.device, banded))
+        yield round_with(source, kv)
 
 
 def _send_to_next(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
@@ -221,8 +277,7 @@ def _send_to_next(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge one more block of keys into ``out`` and ``lse``, in place. No exponential overflows.
 
-    Before the first block, ``lse`` is minus infinity, so the block's output replaces ``out``. Every
-    query must see a key in its first block: the difference of two infinities would be NaN.
+    Before the first block, ``lse`` is ``kernels.least``, so the block's output replaces ``out``.
     """
     out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse)[..., None])
     lse.copy_(torch.logaddexp(lse, block_lse))
@@ -237,6 +292,14 @@ def _copy_as_BTHD(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy x_BHTD into memory in the order B, T, H, D, so that projections need no further copy."""
     x_BTHD = x.transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format)
     return x_BTHD.transpose(1, 2)
+
+
+def _as_BTHD(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``_copy_as_BTHD``, but return ``x`` itself if it has that order and dtype."""
+    x_BTHD = x.transpose(1, 2)
+    if x.dtype == dtype and x_BTHD.is_contiguous():
+        return x
+    return _copy_as_BTHD(x, dtype)
 
 
 @attend_over_ring.register_fake

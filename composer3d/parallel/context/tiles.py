@@ -53,8 +53,13 @@ class Tile(NamedTuple):
     causal: bool
     mask: Tensor | None = None
 
+    @property
+    def all_see(self) -> bool:
+        """Whether every query sees a key."""
+        return self.mask is None
 
-class _Run(NamedTuple):
+
+class Run(NamedTuple):
     """Consecutive tokens of one document on one rank.
 
     Attributes:
@@ -86,11 +91,12 @@ def starts_of(documents_BT: Tensor | None) -> Starts:
     """Return the positions in each row at which a document other than the first one starts."""
     if documents_BT is None:
         return None
-    starts = []
-    for row in documents_BT.cpu():
-        changes = row.diff().nonzero().flatten() + 1
-        starts.append(tuple(changes.tolist()))
-    return tuple(starts)
+    starts: list[list[int]] = [[] for _ in range(len(documents_BT))]
+    documents_BT = documents_BT.cpu()
+    # This runs in each layer: two operators, for any number of rows.
+    for row, last in (documents_BT[:, 1:] != documents_BT[:, :-1]).nonzero().tolist():
+        starts[row].append(last + 1)
+    return tuple(map(tuple, starts))
 
 
 # Few entries: documents differ in each micro-batch, and an entry may have hundreds of tiles.
@@ -124,10 +130,10 @@ def tiles(
 
     found: list[Tile] = []
     for rows, cuts in row_groups:
-        key_runs: dict[int, list[_Run]] = {}
-        for key_run in reversed(list(_runs(keys, cuts))):
+        key_runs: dict[int, list[Run]] = {}
+        for key_run in reversed(list(runs_of(keys, cuts))):
             key_runs.setdefault(key_run.document, []).append(key_run)
-        for query_run in _runs(queries, cuts):
+        for query_run in runs_of(queries, cuts):
             for key_run in key_runs.get(query_run.document, ()):
                 for rectangle in _visible(query_run.positions, key_run.positions, window, banded):
                     found.append(
@@ -186,14 +192,14 @@ def _window_mask(
     return mask.triu(distance - window + 1)
 
 
-def _runs(owned: tuple[OwnedRange, ...], cuts: tuple[int, ...]) -> Iterator[_Run]:
+def runs_of(owned: tuple[OwnedRange, ...], cuts: tuple[int, ...]) -> Iterator[Run]:
     """Cut a rank's tokens into runs, at the starts of documents."""
     for place, first, count in owned:
         end = first + count
         inner = cuts[bisect_right(cuts, first) : bisect_right(cuts, end - 1)]
         for run_begin, run_end in pairwise((first, *inner, end)):
             document = bisect_right(cuts, run_begin)
-            yield _Run(shift=first - place, positions=(run_begin, run_end), document=document)
+            yield Run(shift=first - place, positions=(run_begin, run_end), document=document)
 
 
 def _visible(q: Positions, k: Positions, window: int, banded: bool) -> Iterator[_Rectangle]:

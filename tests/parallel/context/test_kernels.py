@@ -1,4 +1,7 @@
-"""Kernels of a block: their results, with and without a mask, and for a block of longer rows."""
+"""Kernels of a block: their results, with and without a mask, and for a block of longer rows.
+
+Those of segments of variable length too; on a CPU, that is the model of the kernel.
+"""
 
 from typing import NamedTuple
 
@@ -6,8 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer3d.parallel.context import kernels
-from tests.parallel.context.attention import HEADS, ON_GPU, inputs, reference, relative_error
+from composer3d.parallel.context import kernels, packed
+from composer3d.parallel.context.tiles import NOT_CAUSAL, starts_of
+from tests.parallel.context import varlen
+from tests.parallel.context.attention import (
+    HEADS,
+    ON_GPU,
+    inputs,
+    random_documents,
+    reference,
+    relative_error,
+)
 
 
 class Results(NamedTuple):
@@ -130,3 +142,109 @@ def test_plain_backward_is_the_gradient() -> None:
     expected = reference(q, k, v, grad)
     for actual, wanted in zip([out, *grads], expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+class Hops(NamedTuple):
+    """The calls of rank 1, or of the only rank.
+
+    Attributes:
+        cp: ranks.
+        method: as in ``ring_attention``.
+        documents: the probability that a token ends one; or a position at which the second one
+            starts; or None: there is one.
+        window: as in ``tiles``.
+    """
+
+    cp: int
+    method: str
+    documents: float | int | None
+    window: int
+
+
+HOPS = [
+    Hops(1, "ring", 0.02, 0),
+    Hops(1, "ring", 0.02, 30),
+    Hops(1, "ring", 1.0, 0),  # documents of one token
+    Hops(1, "ring", 0.02, NOT_CAUSAL),
+    Hops(1, "ring", None, 100),
+    Hops(4, "ring", 0.005, 0),
+    Hops(4, "ring", 0.005, 150),
+    Hops(4, "ring", None, 200),
+    Hops(4, "allgather", 0.005, 0),
+    Hops(4, "allgather", 0.002, 150),
+    # Each query has a segment of its own, and other segments have none.
+    Hops(4, "allgather", 1.0, 0),
+    # Many queries see few keys, of which a part is behind the edge of the window.
+    Hops(4, "ring", 77, 20),
+]
+
+
+@pytest.mark.parametrize("hops", HOPS)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        (torch.float64, "cpu"),
+        (torch.bfloat16, "cpu"),
+        pytest.param(torch.bfloat16, "cuda", marks=ON_GPU),
+        pytest.param(torch.float16, "cuda", marks=ON_GPU),
+    ],
+)
+def test_segments_agree_with_plain_scores(
+    dtype: torch.dtype,
+    device: str,
+    heads: int,
+    kv_heads: int,
+    hops: Hops,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Backward gets the output and the logsumexp of rows that have other keys as well."""
+    if device == "cpu":
+        monkeypatch.setitem(kernels.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, varlen.KERNEL)
+    tokens = 160
+    length = tokens * hops.cp
+    documents = None
+    if isinstance(hops.documents, int):
+        documents = (torch.arange(length) >= hops.documents).long().expand(2, -1)
+    elif hops.documents is not None:
+        documents = random_documents(length, hops.documents)
+    rank = min(1, hops.cp - 1)
+    plan = packed.plan_calls(
+        rank, hops.cp, 2, tokens, starts_of(documents), hops.window, hops.method, True
+    )
+    assert any(plan.rounds)
+    for call in (call for calls in plan.rounds for call in calls):
+        all_keys = length if hops.method == "allgather" else tokens
+        counts = varlen.count_scores(plan, call, 2, tokens, all_keys)
+        visible = counts[:, None, call.queries, call.keys] > 0
+        q, k, v, grad = (x.to(device, dtype) for x in inputs(heads, kv_heads, all_keys, width=16))
+        q, grad = q[:, :, call.queries], grad[:, :, call.queries]
+        k, v = k[:, :, call.keys], v[:, :, call.keys]
+        segments = call.segments(plan.offsets_on(q))
+        out, lse = kernels.attend_segments(q, k, v, segments)
+
+        q64, k64, v64, grad64 = (x.double().cpu() for x in (q, k, v, grad))
+        expected_out, expected_lse = kernels.attend_reference(
+            q64, k64, v64, causal=False, mask=visible
+        )
+        sees_none = expected_lse.isneginf()
+        assert call.all_see == (not sees_none.any())
+        assert lse.dtype == kernels.wide(dtype)
+        assert (lse.cpu()[sees_none] == kernels.least(lse.dtype)).all()
+        assert not out.cpu()[sees_none].any()
+        # Some weight goes to the other keys.
+        row_lse = expected_lse.clamp(min=-1.0) + 0.5
+        row_out = (0.6 * expected_out + 0.1).to(dtype)
+        grads = kernels.attend_segments_backward(
+            grad, q, k, v, row_out.to(q), row_lse.to(lse), segments
+        )
+        assert all(x.dtype == dtype for x in (out, *grads))
+        expected_grads = kernels.attend_reference_backward(
+            grad64, q64, k64, v64, row_out.double(), row_lse, causal=False, mask=visible
+        )
+        for actual, expected in zip(
+            (out, lse.masked_fill(sees_none.to(device), 0), *grads),
+            (expected_out, expected_lse.masked_fill(sees_none, 0), *expected_grads),
+            strict=True,
+        ):
+            assert relative_error(actual.cpu(), expected) < 8 * torch.finfo(dtype).eps
