@@ -1,7 +1,8 @@
 """Make the next batch in a thread while the step runs."""
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,8 @@ class _Made(NamedTuple):
 class BatchesAhead:
     """An endless iterator over a loader's batches. One batch is made ahead, in a thread.
 
-    ``next`` returns a batch, and starts a thread that makes the one after it and ends. So an error
-    of the loader is raised by the ``next`` that would have returned its batch.
+    ``next`` returns a batch, and lets the thread make the one after it. An error of the loader is
+    raised by the ``next`` that would have returned its batch. The first ``next`` starts the thread.
 
     Args:
         loader: makes the batches. Nobody else may call it as long as this object is in use.
@@ -36,6 +37,8 @@ class BatchesAhead:
         self._state = loader.state_dict()
         self._next: Future[_Made] | None = None
         self._thread: threading.Thread | None = None
+        # What the thread must make, in order; None ends it.
+        self._requests: SimpleQueue[Future[_Made] | None] = SimpleQueue()
 
     @property
     def order(self) -> Order:
@@ -51,7 +54,8 @@ class BatchesAhead:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of the loader, as ``Loader.load_state_dict``, with its errors."""
-        self.close()
+        if self._next is not None:
+            wait([self._next])
         self._next = None
         self._loader.load_state_dict(state)
         self._state = self._loader.state_dict()
@@ -60,34 +64,39 @@ class BatchesAhead:
         return self
 
     def __next__(self) -> Batch:
-        future = self._next or self._start()
+        future = self._next or self._request()
         self._next = None
         batch, self._state = future.result()
-        self._next = self._start()
+        self._next = self._request()
         return batch
 
     def close(self) -> None:
-        """Wait until the thread has ended, but some seconds at most: a read may hang."""
+        """End the thread. Wait for it some seconds at most: a read may hang."""
         if self._thread is not None:
+            self._requests.put(None)
             self._thread.join(_CLOSE_S)
+            self._thread = None
 
-    def _start(self) -> Future[_Made]:
+    def _request(self) -> Future[_Made]:
+        """Let the thread make the next batch."""
+        if self._thread is None:
+            # A daemon, so that a read that hangs does not keep the process from ending.
+            self._thread = threading.Thread(target=self._serve, name="next batch", daemon=True)
+            self._thread.start()
         future: Future[_Made] = Future()
-        # A daemon, so that a read that hangs does not keep the process from ending.
-        self._thread = threading.Thread(
-            target=self._make, args=(future,), name="next batch", daemon=True
-        )
-        self._thread.start()
+        self._requests.put(future)
         return future
 
-    def _make(self, future: Future[_Made]) -> None:
-        try:
-            batch = next(self._loader)
-            if self._device.type == "cuda":
-                batch = _pin(batch, self._device)
-            future.set_result(_Made(batch, self._loader.state_dict()))
-        except BaseException as error:
-            future.set_exception(error)
+    def _serve(self) -> None:
+        """Make batches until the end is requested. This runs in the thread."""
+        while (future := self._requests.get()) is not None:
+            try:
+                batch = next(self._loader)
+                if self._device.type == "cuda":
+                    batch = _pin(batch, self._device)
+                future.set_result(_Made(batch, self._loader.state_dict()))
+            except BaseException as error:
+                future.set_exception(error)
 
 
 def _pin(batch: Batch, device: torch.device) -> Batch:
