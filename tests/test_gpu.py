@@ -74,7 +74,12 @@ def test_documents_and_windows_learn_as_on_the_cpu(tmp_path: Path, masks: tuple[
 
 
 def test_a_resumed_run_repeats_the_losses(tmp_path: Path) -> None:
-    overrides = ("run.device=cuda", "precision.compute=bfloat16", "optim.decay=20")
+    overrides = (
+        "run.device=cuda",
+        "run.deterministic=true",
+        "precision.compute=bfloat16",
+        "optim.decay=20",
+    )
     whole = train(tmp_path / "whole", *overrides)
     first_steps = train(tmp_path / "parts", *overrides, "run.steps=10")
     assert first_steps == whole[:10]

@@ -138,10 +138,7 @@ def require_cores(resolved: Resolved) -> None:
             ``run.oversubscribe`` is false.
     """
     recipe = resolved.recipe
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    cores = launch.usable_cores()
     most = PROCESSES_PER_CORE * cores
     if recipe.world_size > most and not recipe.run.oversubscribe:
         raise RecipeError(
@@ -247,7 +244,7 @@ def _must_report(error: UserError, rank: int) -> bool:
 def _train(resolved: Resolved, rank: int) -> int:
     import torch
 
-    from composer3d.runtime import peers, process_group
+    from composer3d.runtime import devices, peers, process_group
     from composer3d.training.build import build
     from composer3d.training.loop import train
 
@@ -255,8 +252,11 @@ def _train(resolved: Resolved, rank: int) -> int:
     if recipe.world_size > 1 or "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = process_group.pick_device(recipe.run.device)
+    settings = None
     if device.type == "cpu":
         process_group.keep_freed_memory()
+    else:
+        settings = devices.prepare_gpu(recipe, cores=launch.usable_cores())
 
     name = identity(rank, recipe.mesh, device.type)
     log.setup(name, main=rank == 0)
@@ -264,6 +264,8 @@ def _train(resolved: Resolved, rank: int) -> int:
     if restarts != "0" and STORE_VARIABLE not in os.environ:
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
         log.get().info(f"restarted by torchrun, {restarts} of at most {most}")
+    if settings is not None:
+        log.get().info(settings)
 
     timeout_s = 60 * recipe.run.timeout_minutes
     try:

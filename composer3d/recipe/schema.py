@@ -108,6 +108,11 @@ class RunTable:
     timeout_minutes: float = key(
         10.0, "minutes a training collective waits before the missing ranks are named", MINUTES
     )
+    deterministic: bool = key(
+        False,
+        "on GPUs: a resumed run on the same layout and hardware has the same bits; slower. On CPUs "
+        "it always has",
+    )
     oversubscribe: bool = key(False, "allow more than 16 processes per CPU core")
 
 

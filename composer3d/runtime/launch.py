@@ -50,6 +50,13 @@ _LOST_PEER = re.compile(
 )
 
 
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class _Starter:
     """The connection from this process, the owner, to its starter. Threads may share it.
 

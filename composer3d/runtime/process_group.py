@@ -15,6 +15,7 @@ from typing import Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from composer3d.runtime import devices
 from composer3d.runtime.starter import STORE_VARIABLE
 from composer3d.runtime.torch_private import default_timeout
 from composer3d.spec.errors import DeviceError, MeshError, UserError
@@ -29,6 +30,13 @@ _NEVER = 2**31 - 1
 # Of a value that ranks compare: two halves, each of which fits into an int64 with its sign.
 _DIGEST_BYTES = 14
 
+# The backend of the default group, by the type of its device.
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+# Beside the default group: the group of all ranks for tensors in host memory, such as the bytes of
+# Python objects. None: there is no world, or the default group takes such tensors.
+_host_group: dist.ProcessGroup | None = None
+
 
 def count_gpus() -> int:
     """Return the number of GPUs that this process may use."""
@@ -37,6 +45,9 @@ def count_gpus() -> int:
 
 def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """Return this rank's device: the GPU with the number LOCAL_RANK, or the CPU.
+
+    A scheduler may show each process only the GPU that is its own. So a process that sees one GPU
+    takes it, whatever its LOCAL_RANK is. ``world`` refuses ranks that would share a GPU.
 
     Args:
         name: ``run.device`` of the recipe. "auto" means "cuda" if this node has a GPU, and "cpu"
@@ -58,6 +69,8 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
         return torch.device("cpu")
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if gpus == 1:
+        return torch.device("cuda", 0)
     if local_rank >= gpus:
         raise DeviceError(
             f"run.device = {name!r}: local rank {local_rank} needs a GPU of its own, but this node "
@@ -172,9 +185,13 @@ def world(
 ) -> Iterator[torch.device]:
     """Form the default process group from RANK and WORLD_SIZE, and destroy it at the end.
 
-    The backend is gloo on a CPU. On a GPU it is NCCL, with gloo for CPU tensors. A single process
-    forms a group too, so that one rank runs the same code as many. After an error the group is not
-    destroyed.
+    The backend is gloo on a CPU, and NCCL on a GPU. NCCL takes no tensor in host memory. So on a
+    GPU a second group of all ranks is formed, with gloo, which carries Python objects
+    (``gather_objects`` and the functions that call it) and ``max_over_ranks``. DeviceMesh splits
+    the groups of its axes from the default group, so these have NCCL alone.
+
+    A single process forms a group too, so that one rank runs the same code as many. After an error
+    the groups are not destroyed.
 
     gloo connects two ranks when they first exchange something, unless TORCH_GLOO_LAZY_INIT=0 is
     set. By default it would connect all pairs of ranks of each group when the group is formed.
@@ -184,28 +201,69 @@ def world(
         timeout_s: how long a collective may wait for its peers before it fails. Groups that are
             created inside the context without a time-out get this one.
         store: the store through which the ranks meet; None calls ``open_store``.
+
+    Raises:
+        DeviceError: two ranks have the same GPU (``devices.refuse_shared_gpus``).
     """
+    global _host_group
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    rank = int(os.environ.get("RANK", "0"))
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if store is None:
+        store = open_store(timeout_s=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Before the group is formed: NCCL would fail with an error that names no rank.
+        devices.refuse_shared_gpus(store, devices.gpu_of(device), rank=rank, size=size)
+    backend = _BACKENDS[device.type]
     timeout = timedelta(seconds=timeout_s)
     with default_timeout(timeout):
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=open_store(timeout_s=timeout_s) if store is None else store,
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        if device.type == "cpu":
+        if backend == "gloo":
             # gloo returns as soon as this rank is connected. If it left now, ranks that are still
             # connecting to it would fail.
             dist.barrier()
+        else:
+            _host_group = dist.new_group(backend="gloo", timeout=timeout)
         yield device
         # After an error this is skipped: NCCL would wait for peers that are stuck in a collective,
         # and would delay the report of the error.
+        _host_group = None
         dist.destroy_process_group()
+
+
+def _group_for_host(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group for tensors in host memory: ``group``, or by default that of the world.
+
+    None is the default group.
+
+    Raises:
+        ValueError: ``group`` lacks ranks.
+    """
+    if group is None:
+        return _host_group
+    if group.size() != dist.get_world_size():
+        raise ValueError(
+            f"the group has {group.size()} of {dist.get_world_size()} ranks; it must have all ranks"
+        )
+    return group
+
+
+def max_over_ranks(values: Sequence[float]) -> list[float]:
+    """Return the largest of each number over all ranks. Collective: one all-reduce of float64.
+
+    The numbers are in host memory, so no GPU takes part, and the host waits for no GPU.
+    """
+    packed = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(packed, dist.ReduceOp.MAX, _host_group)
+    return packed.tolist()
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
@@ -216,12 +274,13 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T] 
 
     Args:
         value: the value of this rank. It is sent pickled.
-        group: a group of all ranks, such as one with another backend; None for the default group.
+        group: a group of all ranks that takes tensors in host memory, such as a second one with
+            gloo; None for that of the world.
 
     Raises:
         ValueError: ``group`` lacks ranks.
     """
-    _require_all_ranks(group)
+    group = _group_for_host(group)
     pickled = pickle.dumps(value)
     most = torch.tensor(len(pickled))
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
@@ -247,7 +306,7 @@ def broadcast_object(
         keep: whether this rank wants the value. Otherwise it only passes the bytes on to others,
             and returns None.
     """
-    _require_all_ranks(group)
+    group = _group_for_host(group)
     is_source = dist.get_rank() == source
     pickled = pickle.dumps(value) if is_source else b""
     size = torch.tensor(len(pickled))
@@ -279,13 +338,6 @@ def distinct_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T
     return [cast(T, broadcast_object(value, group, source=source)) for source in sources]
 
 
-def _require_all_ranks(group: dist.ProcessGroup | None) -> None:
-    if group is not None and group.size() != dist.get_world_size():
-        raise ValueError(
-            f"the group has {group.size()} of {dist.get_world_size()} ranks; it must have all ranks"
-        )
-
-
 def _digest_of(value: object) -> bytes:
     return hashlib.blake2b(repr(value).encode(), digest_size=_DIGEST_BYTES).digest()
 
@@ -299,7 +351,7 @@ def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None
     Args:
         what: the start of the line that reports an OSError, such as "data".
         function: the function to run.
-        group: a group of all ranks, such as one with another backend; None for the default group.
+        group: as in ``gather_objects``.
 
     Raises:
         UserError: on every rank, if ``function`` raises a UserError or an OSError on any rank. The
@@ -308,7 +360,7 @@ def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None
     """
     value, error = _try(what, function)
     n_failed = torch.tensor(int(error is not None))
-    dist.all_reduce(n_failed, group=group)
+    dist.all_reduce(n_failed, group=_group_for_host(group))
     if not n_failed:
         return cast(T, value)
 
@@ -377,7 +429,7 @@ def check_same(what: str, value: object) -> None:
     parts = [int.from_bytes(part, "big") for part in (digest[:half], digest[half:])]
     # The largest digest, and minus the smallest.
     extremes = torch.tensor([*parts, *(-part for part in parts)])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, _host_group)
     if torch.equal(extremes[:2], -extremes[2:]):
         return
 

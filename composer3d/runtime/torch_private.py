@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
+from torch._C import _accelerator_setAllocatorSettings
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -62,6 +63,14 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
     yield
     # After an error the old values are not restored: the process ends.
     c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
+
+
+def set_allocator(settings: str) -> None:
+    """Change the settings of the allocator of GPU memory, as PYTORCH_ALLOC_CONF writes them.
+
+    The variable itself is not set: torch may have read it when it was imported.
+    """
+    _accelerator_setAllocatorSettings(settings)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -10,7 +10,7 @@ import torch
 from composer3d.checkpoint import Store
 from composer3d.convert.assets import make_assets
 from composer3d.convert.start import load_hf
-from composer3d.data import Corpus, Loader
+from composer3d.data import BatchesAhead, Corpus
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
 from composer3d.parallel.compose import Materialise
@@ -48,7 +48,7 @@ class Run:
     claim: Claim | None
     stages: Stages
     optimizer: torch.optim.AdamW
-    loader: Loader
+    loader: BatchesAhead
     held_out: Corpus | None
     store: Store
     metrics: Metrics
@@ -75,7 +75,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     corpus, held_out = process_group.on_all("data", lambda: open_data(recipe))
     digests = {"train": corpus.digest, "validation": held_out and held_out.digest}
     process_group.check_same("the data", digests)
-    loader = make_loader(recipe, mesh, corpus, seed=recipe.data.seed)
+    loader = BatchesAhead(make_loader(recipe, mesh, corpus, seed=recipe.data.seed), device)
 
     stages = build_stages(recipe, mesh)
     optimizer = build_optimizer(stages.named_parameters(), recipe.optim)

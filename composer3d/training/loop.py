@@ -53,6 +53,7 @@ def train(run: Run) -> int:
             with run.metrics.timer("checkpoint"):
                 run.store.wait()
     finally:
+        run.loader.close()
         run.metrics.close()
     if run.claim is not None:
         run.claim.close()

@@ -25,7 +25,7 @@ from typing import BinaryIO
 import torch
 
 from composer3d.recipe.schema import MetricsTable
-from composer3d.runtime import log
+from composer3d.runtime import log, process_group
 from composer3d.runtime.files import append_whole, open_own, write_atomic
 from composer3d.spec.errors import UserError
 from composer3d.spec.files import open_plain, parse_json
@@ -62,6 +62,8 @@ _TAGS = {
     "validation_s": "time/validation_s",
     "checkpoint_s": "time/checkpoint_s",
     "memory_gib": "memory/peak_gib",
+    "memory_reserved_gib": "memory/peak_reserved_gib",
+    "memory_retries": "memory/retries",
 }
 
 
@@ -161,8 +163,11 @@ class Metrics:
         - ``mfu``: fraction of the peak FLOP/s; null if the peak is unknown.
         - ``step_s`` and ``data_s``: seconds per step.
         - ``validation_s`` and ``checkpoint_s``: seconds since the last line.
-        - ``memory_gib``: peak memory of this rank since its start: torch's allocations on a GPU,
-          else resident memory.
+        - ``memory_gib``: on a CPU, the largest resident memory of the main rank since its start.
+          On a GPU, the largest size of torch's tensors since the start, of the rank that had most.
+        - on a GPU, ``memory_reserved_gib``: the same for the memory that torch's allocator has
+          taken from the GPU; and ``memory_retries``: how often the allocator found no room and
+          gave back unused memory before it tried again, of the rank with most since the start.
         - the keys of ``extra``: with documents over cp ``cp_balance`` (see ``loop.cp_imbalance``),
           and with experts their load (see ``loop.expert_metrics``).
 
@@ -170,13 +175,16 @@ class Metrics:
             step: the number of steps done, counted from 1.
             loss, grad_norm, lr: as above.
             extra: returns further metrics. It is called only if the step is logged.
+
+        Collective over all ranks on a GPU, if the step is logged: ``process_group.max_over_ranks``.
         """
-        if not self.main:
-            return
         now_s = time.perf_counter()
         if step == self.start_step + 1:
             self._first_step_at_s = now_s
         elif step % self.table.every and step != self.total_steps:
+            return
+        memory = _peak_memory(self.device_type)
+        if not self.main:
             return
         steps = step - self._logged_step
         elapsed_s = now_s - self._logged_at_s
@@ -196,7 +204,7 @@ class Metrics:
             "data_s": self._seconds["data"] / steps,
             "validation_s": self._seconds["validation"],
             "checkpoint_s": self._seconds["checkpoint"],
-            "memory_gib": _peak_memory_gib(self.device_type),
+            **memory,
             **extra(),
         }
         self._write(step, line)
@@ -375,10 +383,15 @@ def _move_old_events(run_dir: Path) -> None:
         old.rmdir()
 
 
-def _peak_memory_gib(device_type: str) -> float:
-    """Return the peak since the process started: allocated by torch on a GPU, else resident."""
+def _peak_memory(device_type: str) -> dict[str, float]:
+    """Return the metrics of memory. On a GPU, it is collective over all ranks; no host waits."""
     if device_type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
+        own = {
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "memory_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+            "memory_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        }
+        return dict(zip(own, process_group.max_over_ranks([*own.values()]), strict=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # ``ru_maxrss`` is in bytes on macOS, and in KiB on Linux.
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+    return {"memory_gib": peak / 2**30 if sys.platform == "darwin" else peak / 2**20}

@@ -7,7 +7,7 @@ import torch
 
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import Manifest, model_of
-from composer3d.data import Loader
+from composer3d.data import BatchesAhead
 from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
 from composer3d.recipe.changes import Change, changes
@@ -22,7 +22,7 @@ def resume(
     store: Store,
     stages: Stages,
     optimizer: torch.optim.AdamW,
-    loader: Loader,
+    loader: BatchesAhead,
 ) -> int | None:
     """Load the run's newest whole checkpoint, or the one in ``checkpoint.resume``. Collective.
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from composer3d.data import Batch, Corpus
+from composer3d.data import Batch, BatchesAhead, Corpus
 from composer3d.data.order import Order
 from composer3d.parallel import Stages, grad_norm
 from composer3d.recipe.schema import Recipe
@@ -141,11 +141,13 @@ def validate(
     Collectives: those of ``Stages.evaluate`` for each batch, and one all-reduce over all ranks.
     """
     loader = make_loader(recipe, stages.mesh, held_out, seed=0, order=order)
+    batches = BatchesAhead(loader, stages.mesh.device)
     losses, valid_tokens = [], []
     for _ in range(recipe.validation.steps):
-        local_loss, local_valid = evaluate_batch(stages, next(loader))
+        local_loss, local_valid = evaluate_batch(stages, next(batches))
         losses.append(local_loss)
         valid_tokens.append(local_valid)
+    batches.close()
     loss, tokens = stages.mesh.sum_over_world(sum(losses), sum(valid_tokens))
     return loss / max(tokens, 1.0)
 

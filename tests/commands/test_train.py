@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from composer3d.commands import train
 from composer3d.recipe.resolve import load
-from composer3d.runtime import launch
-from composer3d.spec.errors import RecipeError
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime import devices, launch, process_group
+from composer3d.spec.errors import MeshError, RecipeError
 
 
 @pytest.mark.parametrize("died", [{3: 9}, {1: 9, 3: 9}, {1: 11}, {0: -4}])
@@ -87,3 +89,24 @@ def test_too_many_processes_for_the_cores_are_refused(
         assert train.run(str(tmp_path / "r.toml"), sets) == 32
     else:
         assert train.run(str(tmp_path / "r.toml"), sets) == 33
+
+
+def test_a_rank_on_a_gpu_makes_and_says_its_settings_before_it_meets_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def prepare(recipe: Recipe, *, cores: int) -> str:
+        calls.append((recipe.run.name, cores))
+        return "GPU: its settings"
+
+    def open_store(**_: float) -> None:
+        calls.append("store")
+        raise MeshError("no rank answers")
+
+    monkeypatch.setattr(process_group, "pick_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(process_group, "open_store", open_store)
+    monkeypatch.setattr(devices, "prepare_gpu", prepare)
+    assert train.train_rank("recipes/debug-1-single.toml", []) == 2
+    assert calls == [("debug-1-single", launch.usable_cores()), "store"]
+    assert capsys.readouterr().err == "GPU: its settings\nno rank answers\n"

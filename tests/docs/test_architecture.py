@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import composer3d
-from composer3d.data import Batch, Loader
+from composer3d.data import Batch
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
@@ -57,8 +58,12 @@ class _Trace:
         self.files = ["training/loop.py"]
         self.stack: list[str] = []
 
-    def batches(self, loader: Loader) -> Iterator[Batch]:
-        """Yield the batches of ``loader``; the trace begins before the first one."""
+    def batches(self, loader: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of ``loader``; the trace begins before the first one.
+
+        It includes the thread that makes the batch.
+        """
+        threading.setprofile(self._see)
         sys.setprofile(self._see)
         yield from loader
 
@@ -101,6 +106,7 @@ def trace_a_step(recipe: str, out_dir: str) -> tuple[list[str], list[str]]:
                 loop.train(run)
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
         loop.update = update
     return trace.files, trace.stack
 

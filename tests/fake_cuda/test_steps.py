@@ -48,6 +48,14 @@ TO_DEVICE = Copy("aten::_to_copy", "cpu", "cuda", "batches.py:move_to_device")
 TO_HOST = Copy("aten::_to_copy", "cuda", "cpu", "step.py:send_to_host")
 
 
+# Operators that torch refuses on a GPU under ``run.deterministic`` (the documentation of
+# ``torch.use_deterministic_algorithms``), as far as a language model might call them.
+NOT_DETERMINISTIC = {
+    *("aten::bincount", "aten::cumsum", "aten::embedding_bag", "aten::histc", "aten::kthvalue"),
+    *("aten::median", "aten::nll_loss2d_forward", "aten::put_", "aten::scatter_reduce"),
+}
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return device.build(tmp_path_factory.mktemp("fake_cuda"))
@@ -65,3 +73,4 @@ def test_a_step_copies_only_its_batch_and_sends_what_it_sends_on_a_cpu(
         assert on_gpu.evaluation.copies == Counter({TO_DEVICE: 3})
         assert on_gpu.step.collectives == on_cpu.step.collectives
         assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
+        assert not NOT_DETERMINISTIC & set(on_gpu.step.operators)

@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from composer3d.checkpoint import Store
+from composer3d.checkpoint.manifest import TensorSpec
+from composer3d.checkpoint.store import global_specs
+from composer3d.runtime import devices, process_group
+from composer3d.runtime.devices import Gpu
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import (
     agree_on_round,
@@ -19,6 +24,7 @@ from composer3d.runtime.process_group import (
     check_same,
     distinct_objects,
     gather_objects,
+    max_over_ranks,
     on_all,
     on_main,
     pick_device,
@@ -176,6 +182,10 @@ def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         DeviceError, match="local rank 2 needs a GPU of its own, but this node shows 2;"
     ):
         pick_device("auto")
+    # A scheduler shows each task one GPU.
+    monkeypatch.setattr("composer3d.runtime.process_group.count_gpus", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 0)
 
 
 def gather_over_a_part() -> None:
@@ -224,14 +234,18 @@ def test_ranks_connect_when_they_first_exchange_something(pool: Pool) -> None:
 def exchange_objects() -> list[object]:
     """A task: send values of different sizes, and return what this rank gets."""
     with pool_world():
-        rank = dist.get_rank()
-        return [
-            gather_objects("x" * 100 * rank),
-            broadcast_object({"from": rank}, source=2),
-            broadcast_object([rank], keep=rank != 1),
-            distinct_objects(["b", "a", "b"][rank]),
-            on_main("data", lambda: rank),
-        ]
+        return _exchanged()
+
+
+def _exchanged() -> list[object]:
+    rank = dist.get_rank()
+    return [
+        gather_objects("x" * 100 * rank),
+        broadcast_object({"from": rank}, source=2),
+        broadcast_object([rank], keep=rank != 1),
+        distinct_objects(["b", "a", "b"][rank]),
+        on_main("data", lambda: rank),
+    ]
 
 
 def test_objects_reach_only_the_ranks_that_need_them(pool: Pool) -> None:
@@ -239,6 +253,84 @@ def test_objects_reach_only_the_ranks_that_need_them(pool: Pool) -> None:
     assert first == [["", "x" * 100, "x" * 200], {"from": 2}, [0], ["b", "a"], 0]
     assert second == [None, {"from": 2}, None, ["b", "a"], 0]
     assert third == [None, {"from": 2}, [0], ["b", "a"], 0]
+
+
+def form_like_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> object:
+    """A backend for GPUs alone: it has none for tensors in host memory, as NCCL."""
+    return FakeProcessGroup._create_internal(rank, size)
+
+
+def exchange_beside_gpus(folder: Path) -> list[object]:
+    """A task: exchange objects where the default group takes no tensor in host memory."""
+    dist.Backend.register_backend("gpus", form_like_nccl, devices=["cuda"])
+    process_group._BACKENDS["cpu"] = "gpus"
+    with pool_world():
+        rank = dist.get_rank()
+        values = _exchanged()
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(torch.ones(()))
+        check_same("the data", "same")
+        values.append(max_over_ranks([rank, -rank]))
+        values.append(on_all("data", lambda: rank))
+        store = Store(folder, keep=1)
+        values += [store.newest_whole(), global_specs({f"weight-{rank}": torch.ones(rank, 2)})]
+        with pytest.raises(MeshError, match="the data must be the same on every rank"):
+            check_same("the data", rank)
+        with pytest.raises(DataError, match=r"rank 2: wrong"):
+            on_all("data", lambda: fail() if rank == 2 else None)
+    assert process_group._host_group is None
+    return values
+
+
+def fail() -> None:
+    raise DataError("wrong")
+
+
+def test_objects_travel_beside_a_group_that_takes_no_tensors_of_the_host(
+    pool: Pool, tmp_path: Path
+) -> None:
+    specs = {f"weight-{rank}": TensorSpec((rank, 2), "float32") for rank in range(3)}
+    seen = pool.run(exchange_beside_gpus, {"folder": tmp_path}, world_size=3)
+    for rank, values in enumerate(seen):
+        kept = [0] if rank != 1 else None
+        gathered = ["", "x" * 100, "x" * 200] if rank == 0 else None
+        assert values == [
+            *[gathered, {"from": 2}, kept, ["b", "a"], 0],
+            *[[2.0, 0.0], rank, None, specs],
+        ]
+
+
+def form_on_gpus(gpus: list[Gpu], folder: Path) -> list[object]:
+    """A task: form the world of GPUs that exist in name only, and use the groups for objects."""
+    dist.Backend.register_backend("gpus", form_like_nccl, devices=["cuda"])
+    process_group._BACKENDS["cuda"] = "gpus"
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device = lambda device: None
+    torch.accelerator.current_accelerator = lambda *_: torch.device("cuda")
+    torch.accelerator.device_count = lambda: 1
+    devices.gpu_of = lambda device: gpus[rank]
+    with world(torch.device("cuda", 0), timeout_s=20.0):
+        assert dist.get_backend() == "gpus"
+        assert Store(folder, keep=1).newest_whole() is None
+        return _exchanged()
+
+
+def test_the_world_of_gpus_has_a_group_for_objects(pool: Pool, tmp_path: Path) -> None:
+    gpus = [Gpu("a", "1"), Gpu("a", "2"), Gpu("b", "1")]
+    seen = pool.run(form_on_gpus, {"gpus": gpus, "folder": tmp_path}, world_size=3)
+    assert seen[0] == [["", "x" * 100, "x" * 200], {"from": 2}, [0], ["b", "a"], 0]
+    assert [values[1] for values in seen] == [{"from": 2}] * 3
+
+
+def test_a_world_whose_ranks_share_a_gpu_is_not_formed(pool: Pool, tmp_path: Path) -> None:
+    gpus = [Gpu("a", "1"), Gpu("a", "2"), Gpu("a", "2")]
+    with pytest.raises(WorkerError) as caught:
+        pool.run(form_on_gpus, {"gpus": gpus, "folder": tmp_path}, world_size=3)
+    errors = caught.value.failures
+    assert {rank: type(error) for rank, error in errors.items()} == dict.fromkeys(
+        range(3), DeviceError
+    )
+    assert "ranks 1 and 2 would share the GPU 2 of a" in str(errors[0])
 
 
 def fail_on_main() -> None:

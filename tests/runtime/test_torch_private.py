@@ -434,3 +434,13 @@ def test_gathered_parameters_are_those_of_the_unit() -> None:
     unit(torch.ones(2, 8))
     (weight,) = torch_private.gathered_parameters(unit)
     assert weight.shape == (16, 8)
+
+
+def configured_allocator() -> tuple[str, str]:
+    before = torch._C._accelerator_getAllocatorSettings()
+    torch_private.set_allocator("expandable_segments:True")
+    return before, torch._C._accelerator_getAllocatorSettings()
+
+
+def test_the_allocator_takes_settings_in_a_process_that_runs(pool: Pool) -> None:
+    assert pool.run(configured_allocator, {}, world_size=1) == [("", "expandable_segments:True")]

@@ -60,6 +60,21 @@ def test_torchrun_gives_the_same_losses(folder: Path) -> None:
     assert losses(folder, "torchrun") == losses(folder, "own")
 
 
+def test_deterministic_runs_have_the_same_bits_on_a_cpu_as_all_others(folder: Path) -> None:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
+    of_runs = []
+    for value in ("false", "true"):
+        sets = (f"run.out_dir={value}", f"run.deterministic={value}")
+        # The second command resumes. The first one has made the batch of step 6 ahead.
+        assert train(folder, *sets, "run.steps=5").returncode == 0
+        result = train(folder, *sets, "run.steps=7")
+        assert result.returncode == 0, result.stderr
+        assert "GPU:" not in result.stderr
+        of_runs.append(losses(folder, value))
+    assert train(folder, "run.out_dir=whole", "run.steps=7").returncode == 0
+    assert of_runs[0] == of_runs[1] == losses(folder, "whole")
+
+
 def test_layouts_start_from_the_same_weights_and_data(folder: Path) -> None:
     first = []
     for out_dir, mesh in (("a", SINGLE), ("b", CUBE)):

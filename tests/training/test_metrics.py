@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from composer3d.recipe.schema import MetricsTable
 from composer3d.runtime import log
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import UserError
 from composer3d.training.metrics import FILE, Metrics
 
@@ -201,6 +204,30 @@ def test_memory_is_the_resident_peak_on_cpu(tmp_path: Path) -> None:
     _run(_metrics(tmp_path), range(1, 2))
     # torch alone takes a tenth of a GiB; a wrong unit would be off by 1024.
     assert 0.05 < _lines(tmp_path)[0]["memory_gib"] < 64
+
+
+def metrics_of_gpus(folder: Path, peaks: list[tuple[int, int, int]]) -> None:
+    """A task: log 5 steps of ranks on GPUs in name only, with these bytes and retries by rank."""
+    rank = int(os.environ["RANK"])
+    allocated, reserved, retries = peaks[rank]
+    torch.cuda.max_memory_allocated = lambda *_: allocated
+    torch.cuda.max_memory_reserved = lambda *_: reserved
+    torch.cuda.memory_stats = lambda *_: {"num_alloc_retries": retries}
+    with pool_world():
+        table = MetricsTable(every=2, tensorboard=False)
+        main = rank == 0
+        _run(_metrics(folder, table, device_type="cuda", main=main, total_steps=5), range(1, 6))
+
+
+def test_memory_on_gpus_is_that_of_the_rank_with_most(pool: Pool, tmp_path: Path) -> None:
+    peaks = [(3 << 30, 4 << 30, 0), (2 << 30, 9 << 29, 7), (1 << 30, 1 << 30, 2)]
+    pool.run(metrics_of_gpus, {"folder": tmp_path, "peaks": peaks}, world_size=3)
+    lines = _lines(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 4, 5]
+    for line in lines:
+        assert line["memory_gib"] == 3.0
+        assert line["memory_reserved_gib"] == 4.5
+        assert line["memory_retries"] == 7
 
 
 def test_tensorboard_is_not_imported_until_it_is_needed() -> None:

@@ -168,6 +168,36 @@ def test_set_lr_reaches_every_group() -> None:
     assert all(torch.equal(parameter, before[name]) for name, parameter in parameters.items())
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_number_of_threads_changes_no_bit_of_a_step(dtype: torch.dtype) -> None:
+    # Sizes that no vector register divides, and a tensor too small for several threads.
+    sizes = [(1021, 997), (100_003,), (13,)]
+    results = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        assert torch.get_num_threads() == threads
+        generator = torch.Generator().manual_seed(0)
+        parameters = [
+            nn.Parameter(torch.randn(size, dtype=dtype, generator=generator)) for size in sizes
+        ]
+        optimizer = build_optimizer(list(zip("abc", parameters, strict=True)), OptimTable())
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, dtype=dtype, generator=generator)
+            optimizer.step()
+        results.append([parameter.detach() for parameter in parameters])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_state_that_is_loaded_in_place_continues_bitwise(dtype: torch.dtype) -> None:
     table = OptimTable(lr=1e-2)

@@ -1,0 +1,110 @@
+"""Make the next batch in a thread while the step runs."""
+
+import threading
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from composer3d.data.loader import Batch, Loader
+from composer3d.data.order import Order
+
+_CLOSE_S = 5.0
+
+
+class _Made(NamedTuple):
+    """A batch, and the state of its loader after it."""
+
+    batch: Batch
+    state: dict[str, Any]
+
+
+class BatchesAhead:
+    """An endless iterator over a loader's batches. One batch is made ahead, in a thread.
+
+    ``next`` returns a batch, and lets the thread make the one after it. An error of the loader is
+    raised by the ``next`` that would have returned its batch. The first ``next`` starts the thread.
+
+    Args:
+        loader: makes the batches. Nobody else may call it as long as this object is in use.
+        device: the device that the batches go to. For a GPU, tokens, labels and positions are in
+            pinned memory, so that the host need not wait while they are copied.
+    """
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        self._loader, self._device = loader, device
+        self._state = loader.state_dict()
+        self._next: Future[_Made] | None = None
+        self._thread: threading.Thread | None = None
+        # What the thread must make, in order; None ends it.
+        self._requests: SimpleQueue[Future[_Made] | None] = SimpleQueue()
+
+    @property
+    def order(self) -> Order:
+        """The order of the loader's samples."""
+        return self._loader.order
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state after the batch that ``next`` has returned last.
+
+        A run that resumes from it goes on with the batch after that one, made ahead or not.
+        """
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of the loader, as ``Loader.load_state_dict``, with its errors."""
+        if self._next is not None:
+            wait([self._next])
+        self._next = None
+        self._loader.load_state_dict(state)
+        self._state = self._loader.state_dict()
+
+    def __iter__(self) -> "BatchesAhead":
+        return self
+
+    def __next__(self) -> Batch:
+        future = self._next or self._request()
+        self._next = None
+        batch, self._state = future.result()
+        self._next = self._request()
+        return batch
+
+    def close(self) -> None:
+        """End the thread. Wait for it some seconds at most: a read may hang."""
+        if self._thread is not None:
+            self._requests.put(None)
+            self._thread.join(_CLOSE_S)
+            self._thread = None
+
+    def _request(self) -> Future[_Made]:
+        """Let the thread make the next batch."""
+        if self._thread is None:
+            # A daemon, so that a read that hangs does not keep the process from ending.
+            self._thread = threading.Thread(target=self._serve, name="next batch", daemon=True)
+            self._thread.start()
+        future: Future[_Made] = Future()
+        self._requests.put(future)
+        return future
+
+    def _serve(self) -> None:
+        """Make batches until the end is requested. This runs in the thread."""
+        while (future := self._requests.get()) is not None:
+            try:
+                batch = next(self._loader)
+                if self._device.type == "cuda":
+                    batch = _pin(batch, self._device)
+                future.set_result(_Made(batch, self._loader.state_dict()))
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def _pin(batch: Batch, device: torch.device) -> Batch:
+    """Copy what goes to the GPU into pinned memory. Documents are read on the CPU."""
+    # A thread begins with the first GPU, and pinning would open it.
+    torch.cuda.set_device(device)
+    return batch._replace(
+        tokens_BT=batch.tokens_BT.pin_memory(),
+        labels_BT=batch.labels_BT.pin_memory(),
+        positions_BT=batch.positions_BT.pin_memory(),
+    )

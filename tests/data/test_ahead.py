@@ -1,0 +1,164 @@
+"""Batches made ahead are those of the loader, in its order, and a resume skips none of them."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from composer3d.data import Batch, BatchesAhead, Loader
+from tests.data.test_loader import loader_of, rows
+
+CPU = torch.device("cpu")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def is_made(batches: BatchesAhead) -> bool:
+    return batches._next is not None and batches._next.done()
+
+
+def test_the_batches_and_the_state_are_those_of_the_loader() -> None:
+    plain, ahead = loader_of(1, 2), BatchesAhead(loader_of(1, 2), CPU)
+    assert ahead.state_dict() == plain.state_dict()
+    for _ in range(7):
+        assert torch.equal(rows([next(ahead)]), rows([next(plain)]))
+        wait_until(lambda: is_made(ahead))
+        assert ahead.state_dict() == plain.state_dict()
+        assert ahead.order == plain.order
+    ahead.close()
+
+
+def test_a_resume_goes_on_with_the_batch_that_was_made_ahead() -> None:
+    first = BatchesAhead(loader_of(), CPU)
+    for _ in range(3):
+        next(first)
+    wait_until(lambda: is_made(first))
+    resumed = BatchesAhead(loader_of(), CPU)
+    next(resumed)  # its batch ahead must be dropped
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.state_dict() == first.state_dict()
+    assert torch.equal(rows([next(resumed)]), rows([loader_of()[3]]))
+    assert torch.equal(rows([next(first)]), rows([loader_of()[3]]))
+
+
+class Controlled(Loader):
+    """A loader that waits for ``allowed``, and fails at the step ``fails_at``."""
+
+    allowed: threading.Event
+    fails_at = -1
+
+    def __next__(self) -> Batch:
+        assert self.allowed.wait(30)
+        if self.next_step == self.fails_at:
+            raise OSError(5, "Input/output error")
+        return super().__next__()
+
+
+def controlled(fails_at: int = -1) -> Controlled:
+    plain = loader_of()
+    loader = Controlled(
+        plain.corpus, seq_len=plain.seq_len, global_batch=8, seed=3, batch_rank=0, batch_ranks=1
+    )
+    loader.allowed, loader.fails_at = threading.Event(), fails_at
+    loader.allowed.set()
+    return loader
+
+
+def test_a_batch_is_made_while_the_one_before_is_in_use() -> None:
+    loader = controlled()
+    batches = BatchesAhead(loader, CPU)
+    next(batches)
+    wait_until(lambda: is_made(batches))
+    loader.allowed.clear()
+    # The second one is there already, and the third one must wait.
+    assert torch.equal(rows([next(batches)]), rows([loader_of()[1]]))
+    assert not is_made(batches)
+    loader.allowed.set()
+    batches.close()
+    assert is_made(batches)
+    # Never more than one ahead.
+    assert loader.next_step == 3
+
+
+def test_an_error_is_raised_by_the_step_that_needs_the_batch() -> None:
+    batches = BatchesAhead(controlled(fails_at=2), CPU)
+    next(batches)
+    next(batches)
+    wait_until(lambda: is_made(batches))
+    state = batches.state_dict()
+    assert state["next_step"] == 2
+    with pytest.raises(OSError, match="Input/output error"):
+        next(batches)
+    assert batches.state_dict() == state
+
+
+def test_close_waits_for_the_thread_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = controlled()
+    batches = BatchesAhead(loader, CPU)
+    batches.close()  # nothing was begun
+    next(batches)
+    thread = batches._thread
+    assert thread is not None
+    batches.close()
+    assert not thread.is_alive()
+
+    next(batches)
+    batches.close()
+    loader.allowed.clear()
+    next(batches)
+    monkeypatch.setattr("composer3d.data.ahead._CLOSE_S", 0.05)
+    begin_s = time.monotonic()
+    batches.close()
+    assert time.monotonic() - begin_s < 5
+    loader.allowed.set()  # so that the thread ends
+
+
+def test_a_read_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    code = """
+import time
+import torch
+from composer3d.data import BatchesAhead
+from tests.data.test_loader import loader_of
+loader = loader_of()
+batches = BatchesAhead(loader, torch.device("cpu"))
+next(batches)
+batches.close()
+type(loader).__next__ = lambda self: time.sleep(600)
+next(batches)
+"""
+    begin_s = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code], timeout=100, check=False)
+    assert result.returncode == 0
+    assert time.monotonic() - begin_s < 60
+
+
+def test_a_gpu_gets_its_batches_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus: list[Any] = []
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        assert gpus[-1] == (threading.current_thread().name, torch.device("cuda", 3))
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def set_device(device: torch.device) -> None:
+        gpus.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    batches = BatchesAhead(loader_of(), torch.device("cuda", 3))
+    batch = next(batches)
+    batches.close()
+    assert torch.equal(rows([batch]), rows([loader_of()[0]]))
+    assert [tensor.data_ptr() for tensor in batch[:3]] == [x.data_ptr() for x in pinned[:3]]
+    assert {name for name, _ in gpus} == {"next batch"}
