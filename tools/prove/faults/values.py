@@ -51,7 +51,7 @@ def divide_by_micro_batches() -> None:
 def divide_by_own_tokens() -> None:
     """The loss is a mean of means: each rank divides by its own number of valid tokens."""
     _change_step(
-        valid=lambda own, arguments: float((arguments["labels"] >= 0).sum()) * own.mesh.batch_ranks
+        valid=lambda own, arguments: (arguments["labels"] >= 0).sum() * own.mesh.batch_ranks
     )
 
 
