@@ -46,7 +46,25 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 # What a step may copy between host and device, and read from the device: the batch, and two sums
 # over the world.
 TO_DEVICE = Copy("aten::_to_copy", "cpu", "cuda", "batches.py:move_to_device")
-READ = Copy("aten::_local_scalar_dense", "cuda", "host", "mesh.py:sum_over_world")
+READ = Copy("aten::_to_copy", "cuda", "cpu", "mesh.py:sum_over_world")
+
+# With experts, a layer also copies numbers of rows to the host, for each forward and recomputation,
+# and the order of rows back. What the routers have seen is read once a step.
+EXPERTS = (
+    *('model.architecture="moe"', 'model.preset="debug-moe"', "model.expert_ffn=96", BF16),
+    *("model.n_layers=2", "data.seq_len=64", "data.global_batch=4"),
+)
+LOADS = Copy("aten::_to_copy", "cuda", "cpu", "balance.py:collect")
+ROWS = Copy("aten::_to_copy", "cuda", "cpu", "dispatch.py:exchange")
+ORDER = Copy("aten::_to_copy", "cpu", "cuda", "dispatch.py:exchange")
+EXPERT_LAYOUTS: dict[str, tuple[tuple[str, ...], Counter[Copy], Counter[Copy]]] = {
+    "one process": ((), Counter({LOADS: 1}), Counter()),
+    "ep": (
+        ("mesh.dp_shard=2", "mesh.ep=2"),
+        Counter({LOADS: 1, ROWS: 4, ORDER: 4}),
+        Counter({ROWS: 4, ORDER: 4}),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +80,21 @@ def test_a_step_copies_only_its_batch_and_sends_what_it_sends_on_a_cpu(
     arguments = {"recipe": recipe, "library": library}
     seen: list[Seen] = pool.run(jobs.run_ranks, arguments, world_size=2 * recipe.mesh.pp)
     for on_gpu, on_cpu in zip(seen[::2], seen[1::2], strict=True):
-        assert on_gpu.step.copies == Counter({TO_DEVICE: 3, READ: 3})
+        assert on_gpu.step.copies == Counter({TO_DEVICE: 3, READ: 2})
         assert on_gpu.evaluation.copies == Counter({TO_DEVICE: 3})
         assert on_gpu.step.collectives == on_cpu.step.collectives
         assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_experts_copy_numbers_of_rows_and_send_what_they_send_on_a_cpu(
+    name: str, pool: Pool, library: Path
+) -> None:
+    sets, of_step, of_evaluation = EXPERT_LAYOUTS[name]
+    arguments = {"recipe": recipe_of(BASE, (*EXPERTS, *sets)), "library": library}
+    seen: list[Seen] = pool.run(jobs.run_ranks, arguments, world_size=2)
+    on_gpu, on_cpu = seen
+    assert on_gpu.step.copies == of_step + Counter({TO_DEVICE: 3, READ: 2})
+    assert on_gpu.evaluation.copies == of_evaluation + Counter({TO_DEVICE: 3})
+    assert on_gpu.step.collectives == on_cpu.step.collectives
+    assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
