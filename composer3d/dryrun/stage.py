@@ -6,13 +6,15 @@ The tensors are torch's fake ones: they have a shape, a dtype and a storage that
 
 Where the host reads a value from a tensor without data, it gets a plausible one.
 What must have data keeps it: an operator whose inputs all have data computes (documents of a row,
-rows of each expert). All ranks are taken to hold the same such data.
+rows of each expert). All ranks are taken to hold the same such data. On a GPU in name, a tensor
+without data can have a value on the host beside it: that of a copy of a tensor with data, and of
+what is computed from such tensors.
 """
 
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -80,7 +82,7 @@ _FIRST_MIDDLE_LAST = 3
 # 2, so that gradients are clipped at the usual limit, 1.
 _FLOAT = 4.0
 
-_CPU = torch.device("cpu")
+_CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class StageContent(NamedTuple):
@@ -307,7 +309,7 @@ def compose_without_data(
             # The collector would search what has been built again and again.
             gc.freeze()
             for module in stages.modules:
-                fix_routing(module, sizes.ep, skew)
+                fix_routing(module, sizes.ep, skew, recorder.ignoring)
                 _mark_gradients(module, ledger)
             batch = _batch(whole, documents_BT)
             batch = Batch(
@@ -350,14 +352,27 @@ def take_a_step(rank: RankWithoutData, ledger: MemoryLedger) -> None:
     update(stages, rank.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
 
 
-def fix_routing(stage: nn.Module, ep: int, skew: float) -> None:
-    """Give the experts of ``stage`` their numbers of rows, which a router cannot count here."""
+def fix_routing(
+    stage: nn.Module,
+    ep: int,
+    skew: float,
+    context: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Give the experts of ``stage`` their numbers of rows, which a router cannot count here.
+
+    Args:
+        stage: its experts get the numbers on the device of the router's own.
+        ep, skew: as in ``routing.rows_of_experts``.
+        context: entered while the numbers are made, which is no part of a step.
+    """
 
     def with_given_rows(exchange: Exchange) -> Exchange:
         def exchange_given_rows(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
             counts = rows_of_experts(rows_MC.shape[0], tokens_E.shape[0], ep, skew)
-            with with_data():
-                given_E = torch.tensor(counts)
+            with context():
+                with with_data():
+                    given_E = torch.tensor(counts)
+                given_E = given_E.to(tokens_E.device)
             return exchange(rows_MC, given_E)
 
         return exchange_given_rows
@@ -491,6 +506,8 @@ class Recorder(DispatchMode):
             with with_data():
                 result = operator(*arguments, **keywords)
                 _fill_output(traits.name, arguments)
+        elif _all_have_values(arguments):
+            result = _run_with_values(operator, traits.name, arguments, keywords)
         elif traits.name == "aten::_local_scalar_dense":
             dtype = arguments[0].dtype
             return _FLOAT if dtype.is_floating_point else dtype is torch.bool or 1
@@ -499,6 +516,7 @@ class Recorder(DispatchMode):
             result = _grouped_product(a, b, others[0] if others else keywords.get("offs"))
         else:
             result = operator(*arguments, **keywords)
+            _forget_values(operator, arguments)
         if not self.ignores:
             self._see(operator, traits, arguments, keywords, result)
         return result
@@ -573,6 +591,59 @@ def _grouped_product(a: Tensor, b: Tensor, offsets_G: Tensor | None) -> Tensor:
 def _all_have_data(arguments: tuple[Any, ...]) -> bool:
     tensors = list(tensors_in(arguments))
     return bool(tensors) and all(map(has_data, tensors))
+
+
+# The attribute of a tensor on a GPU in name that holds its value: a tensor on the CPU, with data.
+_VALUE = "composer3d_value"
+
+
+def _all_have_values(arguments: tuple[Any, ...]) -> bool:
+    """Return whether each tensor has data, or a value beside it."""
+    tensors = list(tensors_in(arguments))
+    return bool(tensors) and all(has_data(tensor) or hasattr(tensor, _VALUE) for tensor in tensors)
+
+
+def _run_with_values(
+    operator: Any, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> Any:
+    """Run an operator whose inputs have values: on the CPU for its value, and without data.
+
+    An output in host memory has data, as on a real GPU.
+    """
+    on_host = tuple(map(_on_host, arguments))
+    with with_data():
+        values = operator(*on_host, **{key: _on_host(value) for key, value in keywords.items()})
+        _fill_output(name, on_host)
+    if name == "aten::_local_scalar_dense" or torch.Tag.data_dependent_output in operator.tags:
+        return values
+    if torch.Tag.dynamic_output_shape in operator.tags:
+        # torch cannot describe these outputs, but the values have their shapes.
+        made = [torch.empty_like(value, device=_GPU) for value in tensors_in(values)]
+        result = made[0] if isinstance(values, Tensor) else tuple(made)
+    else:
+        result = operator(*arguments, **keywords)
+    if isinstance(result, Tensor) and result.device.type == "cpu":
+        return values
+    for tensor, value in zip(tensors_in(result), tensors_in(values), strict=True):
+        setattr(tensor, _VALUE, value)
+    return result
+
+
+def _on_host(argument: Any) -> Any:
+    """Return an argument of an operator with values in place of tensors without data."""
+    if isinstance(argument, Tensor):
+        return getattr(argument, _VALUE, argument)
+    if isinstance(argument, list | tuple):
+        return [_on_host(item) for item in argument]
+    return _CPU if isinstance(argument, torch.device) else argument
+
+
+def _forget_values(operator: Any, arguments: Sequence[Any]) -> None:
+    """Remove the values of the tensors that an operator changes to something unknown."""
+    for entry, argument in zip(operator._schema.arguments, arguments, strict=False):
+        if entry.alias_info is not None and entry.alias_info.is_write:
+            for tensor in tensors_in(argument):
+                vars(tensor).pop(_VALUE, None)
 
 
 def _on_gpu(keywords: Mapping[str, Any]) -> bool:

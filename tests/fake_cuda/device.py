@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _SOURCE = Path(__file__).with_name("guard.cpp")
 _COMPUTE_CAPABILITY = (9, 0)
@@ -118,6 +118,17 @@ def _itself(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return tensor
 
 
+def _tolist(tensor: torch.Tensor) -> Any:
+    """One copy of the whole tensor to the host, where the method of fake tensors reads each value.
+
+    What lies on the host already and has data is no fake tensor.
+    """
+    return tensor.cpu().tolist() if tensor.is_cuda else _tolist_on_host(tensor)
+
+
+_tolist_on_host: Any = FakeTensor.tolist
+
+
 def install(library: Path) -> None:
     """Make the device known to this process, until it ends."""
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL).install()
@@ -137,3 +148,5 @@ def install(library: Path) -> None:
     tensor: Any = torch.Tensor
     tensor.record_stream = _nothing
     tensor.pin_memory = _itself
+    fake_tensor: Any = FakeTensor
+    fake_tensor.tolist = _tolist

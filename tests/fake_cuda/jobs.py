@@ -19,7 +19,10 @@ from composer3d.training.step import evaluate_batch
 from tests.fake_cuda import device
 
 # Operators after which the host has a value, or whose output has a shape that only data tells.
-_READS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"})
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+# Their kernels for CUDA look for the true elements of a mask among the indices.
+_WITH_INDICES = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_"})
 
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 
@@ -129,13 +132,23 @@ class _Watcher(Recorder):
 
         sources = {tensor.device.type for tensor in tensors_in(list(arguments))}
         targets = {tensor.device.type for tensor in tensors_in(result)}
-        if name in _READS and "cuda" in sources:
+        if "cuda" in sources and _reads(operator, name, arguments):
             self._counts.copies[Copy(name, "cuda", "host", _place())] += 1
         elif name in _COPIES and len(sources | targets) > 1:
             # ``copy_`` has its target among its arguments, and returns it.
             (target,) = targets
             source = "cpu" if target == "cuda" else "cuda"
             self._counts.copies[Copy(name, source, target, _place())] += 1
+
+
+def _reads(operator: Any, name: str, arguments: tuple[Any, ...]) -> bool:
+    """Return whether the host waits for a value of a GPU before the operator is done."""
+    if name in _WITH_INDICES:
+        return any(tensor.dtype is torch.bool for tensor in tensors_in(list(arguments[1])))
+    if name == "aten::_grouped_mm":
+        # Without bfloat16, torch runs a product for each group, and copies their ends to the host.
+        return arguments[0].dtype is not torch.bfloat16
+    return not _READS.isdisjoint(operator.tags)
 
 
 def _place() -> str:

@@ -23,6 +23,14 @@ SIZES = ("model.n_layers=2", "data.seq_len=64", "data.global_batch=4")
 BF16 = 'precision.compute="bfloat16"'
 DOCUMENTS = 'data.packing="documents"'
 LAYOUTS: dict[str, tuple[str, ...]] = {
+    "one process": (),
+    "hsdp, window, documents": (
+        "mesh.dp_replicate=2",
+        "mesh.dp_shard=2",
+        "model.window=24",
+        DOCUMENTS,
+        BF16,
+    ),
     "tp": ("mesh.tp=2", "mesh.dp_shard=2"),
     "pp 1F1B, documents": ("mesh.pp=2", 'parallel.schedule="1F1B"', DOCUMENTS, BF16),
     "pp ZBV": (
@@ -55,6 +63,23 @@ NOT_DETERMINISTIC = {
     *("aten::median", "aten::nll_loss2d_forward", "aten::put_", "aten::scatter_reduce"),
 }
 
+# With experts, a layer also copies numbers of rows to the host, for each forward and recomputation,
+# and the order of rows back.
+EXPERTS = (
+    *('model.architecture="moe"', 'model.preset="debug-moe"', "model.expert_ffn=96", BF16),
+    *("model.n_layers=2", "data.seq_len=64", "data.global_batch=4"),
+)
+ROWS = Copy("aten::_to_copy", "cuda", "cpu", "dispatch.py:exchange")
+ORDER = Copy("aten::_to_copy", "cpu", "cuda", "dispatch.py:exchange")
+EXPERT_LAYOUTS: dict[str, tuple[tuple[str, ...], Counter[Copy], Counter[Copy]]] = {
+    "one process": ((), Counter(), Counter()),
+    "ep": (
+        ("mesh.dp_shard=2", "mesh.ep=2"),
+        Counter({ROWS: 4, ORDER: 4}),
+        Counter({ROWS: 4, ORDER: 4}),
+    ),
+}
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -74,3 +99,17 @@ def test_a_step_copies_only_its_batch_and_sends_what_it_sends_on_a_cpu(
         assert on_gpu.step.collectives == on_cpu.step.collectives
         assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
         assert not NOT_DETERMINISTIC & set(on_gpu.step.operators)
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_experts_copy_numbers_of_rows_and_send_what_they_send_on_a_cpu(
+    name: str, pool: Pool, library: Path
+) -> None:
+    sets, of_step, of_evaluation = EXPERT_LAYOUTS[name]
+    arguments = {"recipe": recipe_of(BASE, (*EXPERTS, *sets)), "library": library}
+    seen: list[Seen] = pool.run(jobs.run_ranks, arguments, world_size=2)
+    on_gpu, on_cpu = seen
+    assert on_gpu.step.copies == of_step + Counter({TO_DEVICE: 3, TO_HOST: 1})
+    assert on_gpu.evaluation.copies == of_evaluation + Counter({TO_DEVICE: 3})
+    assert on_gpu.step.collectives == on_cpu.step.collectives
+    assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
