@@ -1,6 +1,6 @@
 import sys
 
-from composer3d.cli import main
+from composer3d.cli import enter
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(enter())

@@ -5,6 +5,7 @@ it is dispatched, so that ``check`` never waits for torch.
 """
 
 import argparse
+import atexit
 import contextlib
 import io
 import json
@@ -26,6 +27,32 @@ INTERRUPTED = 130
 NO_READER = 141
 
 _MOST_DIGITS = 18  # of a number on the command line
+
+
+def enter() -> int:
+    """Run one command with the arguments of this process: what the program ``composer3d`` does.
+
+    A process that leaves after an error still has its process groups. Threads of gloo may still
+    hold tensors of the last collective then. When they release one, they ask for the lock of an
+    interpreter that is ending, and torch aborts the process
+    (https://github.com/pytorch/pytorch/pull/179291). So such a process ends without ending the
+    interpreter, after all else that is done at the exit.
+    """
+    statuses = [1]  # of an error that ``main`` does not catch
+
+    def leave() -> None:
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_initialized():
+            return
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(statuses[0])
+
+    # Whatever is registered later runs earlier. Threads, such as that of a save, were waited for.
+    atexit.register(leave)
+    statuses[0] = main()
+    return statuses[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -164,7 +164,7 @@ class Stages:
         tokens_BT: Tensor,
         labels_BT: Tensor,
         positions_BT: Tensor,
-        valid_tokens: Tensor,
+        valid_tokens: Tensor | int,
         documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Compute the gradients of a step into ``.grad``, reduced over the whole job.
@@ -174,8 +174,8 @@ class Stages:
         Args:
             tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp): this
                 rank's rows of the step, and its part of each (``own_tokens``).
-            valid_tokens: the number of valid labels in the whole step, over all ranks: a scalar
-                on the mesh's device.
+            valid_tokens: the number of valid labels in the whole step, over all ranks. A scalar on
+                the mesh's device may still be on its way there: the host does not read it.
             documents_BT: int64 (micro_batches x micro_batch, T) on the CPU: the documents of the
                 same rows, whole on every cp rank.
 
@@ -185,6 +185,8 @@ class Stages:
         Collectives: those of the techniques composed, and with experts one all-reduce of what the
         routers have seen. Afterwards no gradient is partial.
         """
+        if isinstance(valid_tokens, int):
+            valid_tokens = torch.full((), valid_tokens, device=self.mesh.device)
         self._begin(training=True)
         for _, parameter in chain.from_iterable(self._parameters_by_module):
             parameter.grad = None

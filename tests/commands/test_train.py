@@ -1,6 +1,8 @@
 """What the command ``train`` does before and after its ranks run."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,41 @@ def test_a_rank_on_a_gpu_makes_and_says_its_settings_before_it_meets_the_others(
     assert train.train_rank("recipes/debug-1-single.toml", []) == 2
     assert calls == [("debug-1-single", launch.usable_cores()), "store"]
     assert capsys.readouterr().err == "GPU: its settings\nno rank answers\n"
+
+
+def test_a_process_with_groups_leaves_without_ending_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(
+        '[run]\nname = "a"\ndevice = "cpu"\nsteps = 1\n[model]\npreset = "debug-tiny"\n'
+        '[checkpoint]\nresume = "."\n'
+    )
+    # The interpreter calls __del__ of what it finds in the main module when it ends.
+    code = """
+import sys
+from composer3d.cli import enter
+
+class Last:
+    def __del__(self):
+        print("the interpreter ends", flush=True)
+
+last = Last()
+sys.argv = ["composer3d", *sys.argv[1:]]
+sys.exit(enter())
+"""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(Path(train.__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    failed = call("train", "r.toml")
+    assert (failed.returncode, failed.stdout) == (2, ""), failed.stderr
+    assert ". is not a checkpoint" in failed.stderr
+    checked = call("check", "r.toml")
+    assert checked.returncode == 0, checked.stderr
+    assert checked.stdout.endswith("the interpreter ends\n")
