@@ -26,13 +26,21 @@ from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
 from tools.bench import experts, quickstarts, sequence
 from tools.bench import host as launches
-from tools.bench.jobs import Job, JobError, Result, TitanJob, composer3d_job, measure, plain_job
+from tools.bench.jobs import (
+    CPU_RECIPE,
+    ONE_THREAD,
+    Job,
+    JobError,
+    Result,
+    TitanJob,
+    composer3d_job,
+    measure,
+    plain_job,
+)
 
 HERE = Path(__file__).parent
-CPU_RECIPE = HERE / "bench.toml"
 MOE_RECIPE = HERE / "moe.toml"
 GPU_RECIPE = HERE / "gpu.toml"
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # One side of a comparison: makes the jobs of one run, with their files in an empty folder.
 Side = Callable[[Path], Sequence[Job]]
@@ -214,20 +222,34 @@ def peers(args: argparse.Namespace) -> int:
 
 
 def host(args: argparse.Namespace) -> int:
-    """Compare the time in which the host launches a step with that of the hand-written loop."""
-    names = args.only or list(launches.LAYOUTS)
-    found = launches.rows(str(CPU_RECIPE), names=names, steps=args.steps, repeats=args.repeats)
+    """Compare the time in which the host launches a step with the hand-written loop's.
+
+    With ``--titan``, also with torchtitan's.
+    """
+    found = launches.rows(
+        str(CPU_RECIPE),
+        names=args.only or list(launches.LAYOUTS),
+        steps=args.steps,
+        repeats=args.repeats,
+        titan=args.titan,
+    )
     if args.json:
-        print(json.dumps({"torch": _version(sys.executable, "torch"), "rows": found}))
+        rows = [row._asdict() for row in found]
+        print(json.dumps({"torch": _version(sys.executable, "torch"), "rows": rows}))
         return 0
-    print("| layout | plain, ms a step | composer3d, ms a step | ratio (range) |")
-    print("|---|---|---|---|")
+    peers = ("plain",) if args.titan is None else ("plain", "torchtitan")
+    sides = (*peers, "composer3d")
+    columns = ["layout", *(f"{side}, ms" for side in sides), *(f"of {peer}" for peer in peers)]
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
     for row in found:
-        ratio = row.ours_ms / row.plain_ms
-        print(
-            f"| {row.name} | {row.plain_ms:.1f} | {row.ours_ms:.1f} | "
-            f"{ratio:.2f} ({row.least_ratio:.2f}..{row.most_ratio:.2f}) |"
-        )
+        turns = {"plain": row.plain_ms, "torchtitan": row.titan_ms, "composer3d": row.ours_ms}
+        cells = [f"{statistics.median(turns[side]):.1f}" for side in sides]
+        for peer in peers:
+            ratios = [ours / other for ours, other in zip(row.ours_ms, turns[peer], strict=True)]
+            ratio = statistics.median(row.ours_ms) / statistics.median(turns[peer])
+            cells.append(f"{ratio:.2f} ({min(ratios):.2f}..{max(ratios):.2f})")
+        print(f"| {row.name} | {' | '.join(cells)} |")
     return 0
 
 
@@ -487,6 +509,12 @@ def _parser() -> argparse.ArgumentParser:
 
     host_parser = add_command(host, "the time in which the host launches a step, on a fake world")
     add_repeats(host_parser)
+    host_parser.add_argument(
+        "--titan",
+        metavar="DIR",
+        type=Path,
+        help="folder with titan_cpu.py and venv/: torchtitan too",
+    )
     host_parser.add_argument(
         "--only",
         metavar="NAME,...",

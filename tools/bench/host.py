@@ -1,12 +1,17 @@
 """What a GPU would wait for: the time in which the host launches a step.
 
 The arithmetic is negligible (dim 32, 32 layers, 32 tokens) and so is the communication: one process
-is the first rank of a fake world, in which collectives return at once. What is left of the time of
-a step is Python, torch's dispatch and the kernels' own overhead.
+is the first rank of a fake world, in which collectives return at once. What is left of a step is
+Python, torch's dispatch and the kernels' own overhead. It is measured as time of the processor,
+which does not count the time that other processes take.
 """
 
+import os
+import re
 import statistics
+import subprocess
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +26,7 @@ from composer3d.training.optim import build_optimizer
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify.worker import local_batch, random_batch
 from tools.bench import plain
-from tools.bench.jobs import SHAPE
+from tools.bench.jobs import CPU_RECIPE, ONE_THREAD, SHAPE, JobError
 
 SETS = (
     "model.dim=32",
@@ -41,31 +46,95 @@ LAYOUTS = {
 }
 
 
+# The same layouts as torchtitan's arguments; its local batch is that of a data-parallel rank.
+TITAN_LAYOUTS = {
+    "one": "--training.local-batch-size 8",
+    "fsdp2": "--training.local-batch-size 4",
+    "tp2": "--training.local-batch-size 8 --parallelism.tensor-parallel-degree 2",
+    "pp2": "--training.local-batch-size 8 --parallelism.pipeline-parallel-degree 2 "
+    "--parallelism.pipeline-parallel-microbatch-size 2",
+    "dp2xtp2": "--training.local-batch-size 4 --parallelism.tensor-parallel-degree 2",
+}
+# Its metrics are not logged: composer3d's are not either.
+_TITAN_ARGUMENTS = (
+    "--module peerbench --config bench --comm.mode fake_backend --metrics.log-freq 1000000 "
+    "--dump-folder ./out_bench --training.seq-len 32 --training.global-batch-size 8"
+)
+_TITAN_SHAPE = {"DIM": 32, "LAYERS": 32, "HEADS": 2, "KV": 2, "FFN": 64}
+_TITAN_LIMIT_S = 600.0
+
+
 class Row(NamedTuple):
-    """Milliseconds of a step, over turns of both sides: their medians, and the range of ratios."""
+    """Processor milliseconds of a step on each side: a figure for each turn.
+
+    Attributes:
+        name: the layout.
+        plain_ms: of the hand-written loop on one process.
+        titan_ms: of torchtitan; empty if it was not asked for.
+        ours_ms: of composer3d.
+    """
 
     name: str
-    plain_ms: float
-    ours_ms: float
-    least_ratio: float
-    most_ratio: float
+    plain_ms: list[float]
+    titan_ms: list[float]
+    ours_ms: list[float]
 
 
-def rows(recipe: str, *, names: list[str], steps: int, repeats: int) -> list[Row]:
-    """Measure each layout beside the hand-written loop on one process, in turns."""
+def rows(
+    recipe: str, *, names: list[str], steps: int, repeats: int, titan: Path | None = None
+) -> list[Row]:
+    """Measure each layout beside the hand-written loop and torchtitan, in turns.
+
+    Args:
+        recipe: the recipe whose model and step are made small.
+        names: keys of ``LAYOUTS``.
+        steps: the steps of a turn; the first third is not timed.
+        repeats: the turns.
+        titan: a folder with ``titan_cpu.py`` and ``venv/``; None leaves torchtitan out.
+    """
     found = []
     with Pool() as pool:
         for name in names:
             arguments = {"recipe": recipe, "sets": [*SETS, *LAYOUTS[name]], "steps": steps}
-            turns = []
+            row = Row(name, [], [], [])
             for _ in range(repeats):
-                (plain_ms,) = pool.run(plain_step_ms, arguments, world_size=1)
-                (ours_ms,) = pool.run(own_step_ms, arguments, world_size=1)
-                turns.append((plain_ms, ours_ms))
-            ratios = [ours_ms / plain_ms for plain_ms, ours_ms in turns]
-            plain_ms, ours_ms = (statistics.median(side) for side in zip(*turns, strict=True))
-            found.append(Row(name, plain_ms, ours_ms, min(ratios), max(ratios)))
+                row.plain_ms.extend(pool.run(plain_step_ms, arguments, world_size=1))
+                if titan is not None:
+                    row.titan_ms.append(titan_step_ms(titan, name, steps))
+                row.ours_ms.extend(pool.run(own_step_ms, arguments, world_size=1))
+            found.append(row)
     return found
+
+
+def titan_step_ms(folder: Path, name: str, steps: int) -> float:
+    """Measure torchtitan's first rank of a layout, by ``titan_host.py`` in its environment.
+
+    Raises:
+        JobError: it printed no figure.
+    """
+    recipe = load(str(CPU_RECIPE), [*SETS, *LAYOUTS[name]], check_files=False).recipe
+    world = {"RANK": 0, "LOCAL_RANK": 0, "LOG_RANK": 0}
+    world |= {"WORLD_SIZE": recipe.world_size, "NGPU": recipe.world_size, "MASTER_PORT": 29500}
+    variables = {key: str(value) for key, value in (world | _TITAN_SHAPE).items()}
+    variables |= {"MASTER_ADDR": "localhost", "ATTN": "causal", "PYTHONPATH": str(folder.resolve())}
+    shapes = (steps, recipe.data.micro_batch, recipe.data.seq_len, recipe.model.dim)
+    command = ["venv/bin/python", str(Path(__file__).with_name("titan_host.py"))]
+    command += [str(number) for number in shapes]
+    command += f"{_TITAN_ARGUMENTS} {TITAN_LAYOUTS[name]} activation-checkpoint:none".split()
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | ONE_THREAD | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_TITAN_LIMIT_S,
+        check=False,
+    )
+    figure = re.search(r"HOST_STEP_MS ([\d.]+)", result.stdout)
+    if figure is None:
+        raise JobError(f"titan_host.py printed no figure: {result.stdout[-300:]}")
+    return float(figure[1])
 
 
 def own_step_ms(recipe: str, sets: list[str], steps: int) -> float:
@@ -82,10 +151,10 @@ def own_step_ms(recipe: str, sets: list[str], steps: int) -> float:
         batch = local_batch(random_batch(chosen, 0), stages)
         seconds = []
         for _ in range(steps):
-            begin_s = time.perf_counter()
+            begin_s = time.process_time()
             sums = compute_gradients(stages, batch)
             update(stages, optimizer, sums, max_norm=1.0, lr=1e-4)
-            seconds.append(time.perf_counter() - begin_s)
+            seconds.append(time.process_time() - begin_s)
         dist.recv = recv
     return 1000 * statistics.median(seconds[steps // 3 :])
 
@@ -101,12 +170,12 @@ def plain_step_ms(recipe: str, sets: list[str], steps: int) -> float:
     tokens = torch.randint(chosen.model.vocab, (rows, chosen.data.seq_len + 1))
     seconds = []
     for _ in range(steps):
-        begin_s = time.perf_counter()
+        begin_s = time.process_time()
         optimizer.zero_grad(set_to_none=True)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         loss.item(), norm.item()
-        seconds.append(time.perf_counter() - begin_s)
+        seconds.append(time.process_time() - begin_s)
     return 1000 * statistics.median(seconds[steps // 3 :])

@@ -25,6 +25,10 @@ _MEMORY_EVERY_S = 0.5
 SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn", "vocab", "rope_theta", "norm_eps")
 
 
+CPU_RECIPE = Path(__file__).with_name("bench.toml")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
 class JobError(Exception):
     """A run failed or was refused; the message is the end of its output."""
 
