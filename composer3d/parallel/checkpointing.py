@@ -21,20 +21,26 @@ from composer3d.recipe.schema import MemoryTable
 
 
 def apply(blocks: Iterable[nn.Module], plan: ShardingPlan, memory: MemoryTable) -> None:
-    """Checkpoint each of ``blocks``, in place. Parameters keep their names.
+    """Checkpoint the blocks of one stage, in place. Parameters keep their names.
 
     "full" keeps only a block's input; "selective" also keeps the outputs of the operators in the
-    plan's ``save``. The collectives inside a block run once more in backward, unless ``save``
-    names them.
+    plan's ``save``. "every N blocks" is "full" for the first of every N blocks. The collectives
+    inside a checkpointed block run once more in backward, unless ``save`` names them.
+
+    Args:
+        blocks: all blocks of the stage, in order.
+        plan: the plan of the model.
+        memory: the recipe's ``[memory]``.
     """
-    if memory.activation_checkpoint == "none":
-        return
+    checkpointing = memory.checkpointing
     # "full" passes no ``context_fn``: torch.compile cannot trace a context that does nothing.
     options: dict[str, Any] = {}
-    if memory.activation_checkpoint == "selective":
+    if checkpointing.mode == "selective":
         policy = save_policy(plan.save)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    for block in blocks:
+    for place, block in enumerate(blocks):
+        if checkpointing.mode_of(place) == "none":
+            continue
         block.forward = partial(
             checkpoint,
             block.forward,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
-from composer3d.recipe.schema import MemoryTable, MeshTable
+from composer3d.recipe.schema import MemoryTable, MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
@@ -32,7 +33,7 @@ def count_operators(mode: str) -> Counter[str]:
     """Count the operators of a step, by name, with ``memory.activation_checkpoint = mode``."""
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(dp_shard=1), device)
-        memory = MemoryTable(activation_checkpoint=mode)  # type: ignore[arg-type]
+        memory = MemoryTable(activation_checkpoint=mode)
         stages = compose_small(mesh, memory=memory)
         assert [name for name, _ in stages.named_parameters()] == [
             name for name, _ in Llama(SHAPE).named_parameters()
@@ -40,6 +41,23 @@ def count_operators(mode: str) -> Counter[str]:
         with OperatorCounter() as operators:
             take_a_step(stages)
         return operators.counts
+
+
+def checkpointed_blocks() -> list[list[str]]:
+    """Name the blocks of this rank's stages that are checkpointed."""
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(pp=2, dp_shard=1), device)
+        memory = MemoryTable(activation_checkpoint="every 2 blocks")
+        parallel = ParallelTable(stages=(1, 2))
+        stages = compose_small(mesh, memory=memory, parallel=parallel)
+        return [
+            [name for name, block in stage.blocks.items() if isinstance(block.forward, partial)]
+            for stage in stages.modules
+        ]
+
+
+def test_blocks_are_counted_from_the_first_one_of_each_stage(pool: Pool) -> None:
+    assert pool.run(checkpointed_blocks, {}, world_size=2) == [[["0"]], [["1"]]]
 
 
 def test_each_mode_recomputes_the_operators_that_it_does_not_save(pool: Pool) -> None:
@@ -54,6 +72,11 @@ def test_each_mode_recomputes_the_operators_that_it_does_not_save(pool: Pool) ->
         "selective": blocks,
         "full": 2 * blocks,
     }
+
+    # The first of every so many blocks of a stage; the model is one stage of three blocks.
+    for mode, recomputed in {"every 1 blocks": 3, "every 2 blocks": 2, "every 9 blocks": 1}.items():
+        operators = pool.run(count_operators, {"mode": mode}, world_size=1)[0]
+        assert operators[attention] == blocks + recomputed * MICRO_BATCHES
 
     # The plan also saves projections with a bias and the ring, which this model does not run.
     plan = sharding_plan(SHAPE)
