@@ -56,6 +56,8 @@ EXPERTS = (
 BF16 = "precision.compute=bfloat16"
 SELECTIVE = "memory.activation_checkpoint=selective"
 FULL = "memory.activation_checkpoint=full"
+EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
+EVERY_3 = "memory.activation_checkpoint=every 3 blocks"
 # With a small vocabulary, the peak is in the blocks and not in the loss.
 BLOCKS = "model.vocab=4096"
 LARGE_HEAD = "model.vocab=128256"
@@ -89,6 +91,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "zero3": _dense(FSDP, "parallel.zero=3", batch(16)),
     "zero3-one-micro-batch": _dense(FSDP, "parallel.zero=3", BLOCKS, batch(8)),
     "zero3-selective": _dense(FSDP, "parallel.zero=3", BF16, SELECTIVE, BLOCKS, batch(16)),
+    "zero3-every-2-blocks": _dense(FSDP, "parallel.zero=3", BF16, EVERY_2, BLOCKS, batch(16)),
+    "every-3-blocks": _dense(FSDP, BF16, EVERY_3, BLOCKS, "model.n_layers=7", batch(16)),
     "micro-batch-of-4": _dense(FSDP, "data.micro_batch=4", BF16, FULL, batch(64)),
     "hsdp": _dense(
         "mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3", BF16, SELECTIVE, batch(16)
@@ -116,6 +120,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "interleaved": _dense(
         *PP2_TP2, "parallel.schedule=Interleaved1F1B", "parallel.zero=1", BF16, SELECTIVE
     ),
+    "interleaved-every-2-blocks": _dense(
+        *PP2_TP2, "parallel.schedule=Interleaved1F1B", BF16, EVERY_2, BLOCKS, "model.n_layers=8"
+    ),
+    "zbv-every-2-blocks": _dense(
+        *(*PP2, "parallel.schedule=ZBVZeroBubble", BF16, EVERY_2, BLOCKS, "model.n_layers=10"),
+        batch(16),
+    ),
     "gpipe": _dense(*PP2_TP2, "parallel.schedule=GPipe", BF16, FULL),
     "breadth-first": _dense(*PP2, "parallel.schedule=LoopedBFS", BF16, FULL, batch(16)),
     "zbv": _dense(*PP2, "parallel.schedule=ZBVZeroBubble", BF16, batch(16)),
@@ -133,6 +144,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "ep": _experts(FSDP, "mesh.ep=8", BF16, batch(16)),
     "ep-full": _experts(FSDP, "mesh.ep=4", BF16, FULL, batch(16)),
+    "ep-every-2-blocks": _experts(FSDP, "mesh.ep=4", BF16, EVERY_2, batch(16)),
     "ep-tp-selective": _experts(
         "mesh.dp_shard=4", "mesh.tp=2", "mesh.ep=8", BF16, SELECTIVE, batch(8)
     ),
@@ -149,7 +161,7 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 # What the tests run: one case for each of the largest parts of the model, none of them slow.
-SLICE = ("zero1-blocks", "tp-selective", "zbv-blocks", "ep-full")
+SLICE = ("zero1-blocks", "every-3-blocks", "tp-selective", "zbv-blocks", "ep-full")
 
 
 class Agreement(NamedTuple):

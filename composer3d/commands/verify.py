@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.values import one_line
 from composer3d.runtime.launch import Pool, temporary_folder
 from composer3d.spec.errors import UserError
@@ -40,7 +41,7 @@ def run(
     with Pool() as pool, temporary_folder("composer3d-verify-") as folder:
         for line in lines:
             verdict = verify_layout(
-                pool, folder, recipe, [*sets, *line.split()], dtype=dtype, steps=steps
+                pool, folder, recipe, [*sets, *split_overrides(line)], dtype=dtype, steps=steps
             )
             verdicts.append(verdict)
             _print_verdict(verdict, line)

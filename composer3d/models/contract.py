@@ -192,6 +192,10 @@ class ShardingPlan:
             parallelism does not cut them.
         save: globs of operators, such as "aten.mm.default". Selective activation checkpointing
             keeps the outputs of these operators.
+        unread: globs of modules whose outputs nothing in a block's backward reads, such as the last
+            projection of a block. Selective activation checkpointing does not keep what operators
+            in them return. They must be the last to compute: backward computes the others again, up
+            to the last tensor that it reads.
         first_only_looks_up: whether ``first`` does nothing with its parameters but look up rows of
             embeddings, so that its backward reads none of them. FSDP then does not gather them for
             backward. If it is wrongly true, a step fails or has wrong gradients.
@@ -203,6 +207,7 @@ class ShardingPlan:
     attend: str | None = None
     experts: str | None = None
     save: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     first_only_looks_up: bool = False
 
     def check(self, model: nn.Module) -> None:
@@ -223,6 +228,7 @@ class ShardingPlan:
                 ("init", self.init, parameters, "parameter"),
                 ("attend", (self.attend,) if self.attend else (), modules, "module"),
                 ("experts", (self.experts,) if self.experts else (), modules, "module"),
+                ("unread", self.unread, modules, "module"),
             )
             for glob in globs
             if not any(fnmatchcase(name, glob) for name in names)
@@ -296,6 +302,10 @@ class ShardingPlan:
         return next(
             (style for glob, style in self.tensor.items() if fnmatchcase(module, glob)), None
         )
+
+    def is_unread(self, module: str) -> bool:
+        """Return whether nothing in backward reads the output of the module with this name."""
+        return any(fnmatchcase(module, glob) for glob in self.unread)
 
     def attends(self, module: str) -> bool:
         """Return whether the module with this name attends across tokens."""

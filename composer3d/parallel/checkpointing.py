@@ -4,12 +4,14 @@ Chen et al. 2016 (arXiv 1604.06174); selective: Korthikanti et al. 2022 (arXiv 2
 non-reentrant form works with FSDP's hooks and pipeline schedules.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -19,22 +21,37 @@ from torch.utils.checkpoint import (
 from composer3d.models.contract import ShardingPlan
 from composer3d.recipe.schema import MemoryTable
 
+# Whether the module that runs is one whose output backward does not read.
+_is_unread = ContextVar("is_unread", default=False)
 
-def apply(blocks: Iterable[nn.Module], plan: ShardingPlan, memory: MemoryTable) -> None:
-    """Checkpoint each of ``blocks``, in place. Parameters keep their names.
+
+def apply(blocks: nn.ModuleDict, plan: ShardingPlan, memory: MemoryTable) -> None:
+    """Checkpoint the blocks of one stage, in place. Parameters keep their names.
 
     "full" keeps only a block's input; "selective" also keeps the outputs of the operators in the
-    plan's ``save``. The collectives inside a block run once more in backward, unless ``save``
-    names them.
+    plan's ``save``, but for those in its ``unread`` modules. "every N blocks" is "full" for the
+    first of every N blocks. The collectives inside a checkpointed block run once more in backward,
+    unless ``save`` names them.
+
+    Args:
+        blocks: all blocks of the stage, in order, by number.
+        plan: the plan of the model.
+        memory: the recipe's ``[memory]``.
     """
-    if memory.activation_checkpoint == "none":
-        return
+    checkpointing = memory.checkpointing
     # "full" passes no ``context_fn``: torch.compile cannot trace a context that does nothing.
     options: dict[str, Any] = {}
-    if memory.activation_checkpoint == "selective":
+    if checkpointing.mode == "selective":
         policy = save_policy(plan.save)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    for block in blocks:
+    for place, (number, block) in enumerate(blocks.items()):
+        mode = checkpointing.mode_of(place)
+        if mode == "none":
+            continue
+        if mode == "selective":
+            for name, module in block.named_modules():
+                if plan.is_unread(f"blocks.{number}.{name}"):
+                    module.forward = _as_unread(module.forward)
         block.forward = partial(
             checkpoint,
             block.forward,
@@ -45,15 +62,34 @@ def apply(blocks: Iterable[nn.Module], plan: ShardingPlan, memory: MemoryTable) 
 
 
 def save_policy(globs: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """Return a policy that saves the outputs of operators matching ``globs``, and no others."""
+    """Return a policy that saves the outputs of operators matching ``globs``, and no others.
+
+    It saves nothing in a module that backward does not read.
+    """
 
     @cache
     def is_saved(operator: Any) -> bool:
         return any(fnmatchcase(str(operator), glob) for glob in globs)
 
     def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-        if is_saved(operator):
+        if is_saved(operator) and not _is_unread.get():
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
+
+
+def _as_unread(module_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a forward in which ``save_policy`` saves nothing."""
+
+    def forward(*inputs: Any, **keywords: Any) -> Tensor:
+        # A graph keeps only what its backward reads, and cannot hold a context variable.
+        if torch.compiler.is_compiling():
+            return module_forward(*inputs, **keywords)
+        token = _is_unread.set(True)
+        try:
+            return module_forward(*inputs, **keywords)
+        finally:
+            _is_unread.reset(token)
+
+    return forward

@@ -2,7 +2,8 @@
 
 Ansel et al. 2024 (PyTorch 2, ASPLOS). All blocks run the same code on parameters of the same
 shapes, so the others reuse the graph of the first. A rank compiles two graphs, one for training and
-one for validation, whatever the number of blocks.
+one for validation, whatever the number of blocks; and two more if only some blocks are
+checkpointed.
 """
 
 import os

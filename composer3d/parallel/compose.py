@@ -125,7 +125,7 @@ def compose(
         context.apply(module, plan, mesh.cp_group, parallel)
 
         # 6. Checkpointing: wrap the whole computation of a block, which backward repeats.
-        checkpointing.apply(module.blocks.values(), plan, memory)
+        checkpointing.apply(module.blocks, plan, memory)
 
         # 7. Compile: one graph of a block with the changes above. FSDP adds its hooks later, so
         #    they stay outside of the graph.

@@ -164,13 +164,14 @@ def block_bytes(setup: Setup, *, has_experts: bool, splits_backward: bool) -> Bl
             kept, again = full, 0.0
         case "full":
             kept, again = stream.own, full - stream.own
-        case _:  # the outputs of products, of attention and of exchanges
+        # The outputs of products, of attention and of exchanges. That of the second feed-forward
+        # matrix is only added to the stream.
+        case _:
             attention_output = stream.inner
-            ffn_output = stream.inner if part.width else 0.0
             from_exchanges = exchanged_qkv + exchanged_out
             rows_exchanged = 2 * part.rows if layout.ep > 1 else 0.0
             kept = stream.own + part.query + 2 * part.kv + 2 * part.width + attended
-            kept += attention_output + ffn_output + from_exchanges + rows_exchanged
+            kept += attention_output + from_exchanges + rows_exchanged
             kept += 2 * part.expert_width + part.rows
             # Values and the gate's halves are not computed again, and the output of attention's
             # product is dropped when it has been added.

@@ -17,7 +17,6 @@ from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import divisors
 
-Checkpoint = Literal["none", "selective", "full"]
 Schedule = Literal[
     "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
     "DualPipeV",
@@ -43,7 +42,7 @@ class Choices:
     """
 
     schedules: tuple[Schedule, ...] = ("1F1B", "Interleaved1F1B")
-    checkpoints: tuple[Checkpoint, ...] = ("none", "selective", "full")
+    checkpoints: tuple[str, ...] = ("none", "selective", "full")
     zeros: tuple[Literal[0, 1, 2, 3], ...] = (1, 2, 3)
     micro_batches: tuple[int, ...] = (1, 2, 4)
     tp_over_nodes: bool = False

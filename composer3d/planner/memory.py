@@ -220,7 +220,8 @@ def _activations(setup: Setup, rank: int, stages: list[int]) -> float:
             with_experts = setup.expert_blocks[stage]
             kept = (count - with_experts) * full[False] + with_experts * full[True]
             if setup.recompute == "full":
-                kept = 2.0 * stream * count
+                repeated = -(-count // setup.recompute_every)
+                kept = kept * (1 - repeated / max(1, count)) + 2.0 * stream * repeated
             elif setup.recompute == "attention":
                 if setup.software.attention == "unfused":
                     kept -= _scores_bytes(setup) * count

@@ -9,6 +9,7 @@ of its gradients are never in memory together, and the peak is that of the large
 All numbers are bytes of one rank.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from composer3d.planner.activations import (
@@ -20,7 +21,7 @@ from composer3d.planner.activations import (
     stream_of,
     unit_of,
 )
-from composer3d.planner.setup import Setup
+from composer3d.planner.setup import BlockKind, Setup
 from composer3d.planner.states import Counts, State, states_of_ranks
 from composer3d.planner.time import rank_of
 from composer3d.spec.schedules import SCHEDULES
@@ -125,17 +126,28 @@ class _Rank:
         )
         self.splits_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
 
-        dense = block_bytes(setup, has_experts=False, splits_backward=self.splits_backward)
-        blocks = [dense] * sizes.layers
-        if sizes.expert_blocks:
-            sparse = block_bytes(setup, has_experts=True, splits_backward=self.splits_backward)
-            blocks = [sparse if sizes.has_experts(n) else dense for n in range(sizes.layers)]
+        self._blocks: dict[BlockKind, BlockBytes] = {}
         self.stages: dict[int, _Stage] = {}
         begin = 0
         for number, count in enumerate(layout.stage_blocks):
             if rank_of(layout.pp, number, layout.schedule) == rank:
-                self.stages[number] = self._stage(number, tuple(blocks[begin : begin + count]))
+                blocks = [self._block(place, begin + place) for place in range(count)]
+                self.stages[number] = self._stage(number, tuple(blocks))
             begin += count
+
+    def _block(self, place: int, layer: int) -> BlockBytes:
+        """Return the bytes of block ``layer`` of the model, at ``place`` in its stage."""
+        sizes = self.setup.sizes
+        kind = BlockKind(
+            bool(sizes.expert_blocks) and sizes.has_experts(layer), self.setup.recompute_of(place)
+        )
+        if kind not in self._blocks:
+            self._blocks[kind] = block_bytes(
+                replace(self.setup, recompute=kind.recompute),
+                has_experts=kind.has_experts,
+                splits_backward=self.splits_backward,
+            )
+        return self._blocks[kind]
 
     def _stage(self, number: int, blocks: tuple[BlockBytes, ...]) -> _Stage:
         setup, layout, sizes = self.setup, self.setup.layout, self.setup.sizes

@@ -101,7 +101,9 @@ def hardware_flops_per_token(setup: Setup, flops_per_token: float) -> float:
     Forward is a third of the model's FLOPs. Repeating everything repeats it once.
     """
     repeated: dict[Recompute, float] = {"full": 1.0, "half_blocks": 0.5, "half_matrix": 0.5}
-    return flops_per_token * (1 + repeated.get(setup.recompute, 0.0) / 3)
+    blocks = sum(-(-count // setup.recompute_every) for count in setup.layout.stage_blocks)
+    share = repeated.get(setup.recompute, 0.0) * blocks / setup.sizes.layers
+    return flops_per_token * (1 + share / 3)
 
 
 def of_recipe(
@@ -171,7 +173,8 @@ def of_recipe(
             overlaps_sends=True,
             offloads=memory.cpu_offload,
         ),
-        recompute=recompute[memory.activation_checkpoint],
+        recompute=recompute[memory.checkpointing.mode],
+        recompute_every=memory.checkpointing.every,
         loss_chunks=memory.loss_chunks,
     )
 

@@ -4,6 +4,7 @@ Every field is a fact that a person can look up. No field names a framework or a
 that a constant of the cost model cannot belong to one. No torch here.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
@@ -314,6 +315,13 @@ class Machine(NamedTuple):
     power_share: float = 1.0
 
 
+class BlockKind(NamedTuple):
+    """What tells a block from another one: whether it has experts, and what backward repeats."""
+
+    has_experts: bool
+    recompute: Recompute
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """Everything that a prediction reads.
@@ -322,6 +330,8 @@ class Setup:
         recompute: what backward computes again. ``attention``: scores and their weighted sum.
             ``matrix``: everything but products and attention. ``half_matrix``: also every second
             product. ``half_blocks``: every second block, whole. ``full``: each block, whole.
+        recompute_every: ``recompute`` holds for the first of every so many blocks of a stage. The
+            other blocks repeat nothing.
         loss_chunks: the number of parts of a micro-batch whose logits exist at once.
     """
 
@@ -332,6 +342,7 @@ class Setup:
     precision: Precision = Precision()
     software: Software = Software()
     recompute: Recompute = "none"
+    recompute_every: int = 1
     loss_chunks: int = 1
 
     def __post_init__(self) -> None:
@@ -346,6 +357,17 @@ class Setup:
     def expert_blocks(self) -> tuple[int, ...]:
         """The number of blocks with experts in each stage."""
         return _expert_blocks(self.sizes, self.layout.stage_blocks)
+
+    def recompute_of(self, place: int) -> Recompute:
+        """Return what the block at ``place`` in its stage repeats."""
+        return self.recompute if place % self.recompute_every == 0 else "none"
+
+    @property
+    def block_kinds(self) -> tuple[Counter[BlockKind], ...]:
+        """The number of blocks of each kind in each stage."""
+        return _block_kinds(
+            self.sizes, self.layout.stage_blocks, self.recompute, self.recompute_every
+        )
 
     @property
     def tokens(self) -> int:
@@ -367,3 +389,20 @@ class Setup:
 def _expert_blocks(sizes: Sizes, stage_blocks: tuple[int, ...]) -> tuple[int, ...]:
     ends = tuple(accumulate(stage_blocks, initial=0))
     return tuple(sum(map(sizes.has_experts, range(*stage))) for stage in pairwise(ends))
+
+
+@cache
+def _block_kinds(
+    sizes: Sizes, stage_blocks: tuple[int, ...], recompute: Recompute, every: int
+) -> tuple[Counter[BlockKind], ...]:
+    ends = tuple(accumulate(stage_blocks, initial=0))
+    return tuple(
+        Counter(
+            BlockKind(
+                bool(sizes.expert_blocks) and sizes.has_experts(layer),
+                recompute if place % every == 0 else "none",
+            )
+            for place, layer in enumerate(range(*stage))
+        )
+        for stage in pairwise(ends)
+    )

@@ -6,7 +6,7 @@ happens once a step is added. No torch here.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log2
 from typing import NamedTuple
 
@@ -111,18 +111,19 @@ def _stage_parts(setup: Setup, constants: Constants) -> list["_Part"]:
     """Return the times of each stage."""
     layout = setup.layout
     blocks = {
-        has_experts: _block(setup, constants, has_experts=has_experts)
-        for has_experts in {False, True}
-        if has_experts is False or setup.sizes.expert_blocks
+        kind: _block(
+            replace(setup, recompute=kind.recompute), constants, has_experts=kind.has_experts
+        )
+        for kind in sorted(set().union(*setup.block_kinds))
     }
     head = compute.head_work(setup, constants)
 
     stage_times: list[_Part] = []
-    for stage, count in enumerate(layout.stage_blocks):
-        with_experts = setup.expert_blocks[stage]
-        part = blocks[False].times(count - with_experts)
-        if with_experts:
-            part = part.plus(blocks[True].times(with_experts))
+    for stage, counts in enumerate(setup.block_kinds):
+        part = _Part(Work(), 0.0, {})
+        for kind, block in blocks.items():
+            if counts[kind]:
+                part = part.plus(block.times(counts[kind]))
         if stage == layout.stages - 1:
             part = part.plus(_Part(head, head.recompute_s, {}))
         stage_times.append(part)

@@ -171,7 +171,7 @@ class _Rank:
         self.w = max(4, self.e)
         # Tokens of a micro-batch on the ranks of one tp group together.
         self.tokens = recipe.data.micro_batch * (recipe.data.seq_len // self.mesh.cp)
-        self.recomputes = recipe.memory.activation_checkpoint
+        self.checkpointing = recipe.memory.checkpointing
         self._flows: list[Flow] = []
 
     def flows(self) -> list[Flow]:
@@ -219,11 +219,9 @@ class _Rank:
         if tp == 1:
             return
         layer_bytes = self.tokens * self.shape.dim * self.e
-        gathers = again = 0
-        for layer in stage.blocks:
-            has_shared_or_dense = not self._has_experts(layer) or self._shared_ffn() > 0
-            gathers += 2 if has_shared_or_dense else 1
-            again += 1
+        recomputed = self._recomputed(stage)
+        gathers = sum(map(self._gathers_of_block, stage.blocks))
+        gathers_again = sum(map(self._gathers_of_block, recomputed))
 
         def add(operation: Operation, phase: Phase, purpose: str, calls: int) -> None:
             self._add("tp", operation, phase, purpose, calls * self.m, layer_bytes, tp)
@@ -233,16 +231,30 @@ class _Rank:
             add("reduce_scatter", "forward", "activations", gathers + stage.has_first)
             add("reduce_scatter", "backward", "gradients of activations", gathers + stage.has_last)
             add("all_gather", "backward", "gradients of activations", gathers + stage.has_first)
-            if self.recomputes != "none":
-                add("all_gather", "backward", "recomputed activations", gathers)
-                add("reduce_scatter", "backward", "recomputed activations", again)
+            add("all_gather", "backward", "recomputed activations", gathers_again)
+            add("reduce_scatter", "backward", "recomputed activations", len(recomputed))
         else:
             add("all_reduce", "forward", "activations", gathers + stage.has_first)
             add("all_reduce", "backward", "gradients of activations", gathers + stage.has_last)
-            if self.recomputes != "none":
-                add("all_reduce", "backward", "recomputed activations", again)
+            add("all_reduce", "backward", "recomputed activations", len(recomputed))
         if stage.has_last:
             self._loss()
+
+    def _gathers_of_block(self, layer: int) -> int:
+        """Return how often the forward of a block gathers its activations over tp."""
+        has_shared_or_dense = not self._has_experts(layer) or self._shared_ffn() > 0
+        return 2 if has_shared_or_dense else 1
+
+    def _recomputed(self, stage: StageLayers) -> list[int]:
+        """Return the blocks of a stage that backward computes again, in full or in part."""
+        return [
+            layer
+            for place, layer in enumerate(stage.blocks)
+            if self.checkpointing.mode_of(place) != "none"
+        ]
+
+    def _fully_recomputed(self, stage: StageLayers) -> list[int]:
+        return self._recomputed(stage) if self.checkpointing.mode == "full" else []
 
     def _loss(self) -> None:
         """Collectives of ``tensor.vocab.cross_entropy``, or of gathered logits.
@@ -297,32 +309,35 @@ class _Rank:
         kv_elements = 2 * kv_heads * elements_of_head
         q_elements = shape.n_heads // tp * elements_of_head
         calls = len(stage.blocks) * self.m
-        forwards: list[tuple[Phase, str]] = [("forward", "keys and values")]
-        if self.recomputes == "full":
-            forwards.append(("backward", "recomputed keys and values"))
+        calls_again = len(self._fully_recomputed(stage)) * self.m
+        # The purpose of a flow, with its calls.
+        own: tuple[Phase, str, int] = ("backward", "keys and values", calls)
+        forwards: list[tuple[Phase, str, int]] = [
+            ("forward", "keys and values", calls),
+            ("backward", "recomputed keys and values", calls_again),
+        ]
 
         match self.parallel.cp_method:
             case "ring":
-                for phase, purpose in (*forwards, ("backward", "keys and values")):
+                for phase, purpose, count in (*forwards, own):
                     self._add(
-                        "cp", "send", phase, purpose, calls * (cp - 1), kv_elements * self.e, 2
+                        "cp", "send", phase, purpose, count * (cp - 1), kv_elements * self.e, 2
                     )
                 dkv_bytes, purpose = kv_elements * self.w, "gradients of keys and values"
                 self._add("cp", "send", "backward", purpose, calls * (cp - 1), dkv_bytes, 2)
             case "allgather":
                 gathered_bytes = cp * kv_elements * self.e
-                for phase, purpose in (*forwards, ("backward", "keys and values")):
-                    self._add("cp", "all_gather", phase, purpose, calls, gathered_bytes, cp)
+                for phase, purpose, count in (*forwards, own):
+                    self._add("cp", "all_gather", phase, purpose, count, gathered_bytes, cp)
                 dkv_bytes, purpose = cp * kv_elements * self.w, "gradients of keys and values"
                 self._add("cp", "reduce_scatter", "backward", purpose, calls, dkv_bytes, cp)
             case "ulysses":
-                purposes = [*forwards, ("backward", "gradients")]
-                for phase, purpose in purposes:
+                for phase, purpose, count in (*forwards, ("backward", "gradients", calls)):
                     words = purpose.replace("keys and values", "queries, keys and values")
                     qkv_bytes = (q_elements + kv_elements) * self.e
-                    self._add("cp", "all_to_all", phase, words, calls, qkv_bytes, cp)
+                    self._add("cp", "all_to_all", phase, words, count, qkv_bytes, cp)
                     words = purpose.replace("keys and values", "outputs")
-                    self._add("cp", "all_to_all", phase, words, calls, q_elements * self.e, cp)
+                    self._add("cp", "all_to_all", phase, words, count, q_elements * self.e, cp)
 
     # --- ep ---
 
@@ -338,18 +353,20 @@ class _Rank:
         shape, mesh = self.shape, self.mesh
         calls = len(layers) * self.m
         rows_bytes = self.tokens // mesh.tp * shape.experts_per_token * shape.dim * self.e
-        forwards: list[tuple[Phase, str]] = [("forward", "")]
-        if self.recomputes == "full":
-            forwards.append(("backward", "recomputed "))
-        for phase, words in forwards:
+        calls_again = self.m * sum(map(self._has_experts, self._fully_recomputed(stage)))
+        forwards: list[tuple[Phase, str, int]] = [
+            ("forward", "", calls),
+            ("backward", "recomputed ", calls_again),
+        ]
+        for phase, words, count in forwards:
             counts_bytes = shape.experts * COUNT_BYTES
-            self._add("ep", "all_to_all", phase, f"{words}counts", calls, counts_bytes, mesh.ep)
+            self._add("ep", "all_to_all", phase, f"{words}counts", count, counts_bytes, mesh.ep)
             for purpose in ("tokens for experts", "outputs of experts"):
-                self._add("ep", "all_to_all", phase, words + purpose, calls, rows_bytes, mesh.ep)
+                self._add("ep", "all_to_all", phase, words + purpose, count, rows_bytes, mesh.ep)
             if shape.balance_loss:
                 sums_bytes = self.recipe.data.micro_batch * shape.experts * COUNT_BYTES
                 purpose, size = f"{words}counts of sequences", mesh.cp * mesh.tp
-                self._add("sequence", "all_reduce", phase, purpose, calls, sums_bytes, size)
+                self._add("sequence", "all_reduce", phase, purpose, count, sums_bytes, size)
         for purpose in ("gradients of outputs", "gradients of tokens"):
             self._add("ep", "all_to_all", "backward", purpose, calls, rows_bytes, mesh.ep)
 

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -287,6 +288,11 @@ def _parse(content: bytes, name: str) -> tuple[dict[str, Any], dict[KeyPath, int
     except (ValueError, RecursionError) as error:
         # The text is not UTF-8, nests too deep, or has a number with thousands of digits.
         raise RecipeError(f"{name}: cannot be read as TOML: {error}") from None
+
+
+def split_overrides(line: str) -> list[str]:
+    """Split a line of overrides, each ``table.key=value``. A value may contain spaces."""
+    return re.split(r"\s+(?=\w+\.\w+=)", line.strip()) if line.strip() else []
 
 
 def _parse_override(raw: str, value_type: Any) -> object:

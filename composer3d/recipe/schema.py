@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from composer3d.models import registry
 from composer3d.models.llama.shape import ModelShape
+from composer3d.spec.checkpointing import CHECKPOINTING, Checkpointing, parse_checkpointing
 from composer3d.spec.ranges import MOST_LAYERS, MOST_TOKENS, Range, above, between, key
 from composer3d.spec.schedules import SCHEDULES
 
@@ -236,10 +237,12 @@ class ParallelTable:
 class MemoryTable:
     """Techniques that save memory at the price of time."""
 
-    activation_checkpoint: Literal["none", "selective", "full"] = key(
+    activation_checkpoint: str = key(
         "none",
         "what backward recomputes; none: nothing; selective: all but the operators in the model's "
-        "save list; full: all of each block",
+        "save list; full: all of each block; every N blocks: all of the first of every N blocks of "
+        "a pipeline stage",
+        CHECKPOINTING,
     )
     loss_chunks: int = key(
         1,
@@ -248,6 +251,21 @@ class MemoryTable:
         between(1, 1 << 16),
     )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """What ``activation_checkpoint`` says.
+
+        Raises:
+            ValueError: the value is out of its range, which the rules of recipes refuse.
+        """
+        found = parse_checkpointing(self.activation_checkpoint)
+        if found is None:
+            raise ValueError(
+                f"memory.activation_checkpoint = {self.activation_checkpoint!r} "
+                f"{CHECKPOINTING.requirement}"
+            )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,12 @@ LAYOUTS = {
         "data.global_batch=4",
         'memory.activation_checkpoint="full"',
     ),
+    "every second block recomputed": (
+        "mesh.dp_shard=8",
+        "parallel.zero=3",
+        "model.vocab=256",
+        "memory.activation_checkpoint=every 2 blocks",
+    ),
     "zero bubble, tied": (
         "mesh.pp=2",
         "mesh.dp_shard=4",

@@ -35,6 +35,7 @@ def test_all_errors_of_a_plan_are_reported_at_once() -> None:
             "down.*": Normal(1.0),
             "norm": Constant(1.0),
         },
+        unread=("down", "last"),
     )
     with pytest.raises(PlanError) as caught:
         plan.check(Tiny())
@@ -43,6 +44,7 @@ def test_all_errors_of_a_plan_are_reported_at_once() -> None:
         "the plan's init glob '*.bias' matches no parameter of Tiny",
         # ``norm`` is a module, not a parameter.
         "the plan's init glob 'norm' matches no parameter of Tiny",
+        "the plan's unread glob 'last' matches no module of Tiny",
         "no glob of the plan's tensor table covers parameter 'down.weight'",
         "parameter 'norm.weight' belongs to a module of style \"gather\", which can have none: "
         "give the module another style, or move the parameter into a submodule",

@@ -18,6 +18,7 @@ from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel import StepShape, compile, compose
+from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.schema import CompileTable, MemoryTable, MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
@@ -52,6 +53,7 @@ def compile_strictly(backend: str, cache: str) -> None:
         "data.packing=documents",
         "mesh.cp=2 mesh.tp=2 memory.activation_checkpoint=selective model.n_kv_heads=1",
         "mesh.pp=2 mesh.dp_shard=2 parallel.schedule=Interleaved1F1B precision.compute=float32",
+        "mesh.tp=2 model.n_layers=4 memory.activation_checkpoint=every 2 blocks",
     ],
 )
 def test_compiled_layout_is_exact(
@@ -61,7 +63,7 @@ def test_compiled_layout_is_exact(
         pool,
         references,
         RECIPE,
-        ["compile.enabled=true", *layout.split()],
+        ["compile.enabled=true", *split_overrides(layout)],
         dtype="float64",
         steps=2,
         fault=partial(compile_strictly, "aot_eager", str(tmp_path)),

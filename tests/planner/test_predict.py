@@ -79,6 +79,11 @@ def test_mfu_of_a_8b_model_on_a_node_of_h100_is_plausible() -> None:
     assert found is not None
     assert 0.3 < found < 0.65
     assert hardware_flops_per_token(setup, flops) == flops  # selective repeats no products
+    setup = replace(setup, recompute="full")
+    assert hardware_flops_per_token(setup, flops) == pytest.approx(flops * 4 / 3)
+    # 32 blocks, of which 11 are the first of three.
+    setup = replace(setup, recompute_every=3)
+    assert hardware_flops_per_token(setup, flops) == pytest.approx(flops * (1 + 11 / 32 / 3))
 
 
 def test_a_405b_model_does_not_fit_a_node() -> None:

@@ -8,7 +8,7 @@ from composer3d.models.llama import counts
 from composer3d.models.llama.shape import PRESETS
 from composer3d.planner import compute
 from composer3d.planner.constants import FITTED, PRIORS, SHIPPED
-from composer3d.planner.setup import Setup, Software
+from composer3d.planner.setup import Recompute, Setup, Software
 from composer3d.planner.time import predict_time
 from composer3d.spec.errors import PlanError
 from tests.planner.test_memory import SIZES, setup_of
@@ -72,6 +72,19 @@ def test_recomputation_costs_a_forward_and_stops_early() -> None:
     assert full.recompute_s == pytest.approx(none.forward_s)
     early = replace(setup, recompute="full", software=Software(stops_recompute_early=True))
     assert compute.block_work(early, FREE, has_experts=False).recompute_s < full.recompute_s
+
+
+def test_blocks_that_are_checkpointed_cost_more_than_others() -> None:
+    def recompute_s(recompute: Recompute, every: int = 1) -> float:
+        setup = big(zero=0, pp=2)
+        layout = replace(setup.layout, stage_blocks=(5, 3))
+        setup = replace(setup, layout=layout, recompute=recompute, recompute_every=every)
+        return predict_time(setup, FREE).recompute_s
+
+    assert recompute_s("none", 2) == 0
+    # The slower stage has five blocks, of which two or three are checkpointed.
+    for every, blocks in {2: 3, 3: 2, 4: 2, 5: 1, 8: 1}.items():
+        assert recompute_s("full", every) == pytest.approx(recompute_s("full") * blocks / 5)
 
 
 def test_small_products_wait_for_their_last_tiles() -> None:

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer3d.planner.links import group_of
 from composer3d.planner.traffic import flows
+from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
@@ -150,6 +151,7 @@ NO_DP = "mesh.dp_shard=1"
 BF16 = "precision.compute=bfloat16"
 FULL = "memory.activation_checkpoint=full"
 SELECTIVE = "memory.activation_checkpoint=selective"
+EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
 CASES = [
     Case(DENSE, "parallel.zero=3"),
     Case(DENSE, f"parallel.zero=3 parallel.schedule=GPipe {BF16} {FULL}"),
@@ -189,7 +191,10 @@ CASES = [
         f"mesh.pp=4 mesh.tp=2 {NO_DP} parallel.schedule=DualPipeV model.n_layers=8 "
         f"parallel.sequence_parallel=false {FULL}",
     ),
+    Case(DENSE, f"mesh.pp=2 mesh.cp=2 mesh.tp=2 {NO_DP} model.n_layers=5 {EVERY_2}"),
+    Case(DENSE, f"mesh.pp=1 mesh.cp=2 mesh.tp=2 mesh.dp_shard=2 model.n_layers=3 {EVERY_2}"),
     Case(MOE, f"model.balance_loss=0.01 {FULL}"),
+    Case(MOE, f"mesh.pp=2 model.n_layers=6 {EVERY_2}"),
     Case(MOE, f"mesh.pp=1 mesh.ep=2 mesh.dp_replicate=2 parallel.zero=2 {BF16} {SELECTIVE}"),
     Case(MOE, "mesh.pp=1 mesh.ep=1 mesh.tp=1 mesh.dp_shard=8 parallel.zero=3 data.micro_batch=4"),
     Case(MOE, "mesh.pp=1 mesh.ep=2 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
@@ -199,7 +204,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_sends_what_the_formulas_say(pool: Pool, case: Case) -> None:
-    sets = case.sets.split()
+    sets = split_overrides(case.sets)
     path = str(RECIPES / f"{case.recipe}.toml")
     recipe = load(path, sets).recipe
     for pp_rank in {0, recipe.mesh.pp - 1}:

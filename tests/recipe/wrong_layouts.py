@@ -194,9 +194,21 @@ LAYOUTS = [
         "checkpointing of another name",
         TINY + '[memory]\nactivation_checkpoint = "op"\n',
         [
-            'x.toml:4: \'memory.activation_checkpoint\' must be "none", "selective" or "full", got '
-            '"op"'
+            'x.toml:4: memory.activation_checkpoint = "op" must be "none", "selective", "full", or '
+            '"every N blocks" with a number N from 1 to 10_000, such as "every 2 blocks"'
         ],
+    ),
+    *(
+        Wrong(
+            f"checkpointing of {number} blocks",
+            TINY + f'[memory]\nactivation_checkpoint = "every {number} blocks"\n',
+            [
+                f'x.toml:4: memory.activation_checkpoint = "every {number} blocks" must be "none", '
+                '"selective", "full", or "every N blocks" with a number N from 1 to 10_000, such '
+                'as "every 2 blocks"'
+            ],
+        )
+        for number in ("0", "two", "-1", "1.5", "10001")
     ),
     Wrong(
         "compiled backward in two halves",

@@ -11,6 +11,7 @@ from zlib import crc32
 import pytest
 
 from composer3d import cli
+from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import MeshTable, Recipe
@@ -36,7 +37,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_is_exact(pool: Pool, references: Path, layout: str) -> None:
-    verdict = verify_layout(pool, references, RECIPE, layout.split(), dtype="float64", steps=3)
+    sets = split_overrides(layout)
+    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float64", steps=3)
     assert verdict.passed, verdict
     errors = (
         verdict.loss_rel_err,

@@ -38,5 +38,7 @@ def sharding_plan(shape: ModelShape) -> ShardingPlan:
         # Matrix products and attention are expensive. Norms, rotations and the gate are cheap to
         # compute again.
         save=("aten.mm.*", "aten.addmm.*", "aten._scaled_dot_product_*", "composer3d.*"),
+        # The output of the last product is only added to the residual stream.
+        unread=("blocks.*.ffn.w2",),
         first_only_looks_up=True,
     )

@@ -23,6 +23,7 @@ def sharding_plan(shape: MoeShape) -> ShardingPlan:
         ]:
             del tensor[glob]
     experts = None
+    unread = () if shape.moe_layers == shape.n_layers else plan.unread
     if shape.moe_layers:
         experts = "blocks.*.moe.experts"
         tensor["blocks.*.moe.router"] = "router"
@@ -30,6 +31,7 @@ def sharding_plan(shape: MoeShape) -> ShardingPlan:
             tensor["blocks.*.moe.shared"] = "gather"
             tensor["blocks.*.moe.shared.w[13]"] = "column"
             tensor["blocks.*.moe.shared.w2"] = "row"
+            unread += ("blocks.*.moe.shared.w2",)
         if shape.router_bias:
             init["blocks.*.router.bias"] = Constant(0.0)
         init["blocks.*.experts.w2"] = Normal(0.02 / (2 * shape.n_layers) ** 0.5)
@@ -40,4 +42,5 @@ def sharding_plan(shape: MoeShape) -> ShardingPlan:
         init={**init, **plan.init},
         experts=experts,
         save=(*plan.save, "aten._grouped_mm.*"),  # the products of experts
+        unread=unread,
     )

@@ -32,27 +32,26 @@ class DeferredLinear(nn.Linear):
         self.deferred = deferred
 
     def forward(self, input: Tensor) -> Tensor:
-        return _DeferredLinear.apply(input, self.weight, self.bias, self.deferred)
+        call = _Call(self.weight, self.bias, self.deferred)
+        return _Product.apply(_KeptInput.apply(input, self.weight, call), self.weight, call)
 
 
-class _DeferredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: list[Work]
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        # Not in ``save_for_backward``: under activation checkpointing ``saved_tensors`` returns a
-        # copy, and a gradient accumulated on a copy is lost.
-        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
-        # As one matrix, so that it is always the product that selective checkpointing saves. For
-        # some strides, torch would call a batched product.
-        return F.linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+class _Call:
+    """One call of a layer. Backward comes to the product first, and then to the input.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        (grad,) = grads
-        weight, bias = ctx.weight, ctx.bias
+    The parameters are not in ``save_for_backward``: under activation checkpointing
+    ``saved_tensors`` returns a copy, and a gradient accumulated on a copy is lost.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, deferred: list[Work]) -> None:
+        self.weight, self.bias, self.deferred = weight, bias, deferred
+        self.grad: Tensor | None = None  # of the output, once backward has come to the product
+
+    def defer(self, x: Tensor) -> None:
+        """Append the work for the weight and the bias, and let go of everything."""
+        weight, bias, grad = self.weight, self.bias, self.grad
+        assert grad is not None, "the gradient of an output comes before that of its input"
+        self.grad = None
 
         def compute_weight_grads() -> None:
             grad_rows = grad.flatten(0, -2)
@@ -64,9 +63,44 @@ class _DeferredLinear(torch.autograd.Function):
                 weight_grad, bias_grad = grad_rows.T @ x.flatten(0, -2), grad_rows.sum(0)
                 torch.autograd.backward([weight, bias], [weight_grad, bias_grad])
 
-        ctx.deferred.append(compute_weight_grads)
-        ctx.weight = ctx.bias = None
-        return grad @ weight, None, None, None
+        self.deferred.append(compute_weight_grads)
+
+
+class _KeptInput(torch.autograd.Function):
+    """Save the input before the product is computed, and return it.
+
+    Recomputation ends with the last tensor that backward reads. If the product itself saved its
+    input, it would do so when it is done, and recomputation would compute the last one for nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call) -> Tensor:
+        # With ``weight`` as an input, backward comes here even if nothing before needs a gradient.
+        ctx.save_for_backward(x)
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        ctx.call.defer(x)
+        ctx.call = None
+        return grads[0], None, None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call) -> Tensor:
+        ctx.call = call
+        # As one matrix, so that it is always the product that selective checkpointing saves. For
+        # some strides, torch would call a batched product.
+        return F.linear(x.flatten(0, -2), weight, call.bias).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call, ctx.call = ctx.call, None
+        (call.grad,) = grads
+        return call.grad @ call.weight, None, None
 
 
 def defer_weight_grads(stage: nn.Module, blocks: nn.Module) -> Callable[[], Work]:

@@ -1,14 +1,18 @@
 """The ring: messages in flight while a block is computed, and the size of a block."""
 
+from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer3d.parallel.context import kernels, ownership, ring, tiles
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
+from composer3d.runtime.torch_private import body_of
 from tests.parallel.context.attention import (
     Mask,
     composed,
@@ -45,6 +49,45 @@ def test_next_block_is_in_flight_while_one_is_computed(pool: Pool) -> None:
                 for is_earlier in source_is_earlier
             ),
         ]
+
+
+# The operators of ``ring._merge``, and those that fill an output before the first block.
+MERGE = {"lerp_", "sigmoid", "logaddexp"}
+FILL = {"zeros_like", "new_full"}
+
+
+class OperatorNames(TorchDispatchMode):
+    """Collects the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_merges(method: str) -> tuple[int, Counter[str]]:
+    """Count the rounds of attention without documents or windows, and its operators."""
+    with pool_world():
+        group = group_of_all()
+        size = group.size()
+        q, k, v, _ = inputs(4, 2, 8)  # this rank's parts
+        attend = body_of(torch.ops.composer3d.ring_attention.default)
+        assert attend is not None
+        name = group.group_name if size > 1 else ""
+        with OperatorNames() as operators:
+            attend(q, k, v, None, 0, method, True, name)
+        return size, operators.counts
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_first_block_of_all_queries_is_not_merged(pool: Pool, size: int) -> None:
+    """One tile is the output itself; a ring merges once in each round after its first."""
+    for rounds, counts in pool.run(count_merges, {"method": "ring"}, world_size=size):
+        assert {name: counts[name] for name in MERGE} == dict.fromkeys(MERGE, rounds - 1)
+        assert not FILL & counts.keys()
 
 
 def check_bands() -> None:
