@@ -54,6 +54,7 @@ EXPERTS = (
     "data.seq_len=2048",
 )
 BF16 = "precision.compute=bfloat16"
+NARROW = "precision.reduce=bfloat16"
 SELECTIVE = "memory.activation_checkpoint=selective"
 FULL = "memory.activation_checkpoint=full"
 # With a small vocabulary, the peak is in the blocks and not in the loss.
@@ -86,7 +87,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "zero1": _dense(FSDP, "parallel.zero=1", BF16, batch(16)),
     "zero1-blocks": _dense(FSDP, "parallel.zero=1", BF16, BLOCKS, batch(16)),
     "zero2-full": _dense(FSDP, "parallel.zero=2", BF16, FULL, BLOCKS, batch(16)),
+    "zero2-narrow": _dense(FSDP, "parallel.zero=2", BF16, FULL, NARROW, batch(16)),
     "zero3": _dense(FSDP, "parallel.zero=3", batch(16)),
+    "zero3-narrow": _dense(
+        FSDP, "parallel.zero=3", BF16, FULL, NARROW, LARGE_HEAD, "data.seq_len=512", batch(16)
+    ),
     "zero3-one-micro-batch": _dense(FSDP, "parallel.zero=3", BLOCKS, batch(8)),
     "zero3-selective": _dense(FSDP, "parallel.zero=3", BF16, SELECTIVE, BLOCKS, batch(16)),
     "micro-batch-of-4": _dense(FSDP, "data.micro_batch=4", BF16, FULL, batch(64)),
@@ -112,6 +117,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "ulysses-selective": _dense(*CP4, BF16, "parallel.cp_method=ulysses", SELECTIVE),
     "1f1b": _dense("mesh.pp=4", "mesh.dp_shard=2", "model.n_layers=8", batch(12)),
     "1f1b-zero3": _dense(*PP2, "parallel.zero=3", BF16, batch(16)),
+    "1f1b-narrow": _dense(*PP2, BF16, FULL, NARROW, LARGE_HEAD, batch(16)),
     "1f1b-zero1-full": _dense(*PP2_TP2, "parallel.zero=1", BF16, FULL, BLOCKS),
     "interleaved": _dense(
         *PP2_TP2, "parallel.schedule=Interleaved1F1B", "parallel.zero=1", BF16, SELECTIVE
@@ -149,7 +155,7 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 # What the tests run: one case for each of the largest parts of the model, none of them slow.
-SLICE = ("zero1-blocks", "tp-selective", "zbv-blocks", "ep-full")
+SLICE = ("zero1-blocks", "zero3-narrow", "tp-selective", "zbv-blocks", "ep-full")
 
 
 class Agreement(NamedTuple):
