@@ -54,6 +54,7 @@ EXPERTS = (
     "data.seq_len=2048",
 )
 BF16 = "precision.compute=bfloat16"
+NARROW = "precision.reduce=bfloat16"
 SELECTIVE = "memory.activation_checkpoint=selective"
 FULL = "memory.activation_checkpoint=full"
 EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
@@ -88,7 +89,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "zero1": _dense(FSDP, "parallel.zero=1", BF16, batch(16)),
     "zero1-blocks": _dense(FSDP, "parallel.zero=1", BF16, BLOCKS, batch(16)),
     "zero2-full": _dense(FSDP, "parallel.zero=2", BF16, FULL, BLOCKS, batch(16)),
+    "zero2-narrow": _dense(FSDP, "parallel.zero=2", BF16, FULL, NARROW, batch(16)),
     "zero3": _dense(FSDP, "parallel.zero=3", batch(16)),
+    "zero3-narrow": _dense(
+        FSDP, "parallel.zero=3", BF16, FULL, NARROW, LARGE_HEAD, "data.seq_len=512", batch(16)
+    ),
     "zero3-one-micro-batch": _dense(FSDP, "parallel.zero=3", BLOCKS, batch(8)),
     "zero3-selective": _dense(FSDP, "parallel.zero=3", BF16, SELECTIVE, BLOCKS, batch(16)),
     "zero3-every-2-blocks": _dense(FSDP, "parallel.zero=3", BF16, EVERY_2, BLOCKS, batch(16)),
@@ -116,6 +121,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "ulysses-selective": _dense(*CP4, BF16, "parallel.cp_method=ulysses", SELECTIVE),
     "1f1b": _dense("mesh.pp=4", "mesh.dp_shard=2", "model.n_layers=8", batch(12)),
     "1f1b-zero3": _dense(*PP2, "parallel.zero=3", BF16, batch(16)),
+    "1f1b-narrow": _dense(*PP2, BF16, FULL, NARROW, LARGE_HEAD, batch(16)),
     "1f1b-zero1-full": _dense(*PP2_TP2, "parallel.zero=1", BF16, FULL, BLOCKS),
     "interleaved": _dense(
         *PP2_TP2, "parallel.schedule=Interleaved1F1B", "parallel.zero=1", BF16, SELECTIVE
@@ -161,7 +167,14 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 # What the tests run: one case for each of the largest parts of the model, none of them slow.
-SLICE = ("zero1-blocks", "every-3-blocks", "tp-selective", "zbv-blocks", "ep-full")
+SLICE = (
+    "zero1-blocks",
+    "zero3-narrow",
+    "every-3-blocks",
+    "tp-selective",
+    "zbv-blocks",
+    "ep-full",
+)
 
 
 class Agreement(NamedTuple):

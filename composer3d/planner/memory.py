@@ -118,15 +118,15 @@ def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
     if layout.zero == 3:
         weights = precision.sharded_weights * shard
         gradients = precision.gradients * shard
-        # The block that runs and the next one; a whole gradient, and its copy for the reduction.
+        # The block that runs and the next one; a whole gradient, and its copies for the reduction.
         gathered = precision.gathered * (2 * block + edge)
-        gathered += (2.0 + precision.reduced) * block
+        gathered += (2.0 + precision.reduced + 2 * precision.exchanged) * block
         if layout.pp > 1:  # gradients stay whole until the last micro-batch
             gathered += precision.gathered * (whole - block) + precision.gradients * (whole - block)
     elif layout.zero == 2:
         weights = precision.weights * whole + precision.sharded_weights * shard
         gradients = precision.gradients * shard
-        gathered = (2.0 + precision.reduced) * 2 * block
+        gathered = (2.0 + precision.reduced + 2 * precision.exchanged) * 2 * block
     else:
         weights = precision.weights * whole
         if layout.zero == 1:

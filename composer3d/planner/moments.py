@@ -107,6 +107,8 @@ class _Rank:
         stages: by number.
         narrow, wide: bytes of a gathered parameter, and of a sharded one or a summed gradient.
         written: bytes of a gradient's element when backward writes it.
+        exchanged: bytes of the two copies of a gradient's element, the one that leaves and the one
+            that arrives, if it is sent narrower than it is summed.
         has_fsdp: whether FSDP gathers and reduces; else every rank holds all of its parameters.
         splits_backward: whether the gradients of weights are computed later.
     """
@@ -116,6 +118,7 @@ class _Rank:
         layout, sizes, precision = setup.layout, setup.sizes, setup.precision
         self.narrow, self.wide = precision.gathered, precision.gradients
         self.written = gradient_width(setup)
+        self.exchanged = 2 * precision.exchanged
         self.stream = stream_of(setup).own
         self.head = head_bytes(setup)
         self.has_fsdp = (
@@ -250,6 +253,7 @@ class _MicroBatch:
             buffer = wide * last.elements if self.reduces else 0.0
             gathered = self._gathered(1, 0.0)
             moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
+            moments += self._exchange(sums, gathered, last, held + rank.stream)
 
         for nth, each in enumerate(reversed(stage.blocks[-2:])):
             running = held - nth * block.kept + each.again + each.extra
@@ -259,11 +263,28 @@ class _MicroBatch:
         reduced = sums + written * unit.elements + rank.sharded_gradients(unit.shard)
         left = held - block.kept + rank.stream
         moments.append(Moment(reduced, self._gathered(1, 0.0), buffer, left))
+        shards = sums + rank.sharded_gradients(unit.shard)
+        moments += self._exchange(shards, self._gathered(1, 0.0), unit, left)
         end_buffer = wide * self.end.elements if self.reduces else 0.0
         end_sums = sums if self.is_tied else sums + written * self.end.elements
         end_gathered = self._gathered(0, self.end.elements)
         moments.append(Moment(end_sums, end_gathered, end_buffer, rank.stream))
+        moments += self._exchange(sums, end_gathered, self.end, rank.stream)
         return moments
+
+    def _exchange(
+        self, sums: float, gathered: float, unit: Unit, activations: float
+    ) -> list[Moment]:
+        """Return the moment at which the gradients of a unit are sent narrow, if they are.
+
+        FSDP's buffer has them, and the copies that leave and arrive. The gradients themselves are
+        gone.
+        """
+        rank = self.rank
+        if not self.reduces or not rank.exchanged:
+            return []
+        buffers = (rank.wide + rank.exchanged) * unit.elements
+        return [Moment(sums, gathered, buffers, activations)]
 
     def _earlier_sums(self) -> float:
         """Return the gradients that earlier micro-batches have left."""
@@ -341,7 +362,8 @@ class _PipelineRank:
         if state.kind == "R":
             if not rank.has_fsdp:
                 return []
-            largest = rank.wide * max(unit.elements for unit in stage.units)
+            largest = max(unit.elements for unit in stage.units)
+            largest *= rank.wide + rank.exchanged
             return [Moment(sums, gathered, self.messages + largest, held)]
 
         # During the action, its stage is gathered, and gets whole gradients.

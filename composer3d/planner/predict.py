@@ -222,5 +222,6 @@ def _precision(recipe: Recipe) -> Precision:
         gradients=wide,
         optimizer=3 * wide,  # parameters and two moments
         reduced=wide,
+        exchanged=2.0 if recipe.precision.reduces_in == "bfloat16" else 0.0,
         gathered=narrow,
     )

@@ -225,6 +225,8 @@ class Precision:
         optimizer: bytes per parameter of the optimizer: moments, and the master copy, if the
             weights are not one.
         reduced: bytes per parameter of the gradient's reduction.
+        exchanged: bytes per parameter of the gradients that ranks exchange by an all-to-all, and
+            then add up; 0: a reduce-scatter sums them on their way, in ``reduced`` bytes.
         gathered: bytes per parameter of a gather.
         sharded_weights: bytes per parameter of the shard that is gathered; 0: the optimizer's
             master copy is that shard.
@@ -236,6 +238,7 @@ class Precision:
     extra_gradients: float = 0.0
     optimizer: float = 12.0
     reduced: float = 2.0
+    exchanged: float = 0.0
     gathered: float = 2.0
     sharded_weights: float = 0.0
 

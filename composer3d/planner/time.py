@@ -281,9 +281,7 @@ def _sharding_s(
         gather_s += collective_s(
             "all_gather", group, precision.gathered * parameters, machine, constants
         )
-        reduce_s += collective_s(
-            "reduce_scatter", group, precision.reduced * parameters, machine, constants
-        )
+        reduce_s += _scattered_s(setup, constants, group, parameters)
         replicas = axis_groups["dp_replicate"]
         shard_bytes = precision.reduced * parameters / group.ranks
         replicas_s += collective_s("all_reduce", replicas, shard_bytes, machine, constants)
@@ -294,6 +292,14 @@ def _sharding_s(
         reduce_s /= once
     # Replicas sum once a step.
     return gather_s, reduce_s + replicas_s / once
+
+
+def _scattered_s(setup: Setup, constants: Constants, group: Group, parameters: float) -> float:
+    """Return the seconds in which gradients are summed over ``group``, a shard for each rank."""
+    precision, machine = setup.precision, setup.machine
+    if precision.exchanged:
+        return all_to_all_s(group, precision.exchanged * parameters, machine, constants)
+    return collective_s("reduce_scatter", group, precision.reduced * parameters, machine, constants)
 
 
 def rank_of(pp: int, stage: int, schedule: str) -> int:
@@ -447,7 +453,7 @@ def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> 
         fsdp = axis_groups["fsdp"]
         seconds = collective_s(
             "all_gather", fsdp, precision.gathered * held, machine, constants
-        ) + collective_s("reduce_scatter", fsdp, precision.reduced * held, machine, constants)
+        ) + _scattered_s(setup, constants, fsdp, held)
         shard_bytes = precision.reduced * held / fsdp.ranks
         replicas_s = collective_s("all_reduce", replicas, shard_bytes, machine, constants)
         return seconds * (setup.batch.micro_batches if layout.pp == 1 else 1) + replicas_s
@@ -459,9 +465,7 @@ def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> 
         if not held:
             continue
         if layout.zero == 1:
-            reduce_s += collective_s(
-                "reduce_scatter", shard, precision.reduced * held, machine, constants
-            )
+            reduce_s += _scattered_s(setup, constants, shard, held)
             reduce_s += collective_s(
                 "all_reduce",
                 replicas,

@@ -5,8 +5,8 @@ those of one rank with the coordinate 0 on every axis but pp; ranks differ in pp
 vocabulary that tp cuts unevenly.
 
 Symbols: B samples of a micro-batch, T tokens of a sample, M micro-batches of a step, C model width,
-e bytes of an element in computation, p bytes of a parameter, w bytes of a wide element (4, or 8 in
-float64).
+e bytes of an element in computation, p bytes of a parameter, g bytes of a gradient on its way to
+the ranks that shard it, w bytes of a wide element (4, or 8 in float64).
 """
 
 from collections import defaultdict
@@ -168,6 +168,7 @@ class _Rank:
         self.cells = recipe_actions(self.mesh.pp, self.parallel, self.m)[pp_rank]
         self.e = DTYPE_BYTES[recipe.precision.computes_in]
         self.p = DTYPE_BYTES[recipe.precision.params]
+        self.g = DTYPE_BYTES[recipe.precision.reduces_in]
         self.w = max(4, self.e)
         # Tokens of a micro-batch on the ranks of one tp group together.
         self.tokens = recipe.data.micro_batch * (recipe.data.seq_len // self.mesh.cp)
@@ -408,8 +409,9 @@ class _Rank:
         """Collectives of FSDP (``parallel.data.fsdp``): a gather or a reduction for each unit.
 
         Parameters are gathered in the dtype of computation, and gradients reduced in that of the
-        parameters. Shards are padded to equal sizes. Experts have collectives of their own, unless
-        their shards lie on the same ranks.
+        parameters. If they are sent narrower, an all-to-all has the place of the reduce-scatter
+        (``parallel.data.reduce_scatter``). Shards are padded to equal sizes. Experts have
+        collectives of their own, unless their shards lie on the same ranks.
         """
         if not self._has_fsdp():
             return
@@ -439,7 +441,8 @@ class _Rank:
         for phase, count in phases:
             self._add(shard_axis, "all_gather", phase, words, count, elements * self.e, shards)
         count, words = self._reductions(), f"gradients of {words}"
-        self._add(shard_axis, "reduce_scatter", "backward", words, count, elements * self.p, shards)
+        operation: Operation = "reduce_scatter" if self.g == self.p else "all_to_all"
+        self._add(shard_axis, operation, "backward", words, count, elements * self.g, shards)
         shard_bytes = elements // shards * self.p
         self._add(replica_axis, "all_reduce", "backward", words, 1, shard_bytes, replicas)
 

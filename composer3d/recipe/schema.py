@@ -280,16 +280,26 @@ class PrecisionTable:
     """The dtypes of parameters and of computation."""
 
     params: Literal["float32", "float64"] = key(
-        "float32", "dtype of parameters, gradients, their reduction, and optimizer state"
+        "float32", "dtype of parameters, gradients, their sums, and optimizer state"
     )
     compute: Literal["float32", "float64", "bfloat16"] | None = key(
         None, "dtype of forward and backward; absent: the dtype of params"
+    )
+    reduce: Literal["float32", "bfloat16"] | None = key(
+        None,
+        "dtype in which gradients are sent to the ranks that shard them; they are always summed in "
+        "the dtype of params; absent: the dtype of params",
     )
 
     @property
     def computes_in(self) -> str:
         """The dtype of forward and backward."""
         return self.compute or self.params
+
+    @property
+    def reduces_in(self) -> str:
+        """The dtype in which gradients are sent to the ranks that shard them."""
+        return self.reduce or self.params
 
 
 @dataclass(frozen=True, kw_only=True)

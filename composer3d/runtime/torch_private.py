@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -41,6 +42,9 @@ StorageInfo = _StorageInfo
 
 # The pipeline schedule that runs a given list of actions.
 ScheduleOfActions = _PipelineScheduleRuntime
+
+# The base class of what ``FSDPModule.set_custom_reduce_scatter`` takes.
+ReduceScatter = _ReduceScatter
 
 # A context that sees each call of an operator, below autograd.
 DispatchMode = TorchDispatchMode

@@ -117,6 +117,8 @@ class RankErrors:
         clipped: the relative error of the gradient norm after clipping, in each step.
         shards: the error of each gradient and weight that the rank holds, in each step.
         wrong_learning_rate: describes a learning rate that breaks its rule; None if there is none.
+        wrong_reduction: describes a gradient that breaks the rule of ``precision.reduce``; None if
+            there is none.
     """
 
     identity: str
@@ -126,6 +128,7 @@ class RankErrors:
     clipped: list[float] = field(default_factory=list)
     shards: list[ShardError] = field(default_factory=list)
     wrong_learning_rate: str | None = None
+    wrong_reduction: str | None = None
 
 
 class ReferenceStats(NamedTuple):
@@ -223,8 +226,8 @@ def judge(
     errors: list[TensorError | ScalarError] = [*tensors, *scalars]
     wrong = [error for error in errors if error.is_wrong]
     if not wrong:
-        wrong_learning_rates = [rank.wrong_learning_rate for rank in ranks]
-        verdict.error = next(filter(None, wrong_learning_rates), None)
+        broken_rules = [rank.wrong_learning_rate or rank.wrong_reduction for rank in ranks]
+        verdict.error = next(filter(None, broken_rules), None)
         verdict.passed = verdict.error is None
         return verdict
 

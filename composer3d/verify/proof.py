@@ -153,6 +153,8 @@ def describe(small: Recipe) -> str:
         words.append("compile")
     if small.precision.compute is not None:
         words.append("mixed")
+    if small.precision.reduce is not None:
+        words.append(f"gradients in {small.precision.reduce}")
     if small.data.packing != "none":
         words.append(f"packing {small.data.packing}")
     if small.model.tied:

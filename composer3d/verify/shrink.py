@@ -298,6 +298,10 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         model=shape,
         mesh=mesh,
         parallel=replace(full.parallel, stages=stages),
+        # Without shards, there is nothing that could be sent narrow.
+        precision=replace(
+            full.precision, reduce=full.precision.reduce if mesh.dp_shard * mesh.cp > 1 else None
+        ),
         memory=replace(full.memory, loss_chunks=min(3, full.memory.loss_chunks)),
         data=replace(
             full.data, seq_len=seq_len, micro_batch=micro_batch, global_batch=global_batch

@@ -8,7 +8,7 @@ micro-batch without a label, and a different number of labels in each row.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,9 +24,12 @@ from composer3d.models.contract import IGNORE_INDEX, Decoder
 from composer3d.models.layers.moe import Router, Routing
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages, grad_norm, init
+from composer3d.parallel.data import fsdp
+from composer3d.parallel.data.reduce_scatter import SendNarrow
 from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
+from composer3d.runtime.torch_private import ReduceScatter
 from composer3d.training import batches
 from composer3d.training import step as train_step
 from composer3d.training.build import build_stages
@@ -44,6 +47,14 @@ from composer3d.verify.judge import RankErrors, ShardError
 from composer3d.verify.rounding import AdamWReplay, measure_noise, round_to_float32
 
 ProofDtype = Literal["float32", "float64"]
+
+# The relative error of one rounding to bfloat16 is below 2^-8. The rest is for the roundings of
+# sums in float32, and for a double number that is rounded to float32 first.
+_BFLOAT16_ROUNDING = 2.0**-8 * (1 + 2.0**-10)
+# All roundings to float32 together are smaller than this.
+_FLOAT32_ROUNDING = 2.0**-16
+# Smaller numbers have fewer bits in bfloat16.
+_SMALLEST_BFLOAT16 = 2.0**-126
 
 
 # The plain one-process training.
@@ -347,7 +358,13 @@ def run_composed(
 
     wrong_learning_rate = _find_wrong_learning_rate(recipe, steps)
     mixed = recipe.precision.compute is not None
-    precision = PrecisionTable(params=dtype, compute=(compute or dtype) if mixed else None)
+    sends_narrow = recipe.precision.reduce == "bfloat16"
+    precision = PrecisionTable(
+        params=dtype,
+        compute=(compute or dtype) if mixed else None,
+        # It is narrower than float64 too.
+        reduce="bfloat16" if sends_narrow else None,
+    )
     recipe = replace(shorten_run(recipe, steps), precision=precision)
     expected = torch.load(reference, mmap=True, weights_only=True)
 
@@ -383,6 +400,8 @@ def run_composed(
             batch = next(loader)
             if has_random_batch(step):
                 batch = local_batch(random_batch(recipe, step), stages)
+            if sends_narrow and step == 0:
+                errors.wrong_reduction = _find_wrong_reduction(stages, batch)
             sums = train_step.compute_gradients(stages, batch)
             values = sums.await_values()
             errors.loss[step] = _relative_error(values.loss, expected["loss"][step])
@@ -451,6 +470,85 @@ def _sampled_steps(table: OptimTable, total_steps: int) -> list[int]:
         steps.update(range(change - 3, change + 4))
     steps.update((2 * decay_end, 10 * total_steps))
     return sorted(step for step in steps if step >= 0)
+
+
+class _SumAbsolute(ReduceScatter):
+    """Sums the absolute values of what ranks contribute, by an all-reduce."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        whole = input_tensor.abs()
+        dist.all_reduce(whole, group=group)
+        output_tensor.copy_(whole.view(group.size(), -1)[group.rank()])
+
+
+def _find_wrong_reduction(stages: Stages, batch: Batch) -> str | None:
+    """Describe the first gradient that sending it in bfloat16 makes wrong on this rank, if any.
+
+    The rule: each contribution of a rank is rounded once to bfloat16, so an element differs from
+    that of the exact sum by at most 2^-8 times the sum of the contributions' absolute values. This
+    sum is computed by the same layout, with another reduce-scatter.
+
+    Afterwards, the stages send the same messages in the dtype of their parameters, and have no
+    gradients. What they then compute is compared with the reference like any other layout.
+
+    Collectives: those of three times the gradients of a step.
+
+    Args:
+        stages: as they were built.
+        batch: this rank's part of the global batch.
+    """
+    rounded = _take_gradients(stages, batch)
+    _replace_reduce_scatter(stages, _SumAbsolute())
+    absolute = _take_gradients(stages, batch)
+    dtype = next(iter(stages.parameters())).dtype
+    _replace_reduce_scatter(stages, SendNarrow(dtype))
+    exact = _take_gradients(stages, batch)
+
+    is_narrow = False
+    for name, gradient in exact.items():
+        error = (rounded[name] - gradient).abs()
+        bound = _BFLOAT16_ROUNDING * absolute[name] + _SMALLEST_BFLOAT16
+        is_narrow = is_narrow or bool((error > _FLOAT32_ROUNDING * absolute[name]).any())
+        # With ``not <=``, an error of NaN is wrong.
+        if not bool((error <= bound).all()):
+            ratio = (error / bound).max().item()
+            return (
+                f"gradient of {name} in bfloat16 differs from the exact one by {ratio:.3g} times "
+                "what one rounding of each rank's contribution explains"
+            )
+    return None if is_narrow else "gradients are sent in a wider dtype than bfloat16"
+
+
+def _replace_reduce_scatter(stages: Stages, reduce_scatter: ReduceScatter) -> None:
+    for module in stages.modules:
+        fsdp.set_reduce_scatter(module, reduce_scatter)
+
+
+def _take_gradients(stages: Stages, batch: Batch) -> dict[str, Tensor]:
+    """Compute the gradients of a step, and return this rank's shards of them by name, in float64.
+
+    ``stages`` keep none.
+    """
+    train_step.compute_gradients(stages, batch)
+    found = {}
+    for name, parameter in stages.named_parameters():
+        if parameter.grad is not None:
+            local, _ = init.local_part(parameter.grad)
+            found[name] = local.to("cpu", torch.float64, copy=True)
+            parameter.grad = None
+    return found
 
 
 def _clipped_norm(stages: Stages) -> float:

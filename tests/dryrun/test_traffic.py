@@ -6,10 +6,11 @@ processes must count what the dry run counts.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from composer3d.planner.traffic import traffic
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import Traffic, count_real_step, dry_run_of, recipe_of, traffic_of
 from tools.prove.paths import ROOT
@@ -118,6 +119,27 @@ LAYOUTS = {
             ("fsdp", "reduce_scatter"): Row(2 * (L + 2), 2 * gathered(ALL, 4)),
             # Each rank adds up its shards over micro-batches before replicas sum them.
             ("dp_replicate", "all_reduce"): Row(L + 2, summed(ALL / 4, 2)),
+        },
+    ),
+    "gradients in bfloat16": Layout(
+        ("mesh.dp_shard=8", "parallel.zero=2", "precision.reduce=bfloat16"),
+        {
+            ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 8)),
+            # Half the bytes of the reduce-scatters.
+            ("fsdp", "all_to_all"): Row(2 * (L + 2), 2 * gathered(ALL, 8) / 2),
+        },
+    ),
+    "hsdp, gradients in bfloat16": Layout(
+        (
+            "mesh.dp_replicate=2",
+            "mesh.dp_shard=4",
+            "parallel.zero=1",
+            "precision.reduce=bfloat16",
+        ),
+        {
+            ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 4)),
+            ("fsdp", "all_to_all"): Row(L + 2, gathered(ALL, 4) / 2),
+            ("dp_replicate", "all_reduce"): Row(L + 2, summed(ALL / 4, 2)),  # in float32
         },
     ),
     "tp": Layout(
@@ -236,7 +258,9 @@ def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
     assert scalars == {"all_reduce": (calls, round(2 * 7 / 8 * 8) + 6 * 14 + round(1.75 * loads))}
 
 
-@pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", "cp ring", "pp", "ep"])
+@pytest.mark.parametrize(
+    "name", ["fsdp", "hsdp", "hsdp, gradients in bfloat16", "tp", "cp ring", "pp", "ep"]
+)
 def test_real_processes_send_what_the_dry_run_counts(name: str, pool: Pool) -> None:
     layout = LAYOUTS[name]
     sets = layout.sets if layout.sets[0] == EXPERTS[0] else (*SIZES, *layout.sets)
@@ -280,3 +304,26 @@ def test_mixed_layouts_send_what_the_dry_run_counts(name: str, pool: Pool) -> No
         for calls in ranks:
             if calls.coords["pp"] == pp_rank:
                 assert calls.traffic == counted
+
+
+NARROW = {
+    "fsdp": ("mesh.dp_shard=8", "parallel.zero=2"),
+    "hsdp": ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3"),
+    "pp, tp": ("mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2", "precision.compute=bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_the_planner_counts_what_the_dry_run_counts_of_gradients_in_bfloat16(
+    name: str, pool: Pool
+) -> None:
+    recipe = recipe_of(BASE, (*SIZES, *NARROW[name], "precision.reduce=bfloat16"))
+    for pp_rank in range(recipe.mesh.pp):
+        counted = traffic_of(dry_run_of(pool, recipe, pp_rank))
+        planned = traffic(recipe, pp_rank)
+        for axis in ("fsdp", "dp_replicate"):
+            operations: dict[Any, Any] = dict(planned.get(axis, {}))  # type: ignore[call-overload]
+            assert counted.get(axis, {}) == {
+                operation: (flow.count, round(flow.bytes)) for operation, flow in operations.items()
+            }
+        assert "reduce_scatter" not in counted["fsdp"]

@@ -48,6 +48,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         BF16,
         'memory.activation_checkpoint="selective"',
     ),
+    "gradients in bfloat16": (
+        "mesh.dp_shard=2",
+        "parallel.zero=2",
+        BF16,
+        'precision.reduce="bfloat16"',
+    ),
     "full checkpointing": ("mesh.dp_shard=2", BF16, 'memory.activation_checkpoint="full"'),
 }
 

@@ -205,6 +205,27 @@ def test_more_data_ranks_expose_more_of_fsdp() -> None:
     assert predict_time(many, FREE).exposed_s["dp"] > predict_time(few, FREE).exposed_s["dp"]
 
 
+@pytest.mark.parametrize(
+    ("layout", "is_faster"),
+    [
+        # Inside a node, half the bytes take less time. So they do if each rank has a node, with
+        # its cards, to itself.
+        ({"dp_shard": 8}, True),
+        ({"dp_shard": 8, "tp": 8}, True),
+        # Otherwise a reduce-scatter sums inside of nodes first, and an all-to-all does not.
+        ({"dp_shard": 64}, False),
+    ],
+    ids=str,
+)
+def test_gradients_in_bfloat16_pay_where_no_sum_is_made_before_the_network(
+    layout: dict[str, int], is_faster: bool
+) -> None:
+    setup = big(zero=1, **layout)
+    wide = replace(setup, precision=replace(setup.precision, reduced=4.0))
+    narrow = replace(setup, precision=replace(wide.precision, exchanged=2.0))
+    assert (step_s(narrow) < step_s(wide)) == is_faster
+
+
 def test_fp8_speeds_up_products_where_the_device_has_it() -> None:
     setup = big(zero=0)
     from composer3d.spec import hardware

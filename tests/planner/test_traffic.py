@@ -152,7 +152,11 @@ BF16 = "precision.compute=bfloat16"
 FULL = "memory.activation_checkpoint=full"
 SELECTIVE = "memory.activation_checkpoint=selective"
 EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
+NARROW = "precision.reduce=bfloat16"
 CASES = [
+    Case(DENSE, f"mesh.pp=1 mesh.dp_shard=4 parallel.zero=2 {BF16} {NARROW}"),
+    Case(DENSE, f"mesh.dp_replicate=2 mesh.tp=1 parallel.zero=3 {NARROW}"),
+    Case(DENSE, f"mesh.pp=1 mesh.cp=2 mesh.dp_shard=1 parallel.zero=1 {NARROW} mesh.tp=4"),
     Case(DENSE, "parallel.zero=3"),
     Case(DENSE, f"parallel.zero=3 parallel.schedule=GPipe {BF16} {FULL}"),
     Case(DENSE, f"parallel.zero=1 parallel.schedule=Interleaved1F1B {BF16} {SELECTIVE}"),

@@ -29,6 +29,15 @@ EXPERTS = [
         ],
     ),
     Wrong(
+        "gradients of experts in bfloat16",
+        MOE + '[precision]\nreduce = "bfloat16"\n[mesh]\ndp_shard = 2\n',
+        [
+            'x.toml:5: precision.reduce = "bfloat16" does not work for a model with experts, whose '
+            "gradients are summed over other ranks than those of the rest of their block; remove "
+            "precision.reduce"
+        ],
+    ),
+    Wrong(
         "groups of experts",
         MOE + "expert_groups = 3\n",
         [

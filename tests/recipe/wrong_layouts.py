@@ -183,6 +183,42 @@ LAYOUTS = [
         ],
     ),
     Wrong(
+        "proof with gradients in bfloat16",
+        TINY + '[precision]\nparams = "float64"\nreduce = "bfloat16"\n[mesh]\ndp_shard = 2\n',
+        [
+            'x.toml:5: precision.reduce = "bfloat16" does not fit precision.params = "float64" '
+            "(x.toml:4); remove precision.reduce"
+        ],
+    ),
+    Wrong(
+        "proof with gradients in float32",
+        TINY + '[precision]\nparams = "float64"\nreduce = "float32"\n',
+        [
+            'x.toml:5: precision.reduce = "float32" does not fit precision.params = "float64" '
+            "(x.toml:4); remove precision.reduce"
+        ],
+    ),
+    Wrong(
+        "gradients in bfloat16 of replicas",
+        TINY
+        + '[precision]\nreduce = "bfloat16"\n[mesh]\ndp_replicate = 2\ndp_shard = 1\n'
+        + "[parallel]\nzero = 0\n",
+        [
+            'x.toml:4: precision.reduce = "bfloat16" is for gradients that are summed over shards, '
+            "but parallel.zero = 0 (x.toml:9) all-reduces whole ones; use parallel.zero = 1 or 3, "
+            "or remove precision.reduce"
+        ],
+    ),
+    Wrong(
+        "gradients in bfloat16 without shards",
+        TINY + '[precision]\nreduce = "bfloat16"\n[mesh]\npp = 2\ndp_replicate = 2\ndp_shard = 1\n',
+        [
+            'x.toml:4: precision.reduce = "bfloat16" is for gradients that are summed over shards, '
+            "but mesh.dp_shard = 1 (x.toml:8) x mesh.cp = 1 (default) makes no shards; use a "
+            "larger mesh.dp_shard, or remove precision.reduce"
+        ],
+    ),
+    Wrong(
         "half precision",
         TINY + '[precision]\ncompute = "float16"\n',
         [

@@ -217,6 +217,43 @@ def test_units_have_the_names_that_move_gradients() -> None:
         assert parameter_names(FSDPParam.accumulate_unsharded_grad_if_needed) == ["self"]
 
 
+class KeepOwnShard(torch_private.ReduceScatter):
+    """Notes what FSDP asks for, and sums nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, dist.ProcessGroup, Any]] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        assert not async_op
+        self.calls.append((output_tensor.numel(), input_tensor.numel(), group, op))
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_unit_calls_the_reduce_scatter_that_it_is_given() -> None:
+    unit = fully_shard(nn.Linear(2, WORLD_SIZE, bias=False))
+    assert isinstance(unit, FSDPModule)
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    assert parameter_names(FSDPModule.set_custom_reduce_scatter) == ["self", "comm"]
+    own = KeepOwnShard()
+    unit.set_custom_reduce_scatter(own)
+    unit(torch.tensor([[1.0, 2.0]])).sum().backward()
+    ((shard, whole, group, op),) = own.calls
+    assert (shard, whole, group.size(), op) == (2, 2 * WORLD_SIZE, WORLD_SIZE, dist.ReduceOp.SUM)
+    assert torch.equal(unit.weight.grad.to_local(), torch.tensor([[1.0, 2.0]]))
+
+
 @pytest.mark.usefixtures("fake_world")
 def test_one_unit_shards_a_parameter_over_a_mesh_of_its_own() -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))

@@ -250,6 +250,12 @@ def test_a_wrong_learning_rate_fails_a_proof_in_which_all_else_is_right() -> Non
     assert verdict.error == "learning rate of step 51 is 1, not 2"
 
 
+def test_gradients_that_are_sent_wrong_fail_a_proof_in_which_all_else_is_right() -> None:
+    verdict = judged(wrong_reduction="gradients are sent in a wider dtype than bfloat16")
+    assert not verdict.passed
+    assert verdict.error == "gradients are sent in a wider dtype than bfloat16"
+
+
 def test_a_replica_that_holds_nothing_fails() -> None:
     """The other ranks hold every element, so that none is missing in the whole."""
     verdict = judged({3: {"last.c": None}})

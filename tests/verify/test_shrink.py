@@ -136,6 +136,20 @@ def test_a_ring_that_forwards_keys_stays_one_that_does() -> None:
         assert max(small.mesh.cp for small in shrink(full)) > 2, full
 
 
+def test_gradients_are_sent_narrow_on_the_small_meshes_that_have_shards() -> None:
+    mesh = MeshTable(pp=4, dp_replicate=2, dp_shard=4, cp=2, tp=2)
+    full = replace(
+        BASE,
+        mesh=mesh,
+        data=replace(BASE.data, global_batch=64, seq_len=64),
+        precision=replace(BASE.precision, reduce="bfloat16"),
+    )
+    assert not violations(full)
+    shrunk = shrink(full)
+    reduces = {small.mesh.dp_shard * small.mesh.cp > 1: small.precision.reduce for small in shrunk}
+    assert reduces == {True: "bfloat16", False: None}
+
+
 def test_a_window_over_a_whole_sequence_is_kept() -> None:
     full = replace(BASE, model=replace(BASE.model, window=13), data=replace(BASE.data, seq_len=16))
     (small,) = shrink(full)

@@ -21,10 +21,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composer3d.models.contract import ShardingPlan
 from composer3d.models.layers.moe import Router
+from composer3d.parallel.data.reduce_scatter import SendNarrow
 from composer3d.parallel.pipeline.ties import find_ties
 from composer3d.recipe.schema import MemoryTable, ParallelTable, PrecisionTable
 from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.torch_private import accumulate_unsharded_grads, shard_over
+from composer3d.runtime.torch_private import (
+    ReduceScatter,
+    accumulate_unsharded_grads,
+    shard_over,
+)
 
 
 class ShardMeshes(NamedTuple):
@@ -90,15 +95,20 @@ def apply(
     Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before
     their tp placement. It is ``Shard(1)`` if tp cuts the rows unevenly, and for experts, because a
     rank may have fewer experts than there are shards. Parameters are gathered in
-    ``precision.compute``. Gradients are reduced in ``precision.params``.
+    ``precision.compute``. Gradients are summed over micro-batches and over ranks in
+    ``precision.params``. With ``precision.reduce``, a rank's contribution is rounded once to it
+    before it is sent to the ranks that shard (``SendNarrow``). Recipes with experts do not have
+    that key: FSDP takes no such reduce-scatter for a unit with two meshes.
 
     Collectives of a unit in a step:
         all-gather of parameters: one. With ``zero = 3``, two for each micro-batch: in forward and
             in backward. ``last``, and a stage that is itself a unit, keep their parameters for
             backward, and so have one. So has ``first``, if the plan says that its backward reads
             no parameter.
-        reduce-scatter of gradients: one; with ``zero`` 2 and 3, one for each micro-batch.
-        all-reduce of gradients over the replicating dim: one, of the sum over micro-batches.
+        reduce-scatter of gradients: one; with ``zero`` 2 and 3, one for each micro-batch. With
+            ``precision.reduce``, an all-to-all has its place.
+        all-reduce of gradients over the replicating dim: one, of the sum over micro-batches,
+            always in ``precision.params``: FSDP lets nobody replace it.
 
     Under pp, torch reduces gradients only after the last micro-batch, and does not drop gathered
     parameters after a backward, whatever ``zero`` is. With ``zero = 3``, the next forward of a
@@ -168,6 +178,8 @@ def apply(
         unit.set_gradient_divide_factor(1.0)
         # FSDP would multiply by 1 in the collective (PREMUL_SUM), which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
+    if precision.reduces_in != precision.params:
+        set_reduce_scatter(stage, SendNarrow(getattr(torch, precision.reduces_in)))
 
 
 def _columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:
@@ -185,6 +197,15 @@ def _columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:
 def units(stage: nn.Module) -> list[FSDPModule]:
     """Return the modules of ``stage`` that FSDP wraps. Without FSDP there are none."""
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+
+
+def set_reduce_scatter(stage: nn.Module, reduce_scatter: ReduceScatter) -> None:
+    """Let FSDP call ``reduce_scatter`` wherever a unit of ``stage`` sums gradients over its shards.
+
+    A unit that one rank alone shards calls nothing.
+    """
+    for unit in units(stage):
+        unit.set_custom_reduce_scatter(reduce_scatter)
 
 
 def begin_micro_batch(stage: nn.Module, parallel: ParallelTable, *, last: bool) -> None:

@@ -369,6 +369,41 @@ def compute_fits_params(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule("precision.reduce", "precision.params")
+def reduce_fits_params(recipe: Recipe) -> Iterator[str]:
+    """Gradients are sent in the dtype of the parameters, or in bfloat16 instead of float32."""
+    params = recipe.precision.params
+    if params != "float32" and recipe.precision.reduces_in != params:
+        yield "<precision.reduce> does not fit <precision.params>; remove precision.reduce"
+
+
+@rule("precision.reduce", "parallel.zero", "mesh.dp_shard", "mesh.cp")
+def narrow_gradients_are_sharded(recipe: Recipe) -> Iterator[str]:
+    """Only what shards sum can be sent narrow: FSDP's all-reduce would also add up in bfloat16."""
+    if recipe.precision.reduces_in != "bfloat16":
+        return
+    if recipe.parallel.zero == 0:
+        yield (
+            "<precision.reduce> is for gradients that are summed over shards, but <parallel.zero> "
+            "all-reduces whole ones; use parallel.zero = 1 or 3, or remove precision.reduce"
+        )
+    elif recipe.mesh.dp_shard * recipe.mesh.cp == 1:
+        yield (
+            "<precision.reduce> is for gradients that are summed over shards, but <mesh.dp_shard> "
+            "x <mesh.cp> makes no shards; use a larger mesh.dp_shard, or remove precision.reduce"
+        )
+
+
+@rule("precision.reduce")
+def gradients_of_experts_are_wide(recipe: Recipe) -> Iterator[str]:
+    """FSDP takes no reduce-scatter of ours for a unit with two meshes, such as a block's."""
+    if recipe.precision.reduces_in == "bfloat16" and recipe.model.experts:
+        yield (
+            "<precision.reduce> does not work for a model with experts, whose gradients are summed "
+            "over other ranks than those of the rest of their block; remove precision.reduce"
+        )
+
+
 @rule("compile.enabled")
 def experts_are_eager(recipe: Recipe) -> Iterator[str]:
     """The number of rows of an expert is known only when it runs, so no graph holds for it."""
@@ -417,6 +452,9 @@ RULES: tuple[Rule, ...] = (
     zero_0_does_not_shard,
     pipeline_reduces_once,
     compute_fits_params,
+    reduce_fits_params,
+    narrow_gradients_are_sharded,
+    gradients_of_experts_are_wide,
     experts_are_eager,
     split_backward_is_eager,
 )

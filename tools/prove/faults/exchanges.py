@@ -2,17 +2,20 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Replicate
 
 from composer3d.parallel import stages
 from composer3d.parallel.context import api, kernels, ring
-from composer3d.parallel.data import fsdp
+from composer3d.parallel.data import fsdp, reduce_scatter
 from composer3d.parallel.tensor import collectives, styles, vocab
 from composer3d.runtime.mesh import Mesh
 
@@ -201,6 +204,52 @@ def reduce_shards_twice() -> None:
         right(output, input * dist.get_world_size(group), *arguments, group=group, **options)
 
     dist.reduce_scatter_tensor = dist.reduce_scatter_single = wrong
+
+
+def send_gradients_in_bfloat16() -> None:
+    """FSDP: gradients travel in bfloat16 although the recipe asks for float32."""
+    right = fsdp.apply
+
+    def wrong(
+        stage: Any, plan: Any, meshes: Any, parallel: Any, precision: Any, memory: Any
+    ) -> None:
+        narrow = replace(precision, reduce="bfloat16")
+        right(stage, plan, meshes, parallel, narrow, memory)
+
+    fsdp.apply = wrong
+
+
+def send_gradients_wide() -> None:
+    """FSDP: gradients travel in float32 although the recipe asks for bfloat16."""
+    right = reduce_scatter.SendNarrow.__init__
+
+    def wrong(self: Any, dtype: torch.dtype) -> None:
+        right(self, torch.float32 if dtype == torch.bfloat16 else dtype)
+
+    reduce_scatter.SendNarrow.__init__ = wrong
+
+
+def sum_micro_batches_in_bfloat16() -> None:
+    """FSDP: gradients that are sent in bfloat16 are also summed over micro-batches in it."""
+    right = fsdp.fully_shard
+
+    def wrong(module: Any, **options: Any) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        right(module, **options | {"mp_policy": policy})
+
+    fsdp.fully_shard = wrong
+
+
+def sum_shards_in_bfloat16() -> None:
+    """FSDP: gradients that are sent in bfloat16 are also summed over shards in it."""
+    right = reduce_scatter.torch.sum
+
+    def wrong(x: Tensor, *, dim: int, dtype: torch.dtype, out: Tensor) -> None:
+        out.copy_(right(x, dim=dim))
+
+    reduce_scatter.torch = SimpleNamespace(
+        **{name: getattr(torch, name) for name in ("Tensor", "empty", "empty_like")}, sum=wrong
+    )
 
 
 def gather_the_first_parameters_for_ever() -> None:

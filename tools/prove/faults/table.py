@@ -64,6 +64,7 @@ _WHOLE = "mesh.tp=2 parallel.sequence_parallel=false"
 _SHARED = "mesh.tp=2 model.n_kv_heads=1"
 _V = "mesh.pp=2 parallel.schedule=ZBVZeroBubble"
 _TIED = "mesh.pp=2 model.tied=true"
+_NARROW = "precision.reduce=bfloat16"
 _PACKED = "data.packing=documents"
 
 FAULTS = [
@@ -117,6 +118,21 @@ FAULTS = [
         exchanges.reduce_shards_twice,
         "mesh.dp_shard=2 mesh.cp=2",
         "it is 4 times the reference, suspect dp_shard x cp or mi",
+    ),
+    Fault(exchanges.send_gradients_in_bfloat16, "mesh.dp_shard=2"),
+    Fault(
+        exchanges.send_gradients_wide,
+        f"mesh.dp_shard=2 {_NARROW}",
+        "sent in a wider dtype than bfloat16",
+    ),
+    Fault(
+        exchanges.sum_micro_batches_in_bfloat16,
+        f"mesh.dp_shard=2 parallel.zero=1 {_NARROW}",
+    ),
+    Fault(
+        exchanges.sum_shards_in_bfloat16,
+        f"mesh.dp_shard=4 {_NARROW}",
+        r"in bfloat16 differs from the exact one by [1-9]\S* times what",
     ),
     Fault(exchanges.gather_the_first_parameters_for_ever, "mesh.dp_shard=2", "at step 2"),
     Fault(
