@@ -419,6 +419,7 @@ _TELL_KIND = frozenset(
         "fsdp::all_gather_copy_in",
         "fsdp::split_with_sizes_copy",
         "fsdp::chunk_cat",
+        "fsdp::chunk_cat_mixed_dtype",
         "c10d::_reduce_scatter_base_",
         "aten::_to_copy",
     }
@@ -550,7 +551,7 @@ class Recorder(DispatchMode):
                 ledger.mark([arguments[1]], Kind.GATHERED)
             case "fsdp::split_with_sizes_copy":
                 ledger.mark(keywords["out"], Kind.GATHERED)
-            case "fsdp::chunk_cat":
+            case "fsdp::chunk_cat" | "fsdp::chunk_cat_mixed_dtype":
                 ledger.mark([keywords["out"]], Kind.WHOLE_GRADIENTS)
             case "c10d::_reduce_scatter_base_":
                 if ledger.kind_of(arguments[1]) is Kind.WHOLE_GRADIENTS:

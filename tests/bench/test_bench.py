@@ -18,6 +18,7 @@ from composer3d.models.llama.shape import PRESETS
 from tools.bench import jobs, plain
 from tools.bench.commands import LAYOUTS, main
 from tools.bench.jobs import SHAPE, Job, JobError, measure
+from tools.fake_cuda import device
 
 SEQ_LEN = 48
 
@@ -148,3 +149,25 @@ def test_host_measures_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row[0] for row in rows] == ["fsdp2", "pp2"]
     assert all(figure > 0 for row in rows for figure in row[1:])
+
+
+@pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")
+def test_counts_prints_what_a_layout_launches_copies_and_sends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["counts", "--only", "one;fsdp2, offload", "--json"]) == 0
+    *_, one, offload, answer = capsys.readouterr().out.splitlines()
+    assert one == "| one | 22 | 39 | 3 | 1 | 1 |  |"
+    assert offload.startswith("| fsdp2, offload | ")
+    rows = json.loads(answer)["rows"]
+    assert list(rows) == ["one", "fsdp2, offload"]
+    row = rows["fsdp2, offload"]
+    assert row["to_device"] > row["to_host"] > row["waits"] == 3
+    # The embedding, 4 blocks in forward and in backward, and the last stage.
+    assert row["traffic"]["fsdp"]["all_gather"][0] == 1 + 2 * 4 + 1
+
+
+def test_counts_names_an_unknown_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["counts", "--only", "fsdp3"])
+    assert "fsdp3: use one; one, bf16; " in capsys.readouterr().err

@@ -14,8 +14,8 @@ from composer3d.models.llama.model import Block, rope_of
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel.context.api import Method, attend_over
 from composer3d.runtime.torch_private import fake_world
-from tests.fake_cuda import device
-from tests.fake_cuda.jobs import Copy, _Watcher
+from tools.fake_cuda import device
+from tools.fake_cuda.counts import Copy, Watcher
 
 SEQ_LEN = 8192
 
@@ -75,7 +75,7 @@ def _count(case: Case) -> Layer:
     shape = ModelShape(
         dim=256, n_layers=2, n_heads=4, n_kv_heads=2, ffn=64, vocab=32, window=case.window
     )
-    watcher = _Watcher(MemoryLedger(offload=False))
+    watcher = Watcher(MemoryLedger(offload=False))
     rope = rope_of(shape)
     on, tokens = torch.device("cuda", 0), SEQ_LEN // case.cp
     with torch.device("meta"):

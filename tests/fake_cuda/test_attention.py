@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 
 from composer3d.runtime.launch import Pool
-from tests.fake_cuda import attention, device
+from tests.fake_cuda import attention
 from tests.fake_cuda.attention import Case, Layer
-from tests.fake_cuda.jobs import Copy
+from tools.fake_cuda import device
+from tools.fake_cuda.counts import Copy
 
 pytestmark = pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")
 

@@ -1,7 +1,7 @@
 """A step and an evaluation of composed recipes on CUDA tensors without data, rank by rank.
 
 What no test on a CPU sees: a copy between host and device, a value that the host reads from the
-device, other collectives than on a CPU, or far more operators.
+device, other collectives than on a CPU, or more operators.
 """
 
 from collections import Counter
@@ -11,8 +11,8 @@ import pytest
 
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import recipe_of
-from tests.fake_cuda import device, jobs
-from tests.fake_cuda.jobs import Copy, Seen
+from tools.fake_cuda import counts, device
+from tools.fake_cuda.counts import Copy, Job, Phase, Seen, launched_by_more_blocks, with_more_blocks
 from tools.prove.paths import ROOT
 
 pytestmark = pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")
@@ -24,6 +24,7 @@ BF16 = 'precision.compute="bfloat16"'
 DOCUMENTS = 'data.packing="documents"'
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "one process": (),
+    "fsdp": ("mesh.dp_shard=2", BF16),
     "hsdp, window, documents": (
         "mesh.dp_replicate=2",
         "mesh.dp_shard=2",
@@ -57,6 +58,25 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "full checkpointing": ("mesh.dp_shard=2", BF16, 'memory.activation_checkpoint="full"'),
 }
 
+# What one more block of a rank launches on the device at most, in forward and backward of a step.
+# In backward, each micro-batch after the first one also adds to the gradients of 9 parameters.
+LAUNCHED = {
+    "one process": (4 * 22, 4 * 39 + 3 * 9),
+    "fsdp": (2 * 23, 2 * 40 + 9),
+    "hsdp, window, documents": (23, 41),
+    "tp": (2 * 29, 2 * 45 + 9),
+    # With a single rank, FSDP casts every parameter and gradient alone.
+    "pp 1F1B, documents": (119, 230),
+    # Two blocks, of two stages. Gradients of weights are computed outside of autograd's backward,
+    # and count as forward.
+    "pp ZBV": (126, 166),
+    "cp ring": (4 * 35, 4 * 60 + 3 * 9),
+    "cp allgather, documents": (4 * 26, 4 * 54 + 3 * 9),
+    "cp ulysses, window": (4 * 31, 4 * 54 + 3 * 9),
+    "hsdp, selective": (23, 52),
+    "full checkpointing": (2 * 23, 2 * 58 + 9),
+}
+
 # What a step copies between host and device: the batch, and its sums over the world.
 TO_DEVICE = Copy("aten::_to_copy", "cpu", "cuda", "batches.py:move_to_device")
 TO_HOST = Copy("aten::_to_copy", "cuda", "cpu", "step.py:send_to_host")
@@ -77,6 +97,7 @@ EXPERTS = (
 )
 ROWS = Copy("aten::_to_copy", "cuda", "cpu", "dispatch.py:exchange")
 ORDER = Copy("aten::_to_copy", "cpu", "cuda", "dispatch.py:exchange")
+EXPERTS_LAUNCHED = {"one process": (282, 366), "ep": (142, 168)}
 EXPERT_LAYOUTS: dict[str, tuple[tuple[str, ...], Counter[Copy], Counter[Copy]]] = {
     "one process": ((), Counter(), Counter()),
     "ep": (
@@ -92,19 +113,43 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return device.build(tmp_path_factory.mktemp("fake_cuda"))
 
 
+def run_ranks(pool: Pool, library: Path, *overrides: str) -> tuple[list[Seen], Seen]:
+    """Run each pipeline rank on a GPU and on the CPU, and the first one with more blocks on a GPU.
+
+    Returns:
+        What each rank does, on the GPU and on the CPU in turns; and what the first one does with
+        one more block in each stage.
+    """
+    recipe = recipe_of(BASE, overrides)
+    deeper, _ = with_more_blocks(recipe)
+    ranks = range(recipe.mesh.pp)
+    jobs = [Job(recipe, pp_rank, on_gpu) for pp_rank in ranks for on_gpu in (True, False)]
+    arguments = {"jobs": [*jobs, Job(deeper)], "library": library}
+    *seen, of_deeper = pool.run(counts.run_one_of, arguments, world_size=len(jobs) + 1)
+    return seen, of_deeper
+
+
+def check_launched(shallow: Seen, deep: Seen, most: tuple[int, int]) -> None:
+    """Check that a block launches at most as many operators, and nothing in the update."""
+    launched = launched_by_more_blocks(shallow, deep)
+    forward, backward = launched[Phase.FORWARD], launched[Phase.BACKWARD]
+    assert 0 < forward.total() <= most[0], forward
+    assert 0 < backward.total() <= most[1], backward
+    assert not launched[Phase.UPDATE]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_copies_only_its_batch_and_sends_what_it_sends_on_a_cpu(
     name: str, pool: Pool, library: Path
 ) -> None:
-    recipe = recipe_of(BASE, (*SIZES, *LAYOUTS[name]))
-    arguments = {"recipe": recipe, "library": library}
-    seen: list[Seen] = pool.run(jobs.run_ranks, arguments, world_size=2 * recipe.mesh.pp)
+    seen, deeper = run_ranks(pool, library, *SIZES, *LAYOUTS[name])
     for on_gpu, on_cpu in zip(seen[::2], seen[1::2], strict=True):
         assert on_gpu.step.copies == Counter({TO_DEVICE: 3, TO_HOST: 1})
         assert on_gpu.evaluation.copies == Counter({TO_DEVICE: 3})
         assert on_gpu.step.collectives == on_cpu.step.collectives
         assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
         assert not NOT_DETERMINISTIC & set(on_gpu.step.operators)
+    check_launched(seen[0], deeper, LAUNCHED[name])
 
 
 @pytest.mark.parametrize("name", EXPERT_LAYOUTS)
@@ -112,10 +157,9 @@ def test_experts_copy_numbers_of_rows_and_send_what_they_send_on_a_cpu(
     name: str, pool: Pool, library: Path
 ) -> None:
     sets, of_step, of_evaluation = EXPERT_LAYOUTS[name]
-    arguments = {"recipe": recipe_of(BASE, (*EXPERTS, *sets)), "library": library}
-    seen: list[Seen] = pool.run(jobs.run_ranks, arguments, world_size=2)
-    on_gpu, on_cpu = seen
+    (on_gpu, on_cpu), deeper = run_ranks(pool, library, *EXPERTS, *sets)
     assert on_gpu.step.copies == of_step + Counter({TO_DEVICE: 3, TO_HOST: 1})
     assert on_gpu.evaluation.copies == of_evaluation + Counter({TO_DEVICE: 3})
     assert on_gpu.step.collectives == on_cpu.step.collectives
     assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
+    check_launched(on_gpu, deeper, EXPERTS_LAUNCHED[name])

@@ -24,7 +24,7 @@ from composer3d.models.llama import counts
 from composer3d.recipe.resolve import load
 from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
-from tools.bench import experts, quickstarts, sequence
+from tools.bench import experts, operators, quickstarts, sequence
 from tools.bench import host as launches
 from tools.bench.jobs import (
     CPU_RECIPE,
@@ -521,6 +521,12 @@ def _parser() -> argparse.ArgumentParser:
         type=partial(_names, layouts=launches.LAYOUTS),
         help=f"layouts, of {', '.join(launches.LAYOUTS)}",
     )
+
+    counts_parser = commands.add_parser(
+        "counts", help="what a rank launches, copies, waits for and sends in a step"
+    )
+    counts_parser.set_defaults(command=operators.counts)
+    operators.add_arguments(counts_parser)
 
     cp_parser = add_command(sequence.cp, "attention of one sequence over ranks against one process")
     add_repeats(cp_parser)

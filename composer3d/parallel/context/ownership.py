@@ -111,16 +111,24 @@ def unshard_sequence(
 
 
 def parts_of_all_ranks(x: Tensor, dim: int, size: int, balanced: bool) -> Tensor:
-    """Cut the whole ``x`` into the parts of all ranks, and stack them: (size, ...)."""
-    return torch.stack([_part_of(x, dim, rank, size, balanced) for rank in range(size)])
+    """Cut the whole ``x`` into the parts of all ranks, and stack them: (size, ...).
+
+    Forward and backward take as many operators for many ranks as for two.
+    """
+    dim %= x.dim()
+    if balanced and size > 1:
+        chunks = x.chunk(2 * size, dim)
+        pairs = zip(chunks[:size], reversed(chunks[size:]), strict=True)
+        x = torch.cat([chunk for pair in pairs for chunk in pair], dim)
+    return x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
 
 
 def join_parts(parts: Tensor, dim: int, balanced: bool) -> Tensor:
     """Join the parts (size, ...) of all ranks: the inverse of ``parts_of_all_ranks``."""
     if not balanced or len(parts) == 1:
         return torch.cat(list(parts), dim)
-    early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)
-    return torch.cat((*early, *reversed(late)), dim)
+    early, late = parts.chunk(2, dim if dim < 0 else dim + 1)
+    return torch.cat((*early.unbind(), *reversed(late.unbind())), dim)
 
 
 def gather_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:

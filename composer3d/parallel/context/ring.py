@@ -316,10 +316,15 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     q, k, v, documents, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, documents)
     ctx.mark_non_differentiable(output[1])
+    # Autograd would fill zeros for a gradient of ``lse``, which backward ignores.
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *saved, documents = ctx.saved_tensors
+    if grad is None:
+        # Other ranks may have a gradient: this one must send and receive as they do.
+        grad = torch.zeros_like(saved[3])
     dq, dk, dv = _attend_over_ring_backward(grad, saved, documents, *ctx.settings)
     return dq, dk, dv, None, None, None, None, None
 

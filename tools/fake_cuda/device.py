@@ -1,8 +1,9 @@
 """A CUDA device that exists in name only, for tensors without data on a machine without a GPU.
 
 With it, the code of a step takes the branches that it takes on a GPU, and every operator tells on
-which device its tensors are. Nothing is computed. ``guard.cpp`` is what torch asks for in C++; this
-module replaces what it asks for in Python.
+which device its tensors are. Attention, RMSNorm and the like are one operator each, as on a GPU.
+Nothing is computed. ``guard.cpp`` is what torch asks for in C++; this module replaces what it asks
+for in Python.
 """
 
 import ctypes
@@ -129,8 +130,20 @@ def _tolist(tensor: torch.Tensor) -> Any:
 _tolist_on_host: Any = FakeTensor.tolist
 
 
+# Operators that have a kernel for CUDA. Where torch finds none, it computes them step by step.
+_WITH_KERNEL = ("_fused_rms_norm", "silu_backward")
+
+_kernels = torch.library.Library("aten", "IMPL")
+
+
+def _never_called(*arguments: Any) -> Any:
+    raise AssertionError("a kernel was called on tensors without data")
+
+
 def install(library: Path) -> None:
     """Make the device known to this process, until it ends."""
+    for operator in _WITH_KERNEL:
+        _kernels.impl(operator, _never_called, "CUDA")
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL).install()
     # torch describes operators on a CUDA device by tensors on it only where it may not start CUDA.
     FakeTensorMode.avoid_device_init = property(_yes)  # type: ignore[assignment]

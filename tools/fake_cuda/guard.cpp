@@ -1,9 +1,12 @@
 // Makes torch take a CUDA device for present in a build for CPUs, for tensors without data.
 //
 // torch asks a device guard for the current device and its stream, and the CUDA hooks whether CUDA
-// is there. A build for CPUs has neither. Nothing here computes: a kernel for CUDA is still missing.
+// is there. A build for CPUs has neither. torch also asks a build for CUDA which kernel of attention
+// fits the arguments. Nothing here computes: a kernel for CUDA is still missing.
 
+#include <ATen/SDPBackend.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {
@@ -65,6 +68,22 @@ struct Hooks final : at::CUDAHooksInterface {
   long versionCuDNNFrontend() const { return 0; }
 };
 
+// The kernel of scaled_dot_product_attention: flash where it can be used, else the one that takes
+// every dtype and a bias. A GPU may have cuDNN's in place of flash, which is one operator as well.
+int64_t choose_attention(const at::Tensor& q, const at::Tensor&, const at::Tensor&,
+                         const std::optional<at::Tensor>& bias, double, bool,
+                         std::optional<double>, bool enable_gqa) {
+  const auto dtype = q.scalar_type();
+  const bool is_half = dtype == at::kBFloat16 || dtype == at::kHalf;
+  auto backend = at::SDPBackend::efficient_attention;
+  if (is_half && !bias.has_value()) {
+    backend = at::SDPBackend::flash_attention;
+  } else if (enable_gqa || dtype == at::kDouble) {
+    backend = at::SDPBackend::math;
+  }
+  return static_cast<int64_t>(backend);
+}
+
 }  // namespace
 
 // Called once, after torch was imported.
@@ -77,4 +96,5 @@ extern "C" void install() {
   *reinterpret_cast<void**>(&hooks_of_torch) = *reinterpret_cast<void**>(&hooks);
   const auto cuda = static_cast<size_t>(c10::DeviceType::CUDA);
   c10::impl::device_guard_impl_registry[cuda].store(&guard);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
 }

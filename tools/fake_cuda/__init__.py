@@ -1,0 +1,1 @@
+"""Steps on CUDA tensors without data, on a machine without a GPU."""
