@@ -260,7 +260,10 @@ class _MicroBatch:
             moments.append(Moment(sums, self._gathered(2, 0.0), buffer, running))
             buffer = wide * unit.elements if self.reduces else 0.0
 
-        reduced = sums + written * unit.elements + rank.sharded_gradients(unit.shard)
+        # A gradient of the width of the sum is added to it as soon as it is written.
+        adds_at_once = wide == written and self.sums_whole and self.repeats
+        written_of_block = 0.0 if adds_at_once else written * unit.elements
+        reduced = sums + written_of_block + rank.sharded_gradients(unit.shard)
         left = held - block.kept + rank.stream
         moments.append(Moment(reduced, self._gathered(1, 0.0), buffer, left))
         shards = sums + rank.sharded_gradients(unit.shard)
@@ -362,9 +365,11 @@ class _PipelineRank:
         if state.kind == "R":
             if not rank.has_fsdp:
                 return []
-            largest = max(unit.elements for unit in stage.units)
-            largest *= rank.wide + rank.exchanged
-            return [Moment(sums, gathered, self.messages + largest, held)]
+            # The gradients of a unit, the buffer that they are sent from, and the shard that arrives.
+            largest = max(stage.units, key=lambda unit: unit.elements)
+            sums += rank.sharded_gradients(largest.shard)
+            buffer = (rank.wide + rank.exchanged) * largest.elements
+            return [Moment(sums, gathered, self.messages + buffer, held)]
 
         # During the action, its stage is gathered, and gets whole gradients.
         gathered_after = self._gathered(state.gathered | {state.stage})
@@ -430,9 +435,17 @@ class _PipelineRank:
         return 0.0 if self.rank.wide == self.rank.written else self.rank.written * elements
 
     def _gathered(self, stages: frozenset[int]) -> float:
+        """Return what is gathered of ``stages`` during a backward or a reduction.
+
+        With zero = 3, a forward drops the embedding, and backward does not read it.
+        """
         if not self.rank.has_fsdp:
             return 0.0
-        return self.rank.narrow * sum(self.rank.stages[stage].elements for stage in stages)
+        held = [self.rank.stages[number] for number in stages]
+        elements = sum(stage.elements for stage in held)
+        if self.rank.setup.layout.zero == 3:
+            elements -= sum(stage.first.elements for stage in held if stage.first is not None)
+        return self.rank.narrow * elements
 
 
 def _sum(counts: Counts, bytes_of: dict[int, float]) -> float:
