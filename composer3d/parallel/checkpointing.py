@@ -19,20 +19,33 @@ from torch.utils.checkpoint import (
 from composer3d.models.contract import ShardingPlan
 from composer3d.recipe.schema import MemoryTable
 
+# The reduce-scatter of a compiled graph with ``parallel.async_tp``.
+FUSIBLE_SUM = "_c10d_functional.reduce_scatter_tensor.*"
 
-def apply(blocks: Iterable[nn.Module], plan: ShardingPlan, memory: MemoryTable) -> None:
+
+def apply(
+    blocks: Iterable[nn.Module],
+    plan: ShardingPlan,
+    memory: MemoryTable,
+    *,
+    async_tp: bool = False,
+) -> None:
     """Checkpoint each of ``blocks``, in place. Parameters keep their names.
 
     "full" keeps only a block's input; "selective" also keeps the outputs of the operators in the
     plan's ``save``. The collectives inside a block run once more in backward, unless ``save``
     names them.
+
+    With ``async_tp``, "selective" also keeps the results of reduce-scatters in compiled blocks.
+    Without it, the plan's ``save`` would keep the product before a reduce-scatter: the fused
+    operator does not return that product, so it would be computed twice.
     """
     if memory.activation_checkpoint == "none":
         return
     # "full" passes no ``context_fn``: torch.compile cannot trace a context that does nothing.
     options: dict[str, Any] = {}
     if memory.activation_checkpoint == "selective":
-        policy = save_policy(plan.save)
+        policy = save_policy((*plan.save, FUSIBLE_SUM) if async_tp else plan.save)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     for block in blocks:
         block.forward = partial(

@@ -297,7 +297,8 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         full,
         model=shape,
         mesh=mesh,
-        parallel=replace(full.parallel, stages=stages),
+        # The same layout without it sends and computes the same, on a CPU as well.
+        parallel=replace(full.parallel, stages=stages, async_tp=False),
         memory=replace(full.memory, loss_chunks=min(3, full.memory.loss_chunks)),
         data=replace(
             full.data, seq_len=seq_len, micro_batch=micro_batch, global_batch=global_batch
