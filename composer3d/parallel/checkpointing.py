@@ -21,11 +21,16 @@ from torch.utils.checkpoint import (
 from composer3d.models.contract import ShardingPlan
 from composer3d.recipe.schema import MemoryTable
 
+# The reduce-scatter of a compiled graph with ``parallel.async_tp``.
+FUSIBLE_SUM = "_c10d_functional.reduce_scatter_tensor.*"
+
 # Whether the module that runs is one whose output backward does not read.
 _is_unread = ContextVar("is_unread", default=False)
 
 
-def apply(blocks: nn.ModuleDict, plan: ShardingPlan, memory: MemoryTable) -> None:
+def apply(
+    blocks: nn.ModuleDict, plan: ShardingPlan, memory: MemoryTable, *, async_tp: bool = False
+) -> None:
     """Checkpoint the blocks of one stage, in place. Parameters keep their names.
 
     "full" keeps only a block's input; "selective" also keeps the outputs of the operators in the
@@ -33,16 +38,21 @@ def apply(blocks: nn.ModuleDict, plan: ShardingPlan, memory: MemoryTable) -> Non
     first of every N blocks. The collectives inside a checkpointed block run once more in backward,
     unless ``save`` names them.
 
+    With ``async_tp``, "selective" also keeps the results of reduce-scatters in compiled blocks.
+    Without it, the plan's ``save`` would keep the product before a reduce-scatter: the fused
+    operator does not return that product, so it would be computed twice.
+
     Args:
         blocks: all blocks of the stage, in order, by number.
         plan: the plan of the model.
         memory: the recipe's ``[memory]``.
+        async_tp: the recipe's ``parallel.async_tp``.
     """
     checkpointing = memory.checkpointing
     # "full" passes no ``context_fn``: torch.compile cannot trace a context that does nothing.
     options: dict[str, Any] = {}
     if checkpointing.mode == "selective":
-        policy = save_policy(plan.save)
+        policy = save_policy((*plan.save, FUSIBLE_SUM) if async_tp else plan.save)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     for place, (number, block) in enumerate(blocks.items()):
         mode = checkpointing.mode_of(place)

@@ -13,11 +13,16 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer3d.models.contract import DecoderBlock, SequenceInfo
 from composer3d.recipe.schema import CompileTable
-from composer3d.runtime.torch_private import silence_selective_checkpoint_warning
+from composer3d.runtime.torch_private import (
+    FUSE_TP,
+    enable_symmetric_memory,
+    silence_selective_checkpoint_warning,
+)
 from composer3d.spec.errors import DeviceError
 
 Refresh = Callable[[], None]
@@ -28,6 +33,7 @@ def apply(
     table: CompileTable,
     device: torch.device,
     refreshes: Mapping[str, Refresh],
+    async_tp_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Replace the forward of each of ``blocks`` by one that torch compiles at its first call.
 
@@ -40,13 +46,22 @@ def apply(
         refreshes: functions from ``tensor.styles.apply``, by the name of a module within
             ``blocks``. Before each call of the graph, a block calls ``DecoderBlock.prepare`` and
             then the functions of its own modules.
+        async_tp_group: the tp ranks with ``parallel.async_tp``, else None. The compiler then makes
+            one operator of an all-gather and the products that read it, and one of a product and
+            the reduce-scatter after it. They send parts while they multiply others (Wang et al.
+            2023, ASPLOS).
 
     Raises:
-        DeviceError: compilation is enabled, and this machine has no compiler for ``device``.
+        DeviceError: compilation is enabled, and this machine has no compiler for ``device``; or
+            ``device`` cannot run the operators of ``async_tp_group``.
     """
     if not table.enabled:
         return
     check_toolchain(device)
+    options = None
+    if async_tp_group is not None:
+        prepare_async_tp(device, async_tp_group)
+        options = FUSE_TP
     silence_selective_checkpoint_warning()
     for name, block in blocks.items():
         own_refreshes = [
@@ -54,7 +69,7 @@ def apply(
             for module_name, refresh in refreshes.items()
             if f"{module_name}.".startswith(f"{name}.")
         ]
-        compiled = torch.compile(block.forward, dynamic=False)
+        compiled = torch.compile(block.forward, dynamic=False, options=options)
         block.forward = _with_preparation(block, own_refreshes, compiled)
 
 
@@ -75,6 +90,25 @@ def check_toolchain(device: torch.device) -> None:
         raise DeviceError(
             "compile.enabled = true needs Triton on a GPU, and this Python has none; install it, "
             f"{way_out}"
+        )
+
+
+def prepare_async_tp(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Let the tp ranks of ``group`` read each other's memory.
+
+    Raises:
+        DeviceError: ``device`` is no GPU, or torch has no symmetric memory for it.
+    """
+    way_out = "use parallel.async_tp = false"
+    if device.type != "cuda":
+        raise DeviceError(
+            "parallel.async_tp = true needs GPUs that read each other's memory, and this run is on "
+            f"a {device.type.upper()}; {way_out}"
+        )
+    if not enable_symmetric_memory(group):
+        raise DeviceError(
+            "parallel.async_tp = true needs GPUs that read each other's memory, and torch "
+            f"{torch.__version__} has no symmetric memory here; {way_out}"
         )
 
 

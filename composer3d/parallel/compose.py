@@ -68,7 +68,8 @@ def compose(
         PlanError: the plan does not fit the model; there are fewer blocks than stages; tied
             parameters cannot be sharded or separated; or the pipeline schedule cannot run.
         MeshError: ranks have read different schedules from ``parallel.schedule_csv``.
-        DeviceError: ``compiling`` is enabled, and this machine has no compiler.
+        DeviceError: ``compiling`` is enabled, and this machine has no compiler, or cannot run
+            ``parallel.async_tp``.
     """
     memory = memory or MemoryTable()
     precision = precision or PrecisionTable()
@@ -125,11 +126,17 @@ def compose(
         context.apply(module, plan, mesh.cp_group, parallel)
 
         # 6. Checkpointing: wrap the whole computation of a block, which backward repeats.
-        checkpointing.apply(module.blocks, plan, memory)
+        checkpointing.apply(module.blocks, plan, memory, async_tp=parallel.async_tp)
 
         # 7. Compile: one graph of a block with the changes above. FSDP adds its hooks later, so
         #    they stay outside of the graph.
-        compile.apply(module.blocks, compiling, mesh.device, _in_blocks(cut.refreshes))
+        compile.apply(
+            module.blocks,
+            compiling,
+            mesh.device,
+            _in_blocks(cut.refreshes),
+            mesh.tp.get_group() if parallel.async_tp and mesh.tp is not None else None,
+        )
 
         # 8. FSDP: wrap blocks in their final form. From here on, FSDP owns the parameters.
         if shard_meshes is not None:

@@ -365,7 +365,7 @@ class _PipelineRank:
         if state.kind == "R":
             if not rank.has_fsdp:
                 return []
-            # The gradients of a unit, the buffer that they are sent from, and the shard that arrives.
+            # The gradients of a unit, the buffer that leaves, and the shard that arrives.
             largest = max(stage.units, key=lambda unit: unit.elements)
             sums += rank.sharded_gradients(largest.shard)
             buffer = (rank.wide + rank.exchanged) * largest.elements

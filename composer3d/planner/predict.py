@@ -170,6 +170,8 @@ def of_recipe(
             widens_gradients=widens_gradients(),
             step_copies=0.0,  # AdamW is one kernel
             stops_recompute_early=True,
+            # Backward fuses its gathers, but not its reductions; no time of it is priced.
+            overlaps_tp="forward" if parallel.async_tp else "none",
             overlaps_sends=True,
             offloads=memory.cpu_offload,
         ),

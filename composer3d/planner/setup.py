@@ -268,7 +268,7 @@ class Software:
         bucket_bytes: buffers in which gradients are copied for their reduction.
         overlaps_tp: in which passes the collectives of tp run beside products. "backward": the
             gradients of inputs travel while those of weights are computed. "both": products and
-            collectives are cut into parts that overlap.
+            collectives are cut into parts that overlap. "forward": the same, in forward only.
         overlaps_sends: whether a rank computes while it sends to the next pipeline rank.
         overlaps_gradients: whether gradients are reduced during backward.
         overlaps_gathers: whether a sharded optimizer gathers parameters during the next forward.
@@ -289,7 +289,7 @@ class Software:
     stops_recompute_early: bool = False
     step_copies: float = 8.0
     bucket_bytes: float = 0.0
-    overlaps_tp: Literal["none", "backward", "both"] = "none"
+    overlaps_tp: Literal["none", "forward", "backward", "both"] = "none"
     overlaps_sends: bool = False
     overlaps_gradients: bool = True
     overlaps_gathers: bool = False

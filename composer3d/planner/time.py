@@ -189,7 +189,7 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
         # Attention has one pair of collectives, and the feed-forward layer another. Experts on
         # ranks of their own need none; cut by tp, they cannot overlap theirs.
         visible_s = []
-        for overlapped in (("both",), ("backward", "both")):  # forward, backward
+        for overlapped in (("forward", "both"), ("backward", "both")):  # forward, backward
             first = constants.tp_exposed if software.overlaps_tp in overlapped else 1.0
             second = first if not has_experts else 1.0 if layout.expert_tp else 0.0
             visible_s.append((first + second) * pair_s)

@@ -193,6 +193,11 @@ class ParallelTable:
     loss_parallel: bool = key(
         True, "with tp > 1: keep logits sharded over the vocabulary in the loss"
     )
+    async_tp: bool = key(
+        False,
+        "with tp > 1 and compiled blocks, on GPUs: send parts of a layer's input or output while "
+        "other parts are multiplied",
+    )
     cp_method: Literal["ring", "allgather", "ulysses"] = key(
         "ring",
         "with cp > 1; ring: send keys and values around a ring; allgather: gather all of them; "

@@ -4,6 +4,7 @@
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -15,6 +16,11 @@ from torch import Tensor, UntypedStorage, nn
 from torch._C import _accelerator_setAllocatorSettings
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed._functional_collectives import all_gather_single, reduce_scatter_single
+from torch.distributed._symmetric_memory import (
+    enable_symm_mem_for_group,
+    is_symm_mem_enabled_for_group,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
@@ -48,6 +54,9 @@ ReduceScatter = _ReduceScatter
 
 # A context that sees each call of an operator, below autograd.
 DispatchMode = TorchDispatchMode
+
+# The options of ``torch.compile`` that fuse a product with the collective before or after it.
+FUSE_TP: dict[str, Any] = {"_micro_pipeline_tp": True}
 
 # The class of the tensors that are made in ``fake_tensors``.
 FAKE_TENSOR = FakeTensor
@@ -213,6 +222,29 @@ def silence_selective_checkpoint_warning() -> None:
     The warning says that a checkpointed region must not change a tensor in place. No block does.
     """
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def enable_symmetric_memory(group: dist.ProcessGroup) -> bool:
+    """Let the ranks of ``group`` read each other's memory; return whether torch is able to.
+
+    It starts no collective. Torch 2.15 enables every group by itself, and only the answer counts.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
+    return is_symm_mem_enabled_for_group(group.group_name)
+
+
+def fusible_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Gather the ranks' shards along ``dim``, in the form that ``FUSE_TP`` finds in a graph."""
+    gathered = all_gather_single(x.contiguous(), 0, group)
+    # Torch's own ``dim`` takes a view instead of ``cat`` for one row, which FUSE_TP does not find.
+    return torch.cat(gathered.chunk(group.size()), dim)
+
+
+def fusible_scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Sum over the ranks and keep this rank's shard along ``dim``, in a form for ``FUSE_TP``."""
+    return cast(Tensor, reduce_scatter_single(x, "sum", dim, group))
 
 
 # --- dry runs ---

@@ -60,7 +60,8 @@ def verify_layout(
         the recipe and of the ranks are part of the verdict, and are not raised.
     """
     try:
-        small_recipes = shrink(load(recipe, list(sets), check_files=False).recipe)
+        full = load(recipe, list(sets), check_files=False).recipe
+        small_recipes = shrink(full)
     except UserError as error:
         return Verdict(
             passed=False,
@@ -73,6 +74,9 @@ def verify_layout(
     verdicts = [
         _prove(pool, folder, small, dtype, steps, worker_arguments) for small in small_recipes
     ]
+    if full.parallel.async_tp:
+        for verdict in verdicts:
+            verdict.layout += ", without async_tp, which needs GPUs"
     return max(verdicts, key=badness)
 
 

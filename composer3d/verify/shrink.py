@@ -297,7 +297,8 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         full,
         model=shape,
         mesh=mesh,
-        parallel=replace(full.parallel, stages=stages),
+        # The same layout without async_tp sends and computes the same, on a CPU as well.
+        parallel=replace(full.parallel, stages=stages, async_tp=False),
         # Without shards, there is nothing that could be sent narrow.
         precision=replace(
             full.precision, reduce=full.precision.reduce if mesh.dp_shard * mesh.cp > 1 else None

@@ -7,6 +7,7 @@ import pytest
 
 from composer3d.models.moe.shape import PRESETS
 from composer3d.models.registry import architecture, resolve
+from composer3d.planner.constants import SHIPPED
 from composer3d.planner.predict import (
     hardware_flops_per_token,
     mfu,
@@ -16,6 +17,7 @@ from composer3d.planner.predict import (
     sizes_of,
 )
 from composer3d.planner.setup import Setup
+from composer3d.planner.time import predict_time
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.spec import hardware
@@ -89,3 +91,23 @@ def test_mfu_of_a_8b_model_on_a_node_of_h100_is_plausible() -> None:
 def test_a_405b_model_does_not_fit_a_node() -> None:
     assert predict(setup_for("llama3-8b")).fits
     assert not predict(setup_for("llama3-405b")).fits
+
+
+def test_async_tp_hides_collectives_of_forward_only() -> None:
+    def visible_s(async_tp: str) -> float:
+        recipe = recipe_of(
+            ROOT / "recipes" / "llama3-8b-8-fsdp.toml",
+            "mesh.tp=2",
+            "mesh.dp_shard=4",
+            "memory.activation_checkpoint=none",
+            "compile.enabled=true",
+            f"parallel.async_tp={async_tp}",
+        )
+        row = hardware.by_name("H100")
+        assert row is not None
+        return predict_time(of_recipe(recipe, row)).exposed_s["tp"]
+
+    # Forward and backward send as much. The embedding and the head are not fused.
+    assert visible_s("true") / visible_s("false") == pytest.approx(
+        (1 + SHIPPED.tp_exposed) / 2, rel=0.05
+    )

@@ -257,4 +257,25 @@ LAYOUTS = [
             '"Interleaved1F1B"'
         ],
     ),
+    Wrong(
+        "async tp without a compiler, tp",
+        TINY + "[parallel]\nasync_tp = true\n",
+        [
+            "x.toml:4: parallel.async_tp = true is work of the compiler, but compile.enabled = "
+            "false (default); use parallel.async_tp = false, or compile.enabled = true",
+            "x.toml:4: parallel.async_tp = true hides the collectives of tp, but mesh.tp = 1 "
+            "(default) has none; use parallel.async_tp = false, or mesh.tp above 1",
+        ],
+    ),
+    Wrong(
+        "async tp without sequence parallelism",
+        TINY
+        + "[mesh]\ntp = 2\n[compile]\nenabled = true\n"
+        + "[parallel]\nasync_tp = true\nsequence_parallel = false\n",
+        [
+            "x.toml:8: parallel.async_tp = true fuses all-gathers and reduce-scatters, but "
+            "parallel.sequence_parallel = false (x.toml:9) has all-reduces; use "
+            "parallel.async_tp = false, or parallel.sequence_parallel = true"
+        ],
+    ),
 ]

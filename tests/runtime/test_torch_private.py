@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -298,6 +299,24 @@ def test_the_warning_of_selective_checkpointing_is_silenced() -> None:
         assert wrap.log.isEnabledFor(logging.ERROR)
     finally:
         wrap.log.setLevel(level)
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_symmetric_memory_is_enabled_for_a_group() -> None:
+    group = dist.new_group([1, 5])
+    with symmetric_memory._test_mode({group.group_name}):
+        assert torch_private.enable_symmetric_memory(group)
+    with symmetric_memory._test_mode(set()):
+        assert not torch_private.enable_symmetric_memory(group)
+    assert group.group_name in symmetric_memory._group_name_to_store
+
+
+def test_the_compiler_has_the_options_that_fuse() -> None:
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    for name, value in torch_private.FUSE_TP.items():
+        assert isinstance(known[name], type(value))
 
 
 # --- dry runs ---

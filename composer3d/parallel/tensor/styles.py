@@ -31,6 +31,8 @@ from composer3d.models.layers.head import cross_entropy
 from composer3d.parallel.tensor import vocab
 from composer3d.parallel.tensor.collectives import (
     Collective,
+    fusible_gather_sequence,
+    fusible_scatter_sum_sequence,
     gather_columns,
     gather_sequence,
     no_collective,
@@ -186,7 +188,9 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
     """
     sequence_parallel = parallel.sequence_parallel
     # The collectives before column layers and after row layers.
-    if sequence_parallel:
+    if sequence_parallel and parallel.async_tp:
+        gather, reduce = fusible_gather_sequence, fusible_scatter_sum_sequence
+    elif sequence_parallel:
         gather, reduce = gather_sequence, scatter_sum
     else:
         gather, reduce = sum_gradients, sum_outputs

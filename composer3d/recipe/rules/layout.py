@@ -427,6 +427,29 @@ def split_backward_is_eager(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule("parallel.async_tp", "compile.enabled", "mesh.tp", "parallel.sequence_parallel")
+def async_tp_fuses_products(recipe: Recipe) -> Iterator[str]:
+    """The compiler fuses products with gathers and reduce-scatters of the sequence over tp."""
+    if not recipe.parallel.async_tp:
+        return
+    if not recipe.compile.enabled:
+        yield (
+            "<parallel.async_tp> is work of the compiler, but <compile.enabled>; use "
+            "parallel.async_tp = false, or compile.enabled = true"
+        )
+    if recipe.mesh.tp == 1:
+        yield (
+            "<parallel.async_tp> hides the collectives of tp, but <mesh.tp> has none; use "
+            "parallel.async_tp = false, or mesh.tp above 1"
+        )
+    elif not recipe.parallel.sequence_parallel:
+        yield (
+            "<parallel.async_tp> fuses all-gathers and reduce-scatters, but "
+            "<parallel.sequence_parallel> has all-reduces; use parallel.async_tp = false, or "
+            "parallel.sequence_parallel = true"
+        )
+
+
 # Violations are reported in this order.
 RULES: tuple[Rule, ...] = (
     tp_divides_heads,
@@ -457,4 +480,5 @@ RULES: tuple[Rule, ...] = (
     gradients_of_experts_are_wide,
     experts_are_eager,
     split_backward_is_eager,
+    async_tp_fuses_products,
 )
