@@ -17,6 +17,7 @@ from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import PRESETS
 from tools.bench import jobs, plain
 from tools.bench.commands import LAYOUTS, main
+from tools.bench.host import titan_step_ms
 from tools.bench.jobs import SHAPE, Job, JobError, measure
 from tools.fake_cuda import device
 
@@ -147,8 +148,30 @@ def test_host_measures_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["host", "--only", "fsdp2,pp2", "--steps", "3", "--repeats", "1", "--json"]
     assert main(command) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [row[0] for row in rows] == ["fsdp2", "pp2"]
-    assert all(figure > 0 for row in rows for figure in row[1:])
+    assert [row["name"] for row in rows] == ["fsdp2", "pp2"]
+    for row in rows:
+        assert len(row["plain_ms"]) == len(row["ours_ms"]) == 1
+        assert min(row["plain_ms"] + row["ours_ms"]) > 0
+        assert row["titan_ms"] == []
+
+
+def test_host_reads_torchtitans_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$WORLD_SIZE $*" > arguments; echo HOST_STEP_MS 1000000.5\n')
+    python.chmod(0o755)
+    command = ["host", "--only", "tp2", "--steps", "3", "--repeats", "1", "--titan", str(tmp_path)]
+    assert main(command) == 0
+    assert "| tp2 | " in (table := capsys.readouterr().out)
+    assert "| 1000000.5 | " in table
+    called = (tmp_path / "arguments").read_text()
+    assert called.startswith("2 ")
+    assert "titan_host.py 3 8 32 32 --module peerbench" in called
+    assert "--parallelism.tensor-parallel-degree 2" in called
+
+    python.write_text("#!/bin/sh\necho broken\n")
+    with pytest.raises(JobError, match="no figure: broken"):
+        titan_step_ms(tmp_path, "one", 3)
 
 
 @pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")
