@@ -227,8 +227,8 @@ def _attention_extra(setup: Setup, query: float, kv: float) -> float:
     wide = _WIDE / e if e < _WIDE else 1.0
     if layout.cp_method == "ring":  # the block that is computed, and the two that travel
         return grads + wide * query + (3 + 3 * wide) * 2 * kv
-    # All keys and values, and their gradients before and after they are sorted by rank.
-    return grads + wide * query + 2 * kv + layout.cp * (1 + 2 * wide) * 2 * kv
+    # All keys and values, and their gradients.
+    return grads + wide * query + 2 * kv + layout.cp * (1 + wide) * 2 * kv
 
 
 def head_bytes(setup: Setup) -> HeadBytes:
