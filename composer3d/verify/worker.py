@@ -8,7 +8,7 @@ micro-batch without a label, and a different number of labels in each row.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,7 @@ from composer3d.models.layers.moe import Router, Routing
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages, grad_norm, init
 from composer3d.parallel.data import fsdp
-from composer3d.parallel.data.reduce_scatter import SendNarrow
+from composer3d.parallel.data.reduce_scatter import SendNarrow, WithPlainBuffers
 from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
@@ -472,13 +472,8 @@ def _sampled_steps(table: OptimTable, total_steps: int) -> list[int]:
     return sorted(step for step in steps if step >= 0)
 
 
-class _SumAbsolute(ReduceScatter):
+class _SumAbsolute(WithPlainBuffers):
     """Sums the absolute values of what ranks contribute, by an all-reduce."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -14,7 +14,17 @@ from torch import Tensor
 from composer3d.runtime.torch_private import ReduceScatter
 
 
-class SendNarrow(ReduceScatter):
+class WithPlainBuffers(ReduceScatter):
+    """A reduce-scatter whose buffers are ordinary tensors."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return a buffer for FSDP's input or output of a call, in the dtype of its sums."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class SendNarrow(WithPlainBuffers):
     """Sum and scatter a vector over a group, with one all-to-all and a sum on the receiving rank.
 
     Each rank rounds its contribution once to ``dtype``, its part of its own shard too. In bfloat16,
@@ -27,12 +37,6 @@ class SendNarrow(ReduceScatter):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return a buffer for FSDP's input or output of a call, in the dtype of its sums."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
