@@ -88,10 +88,12 @@ def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:
     descriptor = open_descriptor(path, flags)
     try:
         require_plain(descriptor, path)
-        return os.fdopen(descriptor, "a+b" if append else "r+b")
     except BaseException:
         os.close(descriptor)
         raise
+    # fdopen closes the descriptor itself if it fails or is interrupted. A second close would fail,
+    # and its OSError would hide the KeyboardInterrupt.
+    return os.fdopen(descriptor, "a+b" if append else "r+b")
 
 
 def append_whole(path: str | os.PathLike[str], content: bytes) -> None:

@@ -53,10 +53,12 @@ def open_plain(path: str | os.PathLike[str], *, follow_links: bool = True) -> Bi
     descriptor = open_descriptor(path, flags)
     try:
         require_plain(descriptor, path)
-        return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+    # fdopen closes the descriptor itself if it fails or is interrupted. A second close would fail,
+    # and its OSError would hide the KeyboardInterrupt.
+    return os.fdopen(descriptor, "rb")
 
 
 def read_plain(path: str | os.PathLike[str], *, limit: int, follow_links: bool = True) -> bytes:

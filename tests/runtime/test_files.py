@@ -78,3 +78,19 @@ def test_a_published_name_is_synced_after_the_rename(
     assert operations == [("rename", str(final)), ("fsync", tmp_path.stat().st_ino)]
     assert (final / "file").read_text() == "content"
     assert not staging.exists()
+
+
+def test_an_interrupt_right_after_the_opening_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened_file = os.fdopen
+
+    def interrupted(*args: Any) -> Any:
+        opened_file(*args).close()
+        raise KeyboardInterrupt
+
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    monkeypatch.setattr(os, "fdopen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_own(path)

@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,3 +81,19 @@ def test_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
         os.chown(link, 12345, 12345, follow_symlinks=False)
     with pytest.raises(NotPlainFileError, match="symbolic link of another user"):
         refuse_foreign_link(link)
+
+
+def test_an_interrupt_right_after_the_opening_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened_file = os.fdopen
+
+    def interrupted(*args: Any) -> Any:
+        opened_file(*args).close()
+        raise KeyboardInterrupt
+
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    monkeypatch.setattr(os, "fdopen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_plain(path)
