@@ -12,10 +12,18 @@ _WIDE = 4.0  # bytes of a float32
 
 
 class Unit(NamedTuple):
-    """A unit of FSDP: its elements on one rank if gathered, and its share of them."""
+    """A unit of FSDP.
+
+    Attributes:
+        elements: on one rank, if gathered.
+        shard: the share of them that a rank holds all the time.
+        ahead: those that are gathered while the unit before it runs. A group of one rank copies its
+            parameters only when they are needed.
+    """
 
     elements: float
     shard: float
+    ahead: float
 
 
 class BlockBytes(NamedTuple):
@@ -83,16 +91,17 @@ def unit_of(setup: Setup, dense: float, experts: float = 0.0) -> Unit:
     """Return the unit of parameters that a tp rank holds: ``dense`` ones, and those of experts."""
     layout = setup.layout
     if layout.zero == 0:
-        return Unit(dense + experts, dense + experts)
+        return Unit(dense + experts, dense + experts, 0.0)
     ranks = layout.dp_shard * layout.cp
     expert_ranks = max(1, ranks * layout.tp // layout.ep)
-    return Unit(dense + experts, dense / ranks + experts / expert_ranks)
+    ahead = (dense if ranks > 1 else 0.0) + (experts if expert_ranks > 1 else 0.0)
+    return Unit(dense + experts, dense / ranks + experts / expert_ranks, ahead)
 
 
 def gradient_width(setup: Setup) -> float:
     """Return the bytes of a gradient's element when backward writes it."""
     precision = setup.precision
-    return precision.gradients if setup.software.widens_gradients else precision.gathered
+    return precision.gradients if setup.software.since_torch_2_15 else precision.gathered
 
 
 class _Sizes(NamedTuple):

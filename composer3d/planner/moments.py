@@ -64,7 +64,7 @@ class _Stage(NamedTuple):
         first, last: the units of embedding and head. None: the stage has none, or they are tied
             and ``last`` is the unit of both.
         output: the stream that it sends on, which stays until its gradient arrives.
-        messages: buffers in which messages arrive, one for each micro-batch.
+        messages: buffers in which messages arrive.
         input_is_message: the first block's input is such a buffer.
     """
 
@@ -159,13 +159,16 @@ class _Rank:
         embedding = unit_of(setup, sizes.embedding_parameters / layout.tp)
         head = unit_of(setup, sizes.head_parameters / layout.tp)
         neighbours = (not is_first) + (not is_last)
+        # Since torch 2.15 a buffer is made for each message, and what arrived belongs to the stage.
+        keeps_buffers = not setup.software.since_torch_2_15
+        buffers = setup.batch.micro_batches if keeps_buffers else 1
         return _Stage(
             blocks=blocks,
             first=embedding if is_first and not is_one_unit else None,
             last=head if is_last else None,
             output=0.0 if is_last else self.stream,
-            messages=neighbours * setup.batch.micro_batches * self.stream,
-            input_is_message=not is_first,
+            messages=neighbours * buffers * self.stream,
+            input_is_message=keeps_buffers and not is_first,
         )
 
     def always(self) -> Always:
@@ -230,10 +233,12 @@ class _MicroBatch:
         # The buffer of the unit that the micro-batch before has reduced last.
         buffer = wide * self.end.elements if self.repeats and not self.sums_whole else 0.0
         at_loss = self._gathered(1, last.elements)
+        # The gradient of a chunk is as narrow as the computation. ``head.gradient`` has their sum.
+        of_head = written if rank.setup.loss_chunks == 1 else rank.narrow
         moments = [
             Moment(sums, at_loss, buffer, held + head.kept, head.loss),
             Moment(
-                sums + written * last.elements,
+                sums + of_head * last.elements,
                 at_loss,
                 buffer,
                 held + head.kept + head.input_gradient,
@@ -300,15 +305,17 @@ class _MicroBatch:
     def _gathered(self, blocks: int, ends: float) -> float:
         """Return what is gathered when ``blocks`` and ``ends`` elements of first and last are.
 
-        Only zero = 3 drops parameters. A tied unit stays gathered.
+        A second block is gathered ahead. Only zero = 3 drops parameters. A tied unit stays
+        gathered.
         """
         if not self.rank.has_fsdp:
             return 0.0
         if not self.drops:
             return self.rank.narrow * self.stage.elements
-        block = self.stage.blocks[-1].unit.elements
+        unit = self.stage.blocks[-1].unit
+        of_blocks = (0.0, unit.elements, unit.elements + unit.ahead)[blocks]
         ends = self.last.elements if self.is_tied else ends
-        return self.rank.narrow * (blocks * block + ends)
+        return self.rank.narrow * (of_blocks + ends)
 
 
 # --- with a pipeline ---
@@ -363,13 +370,9 @@ class _PipelineRank:
         sums += rank.sharded_gradients(sum(rank.stages[of].shard for of in state.reduced))
         gathered = self._gathered(state.gathered)
         if state.kind == "R":
-            if not rank.has_fsdp:
-                return []
-            # The gradients of a unit, the buffer that leaves, and the shard that arrives.
-            largest = max(stage.units, key=lambda unit: unit.elements)
-            sums += rank.sharded_gradients(largest.shard)
-            buffer = (rank.wide + rank.exchanged) * largest.elements
-            return [Moment(sums, gathered, self.messages + buffer, held)]
+            return self._reduction(state, stage, sums, gathered, held)
+        if state.kind == "F":
+            return self._forward(state, stage, sums, gathered, held)
 
         # During the action, its stage is gathered, and gets whole gradients.
         gathered_after = self._gathered(state.gathered | {state.stage})
@@ -385,7 +388,54 @@ class _PipelineRank:
             linear = self._written(sum(block.linear for block in stage.blocks))
             if state.kind == "B":
                 held += self.deferred[state.stage] - self.held[state.stage]
-            moments.append(Moment(sums_after + linear, gathered_after, self.messages, held))
+            # The gradient of the embedding is computed by itself.
+            embedding = 0.0 if stage.first is None else rank.narrow * stage.first.elements
+            written = max(linear, embedding)
+            moments.append(Moment(sums_after + written, gathered_after, self.messages, held))
+        return moments
+
+    def _forward(
+        self, state: State, stage: _Stage, sums: float, gathered: float, held: float
+    ) -> list[Moment]:
+        """Return the moment at which a forward has gathered the embedding again, with zero = 3.
+
+        The buffer of the all-gather and the parameter copied from it are both there.
+        """
+        rank = self.rank
+        if stage.first is None or not rank.has_fsdp or rank.setup.layout.zero < 3:
+            return []
+        embedding = 2 * rank.narrow * stage.first.elements
+        return [Moment(sums, gathered + embedding, self.messages, held)]
+
+    def _reduction(
+        self, state: State, stage: _Stage, sums: float, gathered: float, held: float
+    ) -> list[Moment]:
+        """Return the moments at which FSDP reduces the gradients of a stage, unit by unit."""
+        rank = self.rank
+        if not rank.has_fsdp:
+            return []
+        if not rank.setup.software.since_torch_2_15:
+            # All parameters are still gathered when the first units are reduced. The gradients of
+            # a unit are held beside the buffer that leaves and the shard that arrives.
+            largest = max(stage.units, key=lambda unit: unit.elements)
+            sums += rank.sharded_gradients(largest.shard)
+            buffer = (rank.wide + rank.exchanged) * largest.elements
+            return [Moment(sums, gathered, self.messages + buffer, held)]
+
+        # Since torch 2.15 the last unit is the first to be reduced. Before its reduction, its
+        # parameters are dropped. Its gradients are freed when the buffer has them.
+        moments = []
+        blocks = [block.unit for block in reversed(stage.blocks)]
+        for unit in (stage.last, *blocks, stage.first):
+            if unit is None:
+                continue
+            if unit is not stage.first or rank.setup.layout.zero < 3:
+                gathered -= rank.narrow * unit.elements
+            buffer = self.messages + rank.wide * unit.elements
+            moments.append(Moment(sums, gathered, buffer, held))
+            sums += rank.sharded_gradients(unit.shard) - rank.wide * unit.elements
+            buffer += rank.exchanged * unit.elements
+            moments.append(Moment(sums, gathered, buffer, held))
         return moments
 
     def _backward_begins(
@@ -396,9 +446,10 @@ class _PipelineRank:
         at_loss = at_block = self._gathered(state.gathered)
         last = 0.0 if stage.last is None else stage.last.elements
         if rank.has_fsdp and state.stage not in state.gathered:
-            unit = block.unit.elements
-            at_loss += rank.narrow * (last + unit)
-            at_block += rank.narrow * min(last + 2 * unit, stage.elements)
+            unit = block.unit
+            at_loss += rank.narrow * (last + unit.elements)
+            both = last + unit.elements + unit.ahead
+            at_block += rank.narrow * min(both, stage.elements)
         moments = [Moment(sums, at_block, self.messages, held + block.again + block.extra)]
         if stage.last is not None:
             head = rank.head
@@ -425,8 +476,16 @@ class _PipelineRank:
         running = others + block.kept + block.again + block.extra
         done = others + rank.stream
         written = self._written(block.unit.elements)
+        if stage.first is not None and not rank.splits_backward:
+            # The embedding's gradient is one tensor, however it is added.
+            written = max(written, rank.narrow * stage.first.elements)
+        # The first backward has not made the gradients of the first units yet.
+        made = sums
+        if state.stage not in state.summed:
+            embedding = 0.0 if stage.first is None else stage.first.elements
+            made -= rank.wide * (block.unit.elements + embedding)
         return [
-            Moment(sums, gathered, self.messages, running),
+            Moment(made, gathered, self.messages, running),
             Moment(sums + written, gathered, self.messages, done),
         ]
 

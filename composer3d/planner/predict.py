@@ -17,7 +17,7 @@ from composer3d.planner.setup import (
 )
 from composer3d.planner.stages import stage_ranges
 from composer3d.planner.time import StepTime, predict_time
-from composer3d.planner.torch_facts import widens_gradients
+from composer3d.planner.torch_facts import is_since_2_15
 from composer3d.recipe.schema import Recipe
 from composer3d.spec.errors import DeviceError
 from composer3d.spec.hardware import Hardware
@@ -167,7 +167,7 @@ def of_recipe(
             fuses_elementwise=recipe.compile.enabled,
             fuses_norms=hardware.generation != "cpu",
             frees_by_block=True,
-            widens_gradients=widens_gradients(),
+            since_torch_2_15=is_since_2_15(),
             step_copies=0.0,  # AdamW is one kernel
             stops_recompute_early=True,
             # Backward fuses its gathers, but not its reductions; no time of it is priced.

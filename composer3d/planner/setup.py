@@ -257,7 +257,7 @@ class Software:
         frees_by_block: whether blocks are gathered, computed again, reduced and freed one after the
             other, so that the largest parts of memory are not there at one time (``moments``).
             If not, or if nothing is known, the largest parts of all kinds are added.
-        widens_gradients: whether a gradient has the width of the sum when a product writes it.
+        since_torch_2_15: what torch 2.15 changed (``torch_facts.is_since_2_15``).
         fuses_loss: whether the loss never writes all logits in float32.
         loss_copies: the copies of the logits, in bytes per logit, that the loss holds at its peak.
         fuses_weight_gradients: whether the product that makes a weight's gradient adds to the sum.
@@ -281,7 +281,7 @@ class Software:
     fuses_elementwise: bool = False
     fuses_norms: bool = True
     frees_by_block: bool = False
-    widens_gradients: bool = False
+    since_torch_2_15: bool = False
     fuses_loss: bool = False
     loss_copies: float = 12.0
     fuses_weight_gradients: bool = False

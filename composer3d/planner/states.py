@@ -21,7 +21,7 @@ class State(NamedTuple):
     """A rank at the beginning of an action.
 
     Attributes:
-        kind: that of the action: B, I or W; R is the reduction of a stage's gradients.
+        kind: that of the action: F, B, I or W; R is the reduction of a stage's gradients.
         stage: the stage of the action.
         held: micro-batches whose forward is done and whose backward is not.
         deferred: those of whose backward only the gradients of weights are still to be computed.
@@ -98,6 +98,7 @@ class _Walk:
             if self._has_windows:
                 self._gathered &= set(active)
             if kind == "F":
+                found.add(self._state(kind, stage))
                 self._held[stage] += 1
                 if self._drops:
                     self._gathered.discard(stage)

@@ -6,12 +6,19 @@ from importlib import metadata
 
 
 @cache
-def widens_gradients() -> bool:
-    """Return whether FSDP gets gradients in the dtype in which it reduces them.
+def is_since_2_15() -> bool:
+    """Return whether the installed torch is 2.15 or later. Without torch, the answer is False.
 
-    torch 2.15 writes the gradient of a gathered parameter in that dtype at once
-    (``FSDPParam.unsharded_grad_dtype``). torch 2.13 writes it in the dtype of the computation, and
-    converts it when it is summed or reduced. Without torch, the answer is that of 2.13.
+    Three changes of 2.15 move the planner's memory:
+
+    - FSDP gets gradients in the dtype in which it sums them
+      (``FSDPParam.unsharded_grad_dtype``). Before, they came in the dtype of the computation, and
+      were converted when they were summed or reduced.
+    - After the last backward of a pipeline, FSDP reduces the last unit first, and drops the
+      parameters of a unit before it reduces its gradients (``FSDPState.finalize_backward``).
+      Before, all parameters stayed until the end, and the first unit came first.
+    - A pipeline stage makes a buffer for a message when it asks for it, and gives it up to the
+      computation (``pipelining._recv_buffers``). Before, it kept one for each micro-batch.
     """
     try:
         version = metadata.version("torch")

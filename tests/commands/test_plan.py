@@ -100,7 +100,7 @@ def test_the_table_of_the_page_is_what_the_command_prints(monkeypatch: pytest.Mo
 
     The page is of torch 2.13.
     """
-    monkeypatch.setattr(predict, "widens_gradients", lambda: False)
+    monkeypatch.setattr(predict, "is_since_2_15", lambda: False)
     page = (ROOT / "docs" / "plan.md").read_text()
     assert f"\n{QUOTED}\n" in page
     _, _, rest = page.partition("\ndevices  samples ")
