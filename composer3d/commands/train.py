@@ -82,12 +82,40 @@ def run(recipe: str, sets: Sequence[str]) -> int:
         if not gpus:
             require_cores(resolved)
 
-    if processes == 1:
+    if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
-    arguments = {"recipe": recipe, "sets": tuple(sets)}
-    result = launch.run_ranks(train_rank, arguments, processes=processes)
-    for line in describe_failures(result, resolved.recipe):
-        print(line, file=sys.stderr)
+    return run_with_restarts(resolved.recipe, recipe, sets, processes)
+
+
+def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes: int) -> int:
+    """Run ``train_rank`` on all ranks, and again if one is lost: ``reliability.restarts`` times.
+
+    A rank is lost if it died, hung until its peers gave up, or raised an error that is no
+    UserError. After a UserError the next start would fail in the same way, and a signal asked the
+    job to stop: neither starts it again.
+
+    Args:
+        recipe: the recipe of the job.
+        path: its file.
+        sets: overrides, each ``table.key=value``.
+        processes: the number of ranks.
+
+    Returns:
+        The exit status of the last start.
+    """
+    most = recipe.reliability.restarts
+    arguments = {"recipe": path, "sets": tuple(sets)}
+    for restart in range(most + 1):
+        result = launch.run_ranks(train_rank, arguments, processes=processes)
+        for line in describe_failures(result, recipe):
+            print(line, file=sys.stderr)
+        is_lost = result.status == 1 and (result.died or result.stuck or result.raised)
+        if not is_lost or restart == most:
+            break
+        print(f"starting all ranks again, {restart + 1} of at most {most} times", file=sys.stderr)
+        if newest_checkpoint(recipe) is not None:
+            # The recipe may ask to begin anew, which was done.
+            arguments["sets"] = (*sets, "checkpoint.resume=auto")
     return result.status
 
 
@@ -98,7 +126,7 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     ``checkpoint.resume`` is not "auto", if the checkpoint is damaged, or if the recipe has changed
     the seed, the data or the model. Training then resumes as the recipe says, or reports the error.
     """
-    folder = Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
+    folder = checkpoint_folder(recipe)
     names = [path.name for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
     if recipe.checkpoint.resume != "auto" or not names:
         return None
@@ -193,12 +221,22 @@ def resume_advice(recipe: Recipe) -> str:
 
     The text names the newest checkpoint of the run, or the folder in which there is none.
     """
-    folder = Path(recipe.run.out_dir) / recipe.run.name / "checkpoints"
-    whole = [path.parent for path in folder.glob("step-*/manifest.json")]
-    checkpoints = [path for path in whole if _STEP_FOLDER.fullmatch(path.name)]
-    if not checkpoints:
+    newest = newest_checkpoint(recipe)
+    if newest is None:
+        folder = checkpoint_folder(recipe)
         return f"there is no checkpoint in {folder}: the same command starts anew"
-    return f"the newest checkpoint is {max(checkpoints)}: {way_to_go_on(recipe)} from it"
+    return f"the newest checkpoint is {newest}: {way_to_go_on(recipe)} from it"
+
+
+def checkpoint_folder(recipe: Recipe) -> Path:
+    """Return the folder of the run's checkpoints."""
+    return Path(recipe.run.out_dir) / recipe.run.name / "checkpoints"
+
+
+def newest_checkpoint(recipe: Recipe) -> Path | None:
+    """Return the run's newest checkpoint with a manifest, which is written last, or None."""
+    whole = [path.parent for path in checkpoint_folder(recipe).glob("step-*/manifest.json")]
+    return max((path for path in whole if _STEP_FOLDER.fullmatch(path.name)), default=None)
 
 
 def train_rank(recipe: str, sets: Sequence[str]) -> int:

@@ -414,6 +414,18 @@ class ValidationTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReliabilityTable:
+    """What a run does about failures."""
+
+    restarts: int = key(
+        0,
+        "times that composer3d train starts its ranks again after a rank was lost or raised an "
+        "error; torchrun has --max-restarts",
+        between(0, 1_000_000),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole, resolved recipe: all tables are complete, and ``mesh.dp_shard`` is not -1.
 
@@ -433,6 +445,7 @@ class Recipe:
     checkpoint: CheckpointTable
     metrics: MetricsTable
     validation: ValidationTable
+    reliability: ReliabilityTable
 
     @property
     def world_size(self) -> int:

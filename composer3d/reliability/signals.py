@@ -1,4 +1,4 @@
-"""Let SIGTERM and SIGINT end the training loop after the current step or the next one."""
+"""Let SIGTERM, SIGINT and SIGUSR1 end the training loop after the current step or the next."""
 
 import signal
 import time
@@ -8,8 +8,9 @@ from typing import Any
 
 from composer3d.runtime import log
 
-# The signals that end the loop. If ranks get different ones, the first of these counts.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# The signals that end the loop. If ranks get different ones, the first of these counts. Schedulers
+# announce the end of a job by SIGTERM or SIGUSR1.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 # A terminal's Ctrl-C reaches a rank twice, directly and through the launcher. So a signal counts as
 # a second request only if it arrives more than this many seconds after the first one.
@@ -18,7 +19,7 @@ _INSIST_S = 5.0
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Catch SIGTERM and SIGINT, and collect their numbers in the list that is yielded.
+    """Catch ``STOP_SIGNALS``, and collect their numbers in the list that is yielded.
 
     The training loop reads the list before each step. A signal that arrives more than 5 s after
     the first one ends the process at once. The previous handlers are restored on exit. Enter this

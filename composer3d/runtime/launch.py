@@ -33,6 +33,9 @@ from composer3d.spec.errors import UserError
 # Seconds that ranks may take to finish their step and save, after a signal.
 SHUTDOWN_S = 120.0
 
+# The signals that the ranks of a job get as well.
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 # A second signal ends the ranks at once if it arrives more than this many seconds after the first.
 _INSIST_S = 5.0
 
@@ -277,20 +280,22 @@ class JobResult:
         died: the ranks that died without an answer, unless the forwarded signal ended them. The
             value is the signal that ended the rank, or minus its exit status.
         stuck: the ranks that were killed because they still ran after a failure or a signal.
+        raised: whether a rank raised an error that is no UserError.
     """
 
     status: int = 0
     died: dict[int, int] = field(default_factory=dict)
     stuck: list[int] = field(default_factory=list)
+    raised: bool = False
 
 
 def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> JobResult:
     """Run ``task(**arguments)`` on every rank of a job on this machine.
 
     The environment of a rank has the variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE and GROUP_RANK. SIGINT and SIGTERM are forwarded to the ranks, which then have
-    ``SHUTDOWN_S`` to finish their step and save. If a rank fails, the others get a short time
-    (``_patience_s``) to report a better reason or to end by themselves. Then they are killed.
+    LOCAL_WORLD_SIZE and GROUP_RANK. SIGINT, SIGTERM and SIGUSR1 are forwarded to the ranks, which
+    then have ``SHUTDOWN_S`` to finish their step and save. If a rank fails, the others get a short
+    time (``_patience_s``) to report a better reason or to end by themselves. Then they are killed.
 
     Must be called from the main thread, because it installs signal handlers.
 
@@ -397,7 +402,7 @@ def _job_result(
         status = 1
     else:
         status = statuses[0] if statuses else 0
-    return JobResult(status, died, stuck)
+    return JobResult(status, died, stuck, raised=bool(tracebacks))
 
 
 class _StopRequest:
@@ -427,11 +432,9 @@ class _StopRequest:
 
 @contextmanager
 def _forward_signals() -> Iterator[_StopRequest]:
-    """Forward SIGINT and SIGTERM to the ``workers`` of the yielded request."""
+    """Forward SIGINT, SIGTERM and SIGUSR1 to the ``workers`` of the yielded request."""
     stop = _StopRequest()
-    previous_handlers = {
-        number: signal.signal(number, stop.receive) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    previous_handlers = {number: signal.signal(number, stop.receive) for number in _FORWARDED}
     try:
         yield stop
     finally:

@@ -50,7 +50,7 @@ STATUS = struct.Struct("!q")
 # The environment variable with the path of the world's store.
 STORE_VARIABLE = "COMPOSER3D_STORE"
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 
 # The last characters of a traceback that are sent. A pipe can hold that many bytes unread, so the
@@ -268,7 +268,7 @@ def _fork(call_pipe: int, store: int | None, *, nohup: bool, close: Iterable[int
 def _run_child(parent: int, call_pipe: int, store: int | None, *, nohup: bool) -> NoReturn:
     """Run the call from ``call_pipe`` in a process that was just forked, and end the process.
 
-    SIGINT, SIGTERM and SIGHUP end it silently, unless the call installs handlers of its own. With
+    ``_STOP_SIGNALS`` end it silently, unless the call installs handlers of its own. With
     ``nohup``, SIGHUP is ignored.
     """
     code = 1

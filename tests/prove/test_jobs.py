@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tools.prove.kills import jobs as kill_jobs
-from tools.prove.kills.jobs import Case, Job, Killer
+from tools.prove.kills.jobs import Case, Job, Killer, losses
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,28 @@ def test_the_cases_are_of_every_kind() -> None:
 )
 def test_a_job_that_is_killed_goes_on(killer: Killer, case: Case) -> None:
     assert killer.run(case) == []
+
+
+def test_a_job_that_loses_ranks_starts_them_again(killer: Killer) -> None:
+    expected = killer.uninterrupted_losses(2)
+    folder = killer.folder / uuid.uuid4().hex
+    # A recipe that asks to begin anew does so only once.
+    sets = ("reliability.restarts=2", "checkpoint.resume=none")
+    job = Job(folder, 2, "train", *sets)
+    try:
+        for step, rank in ((3, 0), (13, 1)):
+            job.wait_for_step(step)
+            job.kill("rank", rank)
+        status = job.wait()
+        output = job.output()
+        assert status == 0, output
+        again = [line for line in output.splitlines() if line.startswith("starting all ranks")]
+        assert again == [f"starting all ranks again, {n} of at most 2 times" for n in (1, 2)]
+        assert "Traceback" not in output
+        assert losses(folder) == expected
+        assert job.left_over() == []
+    finally:
+        job.end()
 
 
 def test_a_rank_that_hangs_is_named(killer: Killer) -> None:

@@ -23,8 +23,14 @@ from tests.training.jobs import (
 )
 
 
-@pytest.mark.parametrize("mesh", [SINGLE, DATA], ids=["single", "dp"])
-def test_signal_ends_the_step_saves_and_resumes(folder: Path, mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "number"),
+    [(SINGLE, signal.SIGTERM), (DATA, signal.SIGUSR1)],
+    ids=["single, SIGTERM", "dp, SIGUSR1"],
+)
+def test_signal_ends_the_step_saves_and_resumes(
+    folder: Path, mesh: str, number: signal.Signals
+) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=mesh))
     arguments = [
         sys.executable,
@@ -40,11 +46,11 @@ def test_signal_ends_the_step_saves_and_resumes(folder: Path, mesh: str) -> None
         for line in process.stderr:
             if line.startswith("step     12/"):
                 break
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         last_lines = process.stderr.read()
         status = process.wait(timeout=60)
-    assert status == 128 + signal.SIGTERM, last_lines
-    assert "stopped by signal 15 after step" in last_lines
+    assert status == 128 + number, last_lines
+    assert f"stopped by signal {number} after step" in last_lines
     stopped = int(last_lines.partition("after step ")[2].partition(";")[0])
     again = train(folder, f"run.steps={stopped + 1}")
     assert f"{stopped} of {stopped + 1} steps are done" in again.stderr
