@@ -56,6 +56,10 @@ MINUTES = Range(
 MINUTES_OR_NEVER = between(0, 60 * 24 * 365)
 # The type sets the upper bound: every int of a recipe has 64 bits.
 SEED = Range(lambda value: value >= 0, "must be at least 0")
+STRAGGLER_FACTOR = Range(
+    lambda value: value == 0 or 1.1 <= value <= 100,
+    "must be from 1.1 to 100, or 0 to watch nothing",
+)
 MOST_TRACED = 100  # steps
 TRACED_STEPS = Range(
     lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < MOST_TRACED,
@@ -414,6 +418,30 @@ class ValidationTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReliabilityTable:
+    """What a run watches in its own ranks."""
+
+    # Stragglers.
+    straggler_factor: float = key(
+        1.3,
+        "on CPUs: a rank is named if its own time is this many times that of its peers, twice in a "
+        "row over straggler_window steps; 0: never",
+        STRAGGLER_FACTOR,
+    )
+    straggler_window: int = key(
+        6, "steps over which the median of a rank's own time is taken", between(3, 1000)
+    )
+
+    # Corruption.
+    digest_every: int = key(
+        0,
+        "with data-parallel ranks: steps between comparisons of what replicas must hold and "
+        "compute bitwise; 0: never",
+        STEPS_OR_NEVER,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole, resolved recipe: all tables are complete, and ``mesh.dp_shard`` is not -1.
 
@@ -433,6 +461,7 @@ class Recipe:
     checkpoint: CheckpointTable
     metrics: MetricsTable
     validation: ValidationTable
+    reliability: ReliabilityTable
 
     @property
     def world_size(self) -> int:

@@ -19,6 +19,7 @@ from composer3d.parallel.stages import Stage
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.lock import Claim
+from composer3d.reliability.stragglers import StragglerWatch, peer_groups
 from composer3d.runtime import log, process_group
 from composer3d.runtime.mesh import Mesh
 from composer3d.spec import hardware
@@ -40,6 +41,7 @@ class Run:
             all ranks but 0.
         held_out: the validation data; None without validation.
         timeline: traces steps; None if this rank traces none.
+        stragglers: measures this rank, and names slow ones.
         step: the number of optimizer steps done.
     """
 
@@ -53,6 +55,7 @@ class Run:
     store: Store
     metrics: Metrics
     timeline: TimelineWriter | None
+    stragglers: StragglerWatch
     step: int
 
 
@@ -106,6 +109,8 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     timeline = None
     if recipe.metrics.timeline_steps is not None:
         timeline = process_group.on_all("timeline", lambda: make_timeline(recipe, stages, folder))
+    has_documents = recipe.data.packing == "documents"
+    groups = peer_groups(recipe.mesh, recipe.parallel, has_documents=has_documents)
     return Run(
         recipe=recipe,
         resolved_toml=resolved_toml,
@@ -117,6 +122,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         store=store,
         metrics=metrics,
         timeline=timeline,
+        stragglers=StragglerWatch(recipe.reliability, mesh, groups),
         step=steps_done or 0,
     )
 
