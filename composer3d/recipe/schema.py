@@ -429,7 +429,7 @@ class ReliabilityTable:
         STRAGGLER_FACTOR,
     )
     straggler_window: int = key(
-        6, "steps over which the median of a rank's own time is taken", between(3, 1000)
+        6, "steps of which the lower quartile of a rank's own time is taken", between(3, 1000)
     )
 
     # Corruption.

@@ -5,19 +5,19 @@ a step says nothing about a rank. Its own time does: the time of the step withou
 the host was blocked in a collective, a send or a receive. A slow rank has more own time, and waits
 less.
 
-Own times are compared among peers, which are the ranks with the same work. The medians of a window
-of steps go to rank 0, which names a rank if it was too slow in two windows in a row. So a rank that
-turns slow is named after less than three windows.
+Own times are compared among peers, which are the ranks with the same work. One time for each window
+of steps goes to rank 0, which names a rank if it was too slow in two windows in a row. So a rank
+that turns slow is named after less than three windows.
 """
 
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from statistics import median
 from typing import NamedTuple
 
 from composer3d.recipe.schema import MeshTable, ParallelTable, ReliabilityTable
+from composer3d.reliability.report import RankReport
 from composer3d.runtime import process_group
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import Gathering
@@ -55,12 +55,21 @@ def peer_groups(
     return list(groups.values())
 
 
+def time_of_window(own_s: Sequence[float]) -> float:
+    """Return the lower quartile of the own times of a window's steps.
+
+    What disturbs a rank for a moment makes some of its steps longer, and none shorter. A slow rank
+    is slow in nearly all steps. So this time is that of an undisturbed step.
+    """
+    return sorted(own_s)[(len(own_s) - 1) // 4]
+
+
 class Straggler(NamedTuple):
     """A rank that is slower than its peers.
 
     Attributes:
         rank: the global rank.
-        own_s, peers_s: its own time of a step, and the median of its peers' own times.
+        own_s, peers_s: its own time of a step (``time_of_window``), and the median of its peers'.
     """
 
     rank: int
@@ -90,7 +99,7 @@ class StragglerJudge:
         """Judge one window.
 
         Args:
-            own_s: the median of the own time of each rank, by rank.
+            own_s: the own time of each rank, by rank (``time_of_window``).
 
         Returns:
             The ranks that were slow in this window and in the one before, and have not been named
@@ -123,24 +132,12 @@ class StragglerJudge:
                     yield found
 
 
-class StragglerReport(NamedTuple):
-    """What rank 0 tells about one window.
-
-    Attributes:
-        lines: for the console.
-        values: metrics: the rank that is named with the largest factor, and that factor.
-    """
-
-    lines: list[str]
-    values: dict[str, float]
-
-
 class StragglerWatch:
     """Measures the own time of this rank, and names slow ranks on rank 0.
 
     Every rank makes one and calls it in the same steps. A step is what lies between ``begin_step``
-    and ``end_step``, within the context ``watching``. No call waits for another rank: the medians
-    of a window travel while the next steps run.
+    and ``end_step``, within the context ``watching``. No call waits for another rank: the
+    times of a window travel while the next steps run.
 
     Only CPUs are watched. On a GPU the host does not wait for collectives, so its clock does not
     know own times. Waits inside of compiled blocks are not seen: they count as own time, which
@@ -183,8 +180,8 @@ class StragglerWatch:
         self._blocked_s = 0.0
         self._begun_s = time.perf_counter()
 
-    def end_step(self) -> StragglerReport | None:
-        """Stop the clock of a step. At the end of a window, send its median.
+    def end_step(self) -> RankReport | None:
+        """Stop the clock of a step. At the end of a window, send its time.
 
         Returns:
             On rank 0, a report if there is something to tell about the window before.
@@ -198,11 +195,11 @@ class StragglerWatch:
         if self._gathering is not None and (is_end_of_window or self._gathering.has_arrived()):
             report = self.finish()
         if is_end_of_window:
-            self._gathering = Gathering([median(self._own_s)])
+            self._gathering = Gathering([time_of_window(self._own_s)])
             self._own_s.clear()
         return report
 
-    def finish(self) -> StragglerReport | None:
+    def finish(self) -> RankReport | None:
         """Return the report of a window that has been sent, as ``end_step`` does. Rank 0 waits."""
         if self._gathering is None:
             return None
@@ -210,7 +207,7 @@ class StragglerWatch:
         self._gathering = None
         return None if values is None else self._report([own_s for (own_s,) in values])
 
-    def _report(self, own_s: list[float]) -> StragglerReport | None:
+    def _report(self, own_s: list[float]) -> RankReport | None:
         assert self._names is not None
         stragglers, recovered = self._judge.judge(own_s)
         lines = [
@@ -226,4 +223,4 @@ class StragglerWatch:
         if stragglers:
             slowest = max(stragglers, key=lambda found: found.factor)
             values = {"straggler_rank": slowest.rank, "straggler_factor": slowest.factor}
-        return StragglerReport(lines, values)
+        return RankReport(lines, values)

@@ -26,6 +26,7 @@ from composer3d.spec import hardware
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.metrics import Metrics
 from composer3d.training.optim import build_optimizer
+from composer3d.training.replicas import ReplicaCheck
 from composer3d.training.resume import resume
 from composer3d.training.run_folder import claim_folder, write_recipe
 from composer3d.training.timeline import TimelineWriter, make_timeline
@@ -42,6 +43,7 @@ class Run:
         held_out: the validation data; None without validation.
         timeline: traces steps; None if this rank traces none.
         stragglers: measures this rank, and names slow ones.
+        replicas: compares replicas; None if the recipe does not want it.
         step: the number of optimizer steps done.
     """
 
@@ -56,6 +58,7 @@ class Run:
     metrics: Metrics
     timeline: TimelineWriter | None
     stragglers: StragglerWatch
+    replicas: ReplicaCheck | None
     step: int
 
 
@@ -123,6 +126,9 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         metrics=metrics,
         timeline=timeline,
         stragglers=StragglerWatch(recipe.reliability, mesh, groups),
+        replicas=ReplicaCheck(recipe, stages, optimizer, corpus)
+        if recipe.reliability.digest_every
+        else None,
         step=steps_done or 0,
     )
 

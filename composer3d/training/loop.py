@@ -17,8 +17,8 @@ from composer3d.parallel.context.ownership import parts_of_all_ranks
 from composer3d.parallel.expert.balance import RouterLoad
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import CheckpointTable, Recipe
+from composer3d.reliability.report import RankReport
 from composer3d.reliability.signals import STOP_SIGNALS, stop_signals
-from composer3d.reliability.stragglers import StragglerReport
 from composer3d.runtime import log
 from composer3d.spec.errors import TrainingError
 from composer3d.training.build import Run
@@ -110,6 +110,9 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
             extra=partial(_further_metrics, recipe, batch, stages),
         )
         _report(run, straggler_report)
+        if run.replicas is not None and run.step % recipe.reliability.digest_every == 0:
+            with metrics.timer("replicas"):
+                _report(run, run.replicas.check(run.step))
 
         if save_failed:
             # This raises the error of the save.
@@ -136,7 +139,7 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
     return 0
 
 
-def _report(run: Run, report: StragglerReport | None) -> None:
+def _report(run: Run, report: RankReport | None) -> None:
     if report is not None:
         run.metrics.report(run.step, report.lines, report.values)
 

@@ -63,6 +63,7 @@ _TAGS = {
     "checkpoint_s": "time/checkpoint_s",
     "straggler_rank": "ranks/straggler_rank",
     "straggler_factor": "ranks/straggler_factor",
+    "corrupt_rank": "ranks/corrupt_rank",
     "memory_gib": "memory/peak_gib",
     "memory_reserved_gib": "memory/peak_reserved_gib",
     "memory_retries": "memory/retries",
