@@ -50,9 +50,7 @@ def test_healthy_ranks_are_not_named_in_200_steps(n_ranks: int, seed: int) -> No
 
 @pytest.mark.parametrize("n_ranks", [2, 3, 8, 64])
 @pytest.mark.parametrize("begin", range(50, 56))
-def test_a_rank_that_turns_slow_is_named_within_20_steps_and_once(
-    n_ranks: int, begin: int
-) -> None:
+def test_a_rank_that_turns_slow_is_named_within_20_steps_and_once(n_ranks: int, begin: int) -> None:
     run = _Run(n_ranks, seed=begin)
     run.run(begin)
     run.factors[1] = 1.5

@@ -101,7 +101,15 @@ def run_all(pool: Pool, folder: Path, mesh: str, *sets: str, **fault: Any) -> li
         ("dp_replicate=3", [], 0, "blocks.0.attn.wq.weight", "exp_avg", [0], "optimizer state"),
         ("dp_replicate=2", [], 1, "blocks.0.attn.wq.weight", "parameter", [0, 1], "parameters"),
         ("dp_replicate=2 tp=2", [], 3, "last.norm.weight", "parameter", [3], "parameters"),
-        ("dp_replicate=2 cp=2", ["parallel.zero=0"], 2, "last.norm.weight", "parameter", [2], "parameters"),
+        (
+            "dp_replicate=2 cp=2",
+            ["parallel.zero=0"],
+            2,
+            "last.norm.weight",
+            "parameter",
+            [2],
+            "parameters",
+        ),
         ("dp_shard=3", [], 2, "", "forward", [2], "loss"),
         ("dp_replicate=3 pp=2", [], 4, "", "forward", [1, 4], "loss"),
     ],
@@ -120,9 +128,7 @@ def test_a_flipped_bit_is_named(
 ) -> None:
     if "dp_shard=3" in mesh or "replicate=3" in mesh:
         sets = [*sets, "data.global_batch=6"]
-    results = run_all(
-        pool, folder, mesh, EVERY, *sets, rank=rank, after=4, name=name, kind=kind
-    )
+    results = run_all(pool, folder, mesh, EVERY, *sets, rank=rank, after=4, name=name, kind=kind)
     assert all(not other["reports"] for other in results[1:])
     # The check after step 3 was right. The fault comes after step 4.
     (step, lines, values), *_ = results[0]["reports"]
