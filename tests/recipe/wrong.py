@@ -22,7 +22,7 @@ MOE_PRESETS = (
 )
 TABLES = (
     "run, model, mesh, parallel, memory, precision, compile, data, optim, checkpoint, metrics, "
-    "validation"
+    "validation, reliability"
 )
 SCHEDULES = (
     '"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", '
