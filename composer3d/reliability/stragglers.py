@@ -11,6 +11,7 @@ that turns slow is named after less than three windows.
 """
 
 import socket
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,11 +19,13 @@ from typing import NamedTuple
 
 from composer3d.recipe.schema import MeshTable, ParallelTable, ReliabilityTable
 from composer3d.reliability.report import RankReport
-from composer3d.runtime import process_group
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import Gathering
-from composer3d.runtime.ranks import coordinates
+from composer3d.runtime.ranks import coordinates, describe_rank
 from composer3d.runtime.torch_private import watch_waits
+
+# What a rank sends for a window: its own time, and the start of the name of its host.
+_MESSAGE = struct.Struct("<d64s")
 
 # A rank that loses less in a step is not slow, whatever the factor is: the steps of a very small
 # model are as short as a time slice of the scheduler.
@@ -143,8 +146,7 @@ class StragglerWatch:
     know own times. Waits inside of compiled blocks are not seen: they count as own time, which
     makes all ranks of tp look equal.
 
-    Collective over all ranks, unless nothing is watched: one ``gather_objects``. Afterwards, one
-    gather of a float64 in every window.
+    Collective over all ranks, unless nothing is watched: one gather of 72 bytes in every window.
 
     Args:
         table: the recipe's ``[reliability]``.
@@ -163,10 +165,8 @@ class StragglerWatch:
         self._blocked_s = self._begun_s = 0.0
         self._gathering: Gathering | None = None
         self._judge = StragglerJudge(groups, table.straggler_factor)
-        self._names: list[str] | None = None
-        if self.is_on:
-            name = f"{mesh.identity} on {socket.gethostname()}"
-            self._names = process_group.gather_objects(name)
+        self._sizes = mesh.sizes
+        self._host = socket.gethostname().encode()
 
     def watching(self) -> AbstractContextManager[None]:
         """Return the context within which the waits of this thread are measured."""
@@ -195,7 +195,7 @@ class StragglerWatch:
         if self._gathering is not None and (is_end_of_window or self._gathering.has_arrived()):
             report = self.finish()
         if is_end_of_window:
-            self._gathering = Gathering([time_of_window(self._own_s)])
+            self._gathering = Gathering(_MESSAGE.pack(time_of_window(self._own_s), self._host))
             self._own_s.clear()
         return report
 
@@ -203,20 +203,25 @@ class StragglerWatch:
         """Return the report of a window that has been sent, as ``end_step`` does. Rank 0 waits."""
         if self._gathering is None:
             return None
-        values = self._gathering.await_values()
+        messages = self._gathering.await_contents()
         self._gathering = None
-        return None if values is None else self._report([own_s for (own_s,) in values])
+        return None if messages is None else self._report(messages)
 
-    def _report(self, own_s: list[float]) -> RankReport | None:
-        assert self._names is not None
+    def _report(self, messages: list[bytes]) -> RankReport | None:
+        own_s, hosts = zip(*map(_MESSAGE.unpack, messages), strict=True)
         stragglers, recovered = self._judge.judge(own_s)
+
+        def name(rank: int) -> str:
+            host = hosts[rank].rstrip(b"\0").decode(errors="replace")
+            return f"{describe_rank(rank, self._sizes)} on {host}"
+
         lines = [
-            f"straggler: {self._names[found.rank]} takes {found.factor:.2f} times as long as its "
+            f"straggler: {name(found.rank)} takes {found.factor:.2f} times as long as its "
             f"peers: {1000 * found.own_s:.1f} ms of its own in a step, they "
             f"{1000 * found.peers_s:.1f} ms"
             for found in stragglers
         ]
-        lines += [f"no straggler any more: {self._names[rank]}" for rank in recovered]
+        lines += [f"no straggler any more: {name(rank)}" for rank in recovered]
         if not lines:
             return None
         values = {}

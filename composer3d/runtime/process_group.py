@@ -295,16 +295,16 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T] 
 
 
 class Gathering:
-    """Numbers of all ranks on their way to rank 0. The host does not wait for them.
+    """Bytes of all ranks on their way to rank 0. The host does not wait for them.
 
-    Creating it is collective over all ranks: one gather of float64 in host memory.
+    Creating it is collective over all ranks: one gather in host memory.
 
     Args:
-        values: the numbers of this rank, as many on every rank.
+        content: the bytes of this rank, as many on every rank.
     """
 
-    def __init__(self, values: Sequence[float]) -> None:
-        self._own = torch.tensor(values, dtype=torch.float64)
+    def __init__(self, content: bytes) -> None:
+        self._own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self._parts: list[torch.Tensor] | None = None
         if dist.get_rank() == 0:
             self._parts = [torch.empty_like(self._own) for _ in range(dist.get_world_size())]
@@ -315,10 +315,10 @@ class Gathering:
         """Return whether this rank's part is done. On rank 0, that is the arrival of all."""
         return self._work.is_completed()
 
-    def await_values(self) -> list[list[float]] | None:
-        """Wait, and return the numbers of each rank on rank 0, and None on the others."""
+    def await_contents(self) -> list[bytes] | None:
+        """Wait, and return the bytes of each rank on rank 0, and None on the others."""
         self._work.wait()
-        return None if self._parts is None else [part.tolist() for part in self._parts]
+        return None if self._parts is None else [part.numpy().tobytes() for part in self._parts]
 
 
 def broadcast_object(

@@ -255,20 +255,20 @@ def test_objects_reach_only_the_ranks_that_need_them(pool: Pool) -> None:
     assert third == [None, {"from": 2}, [0], ["b", "a"], 0]
 
 
-def gather_numbers() -> list[object]:
-    """A task: numbers travel to rank 0 while other collectives run."""
+def gather_bytes() -> list[object]:
+    """A task: bytes travel to rank 0 while other collectives run."""
     with pool_world():
         rank = dist.get_rank()
-        gathering = process_group.Gathering([rank, -1.0])
+        gathering = process_group.Gathering(bytes([rank, 255]))
         same = torch.ones(())
         dist.all_reduce(same)
-        values: list[object] = [gathering.await_values(), gathering.has_arrived(), same.item()]
+        values: list[object] = [gathering.await_contents(), gathering.has_arrived(), same.item()]
     return values
 
 
-def test_numbers_are_gathered_beside_other_collectives(pool: Pool) -> None:
-    first, *others = pool.run(gather_numbers, {}, world_size=3)
-    assert first == [[[0.0, -1.0], [1.0, -1.0], [2.0, -1.0]], True, 3.0]
+def test_bytes_are_gathered_beside_other_collectives(pool: Pool) -> None:
+    first, *others = pool.run(gather_bytes, {}, world_size=3)
+    assert first == [[b"\x00\xff", b"\x01\xff", b"\x02\xff"], True, 3.0]
     assert others == [[None, True, 3.0], [None, True, 3.0]]
 
 
