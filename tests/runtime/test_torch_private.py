@@ -484,7 +484,6 @@ def count_pipeline_starts() -> list[list[str]]:
     return after
 
 
-@pytest.mark.usefixtures("fake_world")
 def wait_in_threads() -> tuple[list[float], bool]:
     """A task: rank 1 comes 0.2 s late to collectives of three kinds; return rank 0's waits."""
     seen: list[float] = []
@@ -526,6 +525,7 @@ def test_waits_of_one_thread_are_seen(pool: Pool) -> None:
     assert sum(others) < 0.15
 
 
+@pytest.mark.usefixtures("fake_world")
 def test_gathered_parameters_are_those_of_the_unit() -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     unit = fully_shard(nn.Linear(8, 16, bias=False), mesh=mesh)
