@@ -23,7 +23,7 @@ SETS = ["checkpoint.every=0", "data.global_batch=16", "data.seq_len=64", "metric
 def train_with_a_slow_rank(
     folder: str, sets: list[str], slow_rank: int | None, slowness: float
 ) -> list[tuple[int, list[str], dict[str, float]]]:
-    """A task: train; from step ``SLOW_FROM`` + 1 on, one rank takes ``slowness`` times its own time.
+    """A task: train; after step ``SLOW_FROM``, one rank takes ``slowness`` times its own time.
 
     Returns:
         The reports of this rank.
