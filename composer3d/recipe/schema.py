@@ -56,6 +56,10 @@ MINUTES = Range(
 MINUTES_OR_NEVER = between(0, 60 * 24 * 365)
 # The type sets the upper bound: every int of a recipe has 64 bits.
 SEED = Range(lambda value: value >= 0, "must be at least 0")
+STRAGGLER_FACTOR = Range(
+    lambda value: value == 0 or 1.1 <= value <= 100,
+    "must be from 1.1 to 100, or 0 to watch nothing",
+)
 MOST_TRACED = 100  # steps
 TRACED_STEPS = Range(
     lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < MOST_TRACED,
@@ -415,13 +419,32 @@ class ValidationTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityTable:
-    """What a run does about failures."""
+    """What a run does about failures, and what it watches in its own ranks."""
 
     restarts: int = key(
         0,
         "times that composer3d train starts its ranks again after a rank was lost or raised an "
         "error; torchrun has --max-restarts",
         between(0, 1_000_000),
+    )
+
+    # Stragglers.
+    straggler_factor: float = key(
+        1.3,
+        "on CPUs: a rank is named if its own time is this many times that of its peers, twice in a "
+        "row over straggler_window steps; 0: never",
+        STRAGGLER_FACTOR,
+    )
+    straggler_window: int = key(
+        6, "steps of which the lower quartile of a rank's own time is taken", between(3, 1000)
+    )
+
+    # Corruption.
+    digest_every: int = key(
+        0,
+        "with data-parallel ranks: steps between comparisons of what replicas must hold and "
+        "compute bitwise; 0: never",
+        STEPS_OR_NEVER,
     )
 
 

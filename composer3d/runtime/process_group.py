@@ -294,6 +294,33 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T] 
     return [pickle.loads(part.numpy().data) for part in parts]
 
 
+class Gathering:
+    """Bytes of all ranks on their way to rank 0. The host does not wait for them.
+
+    Creating it is collective over all ranks: one gather in host memory.
+
+    Args:
+        content: the bytes of this rank, as many on every rank.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self._parts: list[torch.Tensor] | None = None
+        if dist.get_rank() == 0:
+            self._parts = [torch.empty_like(self._own) for _ in range(dist.get_world_size())]
+        work = dist.gather(self._own, self._parts, dst=0, group=_host_group, async_op=True)
+        self._work = cast(dist.Work, work)
+
+    def has_arrived(self) -> bool:
+        """Return whether this rank's part is done. On rank 0, that is the arrival of all."""
+        return self._work.is_completed()
+
+    def await_contents(self) -> list[bytes] | None:
+        """Wait, and return the bytes of each rank on rank 0, and None on the others."""
+        self._work.wait()
+        return None if self._parts is None else [part.numpy().tobytes() for part in self._parts]
+
+
 def broadcast_object(
     value: T | None, group: dist.ProcessGroup | None = None, *, source: int = 0, keep: bool = True
 ) -> T | None:

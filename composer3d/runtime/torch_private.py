@@ -4,6 +4,8 @@
 """
 
 import logging
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -396,6 +398,27 @@ def _watched_methods(
         "backward_weight_one_chunk": weight_inside,
         "perform_reduce_grad": reduce_inside,
     }
+
+
+def watch_waits(see: Callable[[float], None]) -> AbstractContextManager[None]:
+    """Return a context that calls ``see`` with the seconds of each wait of this thread.
+
+    A wait is one of the host for a collective, or for a send or receive: gloo blocks there until
+    the peers have come. Waits in other threads, such as that of a save in the background, and in
+    compiled code are not seen.
+    """
+    wait: Any = dist.Work.wait
+    thread = threading.get_ident()
+
+    def wait_and_tell(work: dist.Work, *arguments: Any, **keywords: Any) -> Any:
+        if threading.get_ident() != thread:
+            return wait(work, *arguments, **keywords)
+        begin_s = time.perf_counter()
+        result = wait(work, *arguments, **keywords)
+        see(time.perf_counter() - begin_s)
+        return result
+
+    return _replaced(dist.Work, "wait", wait_and_tell)
 
 
 def around_shape_propagation(

@@ -36,12 +36,6 @@ def make_loader(
     recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int, order: Order = "feistel"
 ) -> Loader:
     """Make the loader of this rank: its rows of each global batch, and its tokens of each row."""
-    owned = owned_ranges(
-        mesh.coords["cp"],
-        recipe.mesh.cp,
-        recipe.data.seq_len // recipe.mesh.cp,
-        balanced=recipe.parallel.cp_balance == "zigzag",
-    )
     return Loader(
         corpus,
         seq_len=recipe.data.seq_len,
@@ -50,9 +44,34 @@ def make_loader(
         batch_rank=mesh.batch_rank,
         batch_ranks=mesh.batch_ranks,
         packing=recipe.data.packing,
-        owned_ranges=[(tokens.position, tokens.length) for tokens in owned],
+        owned_ranges=_owned_ranges(recipe, mesh),
         order=order,
     )
+
+
+def make_common_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus) -> Loader:
+    """Make a loader of micro-batches whose rows are the same on all data-parallel ranks."""
+    return Loader(
+        corpus,
+        seq_len=recipe.data.seq_len,
+        global_batch=recipe.data.micro_batch,
+        seed=recipe.data.seed,
+        batch_rank=0,
+        batch_ranks=1,
+        packing=recipe.data.packing,
+        owned_ranges=_owned_ranges(recipe, mesh),
+    )
+
+
+def _owned_ranges(recipe: Recipe, mesh: Mesh) -> list[tuple[int, int]]:
+    """Return the tokens of each row that this rank of cp holds."""
+    owned = owned_ranges(
+        mesh.coords["cp"],
+        recipe.mesh.cp,
+        recipe.data.seq_len // recipe.mesh.cp,
+        balanced=recipe.parallel.cp_balance == "zigzag",
+    )
+    return [(tokens.position, tokens.length) for tokens in owned]
 
 
 class DeviceBatch(NamedTuple):

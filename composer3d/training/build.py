@@ -19,12 +19,14 @@ from composer3d.parallel.stages import Stage
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.lock import Claim
+from composer3d.reliability.stragglers import StragglerWatch, peer_groups
 from composer3d.runtime import log, process_group
 from composer3d.runtime.mesh import Mesh
 from composer3d.spec import hardware
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.metrics import Metrics
 from composer3d.training.optim import build_optimizer
+from composer3d.training.replicas import ReplicaCheck
 from composer3d.training.resume import resume
 from composer3d.training.run_folder import claim_folder, write_recipe
 from composer3d.training.timeline import TimelineWriter, make_timeline
@@ -40,6 +42,8 @@ class Run:
             all ranks but 0.
         held_out: the validation data; None without validation.
         timeline: traces steps; None if this rank traces none.
+        stragglers: measures this rank, and names slow ones.
+        replicas: compares replicas; None if the recipe does not want it.
         step: the number of optimizer steps done.
     """
 
@@ -53,6 +57,8 @@ class Run:
     store: Store
     metrics: Metrics
     timeline: TimelineWriter | None
+    stragglers: StragglerWatch
+    replicas: ReplicaCheck | None
     step: int
 
 
@@ -106,6 +112,8 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     timeline = None
     if recipe.metrics.timeline_steps is not None:
         timeline = process_group.on_all("timeline", lambda: make_timeline(recipe, stages, folder))
+    has_documents = recipe.data.packing == "documents"
+    groups = peer_groups(recipe.mesh, recipe.parallel, has_documents=has_documents)
     return Run(
         recipe=recipe,
         resolved_toml=resolved_toml,
@@ -117,6 +125,10 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         store=store,
         metrics=metrics,
         timeline=timeline,
+        stragglers=StragglerWatch(recipe.reliability, mesh, groups),
+        replicas=ReplicaCheck(recipe, stages, optimizer, corpus)
+        if recipe.reliability.digest_every
+        else None,
         step=steps_done or 0,
     )
 

@@ -17,6 +17,7 @@ from composer3d.parallel.context.ownership import parts_of_all_ranks
 from composer3d.parallel.expert.balance import RouterLoad
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import CheckpointTable, Recipe
+from composer3d.reliability.report import RankReport
 from composer3d.reliability.signals import STOP_SIGNALS, stop_signals
 from composer3d.runtime import log
 from composer3d.spec.errors import TrainingError
@@ -48,8 +49,9 @@ def train(run: Run) -> int:
             "on"
         )
     try:
-        with stop_signals() as signals:
+        with stop_signals() as signals, run.stragglers.watching():
             stopped_by = _loop(run, total_steps, signals)
+            _report(run, run.stragglers.finish())
             with run.metrics.timer("checkpoint"):
                 run.store.wait()
     finally:
@@ -79,6 +81,7 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
         # resume. Only 63 bits of the seed are kept.
         torch.manual_seed(((recipe.run.seed << 32) + run.step) & (2**63 - 1))
 
+        run.stragglers.begin_step()
         with metrics.timer("data"):
             batch = next(run.loader)
 
@@ -87,6 +90,7 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
 
         lr = learning_rate(run.step, recipe.optim, total_steps)
         values = update(stages, run.optimizer, sums, max_norm=recipe.optim.clip, lr=lr)
+        straggler_report = run.stragglers.end_step()
         loss, norm = values.loss, values.norm
         if not (math.isfinite(loss) and math.isfinite(norm)):
             # Both values come from sums over all ranks, so all ranks take this branch or none does.
@@ -105,6 +109,10 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
             lr=lr,
             extra=partial(_further_metrics, recipe, batch, stages),
         )
+        _report(run, straggler_report)
+        if run.replicas is not None and run.step % recipe.reliability.digest_every == 0:
+            with metrics.timer("replicas"):
+                _report(run, run.replicas.check(run.step))
 
         if save_failed:
             # This raises the error of the save.
@@ -129,6 +137,11 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
                 validation_loss = validate(recipe, stages, run.held_out, order=order)
             metrics.validation(run.step, validation_loss)
     return 0
+
+
+def _report(run: Run, report: RankReport | None) -> None:
+    if report is not None:
+        run.metrics.report(run.step, report.lines, report.values)
 
 
 @dataclass

@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
@@ -61,6 +61,9 @@ _TAGS = {
     "data_s": "time/data_s",
     "validation_s": "time/validation_s",
     "checkpoint_s": "time/checkpoint_s",
+    "straggler_rank": "ranks/straggler_rank",
+    "straggler_factor": "ranks/straggler_factor",
+    "corrupt_rank": "ranks/corrupt_rank",
     "memory_gib": "memory/peak_gib",
     "memory_reserved_gib": "memory/peak_reserved_gib",
     "memory_retries": "memory/retries",
@@ -221,6 +224,22 @@ class Metrics:
         if self.main:
             self._write(step, {"validation_loss": loss})
             log.get().info(f"{self._progress(step)}  validation loss {loss:.4f}")
+
+    def report(self, step: int, lines: Sequence[str], values: Mapping[str, float]) -> None:
+        """Report what was found about ranks of the job after ``step``.
+
+        The lines go to the console as warnings, and to TensorBoard as a text; the values go where
+        those of other lines go. Call it on any rank: only the main rank writes.
+        """
+        if not self.main:
+            return
+        for line in lines:
+            log.get().warning(f"step {step}: {line}")
+        if values:
+            self._write(step, values)
+        if self._tensorboard is not None:
+            # A line break of Markdown.
+            self._tensorboard.add_text("ranks", "  \n".join(lines), step)
 
     def close(self) -> None:
         """Write the seconds of validation and checkpoints since the last line, and close the files.

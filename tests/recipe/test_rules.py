@@ -99,6 +99,8 @@ def test_an_open_axis_leaves_its_rules_out(recipe: Recipe) -> None:
             "data__seq_len": 240,
         },
         {"parallel__zero": 0, "mesh__dp_shard": 1, "mesh__dp_replicate": 2},
+        {"reliability__digest_every": 1, "mesh__dp_shard": 2},
+        {"reliability__straggler_factor": 1.1, "reliability__straggler_window": 3},
         {"optim__warmup": 20},
         {"optim__min_lr": 1e-3},
         {"optim__betas": (0.0, 0.999)},

@@ -136,6 +136,27 @@ RUN = [
         for steps in ("[0, 3]", "[4, 3]", "[1, 101]", "[1000000000, 1000000001]")
     ),
     Wrong(
+        "digests of one data-parallel rank",
+        TINY + "[reliability]\ndigest_every = 10\n[mesh]\ndp_shard = 1\n",
+        [
+            "x.toml:4: reliability.digest_every = 10 compares data-parallel ranks, and there is "
+            "one: mesh.dp_replicate = 1 (default), mesh.dp_shard = 1 (x.toml:6); raise one of "
+            "these, or use reliability.digest_every = 0"
+        ],
+    ),
+    *(
+        Wrong(
+            f"straggler factor {factor}",
+            TINY + f"[reliability]\nstraggler_factor = {factor}\nstraggler_window = 2\n",
+            [
+                f"x.toml:4: reliability.straggler_factor = {factor} must be from 1.1 to 100, or 0 "
+                "to watch nothing",
+                "x.toml:5: reliability.straggler_window = 2 must be from 3 to 1_000",
+            ],
+        )
+        for factor in ("1.05", "-1.0", "101.0")
+    ),
+    Wrong(
         "counts",
         TINY
         + "[checkpoint]\nkeep = 0\nevery = -1\n[metrics]\nevery = 0\n"

@@ -255,6 +255,23 @@ def test_objects_reach_only_the_ranks_that_need_them(pool: Pool) -> None:
     assert third == [None, {"from": 2}, [0], ["b", "a"], 0]
 
 
+def gather_bytes() -> list[object]:
+    """A task: bytes travel to rank 0 while other collectives run."""
+    with pool_world():
+        rank = dist.get_rank()
+        gathering = process_group.Gathering(bytes([rank, 255]))
+        same = torch.ones(())
+        dist.all_reduce(same)
+        values: list[object] = [gathering.await_contents(), gathering.has_arrived(), same.item()]
+    return values
+
+
+def test_bytes_are_gathered_beside_other_collectives(pool: Pool) -> None:
+    first, *others = pool.run(gather_bytes, {}, world_size=3)
+    assert first == [[b"\x00\xff", b"\x01\xff", b"\x02\xff"], True, 3.0]
+    assert others == [[None, True, 3.0], [None, True, 3.0]]
+
+
 def form_like_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> object:
     """A backend for GPUs alone: it has none for tensors in host memory, as NCCL."""
     return FakeProcessGroup._create_internal(rank, size)

@@ -7,6 +7,8 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -480,6 +482,47 @@ def count_pipeline_starts() -> list[list[str]]:
                 after.append(list(notes))
     # The second step starts nothing.
     return after
+
+
+def wait_in_threads() -> tuple[list[float], bool]:
+    """A task: rank 1 comes 0.2 s late to collectives of three kinds; return rank 0's waits."""
+    seen: list[float] = []
+    wait = dist.Work.wait
+    with pool_world():
+        rank = dist.get_rank()
+
+        def meet() -> None:
+            if rank == 1:
+                time.sleep(0.2)
+            dist.all_reduce(torch.ones(3))
+
+        with torch_private.watch_waits(seen.append):
+            meet()
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            if rank == 1:
+                time.sleep(0.2)
+                dist.send(torch.ones(3), 0)
+            else:
+                receive = dist.P2POp(dist.irecv, torch.empty(3), 1)
+                (request,) = dist.batch_isend_irecv([receive])
+                request.wait()
+            work.wait()
+            thread = threading.Thread(target=meet)
+            thread.start()
+            thread.join()
+        meet()
+    return seen, dist.Work.wait is wait
+
+
+def test_waits_of_one_thread_are_seen(pool: Pool) -> None:
+    (seen, is_restored), (others, _) = pool.run(wait_in_threads, {}, world_size=2)
+    assert is_restored
+    in_all, in_message, late = seen
+    assert 0.1 < in_all < 5
+    assert 0.1 < in_message < 5
+    # Both ranks had started this collective, so nothing was left to wait for.
+    assert late < 0.1
+    assert sum(others) < 0.15
 
 
 @pytest.mark.usefixtures("fake_world")

@@ -185,6 +185,31 @@ def test_tensorboard_has_one_curve_after_a_resume(tmp_path: Path) -> None:
     assert "speed/mfu" not in events.Tags()["scalars"]
 
 
+def test_a_report_goes_to_the_console_the_file_and_tensorboard(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    metrics = _metrics(tmp_path, MetricsTable(every=1))
+    values = {"straggler_rank": 3, "straggler_factor": 1.5, "corrupt_rank": 2}
+    metrics.report(7, ["a slow rank", "another"], values)
+    metrics.report(8, ["it is fast again"], {})
+    _metrics(tmp_path / "other", MetricsTable(), main=False).report(7, ["mine"], values)
+    metrics.close()
+    assert warnings == [
+        "step 7: a slow rank",
+        "step 7: another",
+        "step 8: it is fast again",
+    ]
+    assert _lines(tmp_path) == [{"step": 7, **values}]
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    for name in values:
+        (event,) = events.Scalars(f"ranks/{name}")
+        assert (event.step, event.value) == (7, values[name])
+    texts = events.Tensors("ranks/text_summary")
+    shown = [event.tensor_proto.string_val[0].decode() for event in texts]
+    assert shown == ["a slow rank  \nanother", "it is fast again"]
+
+
 def test_a_metric_without_a_tag_of_its_own_goes_to_other(tmp_path: Path) -> None:
     metrics = _metrics(tmp_path, MetricsTable(every=1), total_steps=1)
     metrics.step(

@@ -150,6 +150,19 @@ def test_gradients_are_sent_narrow_on_the_small_meshes_that_have_shards() -> Non
     assert reduces == {True: "bfloat16", False: None}
 
 
+def test_a_small_mesh_without_data_parallel_ranks_compares_none() -> None:
+    mesh = MeshTable(pp=4, dp_replicate=2, dp_shard=4, cp=2, tp=2)
+    full = replace(
+        BASE,
+        mesh=mesh,
+        data=replace(BASE.data, global_batch=64, seq_len=64),
+        reliability=replace(BASE.reliability, digest_every=100),
+    )
+    assert not violations(full)
+    small = shrink(full)
+    assert any(recipe.mesh.batch_ranks == 1 for recipe in small)
+
+
 def test_a_window_over_a_whole_sequence_is_kept() -> None:
     full = replace(BASE, model=replace(BASE.model, window=13), data=replace(BASE.data, seq_len=16))
     (small,) = shrink(full)
