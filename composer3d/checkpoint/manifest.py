@@ -70,6 +70,7 @@ class Manifest:
         recipe: the resolved recipe in TOML; empty if no run of composer3d made the checkpoint.
         data: the state of the data loader; None for a checkpoint of weights alone.
         lr: the learning rate of the last step, if there was one.
+        history: the state of ``StepHistory``; empty, and not written, if it remembers nothing.
         files: all other files of the folder, by their paths within it.
         tensors: all tensors, by their global names.
     """
@@ -81,6 +82,7 @@ class Manifest:
     recipe: str = ""
     data: dict[str, Any] | None = None
     lr: float | None = None
+    history: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
 
@@ -114,7 +116,11 @@ def write(folder: Path, manifest: Manifest) -> None:
 
     Raises CheckpointError, and writes nothing, if the manifest exceeds the limits of ``read``.
     """
-    content = _encode({"format": FORMAT, **asdict(manifest)})
+    fields_of_manifest = asdict(manifest)
+    for key in _OPTIONAL:
+        if not fields_of_manifest[key]:
+            del fields_of_manifest[key]
+    content = _encode({"format": FORMAT, **fields_of_manifest})
     n_values = _count_values(content)
     if len(content) > _MAX_BYTES or n_values > _MAX_VALUES:
         raise CheckpointError(
@@ -194,8 +200,8 @@ def parse(content: Any) -> Manifest:
     The values are untrusted: the type and the range of each one are checked.
 
     Args:
-        content: a dict from the names of all fields of ``Manifest`` to their values. Tuples may be
-            lists.
+        content: a dict from the names of all fields of ``Manifest`` to their values, of which those
+            in ``_OPTIONAL`` may be absent. Tuples may be lists.
 
     Raises:
         ValueError: a field is missing, unknown or wrong.
@@ -206,6 +212,8 @@ def parse(content: Any) -> Manifest:
         raise ValueError(f"it has a field {key!r:.100}, which no manifest has")
     for key, rule in _RULES.items():
         if key not in content:
+            if key in _OPTIONAL:
+                continue
             raise ValueError(f"it lacks {key}")
         if not rule.accepts(content[key]):
             raise ValueError(_describe_wrong_value(key, content[key], rule.allowed))
@@ -307,6 +315,22 @@ def _is_data(value: Any) -> bool:
     )
 
 
+def _is_history(value: Any) -> bool:
+    """Whether ``value`` can be the state of ``StepHistory``."""
+    if type(value) is not dict or value.keys() - {"losses", "norms", "bad_in_a_row"}:
+        return False
+    losses, norms = value.get("losses", []), value.get("norms", [])
+    return (
+        all(_is_list_of_floats(values) for values in (losses, norms))
+        and len(losses) == len(norms)
+        and _is_count(value.get("bad_in_a_row", 0))
+    )
+
+
+def _is_list_of_floats(value: Any) -> bool:
+    return type(value) is list and all(map(_is_finite_float, value))
+
+
 class _Rule(NamedTuple):
     """The check of a field, and the description of its allowed values in an error."""
 
@@ -340,6 +364,11 @@ _RULES = {
         lambda value: value is None or _is_finite_float(value),
         "null or a finite number",
     ),
+    "history": _Rule(
+        _is_history,
+        "an object of losses and norms, lists of equally many finite numbers, and bad_in_a_row, an "
+        "integer from 0 to 2^53",
+    ),
     "files": _Rule(
         lambda value: _is_object(
             value, lambda entry: _is_pair(entry, _is_count, _is_digest), _is_file_name
@@ -351,6 +380,9 @@ _RULES = {
         "an object from names to shape and dtype",
     ),
 }
+
+# Fields that are written only if they hold anything, so that earlier versions can read the others.
+_OPTIONAL = ("history",)
 
 
 def find_damage(

@@ -234,12 +234,12 @@ class Stages:
         """
         return self._balance.loads()
 
-    def move_router_biases(self, is_finite: Tensor) -> None:
-        """Move the biases of routers by their loads, once a step, if ``is_finite``.
+    def move_router_biases(self, is_good: Tensor) -> None:
+        """Move the biases of routers by their loads, once a step, if ``is_good``.
 
-        ``is_finite`` is a bool scalar on the mesh's device. No collective, and no wait.
+        ``is_good`` is a bool scalar on the mesh's device. No collective, and no wait.
         """
-        self._balance.move_biases(is_finite)
+        self._balance.move_biases(is_good)
 
     def finish_gradients(self) -> None:
         """Sum the gradients that are parts of a sum over tp, and those of tied parameters.

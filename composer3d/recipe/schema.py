@@ -60,6 +60,10 @@ STRAGGLER_FACTOR = Range(
     lambda value: value == 0 or 1.1 <= value <= 100,
     "must be from 1.1 to 100, or 0 to watch nothing",
 )
+SPIKE_SIGMA = Range(
+    lambda value: value == 0 or 2 <= value <= 1000,
+    "must be from 2 to 1000, or 0 to let no finite value count as a spike",
+)
 MOST_TRACED = 100  # steps
 TRACED_STEPS = Range(
     lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < MOST_TRACED,
@@ -426,6 +430,31 @@ class ReliabilityTable:
         "times that composer3d train starts its ranks again after a rank was lost or raised an "
         "error; torchrun has --max-restarts",
         between(0, 1_000_000),
+    )
+
+    # Bad steps.
+    on_bad_step: Literal["stop", "skip", "rollback"] = key(
+        "stop",
+        "after a step whose loss or gradient norm is not finite, or is a spike; stop: end the run; "
+        "skip: leave out its batch; rollback: load the newest checkpoint, and leave out all "
+        "batches since",
+    )
+    max_bad_steps: int = key(
+        3, "with skip: number of bad steps in a row that ends the run", between(1, 1_000_000)
+    )
+    max_rollbacks: int = key(
+        3,
+        "with rollback: how often a run may go back; the next bad step ends it",
+        between(1, 10**6),
+    )
+    spike_sigma: float = key(
+        0.0,
+        "a loss or gradient norm is a spike if it is this many standard deviations above the mean "
+        "of the good steps before; 0: never",
+        SPIKE_SIGMA,
+    )
+    spike_window: int = key(
+        128, "how many good steps the mean is taken of, at least half of them", between(8, 1000)
     )
 
     # Stragglers.

@@ -18,6 +18,7 @@ from composer3d.parallel.context import kernels
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import Recipe
+from composer3d.reliability.bad_steps import Ledger, StepHistory
 from composer3d.reliability.lock import Claim
 from composer3d.reliability.stragglers import StragglerWatch, peer_groups
 from composer3d.runtime import log, process_group
@@ -44,6 +45,8 @@ class Run:
         timeline: traces steps; None if this rank traces none.
         stragglers: measures this rank, and names slow ones.
         replicas: compares replicas; None if the recipe does not want it.
+        history: decides from the steps before which loss or norm is a spike.
+        ledger: lists the bad steps whose batches this run leaves out.
         step: the number of optimizer steps done.
     """
 
@@ -59,6 +62,8 @@ class Run:
     timeline: TimelineWriter | None
     stragglers: StragglerWatch
     replicas: ReplicaCheck | None
+    history: StepHistory
+    ledger: Ledger
     step: int
 
 
@@ -95,7 +100,8 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     store.way_to_go_on = way_to_go_on(recipe)
     if claim is not None:
         store.guard = claim.require_held
-    steps_done = resume(recipe, store, stages, optimizer, loader)
+    history = StepHistory(recipe.reliability)
+    steps_done = resume(recipe, store, stages, optimizer, loader, history)
     if steps_done is None and recipe.model.hf is not None:
         load_hf(recipe.model.hf, stages)
     find_assets = partial(make_assets, recipe, corpus.end_of_document, store.loaded)
@@ -105,6 +111,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     # Written only after resuming: a recipe that cannot resume must not replace the run's recipe.
     keep_recipe = partial(write_recipe, folder, resolved_toml, steps_done=steps_done or 0)
     process_group.on_all("recipe.toml", keep_recipe if is_main else lambda: None)
+    ledger = _open_ledger(folder, claim, steps_done=steps_done or 0)
     _log_attention(recipe, device)
     metrics = process_group.on_all(
         "metrics", lambda: _make_metrics(recipe, mesh, folder, claim, start_step=steps_done or 0)
@@ -129,6 +136,8 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         replicas=ReplicaCheck(recipe, stages, optimizer, corpus)
         if recipe.reliability.digest_every
         else None,
+        history=history,
+        ledger=ledger,
         step=steps_done or 0,
     )
 
@@ -168,6 +177,20 @@ def build_stages(
         seed=recipe.run.seed,
         materialise=materialise,
     )
+
+
+def _open_ledger(folder: Path, claim: Claim | None, *, steps_done: int) -> Ledger:
+    """Read the bad steps of this run, and log how many batches it will leave out again."""
+    ledger = Ledger(folder, claim.require_held if claim is not None else None)
+    begin = partial(ledger.begin, resumes=steps_done > 0)
+    ledger.lines = process_group.on_main(ledger.path.name, begin)
+    ahead = [entry for entry in ledger.lines if entry.step > steps_done]
+    if ahead:
+        log.get().info(
+            f"{ledger.path} lists {len(ahead)} bad steps after step {steps_done}: their batches "
+            "are left out again"
+        )
+    return ledger
 
 
 def _log_attention(recipe: Recipe, device: torch.device) -> None:

@@ -1,11 +1,11 @@
 """The training loop, in the order in which a step happens."""
 
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +17,10 @@ from composer3d.parallel.context.ownership import parts_of_all_ranks
 from composer3d.parallel.expert.balance import RouterLoad
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import CheckpointTable, Recipe
+from composer3d.reliability.bad_steps import BadStep
 from composer3d.reliability.report import RankReport
 from composer3d.reliability.signals import STOP_SIGNALS, stop_signals
-from composer3d.runtime import log
+from composer3d.runtime import log, process_group
 from composer3d.spec.errors import TrainingError
 from composer3d.training.build import Run
 from composer3d.training.optim import learning_rate
@@ -38,8 +39,8 @@ def train(run: Run) -> int:
         0, or the number of the signal.
 
     Raises:
-        TrainingError: a loss or a gradient is not finite, or the run's folder was removed or
-            replaced.
+        TrainingError: a step is bad and ``reliability.on_bad_step`` does not go on after it, or the
+            run's folder was removed or replaced.
         CheckpointError: a checkpoint could not be saved.
     """
     total_steps = run.recipe.run.steps
@@ -77,59 +78,30 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
         ]
 
     while run.step < total_steps:
-        # Seeded by the number of the step, random numbers are the same on all layouts and after a
-        # resume. Only 63 bits of the seed are kept.
-        torch.manual_seed(((recipe.run.seed << 32) + run.step) & (2**63 - 1))
-
-        run.stragglers.begin_step()
-        with metrics.timer("data"):
-            batch = next(run.loader)
-
-        with nullcontext() if run.timeline is None else run.timeline.step(run.step + 1):
-            sums = compute_gradients(stages, batch, flags)
-
-        lr = learning_rate(run.step, recipe.optim, total_steps)
-        values = update(stages, run.optimizer, sums, max_norm=recipe.optim.clip, lr=lr)
-        straggler_report = run.stragglers.end_step()
-        loss, norm = values.loss, values.norm
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            # Both values come from sums over all ranks, so all ranks take this branch or none does.
-            # The update has changed nothing.
-            raise TrainingError(_not_finite(run, loss, norm))
-        *ranks_with_signal, save_failed, time_is_up = values.flags
-        received = zip(STOP_SIGNALS, ranks_with_signal, strict=True)
-        signal_seen = next((number for number, ranks in received if ranks), 0)
-        run.step += 1
+        bad_step = run.ledger.leaves_out(run.step + 1)
+        requests = _step(run, flags) if bad_step is None else _pass_over(run, bad_step)
         is_last = run.step == total_steps
 
-        metrics.step(
-            run.step,
-            loss=loss,
-            grad_norm=norm,
-            lr=lr,
-            extra=partial(_further_metrics, recipe, batch, stages),
-        )
-        _report(run, straggler_report)
         if run.replicas is not None and run.step % recipe.reliability.digest_every == 0:
             with metrics.timer("replicas"):
                 _report(run, run.replicas.check(run.step))
 
-        if save_failed:
+        if requests.save_failed:
             # This raises the error of the save.
             run.store.wait()
 
         # Save before validation, so that a validation that fails or is cut off loses no step.
-        if is_last or signal_seen or time_is_up or cadence.is_step(run.step):
+        if is_last or requests.signal or requests.time_is_up or cadence.is_step(run.step):
             with metrics.timer("checkpoint"):
-                run.store.save(_manifest(run, lr), stages, run.optimizer)
+                run.store.save(_manifest(run), stages, run.optimizer)
             cadence.saved()
 
-        if signal_seen and not is_last:
+        if requests.signal and not is_last:
             log.get().info(
-                f"stopped by signal {signal_seen} after step {run.step}; "
+                f"stopped by signal {requests.signal} after step {run.step}; "
                 f"{way_to_go_on(recipe)} from there"
             )
-            return signal_seen
+            return requests.signal
 
         if run.held_out is not None and (is_last or run.step % recipe.validation.every == 0):
             with metrics.timer("validation"):
@@ -137,6 +109,77 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
                 validation_loss = validate(recipe, stages, run.held_out, order=order)
             metrics.validation(run.step, validation_loss)
     return 0
+
+
+class Requests(NamedTuple):
+    """What ranks have asked for during a step, the same on all ranks.
+
+    Attributes:
+        signal: the number of the signal that asks to stop; 0 for none.
+        save_failed: whether the save in the background has failed.
+        time_is_up: whether a checkpoint is due by the clock.
+    """
+
+    signal: int = 0
+    save_failed: bool = False
+    time_is_up: bool = False
+
+
+def _step(run: Run, flags: Callable[[], list[float]]) -> Requests:
+    """Do one step, and log it. ``flags`` returns what this rank asks for."""
+    recipe, stages, metrics = run.recipe, run.stages, run.metrics
+
+    # Seeded by the number of the step, random numbers are the same on all layouts and after a
+    # resume. Only 63 bits of the seed are kept.
+    torch.manual_seed(((recipe.run.seed << 32) + run.step) & (2**63 - 1))
+
+    run.stragglers.begin_step()
+    with metrics.timer("data"):
+        batch = next(run.loader)
+
+    with nullcontext() if run.timeline is None else run.timeline.step(run.step + 1):
+        sums = compute_gradients(stages, batch, flags)
+
+    lr = learning_rate(run.step, recipe.optim, recipe.run.steps)
+    limits = run.history.limits()
+    values = update(stages, run.optimizer, sums, max_norm=recipe.optim.clip, lr=lr, limits=limits)
+    straggler_report = run.stragglers.end_step()
+
+    # The values come from sums over all ranks, so all ranks find the same problem, or none.
+    problem = limits.problem(values.loss, values.norm)
+    if problem is None:
+        run.history.add_good(values.loss, values.norm)
+    else:
+        # The update has changed nothing.
+        run.history.add_bad()
+        _require_going_on(run, problem)
+    run.step += 1
+
+    metrics.step(
+        run.step,
+        loss=values.loss,
+        grad_norm=values.norm,
+        lr=lr,
+        extra=partial(_further_metrics, recipe, batch, stages),
+    )
+    if problem is not None:
+        with metrics.timer("checkpoint"):
+            _leave_out(run, problem)
+    _report(run, straggler_report)
+
+    *ranks_with_signal, save_failed, time_is_up = values.flags
+    received = zip(STOP_SIGNALS, ranks_with_signal, strict=True)
+    signal_seen = next((number for number, ranks in received if ranks), 0)
+    return Requests(signal_seen, save_failed > 0, time_is_up > 0)
+
+
+def _pass_over(run: Run, bad_step: BadStep) -> Requests:
+    """Leave out the next batch, as this run did when it met ``bad_step`` before it was killed."""
+    next(run.loader)
+    run.step += 1
+    if bad_step.action == "skip":
+        run.history.add_bad()
+    return Requests()
 
 
 def _report(run: Run, report: RankReport | None) -> None:
@@ -229,15 +272,80 @@ def cp_imbalance(recipe: Recipe, batch: Batch) -> dict[str, float]:
     return {"cp_balance": (scores.max() * cp / scores.sum()).item()}
 
 
-def _not_finite(run: Run, loss: float, norm: float) -> str:
-    return (
-        f"step {run.step + 1}: loss {loss}, gradient norm {norm} are not finite; the newest "
-        f"checkpoint is {run.store.newest() or 'none'}; lower optim.lr, lengthen optim.warmup or "
-        "set optim.clip, and start again"
+def _require_going_on(run: Run, problem: str) -> None:
+    """Raise TrainingError unless the recipe lets the run go on after the bad step that it is in."""
+    table = run.recipe.reliability
+    in_a_row = run.history.bad_in_a_row
+    if table.on_bad_step == "skip" and in_a_row < table.max_bad_steps:
+        return
+    if table.on_bad_step == "rollback" and run.ledger.rollbacks < table.max_rollbacks:
+        return
+    parts = [f"step {run.step + 1}: {problem}"]
+    if table.on_bad_step == "skip":
+        parts.append(f"it is bad step {in_a_row} in a row (reliability.max_bad_steps)")
+    if table.on_bad_step == "rollback":
+        parts.append(
+            f"the run has gone back {run.ledger.rollbacks} of {table.max_rollbacks} times "
+            "(reliability.max_rollbacks)"
+        )
+    parts += [
+        f"the newest checkpoint is {run.store.newest() or 'none'}",
+        "lower optim.lr, lengthen optim.warmup or set optim.clip, and start again",
+    ]
+    raise TrainingError("; ".join(parts))
+
+
+def _leave_out(run: Run, problem: str) -> None:
+    """Leave out the batch of the bad step that is done, or go back to the newest checkpoint.
+
+    Going back leaves ``run.step`` and the loader as they are: the batches since the checkpoint are
+    left out, and step n still has batch n. Collective over all ranks.
+
+    Raises:
+        TrainingError: there is no checkpoint to go back to.
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    if run.recipe.reliability.on_bad_step == "skip":
+        entry = BadStep(run.step, "skip", run.step, problem)
+        _write_to_ledger(run, entry)
+        _tell(run, f"{problem}; its batch is left out")
+        return
+
+    run.store.wait()
+    found = run.store.newest_whole()
+    if found is None:
+        raise TrainingError(
+            f'step {run.step}: {problem}; reliability.on_bad_step = "rollback", but there is no '
+            "checkpoint to go back to; lower optim.lr or checkpoint.every, and start again"
+        )
+    path, manifest = found
+    entry = BadStep(run.step, "rollback", manifest.step + 1, problem)
+    _write_to_ledger(run, entry)
+    run.store.load(path, run.stages, run.optimizer)
+    run.history.load_state_dict(manifest.history)
+    _tell(
+        run,
+        f"{problem}; went back to {path}, and left out the batches of steps {entry.first} to "
+        f"{entry.step}",
     )
 
 
-def _manifest(run: Run, lr: float) -> Manifest:
+def _write_to_ledger(run: Run, entry: BadStep) -> None:
+    is_main = run.stages.mesh.rank == 0
+    # Nobody goes on before the line is on the disk.
+    process_group.on_all(
+        f"{run.ledger.path.name}", lambda: run.ledger.write(entry) if is_main else None
+    )
+    run.ledger.lines.append(entry)
+
+
+def _tell(run: Run, line: str) -> None:
+    run.metrics.report(
+        run.step, [line], {"left_out_steps": float(run.ledger.left_out)}, tag="bad steps"
+    )
+
+
+def _manifest(run: Run) -> Manifest:
     recipe = run.recipe
     return Manifest(
         step=run.step,
@@ -246,5 +354,6 @@ def _manifest(run: Run, lr: float) -> Manifest:
         model=model_of(recipe.model, recipe.precision.params),
         recipe=run.resolved_toml,
         data=run.loader.state_dict(),
-        lr=lr,
+        lr=learning_rate(run.step - 1, recipe.optim, recipe.run.steps),
+        history=run.history.state_dict(),
     )

@@ -61,6 +61,7 @@ _TAGS = {
     "data_s": "time/data_s",
     "validation_s": "time/validation_s",
     "checkpoint_s": "time/checkpoint_s",
+    "left_out_steps": "optim/left_out_steps",
     "straggler_rank": "ranks/straggler_rank",
     "straggler_factor": "ranks/straggler_factor",
     "corrupt_rank": "ranks/corrupt_rank",
@@ -225,11 +226,13 @@ class Metrics:
             self._write(step, {"validation_loss": loss})
             log.get().info(f"{self._progress(step)}  validation loss {loss:.4f}")
 
-    def report(self, step: int, lines: Sequence[str], values: Mapping[str, float]) -> None:
-        """Report what was found about ranks of the job after ``step``.
+    def report(
+        self, step: int, lines: Sequence[str], values: Mapping[str, float], *, tag: str = "ranks"
+    ) -> None:
+        """Report what was found after ``step``, by default about ranks of the job.
 
-        The lines go to the console as warnings, and to TensorBoard as a text; the values go where
-        those of other lines go. Call it on any rank: only the main rank writes.
+        The lines go to the console as warnings, and to TensorBoard as a text under ``tag``; the
+        values go where those of other lines go. Call it on any rank: only the main rank writes.
         """
         if not self.main:
             return
@@ -239,7 +242,7 @@ class Metrics:
             self._write(step, values)
         if self._tensorboard is not None:
             # A line break of Markdown.
-            self._tensorboard.add_text("ranks", "  \n".join(lines), step)
+            self._tensorboard.add_text(tag, "  \n".join(lines), step)
 
     def close(self) -> None:
         """Write the seconds of validation and checkpoints since the last line, and close the files.

@@ -88,8 +88,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def apply_gradients(optimizer: torch.optim.AdamW, *, divisor: Tensor, is_finite: Tensor) -> None:
-    """Divide all gradients by ``divisor`` and update the weights; nothing if not ``is_finite``.
+def apply_gradients(optimizer: torch.optim.AdamW, *, divisor: Tensor, is_good: Tensor) -> None:
+    """Divide all gradients by ``divisor`` and update the weights; nothing if not ``is_good``.
 
     The kernel of fused AdamW reads both scalars on the device and divides ``.grad`` in place.
     In host memory (``memory.cpu_offload``) the update has to wait for them.
@@ -97,11 +97,11 @@ def apply_gradients(optimizer: torch.optim.AdamW, *, divisor: Tensor, is_finite:
     Args:
         optimizer: from ``build_optimizer``.
         divisor: float64 scalar of at least 1.
-        is_finite: bool scalar.
+        is_good: bool scalar.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device
-    divisor, is_finite = divisor.to(device), is_finite.to(device)
+    divisor, is_good = divisor.to(device), is_good.to(device)
     if parameters[0].dtype == torch.float64:
         # The kernel takes the divisor in float32, which is not exact enough for gradients in
         # float64.
@@ -110,7 +110,7 @@ def apply_gradients(optimizer: torch.optim.AdamW, *, divisor: Tensor, is_finite:
     # These attributes are how torch.amp.GradScaler passes them.
     scaled: Any = optimizer
     scaled.grad_scale = divisor.to(torch.float32)
-    scaled.found_inf = (~is_finite).to(torch.float32)
+    scaled.found_inf = (~is_good).to(torch.float32)
     optimizer.step()
 
 

@@ -12,6 +12,7 @@ from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
 from composer3d.recipe.changes import Change, changes
 from composer3d.recipe.schema import Recipe
+from composer3d.reliability.bad_steps import StepHistory
 from composer3d.runtime import log
 from composer3d.spec.errors import CheckpointError
 from composer3d.training.optim import learning_rate
@@ -23,6 +24,7 @@ def resume(
     stages: Stages,
     optimizer: torch.optim.AdamW,
     loader: BatchesAhead,
+    history: StepHistory,
 ) -> int | None:
     """Load the run's newest whole checkpoint, or the one in ``checkpoint.resume``. Collective.
 
@@ -33,7 +35,7 @@ def resume(
     Args:
         recipe: the recipe of this run.
         store: the checkpoints of this run.
-        stages, optimizer, loader: the checkpoint is loaded into them.
+        stages, optimizer, loader, history: the checkpoint is loaded into them.
 
     Returns:
         The number of steps done, or 0 for a checkpoint that has only weights. None if nothing was
@@ -69,6 +71,7 @@ def resume(
             ) from None
 
     store.load(path, stages, optimizer)
+    history.load_state_dict(manifest.history)
 
     if changed:
         shown = [f"  {change.key}: {change.then} -> {change.now}" for change in changed]

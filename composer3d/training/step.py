@@ -10,6 +10,7 @@ from composer3d.data import Batch, BatchesAhead, Corpus
 from composer3d.data.order import Order
 from composer3d.parallel import Stages, grad_norm
 from composer3d.recipe.schema import Recipe
+from composer3d.reliability.bad_steps import NO_LIMITS, Limits
 from composer3d.training.batches import make_loader, move_to_device
 from composer3d.training.optim import apply_gradients, set_lr
 
@@ -101,12 +102,14 @@ def update(
     *,
     max_norm: float,
     lr: float,
+    limits: Limits = NO_LIMITS,
 ) -> StepValues:
-    """Clip the gradients to ``max_norm`` and update the weights, unless a value is not finite.
+    """Clip the gradients to ``max_norm`` and update the weights, unless the step is bad.
 
-    If the loss or the norm is not finite, nothing changes: no weight, no state of the optimizer
-    and no bias of a router. The device decides that itself, so the host waits only once: when the
-    update has been launched, for the sums.
+    If the loss or the norm is not finite, or above its limit, nothing changes: no weight, no state
+    of the optimizer and no bias of a router. The device decides that itself, so the host waits only
+    once: when the update has been launched, for the sums. ``Limits.problem`` decides the same from
+    the values that are returned.
 
     Args:
         stages: this rank's stages.
@@ -114,16 +117,19 @@ def update(
         sums: those of the gradients, the same on all ranks.
         max_norm: the largest norm; 0 means none.
         lr: the learning rate.
+        limits: the largest loss and norm of a good step.
 
     Returns:
         The values of ``sums``.
     """
     sums.send_to_host()
-    is_finite = (sums.loss + sums.norm).isfinite()
+    is_good = (sums.loss + sums.norm).isfinite()
+    if limits.are_finite:
+        is_good = is_good & (sums.loss <= limits.loss) & (sums.norm <= limits.norm)
     divisor = grad_norm.clip_divisor(sums.norm, max_norm)
     set_lr(optimizer, lr)
-    apply_gradients(optimizer, divisor=divisor, is_finite=is_finite)
-    stages.move_router_biases(is_finite)
+    apply_gradients(optimizer, divisor=divisor, is_good=is_good)
+    stages.move_router_biases(is_good)
     return sums.await_values()
 
 

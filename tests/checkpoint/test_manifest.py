@@ -36,6 +36,7 @@ FULL = Manifest(
     recipe='[run]\nname = "é"\n',
     data={"next_step": 3},
     lr=1e-5,
+    history={"losses": [2.5, 0.1], "norms": [1.0, 3.5], "bad_in_a_row": 1},
     tensors={"model.w": TensorSpec((2, 3), "float32")},
 )
 
@@ -56,6 +57,13 @@ def test_manifest_is_read_as_it_was_written(folder: Path) -> None:
     assert manifest == replace(FULL, files=manifest.files)
     assert manifest.files["a"] == (100, xxhash.xxh3_128_hexdigest(b"a" * 100))
     assert find_damage(folder, manifest) == []
+
+
+def test_a_history_that_remembers_nothing_is_not_written(tmp_path: Path) -> None:
+    """So versions that know no history read the manifest."""
+    write(tmp_path, replace(FULL, history={}))
+    assert b"history" not in (tmp_path / FILE).read_bytes()
+    assert read(tmp_path) == replace(FULL, history={})
 
 
 def test_every_flipped_bit_is_found(folder: Path) -> None:
@@ -88,6 +96,10 @@ HEX = "0" * 32
 WRONG_FILES = (
     "the content of files is wrong; it must be an object from paths within the folder to size and "
     "digest (XXH3-128)"
+)
+WRONG_HISTORY = (
+    "the content of history is wrong; it must be an object of losses and norms, lists of equally "
+    "many finite numbers, and bad_in_a_row, an integer from 0 to 2^53"
 )
 WRONG: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cannot be used: Expecting value"),
@@ -124,6 +136,12 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "step 1.5": (field(step=1.5), "step is 1.5, but must be an integer"),
     "step text": (field(step="x" * 10**6), f"step is '{'x' * 59}, but must be an integer"),
     "no ranks": (field(world_size=0), "world_size is 0, but must be an integer from 1 to 2^53"),
+    "history of one list": (field(history={"losses": [1.0]}), WRONG_HISTORY),
+    "history of texts": (field(history={"losses": ["1"], "norms": [1.0]}), WRONG_HISTORY),
+    "history of integers": (field(history={"losses": [1], "norms": [1]}), WRONG_HISTORY),
+    "history of another key": (field(history={"steps": []}), WRONG_HISTORY),
+    "history of -1 steps": (field(history={"bad_in_a_row": -1}), WRONG_HISTORY),
+    "history list": (field(history=[1.0]), WRONG_HISTORY),
     "layout number": (
         field(layout=5),
         "layout is 5, but must be an object of integers from 0 to 2^53",

@@ -156,6 +156,50 @@ RUN = [
         )
         for factor in ("1.05", "-1.0", "101.0")
     ),
+    *(
+        Wrong(
+            f"{key} with {then}",
+            TINY + f"[reliability]\non_bad_step = {then}\n{key} = 7\n",
+            [
+                f"x.toml:5: reliability.{key} = 7 is not used with reliability.on_bad_step = "
+                f"{then} (x.toml:4); remove it, or use reliability.on_bad_step = {needed}"
+            ],
+        )
+        for key, then, needed in (
+            ("max_bad_steps", '"rollback"', '"skip"'),
+            ("max_rollbacks", '"skip"', '"rollback"'),
+        )
+    ),
+    Wrong(
+        "rollback without checkpoints",
+        TINY
+        + '[reliability]\non_bad_step = "rollback"\n[checkpoint]\nevery = 0\nevery_minutes = 0.0\n',
+        [
+            'x.toml:4: reliability.on_bad_step = "rollback" goes back to a checkpoint, but '
+            "checkpoint.every = 0 (x.toml:6) and checkpoint.every_minutes = 0.0 (x.toml:7) save "
+            "none before the end; raise checkpoint.every"
+        ],
+    ),
+    Wrong(
+        "a window without spikes",
+        TINY + "[reliability]\nspike_window = 64\n",
+        [
+            "x.toml:4: reliability.spike_window = 64 is not used with reliability.spike_sigma = "
+            "0.0 (default); remove it, or use reliability.spike_sigma = 6"
+        ],
+    ),
+    *(
+        Wrong(
+            f"spike sigma {sigma}",
+            TINY + f"[reliability]\nspike_sigma = {sigma}\nspike_window = 7\n",
+            [
+                f"x.toml:4: reliability.spike_sigma = {sigma} must be from 2 to 1000, or 0 to let "
+                "no finite value count as a spike",
+                "x.toml:5: reliability.spike_window = 7 must be from 8 to 1_000",
+            ],
+        )
+        for sigma in ("1.9", "-6.0", "1001.0")
+    ),
     Wrong(
         "counts",
         TINY

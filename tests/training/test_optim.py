@@ -252,7 +252,7 @@ def test_a_frozen_parameter_has_no_state_no_norm_and_no_update(max_norm: float) 
         norm = local_grad_norm_sq(every.values(), mesh).sqrt()
         norms.append(float(norm))
         divisor = clip_divisor(norm, max_norm)
-        apply_gradients(optimizer, divisor=divisor, is_finite=norm.isfinite())
+        apply_gradients(optimizer, divisor=divisor, is_good=norm.isfinite())
 
     assert frozen.grad is None
     assert torch.equal(frozen, frozen_values)

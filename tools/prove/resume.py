@@ -344,7 +344,9 @@ def resume_all(
             path = next((source / "run" / "checkpoints").iterdir())
             table = replace(run.recipe.checkpoint, resume=str(path))
             recipe_of_source = replace(run.recipe, checkpoint=table)
-            run.step = resume(recipe_of_source, run.store, run.stages, run.optimizer, run.loader)
+            run.step = resume(
+                recipe_of_source, run.store, run.stages, run.optimizer, run.loader, run.history
+            )
             run.loader.steps.clear()
             whole = torch.load(source / "whole.pt", weights_only=True, mmap=True)
             wrong = [

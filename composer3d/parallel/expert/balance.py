@@ -113,12 +113,12 @@ class Balance:
             sums[-2:] = torch.stack(torch.aminmax(local_shard(router.bias)))
         return sums
 
-    def move_biases(self, is_finite: Tensor) -> None:
-        """Move the bias of each router of this rank by its load in the step, if ``is_finite``.
+    def move_biases(self, is_good: Tensor) -> None:
+        """Move the bias of each router of this rank by its load in the step, if ``is_good``.
 
-        ``is_finite`` is a bool scalar on the mesh's device. No collective, and no wait.
+        ``is_good`` is a bool scalar on the mesh's device. No collective, and no wait.
         """
         for name, router in self._routers.items():
             if router.bias is not None:
                 bias = local_shard(router.bias)
-                bias.add_((router.bias_move(self._sums[name][:-5]) * is_finite).to(bias))
+                bias.add_((router.bias_move(self._sums[name][:-5]) * is_good).to(bias))

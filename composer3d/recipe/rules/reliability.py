@@ -1,9 +1,9 @@
-"""Rules about what a run watches in its ranks."""
+"""Rules about what a run does about failures, and what it watches."""
 
 from collections.abc import Iterator
 
-from composer3d.recipe.rules.rule import Rule, rule
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.rules.rule import Rule, only_used_with, rule
+from composer3d.recipe.schema import Recipe, ReliabilityTable
 
 
 @rule("reliability.digest_every", "mesh.dp_replicate", "mesh.dp_shard")
@@ -17,4 +17,33 @@ def digests_need_data_parallel_ranks(recipe: Recipe) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (digests_need_data_parallel_ranks,)
+@rule("reliability.on_bad_step", "checkpoint.every", "checkpoint.every_minutes")
+def rollbacks_need_checkpoints(recipe: Recipe) -> Iterator[str]:
+    """A run can go back only to a checkpoint that it saved before its end."""
+    checkpoint = recipe.checkpoint
+    never_saves = checkpoint.every == 0 and checkpoint.every_minutes == 0
+    if recipe.reliability.on_bad_step == "rollback" and never_saves:
+        yield (
+            "<reliability.on_bad_step> goes back to a checkpoint, but <checkpoint.every> and "
+            "<checkpoint.every_minutes> save none before the end; raise checkpoint.every"
+        )
+
+
+@rule("reliability.spike_window", "reliability.spike_sigma")
+def spike_window_needs_spikes(recipe: Recipe) -> Iterator[str]:
+    """The window has no use unless a spike makes a step bad."""
+    table = recipe.reliability
+    if table.spike_sigma == 0 and table.spike_window != ReliabilityTable().spike_window:
+        yield (
+            "<reliability.spike_window> is not used with <reliability.spike_sigma>; remove it, or "
+            "use reliability.spike_sigma = 6"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    digests_need_data_parallel_ranks,
+    rollbacks_need_checkpoints,
+    spike_window_needs_spikes,
+    only_used_with("reliability.max_bad_steps", "reliability.on_bad_step", ["skip"]),
+    only_used_with("reliability.max_rollbacks", "reliability.on_bad_step", ["rollback"]),
+)

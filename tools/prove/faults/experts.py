@@ -339,9 +339,9 @@ def move_biases_twice() -> None:
     """Biases are moved in every micro-batch (torchtitan issue 1304)."""
     right = balance.Balance.move_biases
 
-    def wrong(self: balance.Balance, is_finite: Tensor) -> None:
-        right(self, is_finite)
-        right(self, is_finite)
+    def wrong(self: balance.Balance, is_good: Tensor) -> None:
+        right(self, is_good)
+        right(self, is_good)
 
     balance.Balance.move_biases = wrong
 
