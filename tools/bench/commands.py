@@ -83,6 +83,15 @@ LAYOUTS = {
         peer=f"8 8 2 {_TP} {_PP} 1",
     ),
 }
+
+# What ``watches`` compares: all that a run watches in each step, with a window that fills at once,
+# and nothing.
+WATCHED = (
+    "reliability.on_bad_step=skip",
+    "reliability.spike_sigma=100",
+    "reliability.spike_window=8",
+)
+UNWATCHED = ("reliability.straggler_factor=0",)
 PRECISIONS = {
     "bfloat16": ("precision.compute=bfloat16", "data.micro_batch=4"),
     "float32": ("data.micro_batch=2",),
@@ -160,6 +169,19 @@ def trees(args: argparse.Namespace) -> int:
         sides: dict[str, Side] = {
             "other": _in_folder(ours(args, CPU_RECIPE, sets), args.other),
             "this": _in_folder(ours(args, CPU_RECIPE, sets), HERE.parents[1]),
+        }
+        rows.append(compare(name, sides, args.repeats))
+    return report(args, rows)
+
+
+def watches(args: argparse.Namespace) -> int:
+    """Compare each layout that watches its ranks and its steps with the same without."""
+    rows = []
+    for name in args.only or LAYOUTS:
+        sets = (*LAYOUTS[name].sets, *_common_sets(args))
+        sides: dict[str, Side] = {
+            "unwatched": ours(args, CPU_RECIPE, (*sets, *UNWATCHED)),
+            "watched": ours(args, CPU_RECIPE, (*sets, *WATCHED)),
         }
         rows.append(compare(name, sides, args.repeats))
     return report(args, rows)
@@ -494,6 +516,12 @@ def _parser() -> argparse.ArgumentParser:
     trees_parser.add_argument(
         "--other", metavar="DIR", type=Path, required=True, help="root of the other checkout"
     )
+
+    watches_parser = add_command(
+        watches, "each layout that watches its ranks and steps against the same without"
+    )
+    add_repeats(watches_parser)
+    add_only(watches_parser)
 
     moe_parser = add_command(moe, "a model with experts against its dense twin, and ep 2")
     add_repeats(moe_parser)
