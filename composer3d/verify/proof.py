@@ -157,6 +157,8 @@ def describe(small: Recipe) -> str:
         words.append("compile")
     if small.precision.compute is not None:
         words.append("mixed")
+    if small.precision.matmul == "float8":
+        words.append("emulated float8")
     if small.precision.reduce is not None:
         words.append(f"gradients in {small.precision.reduce}")
     if small.data.packing != "none":
@@ -198,7 +200,8 @@ def _make_reference(
     Returns:
         The path of the file that ``worker.run_reference`` wrote, and the statistics.
     """
-    key = hash((small.model, small.data, small.optim, small.run.seed, dtype, steps))
+    scales = small.mesh.tp if small.precision.matmul == "float8" else None
+    key = hash((small.model, small.data, small.optim, small.run.seed, scales, dtype, steps))
     path = folder / f"reference-{key:x}.pt"
     # The statistics are written last: if they exist, the reference is complete.
     stats_path = path.with_suffix(".json")

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from typing import Any, Literal
 
 from composer3d.recipe.rules import violations
-from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
+from composer3d.recipe.schema import AXES, MeshTable, Model, PrecisionTable, Recipe
 from composer3d.recipe.values import divisors
 from composer3d.spec.errors import UserError
 from composer3d.spec.schedules import micro_batch_requirement
@@ -37,6 +37,7 @@ def shrink(full: Recipe) -> list[Recipe]:
     - the window: one token, at most one chunk of the sequence, or a window that reaches one chunk
       or several chunks back;
     - memory: chunks of the loss, activation checkpointing, compilation and offload;
+    - float8 products, which are emulated in float64;
     - the pipeline: layers that the stages divide or not; an uneven explicit cut; one micro-batch or
       several, as the schedule needs; the stages and micro-batches of a schedule from a file;
     - the optimizer: clipping (to 0.1, so that it is active), a learning rate from 1e-4 to 1e-2, and
@@ -299,10 +300,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         mesh=mesh,
         # The same layout without async_tp sends and computes the same, on a CPU as well.
         parallel=replace(full.parallel, stages=stages, async_tp=False),
-        # Without shards, there is nothing that could be sent narrow.
-        precision=replace(
-            full.precision, reduce=full.precision.reduce if mesh.dp_shard * mesh.cp > 1 else None
-        ),
+        precision=_precision(full, mesh),
         memory=replace(full.memory, loss_chunks=min(3, full.memory.loss_chunks)),
         data=replace(
             full.data, seq_len=seq_len, micro_batch=micro_batch, global_batch=global_batch
@@ -312,6 +310,16 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         reliability=replace(full.reliability, digest_every=0),
     )
     assert not violations(small), violations(small)
+    return small
+
+
+def _precision(full: Recipe, mesh: MeshTable) -> PrecisionTable:
+    # Without shards, there is nothing that could be sent narrow.
+    reduce = full.precision.reduce if mesh.dp_shard * mesh.cp > 1 else None
+    small = replace(full.precision, reduce=reduce)
+    if small.matmul == "float8":
+        # Emulated products take sizes that kernels do not.
+        small = replace(small, params="float64", compute="float64")
     return small
 
 
