@@ -119,17 +119,36 @@ def _widen(matrix: Rounded) -> Tensor:
     return matrix.values.to(torch.float64) / matrix.scale
 
 
-class _Product(torch.autograd.Function):
+class _Operands(torch.autograd.Function):
+    """Save the operands of a product before it is computed; return zeros of its shape.
+
+    Recomputation ends with the last tensor that backward reads. If the product itself saved its
+    operands, it would do so when it is done, and recomputation would compute the last one for
+    nothing. The zeros are one number in memory. The gradient of the product arrives as theirs.
+    """
+
     @staticmethod
     def forward(ctx: Any, x_NK: Tensor, weight_MK: Tensor) -> Tensor:
         ctx.save_for_backward(x_NK, weight_MK)
-        return output_product(x_NK, weight_MK)
+        return x_NK.new_zeros(()).expand(x_NK.shape[0], weight_MK.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NK, weight_MK = ctx.saved_tensors
         (grad_NM,) = grads
         return input_gradient(grad_NM, weight_MK), grad_NM.T @ x_NK
+
+
+class _Product(torch.autograd.Function):
+    """Compute the product in place of the zeros of ``_Operands``, and pass its gradient there."""
+
+    @staticmethod
+    def forward(ctx: Any, zeros_NM: Tensor, x_NK: Tensor, weight_MK: Tensor) -> Tensor:
+        return output_product(x_NK, weight_MK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None
 
 
 class Float8Linear(nn.Linear):
@@ -142,7 +161,11 @@ class Float8Linear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        out = _Product.apply(input.flatten(0, -2), self.weight).unflatten(0, input.shape[:-1])
+        x_NK, weight_MK = input.flatten(0, -2), self.weight
+        out_NM = _Product.apply(
+            _Operands.apply(x_NK, weight_MK), x_NK.detach(), weight_MK.detach()
+        )
+        out = out_NM.unflatten(0, input.shape[:-1])
         return out if self.bias is None else out + self.bias
 
 

@@ -25,6 +25,8 @@ _LARGEST = 448.0
 _SMALLEST_AMAX = 1e-12
 _FRACTION_BITS = 3
 _SMALLEST_EXPONENT = -6  # smaller numbers have its spacing
+# A change of a number by less than this, relative to the largest of its matrix, is not seen.
+_SMALLEST_CHANGE = 1e-10
 
 
 class Rounding:
@@ -50,17 +52,26 @@ class Rounding:
     def _round(self, x: Tensor, amax: Tensor) -> Tensor:
         scale = torch.exp2(torch.floor(torch.log2(_LARGEST / amax.clamp(min=_SMALLEST_AMAX))))
         scaled = (x * scale).to(torch.float32).to(torch.float64)
-        # 1 <= |scaled| / 2^exponent < 2
-        exponent = (torch.frexp(scaled).exponent - 1).clamp(min=_SMALLEST_EXPONENT)
-        spacing = torch.exp2((exponent - _FRACTION_BITS).to(torch.float64))
-        steps = scaled / spacing
-        self._watch(x, (((x * scale / spacing).frac().abs() - 0.5).abs() * spacing) / scale)
-        return steps.round() * spacing / scale
+        exponent = _exponent(scaled).clamp(min=_SMALLEST_EXPONENT)
+        spacing = torch.exp2(exponent - _FRACTION_BITS)
+        self._watch((x * scale).abs(), spacing, scale, x.abs().max())
+        return (scaled / spacing).round() * spacing / scale
 
-    def _watch(self, x: Tensor, distance: Tensor) -> None:
-        largest = x.abs().max().item()
-        if largest > 0:
-            self.closest = min(self.closest, distance.min().item() / largest)
+    def _watch(self, scaled: Tensor, spacing: Tensor, scale: Tensor, largest: Tensor) -> None:
+        """Update ``closest`` by the positive numbers ``scaled``."""
+        halfway = ((scaled / spacing).floor() + 0.5) * spacing
+        # Numbers that float32 cannot tell from the point halfway are rounded to even, so that the
+        # rounding changes a half of float32's spacing below or above it.
+        half_of_float32 = torch.exp2(_exponent(halfway) - 24)
+        distance = ((scaled - halfway).abs() - half_of_float32).abs() / scale
+        matters = spacing / scale > _SMALLEST_CHANGE * largest
+        if matters.any():
+            self.closest = min(self.closest, (distance[matters].min() / largest).item())
+
+
+def _exponent(x: Tensor) -> Tensor:
+    """Return n in float64, where 1 <= |x| / 2^n < 2."""
+    return (torch.frexp(x).exponent - 1).to(torch.float64)
 
 
 class _Product(torch.autograd.Function):

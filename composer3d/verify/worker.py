@@ -174,7 +174,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         reference["gradient"].append(gradients)
         reference["weight"].append(_copy_weights(model))
     reference["closest_scores"] = closest if math.isfinite(closest) else None
-    reference["closest_rounding"] = None if rounding is None else rounding.closest
+    reference["closest_rounding"] = rounding and rounding.closest
     return reference
 
 
