@@ -12,8 +12,9 @@ holds: not on micro-batches, dp or cp. The weight gradient sums over tokens, and
 before it. tp cuts rows, and a rank takes its scales from its own part of a row. The result thus
 depends on ``mesh.tp``, as a sum in bfloat16 does.
 
-A scale is a power of two, so scaling rounds nothing. In float64, a product is emulated: operands
-are rounded to the same e4m3 numbers, and multiplied in float64. ``verify`` proves layouts that way.
+A scale is a power of two, so scaling rounds nothing, in bfloat16 either. In float64, a product is
+emulated: operands are rounded to the same e4m3 numbers, and multiplied in float64. ``verify``
+proves layouts that way.
 
 This is not torchao's ``Float8Linear``, for three reasons. It cannot compute in float64. Its
 backward cannot put the weight gradient off (``pipeline.zero_bubble``). Its tensor subclass adds to
@@ -73,8 +74,7 @@ def _scale_of(amax: Tensor) -> Tensor:
 
 def _round(x: Tensor, scale: Tensor) -> Tensor:
     # torch rounds a float64 number to float32 first. So does the reference of ``verify``.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) * scale).to(E4M3)
+    return (x * scale.to(x.dtype)).to(E4M3)
 
 
 def output_product(x_NK: Tensor, weight_MK: Tensor) -> Tensor:

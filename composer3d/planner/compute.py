@@ -63,6 +63,7 @@ class Rates(NamedTuple):
 
     Attributes:
         matrix: FLOP/s of large products of blocks.
+        weight: FLOP/s of large products that make the weight gradients of blocks.
         head: FLOP/s of the head's products, which stay in 16 bits.
         attention: FLOP/s of the fastest product in 16 bits; attention never draws so much power
             that clocks fall.
@@ -71,6 +72,7 @@ class Rates(NamedTuple):
     """
 
     matrix: float
+    weight: float
     head: float
     attention: float
     memory: float
@@ -129,9 +131,12 @@ def rates(setup: Setup, constants: Constants) -> Rates:
     share = constants.matrix_share_hopper if is_new else constants.matrix_share_ampere
     clock = _clock_share(machine.power_share)
     share *= clock
-    head_type = "bfloat16" if setup.precision.matrix == "fp8" else setup.precision.matrix
+    precision = setup.precision
+    head_type = "bfloat16" if precision.matrix == "fp8" else precision.matrix
+    weight_type = precision.weight_products or precision.matrix
     return Rates(
-        matrix=machine.hardware.matrix_rate(setup.precision.matrix) * share,
+        matrix=machine.hardware.matrix_rate(precision.matrix) * share,
+        weight=machine.hardware.matrix_rate(weight_type) * share,
         head=machine.hardware.matrix_rate(head_type) * share,
         attention=machine.hardware.matrix_rate(head_type) * clock,
         memory=machine.hardware.memory_bytes_s * MEMORY_SHARE,
@@ -229,11 +234,14 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     forward_products = seconds(products)
     input_products = seconds([product.input_gradient() for product in products])
     weight_products = sum(
-        product_s(product.weight_gradient(), rate.matrix, rate, gradient_bytes(setup))
+        product_s(product.weight_gradient(), rate.weight, rate, gradient_bytes(setup))
         for product in products
     )
     attend_forward, attend_backward = attend_s(setup, rate)
-    elementwise = elementwise_bytes(setup, has_experts=has_experts) / rate.memory
+    moved = elementwise_bytes(setup, has_experts=has_experts)
+    if setup.precision.weight_products is not None:
+        moved += sum(map(_rounded_bytes, products))
+    elementwise = moved / rate.memory
     if setup.software.fuses_elementwise:
         elementwise *= constants.fused_traffic
     else:
@@ -343,6 +351,15 @@ def _unfused_attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
     # The gradients of probabilities and scores, and the products that they are in.
     backward = scores + 3 * weighted + (11 if has_dropout else 6) * byte_of_scores_s
     return forward, backward
+
+
+def _rounded_bytes(product: Product) -> float:
+    """Return the memory traffic of rounding the operands of a product to 8 bits, in bytes.
+
+    An operand in 16 bits is read for its largest numbers, read again, and written. Backward rounds
+    about as many numbers.
+    """
+    return product.copies * (2 + 2 + 1) * product.depth * (product.rows + product.columns)
 
 
 def elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:
