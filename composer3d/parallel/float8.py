@@ -162,9 +162,7 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         x_NK, weight_MK = input.flatten(0, -2), self.weight
-        out_NM = _Product.apply(
-            _Operands.apply(x_NK, weight_MK), x_NK.detach(), weight_MK.detach()
-        )
+        out_NM = _Product.apply(_Operands.apply(x_NK, weight_MK), x_NK.detach(), weight_MK.detach())
         out = out_NM.unflatten(0, input.shape[:-1])
         return out if self.bias is None else out + self.bias
 
@@ -236,9 +234,7 @@ def check(
         raise PlanError(lines)
 
 
-def _local_sizes(
-    linear: nn.Linear, plan: ShardingPlan, name: str, tp: int
-) -> tuple[int, int]:
+def _local_sizes(linear: nn.Linear, plan: ShardingPlan, name: str, tp: int) -> tuple[int, int]:
     """Return the rows and columns of the weight that a tp rank multiplies by."""
     rows, columns = linear.out_features, linear.in_features
     match plan.style_of(name):

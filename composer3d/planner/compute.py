@@ -32,6 +32,7 @@ _VECTOR_SHARE = 0.75
 # The outputs of one wave: 128 x 128 for each of about 128 multiprocessors.
 _WAVE = 128.0 * 128.0 * 128.0
 _KERNELS = {True: 22, False: 40}  # of a block's forward, by whether elementwise work is fused
+_ROUNDING_KERNELS = {True: 2, False: 13}  # to round a matrix to float8, likewise
 
 # FLOP/s of attention kernels with causal sequences without end and heads of 128, forward and
 # backward together, as a share of the fastest matrix product: FlashAttention 2's paper (arXiv
@@ -238,24 +239,29 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
         for product in products
     )
     attend_forward, attend_backward = attend_s(setup, rate)
-    moved = elementwise_bytes(setup, has_experts=has_experts)
+    traffic = constants.fused_traffic
+    if not setup.software.fuses_elementwise:
+        traffic = constants.eager_traffic
+    elementwise = elementwise_bytes(setup, has_experts=has_experts) / rate.memory * traffic
+    # Only the products of outputs and of input gradients round their operands.
+    rounding = input_rounding = 0.0
     if setup.precision.weight_products is not None:
-        moved += sum(map(_rounded_bytes, products))
-    elementwise = moved / rate.memory
-    if setup.software.fuses_elementwise:
-        elementwise *= constants.fused_traffic
-    else:
-        elementwise *= constants.eager_traffic
+        rounding = sum(map(_rounded_bytes, products)) / rate.memory * traffic
+        gradients = [product.input_gradient() for product in products]
+        input_rounding = sum(map(_rounded_bytes, gradients)) / rate.memory * traffic
 
     launches = _KERNELS[setup.software.fuses_elementwise]
+    if setup.precision.weight_products is not None:
+        # The inputs and the weights of seven layers.
+        launches += 14 * _ROUNDING_KERNELS[setup.software.fuses_elementwise]
     gap = launches * constants.kernel_gap_s
-    forward = forward_products + attend_forward + elementwise + gap
+    forward = forward_products + attend_forward + elementwise + rounding + gap
     last_product = seconds([ffn_parts[-1]])
     recompute = {
         "none": 0.0,
         "attention": attend_forward,
-        "matrix": elementwise,
-        "half_matrix": elementwise + 0.5 * forward_products,
+        "matrix": elementwise + rounding,
+        "half_matrix": elementwise + rounding + 0.5 * forward_products,
         "half_blocks": 0.5 * forward,
         "full": forward,
     }[setup.recompute]
@@ -264,6 +270,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
 
     # The host launches kernels one after the other; the device cannot be faster.
     backward_input = input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise + gap
+    backward_input += input_rounding
     if setup.software.launches_synchronously:
         launch = launches * _SYNCHRONOUS_LAUNCH_S
         again = launch if recompute > 0.5 * forward else 0.0
@@ -356,8 +363,7 @@ def _unfused_attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
 def _rounded_bytes(product: Product) -> float:
     """Return the memory traffic of rounding the operands of a product to 8 bits, in bytes.
 
-    An operand in 16 bits is read for its largest numbers, read again, and written. Backward rounds
-    about as many numbers.
+    An operand in 16 bits is read for its largest numbers, read again, and written.
     """
     return product.copies * (2 + 2 + 1) * product.depth * (product.rows + product.columns)
 

@@ -113,9 +113,7 @@ def _columns(layer: nn.Linear, rounding: Rounding, tp: int, x: Tensor) -> Tensor
     return out if layer.bias is None else out + layer.bias
 
 
-def _kv_columns(
-    layer: nn.Linear, rounding: Rounding, tp: int, x: Tensor, *, heads: int
-) -> Tensor:
+def _kv_columns(layer: nn.Linear, rounding: Rounding, tp: int, x: Tensor, *, heads: int) -> Tensor:
     """Compute all heads; with fewer heads than ranks, repeat each for the ranks that share it.
 
     Each of these ranks rounds the gradient from its own queries.

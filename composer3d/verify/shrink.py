@@ -7,7 +7,7 @@ from itertools import combinations, product
 from typing import Any, Literal
 
 from composer3d.recipe.rules import violations
-from composer3d.recipe.schema import AXES, MeshTable, Model, PrecisionTable, Recipe
+from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.recipe.values import divisors
 from composer3d.spec.errors import UserError
 from composer3d.spec.schedules import micro_batch_requirement
@@ -300,7 +300,10 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         mesh=mesh,
         # The same layout without async_tp sends and computes the same, on a CPU as well.
         parallel=replace(full.parallel, stages=stages, async_tp=False),
-        precision=_precision(full, mesh),
+        # Without shards, there is nothing that could be sent narrow.
+        precision=replace(
+            full.precision, reduce=full.precision.reduce if mesh.dp_shard * mesh.cp > 1 else None
+        ),
         memory=replace(full.memory, loss_chunks=min(3, full.memory.loss_chunks)),
         data=replace(
             full.data, seq_len=seq_len, micro_batch=micro_batch, global_batch=global_batch
@@ -309,17 +312,9 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         # It checks no layout, and a small mesh may lack the ranks that are compared.
         reliability=replace(full.reliability, digest_every=0),
     )
-    assert not violations(small), violations(small)
-    return small
-
-
-def _precision(full: Recipe, mesh: MeshTable) -> PrecisionTable:
-    # Without shards, there is nothing that could be sent narrow.
-    reduce = full.precision.reduce if mesh.dp_shard * mesh.cp > 1 else None
-    small = replace(full.precision, reduce=reduce)
-    if small.matmul == "float8":
-        # Emulated products take sizes that kernels do not.
-        small = replace(small, params="float64", compute="float64")
+    # A proof emulates products in float8, with sizes that kernels do not take.
+    in_wide_dtypes = replace(small, precision=replace(small.precision, matmul="compute"))
+    assert not violations(in_wide_dtypes), violations(in_wide_dtypes)
     return small
 
 

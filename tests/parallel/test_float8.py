@@ -4,17 +4,19 @@
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 from composer3d.models.contract import SequenceInfo, ShardingPlan
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
-from composer3d.parallel import checkpointing, float8
+from composer3d.parallel import checkpointing, compile, float8
 from composer3d.parallel.pipeline import zero_bubble
 from composer3d.recipe.schema import MemoryTable, MeshTable, PrecisionTable
 from composer3d.spec.errors import DeviceError, PlanError
@@ -196,6 +198,26 @@ def test_weight_gradients_can_be_put_off(dtype: torch.dtype, bias: bool) -> None
         assert torch.equal(deferring["a"].get_parameter(name).grad, parameter.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_compiled_layers_have_the_same_bits(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        compile.check_toolchain(CPU)
+    except DeviceError as error:
+        pytest.skip(error.lines[0])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
+    matrices = make_matrices(dtype)
+    eager, compiled = (float8.Float8Linear(make_linear(matrices.weight_MK)) for _ in range(2))
+    compiled.compile(fullgraph=True, dynamic=False)
+    for actual, expected in zip(
+        run_layer(compiled, matrices), run_layer(eager, matrices), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
 def make_model(dtype: torch.dtype) -> Llama:
     model = Llama(SHAPE, dtype=dtype, device="cpu")
     random = torch.Generator().manual_seed(0)
@@ -290,7 +312,7 @@ def test_a_plan_that_names_other_modules_is_refused(name: str) -> None:
 
 
 def test_a_glob_for_float8_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(PlanError, match="the plan's float8 glob 'blocks.x' matches no module"):
+    with pytest.raises(PlanError, match=r"the plan's float8 glob 'blocks\.x' matches no module"):
         check(float8=("blocks.x",))
 
 

@@ -371,8 +371,9 @@ def compute_fits_params(recipe: Recipe) -> Iterator[str]:
 
 @rule("precision.reduce", "precision.params")
 def reduce_fits_params(recipe: Recipe) -> Iterator[str]:
-    """Gradients are sent in the dtype of the parameters, or in bfloat16."""
-    if recipe.precision.reduces_in not in (recipe.precision.params, "bfloat16"):
+    """Gradients are sent in the dtype of the parameters, or in bfloat16 instead of float32."""
+    params = recipe.precision.params
+    if params != "float32" and recipe.precision.reduces_in != params:
         yield "<precision.reduce> does not fit <precision.params>; remove precision.reduce"
 
 
@@ -406,11 +407,11 @@ def gradients_of_experts_are_wide(recipe: Recipe) -> Iterator[str]:
 @rule("precision.matmul", "precision.compute", "precision.params")
 def float8_computes_in_bfloat16(recipe: Recipe) -> Iterator[str]:
     """Kernels return bfloat16. In float64 the products are emulated, for proofs."""
-    legal = ("bfloat16", "float64")
-    if recipe.precision.matmul == "float8" and recipe.precision.computes_in not in legal:
+    computes_in = recipe.precision.computes_in
+    if recipe.precision.matmul == "float8" and computes_in not in ("bfloat16", "float64"):
         yield (
-            "<precision.matmul> needs <precision.compute> to be bfloat16; use precision.compute = "
-            '"bfloat16", or precision.matmul = "compute"'
+            "<precision.matmul> needs forward and backward in bfloat16, but they are in "
+            f'{computes_in}; use precision.compute = "bfloat16", or precision.matmul = "compute"'
         )
 
 

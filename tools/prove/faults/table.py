@@ -67,7 +67,7 @@ _V = "mesh.pp=2 parallel.schedule=ZBVZeroBubble"
 _TIED = "mesh.pp=2 model.tied=true"
 _NARROW = "precision.reduce=bfloat16"
 _PACKED = "data.packing=documents"
-_FLOAT8 = "precision.params=float64 precision.matmul=float8"
+_FLOAT8 = "precision.compute=bfloat16 precision.matmul=float8"
 
 FAULTS = [
     # tp
