@@ -196,6 +196,9 @@ class ShardingPlan:
             projection of a block. Selective activation checkpointing does not keep what operators
             in them return. They must be the last to compute: backward computes the others again, up
             to the last tensor that it reads.
+        float8: globs of the linear layers in ``blocks`` that ``precision.matmul = "float8"`` lets
+            multiply in float8. Each is a ``torch.nn.Linear`` of style "column", "kv_column" or
+            "row".
         first_only_looks_up: whether ``first`` does nothing with its parameters but look up rows of
             embeddings, so that its backward reads none of them. FSDP then does not gather them for
             backward. If it is wrongly true, a step fails or has wrong gradients.
@@ -208,6 +211,7 @@ class ShardingPlan:
     experts: str | None = None
     save: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    float8: tuple[str, ...] = ()
     first_only_looks_up: bool = False
 
     def check(self, model: nn.Module) -> None:
@@ -229,6 +233,7 @@ class ShardingPlan:
                 ("attend", (self.attend,) if self.attend else (), modules, "module"),
                 ("experts", (self.experts,) if self.experts else (), modules, "module"),
                 ("unread", self.unread, modules, "module"),
+                ("float8", self.float8, modules, "module"),
             )
             for glob in globs
             if not any(fnmatchcase(name, glob) for name in names)
@@ -266,6 +271,15 @@ class ShardingPlan:
                     for parameter, value in module.named_parameters(recurse=False)
                     if value.ndim != 2
                 ]
+
+        for name, module in model.named_modules():
+            if self.multiplies_in_float8(name):
+                is_linear = type(module) is nn.Linear and name.startswith("blocks.")
+                if not is_linear or self.style_of(name) not in ("column", "kv_column", "row"):
+                    lines.append(
+                        f"the plan's float8 names {name!r}, which is no torch.nn.Linear in blocks "
+                        'of style "column", "kv_column" or "row"'
+                    )
 
         if self.first_only_looks_up:
             lines += [
@@ -306,6 +320,10 @@ class ShardingPlan:
     def is_unread(self, module: str) -> bool:
         """Return whether nothing in backward reads the output of the module with this name."""
         return any(fnmatchcase(module, glob) for glob in self.unread)
+
+    def multiplies_in_float8(self, module: str) -> bool:
+        """Return whether the layer with this name may multiply in float8."""
+        return any(fnmatchcase(module, glob) for glob in self.float8)
 
     def attends(self, module: str) -> bool:
         """Return whether the module with this name attends across tokens."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d.models.contract import Decoder, SequenceInfo, ShardingPlan
-from composer3d.parallel import checkpointing, compile, init
+from composer3d.parallel import checkpointing, compile, float8, init
 from composer3d.parallel.context import api as context
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.expert import api as expert
@@ -69,7 +69,7 @@ def compose(
             parameters cannot be sharded or separated; or the pipeline schedule cannot run.
         MeshError: ranks have read different schedules from ``parallel.schedule_csv``.
         DeviceError: ``compiling`` is enabled, and this machine has no compiler, or cannot run
-            ``parallel.async_tp``.
+            ``parallel.async_tp``; or the GPU has no products in float8.
     """
     memory = memory or MemoryTable()
     precision = precision or PrecisionTable()
@@ -82,6 +82,7 @@ def compose(
             "expert changes in every step; use compile.enabled = false"
         )
     plan.check(model)
+    float8.check(model, plan, mesh.sizes, precision, mesh.device)
     activation = stage_activation(model, mesh, parallel, step)
     if precision.compute is not None:
         activation = activation.to(getattr(torch, precision.compute))
@@ -107,28 +108,31 @@ def compose(
     for module in modules:
         module.tied_copies = split_ties(module, ties)
 
-        # 2. Zero bubble: replace the linear layers of blocks while they still are plain modules.
+        # 2. Float8: replace linear layers while they still are plain modules.
+        float8.apply(module.blocks, plan, precision)
+
+        # 3. Zero bubble: replace the linear layers of blocks, for the same reason.
         dw_builders.append(
             zero_bubble.defer_weight_grads(module, module.blocks) if defers else None
         )
 
-        # 3. Tensor: it decides the shapes of the parameters, which FSDP then shards further.
+        # 4. Tensor: it decides the shapes of the parameters, which FSDP then shards further.
         cut = tensor.Cut()
         if mesh.tp is not None:
             cut = tensor.apply(module, plan, mesh.tp, parallel)
             module.partial_gradients = cut.partial_gradients
             tie(module, ties)
 
-        # 4. Expert: put the experts on the ranks of ep, and let tokens travel to them.
+        # 5. Expert: put the experts on the ranks of ep, and let tokens travel to them.
         expert.apply(module, plan, mesh, parallel)
 
-        # 5. Context: replace the function ``attend`` that blocks call, and nothing else.
+        # 6. Context: replace the function ``attend`` that blocks call, and nothing else.
         context.apply(module, plan, mesh.cp_group, parallel)
 
-        # 6. Checkpointing: wrap the whole computation of a block, which backward repeats.
+        # 7. Checkpointing: wrap the whole computation of a block, which backward repeats.
         checkpointing.apply(module.blocks, plan, memory, async_tp=parallel.async_tp)
 
-        # 7. Compile: one graph of a block with the changes above. FSDP adds its hooks later, so
+        # 8. Compile: one graph of a block with the changes above. FSDP adds its hooks later, so
         #    they stay outside of the graph.
         compile.apply(
             module.blocks,
@@ -138,16 +142,16 @@ def compose(
             mesh.tp.get_group() if parallel.async_tp and mesh.tp is not None else None,
         )
 
-        # 8. FSDP: wrap blocks in their final form. From here on, FSDP owns the parameters.
+        # 9. FSDP: wrap blocks in their final form. From here on, FSDP owns the parameters.
         if shard_meshes is not None:
             fsdp.apply(module, plan, shard_meshes, parallel, precision, memory)
 
-        # 9. Materialise: memory is allocated last, so only this rank's shards ever exist.
+        # 10. Materialise: memory is allocated last, so only this rank's shards ever exist.
         device = torch.device("cpu") if memory.cpu_offload else mesh.device
         materialise(module, device=device)
         tie(module, ties)
 
-        # 10. Initial weights: by global name and index, so that they do not depend on the layout.
+        # 11. Initial weights: by global name and index, so that they do not depend on the layout.
         init.initialise(module, plan, seed, skip=module.tied_copies)
 
     runtime = None

@@ -32,6 +32,7 @@ _VECTOR_SHARE = 0.75
 # The outputs of one wave: 128 x 128 for each of about 128 multiprocessors.
 _WAVE = 128.0 * 128.0 * 128.0
 _KERNELS = {True: 22, False: 40}  # of a block's forward, by whether elementwise work is fused
+_ROUNDING_KERNELS = {True: 2, False: 13}  # to round a matrix to float8, likewise
 
 # FLOP/s of attention kernels with causal sequences without end and heads of 128, forward and
 # backward together, as a share of the fastest matrix product: FlashAttention 2's paper (arXiv
@@ -63,6 +64,7 @@ class Rates(NamedTuple):
 
     Attributes:
         matrix: FLOP/s of large products of blocks.
+        weight: FLOP/s of large products that make the weight gradients of blocks.
         head: FLOP/s of the head's products, which stay in 16 bits.
         attention: FLOP/s of the fastest product in 16 bits; attention never draws so much power
             that clocks fall.
@@ -71,6 +73,7 @@ class Rates(NamedTuple):
     """
 
     matrix: float
+    weight: float
     head: float
     attention: float
     memory: float
@@ -129,9 +132,12 @@ def rates(setup: Setup, constants: Constants) -> Rates:
     share = constants.matrix_share_hopper if is_new else constants.matrix_share_ampere
     clock = _clock_share(machine.power_share)
     share *= clock
-    head_type = "bfloat16" if setup.precision.matrix == "fp8" else setup.precision.matrix
+    precision = setup.precision
+    head_type = "bfloat16" if precision.matrix == "fp8" else precision.matrix
+    weight_type = precision.weight_products or precision.matrix
     return Rates(
-        matrix=machine.hardware.matrix_rate(setup.precision.matrix) * share,
+        matrix=machine.hardware.matrix_rate(precision.matrix) * share,
+        weight=machine.hardware.matrix_rate(weight_type) * share,
         head=machine.hardware.matrix_rate(head_type) * share,
         attention=machine.hardware.matrix_rate(head_type) * clock,
         memory=machine.hardware.memory_bytes_s * MEMORY_SHARE,
@@ -229,25 +235,33 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     forward_products = seconds(products)
     input_products = seconds([product.input_gradient() for product in products])
     weight_products = sum(
-        product_s(product.weight_gradient(), rate.matrix, rate, gradient_bytes(setup))
+        product_s(product.weight_gradient(), rate.weight, rate, gradient_bytes(setup))
         for product in products
     )
     attend_forward, attend_backward = attend_s(setup, rate)
-    elementwise = elementwise_bytes(setup, has_experts=has_experts) / rate.memory
-    if setup.software.fuses_elementwise:
-        elementwise *= constants.fused_traffic
-    else:
-        elementwise *= constants.eager_traffic
+    traffic = constants.fused_traffic
+    if not setup.software.fuses_elementwise:
+        traffic = constants.eager_traffic
+    elementwise = elementwise_bytes(setup, has_experts=has_experts) / rate.memory * traffic
+    # Only the products of outputs and of input gradients round their operands.
+    rounding = input_rounding = 0.0
+    if setup.precision.weight_products is not None:
+        rounding = sum(map(_rounded_bytes, products)) / rate.memory * traffic
+        gradients = [product.input_gradient() for product in products]
+        input_rounding = sum(map(_rounded_bytes, gradients)) / rate.memory * traffic
 
     launches = _KERNELS[setup.software.fuses_elementwise]
+    if setup.precision.weight_products is not None:
+        # The inputs and the weights of seven layers.
+        launches += 14 * _ROUNDING_KERNELS[setup.software.fuses_elementwise]
     gap = launches * constants.kernel_gap_s
-    forward = forward_products + attend_forward + elementwise + gap
+    forward = forward_products + attend_forward + elementwise + rounding + gap
     last_product = seconds([ffn_parts[-1]])
     recompute = {
         "none": 0.0,
         "attention": attend_forward,
-        "matrix": elementwise,
-        "half_matrix": elementwise + 0.5 * forward_products,
+        "matrix": elementwise + rounding,
+        "half_matrix": elementwise + rounding + 0.5 * forward_products,
         "half_blocks": 0.5 * forward,
         "full": forward,
     }[setup.recompute]
@@ -256,6 +270,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
 
     # The host launches kernels one after the other; the device cannot be faster.
     backward_input = input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise + gap
+    backward_input += input_rounding
     if setup.software.launches_synchronously:
         launch = launches * _SYNCHRONOUS_LAUNCH_S
         again = launch if recompute > 0.5 * forward else 0.0
@@ -343,6 +358,14 @@ def _unfused_attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
     # The gradients of probabilities and scores, and the products that they are in.
     backward = scores + 3 * weighted + (11 if has_dropout else 6) * byte_of_scores_s
     return forward, backward
+
+
+def _rounded_bytes(product: Product) -> float:
+    """Return the memory traffic of rounding the operands of a product to 8 bits, in bytes.
+
+    An operand in 16 bits is read for its largest numbers, read again, and written.
+    """
+    return product.copies * (2 + 2 + 1) * product.depth * (product.rows + product.columns)
 
 
 def elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:

@@ -91,7 +91,8 @@ def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:
         flops_per_token: model FLOPs of ``models.*.counts``, causal or not, as the caller likes.
         tokens_s: tokens per second and device.
     """
-    peak = setup.machine.hardware.peaks.get(setup.precision.matrix)
+    precision = setup.precision
+    peak = setup.machine.hardware.peaks.get(precision.weight_products or precision.matrix)
     return flops_per_token * tokens_s / peak if peak else None
 
 
@@ -216,10 +217,14 @@ def model_flops_per_token(recipe: Recipe, *, causal: bool = True) -> float:
 def _precision(recipe: Recipe) -> Precision:
     """Return the widths of FSDP's mixed precision: shards and sums wide, gathers narrow."""
     wide = 8.0 if recipe.precision.params == "float64" else 4.0
-    matrix = recipe.precision.computes_in
-    narrow = {"bfloat16": 2.0, "float32": 4.0, "float64": 8.0}[matrix]
+    computes_in = recipe.precision.computes_in
+    narrow = {"bfloat16": 2.0, "float32": 4.0, "float64": 8.0}[computes_in]
+    matrix = "float32" if computes_in == "float64" else computes_in
+    # In float64, float8 is emulated.
+    is_float8 = recipe.precision.matmul == "float8" and computes_in == "bfloat16"
     return Precision(
-        matrix="float32" if matrix == "float64" else matrix,
+        matrix="fp8" if is_float8 else matrix,
+        weight_products=matrix if is_float8 else None,
         weights=narrow,
         gradients=wide,
         optimizer=3 * wide,  # parameters and two moments

@@ -218,6 +218,8 @@ class Precision:
 
     Attributes:
         matrix: the type of the matrix products, a key of ``Hardware.peaks``.
+        weight_products: the type of the products that make weight gradients, and of MFU's peak;
+            None: that of ``matrix``.
         weights: bytes per parameter of the copy that forward reads.
         gradients: bytes per parameter of the gradients that are summed over micro-batches.
         extra_gradients: bytes per parameter of a second copy of the gradients, such as 16-bit ones
@@ -233,6 +235,7 @@ class Precision:
     """
 
     matrix: str = "bfloat16"
+    weight_products: str | None = None
     weights: float = 2.0
     gradients: float = 2.0
     extra_gradients: float = 0.0

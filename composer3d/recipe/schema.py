@@ -25,6 +25,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 MOST_RANKS = 1 << 24  # processes in a world
 MOST_STEPS = 10**9
+FLOAT8_MULTIPLE = 16  # Kernels take matrices whose sizes are multiples of it.
 NAME_BYTES = 200  # A file system accepts 255; suffixes are appended to the name.
 
 
@@ -297,6 +298,11 @@ class PrecisionTable:
     )
     compute: Literal["float32", "float64", "bfloat16"] | None = key(
         None, "dtype of forward and backward; absent: the dtype of params"
+    )
+    matmul: Literal["compute", "float8"] = key(
+        "compute",
+        "products of the linear layers of blocks; compute: in the dtype of forward and backward; "
+        "float8: outputs and input gradients in float8, weight gradients in the dtype of compute",
     )
     reduce: Literal["float32", "bfloat16"] | None = key(
         None,

@@ -143,6 +143,8 @@ class ReferenceStats(NamedTuple):
         clips: for each step, whether it clipped the gradients.
         closest_scores: the smallest difference of two scores between which a router chose in any
             step. None: there is no router.
+        closest_rounding: the smallest distance of a number from a change of its rounding to float8
+            (``float8.Rounding``). None: nothing is rounded.
     """
 
     noise: list[dict[str, float]]
@@ -150,6 +152,7 @@ class ReferenceStats(NamedTuple):
     shapes: dict[str, list[int]]
     clips: list[bool]
     closest_scores: float | None = None
+    closest_rounding: float | None = None
 
 
 class TensorError(NamedTuple):

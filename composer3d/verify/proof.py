@@ -29,6 +29,8 @@ from composer3d.verify.shrink import shrink
 
 # Scores of a router are at most 1 and have a few roundings of 6e-8 in float32.
 _NEAR_TIE = 1e-6
+# Two exact layouts differ by about 1e-15 of the largest number, and by 1e-14 in later steps.
+_NEAR_ROUNDING = 1e-13
 _SEEDS = 8
 _LIMIT_S = 240.0  # the time for one run of the reference or of the composed job
 
@@ -102,6 +104,13 @@ def _prove(
     verdict = Verdict(
         passed=False, world_size=small.world_size, layout=describe(small), dtype=dtype
     )
+    if small.precision.matmul == "float8" and dtype == "float32":
+        verdict.refused = True
+        verdict.error = (
+            'precision.matmul = "float8" is proven in float64 alone: in float32, rounding to '
+            "float8 tells no wrong layout from an exact one; use --dtype float64"
+        )
+        return verdict
     try:
         small, reference, stats = _make_clear_reference(pool, folder, small, dtype, steps)
         arguments = {
@@ -157,6 +166,8 @@ def describe(small: Recipe) -> str:
         words.append("compile")
     if small.precision.compute is not None:
         words.append("mixed")
+    if small.precision.matmul == "float8":
+        words.append("emulated float8")
     if small.precision.reduce is not None:
         words.append(f"gradients in {small.precision.reduce}")
     if small.data.packing != "none":
@@ -172,11 +183,12 @@ def describe(small: Recipe) -> str:
 def _make_clear_reference(
     pool: Pool, folder: Path, small: Recipe, dtype: str, steps: int
 ) -> tuple[Recipe, str, ReferenceStats]:
-    """Run the one-process training with initial weights that leave no router a near-tie in float32.
+    """Run the one-process training with initial weights that leave no choice to rounding.
 
     If the scores of two experts differ by less than float32 resolves, rounding alone may choose the
-    other one, and all gradients differ. That is no error of a layout, but nothing could tell it
-    from one. So the proof takes the next seed of the initial weights.
+    other one, and all gradients differ. If a number lies halfway between two float8 numbers, as
+    far as float64 resolves, rounding alone chooses one of them. That is no error of a layout, but
+    nothing could tell it from one. So the proof takes the next seed of the initial weights.
 
     Returns:
         The recipe with that seed, and what ``_make_reference`` returns.
@@ -184,8 +196,9 @@ def _make_clear_reference(
     for seed in range(small.run.seed, small.run.seed + _SEEDS):
         seeded = replace(small, run=replace(small.run, seed=seed))
         reference, stats = _make_reference(pool, folder, seeded, dtype, steps)
-        closest = stats.closest_scores
-        if dtype == "float64" or closest is None or closest > _NEAR_TIE:
+        scores, rounding = stats.closest_scores, stats.closest_rounding
+        is_clear = dtype == "float64" or scores is None or scores > _NEAR_TIE
+        if is_clear and (rounding is None or rounding > _NEAR_ROUNDING):
             break
     return seeded, reference, stats
 
@@ -198,7 +211,8 @@ def _make_reference(
     Returns:
         The path of the file that ``worker.run_reference`` wrote, and the statistics.
     """
-    key = hash((small.model, small.data, small.optim, small.run.seed, dtype, steps))
+    scales = small.mesh.tp if small.precision.matmul == "float8" else None
+    key = hash((small.model, small.data, small.optim, small.run.seed, scales, dtype, steps))
     path = folder / f"reference-{key:x}.pt"
     # The statistics are written last: if they exist, the reference is complete.
     stats_path = path.with_suffix(".json")

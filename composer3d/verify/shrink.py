@@ -37,6 +37,7 @@ def shrink(full: Recipe) -> list[Recipe]:
     - the window: one token, at most one chunk of the sequence, or a window that reaches one chunk
       or several chunks back;
     - memory: chunks of the loss, activation checkpointing, compilation and offload;
+    - float8 products, which are emulated in float64;
     - the pipeline: layers that the stages divide or not; an uneven explicit cut; one micro-batch or
       several, as the schedule needs; the stages and micro-batches of a schedule from a file;
     - the optimizer: clipping (to 0.1, so that it is active), a learning rate from 1e-4 to 1e-2, and
@@ -311,7 +312,9 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         # It checks no layout, and a small mesh may lack the ranks that are compared.
         reliability=replace(full.reliability, digest_every=0),
     )
-    assert not violations(small), violations(small)
+    # A proof emulates products in float8, with sizes that kernels do not take.
+    in_wide_dtypes = replace(small, precision=replace(small.precision, matmul="compute"))
+    assert not violations(in_wide_dtypes), violations(in_wide_dtypes)
     return small
 
 

@@ -43,6 +43,7 @@ from composer3d.verify.data import (
     reference_max_norm,
     shorten_run,
 )
+from composer3d.verify.float8 import use_float8
 from composer3d.verify.judge import RankErrors, ShardError
 from composer3d.verify.rounding import AdamWReplay, measure_noise, round_to_float32
 
@@ -63,7 +64,8 @@ _SMALLEST_BFLOAT16 = 2.0**-126
 def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str, Any]:
     """Train on one process, and write the losses, norms, gradients and weights to ``path``.
 
-    It computes in float64. The initial weights are the only part of ``parallel`` that it uses. If
+    It computes in float64. The initial weights are the only part of ``parallel`` that it uses, and
+    float8 products also know the number of tp ranks (``verify.float8``). If
     ``dtype`` is "float32", it rounds the weights to values that float32 can hold, and measures how
     far rounding alone moves the gradients (``verify.rounding``).
 
@@ -81,6 +83,7 @@ def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str
     reference = _train_plainly(recipe, dtype, steps)
     noise, clips = reference.pop("noise"), reference.pop("clips")
     closest_scores = reference.pop("closest_scores")
+    closest_rounding = reference.pop("closest_rounding")
     torch.save(reference, path)
 
     norms = {
@@ -96,6 +99,7 @@ def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str
         "shapes": shapes,
         "clips": clips,
         "closest_scores": closest_scores,
+        "closest_rounding": closest_rounding,
     }
 
 
@@ -115,7 +119,11 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
     """
     chosen = architecture(recipe.model.architecture)
     model = chosen.build(recipe.model, dtype=torch.float64, device="cpu")
-    init.initialise(model, resolve(chosen.plan)(recipe.model), recipe.run.seed)
+    plan = resolve(chosen.plan)(recipe.model)
+    init.initialise(model, plan, recipe.run.seed)
+    rounding = None
+    if recipe.precision.matmul == "float8":
+        rounding = use_float8(model, plan, recipe.mesh.tp)
     for name, parameter in model.named_parameters():
         _starve_first_expert(name, parameter, recipe.model.experts > 0)
     optimizer = _plain_optimizer(model, recipe.optim)
@@ -166,6 +174,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         reference["gradient"].append(gradients)
         reference["weight"].append(_copy_weights(model))
     reference["closest_scores"] = closest if math.isfinite(closest) else None
+    reference["closest_rounding"] = rounding and rounding.closest
     return reference
 
 
@@ -364,6 +373,7 @@ def run_composed(
         compute=(compute or dtype) if mixed else None,
         # It is narrower than float64 too.
         reduce="bfloat16" if sends_narrow else None,
+        matmul=recipe.precision.matmul,
     )
     recipe = replace(shorten_run(recipe, steps), precision=precision)
     expected = torch.load(reference, mmap=True, weights_only=True)

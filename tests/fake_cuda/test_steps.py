@@ -55,6 +55,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         BF16,
         'precision.reduce="bfloat16"',
     ),
+    "float8": ("mesh.tp=2", "mesh.dp_shard=2", BF16, 'precision.matmul="float8"'),
     "full checkpointing": ("mesh.dp_shard=2", BF16, 'memory.activation_checkpoint="full"'),
 }
 
@@ -76,6 +77,7 @@ LAUNCHED = {
     "hsdp, selective": (23, 52),
     # The gradients of a block are rounded, sent and summed in each micro-batch.
     "gradients in bfloat16": (43, 87),
+    "float8": (2 * 29, 2 * 45 + 9),
     "full checkpointing": (2 * 23, 2 * 58 + 9),
 }
 

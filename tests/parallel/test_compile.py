@@ -54,6 +54,8 @@ def compile_strictly(backend: str, cache: str) -> None:
         "mesh.cp=2 mesh.tp=2 memory.activation_checkpoint=selective model.n_kv_heads=1",
         "mesh.pp=2 mesh.dp_shard=2 parallel.schedule=Interleaved1F1B precision.compute=float32",
         "mesh.tp=2 model.n_layers=4 memory.activation_checkpoint=every 2 blocks",
+        "mesh.tp=2 memory.activation_checkpoint=selective model.qkv_bias=true "
+        "precision.compute=bfloat16 precision.matmul=float8",
     ],
 )
 def test_compiled_layout_is_exact(

@@ -38,6 +38,15 @@ EXPERTS = [
         ],
     ),
     Wrong(
+        "experts in float8",
+        MOE + '[precision]\ncompute = "bfloat16"\nmatmul = "float8"\n',
+        [
+            'x.toml:6: precision.matmul = "float8" does not work for a model with experts, whose '
+            "grouped products are in the dtype of precision.compute; use precision.matmul = "
+            '"compute"'
+        ],
+    ),
+    Wrong(
         "groups of experts",
         MOE + "expert_groups = 3\n",
         [

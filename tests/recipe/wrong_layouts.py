@@ -183,6 +183,52 @@ LAYOUTS = [
         ],
     ),
     Wrong(
+        "float8 in float32",
+        TINY + '[precision]\nmatmul = "float8"\n',
+        [
+            'x.toml:4: precision.matmul = "float8" needs forward and backward in bfloat16, but '
+            'they are in float32; use precision.compute = "bfloat16", or precision.matmul = '
+            '"compute"'
+        ],
+    ),
+    Wrong(
+        "float8, sizes of products",
+        TINY
+        + "n_heads = 3\nn_kv_heads = 1\nhead_dim = 24\nffn = 100\ndim = 72\n[precision]\n"
+        + 'compute = "bfloat16"\nmatmul = "float8"\n',
+        [
+            'x.toml:10: precision.matmul = "float8" needs products whose sizes are multiples of '
+            f"16, but {keys} makes {rows}; change these keys, or use precision.matmul = "
+            '"compute"'
+            for keys, rows in (
+                ("model.dim = 72 (x.toml:7)", 72),
+                ("model.n_heads = 3 (x.toml:3) of width 24 over mesh.tp = 1 (default)", 72),
+                ("model.n_kv_heads = 1 (x.toml:4) of width 24 over mesh.tp = 1 (default)", 24),
+                ("model.ffn = 100 (x.toml:6) over mesh.tp = 1 (default)", 100),
+            )
+        ],
+    ),
+    Wrong(
+        "float8, sizes over tp",
+        TINY + '[mesh]\ntp = 4\n[precision]\ncompute = "bfloat16"\nmatmul = "float8"\n',
+        [
+            'x.toml:7: precision.matmul = "float8" needs products whose sizes are multiples of '
+            "16, but model.ffn = 160 (preset debug-tiny) over mesh.tp = 4 (x.toml:4) makes 40; "
+            'change these keys, or use precision.matmul = "compute"'
+        ],
+    ),
+    Wrong(
+        "float8 and async_tp",
+        TINY
+        + "[mesh]\ntp = 2\n[compile]\nenabled = true\n[parallel]\nasync_tp = true\n[precision]\n"
+        + 'compute = "bfloat16"\nmatmul = "float8"\n',
+        [
+            'x.toml:11: precision.matmul = "float8" rounds what tp gathers before each product, so '
+            "that parallel.async_tp = true (x.toml:8) cannot fuse the two; use parallel.async_tp = "
+            'false, or precision.matmul = "compute"'
+        ],
+    ),
+    Wrong(
         "proof with gradients in bfloat16",
         TINY + '[precision]\nparams = "float64"\nreduce = "bfloat16"\n[mesh]\ndp_shard = 2\n',
         [

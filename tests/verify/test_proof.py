@@ -336,6 +336,14 @@ def test_a_reference_that_is_not_finite_proves_nothing(number: float) -> None:
     assert not judged(change, STATS._replace(norms=norms)).passed
 
 
+def test_float8_is_proven_in_float64_alone(pool: Pool, references: Path) -> None:
+    sets = ["precision.compute=bfloat16", "precision.matmul=float8"]
+    verdict = verify_layout(pool, references, RECIPE, sets, dtype="float32", steps=2)
+    assert verdict.refused
+    assert verdict.error is not None
+    assert verdict.error.startswith('precision.matmul = "float8" is proven in float64 alone')
+
+
 def test_refused_layout_says_why(pool: Pool, references: Path) -> None:
     verdict = verify_layout(pool, references, RECIPE, ["mesh.tp=3"], dtype="float64", steps=1)
     assert verdict.refused
@@ -435,6 +443,10 @@ def test_shrinking_keeps_the_switches() -> None:
         assert word in describe(small)
     assert shrunk("mesh.tp=2", "model.vocab=50258").model.vocab == 256
     assert "compile" in describe(shrunk("compile.enabled=true"))
+    # The small sizes are not those of kernels, which the full recipe must have.
+    in_float8 = shrunk("mesh.tp=2", "precision.compute=bfloat16", "precision.matmul=float8")
+    assert in_float8.model.ffn // 2 % 16
+    assert "mixed emulated float8" in describe(in_float8)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,15 @@ def sharding_plan(shape: ModelShape) -> ShardingPlan:
         attend="blocks.*.attn",
         # Matrix products and attention are expensive. Norms, rotations and the gate are cheap to
         # compute again.
-        save=("aten.mm.*", "aten.addmm.*", "aten._scaled_dot_product_*", "composer3d.*"),
+        save=(
+            "aten.mm.*",
+            "aten.addmm.*",
+            "aten._scaled_mm_v2.*",
+            "aten._scaled_dot_product_*",
+            "composer3d.*",
+        ),
         # The output of the last product is only added to the residual stream.
         unread=("blocks.*.ffn.w2",),
+        float8=("blocks.*.attn.w[qkvo]", "blocks.*.ffn.w[123]"),
         first_only_looks_up=True,
     )

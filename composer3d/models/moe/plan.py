@@ -43,4 +43,5 @@ def sharding_plan(shape: MoeShape) -> ShardingPlan:
         experts=experts,
         save=(*plan.save, "aten._grouped_mm.*"),  # the products of experts
         unread=unread,
+        float8=(),  # recipes refuse float8 with experts
     )

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composer3d.parallel.data import fsdp
+from composer3d.parallel.float8 import Float8Linear, input_gradient, output_product
 
 Work = Callable[[], None]
 
@@ -30,9 +31,10 @@ class DeferredLinear(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.deferred = deferred
+        self.is_float8 = isinstance(linear, Float8Linear)
 
     def forward(self, input: Tensor) -> Tensor:
-        call = _Call(self.weight, self.bias, self.deferred)
+        call = _Call(self.weight, self.bias, self.deferred, is_float8=self.is_float8)
         return _Product.apply(_KeptInput.apply(input, self.weight, call), self.weight, call)
 
 
@@ -43,8 +45,11 @@ class _Call:
     ``saved_tensors`` returns a copy, and a gradient accumulated on a copy is lost.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, deferred: list[Work]) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, deferred: list[Work], *, is_float8: bool
+    ) -> None:
         self.weight, self.bias, self.deferred = weight, bias, deferred
+        self.is_float8 = is_float8
         self.grad: Tensor | None = None  # of the output, once backward has come to the product
 
     def defer(self, x: Tensor) -> None:
@@ -94,12 +99,21 @@ class _Product(torch.autograd.Function):
         ctx.call = call
         # As one matrix, so that it is always the product that selective checkpointing saves. For
         # some strides, torch would call a batched product.
-        return F.linear(x.flatten(0, -2), weight, call.bias).unflatten(0, x.shape[:-1])
+        rows = x.flatten(0, -2)
+        if call.is_float8:
+            out = output_product(rows, weight)
+            out = out if call.bias is None else out + call.bias
+        else:
+            out = F.linear(rows, weight, call.bias)
+        return out.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call, ctx.call = ctx.call, None
         (call.grad,) = grads
+        if call.is_float8:
+            rows = input_gradient(call.grad.flatten(0, -2), call.weight)
+            return rows.unflatten(0, call.grad.shape[:-1]), None, None
         return call.grad @ call.weight, None, None
 
 
@@ -115,7 +129,7 @@ def defer_weight_grads(stage: nn.Module, blocks: nn.Module) -> Callable[[], Work
     # A module may have several names, which must get the same replacement.
     replacements: dict[nn.Module, DeferredLinear] = {}
     for name, module in list(blocks.named_modules(remove_duplicate=False)):
-        if type(module) is nn.Linear:
+        if type(module) in (nn.Linear, Float8Linear):
             if module not in replacements:
                 replacements[module] = DeferredLinear(module, deferred)
             blocks.set_submodule(name, replacements[module])

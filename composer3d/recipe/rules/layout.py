@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import gcd, lcm
 
 from composer3d.recipe.rules.rule import Rule, needed_with, rule
-from composer3d.recipe.schema import AXES, MOST_RANKS, Recipe
+from composer3d.recipe.schema import AXES, FLOAT8_MULTIPLE, MOST_RANKS, Recipe
 from composer3d.recipe.values import (
     as_toml,
     divisors,
@@ -404,6 +404,71 @@ def gradients_of_experts_are_wide(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule("precision.matmul", "precision.compute", "precision.params")
+def float8_computes_in_bfloat16(recipe: Recipe) -> Iterator[str]:
+    """Kernels return bfloat16. In float64 the products are emulated, for proofs."""
+    computes_in = recipe.precision.computes_in
+    if recipe.precision.matmul == "float8" and computes_in not in ("bfloat16", "float64"):
+        yield (
+            "<precision.matmul> needs forward and backward in bfloat16, but they are in "
+            f'{computes_in}; use precision.compute = "bfloat16", or precision.matmul = "compute"'
+        )
+
+
+@rule(
+    "precision.matmul",
+    "precision.compute",
+    "precision.params",
+    "mesh.tp",
+    "model.dim",
+    "model.n_heads",
+    "model.n_kv_heads",
+    "model.head_dim",
+    "model.ffn",
+)
+def float8_has_sizes_of_kernels(recipe: Recipe) -> Iterator[str]:
+    """Kernels take products whose sizes on each rank are multiples of 16."""
+    precision, model, tp = recipe.precision, recipe.model, recipe.mesh.tp
+    if precision.matmul != "float8" or precision.computes_in != "bfloat16":
+        return
+    width = model.head_width
+    kv_cuts = min(tp, model.n_kv_heads)  # with fewer heads than ranks, a rank computes one
+    for rows, cuts, keys in (
+        (model.dim, 1, "<model.dim>"),
+        (model.n_heads * width, tp, f"<model.n_heads> of width {width} over <mesh.tp>"),
+        (model.n_kv_heads * width, kv_cuts, f"<model.n_kv_heads> of width {width} over <mesh.tp>"),
+        (model.ffn, tp, "<model.ffn> over <mesh.tp>"),
+    ):
+        # Other rules report a tp that does not divide the heads or the feed-forward layers.
+        if rows % cuts == 0 and rows // cuts % FLOAT8_MULTIPLE:
+            yield (
+                "<precision.matmul> needs products whose sizes are multiples of "
+                f"{FLOAT8_MULTIPLE}, but {keys} makes {rows // cuts}; change these keys, or use "
+                'precision.matmul = "compute"'
+            )
+
+
+@rule("precision.matmul")
+def experts_are_not_in_float8(recipe: Recipe) -> Iterator[str]:
+    """Grouped products have other kernels, and float8 would leave most of a model as it is."""
+    if recipe.precision.matmul == "float8" and recipe.model.experts:
+        yield (
+            "<precision.matmul> does not work for a model with experts, whose grouped products are "
+            'in the dtype of precision.compute; use precision.matmul = "compute"'
+        )
+
+
+@rule("precision.matmul", "parallel.async_tp")
+def async_tp_fuses_no_float8(recipe: Recipe) -> Iterator[str]:
+    """The compiler fuses collectives with products of what they carry, in the same dtype."""
+    if recipe.precision.matmul == "float8" and recipe.parallel.async_tp:
+        yield (
+            "<precision.matmul> rounds what tp gathers before each product, so that "
+            "<parallel.async_tp> cannot fuse the two; use parallel.async_tp = false, or "
+            'precision.matmul = "compute"'
+        )
+
+
 @rule("compile.enabled")
 def experts_are_eager(recipe: Recipe) -> Iterator[str]:
     """The number of rows of an expert is known only when it runs, so no graph holds for it."""
@@ -478,6 +543,10 @@ RULES: tuple[Rule, ...] = (
     reduce_fits_params,
     narrow_gradients_are_sharded,
     gradients_of_experts_are_wide,
+    float8_computes_in_bfloat16,
+    float8_has_sizes_of_kernels,
+    experts_are_not_in_float8,
+    async_tp_fuses_no_float8,
     experts_are_eager,
     split_backward_is_eager,
     async_tp_fuses_products,

@@ -9,6 +9,7 @@ from tools.prove.faults import (
     data,
     exchanges,
     experts,
+    float8,
     model,
     pipeline,
     resume,
@@ -66,6 +67,7 @@ _V = "mesh.pp=2 parallel.schedule=ZBVZeroBubble"
 _TIED = "mesh.pp=2 model.tied=true"
 _NARROW = "precision.reduce=bfloat16"
 _PACKED = "data.packing=documents"
+_FLOAT8 = "precision.compute=bfloat16 precision.matmul=float8"
 
 FAULTS = [
     # tp
@@ -242,6 +244,13 @@ FAULTS = [
         values.recompute_with_other_positions, "memory.activation_checkpoint=full", "blocks|first"
     ),
     Fault(values.recompute_with_another_input, "memory.activation_checkpoint=full", "blocks|first"),
+    # float8
+    Fault(float8.scale_columns, _FLOAT8, " is off by"),
+    Fault(float8.take_the_scales_of_the_first_rank, f"mesh.tp=2 {_FLOAT8}", " is off by"),
+    Fault(float8.forget_a_scale, _FLOAT8, " is off by"),
+    Fault(float8.round_nothing_in_backward, f"mesh.dp_shard=2 {_FLOAT8}"),
+    Fault(float8.round_the_weight_gradient, _FLOAT8, r" is off by"),
+    Fault(float8.leave_a_layer_out, f"mesh.tp=2 {_FLOAT8}", " is off by"),
     # gradient norm, optimizer, initial weights
     Fault(values.count_replicas_in_the_norm, "mesh.tp=2", "^gradient norm at step 1 is off"),
     Fault(values.norm_of_the_first_rank, "mesh.dp_shard=2", "^gradient norm|^weight"),

@@ -1,0 +1,252 @@
+"""Float8 matrix products: round the operands of a product to e4m3, each row with its own scale.
+
+Micikevicius et al. 2022 (FP8 formats, arXiv 2209.05433). The scales are those of torchao's recipe
+"rowwise_with_gw_hp". Of the three products of a linear layer, two are in float8:
+
+    output          rows of x            x  rows of the weight
+    input gradient  rows of the gradient x  the weight, with one scale for all of it
+    weight gradient in the dtype of the operands
+
+A row of x or of a gradient is one token, so a product does not depend on which other tokens a rank
+holds: not on micro-batches, dp or cp. The weight gradient sums over tokens, and nothing is rounded
+before it. tp cuts rows, and a rank takes its scales from its own part of a row. The result thus
+depends on ``mesh.tp``, as a sum in bfloat16 does.
+
+A scale is a power of two, so scaling rounds nothing, in bfloat16 either. In float64, a product is
+emulated: operands are rounded to the same e4m3 numbers, and multiplied in float64. ``verify``
+proves layouts that way.
+
+This is not torchao's ``Float8Linear``, for three reasons. It cannot compute in float64. Its
+backward cannot put the weight gradient off (``pipeline.zero_bubble``). Its tensor subclass adds to
+the time of every eager operator. A test compares the two, bit by bit.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import ScalingType, scaled_mm
+
+from composer3d.models.contract import ShardingPlan
+from composer3d.recipe.schema import FLOAT8_MULTIPLE, MeshTable, PrecisionTable
+from composer3d.spec.errors import DeviceError, PlanError
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max  # 448
+_SMALLEST_AMAX = 1e-12  # rows of zeros have a finite scale too
+_LEAST_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
+
+
+class Rounded(NamedTuple):
+    """A matrix in float8, and its scales.
+
+    Attributes:
+        values: e4m3, the matrix times ``scale``.
+        scale: powers of two in float32, (rows, 1) or a scalar.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+def round_rows(x_NK: Tensor) -> Rounded:
+    """Round each row with its own scale."""
+    scale_N1 = _scale_of(x_NK.abs().amax(1, keepdim=True))
+    return Rounded(_round(x_NK, scale_N1), scale_N1)
+
+
+def round_whole(x_NK: Tensor) -> Rounded:
+    """Round a matrix with one scale."""
+    scale = _scale_of(x_NK.abs().amax())
+    return Rounded(_round(x_NK, scale), scale)
+
+
+def _scale_of(amax: Tensor) -> Tensor:
+    """Return the largest power of two that brings ``amax`` to at most 448, in float32.
+
+    If ``amax`` is not finite, the scale is NaN or 0, and so are the rounded values NaN.
+    """
+    # In float64, so that compiled and eager code divide alike.
+    ratio = LARGEST / amax.to(torch.float64).clamp(min=_SMALLEST_AMAX)
+    # ratio = mantissa x 2^n, with a mantissa of at least 0.5 and below 1.
+    return (ratio / (2 * torch.frexp(ratio).mantissa)).to(torch.float32)
+
+
+def _round(x: Tensor, scale: Tensor) -> Tensor:
+    # torch rounds a float64 number to float32 first. So does the reference of ``verify``.
+    return (x * scale.to(x.dtype)).to(E4M3)
+
+
+def output_product(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
+    """Return ``x @ weight.T`` (N, M) in the dtype of ``x``, from rows in float8."""
+    x, weight = round_rows(x_NK), round_rows(weight_MK)
+    if x_NK.dtype == torch.float64:
+        return _widen(x) @ _widen(weight).T
+    return scaled_mm(
+        x.values,
+        weight.values.T,
+        x.scale.reciprocal(),
+        ScalingType.RowWise,
+        weight.scale.reciprocal().T,
+        ScalingType.RowWise,
+        output_dtype=x_NK.dtype,
+        use_fast_accum=True,
+    )
+
+
+def input_gradient(grad_NM: Tensor, weight_MK: Tensor) -> Tensor:
+    """Return ``grad @ weight`` (N, K) in the dtype of ``grad``, from float8."""
+    grad, weight = round_rows(grad_NM), round_whole(weight_MK)
+    if grad_NM.dtype == torch.float64:
+        return _widen(grad) @ _widen(weight)
+    # As torchao: with scales of rows and exact sums, the kernel is slow. Powers of two can also be
+    # applied afterwards, without rounding.
+    one = torch.ones((), dtype=torch.float32, device=grad_NM.device)
+    product_NK = scaled_mm(
+        grad.values,
+        weight.values.T.contiguous().T,  # the kernel takes columns
+        one,
+        ScalingType.TensorWise,
+        one,
+        ScalingType.TensorWise,
+        output_dtype=grad_NM.dtype,
+    )
+    return product_NK * (grad.scale * weight.scale).reciprocal().to(grad_NM.dtype)
+
+
+def _widen(matrix: Rounded) -> Tensor:
+    """Return the numbers that ``matrix`` stands for, in float64."""
+    return matrix.values.to(torch.float64) / matrix.scale
+
+
+class _Operands(torch.autograd.Function):
+    """Save the operands of a product before it is computed; return zeros of its shape.
+
+    Recomputation ends with the last tensor that backward reads. If the product itself saved its
+    operands, it would do so when it is done, and recomputation would compute the last one for
+    nothing. The zeros are one number in memory. The gradient of the product arrives as theirs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_NK: Tensor, weight_MK: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NK, weight_MK)
+        return x_NK.new_zeros(()).expand(x_NK.shape[0], weight_MK.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NK, weight_MK = ctx.saved_tensors
+        (grad_NM,) = grads
+        return input_gradient(grad_NM, weight_MK), grad_NM.T @ x_NK
+
+
+class _Product(torch.autograd.Function):
+    """Compute the product in place of the zeros of ``_Operands``, and pass its gradient there."""
+
+    @staticmethod
+    def forward(ctx: Any, zeros_NM: Tensor, x_NK: Tensor, weight_MK: Tensor) -> Tensor:
+        return output_product(x_NK, weight_MK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer with its output and its input gradient in float8."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        # These parameters are replaced by those of ``linear``.
+        super().__init__(1, 1, device="meta")
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        x_NK, weight_MK = input.flatten(0, -2), self.weight
+        out_NM = _Product.apply(_Operands.apply(x_NK, weight_MK), x_NK.detach(), weight_MK.detach())
+        out = out_NM.unflatten(0, input.shape[:-1])
+        return out if self.bias is None else out + self.bias
+
+
+def apply(blocks: nn.ModuleDict, plan: ShardingPlan, precision: PrecisionTable) -> None:
+    """Replace the layers that the plan names, in place, with ``precision.matmul = "float8"``.
+
+    Parameters keep their names. Call it before anything wraps the layers.
+
+    Args:
+        blocks: the blocks of a stage, by number.
+        plan: the plan of the model.
+        precision: the recipe's ``[precision]``.
+    """
+    if precision.matmul != "float8":
+        return
+    # A module may have several names, which must get the same replacement.
+    replacements: dict[nn.Module, Float8Linear] = {}
+    for name, module in list(blocks.named_modules(remove_duplicate=False)):
+        if isinstance(module, nn.Linear) and plan.multiplies_in_float8(f"blocks.{name}"):
+            if module not in replacements:
+                replacements[module] = Float8Linear(module)
+            blocks.set_submodule(name, replacements[module])
+
+
+def check(
+    model: nn.Module,
+    plan: ShardingPlan,
+    sizes: MeshTable,
+    precision: PrecisionTable,
+    device: torch.device,
+) -> None:
+    """Check that a whole model can multiply in float8 on ``device``, if ``precision`` wants it.
+
+    Raises:
+        PlanError: the plan names no layer, or a layer that tp leaves with sizes that the kernel
+            does not take.
+        DeviceError: a GPU is too old.
+    """
+    if precision.matmul != "float8":
+        return
+    if not plan.float8:
+        raise PlanError(
+            "the plan's float8 names no layer, so none can multiply in float8; name linear layers, "
+            'or use precision.matmul = "compute"'
+        )
+    if precision.computes_in == "float64":
+        return  # emulated, with any sizes and on any device
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _LEAST_CAPABILITY:
+            raise DeviceError(
+                'precision.matmul = "float8" needs a GPU of compute capability '
+                f"{_as_version(_LEAST_CAPABILITY)} or newer, and "
+                f"{torch.cuda.get_device_name(device)} has {_as_version(capability)}; use "
+                'precision.matmul = "compute"'
+            )
+    lines = []
+    for name, module in model.named_modules():
+        if plan.multiplies_in_float8(name) and isinstance(module, nn.Linear):
+            rows, columns = _local_sizes(module, plan, name, sizes.tp)
+            if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
+                lines.append(
+                    f"{name!r} has a weight of {rows} x {columns} on each rank of mesh.tp = "
+                    f"{sizes.tp}, but products in float8 need multiples of {FLOAT8_MULTIPLE}; "
+                    'change the sizes of the model or mesh.tp, or use precision.matmul = "compute"'
+                )
+    if lines:
+        raise PlanError(lines)
+
+
+def _local_sizes(linear: nn.Linear, plan: ShardingPlan, name: str, tp: int) -> tuple[int, int]:
+    """Return the rows and columns of the weight that a tp rank multiplies by."""
+    rows, columns = linear.out_features, linear.in_features
+    match plan.style_of(name):
+        case "column":
+            return rows // tp, columns
+        case "kv_column":
+            # With fewer heads than ranks, a rank computes one head.
+            assert plan.kv_heads is not None
+            return rows // min(tp, plan.kv_heads), columns
+        case _:
+            return rows, columns // tp
+
+
+def _as_version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
