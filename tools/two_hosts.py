@@ -82,7 +82,7 @@ def two_hosts(mbit_s: float | None = None) -> Iterator[tuple[Host, Host]]:
                 _run(*inside, "link", "set", host.interface, "up")
                 _run(*inside, "link", "set", "lo", "up")
                 if mbit_s is not None:
-                    shape = ("tbf", "rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "100ms")
+                    shape = ("tbf", "rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "1000ms")
                     queue = ("qdisc", "add", "dev", host.interface, "root")
                     _run("tc", "-n", host.namespace, *queue, *shape)
         except (OSError, subprocess.CalledProcessError) as error:

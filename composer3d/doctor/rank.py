@@ -46,7 +46,7 @@ def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> Report |
     check_agreement(recipe)
     mesh = Mesh.build(recipe.mesh, device)
     nodes = _number_nodes()
-    groups = groups_of(mesh)
+    groups = groups_of(mesh, has_experts=recipe.model.experts > 0)
     problems: tuple[str, ...] = ()
     try:
         check_exchanges(mesh, groups, lambda axis: all_collectives(axis, recipe.parallel))

@@ -48,12 +48,16 @@ class AxisGroup(NamedTuple):
     group: dist.ProcessGroup
 
 
-def groups_of(mesh: Mesh) -> list[AxisGroup]:
+def groups_of(mesh: Mesh, *, has_experts: bool) -> list[AxisGroup]:
     """Return this rank's group of each axis with several ranks, and that of all ranks.
 
     Collective at its first use: it forms groups.
+
+    Args:
+        mesh: the mesh of the job.
+        has_experts: whether the model has experts, which have axes of their own.
     """
-    groups = {**mesh.groups(), "world": dist.group.WORLD}
+    groups = {**mesh.groups(has_experts=has_experts), "world": dist.group.WORLD}
     return [
         AxisGroup(axis, group_ranks(axis, mesh.rank, mesh.sizes), group)
         for axis, group in groups.items()

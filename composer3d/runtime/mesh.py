@@ -161,16 +161,16 @@ class Mesh:
         split = unflatten_mesh(flat, (sizes.dp_shard, sizes.cp * sizes.tp), ("batch", "sequence"))
         return split["sequence"].get_group()
 
-    def groups(self) -> dict[str, dist.ProcessGroup]:
+    def groups(self, *, has_experts: bool) -> dict[str, dist.ProcessGroup]:
         """Return this rank's process group of each axis with several ranks.
 
-        The axes are pp, dp_replicate, fsdp, cp and tp, and with ``mesh.ep`` also efsdp and ep.
+        The axes are pp, dp_replicate, fsdp, cp and tp, and with experts also efsdp and ep.
         Collective at its first use: it forms groups.
         """
-        sizes, meshes = self.sizes, {}
+        meshes = {}
         for axis in ("pp", "dp_replicate", "fsdp", "tp"):
             meshes[axis] = self.device_mesh[axis]
-        if sizes.ep > 1:
+        if has_experts:
             meshes["efsdp"], meshes["ep"] = self.sparse["efsdp"], self.sparse["ep"]
         groups = {axis: mesh.get_group() for axis, mesh in meshes.items() if mesh.size() > 1}
         if self.cp_group is not None:
