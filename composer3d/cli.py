@@ -248,6 +248,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="prove many layouts: each line of FILE has key=value overrides",
     )
+    verify.add_argument(
+        "--here",
+        action="store_true",
+        help="under torchrun: prove the recipe's own mesh on the devices and the network of this "
+        "job, each process one rank, with a shrunk model",
+    )
 
     _add_plan_arguments(
         add_command("plan", "rank the legal layouts of a recipe by predicted time and memory")

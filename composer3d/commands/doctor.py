@@ -54,7 +54,12 @@ def run(*, recipe: str, sets: Sequence[str], write: str | None, as_json: bool) -
 def examine_rank(recipe: str, sets: Sequence[str], write: str | None, as_json: bool) -> int:
     """Examine as one rank of a job, and return its exit status. Rank 0 prints the report."""
     function = partial(_examine, write=write, as_json=as_json)
-    return job.run_rank(function, recipe, sets, check_files=False)
+
+    def report(error: UserError) -> None:
+        if as_json:
+            print(json.dumps({"passed": False, "problems": error.lines}), flush=True)
+
+    return job.run_rank(function, recipe, sets, check_files=False, report=report)
 
 
 def _examine(resolved: Resolved, rank: int, *, write: str | None, as_json: bool) -> int:

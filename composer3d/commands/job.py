@@ -91,6 +91,7 @@ def run_rank(
     sets: Sequence[str],
     *,
     check_files: bool = True,
+    report: Callable[[UserError], None] | None = None,
 ) -> int:
     """Run ``function`` as the rank that RANK, LOCAL_RANK and WORLD_SIZE name.
 
@@ -102,6 +103,7 @@ def run_rank(
         recipe: the recipe's file.
         sets: overrides, each ``table.key=value``.
         check_files: as in ``load``.
+        report: is called on rank 0 with a UserError, before it is printed.
 
     Returns:
         The exit status of this rank.
@@ -118,6 +120,8 @@ def run_rank(
         resolved = load(recipe, sets, world_size=world_size, check_files=check_files)
         return function(resolved, rank)
     except UserError as error:
+        if report is not None and rank == 0:
+            report(error)
         if error.lines and _must_report(error, rank):
             # A LostPeersError names its rank itself.
             prefix = f"rank {rank}: " if rank and not isinstance(error, LostPeersError) else ""

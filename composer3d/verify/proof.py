@@ -15,7 +15,7 @@ This module imports no torch; the worker processes do.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,8 +169,8 @@ def describe(small: Recipe) -> str:
     return " ".join(words)
 
 
-def _make_clear_reference(
-    pool: Pool, folder: Path, small: Recipe, dtype: str, steps: int
+def choose_seed(
+    small: Recipe, dtype: str, make: Callable[[Recipe], tuple[str, ReferenceStats]]
 ) -> tuple[Recipe, str, ReferenceStats]:
     """Run the one-process training with initial weights that leave no router a near-tie in float32.
 
@@ -178,16 +178,30 @@ def _make_clear_reference(
     other one, and all gradients differ. That is no error of a layout, but nothing could tell it
     from one. So the proof takes the next seed of the initial weights.
 
+    Args:
+        small: a small recipe.
+        dtype: the dtype of the composed job.
+        make: runs the training of a recipe, and returns its file and its statistics.
+
     Returns:
-        The recipe with that seed, and what ``_make_reference`` returns.
+        The recipe with that seed, and what ``make`` returns.
     """
     for seed in range(small.run.seed, small.run.seed + _SEEDS):
         seeded = replace(small, run=replace(small.run, seed=seed))
-        reference, stats = _make_reference(pool, folder, seeded, dtype, steps)
+        reference, stats = make(seeded)
         closest = stats.closest_scores
         if dtype == "float64" or closest is None or closest > _NEAR_TIE:
             break
     return seeded, reference, stats
+
+
+def _make_clear_reference(
+    pool: Pool, folder: Path, small: Recipe, dtype: str, steps: int
+) -> tuple[Recipe, str, ReferenceStats]:
+    """Make a reference with a seed from ``choose_seed``."""
+    return choose_seed(
+        small, dtype, lambda seeded: _make_reference(pool, folder, seeded, dtype, steps)
+    )
 
 
 def _make_reference(
