@@ -62,10 +62,8 @@ def measure_collectives(
 
 
 def _collectives_of(axis: str, parallel: ParallelTable) -> Sequence[Collective]:
-    if axis == "node":
-        return "all_reduce", "all_gather"
-    if axis == "between nodes":
-        return "all_reduce", "send_recv"
+    if axis in ("node", "between nodes"):
+        return "all_reduce", "all_gather", "reduce_scatter", "send_recv"
     return all_collectives(axis, parallel)
 
 

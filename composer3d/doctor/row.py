@@ -4,6 +4,7 @@ No torch here.
 """
 
 import json
+from math import log2
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -50,9 +51,10 @@ class Row(NamedTuple):
 def row_of(report: Report) -> Row:
     """Return the row of the devices that were measured.
 
-    Links have the bus bandwidth of the largest message in the slowest group. Without two ranks on
-    a node, or two nodes, a link has the figure of composer3d's table, or for an unknown device that
-    of a CPU.
+    Links have the bus bandwidth of the largest message in the slowest group. The planner takes one
+    rate for gathers and for reductions, which gloo does not do equally fast: the row has the rate
+    of both in turn. Without two ranks on a node, or two nodes, a link has the figure of
+    composer3d's table, or for an unknown device that of a CPU.
     """
     first = report.ranks[0]
     known = find(first.device)
@@ -85,9 +87,9 @@ def _memory(report: Report, known: Hardware | None) -> Value:
 def _links(report: Report, table: Hardware) -> dict[str, Value]:
     links = table.links
     assert links is not None  # every row of the table has them
-    ring = _measured(report, "node", "all_gather")
+    ring = _measured(report, "node", "all_gather", "reduce_scatter")
     reduced = _measured(report, "node", "all_reduce")
-    card = _measured(report, "between nodes", "send_recv")
+    card = _measured(report, "between nodes", "all_gather", "reduce_scatter")
     numbers = {"nvlink_gb_s": Value(links.nvlink_bytes_s / 1e9, _TABLE)}
     if ring is not None:
         if ring.number > numbers["nvlink_gb_s"].number or table.generation == "cpu":
@@ -98,18 +100,37 @@ def _links(report: Report, table: Hardware) -> dict[str, Value]:
     numbers["nic_gbit"] = Value(8 * links.nic_bytes_s / 1e9, _TABLE)
     if card is not None:
         numbers["nic_gbit"] = Value(8 * card.number, card.origin)
+    for key, axis in (("latency_us", "node"), ("nic_latency_us", "between nodes")):
+        latency = _latency(report, axis)
+        if latency is not None:
+            numbers[key] = latency
     numbers["host_gb_s"] = Value(links.host_bytes_s / 1e9, _TABLE)
     return numbers
 
 
-def _measured(report: Report, axis: str, collective: str) -> Value | None:
-    """Return the measured GB/s of a link, or None."""
+def _measured(report: Report, axis: str, *collectives: str) -> Value | None:
+    """Return the GB/s of a link in these collectives one after the other, or None."""
     found = report.axes.get(axis)
-    if found is None or collective not in found.slowest:
+    if found is None or not found.slowest:
         return None
-    n_bytes, slowest = max(found.slowest[collective].items())
-    rate = bus_bandwidth(collective, found.ranks, n_bytes, slowest.seconds) / 1e9
-    return Value(rate, f"measured: {collective} of {n_bytes >> 10:,} KiB, {found.ranks} ranks")
+    seconds_of_byte = 0.0
+    for collective in collectives:
+        n_bytes, slowest = max(found.slowest[collective].items())
+        rate = bus_bandwidth(collective, found.ranks, n_bytes, slowest.seconds)
+        seconds_of_byte += 1 / rate / len(collectives)
+    words = f"{' and '.join(collectives)} of {n_bytes >> 10:,} KiB, {found.ranks} ranks"
+    return Value(1e-9 / seconds_of_byte, f"measured: {words}")
+
+
+def _latency(report: Report, axis: str) -> Value | None:
+    """Return the microseconds of a small all-reduce for each doubling of its ranks, or None."""
+    found = report.axes.get(axis)
+    if found is None or not found.slowest:
+        return None
+    n_bytes, slowest = min(found.slowest["all_reduce"].items())
+    doublings = log2(found.ranks)
+    origin = f"measured: all_reduce of {n_bytes:,} bytes, {found.ranks} ranks, by log2 of them"
+    return Value(1e6 * slowest.seconds / doublings, origin)
 
 
 def toml_of(row: Row) -> str:

@@ -36,6 +36,9 @@ class Links(NamedTuple):
         domain: the devices that these links join.
         nic_bytes_s: a usual network rate for each device.
         host_bytes_s: the link to host memory.
+        latency_s: measured time of a small all-reduce inside a node, for each doubling of its
+            ranks; None: not measured.
+        nic_latency_s: the same between nodes.
     """
 
     nvlink_bytes_s: float
@@ -44,6 +47,8 @@ class Links(NamedTuple):
     domain: int
     nic_bytes_s: float
     host_bytes_s: float
+    latency_s: float | None = None
+    nic_latency_s: float | None = None
 
 
 class Hardware(NamedTuple):
@@ -331,7 +336,7 @@ _MOST_DOMAIN = 1 << 20  # devices
 _DTYPES = ("bfloat16", "float16", "float32", "tf32", "fp8")
 _REQUIRED = ("name", "memory_gib", "memory_gb_s", "nvlink_gb_s", "nic_gbit")
 _OPTIONAL = ("generation", "ring_gb_s", "all_reduce_gb_s", "domain", "host_gb_s", "peak_tflops",
-             "matrix_tflops", "power_w")  # fmt: skip
+             "matrix_tflops", "power_w", "latency_us", "nic_latency_us")  # fmt: skip
 
 
 def read_row(path: str) -> Hardware:
@@ -340,7 +345,9 @@ def read_row(path: str) -> Hardware:
     Its keys are ``name``, ``memory_gib``, ``memory_gb_s``, ``nvlink_gb_s`` (one direction),
     ``nic_gbit`` (for each device), and the tables ``[peak_tflops]`` and ``[matrix_tflops]`` with a
     number for each dtype. Optional are ``generation``, ``ring_gb_s`` and ``all_reduce_gb_s``
-    (measured bus bandwidth; absent: 0.8 of nvlink_gb_s), ``domain``, ``host_gb_s`` and ``power_w``.
+    (measured bus bandwidth; absent: 0.8 of nvlink_gb_s), ``domain``, ``host_gb_s``, ``power_w``,
+    and ``latency_us`` and ``nic_latency_us`` (of a small all-reduce inside a node and between
+    nodes, for each doubling of its ranks; absent: those of NCCL on usual GPUs).
     ``composer3d doctor --write`` makes such a file. Nothing in it is trusted.
 
     Raises:
@@ -392,6 +399,10 @@ def read_row(path: str) -> Hardware:
     if generation not in get_args(Generation):
         allowed = ", ".join(get_args(Generation))
         raise DeviceError(f"{path}: generation = {str(generation)[:80]!r} must be one of {allowed}")
+
+    def seconds(key: str) -> float | None:
+        return number(key) / 1e6 if key in values else None
+
     nvlink = number("nvlink_gb_s")
     ring = number("ring_gb_s", 0.8 * nvlink)
     return Hardware(
@@ -409,7 +420,7 @@ def read_row(path: str) -> Hardware:
             domain,
             number("nic_gbit"),
             number("host_gb_s", 32),
-        ),
+        )._replace(latency_s=seconds("latency_us"), nic_latency_s=seconds("nic_latency_us")),
         _positive(values.get("power_w", 1), "power_w", path),
     )
 

@@ -28,8 +28,12 @@ def facts_of(rank: int, **changes: Any) -> RankFacts:
         Speed("tp", "all_gather", 1 << 10, 1e-4),
         Speed("tp", "all_gather", 16 * MIB, 0.016),
         Speed("node", "all_gather", 16 * MIB, 0.008),
+        Speed("node", "reduce_scatter", 16 * MIB, 0.024),
+        Speed("node", "all_reduce", 1 << 10, 4e-4),
         Speed("node", "all_reduce", 16 * MIB, 0.016),
-        Speed("between nodes", "send_recv", 16 * MIB, 0.1),
+        Speed("between nodes", "all_reduce", 1 << 10, 3e-3),
+        Speed("between nodes", "all_gather", 16 * MIB, 0.1),
+        Speed("between nodes", "reduce_scatter", 16 * MIB, 0.3),
     ]
     facts = RankFacts(
         name=f"rank {rank} (x)",
@@ -143,9 +147,13 @@ def test_a_row_has_what_was_measured(tmp_path: Path) -> None:
     # The planner takes 0.85 of it.
     assert row.memory_bytes_s == pytest.approx(20e9)
     assert row.links is not None
-    assert row.links.ring_bytes_s == pytest.approx(12 * MIB / 0.008, rel=1e-4)
+    # As much in a gather as in a reduction, which takes three times as long.
+    assert row.links.ring_bytes_s == pytest.approx(12 * MIB / 0.016, rel=1e-4)
     assert row.links.all_reduce_bytes_s == pytest.approx(24 * MIB / 0.016, rel=1e-4)
-    assert row.links.nic_bytes_s == pytest.approx(16 * MIB / 0.1, rel=1e-4)
+    assert row.links.nic_bytes_s == pytest.approx(8 * MIB / 0.2, rel=1e-4)
+    # Of 4 ranks on a node, and 2 across nodes.
+    assert row.links.latency_s == pytest.approx(2e-4)
+    assert row.links.nic_latency_s == pytest.approx(3e-3)
 
 
 def test_a_row_says_what_it_takes_from_the_table(tmp_path: Path) -> None:
@@ -163,3 +171,4 @@ def test_a_row_says_what_it_takes_from_the_table(tmp_path: Path) -> None:
     assert row.memory_bytes_s == 3.35e12
     assert row.links is not None
     assert row.links.nvlink_bytes_s == 450e9
+    assert row.links.latency_s is None

@@ -86,6 +86,7 @@ EXPERTS = MeshTable(dp_shard=2, tp=2, ep=2)
         (CUBE, {"pp", "fsdp", "tp", "world"}),
         (RING, {"dp_replicate", "fsdp", "cp", "tp", "world"}),
         (EXPERTS, {"fsdp", "tp", "efsdp", "ep", "world"}),
+        (MeshTable(pp=3, dp_shard=1), {"pp", "world"}),  # the previous rank is not the next one
         (MeshTable(dp_shard=1), set()),
     ],
 )

@@ -83,8 +83,9 @@ def test_the_link_between_hosts_is_measured(hosts: tuple[Host, Host], tmp_path: 
     assert answer["nodes"] == 2
     assert answer["axes"]["tp"]["nodes"] == 1
     assert answer["axes"]["fsdp"]["nodes"] == 2
-    # 200 Mbit/s that two ranks of each host share.
-    assert 0.05 < answer["hardware"]["nic_gbit"] < 0.105
+    # 200 Mbit/s that two ranks of each host share. Gloo's gathers and reductions send more than
+    # bus bandwidth counts.
+    assert 0.03 < answer["hardware"]["nic_gbit"] < 0.105
     slow = answer["axes"]["fsdp"]["collectives"]["all_gather"]["bus_gb_s"]["1048576"]
     fast = answer["axes"]["tp"]["collectives"]["all_gather"]["bus_gb_s"]["1048576"]
     assert fast > 1.5 * slow
