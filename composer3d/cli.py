@@ -58,8 +58,8 @@ def enter() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Under torchrun, only rank 0 prints errors about the arguments. ``commands.train`` decides which
-    ranks print the errors of a training.
+    Under torchrun, only rank 0 prints errors about the arguments. ``commands.job`` decides which
+    ranks print the errors of a job.
 
     Args:
         argv: the arguments; None means those of this process.
@@ -216,6 +216,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_recipe(train)
 
+    doctor = add_command(
+        "doctor",
+        "check and measure the devices and the network of a recipe's mesh, before a training",
+    )
+    _add_recipe(doctor)
+    _add_json(doctor)
+    doctor.add_argument(
+        "--write",
+        metavar="FILE.toml",
+        help="make FILE.toml, a row of hardware with the measured rates, for plan --gpu FILE.toml",
+    )
+
     verify = add_command(
         "verify", "prove that a recipe's layout computes what one process computes"
     )
@@ -235,6 +247,12 @@ def _parser() -> argparse.ArgumentParser:
         "--layouts",
         metavar="FILE",
         help="prove many layouts: each line of FILE has key=value overrides",
+    )
+    verify.add_argument(
+        "--here",
+        action="store_true",
+        help="under torchrun: prove the recipe's own mesh on the devices and the network of this "
+        "job, each process one rank, with a shrunk model",
     )
 
     _add_plan_arguments(

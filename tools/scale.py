@@ -47,7 +47,7 @@ from composer3d.data import sample_order, tokens
 from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.runtime import process_group
+from composer3d.runtime import exchanges, process_group
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import fake_world
@@ -185,6 +185,11 @@ def counted_world(rank: int, size: int) -> Iterator[Ledger]:
         for name, (see, fill) in replaced.items():
             counted = wrap(name, see, fill)
             patches += [mock.patch.object(place, name, counted) for place in (dist, c10d)]
+        # What the fake groups return is not what other ranks have sent.
+        right_values = exchanges._values
+        patches.append(
+            mock.patch.object(exchanges, "_values", lambda *each: right_values(*each) and None)
+        )
         patches += _plans_of_one_rank(ledger)
         for patch in patches:
             patch.start()

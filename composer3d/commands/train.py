@@ -11,21 +11,17 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
+from composer3d.commands import job
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.changes import changes
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import launch, log
-from composer3d.runtime.ranks import describe_rank, identity
-from composer3d.runtime.starter import STORE_VARIABLE, die_with_parent
-from composer3d.spec.errors import DeviceError, LostPeersError, RecipeError, UserError
-
-# The limit of processes per core in a CPU job. With more, even a short trial would be too slow.
-PROCESSES_PER_CORE = 16
+from composer3d.runtime.ranks import describe_rank
+from composer3d.spec.errors import UserError
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{8}")
 
@@ -59,29 +55,7 @@ def run(recipe: str, sets: Sequence[str]) -> int:
         )
         return 0
 
-    device = resolved.recipe.run.device
-    processes = resolved.recipe.world_size
-    if device == "cpu":
-        require_cores(resolved)
-    if processes > 1:
-        launch.warm_up()
-    if device != "cpu":
-        # Imported here because this module imports torch.
-        from composer3d.runtime.process_group import count_gpus
-
-        gpus = count_gpus()
-        if gpus and resolved.fills_world:
-            resolved = load(recipe, sets, world_size=gpus)
-            processes = gpus
-        elif gpus < processes and (gpus or device == "cuda"):
-            raise DeviceError(
-                f"{resolved.place('mesh.dp_shard')}: the mesh needs {processes} GPUs, but this "
-                f"machine shows {gpus}; change [mesh], start several nodes with torchrun, or set "
-                'run.device = "cpu"'
-            )
-        if not gpus:
-            require_cores(resolved)
-
+    resolved, processes = job.count_processes(resolved, recipe, sets)
     if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
     return run_with_restarts(resolved.recipe, recipe, sets, processes)
@@ -158,24 +132,6 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     return manifest.step
 
 
-def require_cores(resolved: Resolved) -> None:
-    """Refuse a CPU job with too many processes for this machine.
-
-    Raises:
-        RecipeError: there are more than ``PROCESSES_PER_CORE`` processes per core, and
-            ``run.oversubscribe`` is false.
-    """
-    recipe = resolved.recipe
-    cores = launch.usable_cores()
-    most = PROCESSES_PER_CORE * cores
-    if recipe.world_size > most and not recipe.run.oversubscribe:
-        raise RecipeError(
-            f"{resolved.place('mesh.dp_shard')}: the mesh needs {recipe.world_size} processes, but "
-            f"this machine has {cores} cores: at most {most} processes, {PROCESSES_PER_CORE} a "
-            "core, are started on them; change [mesh], or set run.oversubscribe = true"
-        )
-
-
 def describe_failures(result: launch.JobResult, recipe: Recipe) -> list[str]:
     """Describe the ranks that could not report their failure: those that died or were killed."""
     lines = []
@@ -240,87 +196,17 @@ def newest_checkpoint(recipe: Recipe) -> Path | None:
 
 
 def train_rank(recipe: str, sets: Sequence[str]) -> int:
-    """Train as the rank that RANK, LOCAL_RANK and WORLD_SIZE name, and return its exit status.
-
-    Without these variables it is rank 0 of 1. A UserError is printed by the ranks that must report
-    it, and becomes the exit status. Any other exception is raised.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ and STORE_VARIABLE not in os.environ:
-        # The parent is torchrun's agent. If it is killed, nothing else ends this rank.
-        die_with_parent(os.getppid())
-    rank = int(os.environ.get("RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    with suppress(OSError):
-        # The name that top and ps show, on Linux.
-        Path("/proc/self/comm").write_text(f"c3d rank {rank}")
-    try:
-        return _train(load(recipe, sets, world_size=world_size), rank)
-    except UserError as error:
-        if error.lines and _must_report(error, rank):
-            # A LostPeersError names its rank itself.
-            prefix = f"rank {rank}: " if rank and not isinstance(error, LostPeersError) else ""
-            print(*(prefix + line for line in error.lines), sep="\n", file=sys.stderr, flush=True)
-        return error.status
-
-
-def _must_report(error: UserError, rank: int) -> bool:
-    """Return whether this rank prints an error.
-
-    Once there is a process group, all ranks raise an error together (``process_group.on_all``), and
-    rank 0 prints it. Before that, the error may concern a single node or rank: then the first rank
-    of each node prints it, and every rank prints its own DeviceError. Only one rank has a
-    LostPeersError with lines, so it always prints them.
-    """
-    if rank == 0 or isinstance(error, LostPeersError):
-        return True
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized():
-        return False
-    return isinstance(error, DeviceError) or os.environ.get("LOCAL_RANK", "0") == "0"
+    """Train as one rank of a job (``job.run_rank``), and return its exit status."""
+    return job.run_rank(_train, recipe, sets)
 
 
 def _train(resolved: Resolved, rank: int) -> int:
-    import torch
-
-    from composer3d.runtime import devices, peers, process_group
     from composer3d.training.build import build
     from composer3d.training.loop import train
 
     recipe = resolved.recipe
-    if recipe.world_size > 1 or "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = process_group.pick_device(recipe.run.device)
-    settings = None
-    if device.type == "cpu":
-        process_group.keep_freed_memory()
-    else:
-        settings = devices.prepare_gpu(recipe, cores=launch.usable_cores())
-
-    name = identity(rank, recipe.mesh, device.type)
-    log.setup(name, main=rank == 0)
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts != "0" and STORE_VARIABLE not in os.environ:
-        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-        log.get().info(f"restarted by torchrun, {restarts} of at most {most}")
-    if settings is not None:
-        log.get().info(settings)
-
     timeout_s = 60 * recipe.run.timeout_minutes
-    try:
-        store = process_group.open_store(timeout_s=timeout_s)
-        peer_watch = peers.explain_lost_peers(
-            # The thread of the watch needs a client of its own. Torch's type stubs lack ``clone``.
-            cast(Any, store).clone(),
-            rank=rank,
-            size=int(os.environ.get("WORLD_SIZE", "1")),
-            describe=lambda peer: describe_rank(peer, recipe.mesh),
-            advice=lambda: resume_advice(recipe),
-        )
-        with peer_watch, process_group.world(device, timeout_s=timeout_s, store=store):
-            signal_number = train(build(recipe, device, resolved.to_toml()))
-    except UserError:
-        raise
-    except Exception as error:
-        error.add_note(f"[{name}]")
-        raise
+    advice = partial(resume_advice, recipe)
+    with job.join(resolved, rank, timeout_s=timeout_s, advice=advice) as world:
+        signal_number = train(build(recipe, world.device, resolved.to_toml()))
     return 128 + signal_number if signal_number else 0

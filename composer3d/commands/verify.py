@@ -1,11 +1,15 @@
 """``composer3d verify``: prove that layouts compute what one process computes."""
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Literal
 
+from composer3d.commands import job
 from composer3d.recipe.draft import split_overrides
+from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.values import one_line
 from composer3d.runtime.launch import Pool, temporary_folder
 from composer3d.spec.errors import UserError
@@ -13,9 +17,18 @@ from composer3d.spec.files import MIB, read_plain
 from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
 
+ProofDtype = Literal["float32", "float64"]
+
 
 def run(
-    *, recipe: str, sets: Sequence[str], dtype: str, steps: int, layouts: str | None, as_json: bool
+    *,
+    recipe: str,
+    sets: Sequence[str],
+    dtype: ProofDtype,
+    steps: int,
+    layouts: str | None,
+    here: bool,
+    as_json: bool,
 ) -> int:
     """Prove the recipe's layout, or each layout of the file ``layouts``, and print the verdicts.
 
@@ -26,6 +39,7 @@ def run(
         steps: the number of training steps to compare.
         layouts: a file with a layout on each line, as overrides that come after ``sets``. None
             proves the recipe's own layout.
+        here: whether to prove the recipe's mesh on the ranks of this job, under torchrun.
         as_json: whether to print a JSON object as the last line.
 
     Returns:
@@ -33,8 +47,11 @@ def run(
         is refused, 2 if the recipe's own layout is refused.
 
     Raises:
-        UserError: the file ``layouts`` cannot be read, or has no layout.
+        UserError: the file ``layouts`` cannot be read, or has no layout; or ``here`` is true, but
+            this process is no rank of a job.
     """
+    if here:
+        return _run_here(recipe, sets, dtype, steps, layouts, as_json)
     begin = time.monotonic()
     lines = [""] if layouts is None else _read_layouts(layouts)
     verdicts = []
@@ -58,6 +75,49 @@ def run(
     if passed:
         return 0
     return 2 if layouts is None and verdicts[0].refused else 1
+
+
+def _run_here(
+    recipe: str,
+    sets: Sequence[str],
+    dtype: ProofDtype,
+    steps: int,
+    layouts: str | None,
+    as_json: bool,
+) -> int:
+    """Prove the recipe's mesh as one rank of this job. Rank 0 prints the verdict."""
+    if layouts is not None:
+        raise UserError("verify --here proves the recipe's own layout: leave out --layouts")
+    if "RANK" not in os.environ:
+        raise UserError(
+            "verify --here is one rank of a job: start it as the training, with torchrun "
+            f"--nproc-per-node N -m composer3d verify {one_line(recipe)} --here"
+        )
+
+    def prove(resolved: Resolved, rank: int) -> int:
+        # Imported here because these modules import torch.
+        from composer3d.runtime.process_group import broadcast_object
+        from composer3d.verify.here import prove_here
+
+        def advice() -> str:
+            return "composer3d doctor checks that machine and its network"
+
+        timeout_s = 60 * resolved.recipe.run.timeout_minutes
+        with job.join(resolved, rank, timeout_s=timeout_s, advice=advice) as world:
+            verdict = prove_here(resolved.recipe, world.device, dtype, steps)
+            if verdict is not None:
+                _print_verdict(verdict, "")
+                if as_json:
+                    print(json.dumps(asdict(verdict)), flush=True)
+            passed = broadcast_object(verdict.passed if verdict is not None else None)
+        return 0 if passed else 1
+
+    def report(error: UserError) -> None:
+        if as_json:
+            answer = {"passed": False, "refused": error.status == 2, "error": str(error)}
+            print(json.dumps(answer), flush=True)
+
+    return job.run_rank(prove, recipe, sets, check_files=False, report=report)
 
 
 def _read_layouts(path: str) -> list[str]:

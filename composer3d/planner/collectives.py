@@ -61,25 +61,42 @@ def collective_s(
     if ranks <= 1 or size_bytes <= 0:
         return 0.0
     passes = 2 if operation == "all_reduce" else 1
-    moved = passes * (ranks - 1) / ranks * (size_bytes + messages * _RAMP_BYTES)
-    ring = machine.ring_bytes_s * constants.nvlink_share
-    if not group.crosses_nodes(machine):
+    crosses = group.crosses_nodes(machine)
+    measured_s = machine.nic_latency_s if crosses else machine.latency_s
+    ramp_bytes = _RAMP_BYTES if measured_s is None else 0.0
+    moved = passes * (ranks - 1) / ranks * (size_bytes + messages * ramp_bytes)
+    ring = machine.ring_bytes_s * _share(machine, constants.nvlink_share)
+    if not crosses:
         # Switches compute an all-reduce of four devices or more.
         computed_in_switch = operation == "all_reduce" and ranks >= 4
         if computed_in_switch:
-            ring = machine.all_reduce_bytes_s * constants.nvlink_share
-        if operation == "all_reduce":
+            ring = machine.all_reduce_bytes_s * _share(machine, constants.nvlink_share)
+        if measured_s is not None:
+            latency = measured_s * log2(ranks)
+        elif operation == "all_reduce":
             latency = LAUNCH_S + 2 * _STEP_S * log2(ranks)
         else:
             latency = LAUNCH_S + _HOP_IN_NODE_S * ranks
         return messages * latency + moved / ring
-    if operation == "all_reduce":
+    if measured_s is not None:
+        latency = measured_s * log2(ranks)
+    elif operation == "all_reduce":
         latency = LAUNCH_S + _STEP_BETWEEN_NODES_S * log2(ranks)
     else:
         latency = LAUNCH_S + constants.hop_s * (ranks - 1)
     # Every node's cards carry the whole once.
-    cards = machine.nic_bytes_s * constants.nic_share * group.in_node(machine)
+    cards = machine.nic_bytes_s * _share(machine, constants.nic_share) * group.in_node(machine)
     return messages * latency + moved / min(ring, cards)
+
+
+def _share(machine: Machine, fitted: float) -> float:
+    """Return the share of a link's rate that a training reaches.
+
+    Kernels of GPUs share processors and memory with a collective. A process on a CPU does nothing
+    else while it sends, so it reaches what was measured.
+    """
+    is_measured = machine.latency_s is not None or machine.nic_latency_s is not None
+    return 1.0 if is_measured and machine.hardware.generation == "cpu" else fitted
 
 
 def all_to_all_s(group: Group, size_bytes: float, machine: Machine, constants: Constants) -> float:
@@ -90,12 +107,13 @@ def all_to_all_s(group: Group, size_bytes: float, machine: Machine, constants: C
     ranks = group.ranks
     if ranks <= 1 or size_bytes <= 0:
         return 0.0
-    in_node = group.in_node(machine) if group.crosses_nodes(machine) else ranks
+    crosses = group.crosses_nodes(machine)
+    in_node = group.in_node(machine) if crosses else ranks
     inside = size_bytes * (in_node - 1) / ranks
     outside = size_bytes * (ranks - in_node) / ranks
-    seconds = inside / (machine.ring_bytes_s * constants.nvlink_share)
-    seconds += outside / (machine.nic_bytes_s * constants.nic_share)
-    return 2 * LAUNCH_S + seconds
+    seconds = inside / (machine.ring_bytes_s * _share(machine, constants.nvlink_share))
+    seconds += outside / (machine.nic_bytes_s * _share(machine, constants.nic_share))
+    return 2 * _launch_s(machine, crosses) + seconds
 
 
 def send_s(group: Group, size_bytes: float, machine: Machine, constants: Constants) -> float:
@@ -103,5 +121,13 @@ def send_s(group: Group, size_bytes: float, machine: Machine, constants: Constan
     if group.ranks <= 1:
         return 0.0
     if group.crosses_nodes(machine):
-        return LAUNCH_S + size_bytes / (machine.nic_bytes_s * constants.nic_share)
-    return LAUNCH_S + size_bytes / (machine.ring_bytes_s * constants.nvlink_share)
+        rate = machine.nic_bytes_s * _share(machine, constants.nic_share)
+        return _launch_s(machine, True) + size_bytes / rate
+    rate = machine.ring_bytes_s * _share(machine, constants.nvlink_share)
+    return _launch_s(machine, False) + size_bytes / rate
+
+
+def _launch_s(machine: Machine, crosses: bool) -> float:
+    """Return the time of a message without data."""
+    measured_s = machine.nic_latency_s if crosses else machine.latency_s
+    return LAUNCH_S if measured_s is None else measured_s

@@ -161,6 +161,8 @@ def of_recipe(
             ring_bytes_s=hardware.links.ring_bytes_s,
             all_reduce_bytes_s=hardware.links.all_reduce_bytes_s,
             nic_bytes_s=nic_bytes_s or hardware.links.nic_bytes_s,
+            latency_s=hardware.links.latency_s,
+            nic_latency_s=hardware.links.nic_latency_s,
         ),
         precision=_precision(recipe),
         software=Software(

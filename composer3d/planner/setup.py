@@ -245,6 +245,11 @@ class Precision:
     gathered: float = 2.0
     sharded_weights: float = 0.0
 
+    @property
+    def activations(self) -> float:
+        """Bytes of an element of the residual stream, which ranks of tp, cp, ep and pp send."""
+        return 4.0 if self.matrix in ("float32", "tf32") else 2.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
@@ -311,6 +316,9 @@ class Machine(NamedTuple):
         all_reduce_bytes_s: the same for all-reduce, which switches may compute.
         nic_bytes_s: one direction between nodes, for each device.
         power_share: the power limit as a share of the datasheet's.
+        latency_s: of a small all-reduce inside a node, for each doubling of its ranks; None: what
+            is usual for NCCL.
+        nic_latency_s: the same between nodes.
     """
 
     hardware: Hardware
@@ -319,6 +327,8 @@ class Machine(NamedTuple):
     all_reduce_bytes_s: float
     nic_bytes_s: float
     power_share: float = 1.0
+    latency_s: float | None = None
+    nic_latency_s: float | None = None
 
 
 class BlockKind(NamedTuple):

@@ -178,7 +178,7 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
         recompute_s += repeats * forward
         exposed[axis] = exposed.get(axis, 0.0) + forward * (1 + repeats) + backward
 
-    stream_bytes = 2.0 * setup.tokens * sizes.dim
+    stream_bytes = setup.precision.activations * setup.tokens * sizes.dim
     if layout.tp > 1:
         tp = axis_groups["tp"]
         if layout.sequence_parallel:
@@ -195,7 +195,8 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
             visible_s.append((first + second) * pair_s)
         add("tp", *visible_s)
     if has_experts and layout.ep > 1:
-        sent = 2.0 * setup.tokens * sizes.experts_per_token * sizes.dim / layout.tp
+        rows = setup.tokens * sizes.experts_per_token
+        sent = setup.precision.activations * rows * sizes.dim / layout.tp
         one_s = all_to_all_s(axis_groups["ep"], sent, machine, constants)
         add("ep", 2 * one_s, 2 * one_s)
     if layout.cp > 1:
@@ -233,10 +234,11 @@ def _beside(compute_s: float, collective_s: float, constants: Constants) -> floa
 def _context_s(setup: Setup, constants: Constants, group: Group) -> tuple[float, float]:
     """Return the visible seconds of context parallelism in forward and backward of a block."""
     layout, sizes, machine = setup.layout, setup.sizes, setup.machine
-    kv_bytes = 2.0 * setup.tokens * 2 * sizes.kv_width / layout.tp
+    width = setup.precision.activations
+    kv_bytes = width * setup.tokens * 2 * sizes.kv_width / layout.tp
     if layout.cp_method == "ulysses":
         # Queries, keys, values and the output change from tokens to heads; backward as often.
-        moved = 2.0 * setup.tokens * 2 * (sizes.query_width + sizes.kv_width) / layout.tp
+        moved = width * setup.tokens * 2 * (sizes.query_width + sizes.kv_width) / layout.tp
         one_s = all_to_all_s(group, moved, machine, constants)
         return one_s, one_s
     if layout.cp_method == "allgather":
@@ -347,7 +349,7 @@ def _actions_s(
 ) -> PipelineTimes:
     """Return the times of the actions of each stage, and of the messages between them."""
     # Each rank of tp sends its part.
-    message = 2.0 * setup.tokens * setup.sizes.dim / setup.layout.tp
+    message = setup.precision.activations * setup.tokens * setup.sizes.dim / setup.layout.tp
     boundaries = _boundary_s(setup, constants, group, message)
     blocking_s = 0.0 if setup.software.overlaps_sends else max(boundaries)
     times = [

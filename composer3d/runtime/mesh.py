@@ -161,6 +161,22 @@ class Mesh:
         split = unflatten_mesh(flat, (sizes.dp_shard, sizes.cp * sizes.tp), ("batch", "sequence"))
         return split["sequence"].get_group()
 
+    def groups(self, *, has_experts: bool) -> dict[str, dist.ProcessGroup]:
+        """Return this rank's process group of each axis with several ranks.
+
+        The axes are pp, dp_replicate, fsdp, cp and tp, and with experts also efsdp and ep.
+        Collective at its first use: it forms groups.
+        """
+        meshes = {}
+        for axis in ("pp", "dp_replicate", "fsdp", "tp"):
+            meshes[axis] = self.device_mesh[axis]
+        if has_experts:
+            meshes["efsdp"], meshes["ep"] = self.sparse["efsdp"], self.sparse["ep"]
+        groups = {axis: mesh.get_group() for axis, mesh in meshes.items() if mesh.size() > 1}
+        if self.cp_group is not None:
+            groups["cp"] = self.cp_group
+        return groups
+
     @property
     def tp(self) -> DeviceMesh | None:
         """The mesh of the tensor parallel ranks; None if tp is 1."""

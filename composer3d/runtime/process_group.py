@@ -7,7 +7,7 @@ import pickle
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Literal, TypeVar, cast
@@ -29,6 +29,10 @@ _NEVER = 2**31 - 1
 
 # Of a value that ranks compare: two halves, each of which fits into an int64 with its sign.
 _DIGEST_BYTES = 14
+
+# In the report of a table that differs between ranks.
+_MOST_KEYS = 8
+_SHOWN_CHARACTERS = 80
 
 # The backend of the default group, by the type of its device.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -451,13 +455,7 @@ def check_same(what: str, value: object) -> None:
         MeshError: on every rank, if two ranks have different values. It lists the ranks of each
             value.
     """
-    digest = _digest_of(value)
-    half = _DIGEST_BYTES // 2
-    parts = [int.from_bytes(part, "big") for part in (digest[:half], digest[half:])]
-    # The largest digest, and minus the smallest.
-    extremes = torch.tensor([*parts, *(-part for part in parts)])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, _host_group)
-    if torch.equal(extremes[:2], -extremes[2:]):
+    if _is_same(value):
         return
 
     texts = gather_objects(repr(value))
@@ -468,6 +466,68 @@ def check_same(what: str, value: object) -> None:
             ranks = ", ".join(str(rank) for rank, other in enumerate(texts) if other == text)
             lines.append(f"ranks {ranks} see {text}")
     raise MeshError(cast("list[str]", broadcast_object(lines)))
+
+
+def check_same_table(what: str, table: Mapping[str, str]) -> None:
+    """Check that a table of texts is the same on all ranks, and name the keys that differ.
+
+    Collective over all ranks: those of ``check_same``.
+
+    Args:
+        what: what the table is, such as "the recipe".
+        table: texts by key.
+
+    Raises:
+        MeshError: on every rank, if a key has different texts on two ranks, or is absent on one.
+    """
+    if _is_same(sorted(table.items())):
+        return
+    tables = gather_objects(dict(table))
+    lines = None
+    if tables is not None:
+        lines = []
+        for key in dict.fromkeys(key for of_rank in tables for key in of_rank):
+            ranks_of: dict[str, list[int]] = {}
+            for rank, of_rank in enumerate(tables):
+                ranks_of.setdefault(of_rank.get(key, "absent"), []).append(rank)
+            if len(ranks_of) > 1:
+                values = "; ".join(
+                    f"{text[:_SHOWN_CHARACTERS]} on {describe_ranks(ranks)}"
+                    for text, ranks in ranks_of.items()
+                )
+                lines.append(f"{what} must be the same on every rank: {key} is {values}")
+        if len(lines) > _MOST_KEYS:
+            lines[_MOST_KEYS:] = [f"and {len(lines) - _MOST_KEYS} more keys"]
+    raise MeshError(cast("list[str]", broadcast_object(lines)))
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Describe ascending ranks in a few words: ``rank 3``, or ``ranks 0-3, 8 and 50 more``."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    shown = ranges[:8]
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in shown)
+    hidden = len(ranks) - sum(b - a + 1 for a, b in shown)
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {text} and {hidden} more" if hidden else f"{word} {text}"
+
+
+def _is_same(value: object) -> bool:
+    """Return whether the ``repr`` of ``value`` is the same on all ranks: an all-reduce of digests.
+
+    Collective over all ranks.
+    """
+    digest = _digest_of(value)
+    half = _DIGEST_BYTES // 2
+    parts = [int.from_bytes(part, "big") for part in (digest[:half], digest[half:])]
+    # The largest digest, and minus the smallest.
+    extremes = torch.tensor([*parts, *(-part for part in parts)])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, _host_group)
+    return torch.equal(extremes[:2], -extremes[2:])
 
 
 def pool_world(*, timeout_s: float = 60.0) -> AbstractContextManager[torch.device]:

@@ -21,6 +21,34 @@ def coordinates(rank: int, sizes: MeshTable) -> dict[str, int]:
     return {axis: coords[axis] for axis in AXES}
 
 
+def group_ranks(axis: str, rank: int, sizes: MeshTable) -> list[int]:
+    """Return the ranks that ``rank`` shares an axis with, itself included, in order.
+
+    Args:
+        axis: an axis of ``AXES``; "fsdp", which is dp_shard x cp; "ep" or "efsdp", of the sparse
+            view (``Mesh.sparse``); or "world".
+        rank: the global rank.
+        sizes: the sizes of the mesh; ``dp_shard`` is not -1.
+    """
+    shards = sizes.dp_shard * sizes.cp
+    stage = shards * sizes.tp * sizes.dp_replicate
+    # The distance of neighbours, and the number of ranks.
+    strides = {
+        "tp": (1, sizes.tp),
+        "cp": (sizes.tp, sizes.cp),
+        "dp_shard": (sizes.tp * sizes.cp, sizes.dp_shard),
+        "fsdp": (sizes.tp, shards),
+        "dp_replicate": (sizes.tp * shards, sizes.dp_replicate),
+        "pp": (stage, sizes.pp),
+        "ep": (1, sizes.ep),
+        "efsdp": (sizes.ep, sizes.efsdp),
+        "world": (1, sizes.world_size),
+    }
+    stride, size = strides[axis]
+    first = rank - rank // stride % size * stride
+    return list(range(first, first + stride * size, stride))
+
+
 def identity(rank: int, sizes: MeshTable, device_type: str = "cpu") -> str:
     """Describe this process for its logs: ``rank 13 (pp1 dp0 cp1 tp1, node 1 gpu 5)``.
 

@@ -65,3 +65,9 @@ class LostPeersError(UserError):
     """
 
     status = 1
+
+
+class ExchangeError(UserError):
+    """A group of ranks has the wrong ranks, or a collective returned a wrong value."""
+
+    status = 1

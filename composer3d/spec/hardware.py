@@ -12,7 +12,6 @@ the bus bandwidth of nccl-tests (network). A rate that nobody published is absen
 says so and takes the share of the peak that the A100 reaches.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -37,6 +36,9 @@ class Links(NamedTuple):
         domain: the devices that these links join.
         nic_bytes_s: a usual network rate for each device.
         host_bytes_s: the link to host memory.
+        latency_s: measured time of a small all-reduce inside a node, for each doubling of its
+            ranks; None: not measured.
+        nic_latency_s: the same between nodes.
     """
 
     nvlink_bytes_s: float
@@ -45,6 +47,8 @@ class Links(NamedTuple):
     domain: int
     nic_bytes_s: float
     host_bytes_s: float
+    latency_s: float | None = None
+    nic_latency_s: float | None = None
 
 
 class Hardware(NamedTuple):
@@ -326,9 +330,13 @@ CPU = Hardware(
 )
 
 _ROW_BYTES = 1 << 16
+# Of the numbers in a row, whatever their unit is.
+_LEAST, _MOST = 1e-9, 1e9
+_MOST_DOMAIN = 1 << 20  # devices
+_DTYPES = ("bfloat16", "float16", "float32", "tf32", "fp8")
 _REQUIRED = ("name", "memory_gib", "memory_gb_s", "nvlink_gb_s", "nic_gbit")
 _OPTIONAL = ("generation", "ring_gb_s", "all_reduce_gb_s", "domain", "host_gb_s", "peak_tflops",
-             "matrix_tflops", "power_w")  # fmt: skip
+             "matrix_tflops", "power_w", "latency_us", "nic_latency_us")  # fmt: skip
 
 
 def read_row(path: str) -> Hardware:
@@ -337,20 +345,27 @@ def read_row(path: str) -> Hardware:
     Its keys are ``name``, ``memory_gib``, ``memory_gb_s``, ``nvlink_gb_s`` (one direction),
     ``nic_gbit`` (for each device), and the tables ``[peak_tflops]`` and ``[matrix_tflops]`` with a
     number for each dtype. Optional are ``generation``, ``ring_gb_s`` and ``all_reduce_gb_s``
-    (measured bus bandwidth; absent: 0.8 of nvlink_gb_s), ``domain``, ``host_gb_s`` and ``power_w``.
+    (measured bus bandwidth; absent: 0.8 of nvlink_gb_s), ``domain``, ``host_gb_s``, ``power_w``,
+    and ``latency_us`` and ``nic_latency_us`` (of a small all-reduce inside a node and between
+    nodes, for each doubling of its ranks; absent: those of NCCL on usual GPUs).
+    ``composer3d doctor --write`` makes such a file. Nothing in it is trusted.
 
     Raises:
         DeviceError: the file cannot be read, or a key is missing, unknown or out of range.
     """
     try:
         values = tomli.loads(read_plain(path, limit=_ROW_BYTES).decode())
+    except RecursionError:
+        raise DeviceError(
+            f"{path} cannot be read as a row of hardware (it nests too deep)"
+        ) from None
     except (OSError, ValueError) as error:  # a TOML error is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise DeviceError(f"{path} cannot be read as a row of hardware ({reason})") from None
     problems = [f"{path}: the key '{key}' is missing" for key in _REQUIRED if key not in values]
     known = (*_REQUIRED, *_OPTIONAL)
     problems += [
-        f"{path}: unknown key '{key[:80]}'; the keys are {', '.join(known)}"
+        f"{path}: unknown key {key[:80]!r}; the keys are {', '.join(known)}"
         for key in values
         if key not in known
     ]
@@ -366,16 +381,32 @@ def read_row(path: str) -> Hardware:
         table = values.get(key, {})
         if not isinstance(table, Mapping):
             raise DeviceError(f"{path}: {key} must be a table of numbers by dtype")
-        return {str(k): _positive(v, f"{key}.{k}", path) * 1e12 for k, v in table.items()}
+        for dtype in table:
+            if dtype not in _DTYPES:
+                allowed = ", ".join(_DTYPES)
+                raise DeviceError(f"{path}: unknown dtype {dtype[:80]!r} in {key}; use {allowed}")
+        return {dtype: _positive(v, f"{key}.{dtype}", path) * 1e12 for dtype, v in table.items()}
 
+    name = values["name"]
+    if not isinstance(name, str) or not 0 < len(name) <= 80 or not name.isprintable():
+        raise DeviceError(f"{path}: name must be a text of 1 to 80 printable characters")
+    domain = values.get("domain", 8)
+    if type(domain) is not int or not 1 <= domain <= _MOST_DOMAIN:
+        raise DeviceError(
+            f"{path}: domain = {str(domain)[:80]!r} must be a whole number from 1 to {_MOST_DOMAIN}"
+        )
     generation = values.get("generation", "ampere")
     if generation not in get_args(Generation):
         allowed = ", ".join(get_args(Generation))
-        raise DeviceError(f"{path}: generation = {generation!r} must be one of {allowed}")
+        raise DeviceError(f"{path}: generation = {str(generation)[:80]!r} must be one of {allowed}")
+
+    def seconds(key: str) -> float | None:
+        return number(key) / 1e6 if key in values else None
+
     nvlink = number("nvlink_gb_s")
     ring = number("ring_gb_s", 0.8 * nvlink)
     return Hardware(
-        str(values["name"])[:80],
+        name,
         (),
         number("memory_gib"),
         rates("peak_tflops"),
@@ -386,16 +417,20 @@ def read_row(path: str) -> Hardware:
             nvlink,
             ring,
             number("all_reduce_gb_s", ring),
-            int(number("domain", 8)),
+            domain,
             number("nic_gbit"),
             number("host_gb_s", 32),
-        ),
+        )._replace(latency_s=seconds("latency_us"), nic_latency_s=seconds("nic_latency_us")),
         _positive(values.get("power_w", 1), "power_w", path),
     )
 
 
 def _positive(value: Any, key: str, path: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not 0 < value < 1e9:
-        raise DeviceError(f"{path}: {key} = {str(value)[:80]!r} must be a number above 0")
+    # NaN is in no range, and an int of any size can be compared.
+    if not is_number or not _LEAST < value < _MOST:
+        raise DeviceError(
+            f"{path}: {key} = {str(value)[:80]!r} must be a number above 0: at least {_LEAST:g}, "
+            f"and below {_MOST:g}"
+        )
     return float(value)

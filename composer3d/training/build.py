@@ -22,6 +22,8 @@ from composer3d.reliability.bad_steps import Ledger, StepHistory
 from composer3d.reliability.lock import Claim
 from composer3d.reliability.stragglers import StragglerWatch, peer_groups
 from composer3d.runtime import log, process_group
+from composer3d.runtime.agreement import check_agreement
+from composer3d.runtime.exchanges import check_exchanges, collectives_of_training, groups_of
 from composer3d.runtime.mesh import Mesh
 from composer3d.spec import hardware
 from composer3d.training.batches import make_loader, open_data
@@ -76,9 +78,14 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         resolved_toml: the recipe as text, kept in the run's folder and in its checkpoints.
 
     Raises:
-        UserError: the data or a checkpoint do not fit the recipe, or another job uses the folder.
+        UserError: the data or a checkpoint do not fit the recipe, or another job uses the folder;
+            or the recipe or the software differs between ranks.
+        ExchangeError: a group has wrong ranks, or a collective of an axis gives wrong values.
     """
+    check_agreement(recipe)
     mesh = Mesh.build(recipe.mesh, device)
+    groups = groups_of(mesh, has_experts=recipe.model.experts > 0)
+    check_exchanges(mesh, groups, lambda axis: collectives_of_training(axis, recipe.parallel))
     is_main = mesh.rank == 0
     folder = Path(recipe.run.out_dir) / recipe.run.name
     claim = claim_folder(folder)
@@ -120,7 +127,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     if recipe.metrics.timeline_steps is not None:
         timeline = process_group.on_all("timeline", lambda: make_timeline(recipe, stages, folder))
     has_documents = recipe.data.packing == "documents"
-    groups = peer_groups(recipe.mesh, recipe.parallel, has_documents=has_documents)
+    peers = peer_groups(recipe.mesh, recipe.parallel, has_documents=has_documents)
     return Run(
         recipe=recipe,
         resolved_toml=resolved_toml,
@@ -132,7 +139,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         store=store,
         metrics=metrics,
         timeline=timeline,
-        stragglers=StragglerWatch(recipe.reliability, mesh, groups),
+        stragglers=StragglerWatch(recipe.reliability, mesh, peers),
         replicas=ReplicaCheck(recipe, stages, optimizer, corpus)
         if recipe.reliability.digest_every
         else None,

@@ -15,7 +15,7 @@ This module imports no torch; the worker processes do.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.runtime.launch import Pool, WorkerError
-from composer3d.spec.errors import UserError
+from composer3d.spec.errors import RecipeError, UserError
 from composer3d.verify.judge import ReferenceStats, Verdict, judge
 from composer3d.verify.shrink import shrink
 
@@ -104,12 +104,11 @@ def _prove(
     verdict = Verdict(
         passed=False, world_size=small.world_size, layout=describe(small), dtype=dtype
     )
-    if small.precision.matmul == "float8" and dtype == "float32":
+    try:
+        require_provable(small, dtype)
+    except RecipeError as error:
         verdict.refused = True
-        verdict.error = (
-            'precision.matmul = "float8" is proven in float64 alone: in float32, rounding to '
-            "float8 tells no wrong layout from an exact one; use --dtype float64"
-        )
+        verdict.error = str(error)
         return verdict
     try:
         small, reference, stats = _make_clear_reference(pool, folder, small, dtype, steps)
@@ -135,6 +134,15 @@ def _prove(
             verdict.error = " | ".join(user_error.lines)
         return verdict
     return judge(verdict, ranks, small, stats)
+
+
+def require_provable(small: Recipe, dtype: str) -> None:
+    """Raise RecipeError if a proof in ``dtype`` would not tell a wrong layout from an exact one."""
+    if small.precision.matmul == "float8" and dtype == "float32":
+        raise RecipeError(
+            'precision.matmul = "float8" is proven in float64 alone: in float32, rounding to '
+            "float8 tells no wrong layout from an exact one; use --dtype float64"
+        )
 
 
 def describe(small: Recipe) -> str:
@@ -180,8 +188,8 @@ def describe(small: Recipe) -> str:
     return " ".join(words)
 
 
-def _make_clear_reference(
-    pool: Pool, folder: Path, small: Recipe, dtype: str, steps: int
+def choose_seed(
+    small: Recipe, dtype: str, make: Callable[[Recipe], tuple[str, ReferenceStats]]
 ) -> tuple[Recipe, str, ReferenceStats]:
     """Run the one-process training with initial weights that leave no choice to rounding.
 
@@ -190,17 +198,31 @@ def _make_clear_reference(
     far as float64 resolves, rounding alone chooses one of them. That is no error of a layout, but
     nothing could tell it from one. So the proof takes the next seed of the initial weights.
 
+    Args:
+        small: a small recipe.
+        dtype: the dtype of the composed job.
+        make: runs the training of a recipe, and returns its file and its statistics.
+
     Returns:
-        The recipe with that seed, and what ``_make_reference`` returns.
+        The recipe with that seed, and what ``make`` returns.
     """
     for seed in range(small.run.seed, small.run.seed + _SEEDS):
         seeded = replace(small, run=replace(small.run, seed=seed))
-        reference, stats = _make_reference(pool, folder, seeded, dtype, steps)
+        reference, stats = make(seeded)
         scores, rounding = stats.closest_scores, stats.closest_rounding
         is_clear = dtype == "float64" or scores is None or scores > _NEAR_TIE
         if is_clear and (rounding is None or rounding > _NEAR_ROUNDING):
             break
     return seeded, reference, stats
+
+
+def _make_clear_reference(
+    pool: Pool, folder: Path, small: Recipe, dtype: str, steps: int
+) -> tuple[Recipe, str, ReferenceStats]:
+    """Make a reference with a seed from ``choose_seed``."""
+    return choose_seed(
+        small, dtype, lambda seeded: _make_reference(pool, folder, seeded, dtype, steps)
+    )
 
 
 def _make_reference(

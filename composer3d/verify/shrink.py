@@ -13,6 +13,7 @@ from composer3d.spec.errors import UserError
 from composer3d.spec.schedules import micro_batch_requirement
 
 LIMIT = 16  # processes on one machine
+HERE_LIMIT = 1024  # processes of a job that proves its own mesh; one process is the reference
 
 # How FSDP shards the rows of a tensor. "even": all ranks hold the same number of rows. "short": the
 # last rank holds fewer than the first, but at least one. "none": at least one rank holds no row.
@@ -66,6 +67,24 @@ def shrink(full: Recipe) -> list[Recipe]:
         small_recipes.append(best)
         missing -= fsdp_cuts(best).items()
     return small_recipes
+
+
+def shrink_on_own_mesh(full: Recipe) -> Recipe:
+    """Make a small recipe on the mesh of ``full`` itself, whatever its size up to ``HERE_LIMIT``.
+
+    It keeps what ``shrink`` keeps, apart from cuts of FSDP that one recipe cannot have together.
+
+    Raises:
+        UserError: the mesh is larger.
+    """
+    if full.mesh.world_size > HERE_LIMIT:
+        raise UserError(
+            f"verify --here proves a mesh of at most {HERE_LIMIT:,} processes, and this one has "
+            f"{full.mesh.world_size:,}; prove a smaller dp_shard or dp_replicate on a part of the "
+            "machine, check all of it with composer3d doctor, and the layout with composer3d "
+            "verify without --here"
+        )
+    return _shrink_to(full, full.mesh, fsdp_cuts(full))
 
 
 def fsdp_cuts(recipe: Recipe) -> dict[str, Cut]:

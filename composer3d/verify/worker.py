@@ -61,7 +61,9 @@ _SMALLEST_BFLOAT16 = 2.0**-126
 # The plain one-process training.
 
 
-def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str, Any]:
+def run_reference(
+    recipe: Recipe, dtype: str, steps: int, path: str, threads: int = 1
+) -> dict[str, Any]:
     """Train on one process, and write the losses, norms, gradients and weights to ``path``.
 
     It computes in float64. The initial weights are the only part of ``parallel`` that it uses, and
@@ -74,11 +76,12 @@ def run_reference(recipe: Recipe, dtype: str, steps: int, path: str) -> dict[str
         dtype: the dtype of the composed job, "float64" or "float32".
         steps: the number of training steps.
         path: the file to write, in the format of ``torch.save``.
+        threads: the number of threads.
 
     Returns:
         The fields of ``judge.ReferenceStats``.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     recipe = shorten_run(recipe, steps)
     reference = _train_plainly(recipe, dtype, steps)
     noise, clips = reference.pop("noise"), reference.pop("clips")
@@ -364,7 +367,35 @@ def run_composed(
     torch.set_num_threads(1)
     if fault is not None:
         fault()
+    expected = torch.load(reference, mmap=True, weights_only=True)
+    with pool_world() as device:
+        mesh = Mesh.build(recipe.mesh, device)
+        return compare_steps(recipe, mesh, dtype, steps, expected, compute)
 
+
+def compare_steps(
+    recipe: Recipe,
+    mesh: Mesh,
+    dtype: ProofDtype,
+    steps: int,
+    expected: Mapping[str, Any],
+    compute: ProofDtype | None = None,
+) -> RankErrors:
+    """Train on the ranks of ``mesh``, and compare with the reference in each step.
+
+    Collective over all ranks.
+
+    Args:
+        recipe: a small recipe with this mesh.
+        mesh: the mesh of the job.
+        dtype: the dtype of parameters and optimizer.
+        steps: the number of training steps.
+        expected: what ``run_reference`` wrote, as it was loaded.
+        compute: as in ``run_composed``.
+
+    Returns:
+        The differences that this rank measured.
+    """
     wrong_learning_rate = _find_wrong_learning_rate(recipe, steps)
     mixed = recipe.precision.compute is not None
     sends_narrow = recipe.precision.reduce == "bfloat16"
@@ -376,72 +407,67 @@ def run_composed(
         matmul=recipe.precision.matmul,
     )
     recipe = replace(shorten_run(recipe, steps), precision=precision)
-    expected = torch.load(reference, mmap=True, weights_only=True)
 
-    with pool_world() as device:
-        mesh = Mesh.build(recipe.mesh, device)
-        stages = build_stages(recipe, mesh)
-        # Training forms a group here too, for its checkpoints. If ranks had formed different groups
-        # before, they would wait for each other.
-        dist.barrier(dist.new_group())
-        for name, parameter in stages.named_parameters():
-            _starve_first_expert(name, parameter, recipe.model.experts > 0)
-        optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
-        loader = batches.make_loader(
-            recipe, mesh, make_corpus(recipe, "train"), seed=recipe.data.seed
-        )
-        held_out = make_corpus(recipe, "validation")
-        replay = None
-        if dtype == "float32":
-            replay = AdamWReplay(recipe.optim, expected["norm"], expected["clipped"])
+    stages = build_stages(recipe, mesh)
+    # Training forms a group here too, for its checkpoints. If ranks had formed different groups
+    # before, they would wait for each other.
+    dist.barrier(dist.new_group())
+    for name, parameter in stages.named_parameters():
+        _starve_first_expert(name, parameter, recipe.model.experts > 0)
+    optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
+    loader = batches.make_loader(recipe, mesh, make_corpus(recipe, "train"), seed=recipe.data.seed)
+    held_out = make_corpus(recipe, "validation")
+    replay = None
+    if dtype == "float32":
+        replay = AdamWReplay(recipe.optim, expected["norm"], expected["clipped"])
 
-        errors = RankErrors(
-            identity=mesh.identity,
-            coords=mesh.coords,
-            loss=[math.nan] * (steps + 1),
-            wrong_learning_rate=wrong_learning_rate,
-        )
-        for step in range(steps):
-            # Validate between two steps, so that a validation that disturbs the next step shows.
-            if step == steps - 1:
-                validation_loss = train_step.validate(recipe, stages, held_out)
-                errors.loss[steps] = _relative_error(validation_loss, expected["loss"][steps])
+    errors = RankErrors(
+        identity=mesh.identity,
+        coords=mesh.coords,
+        loss=[math.nan] * (steps + 1),
+        wrong_learning_rate=wrong_learning_rate,
+    )
+    for step in range(steps):
+        # Validate between two steps, so that a validation that disturbs the next step shows.
+        if step == steps - 1:
+            validation_loss = train_step.validate(recipe, stages, held_out)
+            errors.loss[steps] = _relative_error(validation_loss, expected["loss"][steps])
 
-            batch = next(loader)
-            if has_random_batch(step):
-                batch = local_batch(random_batch(recipe, step), stages)
-            if sends_narrow and step == 0:
-                errors.wrong_reduction = _find_wrong_reduction(stages, batch)
-            sums = train_step.compute_gradients(stages, batch)
-            values = sums.await_values()
-            errors.loss[step] = _relative_error(values.loss, expected["loss"][step])
-            errors.norm.append(_relative_error(values.norm, expected["norm"][step]))
-            gradients = {
-                name: parameter.grad
-                for name, parameter in stages.named_parameters()
-                if parameter.requires_grad
-            }
-            for name, gradient in gradients.items():
-                expected_gradient = expected["gradient"][step].get(name)
-                errors.shards.append(_compare(step, "gradient", name, gradient, expected_gradient))
-            if replay is not None:
-                replay.record_gradients(step, gradients)
+        batch = next(loader)
+        if has_random_batch(step):
+            batch = local_batch(random_batch(recipe, step), stages)
+        if sends_narrow and step == 0:
+            errors.wrong_reduction = _find_wrong_reduction(stages, batch)
+        sums = train_step.compute_gradients(stages, batch)
+        values = sums.await_values()
+        errors.loss[step] = _relative_error(values.loss, expected["loss"][step])
+        errors.norm.append(_relative_error(values.norm, expected["norm"][step]))
+        gradients = {
+            name: parameter.grad
+            for name, parameter in stages.named_parameters()
+            if parameter.requires_grad
+        }
+        for name, gradient in gradients.items():
+            expected_gradient = expected["gradient"][step].get(name)
+            errors.shards.append(_compare(step, "gradient", name, gradient, expected_gradient))
+        if replay is not None:
+            replay.record_gradients(step, gradients)
 
-            lr = learning_rate(step, recipe.optim, recipe.run.steps)
-            max_norm = reference_max_norm(recipe, step)
-            train_step.update(stages, optimizer, sums, max_norm=max_norm, lr=lr)
+        lr = learning_rate(step, recipe.optim, recipe.run.steps)
+        max_norm = reference_max_norm(recipe, step)
+        train_step.update(stages, optimizer, sums, max_norm=max_norm, lr=lr)
 
-            # A factor of all gradients hardly changes the weights of AdamW, but it changes this
-            # norm.
-            clipped = _clipped_norm(stages)
-            errors.clipped.append(_relative_error(clipped, expected["clipped"][step]))
-            if replay is None:
-                errors.shards += _compare_weights(step, stages, expected)
-            else:
-                errors.shards += _compare_weights_in_float32(
-                    step, stages, expected, replay, lr=reference_learning_rate(recipe, step)
-                )
-        return errors
+        # A factor of all gradients hardly changes the weights of AdamW, but it changes this
+        # norm.
+        clipped = _clipped_norm(stages)
+        errors.clipped.append(_relative_error(clipped, expected["clipped"][step]))
+        if replay is None:
+            errors.shards += _compare_weights(step, stages, expected)
+        else:
+            errors.shards += _compare_weights_in_float32(
+                step, stages, expected, replay, lr=reference_learning_rate(recipe, step)
+            )
+    return errors
 
 
 def _find_wrong_learning_rate(recipe: Recipe, steps: int) -> str | None:

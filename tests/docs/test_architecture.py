@@ -27,6 +27,7 @@ LAYERS = [
     "verify",
     "dryrun",
     "draw",
+    "doctor",
     "training",
     "reliability",
     "convert",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from composer3d.planner.collectives import Group, all_to_all_s, collective_s, send_s
-from composer3d.planner.constants import PRIORS
+from composer3d.planner.constants import PRIORS, SHIPPED
 from composer3d.planner.setup import Machine
 from composer3d.spec import hardware
 
@@ -68,3 +68,31 @@ def test_an_all_to_all_that_leaves_the_node_is_slower() -> None:
     inside = all_to_all_s(Group(8, 1), 1e9, machine, ALONE)
     across = all_to_all_s(Group(8, 8), 1e9, machine, ALONE)
     assert across > 4 * inside
+
+
+def test_a_measured_latency_replaces_the_usual_one() -> None:
+    usual = machine_of("H100")
+    measured = usual._replace(latency_s=1e-3, nic_latency_s=4e-3)
+    inside, across = Group(8, 1), Group(16, 1)
+    size = 1e6
+    # A small message takes its latency, for each doubling of the ranks, and no ramp.
+    rate = usual.all_reduce_bytes_s * SHIPPED.nvlink_share
+    expected = 3e-3 + 2 * 7 / 8 * size / rate
+    assert collective_s("all_reduce", inside, size, measured, SHIPPED) == pytest.approx(expected)
+    cards = 8 * usual.nic_bytes_s * SHIPPED.nic_share
+    expected = 16e-3 + 15 / 16 * size / min(cards, usual.ring_bytes_s * SHIPPED.nvlink_share)
+    assert collective_s("all_gather", across, size, measured, SHIPPED) == pytest.approx(expected)
+    assert send_s(across, 0.0, measured, SHIPPED) == 4e-3
+    assert all_to_all_s(inside, 1.0, measured, SHIPPED) == pytest.approx(2e-3)
+    # Nothing changes without a measurement.
+    assert send_s(across, 0.0, usual, SHIPPED) == 20e-6
+
+
+def test_a_cpu_reaches_the_rates_that_were_measured() -> None:
+    usual = machine_of("CPU")
+    measured = usual._replace(latency_s=1e-3)
+    size = 1e9
+    seconds = collective_s("all_gather", Group(2, 1), size, measured, SHIPPED)
+    assert seconds == pytest.approx(1e-3 + size / 2 / usual.ring_bytes_s)
+    slower = collective_s("all_gather", Group(2, 1), size, usual, SHIPPED)
+    assert slower > size / 2 / usual.ring_bytes_s / SHIPPED.nvlink_share

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections import Counter
@@ -15,6 +13,7 @@ import pytest
 
 from tools.prove.kills import jobs as kill_jobs
 from tools.prove.kills.jobs import Case, Job, Killer, losses
+from tools.two_hosts import Host, NoHostsError, two_hosts
 
 
 @pytest.fixture(scope="module")
@@ -88,80 +87,35 @@ def test_a_rank_that_hangs_is_named(killer: Killer) -> None:
         job.end()
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
 @pytest.fixture
-def nodes() -> Iterator[list[tuple[str, str, str]]]:
-    """Two nodes: (network namespace, interface, address) of each. Skips if they cannot be made."""
-    mark = uuid.uuid4().hex[:6]
-    found = [(f"c3d-{mark}-{n}", f"v{mark}{n}", f"10.77.0.{n + 1}") for n in (0, 1)]
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts. Skips if they cannot be made."""
     with ExitStack() as stack:
         try:
-            for name, _, _ in found:
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            (first, a, _), (second, b, _) = found
-            ip("link", "add", a, "netns", first, "type", "veth", "peer", "name", b, "netns", second)
-            for name, device, address in found:
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
-                ip("-n", name, "link", "set", device, "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"two network namespaces cannot be made here: {error}")
-        yield found
+            made = stack.enter_context(two_hosts())
+        except NoHostsError as error:
+            pytest.skip(str(error))
+        yield made
 
 
 class Node(Job):
     """One node's agent of a job under torchrun."""
 
-    def __init__(
-        self, folder: Path, recipe: Path, number: int, nodes: list[tuple[str, str, str]]
-    ) -> None:
-        self._node, self._recipe, self._nodes = number, recipe, nodes
+    def __init__(self, folder: Path, recipe: Path, host: Host) -> None:
+        self._recipe, self._host = recipe, host
         super().__init__(folder, 2, "torchrun")
 
     def command(self) -> list[str]:
-        name, device, address = self._nodes[self._node]
-        options = [
-            "--nnodes",
-            "2",
-            "--nproc-per-node",
-            "1",
-            "--max-restarts",
-            "3",
-            "--local-addr",
-            address,
-        ]
-        meet = [
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"{self._nodes[0][2]}:29400",
-            "--rdzv-id",
-            "job",
-        ]
-        host = ["--rdzv-conf", f"is_host={1 - self._node}"]
-        prefix = [
-            "ip",
-            "netns",
-            "exec",
-            name,
-            "env",
-            f"GLOO_SOCKET_IFNAME={device}",
-            sys.executable,
-        ]
-        torchrun = [*prefix, "-m", "torch.distributed.run", *options, *meet, *host]
-        return [*torchrun, "-m", "composer3d", "train", str(self._recipe)]
+        train = ["-m", "composer3d", "train", str(self._recipe)]
+        return self._host.torchrun(1, train, "--max-restarts", "3")
 
 
 def test_a_killed_rank_costs_one_restart_on_two_nodes(
-    killer: Killer, nodes: list[tuple[str, str, str]]
+    killer: Killer, hosts: tuple[Host, Host]
 ) -> None:
     folder = killer.folder / uuid.uuid4().hex
     expected = killer.uninterrupted_losses(2)
-    jobs = [Node(folder, killer.folder / "recipe-2.toml", number, nodes) for number in (0, 1)]
+    jobs = [Node(folder, killer.folder / "recipe-2.toml", host) for host in hosts]
     try:
         jobs[0].wait_for_step(12)
         for job in jobs:

@@ -137,6 +137,15 @@ def test_a_row_of_the_user(tmp_path: Path) -> None:
         ("nic_gbit = 400", "nic_gbit = 400\ncolour = 1", "unknown key 'colour'"),
         ("nic_gbit = 400", 'nic_gbit = 400\ngeneration = "x"', "generation = 'x' must be one of"),
         ('name = "Mine"', "name = ", "cannot be read as a row of hardware"),
+        ('name = "Mine"', 'name = "a\\u001b[31m"', "name must be a text of 1 to 80 printable"),
+        ('name = "Mine"', "name = 3", "name must be a text of 1 to 80 printable"),
+        ("memory_gib = 96", f"memory_gib = 1{'0' * 400}", "memory_gib = '1000"),
+        ("memory_gib = 96", "memory_gib = 1e-300", "must be a number above 0: at least 1e-09"),
+        ("bfloat16 = 800", "int4 = 800", "unknown dtype 'int4' in matrix_tflops; use bfloat16"),
+        ("bfloat16 = 800", '"a\\u001b" = 8', "unknown dtype 'a\\x1b' in matrix_tflops"),
+        ("nic_gbit = 400", "nic_gbit = 400\ndomain = 8.5", "domain = '8.5' must be a whole number"),
+        ("nic_gbit = 400", "nic_gbit = 400\ndomain = true", "domain = 'True' must be a whole"),
+        ("nic_gbit = 400", f"nic_gbit = {'[' * 30000}", "cannot be read as a row of hardware"),
     ],
 )
 def test_broken_rows_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -1,0 +1,99 @@
+"""``composer3d doctor``: check and measure the devices and the network of a job."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from composer3d.commands import job
+from composer3d.doctor.report import Report, as_json_of, text_of
+from composer3d.doctor.row import row_of, toml_of
+from composer3d.recipe.resolve import Resolved, load
+from composer3d.runtime import launch
+from composer3d.runtime.ranks import describe_rank
+from composer3d.spec.errors import UserError
+from composer3d.spec.hardware import read_row
+
+# A message of the examination takes seconds at most, so a rank that is late is lost.
+_TIMEOUT_S = 60.0
+
+
+def run(*, recipe: str, sets: Sequence[str], write: str | None, as_json: bool) -> int:
+    """Examine: as one rank under torchrun, else with all ranks of the mesh on this machine.
+
+    Args:
+        recipe: the recipe's file.
+        sets: overrides, each ``table.key=value``.
+        write: a file to make, with a row of hardware for ``plan --gpu``; None makes none.
+        as_json: whether to print one JSON object as the last line.
+
+    Returns:
+        The exit status: 0 if nothing is wrong, 1 if a group or a value is wrong, a rank is lost or
+        checkpoints do not fit the disk, 2 if the recipe cannot be used.
+
+    Raises:
+        UserError: the recipe or this machine cannot be used, or the file ``write`` exists.
+    """
+    if write is not None and os.path.lexists(write):
+        raise UserError(f"--write {write}: the file exists; name another one")
+    if "RANK" in os.environ:
+        return examine_rank(recipe, sets, write, as_json)
+    resolved = load(recipe, sets, check_files=False)
+    resolved, processes = job.count_processes(resolved, recipe, sets, check_files=False)
+    if processes == 1:
+        return examine_rank(recipe, sets, write, as_json)
+    arguments = {"recipe": recipe, "sets": tuple(sets), "write": write, "as_json": as_json}
+    result = launch.run_ranks(examine_rank, arguments, processes=processes)
+    for rank in [*result.died, *result.stuck]:
+        name = describe_rank(rank, resolved.recipe.mesh)
+        print(f"{name} died, or was killed because it hung", file=sys.stderr)
+    return result.status
+
+
+def examine_rank(recipe: str, sets: Sequence[str], write: str | None, as_json: bool) -> int:
+    """Examine as one rank of a job, and return its exit status. Rank 0 prints the report."""
+    function = partial(_examine, write=write, as_json=as_json)
+
+    def report(error: UserError) -> None:
+        if as_json:
+            print(json.dumps({"passed": False, "problems": error.lines}), flush=True)
+
+    return job.run_rank(function, recipe, sets, check_files=False, report=report)
+
+
+def _examine(resolved: Resolved, rank: int, *, write: str | None, as_json: bool) -> int:
+    # Imported here because these modules import torch.
+    from composer3d.doctor.rank import examine
+    from composer3d.runtime.process_group import on_main
+
+    def advice() -> str:
+        return "look at that machine and its network"
+
+    with job.join(resolved, rank, timeout_s=_TIMEOUT_S, advice=advice) as world:
+        report = examine(resolved.recipe, world.device, world.store)
+
+        def publish() -> bool:
+            assert report is not None
+            return _publish(report, write, as_json)
+
+        passed = on_main("--write", publish)
+    return 0 if passed else 1
+
+
+def _publish(report: Report, write: str | None, as_json: bool) -> bool:
+    """Print the report and write the row of hardware. Return whether nothing is wrong."""
+    row = row_of(report) if report.is_measured else None
+    print(text_of(report))
+    if write is not None and row is not None:
+        with open(write, "x", encoding="utf-8") as file:
+            file.write(toml_of(row))
+        # A file that plan refuses must show here.
+        read_row(write)
+        print(f"the row of hardware is written to {write}: composer3d plan RECIPE --gpu {write}")
+    if as_json:
+        answer = as_json_of(report)
+        answer["hardware"] = None if row is None else row.as_json()
+        print(json.dumps(answer))
+    sys.stdout.flush()
+    return not report.problems

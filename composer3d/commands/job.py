@@ -1,0 +1,214 @@
+"""Start the ranks of a job, or join one: what ``train``, ``doctor`` and ``verify --here`` share.
+
+Functions import the modules that need torch when they need them, so that the starter of the ranks
+can begin to import torch first.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from composer3d.recipe.resolve import Resolved, load
+from composer3d.runtime import launch, log
+from composer3d.runtime.ranks import describe_rank, identity
+from composer3d.runtime.starter import STORE_VARIABLE, die_with_parent
+from composer3d.spec.errors import DeviceError, LostPeersError, RecipeError, UserError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+# The limit of processes per core in a CPU job. With more, even a short trial would be too slow.
+PROCESSES_PER_CORE = 16
+
+
+def count_processes(
+    resolved: Resolved, recipe: str, sets: Sequence[str], *, check_files: bool = True
+) -> tuple[Resolved, int]:
+    """Return the recipe for the devices of this machine, and the number of ranks to start on it.
+
+    It starts the starter of ranks, unless there is one rank.
+
+    Args:
+        resolved: the recipe as ``load`` returned it without a number of processes.
+        recipe: its file.
+        sets: overrides, each ``table.key=value``.
+        check_files: as in ``load``.
+
+    Raises:
+        RecipeError: the recipe needs too many processes for this machine.
+        DeviceError: this machine has fewer GPUs than the recipe needs.
+    """
+    device = resolved.recipe.run.device
+    processes = resolved.recipe.world_size
+    if device == "cpu":
+        require_cores(resolved)
+    if processes > 1:
+        launch.warm_up()
+    if device != "cpu":
+        # Imported here because this module imports torch.
+        from composer3d.runtime.process_group import count_gpus
+
+        gpus = count_gpus()
+        if gpus and resolved.fills_world:
+            resolved = load(recipe, sets, world_size=gpus, check_files=check_files)
+            processes = gpus
+        elif gpus < processes and (gpus or device == "cuda"):
+            raise DeviceError(
+                f"{resolved.place('mesh.dp_shard')}: the mesh needs {processes} GPUs, but this "
+                f"machine shows {gpus}; change [mesh], start several nodes with torchrun, or set "
+                'run.device = "cpu"'
+            )
+        if not gpus:
+            require_cores(resolved)
+    return resolved, processes
+
+
+def require_cores(resolved: Resolved) -> None:
+    """Refuse a CPU job with too many processes for this machine.
+
+    Raises:
+        RecipeError: there are more than ``PROCESSES_PER_CORE`` processes per core, and
+            ``run.oversubscribe`` is false.
+    """
+    recipe = resolved.recipe
+    cores = launch.usable_cores()
+    most = PROCESSES_PER_CORE * cores
+    if recipe.world_size > most and not recipe.run.oversubscribe:
+        raise RecipeError(
+            f"{resolved.place('mesh.dp_shard')}: the mesh needs {recipe.world_size} processes, but "
+            f"this machine has {cores} cores: at most {most} processes, {PROCESSES_PER_CORE} a "
+            "core, are started on them; change [mesh], or set run.oversubscribe = true"
+        )
+
+
+def run_rank(
+    function: Callable[[Resolved, int], int],
+    recipe: str,
+    sets: Sequence[str],
+    *,
+    check_files: bool = True,
+    report: Callable[[UserError], None] | None = None,
+) -> int:
+    """Run ``function`` as the rank that RANK, LOCAL_RANK and WORLD_SIZE name.
+
+    Without these variables it is rank 0 of 1. A UserError is printed by the ranks that must report
+    it, and becomes the exit status. Any other exception is raised.
+
+    Args:
+        function: is called with the resolved recipe and the rank, and returns the exit status.
+        recipe: the recipe's file.
+        sets: overrides, each ``table.key=value``.
+        check_files: as in ``load``.
+        report: is called on rank 0 with a UserError, before it is printed.
+
+    Returns:
+        The exit status of this rank.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and STORE_VARIABLE not in os.environ:
+        # The parent is torchrun's agent. If it is killed, nothing else ends this rank.
+        die_with_parent(os.getppid())
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    with suppress(OSError):
+        # The name that top and ps show, on Linux.
+        Path("/proc/self/comm").write_text(f"c3d rank {rank}")
+    try:
+        resolved = load(recipe, sets, world_size=world_size, check_files=check_files)
+        return function(resolved, rank)
+    except UserError as error:
+        if report is not None and rank == 0:
+            report(error)
+        if error.lines and _must_report(error, rank):
+            # A LostPeersError names its rank itself.
+            prefix = f"rank {rank}: " if rank and not isinstance(error, LostPeersError) else ""
+            print(*(prefix + line for line in error.lines), sep="\n", file=sys.stderr, flush=True)
+        return error.status
+
+
+def _must_report(error: UserError, rank: int) -> bool:
+    """Return whether this rank prints an error.
+
+    Once there is a process group, all ranks raise an error together (``process_group.on_all``), and
+    rank 0 prints it. Before that, the error may concern a single node or rank: then the first rank
+    of each node prints it, and every rank prints its own DeviceError. Only one rank has a
+    LostPeersError with lines, so it always prints them.
+    """
+    if rank == 0 or isinstance(error, LostPeersError):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        return False
+    return isinstance(error, DeviceError) or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+class World(NamedTuple):
+    """The world that this rank has joined.
+
+    Attributes:
+        device: the device of this rank.
+        store: the store through which the ranks have met.
+    """
+
+    device: "torch.device"
+    store: "dist.Store"
+
+
+@contextmanager
+def join(
+    resolved: Resolved, rank: int, *, timeout_s: float, advice: Callable[[], str]
+) -> Iterator[World]:
+    """Set this process up as a rank of the recipe's job, and form the group of all ranks.
+
+    Args:
+        resolved: the recipe.
+        rank: the rank of this process.
+        timeout_s: how long a collective may wait for its peers.
+        advice: returns what the user should do after a rank is lost.
+
+    Raises:
+        UserError: the device cannot be used, or ranks are missing or lost.
+    """
+    import torch
+
+    from composer3d.runtime import devices, peers, process_group
+
+    recipe = resolved.recipe
+    if recipe.world_size > 1 or "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device = process_group.pick_device(recipe.run.device)
+    settings = None
+    if device.type == "cpu":
+        process_group.keep_freed_memory()
+    else:
+        settings = devices.prepare_gpu(recipe, cores=launch.usable_cores())
+
+    name = identity(rank, recipe.mesh, device.type)
+    log.setup(name, main=rank == 0)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts != "0" and STORE_VARIABLE not in os.environ:
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        log.get().info(f"restarted by torchrun, {restarts} of at most {most}")
+    if settings is not None:
+        log.get().info(settings)
+
+    try:
+        store = process_group.open_store(timeout_s=timeout_s)
+        peer_watch = peers.explain_lost_peers(
+            # The thread of the watch needs a client of its own. Torch's type stubs lack ``clone``.
+            cast(Any, store).clone(),
+            rank=rank,
+            size=int(os.environ.get("WORLD_SIZE", "1")),
+            describe=lambda peer: describe_rank(peer, recipe.mesh),
+            advice=advice,
+        )
+        with peer_watch, process_group.world(device, timeout_s=timeout_s, store=store):
+            yield World(device, store)
+    except UserError:
+        raise
+    except Exception as error:
+        error.add_note(f"[{name}]")
+        raise

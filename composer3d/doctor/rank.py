@@ -1,0 +1,165 @@
+"""What one rank of ``composer3d doctor`` does: check, measure, and report to rank 0."""
+
+import os
+import platform
+import shutil
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from composer3d.doctor import measure
+from composer3d.doctor.facts import RankFacts
+from composer3d.doctor.report import Disk, Report, make_report
+from composer3d.planner.memory import GIB
+from composer3d.planner.predict import sizes_of
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime import process_group
+from composer3d.runtime.agreement import check_agreement, versions
+from composer3d.runtime.exchanges import all_collectives, check_exchanges, groups_of
+from composer3d.runtime.launch import usable_cores
+from composer3d.runtime.mesh import Mesh
+from composer3d.spec import hardware
+from composer3d.spec.errors import ExchangeError
+
+# A parameter with AdamW's two moments, in the dtype of parameters.
+_STATES = 3
+
+
+def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> Report | None:
+    """Check the groups of the recipe's mesh, and measure devices and links.
+
+    Collective over all ranks. Nothing is written, and no data is read.
+
+    Args:
+        recipe: the whole recipe.
+        device: the device of this rank.
+        store: the store of the job.
+
+    Returns:
+        The report on rank 0, and None on the others.
+
+    Raises:
+        MeshError: the recipe or the software differs between ranks.
+    """
+    check_agreement(recipe)
+    mesh = Mesh.build(recipe.mesh, device)
+    nodes = _number_nodes()
+    groups = groups_of(mesh, has_experts=recipe.model.experts > 0)
+    problems: tuple[str, ...] = ()
+    try:
+        check_exchanges(mesh, groups, lambda axis: all_collectives(axis, recipe.parallel))
+    except ExchangeError as error:
+        # Such a network is not worth measuring, and may not end a collective.
+        problems = error.lines
+    else:
+        groups += measure.node_groups(mesh.rank, nodes)
+
+    facts = RankFacts(
+        name=f"{mesh.identity} on {socket.gethostname()}",
+        node=nodes[mesh.rank],
+        host=socket.gethostname(),
+        device=_device_name(device),
+        generation=_generation(device),
+        memory_gib=_memory_gib(device, nodes.count(nodes[mesh.rank])),
+        matrix_flops={},
+        memory_bytes_s=0.0,
+        first_ranks={entry.axis: entry.ranks[0] for entry in groups},
+        speeds=[],
+        clock_s=None,
+        clock_error_s=0.0,
+        driver=_driver(device),
+        python=platform.python_version(),
+        is_crowded=device.type == "cpu" and nodes.count(nodes[mesh.rank]) > usable_cores(),
+    )
+    if not problems:
+        process_group.max_over_ranks([0.0])  # products of all ranks begin together
+        clock = None
+        leaders = [nodes.index(node) for node in dict.fromkeys(nodes)][1:]
+        facts = facts._replace(
+            matrix_flops=measure.measure_matrix(_dtypes(recipe, device), device),
+            memory_bytes_s=measure.measure_memory(device),
+            speeds=measure.measure_collectives(groups, recipe.parallel, device),
+        )
+        if mesh.rank in (0, *leaders):
+            clock = measure.measure_clock(store, mesh.rank, leaders)
+        if clock is not None:
+            facts = facts._replace(clock_s=clock.ahead_s, clock_error_s=clock.error_s)
+
+    of_ranks = process_group.gather_objects(facts)
+    if of_ranks is None:
+        return None
+    sizes = {entry.axis: len(entry.ranks) for entry in groups}
+    return make_report(recipe, of_ranks, sizes, problems, versions(), _disk(recipe))
+
+
+def _number_nodes() -> list[int]:
+    """Return the number of each rank's node. Collective over all ranks.
+
+    A node is an agent of torchrun on a host; without torchrun it is a host.
+    """
+    own = (os.environ.get("GROUP_RANK", "0"), socket.gethostname())
+    names = process_group.gather_objects(own)
+    numbers = None
+    if names is not None:
+        order = list(dict.fromkeys(names))
+        numbers = [order.index(name) for name in names]
+    return process_group.broadcast_object(numbers) or []
+
+
+def _dtypes(recipe: Recipe, device: torch.device) -> list[str]:
+    """Return the dtypes whose products are measured: a usual one, and that of the recipe."""
+    usual = "float32" if device.type == "cpu" else "bfloat16"
+    own = recipe.precision.computes_in
+    return list(dict.fromkeys((usual, "float32" if own == "float64" else own)))
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()})"
+
+
+def _generation(device: torch.device) -> hardware.Generation:
+    if device.type == "cpu":
+        return "cpu"
+    row = hardware.find(torch.cuda.get_device_name(device))
+    if row is not None:
+        return row.generation
+    if torch.version.hip is not None:
+        return "cdna3"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 8:
+        return "ada" if minor == 9 else "ampere"
+    return "hopper" if major == 9 else "blackwell" if major > 9 else "ampere"
+
+
+def _memory_gib(device: torch.device, ranks: int) -> float:
+    """Return the memory of a GPU, or the share of a host's memory for each of its ``ranks``."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / GIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / ranks
+
+
+def _driver(device: torch.device) -> str:
+    if device.type == "cpu":
+        return ""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "unknown"
+    return next((word for word in text.split() if word[0].isdigit() and "." in word), "unknown")
+
+
+def _disk(recipe: Recipe) -> Disk:
+    """Return the free space of the run's folder, as rank 0 sees it, and what checkpoints take."""
+    folder = Path(recipe.run.out_dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    width = 8 if recipe.precision.params == "float64" else 4
+    size = _STATES * width * sizes_of(recipe).parameters
+    # A new checkpoint is complete before the oldest one is removed.
+    return Disk(
+        str(folder), shutil.disk_usage(folder).free / GIB, size / GIB, recipe.checkpoint.keep + 1
+    )

@@ -1,0 +1,90 @@
+"""``verify --here``: the recipe's own mesh, proven on the ranks of a job."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from composer3d.recipe.resolve import load
+from composer3d.recipe.rules import violations
+from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.process_group import pool_world
+from composer3d.spec.errors import UserError
+from composer3d.verify.here import prove_here
+from composer3d.verify.judge import Verdict
+from composer3d.verify.shrink import HERE_LIMIT, shrink_on_own_mesh
+from tools.prove.faults.exchanges import keep_own_part_of_the_sum, reduce_scatter_twice
+from tools.prove.paths import MOE_RECIPE, RECIPE, ROOT
+
+
+def prove(
+    recipe: str,
+    sets: list[str],
+    dtype: str = "float64",
+    fault: Callable[[], None] | None = None,
+    other: str = "",
+) -> Verdict | None:
+    """A task: prove a recipe here; rank 1 has one more override."""
+    if fault is not None:
+        fault()
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    sets = [*sets, other] if other and rank == 1 else sets
+    with pool_world() as device:
+        full = load(recipe, sets, world_size=size, check_files=False).recipe
+        return prove_here(full, device, dtype, steps=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sets", "dtype"),
+    [
+        (RECIPE, ["mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2"], "float64"),
+        (RECIPE, ["mesh.cp=2", "mesh.tp=2"], "float32"),
+        (MOE_RECIPE, ["mesh.dp_shard=2", "mesh.tp=2", "mesh.ep=2"], "float32"),
+    ],
+)
+def test_a_mesh_is_exact_here(pool: Pool, recipe: Path, sets: list[str], dtype: str) -> None:
+    full = load(recipe, sets, check_files=False).recipe
+    arguments = {"recipe": str(recipe), "sets": sets, "dtype": dtype}
+    verdict, *others = pool.run(prove, arguments, world_size=full.world_size)
+    assert verdict.passed, verdict
+    assert verdict.world_size == full.world_size
+    assert verdict.dtype == dtype
+    assert set(others) == {None}
+
+
+@pytest.mark.parametrize("fault", [keep_own_part_of_the_sum, reduce_scatter_twice])
+def test_a_fault_that_no_message_shows_is_found(pool: Pool, fault: Callable[[], None]) -> None:
+    arguments = {"recipe": str(RECIPE), "sets": ["mesh.tp=2"], "fault": fault}
+    verdict, _ = pool.run(prove, arguments, world_size=2)
+    assert not verdict.passed
+    assert not verdict.refused
+    assert verdict.error is not None
+    assert verdict.worst_parameter is not None
+
+
+def test_ranks_with_another_recipe_are_refused(pool: Pool) -> None:
+    arguments = {"recipe": str(RECIPE), "sets": ["mesh.dp_shard=2"], "other": "optim.lr=0.5"}
+    with pytest.raises(WorkerError) as caught:
+        pool.run(prove, arguments, world_size=2)
+    assert caught.value.user_error is not None
+    (line,) = caught.value.user_error.lines
+    assert "optim.lr is" in line
+    assert line.endswith("0.5 on rank 1")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.stem)
+def test_a_recipe_keeps_its_own_mesh(path: Path) -> None:
+    full = load(path, check_files=False).recipe
+    if full.world_size > HERE_LIMIT:
+        with pytest.raises(UserError, match="at most 1,024 processes, and this one has 16,384"):
+            shrink_on_own_mesh(full)
+        return
+    small = shrink_on_own_mesh(full)
+    assert small.mesh == full.mesh
+    assert violations(small) == []
+    assert small.model.dim <= 1024
+    assert replace(small.parallel, stages=None, async_tp=False) == replace(
+        full.parallel, stages=None, async_tp=False
+    )
