@@ -13,6 +13,7 @@ A rank of tp takes its scales from the part of a matrix that it holds. So the re
 each layer in as many parts, and joins or adds them.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -98,11 +99,11 @@ def use_float8(model: nn.Module, plan: ShardingPlan, tp: int) -> Rounding:
     rounding = Rounding()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and plan.multiplies_in_float8(name):
-            forward = {
-                "column": _columns,
-                "kv_column": partial(_kv_columns, heads=plan.kv_heads),
-                "row": _rows,
-            }[plan.style_of(name) or "row"]
+            forward: Callable[..., Tensor] = _rows
+            if plan.style_of(name) == "column":
+                forward = _columns
+            elif plan.style_of(name) == "kv_column":
+                forward = partial(_kv_columns, heads=plan.kv_heads)
             module.forward = partial(forward, module, rounding, tp)  # type: ignore[method-assign]
     return rounding
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._inductor.config
 from torch import Tensor, nn
 
 from composer3d.models.contract import SequenceInfo, ShardingPlan
@@ -207,11 +206,11 @@ def test_compiled_layers_have_the_same_bits(
     except DeviceError as error:
         pytest.skip(error.lines[0])
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
-    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
+    # No pool of processes, and no test program that tries the vector instructions.
+    inductor = {"compile_threads": 1, "cpp.vec_isa_ok": True}
     matrices = make_matrices(dtype)
     eager, compiled = (float8.Float8Linear(make_linear(matrices.weight_MK)) for _ in range(2))
-    compiled.compile(fullgraph=True, dynamic=False)
+    compiled.compile(fullgraph=True, dynamic=False, options=inductor)
     for actual, expected in zip(
         run_layer(compiled, matrices), run_layer(eager, matrices), strict=True
     ):
