@@ -245,3 +245,14 @@ def test_stages_must_hold_all_blocks() -> None:
     setup = setup_of(zero=0)
     with pytest.raises(PlanError, match="are not 1 stages of a model with 8 blocks"):
         replace(setup, layout=replace(setup.layout, stage_blocks=(7,)))
+
+
+def test_messages_in_float32_have_twice_the_bytes() -> None:
+    narrow = setup_of(tp=2)
+    machine = narrow.machine._replace(latency_s=1e-12, nic_latency_s=1e-12)
+    seconds = []
+    for matrix in ("bfloat16", "float32"):
+        precision = replace(narrow.precision, matrix=matrix)
+        setup = replace(narrow, machine=machine, precision=precision)
+        seconds.append(predict_time(setup, FREE).exposed_s["tp"])
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=1e-6)
