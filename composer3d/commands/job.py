@@ -159,7 +159,12 @@ class World(NamedTuple):
 
 @contextmanager
 def join(
-    resolved: Resolved, rank: int, *, timeout_s: float, advice: Callable[[], str]
+    resolved: Resolved,
+    rank: int,
+    *,
+    timeout_s: float,
+    advice: Callable[[], str],
+    write_report: Callable[[str], str | None] | None = None,
 ) -> Iterator[World]:
     """Set this process up as a rank of the recipe's job, and form the group of all ranks.
 
@@ -168,6 +173,8 @@ def join(
         rank: the rank of this process.
         timeout_s: how long a collective may wait for its peers.
         advice: returns what the user should do after a rank is lost.
+        write_report: keeps a report of what all ranks did then, and returns the path of its file;
+            None keeps none.
 
     Raises:
         UserError: the device cannot be used, or ranks are missing or lost.
@@ -204,6 +211,7 @@ def join(
             size=int(os.environ.get("WORLD_SIZE", "1")),
             describe=lambda peer: describe_rank(peer, recipe.mesh),
             advice=advice,
+            write_report=write_report,
         )
         with peer_watch, process_group.world(device, timeout_s=timeout_s, store=store):
             yield World(device, store)

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from composer3d.recipe.changes import changes
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import launch, log
+from composer3d.runtime.files import write_atomic
 from composer3d.runtime.ranks import describe_rank
 from composer3d.spec.errors import UserError
 
@@ -184,6 +186,18 @@ def resume_advice(recipe: Recipe) -> str:
     return f"the newest checkpoint is {newest}: {way_to_go_on(recipe)} from it"
 
 
+def _write_report(recipe: Recipe, text: str) -> str | None:
+    """Write the report of lost ranks into the run's folder, and return its path, or None."""
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    path = Path(recipe.run.out_dir) / recipe.run.name / f"lost-ranks-{now}.txt"
+    try:
+        write_atomic(path, text)
+    except OSError:
+        # The line on the console must come all the same.
+        return None
+    return str(path)
+
+
 def checkpoint_folder(recipe: Recipe) -> Path:
     """Return the folder of the run's checkpoints."""
     return Path(recipe.run.out_dir) / recipe.run.name / "checkpoints"
@@ -207,6 +221,8 @@ def _train(resolved: Resolved, rank: int) -> int:
     recipe = resolved.recipe
     timeout_s = 60 * recipe.run.timeout_minutes
     advice = partial(resume_advice, recipe)
-    with job.join(resolved, rank, timeout_s=timeout_s, advice=advice) as world:
+    write_report = partial(_write_report, recipe)
+    joined = job.join(resolved, rank, timeout_s=timeout_s, advice=advice, write_report=write_report)
+    with joined as world:
         signal_number = train(build(recipe, world.device, resolved.to_toml()))
     return 128 + signal_number if signal_number else 0

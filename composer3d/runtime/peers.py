@@ -3,24 +3,25 @@
 The error of gloo names only a neighbour. That neighbour may have ended because of a third rank.
 
 Every rank has a thread that looks for an alarm in the job's store. A rank whose collective failed
-raises the alarm. Every running rank then reports which line its main thread runs. A rank that does
-not report is dead or stopped. A rank that reports a line outside of a collective hangs there.
-Nothing is written to the store before the alarm.
+raises the alarm. Every running rank then reports what it does (``situation``). A rank that does
+not report is dead or stopped. A rank that reports a line outside of a collective hangs there. One
+rank, the speaker, collects the reports in a file. Nothing is written to the store before the alarm.
 """
 
-import os
+import json
 import re
 import signal
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from datetime import UTC, datetime
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from composer3d.runtime.situation import Situation, parse, situation_of, situation_of_error
 from composer3d.spec.errors import LostPeersError, UserError
 
 GRACE_S = 5.0  # how long a running rank may take to answer an alarm
@@ -36,14 +37,24 @@ _LOST_CONNECTION = re.compile(
 # a collective.
 _COLLECTIVE = re.compile("gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORECASE)
 
-# Functions in which a rank waits for other ranks, but without a frame of torch.distributed: the
-# wait is a copy from a GPU, or the collective runs in another thread.
-_WAITING = frozenset({"sum_over_world", "await_values", "result"})
-
-_PACKAGE = str(Path(__file__).parents[1])
-
 # An error names at most this many ranks.
 _NAMED_RANKS = 8
+
+
+# Writes the text of a report, and returns the path of its file, or None if it could not be written.
+WriteReport = Callable[[str], str | None]
+
+
+class FirstError(NamedTuple):
+    """The error with which a collective failed on a rank.
+
+    Attributes:
+        time_s: seconds since 1970, by the clock of the rank's machine.
+        text: the class and the first line.
+    """
+
+    time_s: float
+    text: str
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -71,16 +82,24 @@ class PeerWatch:
         rank: the rank of this process.
         size: the number of ranks.
         describe: returns the description of a rank for an error.
+        write_report: keeps the report of all ranks; None keeps none.
     """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, size: int, describe: Callable[[int], str]
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        size: int,
+        describe: Callable[[int], str],
+        write_report: WriteReport | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._describe = describe
-        self._main_thread = threading.current_thread().ident
+        self._write_report = write_report
+        self._main_thread = threading.get_ident()
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         # The polling of thousands of ranks must not keep the store busy.
@@ -98,21 +117,9 @@ class PeerWatch:
             while not self._is_over.wait(self._every_s):
                 with self._lock:
                     if self._store.check(["alarm"]):
-                        self._store.set(f"here/{self._rank}", self._main_thread_place())
+                        situation = situation_of(self._main_thread)
+                        self._store.set(f"here/{self._rank}", situation.to_json())
                         return
-
-    def _main_thread_place(self) -> str:
-        """Return the line of composer3d that the main thread runs; "" inside of a collective."""
-        frame = sys._current_frames().get(self._main_thread or 0)
-        stack = traceback.extract_stack(frame) if frame is not None else []
-        own_lines = [entry for entry in stack if entry.filename.startswith(_PACKAGE + os.sep)]
-        is_waiting = any(
-            "torch/distributed" in entry.filename or entry.name in _WAITING for entry in stack
-        )
-        if is_waiting or not own_lines:
-            return ""
-        innermost = own_lines[-1]
-        return f"{Path(innermost.filename).relative_to(_PACKAGE)}:{innermost.lineno}"
 
     def explain(self, error: BaseException, *, advice: str) -> LostPeersError:
         """Raise the alarm after a collective raised ``error``, and find the missing ranks.
@@ -147,36 +154,70 @@ class PeerWatch:
 
     def _search(self, error: BaseException, advice: str) -> LostPeersError:
         try:
+            first_error = FirstError(time.time(), _first_line(error))
             with self._lock:
-                self._store.set(f"here/{self._rank}", "")
+                self._store.set(f"error/{self._rank}", json.dumps(first_error))
+                self._store.set(f"here/{self._rank}", situation_of_error(error).to_json())
                 self._store.set("alarm", "1")
                 is_speaker = self._store.add("speaker", 1) == 1
             if not is_speaker:
                 self._wait_for_speaker()
                 return LostPeersError([])
-            places = self._collect_places()
+            situations = self._collect_situations()
+            finding = self._find(situations, first_error.text)
+            report = self._report(finding, situations, advice)
             with self._lock:
                 self._store.set("spoken", "1")
         except Exception:
             return self._store_is_gone(advice)
-        absent = [rank for rank in range(self._size) if rank not in places]
-        elsewhere = {rank: place for rank, place in places.items() if place}
+        if report is not None:
+            finding += f"; what each rank did is in {report}"
+        return LostPeersError(f"{finding}; {advice}")
 
-        # The error comes first, and then its notes.
-        cause = traceback.format_exception_only(error)[0].strip().splitlines()[0]
+    def _find(self, situations: Mapping[int, Situation], cause: str) -> str:
+        """Name the ranks that do not answer, or those that run outside of a collective."""
+        absent = [rank for rank in range(self._size) if rank not in situations]
+        elsewhere = {rank: found.place for rank, found in situations.items() if found.place}
         if len(absent) == 1:
-            line = f"{self._describe(absent[0])} does not answer: it has died, or is stopped"
-        elif absent:
-            line = f"{self._describe_all(absent)} do not answer: they have died, or are stopped"
-        elif elsewhere:
+            return f"{self._describe(absent[0])} does not answer: it has died, or is stopped"
+        if absent:
+            return f"{self._describe_all(absent)} do not answer: they have died, or are stopped"
+        if elsewhere:
             shown = "; ".join(
                 f"{self._describe(rank)} at {place}"
                 for rank, place in list(elsewhere.items())[:_NAMED_RANKS]
             )
-            line = f"a collective failed: {shown} did not join it ({cause})"
+            return f"a collective failed: {shown} did not join it ({cause})"
+        return f"a collective failed, although all ranks are running ({cause})"
+
+    def _report(self, finding: str, situations: Mapping[int, Situation], advice: str) -> str | None:
+        """Write what all ranks did, and return the path of the file, or None."""
+        if self._write_report is None:
+            return None
+        errors = self._collect_errors()
+        lines = [finding, advice, "", "Errors, by the clocks of the machines:"]
+        for rank, error in sorted(errors.items(), key=lambda item: item[1].time_s):
+            instant = datetime.fromtimestamp(error.time_s, UTC).isoformat(timespec="milliseconds")
+            lines.append(f"  {instant}  {self._describe(rank)}: {error.text}")
+        for rank in range(self._size):
+            lines += ["", *self._lines_of(rank, situations.get(rank), failed=rank in errors)]
+        return self._write_report("\n".join(lines) + "\n")
+
+    def _lines_of(self, rank: int, situation: Situation | None, *, failed: bool) -> list[str]:
+        name = self._describe(rank)
+        if situation is None:
+            return [f"{name} does not answer"]
+        if failed:
+            doing = f"its collective failed: {situation.waits_for}"
+        elif situation.waits_for:
+            doing = f"waits for {situation.waits_for}"
         else:
-            line = f"a collective failed, although all ranks are running ({cause})"
-        return LostPeersError(f"{line}; {advice}")
+            doing = f"runs {situation.place or 'no line of composer3d'}"
+        details = f" ({situation.details})" if situation.details else ""
+        lines = [f"{name} on {situation.host} {doing}{details}"]
+        for thread, stack in situation.threads.items():
+            lines += [f"  {thread}:", *(f"    {line}" for line in stack)]
+        return lines
 
     def _wait_for_speaker(self) -> None:
         """Wait until the one rank that searches, the speaker, has finished.
@@ -188,11 +229,8 @@ class PeerWatch:
         while time.monotonic() < deadline_s and not self._store.check(["spoken"]):
             time.sleep(0.2)
 
-    def _collect_places(self) -> dict[int, str]:
-        """Wait for the answers to the alarm, and return the place that each rank reported.
-
-        A place is "" in a collective. Ranks that do not answer are left out.
-        """
+    def _collect_situations(self) -> dict[int, Situation]:
+        """Wait for the answers to the alarm. Ranks that do not answer are left out."""
         deadline_s = time.monotonic() + self._every_s + GRACE_S
         waiting = set(range(self._size))
         while waiting and time.monotonic() < deadline_s:
@@ -201,15 +239,29 @@ class PeerWatch:
                 waiting = {rank for rank in waiting if not self._store.check([f"here/{rank}"])}
         with self._lock:
             return {
-                rank: self._store.get(f"here/{rank}").decode()
+                rank: parse(self._store.get(f"here/{rank}").decode())
                 for rank in range(self._size)
                 if rank not in waiting
+            }
+
+    def _collect_errors(self) -> dict[int, FirstError]:
+        """Return the errors of the ranks whose collectives have failed so far."""
+        with self._lock:
+            return {
+                rank: FirstError(*json.loads(self._store.get(f"error/{rank}")))
+                for rank in range(self._size)
+                if self._store.check([f"error/{rank}"])
             }
 
     def _describe_all(self, ranks: Sequence[int]) -> str:
         shown = ", ".join(self._describe(rank) for rank in ranks[:_NAMED_RANKS])
         hidden = len(ranks) - _NAMED_RANKS
         return f"{shown} and {hidden} more" if hidden > 0 else shown
+
+
+def _first_line(error: BaseException) -> str:
+    # The error comes first, and then its notes.
+    return traceback.format_exception_only(error)[0].strip().splitlines()[0]
 
 
 @contextmanager
@@ -220,6 +272,7 @@ def explain_lost_peers(
     size: int,
     describe: Callable[[int], str],
     advice: Callable[[], str],
+    write_report: WriteReport | None = None,
 ) -> Iterator[None]:
     """Turn the failure of a collective into a LostPeersError that names the missing ranks.
 
@@ -229,6 +282,7 @@ def explain_lost_peers(
         size: the number of ranks; with one, nothing is done.
         describe: returns the description of a rank.
         advice: returns the end of the error's line: what the user should do next.
+        write_report: as in ``PeerWatch``.
 
     Raises:
         LostPeersError: a collective or the store failed inside the context. The error has a line
@@ -237,7 +291,7 @@ def explain_lost_peers(
     if size == 1:
         yield
         return
-    watch = PeerWatch(store, rank=rank, size=size, describe=describe)
+    watch = PeerWatch(store, rank=rank, size=size, describe=describe, write_report=write_report)
     try:
         yield
     except UserError:

@@ -77,9 +77,15 @@ def test_a_rank_that_hangs_is_named(killer: Killer) -> None:
         lines = [line for line in job.output().splitlines() if "rank 1 (" in line]
         assert status == 1
         assert len(lines) == 1, job.output()
-        assert lines[0].startswith(
-            "rank 1 (pp0 dp1 cp0 tp0) does not answer: it has died, or is stopped; the newest"
-        )
+        finding = "rank 1 (pp0 dp1 cp0 tp0) does not answer: it has died, or is stopped"
+        start = f"{finding}; what each rank did is in "
+        assert lines[0].startswith(start)
+        report, _, advice = lines[0].removeprefix(start).partition("; ")
+        assert advice.startswith("the newest checkpoint is ")
+        assert Path(report).parent.name == "run"
+        text = Path(report).read_text()
+        assert text.startswith(f"{finding}\n{advice}\n")
+        assert "rank 0 (pp0 dp0 cp0 tp0) on " in text
         assert lines[0].endswith("/run/checkpoints/step-00000005: the same command goes on from it")
         assert "Traceback" not in job.output()
         assert job.left_over() == []

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from composer3d.runtime import peers
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import on_all, open_store, pool_world
+from composer3d.runtime.situation import Situation
 
 
 def lose_a_peer(event: str) -> None:
@@ -77,7 +78,8 @@ def test_the_cause_is_the_error_and_not_its_note() -> None:
     error = RuntimeError("Timed out")
     error.add_note("[rank 0]")
     store = dist.HashStore()
-    store.set("here/1", "training/loop.py:5")
+    elsewhere = Situation("b", "training/loop.py:5", "step 7", "", {})
+    store.set("here/1", elsewhere.to_json())
     watch = peers.PeerWatch(store, rank=0, size=2, describe=lambda rank: f"rank {rank}")
     try:
         (line,) = watch._search(error, "try again").lines
