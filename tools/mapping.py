@@ -1,6 +1,6 @@
 """Measure what an axis costs inside a host and across a slow link, beside what plan predicts.
 
-python tools/mapping.py                       the table of docs/plan.md
+python tools/mapping.py                       a link of 200 Mbit/s
 python tools/mapping.py --mbit 100 --json
 
 Two processes train on one host, and then one on each of two hosts (``two_hosts``; root is needed).
