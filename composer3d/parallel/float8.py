@@ -64,7 +64,7 @@ def round_whole(x_NK: Tensor) -> Rounded:
 def _scale_of(amax: Tensor) -> Tensor:
     """Return the largest power of two that brings ``amax`` to at most 448, in float32.
 
-    If ``amax`` is not finite, the scale is NaN or 0, and so are the rounded values NaN.
+    If ``amax`` is not finite, the scale is NaN, and so are all numbers that it scales.
     """
     # In float64, so that compiled and eager code divide alike.
     ratio = LARGEST / amax.to(torch.float64).clamp(min=_SMALLEST_AMAX)
@@ -73,8 +73,9 @@ def _scale_of(amax: Tensor) -> Tensor:
 
 
 def _round(x: Tensor, scale: Tensor) -> Tensor:
-    # torch rounds a float64 number to float32 first. So does the reference of ``verify``.
-    return (x * scale.to(x.dtype)).to(E4M3)
+    # torch rounds a float64 number to float32 first. So does the reference of ``verify``. Kernels
+    # take consecutive rows.
+    return (x * scale.to(x.dtype)).to(E4M3, memory_format=torch.contiguous_format)
 
 
 def output_product(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
