@@ -145,14 +145,7 @@ def test_a_killed_rank_costs_one_restart_on_two_nodes(
 class ElasticNode(Node):
     """An agent of a job that goes on with one node if the other one is lost."""
 
-    SETS = (
-        "mesh.dp_shard=-1",
-        "run.steps=200",
-        "model.dim=256",
-        "model.n_layers=4",
-        "model.ffn=1024",
-        "data.micro_batch=1",
-    )
+    SETS = ("mesh.dp_shard=-1",)
 
     def __init__(self, folder: Path, recipe: Path, host: Host) -> None:
         self._recipe, self._host = recipe, host
@@ -165,42 +158,33 @@ class ElasticNode(Node):
         return self._host.torchrun(1, train, *options)
 
 
-def test_a_job_goes_on_without_a_lost_node_and_with_it_when_it_is_back(
-    killer: Killer, hosts: tuple[Host, Host]
-) -> None:
+def test_a_job_goes_on_without_a_lost_node(killer: Killer, hosts: tuple[Host, Host]) -> None:
     recipe = killer.folder / "recipe-2.toml"
-    alone = Job(killer.folder / uuid.uuid4().hex, 2, "train", *ElasticNode.SETS)
+    whole = Job(killer.folder / uuid.uuid4().hex, 2, "train", *ElasticNode.SETS)
     folder = killer.folder / uuid.uuid4().hex
-    jobs: list[Job] = []
+    nodes: list[Job] = []
     try:
-        assert alone.wait() == 0, alone.output()
-        jobs += [ElasticNode(folder, recipe, host) for host in hosts]
-        jobs[0].wait_for_step(12)
-        jobs[1].kill("all", 0)
-        lost_at = max(losses(folder))
-        # Twenty more steps than two nodes can have done.
-        jobs[0].wait_for_step(lost_at + 20)
-        jobs.append(ElasticNode(folder, recipe, hosts[1]))
-        assert [jobs[0].wait(), jobs[2].wait()] == [0, 0], [job.output() for job in jobs]
-        output = jobs[0].output()
-        assert output.count("mesh.dp_shard: 2 -> 1") == 1, output
-        assert output.count("mesh.dp_shard: 1 -> 2") == 1, output
-        expected = losses(alone.folder)
-        found = losses(folder)
-        assert sorted(found) == sorted(expected) == list(range(1, 201))
+        assert whole.wait() == 0, whole.output()
+        nodes += [ElasticNode(folder, recipe, host) for host in hosts]
+        nodes[0].wait_for_step(12)
+        nodes[1].kill("all", 0)
+        assert nodes[0].wait() == 0, nodes[0].output()
+        assert nodes[0].output().count("mesh.dp_shard: 2 -> 1") == 1, nodes[0].output()
+        expected, found = losses(whole.folder), losses(folder)
+        assert sorted(found) == sorted(expected) == list(range(1, 41))
         assert [found[step] for step in expected] == pytest.approx(
             list(expected.values()), rel=1e-5
         )
-        assert [job.left_over() for job in jobs] == [[], [], []]
+        assert [node.left_over() for node in nodes] == [[], []]
     finally:
-        for job in [alone, *jobs]:
+        for job in [whole, *nodes]:
             job.end()
 
 
 def test_a_training_survives_one_kill_after_another(tmp_path: Path) -> None:
-    storm, problems = prove_storm(tmp_path, count=3, steps=400)
+    storm, problems = prove_storm(tmp_path, count=2, steps=200)
     assert problems == []
-    assert sum(storm.hits.values()) == 3
+    assert sum(storm.hits.values()) == 2
 
 
 def test_the_storm_kills_every_victim_at_any_instant() -> None:
