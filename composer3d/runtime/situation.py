@@ -73,6 +73,10 @@ _DETAILS: Mapping[tuple[str, str], Callable[[Mapping[str, Any]], str]] = {
     ),
     ("torch/distributed/pipelining/schedules.py", "_step_microbatches"): lambda names: (
         f"action {names['action']} of the schedule"
+        if "action" in names
+        # One stage on each rank: the loop counts.
+        else f"forward of micro-batch {names['fwd_mb_index']}, "
+        f"backward of micro-batch {names['bwd_mb_index']}"
     ),
     ("torch/distributed/pipelining/stage.py", "forward_one_chunk"): lambda names: (
         f"forward of micro-batch {names['fwd_chunk_id']} in stage {names['self'].stage_index}"
@@ -141,16 +145,18 @@ def _walk(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 def _place_of(stack: list[tuple[FrameType, int]]) -> str:
-    own = [(frame, line) for frame, line in stack if _is_own(frame)]
+    own = [number for number, (frame, _) in enumerate(stack) if _is_own(frame)]
+    if not own:
+        return ""
+    # What torch.distributed calls, such as a stage of its pipeline, is no wait by itself.
+    innermost = stack[own[-1] :]
     is_waiting = any(
         "torch/distributed" in frame.f_code.co_filename or frame.f_code.co_name in _WAITING
-        for frame, _ in stack
+        for frame, _ in innermost
     )
-    if is_waiting or not own:
-        return ""
-    frame, line = own[-1]
-    if ".wait()" in linecache.getline(frame.f_code.co_filename, line):
-        # A wait for a message has no frame of its own.
+    frame, line = innermost[0]
+    # A wait for a message has no frame of its own.
+    if is_waiting or ".wait()" in linecache.getline(frame.f_code.co_filename, line):
         return ""
     return f"{Path(frame.f_code.co_filename).relative_to(_PACKAGE)}:{line}"
 

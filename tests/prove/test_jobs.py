@@ -1,5 +1,6 @@
 """Killed jobs resume: a slice of the jobs proof, ranks that hang, and torchrun on two nodes."""
 
+import json
 import os
 import signal
 import time
@@ -13,6 +14,8 @@ import pytest
 
 from tools.prove.kills import jobs as kill_jobs
 from tools.prove.kills.jobs import Case, Job, Killer, losses
+from tools.prove.kills.storm import Storm, check, kills
+from tools.prove.kills.storm import prove as prove_storm
 from tools.two_hosts import Host, NoHostsError, two_hosts
 
 
@@ -137,6 +140,74 @@ def test_a_killed_rank_costs_one_restart_on_two_nodes(
     finally:
         for job in jobs:
             job.end()
+
+
+class ElasticNode(Node):
+    """An agent of a job that goes on with one node if the other one is lost."""
+
+    SETS = ("mesh.dp_shard=-1",)
+
+    def __init__(self, folder: Path, recipe: Path, host: Host) -> None:
+        self._recipe, self._host = recipe, host
+        Job.__init__(self, folder, 2, "torchrun", *self.SETS)
+
+    def command(self) -> list[str]:
+        train = ["-m", "composer3d", "train", str(self._recipe)]
+        rendezvous = f"is_host={1 - self._host.number},last_call_timeout=3"
+        options = ("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-conf", rendezvous)
+        return self._host.torchrun(1, train, *options)
+
+
+def test_a_job_goes_on_without_a_lost_node(killer: Killer, hosts: tuple[Host, Host]) -> None:
+    recipe = killer.folder / "recipe-2.toml"
+    whole = Job(killer.folder / uuid.uuid4().hex, 2, "train", *ElasticNode.SETS)
+    folder = killer.folder / uuid.uuid4().hex
+    nodes: list[Job] = []
+    try:
+        assert whole.wait() == 0, whole.output()
+        nodes += [ElasticNode(folder, recipe, host) for host in hosts]
+        nodes[0].wait_for_step(12)
+        nodes[1].kill("all", 0)
+        assert nodes[0].wait() == 0, nodes[0].output()
+        assert nodes[0].output().count("mesh.dp_shard: 2 -> 1") == 1, nodes[0].output()
+        expected, found = losses(whole.folder), losses(folder)
+        assert sorted(found) == sorted(expected) == list(range(1, 41))
+        assert [found[step] for step in expected] == pytest.approx(
+            list(expected.values()), rel=1e-5
+        )
+        assert [node.left_over() for node in nodes] == [[], []]
+    finally:
+        for job in [whole, *nodes]:
+            job.end()
+
+
+def test_a_training_survives_one_kill_after_another(tmp_path: Path) -> None:
+    storm, problems = prove_storm(tmp_path, count=2, steps=200)
+    assert problems == []
+    assert sum(storm.hits.values()) == 2
+
+
+def test_the_storm_kills_every_victim_at_any_instant() -> None:
+    planned = kills(100)
+    assert min(Counter(kill.victim for kill in planned).values()) >= 10
+    assert {kill.launcher for kill in planned} == {"train", "torchrun"}
+    assert min(kill.after_s for kill in planned) < 0.5
+    assert max(kill.after_s for kill in planned) > 7.0
+    assert planned == kills(100)
+
+
+def test_a_storm_with_another_loss_a_doubled_step_or_much_lost_work_is_wrong(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run").mkdir()
+    rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 2, 3)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    expected = {1: 1.0, 2: 0.5, 3: 0.25}
+    assert check(Storm(tmp_path, (), lost_steps=[3, 21]), expected) == [
+        "1 of 3 losses differ, from step 3 on",
+        "a step is logged twice, or steps are out of order",
+        "a kill cost 21 steps, but a checkpoint was due every 20",
+    ]
 
 
 def test_a_second_job_is_refused_though_the_lock_is_removed(killer: Killer) -> None:

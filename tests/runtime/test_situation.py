@@ -73,6 +73,18 @@ def test_a_wait_names_the_collective_and_the_axis(file: str, axis: str) -> None:
     assert "torch/distributed/distributed_c10d.py:2 in all_reduce" in found.threads["worker"]
 
 
+def test_what_the_pipeline_of_torch_calls_is_a_place() -> None:
+    torch = compiled(
+        "def forward_one_chunk(pause, own):\n    own(pause)\n",
+        "/x/site-packages/torch/distributed/pipelining/stage.py",
+        "forward_one_chunk",
+    )
+    own = compiled(
+        "def forward(pause):\n    pause()\n", PACKAGE / "models/llama/model.py", "forward"
+    )
+    assert situation_in(torch, own).place == "models/llama/model.py:2"
+
+
 def test_a_wait_for_a_message_is_no_place(tmp_path: Path) -> None:
     """The wait itself is compiled code: only the line of composer3d shows it."""
     ring = PACKAGE / "parallel/context/ring.py"

@@ -18,6 +18,7 @@ from composer3d.training.build import build
 from tests.training.jobs import RECIPE
 
 STEP = 3
+INTERLEAVED = 'pp = 2\n[parallel]\nschedule = "Interleaved1F1B"'
 
 
 def train_until_a_rank_is_lost(folder: str, event: str) -> None:
@@ -63,8 +64,9 @@ def train_until_a_rank_is_lost(folder: str, event: str) -> None:
         ("dp_shard = 2", "hangs", "over dp", "step 3, micro-batch 0"),
         ("tp = 2", "hangs", "over tp", "step 3, micro-batch 0"),
         ("cp = 2", "hangs", "over cp", "step 3, micro-batch 0"),
-        ("pp = 2", "hangs", "over pp", "step 3, "),
-        ("pp = 2", "stops", "over pp", "step 3, "),
+        ("pp = 2", "hangs", "over pp", "step 3, forward of micro-batch "),
+        ("pp = 2", "stops", "over pp", "step 3, forward of micro-batch "),
+        (INTERLEAVED, "hangs", "over pp", "step 3, action "),
     ],
 )
 def test_the_report_says_what_each_rank_did(

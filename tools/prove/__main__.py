@@ -7,6 +7,7 @@
     float32   no exact layout, of random ones, is called wrong in float32
     kills     a training killed at any point of a save, or at random, resumes bitwise
     jobs      a job whose rank, launcher or whole group is killed resumes bitwise and leaves nothing
+    storm     one training survives a hundred kills at random instants, bitwise
     resume    every layout resumes what every layout has saved
     timeline  the bubbles of pipelines whose layers sleep are those of the simulation
     hostile   hostile files: nothing is executed, nothing outside is read or written, no traceback
@@ -25,6 +26,7 @@ PROOFS = {
     "float32": "tools.prove.float32",
     "kills": "tools.prove.kills.run",
     "jobs": "tools.prove.kills.jobs",
+    "storm": "tools.prove.kills.storm",
     "resume": "tools.prove.resume",
     "timeline": "tools.prove.timeline",
     "hostile": "tools.prove.hostile.run",

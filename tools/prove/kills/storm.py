@@ -1,0 +1,232 @@
+"""Kill one training again and again, at random instants, until it has survived all kills.
+
+A kill is a SIGKILL of one process of the job, its launcher, or all of its processes, also while
+they start, save or load. After the loss of a rank, the job comes back by itself: under
+``composer3d train`` with ``reliability.restarts``, and under torchrun with ``--max-restarts``. If
+the launcher is gone, the same command is started again, as a scheduler would. The training must end
+with bitwise the losses of one that was never killed, each step once. No kill may cost more steps
+than lie between two checkpoints.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from tools.prove.kills.jobs import RECIPE, Job, Launcher, losses
+
+WORLD = 2
+EVERY = 20  # steps between checkpoints
+_RESTARTS = 1_000_000
+_LONGEST_LIFE_S = 8.0  # from a kill to the next one; a start takes about half of it
+_END_S = 1800.0  # how long the training may take after the last kill
+_RESUMED = re.compile(r"(\d+) of \d+ steps are done|starting from the beginning")
+
+Victim = Literal["process", "launcher", "all"]
+
+
+class Kill(NamedTuple):
+    """One kill.
+
+    Attributes:
+        victim: one process besides the launcher, the launcher, or all processes.
+        after_s: seconds after the kill before.
+        choice: from 0 to 1, chooses the process.
+        launcher: starts the job again if this kill has ended it.
+    """
+
+    victim: Victim
+    after_s: float
+    choice: float
+    launcher: Launcher
+
+
+def kills(count: int, seed: int = 29) -> list[Kill]:
+    """Make random kills; a seed always gives the same ones. Most of them hit one process."""
+    generator = random.Random(seed)
+    victims: tuple[Victim, ...] = ("process", "process", "process", "launcher", "all")
+    launchers: tuple[Launcher, ...] = ("train", "torchrun")
+    return [
+        Kill(
+            generator.choice(victims),
+            generator.uniform(0.0, _LONGEST_LIFE_S),
+            generator.random(),
+            generator.choice(launchers),
+        )
+        for _ in range(count)
+    ]
+
+
+class StormJob(Job):
+    """A job that comes back by itself after the loss of a rank, however often."""
+
+    def __init__(self, folder: Path, launcher: Launcher, *sets: str) -> None:
+        if launcher == "train":
+            sets = (*sets, f"reliability.restarts={_RESTARTS}")
+        super().__init__(folder, WORLD, launcher, *sets)
+
+    def command(self) -> list[str]:
+        command = super().command()
+        if self.launcher == "torchrun":
+            command[command.index("--max-restarts") + 1] = str(_RESTARTS)
+        return command
+
+
+@dataclass
+class Storm:
+    """A training and what happened to it.
+
+    Attributes:
+        folder: of the training.
+        sets: overrides of its recipe.
+        problems: what was wrong.
+        hits: the number of kills by victim.
+        lost_steps: for each kill after which the training was resumed, how many steps were done
+            again.
+        commands: how often the command was started.
+    """
+
+    folder: Path
+    sets: tuple[str, ...]
+    problems: list[str] = field(default_factory=list)
+    hits: Counter[str] = field(default_factory=Counter)
+    lost_steps: list[int] = field(default_factory=list)
+    commands: int = 0
+    # The newest step that was logged at the last kill, and the resumes that the job has printed.
+    _logged: int = 0
+    _resumes_seen: int = 0
+
+    def run(self, planned: Sequence[Kill]) -> None:
+        """Kill the training ``len(planned)`` times, and let it end."""
+        job = self._start("train")
+        try:
+            for kill in planned:
+                self._live(job, kill.after_s)
+                if job.process.poll() is not None:
+                    # The kill before has ended it.
+                    job = self._start(kill.launcher)
+                    self._live(job, kill.after_s)
+                self._note_resumes(job)
+                self._logged = max(losses(self.folder), default=0)
+                if self._kill(job, kill):
+                    job.wait()
+                    self.problems += [f"left after {kill}: {item}" for item in job.left_over()]
+                    job = self._start(kill.launcher)
+            self._end(job)
+        finally:
+            job.end()
+
+    def _start(self, launcher: Launcher) -> StormJob:
+        self.commands += 1
+        self._resumes_seen = 0
+        return StormJob(self.folder, launcher, *self.sets)
+
+    def _live(self, job: Job, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and job.process.poll() is None:
+            time.sleep(0.01)
+
+    def _kill(self, job: Job, kill: Kill) -> bool:
+        """Kill, and return whether the launcher was killed."""
+        self.hits[kill.victim] += 1
+        others = sorted(set(job.processes()) - {job.process.pid})
+        if kill.victim == "process" and others:
+            with suppress(ProcessLookupError):
+                os.kill(others[int(kill.choice * len(others))], signal.SIGKILL)
+            return False
+        job.kill("all" if kill.victim == "all" else "launcher", 0)
+        return True
+
+    def _note_resumes(self, job: Job) -> None:
+        """Count the steps that were lost by the kill before, if the training was resumed since."""
+        found = _RESUMED.findall(job.output())
+        if len(found) > self._resumes_seen:
+            self.lost_steps.append(self._logged - int(found[-1] or 0))
+        self._resumes_seen = len(found)
+
+    def _end(self, job: StormJob) -> None:
+        until = time.monotonic() + _END_S
+        while (status := job.wait(max(1.0, until - time.monotonic()))) != 0:
+            if time.monotonic() > until:
+                self.problems.append(f"it does not end: {status}: {job.output()[-2000:]}")
+                return
+            job = self._start("train")
+        self._note_resumes(job)
+        self.problems += [f"left at the end: {item}" for item in job.left_over()]
+
+
+def check(storm: Storm, expected: dict[int, float]) -> list[str]:
+    """Return all problems of a training that has ended."""
+    problems = list(storm.problems)
+    found = losses(storm.folder)
+    if found != expected:
+        wrong = [step for step in expected if found.get(step) != expected[step]]
+        problems.append(f"{len(wrong)} of {len(expected)} losses differ, from step {min(wrong)} on")
+    lines = (storm.folder / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [row["step"] for row in map(json.loads, lines) if "loss" in row]
+    if steps != sorted(set(steps)):
+        problems.append("a step is logged twice, or steps are out of order")
+    most = max(storm.lost_steps, default=0)
+    # The step that was running when the kill came is not logged yet.
+    if most > EVERY:
+        problems.append(f"a kill cost {most} steps, but a checkpoint was due every {EVERY}")
+    return problems
+
+
+def prove(folder: Path, count: int, steps: int) -> tuple[Storm, list[str]]:
+    """Run the training with and without kills, in ``folder``. Return it and all problems.
+
+    Raises:
+        RuntimeError: the training without kills has failed.
+    """
+    corpus = folder / "corpus.txt"
+    corpus.write_bytes(bytes((i * i + i // 7) % 251 + 1 for i in range(40_000)))
+    (folder / f"recipe-{WORLD}.toml").write_text(RECIPE.format(corpus=corpus, world=WORLD))
+    sets = (f"run.steps={steps}", f"checkpoint.every={EVERY}", "checkpoint.every_minutes=0")
+    calm = Job(folder / "calm", WORLD, "train", *sets)
+    if calm.wait(_END_S) != 0:
+        raise RuntimeError(f"the training without kills failed: {calm.output()}")
+    storm = Storm(folder / "storm", sets)
+    storm.run(kills(count))
+    return storm, check(storm, losses(calm.folder))
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "tools/prove/run storm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--kills", type=int, default=100, help="the number of kills; default: %(default)s"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5000, help="of the training; default: %(default)s"
+    )
+    options = parser.parse_args(arguments)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kill-storm-") as folder:
+        storm, problems = prove(Path(folder), options.kills, options.steps)
+    hits = ", ".join(f"{number} of {victim}" for victim, number in sorted(storm.hits.items()))
+    print(
+        f"{sum(storm.hits.values())} kills ({hits}); the command was started {storm.commands} "
+        f"times; a kill cost at most {max(storm.lost_steps, default=0)} steps, with a checkpoint "
+        f"every {EVERY}; {options.steps} steps, {time.monotonic() - begin:.0f} s"
+    )
+    print(*(problems or ["all losses are bitwise those of the training without kills"]), sep="\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
