@@ -199,6 +199,7 @@ def test_weight_gradients_can_be_put_off(dtype: torch.dtype, bias: bool) -> None
         assert torch.equal(deferring["a"].get_parameter(name).grad, parameter.grad)
 
 
+@pytest.mark.filterwarnings("default")  # torch's own, when it traces an autograd function
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_compiled_layers_have_the_same_bits(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
