@@ -116,14 +116,11 @@ def _columns(layer: nn.Linear, rounding: Rounding, tp: int, x: Tensor) -> Tensor
     return out if layer.bias is None else out + layer.bias
 
 
-def _kv_columns(
-    layer: nn.Linear, rounding: Rounding, tp: int, x: Tensor, *, heads: int | None
-) -> Tensor:
+def _kv_columns(layer: nn.Linear, rounding: Rounding, tp: int, x: Tensor, *, heads: int) -> Tensor:
     """Compute all heads; with fewer heads than ranks, repeat each for the ranks that share it.
 
     Each of these ranks rounds the gradient from its own queries.
     """
-    assert heads is not None  # ``ShardingPlan.check`` requires it with this style
     if heads >= tp:
         return _columns(layer, rounding, tp, x)
     weights = layer.weight.chunk(heads)
