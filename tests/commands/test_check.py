@@ -515,6 +515,7 @@ def test_commands_are_dispatched_with_their_arguments(monkeypatch: pytest.Monkey
         "dtype": "float32",
         "steps": 3,
         "layouts": "f.txt",
+        "here": False,
         "as_json": True,
     }
     assert seen == [{"recipe": "x.toml", "sets": ["a.b=1", "c.d=2"]}, verify]

@@ -182,7 +182,7 @@ def test_a_job_goes_on_without_a_lost_node(killer: Killer, hosts: tuple[Host, Ho
 
 
 def test_a_training_survives_one_kill_after_another(tmp_path: Path) -> None:
-    storm, problems = prove_storm(tmp_path, count=2, steps=200)
+    storm, problems = prove_storm(tmp_path, count=2, steps=60)
     assert problems == []
     assert sum(storm.hits.values()) == 2
 
