@@ -227,10 +227,10 @@ def validate_on_the_training_batch() -> None:
     """Validation: it reads training rows, in the order of training, from its first step on."""
     right, corpora = batches.make_loader, []
 
-    def wrong(recipe: Any, mesh: Any, corpus: Any, *, seed: int) -> Loader:
+    def wrong(recipe: Any, mesh: Any, corpus: Any, **options: Any) -> Loader:
         # The first loader is that of training.
         corpora.append(corpus)
-        return right(recipe, mesh, corpora[0], seed=seed)
+        return right(recipe, mesh, corpora[0], **options)
 
     batches.make_loader = train_step.make_loader = wrong
 

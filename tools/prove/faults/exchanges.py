@@ -268,11 +268,6 @@ def cut_rows_twice() -> None:
     fsdp._columns_if_rows_are_uneven = lambda parameter: None
 
 
-def keep_parameters_after_validation() -> None:
-    """FSDP: parameters stay gathered after a validation, so it misses the next update."""
-    fsdp.reshard = lambda stage: None
-
-
 def drop_all_reduce_of_replicas() -> None:
     """Gradients are not summed over dp_replicate."""
     right = dist.all_reduce

@@ -31,13 +31,13 @@ def _scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 def multiply_expert_gradients_by_ep() -> None:
     """Gradients of experts are multiplied by ep (PyTorch issue 160285)."""
-    right = api._own_part
+    right = api.part_of_this_rank
 
     def wrong(parameter: Tensor) -> Tensor:
         part = right(parameter)
         return _scale_gradient(part, parameter.shape[0] / part.shape[0])
 
-    api._own_part = wrong
+    api.part_of_this_rank = wrong
 
 
 def divide_expert_gradients_by_efsdp() -> None:
@@ -240,8 +240,8 @@ def swap_gate_and_up() -> None:
 
 def permute_the_experts() -> None:
     """A rank of ep computes with its experts in reverse order."""
-    right = api._own_part
-    api._own_part = lambda parameter: right(parameter).flip(0)
+    right = api.part_of_this_rank
+    api.part_of_this_rank = lambda parameter: right(parameter).flip(0)
 
 
 def _change_loss(change: Callable[[Tensor], Tensor]) -> None:

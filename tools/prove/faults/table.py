@@ -142,7 +142,6 @@ FAULTS = [
         "mesh.tp=2 mesh.dp_shard=3 model.vocab=259 model.dim=96 data.global_batch=12",
         r"embed.*holds \[43, \d+\] at \[217, 0\] of \[259, \d+\] on rank 5",
     ),
-    Fault(exchanges.keep_parameters_after_validation, "mesh.dp_shard=2 parallel.zero=1"),
     Fault(exchanges.drop_all_reduce_of_replicas, "mesh.dp_replicate=2 mesh.dp_shard=2"),
     Fault(exchanges.drop_all_reduce_of_replicas, "mesh.dp_replicate=2 parallel.zero=0"),
     Fault(
@@ -259,7 +258,8 @@ FAULTS = [
     Fault(values.clip_twice, "mesh.dp_shard=2", "^gradient norm after clipping"),
     Fault(values.do_not_clip, "mesh.dp_shard=2", "^gradient norm after clipping"),
     Fault(values.decay_norms, "mesh.dp_shard=2", "^weight of .*norm"),
-    Fault(values.step_all_but_one_parameter, "mesh.tp=2", r"1 of \d+ are off: last\.head\.weight"),
+    # The clipped norm comes first: the optimizer also clips.
+    Fault(values.step_all_but_one_parameter, "mesh.tp=2", "^gradient norm after clipping"),
     Fault(
         values.step_on_one_rank_only, "mesh.dp_shard=2", "^weight.*only on rank 1 with dp_shard1"
     ),
