@@ -147,7 +147,11 @@ def measure_matrix(dtypes: Sequence[str], device: torch.device) -> dict[str, flo
         a = torch.randn(dim, dim, device=device, dtype=getattr(torch, dtype))
         out = a @ a
         seconds = min(
-            _seconds_of(lambda a=a, out=out: torch.mm(a, a, out=out), calls, device)  # type: ignore[misc]
+            _seconds_of(
+                lambda a=a, out=out: torch.mm(a, a, out=out),  # type: ignore[misc]
+                calls,
+                device,
+            )
             for _ in range(_ROUNDS)
         )
         rates[dtype] = 2 * dim**3 / seconds

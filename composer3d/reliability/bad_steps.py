@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -218,11 +218,7 @@ class Ledger:
     @property
     def left_out(self) -> int:
         """The number of steps whose batches were left out."""
-        return len({step for entry in self.lines for step in _steps_of(entry)})
-
-
-def _steps_of(entry: BadStep) -> Iterator[int]:
-    yield from range(entry.first, entry.step + 1)
+        return len({step for entry in self.lines for step in range(entry.first, entry.step + 1)})
 
 
 def parse_line(line: bytes) -> BadStep:

@@ -333,9 +333,7 @@ def _leave_out(run: Run, problem: str) -> None:
 def _write_to_ledger(run: Run, entry: BadStep) -> None:
     is_main = run.stages.mesh.rank == 0
     # Nobody goes on before the line is on the disk.
-    process_group.on_all(
-        f"{run.ledger.path.name}", lambda: run.ledger.write(entry) if is_main else None
-    )
+    process_group.on_all(run.ledger.path.name, lambda: run.ledger.write(entry) if is_main else None)
     run.ledger.lines.append(entry)
 
 

@@ -29,7 +29,8 @@ def agree(other: list[str], version: str = "", variable: str = "") -> None:
 
 
 def test_the_same_recipe_is_accepted_and_paths_may_differ(pool: Pool) -> None:
-    pool.run(agree, {"other": ["run.out_dir=/elsewhere"]}, world_size=3)
+    arguments = {"other": ["run.out_dir=/elsewhere"]}
+    assert pool.run(agree, arguments, world_size=3) == [None] * 3
 
 
 @pytest.mark.parametrize(
