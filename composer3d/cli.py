@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import composer3d
+from composer3d.commands.completion import SHELLS
+from composer3d.commands.parser import Parser, TopParser, did_you_mean
 from composer3d.recipe.values import is_utf8, one_line
 from composer3d.spec.errors import RecipeError, UserError
 
@@ -148,11 +150,11 @@ def _check_sets(argv: Sequence[str]) -> None:
 
 def _check_texts(arguments: dict[str, Any]) -> None:
     """Raise UserError if an argument is empty, or cannot be a file name or a value of a recipe."""
-    for value in arguments.values():
-        if value == "":
+    for name, value in arguments.items():
+        if value == "" or (name == "sources" and "" in value):
             raise UserError("composer3d: an argument is empty; give it a value, or leave it out")
-        is_overrides = isinstance(value, list)
-        for text in value if is_overrides else [value]:
+        is_overrides = isinstance(value, list) and name != "sources"
+        for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
                 continue
             # An override that is not UTF-8 is left to the reader of the recipe, which names it.
@@ -177,33 +179,84 @@ def _find_recipe(name: str) -> str:
     own = folder / f"{stem}.toml"
     if own.is_file():
         return str(own)
-    if name.endswith(".toml"):
+    names = sorted(path.stem for path in folder.glob("*.toml"))
+    hint = did_you_mean(stem, names)
+    if name.endswith(".toml") and not hint:
         return name  # The reader of the recipe reports that there is no such file.
-    names = ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
     raise RecipeError(
-        f"{one_line(name)}: there is no such file, and no such recipe in composer3d; its recipes "
-        f"are {names}"
+        f"{one_line(name)}: there is no such file, and no such recipe in composer3d"
+        + (hint or f"; its recipes are {', '.join(names)}")
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+# The groups of commands in the help.
+_CHOOSE = "choose a recipe and a layout"
+_PROVE = "check it before a long training"
+_TRAIN = "train it"
+_KEEP = "look at runs, checkpoints and data, and use them"
+_SHELL = "set up the shell"
+_GROUPS = (_CHOOSE, _PROVE, _TRAIN, _KEEP, _SHELL)
+
+
+def _parser() -> TopParser:
+    parser = TopParser(
         prog="composer3d",
         description="Compose parallelisms for Llama-style models, and prove each of them exact.",
+        examples=[
+            "composer3d train quickstart     # train a small model on this machine",
+            "composer3d verify quickstart    # prove that its layout is exact",
+            "composer3d train --help         # what a command does, with examples",
+        ],
+        groups=_GROUPS,
     )
     parser.add_argument(
         "--version", action=_Version, help="print the versions of composer3d, torch and Python"
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=Parser
+    )
 
-    def add_command(name: str, description: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name, help=description, description=description, allow_abbrev=False
+    def add_command(
+        name: str, description: str, *, group: str, examples: Sequence[str]
+    ) -> argparse.ArgumentParser:
+        """Add a command.
+
+        Args:
+            name: that of its module in ``composer3d.commands``.
+            description: one line for both helps.
+            group: the heading below which the help of ``composer3d`` lists it.
+            examples: one to three command lines for its help. A test parses them.
+        """
+        command: argparse.ArgumentParser = commands.add_parser(
+            name, help=description, description=description, examples=examples
         )
         command.set_defaults(command=name)
+        parser.groups[group][name] = description
         return command
 
-    check = add_command("check", "validate a recipe; print it with the origin of each value")
+    _add_recipes_arguments(
+        add_command(
+            "recipes",
+            "list, show and copy the recipes that come with composer3d",
+            group=_CHOOSE,
+            examples=[
+                "composer3d recipes ls",
+                "composer3d recipes show quickstart",
+                "composer3d recipes cp quickstart my.toml",
+            ],
+        )
+    )
+
+    check = add_command(
+        "check",
+        "validate a recipe; print it with the origin of each value",
+        group=_CHOOSE,
+        examples=[
+            "composer3d check quickstart",
+            "composer3d check quickstart --set mesh.pp=4 --set mesh.dp_shard=1",
+            "composer3d check --schema",
+        ],
+    )
     _add_recipe(check, is_optional=True)
     _add_json(check)
     _add_gpus(check)
@@ -212,13 +265,25 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     train = add_command(
-        "train", "train a recipe with all ranks on this machine, or as one rank under torchrun"
+        "train",
+        "train a recipe with all ranks on this machine, or as one rank under torchrun",
+        group=_TRAIN,
+        examples=[
+            "composer3d train quickstart",
+            "composer3d train quickstart --set run.steps=300 --set optim.lr=1e-3",
+            "torchrun --nproc-per-node 8 -m composer3d train quickstart",
+        ],
     )
     _add_recipe(train)
 
     doctor = add_command(
         "doctor",
         "check and measure the devices and the network of a recipe's mesh, before a training",
+        group=_PROVE,
+        examples=[
+            "composer3d doctor debug-2-dp",
+            "torchrun --nproc-per-node 8 -m composer3d doctor llama3-8b-8-fsdp --write own.toml",
+        ],
     )
     _add_recipe(doctor)
     _add_json(doctor)
@@ -229,7 +294,14 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     verify = add_command(
-        "verify", "prove that a recipe's layout computes what one process computes"
+        "verify",
+        "prove that a recipe's layout computes what one process computes",
+        group=_PROVE,
+        examples=[
+            "composer3d verify debug-2-dp",
+            "composer3d verify llama3-70b-64-fsdp-tp --set mesh.tp=4",
+            "torchrun --nproc-per-node 2 -m composer3d verify debug-2-dp --here",
+        ],
     )
     _add_recipe(verify)
     _add_json(verify)
@@ -256,11 +328,23 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     _add_plan_arguments(
-        add_command("plan", "rank the legal layouts of a recipe by predicted time and memory")
+        add_command(
+            "plan",
+            "rank the legal layouts of a recipe by predicted time and memory",
+            group=_CHOOSE,
+            examples=[
+                "composer3d plan llama3-8b-8-fsdp --gpu H100",
+                "composer3d plan llama3-8b-8-fsdp --gpus 16 --write fastest.toml",
+                "composer3d plan llama3-8b-8-fsdp --gpu A100-80GB --memory",
+            ],
+        )
     )
 
     dryrun = add_command(
-        "dryrun", "run a step of a job of any size on tensors without data: memory and collectives"
+        "dryrun",
+        "run a step of a job of any size on tensors without data: memory and collectives",
+        group=_CHOOSE,
+        examples=["composer3d dryrun quickstart", "composer3d dryrun llama3-405b-16384-3d --json"],
     )
     _add_recipe(dryrun)
     _add_json(dryrun)
@@ -273,21 +357,70 @@ def _parser() -> argparse.ArgumentParser:
         help="rows of the busiest rank of ep, divided by the mean; default: %(default)g, even",
     )
 
-    _add_prepare_arguments(add_command("prepare", 'make token files, for data.source = "tokens"'))
+    _add_prepare_arguments(
+        add_command(
+            "prepare",
+            'make token files, for data.source = "tokens"',
+            group=_TRAIN,
+            examples=[
+                "composer3d prepare corpus/ -o data/train --tokenizer tokenizer.json",
+                "composer3d prepare book.txt -o data/book --tokenizer bytes",
+            ],
+        )
+    )
     _add_convert_arguments(
         add_command(
-            "convert", "convert a checkpoint to another format, and prove that the copy is exact"
+            "convert",
+            "convert a checkpoint to another format, and prove that the copy is exact",
+            group=_KEEP,
+            examples=[
+                "composer3d convert runs/quickstart quickstart-hf --to hf",
+                "composer3d convert Llama-3.2-1B/ llama-dcp --to dcp --logits",
+            ],
+        )
+    )
+
+    _add_generate_arguments(
+        add_command(
+            "generate",
+            "go on with prompts, with any checkpoint that convert reads",
+            group=_KEEP,
+            examples=[
+                'composer3d generate runs/quickstart --prompt "def main("',
+                "composer3d generate llama-hf --prompts prompts.txt --temperature 0.8 --top-p 0.95",
+            ],
+        )
+    )
+    _add_eval_arguments(
+        add_command(
+            "eval",
+            "compute the loss and the perplexity of a checkpoint on token files",
+            group=_KEEP,
+            examples=["composer3d eval runs/quickstart data/held-out"],
         )
     )
 
     _add_timeline_arguments(
         add_command(
-            "timeline", "draw the pipeline of a recipe or of a run, and say how large its bubble is"
+            "timeline",
+            "draw the pipeline of a recipe or of a run, and say how large its bubble is",
+            group=_CHOOSE,
+            examples=[
+                "composer3d timeline quickstart",
+                "composer3d timeline llama-175b-512-3d --gpu H100 --compare GPipe -o timeline.svg",
+                "composer3d timeline --measured runs/quickstart",
+            ],
         )
     )
 
     layout = add_command(
-        "layout", "draw which rank holds what, and the bytes that each axis sends in a step"
+        "layout",
+        "draw which rank holds what, and the bytes that each axis sends in a step",
+        group=_CHOOSE,
+        examples=[
+            "composer3d layout quickstart",
+            "composer3d layout llama3-405b-16384-3d -o layout.svg",
+        ],
     )
     _add_picture(layout)
     layout.add_argument(
@@ -298,15 +431,87 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks of a node; default: %(default)s",
     )
 
+    _add_import_arguments(
+        add_command(
+            "import",
+            "make a recipe of a configuration of Megatron-LM, DeepSpeed, torchtitan or nanotron",
+            group=_CHOOSE,
+            examples=[
+                "composer3d import pretrain_gpt.sh --gpus 64 -o my.toml",
+                "composer3d import ds_config.json --gpus 16 --model llama3-8b -o my.toml",
+            ],
+        )
+    )
+    _add_report_arguments(
+        add_command(
+            "report",
+            "write one page about a run, or about two that it compares",
+            group=_KEEP,
+            examples=["composer3d report runs/quickstart", "composer3d report runs/a runs/b"],
+        )
+    )
+
     inspect = add_command(
-        "inspect", "report what a checkpoint or token files contain, and whether they are complete"
+        "inspect",
+        "report what a checkpoint or token files contain, and whether they are complete",
+        group=_KEEP,
+        examples=["composer3d inspect runs/quickstart", "composer3d inspect data/train --json"],
     )
     _add_json(inspect)
     inspect.add_argument(
         "path", metavar="PATH", help="a checkpoint, as SRC of convert, or token files"
     )
     inspect.add_argument("--tensors", action="store_true", help="list each tensor")
+    inspect.add_argument(
+        "--samples",
+        metavar="N",
+        type=_samples,
+        default=3,
+        help="documents of token files to show as text; default: %(default)s; 0: none",
+    )
+    inspect.add_argument(
+        "--full",
+        action="store_true",
+        help="read all token files, and compare them with their digests; without it, only their "
+        "sizes are checked. A checkpoint is always read whole",
+    )
+
+    completion = add_command(
+        "completion",
+        "print a script that completes commands, options and recipes in a shell",
+        group=_SHELL,
+        examples=[
+            "composer3d completion bash > ~/.local/share/bash-completion/completions/composer3d",
+            "composer3d completion zsh > ~/.zfunc/_composer3d",
+        ],
+    )
+    completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or tcsh")
+    completion.set_defaults(parser=parser)
     return parser
+
+
+def _add_recipes_arguments(recipes: argparse.ArgumentParser) -> None:
+    actions = recipes.add_subparsers(metavar="ls|show|cp", required=True)
+
+    def add_action(name: str, description: str) -> argparse.ArgumentParser:
+        action: argparse.ArgumentParser = actions.add_parser(
+            name, help=description, description=description
+        )
+        action.set_defaults(action=name)
+        if name != "ls":
+            action.add_argument("name", metavar="NAME", help="a recipe, as ls lists it")
+        return action
+
+    _add_json(add_action("ls", "list the recipes with their size, mesh and purpose"))
+    add_action("show", "print a recipe as it is written; composer3d check NAME resolves it")
+    add_action(
+        "cp", "copy a recipe, with the recipes that it inherits, to change it; overwrites nothing"
+    ).add_argument(
+        "dest",
+        metavar="DEST",
+        nargs="?",
+        help="a folder, or a file that ends with .toml; default: NAME.toml in this folder",
+    )
 
 
 def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
@@ -365,14 +570,38 @@ def _add_timeline_arguments(timeline: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_report_arguments(report: argparse.ArgumentParser) -> None:
+    _add_json(report)
+    report.add_argument("run", metavar="RUN", help="the folder of a run")
+    report.add_argument(
+        "other", metavar="RUN", nargs="?", help="the folder of another run, to compare them"
+    )
+    report.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE.html",
+        help="default: report.html in the folder of the run, or compare-NAME.html, where NAME is "
+        "that of the other run",
+    )
+    report.add_argument(
+        "--gpu",
+        metavar="NAME|FILE",
+        help="the device whose speed is predicted, as in plan; default: that of the run",
+    )
+    report.add_argument(
+        "--gpus-per-node", metavar="N", type=_positive, default=8, help="default: %(default)s"
+    )
+
+
 def _add_prepare_arguments(prepare: argparse.ArgumentParser) -> None:
     _add_json(prepare)
     prepare.add_argument(
-        "source",
+        "sources",
         metavar="SRC",
+        nargs="+",
         help="a text file, or a folder of them: each file is a document; or a .jsonl file, or a "
-        "folder of them: each line is a document. A folder with both is refused. Hidden files and "
-        "links to folders are skipped",
+        "folder of them: each line is a document. Both kinds at once are refused. Files may end in "
+        ".gz or .zst. Hidden files and links to folders are skipped",
     )
     prepare.add_argument(
         "-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist"
@@ -393,6 +622,27 @@ def _add_prepare_arguments(prepare: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="key of the text in a line of JSONL; default: text. With this option, a file of any "
         "name is read as JSONL",
+    )
+    prepare.add_argument(
+        "--processes",
+        metavar="N",
+        type=_positive,
+        help="processes that tokenize; the output does not depend on it; default: one a core",
+    )
+    prepare.add_argument(
+        "--split",
+        metavar="SHARE",
+        type=_share,
+        help="make DIR/train and DIR/validation, with this share of the documents in the latter, "
+        "such as 0.01; the text of a document decides, so that equal documents stay together",
+    )
+    prepare.add_argument(
+        "--shard-tokens",
+        metavar="N",
+        type=_positive,
+        default=100_000_000,
+        help="a shard ends with the document that reaches N tokens; an interrupted prepare goes on "
+        "after its last shard; default: %(default)s",
     )
 
 
@@ -423,6 +673,140 @@ def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_import_arguments(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(command="import_recipe")  # ``import`` cannot name a module
+    _add_json(command)
+    command.add_argument(
+        "file",
+        metavar="FILE",
+        help="a shell script or a Python dict with arguments of Megatron-LM, a DeepSpeed JSON, a "
+        "torchtitan TOML or a nanotron YAML; it is read as text, and nothing in it is executed",
+    )
+    command.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE.toml",
+        help="recipe to make; it must not exist. Without it, the recipe is printed, and the report "
+        "goes to standard error",
+    )
+    command.add_argument(
+        "--gpus", metavar="N", type=_positive, help="number of GPUs, if it is not in the file"
+    )
+    command.add_argument(
+        "--model",
+        metavar="PRESET",
+        help="model whose sizes complete those of the file; a DeepSpeed JSON has none",
+    )
+    _add_sets(command)
+
+
+def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
+    _add_json(generate)
+    generate.add_argument("src", metavar="SRC", help="a checkpoint, as SRC of convert")
+    generate.add_argument(
+        "--prompt", metavar="TEXT", action="append", default=[], help="may be repeated"
+    )
+    generate.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='a prompt on each line; in a .jsonl, {"prompt": "..."} or {"prompt": [1, 2]}, tokens',
+    )
+    generate.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=_positive,
+        default=64,
+        help="the most tokens after a prompt; default: %(default)s",
+    )
+    generate.add_argument(
+        "--temperature",
+        metavar="X",
+        type=_temperature,
+        default=0.0,
+        help="divides the logits; 0, the default, always takes the most likely token",
+    )
+    generate.add_argument(
+        "--top-p",
+        metavar="P",
+        type=_probability,
+        default=1.0,
+        help="choose among the most likely tokens that together have this probability; default: 1",
+    )
+    generate.add_argument(
+        "--seed", metavar="N", type=_whole, default=0, help="of random choices; default: 0"
+    )
+    generate.add_argument(
+        "--batch",
+        metavar="N",
+        type=_positive,
+        default=8,
+        help="prompts that go on together; default: %(default)s",
+    )
+    generate.add_argument(
+        "--tokenizer",
+        metavar="FILE|bytes",
+        help="a tokenizer.json; or bytes, which makes each byte a token; default: that of SRC",
+    )
+    generate.add_argument(
+        "--no-special-tokens",
+        action="store_true",
+        help="take prompts without the tokens that the tokenizer adds, such as <s>",
+    )
+    _add_run(generate)
+    generate.add_argument(
+        "--tp",
+        metavar="N",
+        type=_positive,
+        help="processes that share each layer; default: 1, or all under torchrun",
+    )
+    generate.add_argument(
+        "--out", metavar="FILE.jsonl", help="make FILE.jsonl, with a line for each prompt"
+    )
+
+
+def _add_eval_arguments(evaluate: argparse.ArgumentParser) -> None:
+    _add_json(evaluate)
+    evaluate.add_argument("src", metavar="SRC", help="a checkpoint, as SRC of convert")
+    evaluate.add_argument("data", metavar="DATA", help="a folder that prepare made")
+    evaluate.add_argument(
+        "--batch",
+        metavar="N",
+        type=_positive,
+        default=8,
+        help="sequences that a process computes at once; default: %(default)s",
+    )
+    evaluate.add_argument(
+        "--seq-len",
+        metavar="N",
+        type=_positive,
+        help="tokens of a sequence; default: that of the run, or at most 2048",
+    )
+    evaluate.add_argument(
+        "--packing",
+        choices=("none", "documents"),
+        help="as data.packing of a recipe; default: that of the run, or none",
+    )
+    _add_run(evaluate)
+    _add_sets(evaluate, help="a value of the job's recipe, such as mesh.tp=2; may be repeated")
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of commands that run the model of a checkpoint."""
+    command.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        help="dtype of the model; default: that of SRC, and float32 for float16",
+    )
+    command.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
+    )
+    command.add_argument(
+        "--recipe",
+        metavar="RECIPE",
+        help="the recipe of the run, needed for an architecture of your own",
+    )
+
+
 def _add_recipe(command: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     command.add_argument(
         "recipe",
@@ -430,13 +814,19 @@ def _add_recipe(command: argparse.ArgumentParser, *, is_optional: bool = False) 
         nargs="?" if is_optional else None,
         help="a TOML file, or the name of a recipe of composer3d",
     )
+    _add_sets(command)
+
+
+def _add_sets(
+    command: argparse.ArgumentParser, *, help: str = "override a value; may be repeated"
+) -> None:
     command.add_argument(
         "--set",
         metavar="TABLE.KEY=VALUE",
         dest="sets",
         action="append",
         default=[],
-        help="override a value; may be repeated",
+        help=help,
     )
 
 
@@ -489,6 +879,37 @@ def _positive(text: str) -> int:
         )
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def _temperature(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1000, got {one_line(text)}")
+    return value
+
+
+def _probability(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {one_line(text)}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 1, got {value:g}")
+    return value
+
+
+def _samples(text: str) -> int:
+    if len(text) > 4 or not text.isdecimal() or int(text) > 1000:
+        raise argparse.ArgumentTypeError("must be a whole number from 0 to 1000")
     return int(text)
 
 

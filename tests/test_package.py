@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -46,28 +47,49 @@ def test_an_unknown_name_is_refused_as_in_any_module() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools writes beside what it builds."""
-    folder = tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is built: setuptools writes beside it."""
+    folder = tmp_path_factory.mktemp("source")
     leave = shutil.ignore_patterns("__pycache__")
     for name in ("composer3d", "recipes"):
-        shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=leave)
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=leave)
     for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, folder / "source")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-    ]
-    command = [*pip, "--no-index", "-w", str(folder), str(folder / "source")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
+    done = subprocess.run(
+        [*command, str(source)], capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     (found,) = folder.glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed the wheel. torch stays where it is."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [
+        *PIP,
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--target",
+        str(folder),
+        str(wheel),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 def test_wheel_holds_recipes_types_and_all_modules(wheel: Path) -> None:
@@ -83,13 +105,50 @@ def test_wheel_holds_recipes_types_and_all_modules(wheel: Path) -> None:
     assert f"\nVersion: {composer3d.__version__}\n" in metadata
 
 
-def test_an_installed_wheel_finds_its_recipes(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    command = [sys.executable, "-m", "composer3d", "check", "quickstart"]
+def test_sdist_holds_recipes_as_files_and_not_as_a_link(source: Path, tmp_path: Path) -> None:
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
     done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"# {tmp_path}/site/composer3d/recipes/quickstart.toml:" in done.stdout
+    assert done.returncode == 0, done.stderr
+    (found,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(found) as archive:
+        members = {name.partition("/")[2]: archive.getmember(name) for name in archive.getnames()}
+    for path in (ROOT / "recipes").iterdir():
+        assert members[f"composer3d/recipes/{path.name}"].isfile()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("--version", f"composer3d {composer3d.__version__} (torch "),
+        ("recipes ls", "\nquickstart "),
+        ("check quickstart", "/composer3d/recipes/quickstart.toml:"),
+        # A recipe that needs a second file, the schedule beside it.
+        ("check debug-2-csv", "/composer3d/recipes/zb-h1-2x4.csv"),
+        ("verify debug-2-dp --steps 1", "exact   dp_shard 2 "),
+    ],
+)
+def test_an_installed_wheel_works_in_an_empty_folder(
+    arguments: str, shown: str, installed: Path, tmp_path: Path
+) -> None:
+    program = installed / "bin" / "composer3d"
+    done = subprocess.run(
+        [str(program), *arguments.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert shown in done.stdout
+    # It is the installed package that has answered, and it has left nothing behind.
+    assert str(ROOT) not in done.stdout
+    assert os.listdir(tmp_path) == []

@@ -88,7 +88,7 @@ def test_the_pages_have_programs_commands_and_recipes() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().split()) <= 1800
+    assert len(README.read_text().split()) < 1600
 
 
 def run_block(text: str, port: int) -> dict[str, Any]:
@@ -140,7 +140,8 @@ def test_a_program_runs_as_printed(pool: Pool, program: Snippet) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_a_command_parses(command: Snippet) -> None:
-    words = shlex.split(command.text)
+    # What a shell does with the output is no argument.
+    words = shlex.split(command.text.partition(" > ")[0])
     names = [Path(word).name for word in words]
     if "composer3d" in names:
         check_composer3d(words[names.index("composer3d") + 1 :])
@@ -156,10 +157,10 @@ def test_a_command_parses(command: Snippet) -> None:
 
 def check_composer3d(arguments: list[str]) -> None:
     """Parse the arguments of ``composer3d``. The name of a command alone must be one."""
-    if len(arguments) == 1 or arguments[-1] == "--version":
+    if len(arguments) == 1 or arguments[-1] in ("--version", "--help"):
         with pytest.raises(SystemExit) as stop:
             cli._parser().parse_args(
-                arguments if arguments[0].startswith("-") else [*arguments, "--help"]
+                arguments if arguments[-1].startswith("-") else [*arguments, "--help"]
             )
         assert stop.value.code == 0
         return

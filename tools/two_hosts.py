@@ -41,13 +41,22 @@ class Host(NamedTuple):
             arguments: the program and its arguments, such as ``["-m", "composer3d", "train"]``.
             options: further options of torchrun.
         """
-        return [
-            *("ip", "netns", "exec", self.namespace),
-            *("env", f"GLOO_SOCKET_IFNAME={self.interface}", sys.executable),
-            *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(processes)),
+        program = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", "2", "--nproc-per-node", str(processes)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_address(0)}:{_PORT}"),
             *("--rdzv-id", "job", "--rdzv-conf", f"is_host={1 - self.number}"),
             *("--local-addr", self.address, *options, *arguments),
+        ]
+        return self.command(program, {})
+
+    def command(self, program: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+        """Return the command that runs ``program`` on this host, with further variables."""
+        variables = {"GLOO_SOCKET_IFNAME": self.interface, **environment}
+        return [
+            *("ip", "netns", "exec", self.namespace, "env"),
+            *(f"{name}={value}" for name, value in variables.items()),
+            *program,
         ]
 
 

@@ -127,15 +127,15 @@ class Store:
             self._pending_save.exception()
         return max(self._usable_folders(), default=None)
 
-    def _step_folders(self) -> list[Path]:
-        """List the folders named after a step, lowest first.
+    def _step_folders(self, folder: Path | None = None) -> list[Path]:
+        """List the folders named after a step in ``folder``, lowest first. None: the run's own.
 
         Anything under another name belongs to the user. Links, pipes and files are left out as
         well: a link could lead to a checkpoint of another user.
         """
         return sorted(
             path
-            for path in self.folder.glob("step-*")
+            for path in (folder or self.folder).glob("step-*")
             if _STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
         )
 
@@ -147,12 +147,12 @@ class Store:
             if path not in self._known_damaged and (path / manifests.FILE).exists()
         ]
 
-    def _warn_of_links(self) -> None:
-        """Warn once of each link that is named like a checkpoint.
+    def _warn_of_links(self, folder: Path) -> None:
+        """Warn once of each link in ``folder`` that is named like a checkpoint.
 
         A user who has moved a checkpoint to another disk would wonder why it is not used.
         """
-        for path in sorted(self.folder.glob("step-*")):
+        for path in sorted(folder.glob("step-*")):
             is_link = _STEP_FOLDER.fullmatch(path.name) and path.is_symlink()
             if is_link and path not in self._reported_links:
                 self._reported_links.add(path)
@@ -345,8 +345,11 @@ class Store:
             raise CheckpointError(lines)
         return manifest
 
-    def newest_whole(self) -> tuple[Path, Manifest] | None:
+    def newest_whole(self, folder: Path | None = None) -> tuple[Path, Manifest] | None:
         """Find and check the newest checkpoint that is whole, and warn of damaged ones it skips.
+
+        Args:
+            folder: the folder of the checkpoints, also of another run; None: the one of this store.
 
         Returns:
             The path and the manifest of the checkpoint, the same on every rank. None if there is
@@ -356,10 +359,11 @@ class Store:
             CheckpointError: all checkpoints are damaged. Every rank raises it.
             UserError: a later version of composer3d wrote a manifest. Every rank raises it.
         """
+        place = folder or self.folder
         if dist.get_rank() == 0:
-            self._warn_of_links()
+            self._warn_of_links(place)
         # All ranks use the list of rank 0: another node may have an old list in its cache.
-        folders = distributed.on_main("checkpoint", self._step_folders, self._group)
+        folders = distributed.on_main("checkpoint", lambda: self._step_folders(place), self._group)
         for path in reversed(folders):
             try:
                 return path, self.check(path)
@@ -371,7 +375,7 @@ class Store:
         if folders:
             names = ", ".join(path.name for path in folders)
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole (damaged: {names}); "
+                f"no checkpoint in {place} is whole (damaged: {names}); "
                 "restore one, or remove them to start anew"
             )
         return None

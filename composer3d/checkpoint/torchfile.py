@@ -11,6 +11,7 @@ refers by KEY.
 
 import mmap
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
@@ -75,7 +76,7 @@ _ENTRY_MARK = b"PK\x01\x02"  # of an entry in the list of records
 _END_MARK = b"PK\x05\x06"  # of the end of an archive
 _WIDE_END_MARK = b"PK\x06\x06"  # of the end of an archive above 4 GiB (zip64)
 _WIDE_LOCATOR_MARK = b"PK\x06\x07"  # of the record that says where the zip64 end is
-_ENTRY = struct.Struct("<4s6xH8xIIHHH8xI")
+_ENTRY = struct.Struct("<4s6xH4xIIIHHH8xI")
 # This value in an entry means that the number has 64 bits and is in the entry's extra field.
 _IN_EXTRA_FIELD = 0xFFFFFFFF
 _WIDE_NUMBERS = 1  # the id of the extra field with 64-bit numbers
@@ -99,17 +100,19 @@ class StoredTensor:
 
 
 class _ByteRange(NamedTuple):
-    """A range of bytes in a file."""
+    """A range of bytes in a file, and the CRC-32 that they must have; 0: the file has none."""
 
     begin: int
     size: int
+    checksum: int = 0
 
 
 def load_torch(path: Path) -> Any:
     """Read a file of ``torch.save``, except for the bytes of its tensors.
 
     The file is memory-mapped. The mapping lives as long as any of the tensors, and the bytes of a
-    tensor are read from the disk only when they are used.
+    tensor are read from the disk only when they are used. If the file has a checksum of them, they
+    are compared with it on the first read; ``StoredTensor.read`` raises ValueError if they differ.
 
     Returns:
         A dict, list, tuple or plain value, with a ``StoredTensor`` for each tensor.
@@ -124,8 +127,17 @@ def load_torch(path: Path) -> Any:
         archive = _Archive(file, _ByteRange(0, size))
         # Copy on write: a tensor that is changed in memory does not change the file.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        values = _Values(archive, lambda place, dtype: _view(mapped, place, dtype))
-        return values.convert(archive.parse_pickle())
+        verified: set[_ByteRange] = set()
+
+        def view(place: _ByteRange, dtype: torch.dtype) -> Tensor:
+            if place not in verified:
+                begin, end = place.begin, place.begin + place.size
+                with memoryview(mapped) as content, content[begin:end] as stored:
+                    _require_checksum(stored, place.checksum, "a tensor")
+                verified.add(place)
+            return _view(mapped, place, dtype)
+
+        return _Values(archive, view).convert(archive.parse_pickle())
 
 
 def read_tensor(file: BinaryIO, begin: int, size: int) -> Tensor:
@@ -154,6 +166,16 @@ def read_tensor(file: BinaryIO, begin: int, size: int) -> Tensor:
     if not isinstance(tensor, StoredTensor):
         raise PickleError("it holds something other than one tensor")
     return tensor.read()
+
+
+def _require_checksum(content: bytes | memoryview, checksum: int, noun: str) -> None:
+    """Raise ValueError if the content does not have its CRC-32. 0 means that there is none.
+
+    ``torch.save`` writes them unless ``torch.serialization.set_crc32_options`` says otherwise.
+    Torch itself does not compare them.
+    """
+    if checksum and zlib.crc32(content) != checksum:
+        raise ValueError(f"the bytes of {noun} do not have their checksum; copy the file again")
 
 
 def _view(mapped: mmap.mmap, place: _ByteRange, dtype: torch.dtype) -> Tensor:
@@ -189,7 +211,8 @@ class _Archive:
                 "it is not an archive of torch.save (the format before torch 1.6 is not read "
                 "either); if you trust it, load it with torch.load and write it with torch.save"
             )
-        # By full path: the offset of each record's header in the archive, and the record's size.
+        # By full path: the offset of each record's header in the archive, and the record's size and
+        # checksum.
         self._records = dict(self._parse_directory(self._read_directory()))
         pickle_paths = [
             path for path in self._records if path.endswith("/data.pkl") and path.count("/") == 1
@@ -208,7 +231,11 @@ class _Archive:
                 f"its data.pkl has {place.size:,} bytes, and at most {pickles.LIMIT:,} are read"
             )
         self._file.seek(place.begin)
-        return pickles.parse(self._file.read(place.size), _NAMES, storages=True)
+        content = self._file.read(place.size)
+        # The parser comes first, because it says more exactly what is wrong.
+        parsed = pickles.parse(content, _NAMES, storages=True)
+        _require_checksum(content, place.checksum, "its data.pkl")
+        return parsed
 
     def _require_little_endian(self) -> None:
         """Refuse another byte order. Without the record ``byteorder``, it is little endian."""
@@ -236,13 +263,13 @@ class _Archive:
         path = self._prefix + name
         if path not in self._records:
             raise ValueError(f"it has no {name!r:.100}, to which it refers")
-        offset, size = self._records[path]
+        offset, size, checksum = self._records[path]
         header = self._read(_ByteRange(offset, 30))
         name_size, extra_size = struct.unpack("<HH", header[26:])
         begin = offset + 30 + name_size + extra_size
         if header[:4] != _HEADER_MARK or begin + size > self._place.size:
             raise ValueError(f"its {name!r:.100} does not lie within it; copy it again")
-        self._places[name] = _ByteRange(self._place.begin + begin, size)
+        self._places[name] = _ByteRange(self._place.begin + begin, size, checksum)
         return self._places[name]
 
     def _read(self, place: _ByteRange) -> bytes:
@@ -274,7 +301,7 @@ class _Archive:
         return self._read(_ByteRange(offset, size))
 
     def _parse_directory(self, directory: bytes) -> Iterator[tuple[str, _ByteRange]]:
-        """Yield each record's path, with the offset of its header and the size of its bytes."""
+        """Yield each record's path, with the offset of its header, and its size and checksum."""
         position = 0
         seen: set[str] = set()
         while position < len(directory):
@@ -296,7 +323,7 @@ class _Archive:
                     "copy it again"
                 )
             seen.add(entry.path)
-            yield entry.path, _ByteRange(entry.offset, entry.size)
+            yield entry.path, _ByteRange(entry.offset, entry.size, entry.checksum)
 
 
 class _Entry(NamedTuple):
@@ -304,6 +331,7 @@ class _Entry(NamedTuple):
 
     path: str  # empty if there is no entry
     method: int  # of compression; 0: none
+    checksum: int  # CRC-32 of the record; 0: the writer computed none
     packed_size: int  # bytes in the archive
     size: int  # bytes of the record
     offset: int  # of the record's header in the archive
@@ -312,7 +340,7 @@ class _Entry(NamedTuple):
 
 def _parse_entry(directory: bytes, position: int) -> _Entry:
     """Parse the entry at ``position``. Raises struct.error and UnicodeDecodeError."""
-    mark, method, packed_size, size, name_size, extra_size, comment_size, offset = (
+    mark, method, checksum, packed_size, size, name_size, extra_size, comment_size, offset = (
         _ENTRY.unpack_from(directory, position)
     )
     name_at = position + _ENTRY.size
@@ -321,7 +349,7 @@ def _parse_entry(directory: bytes, position: int) -> _Entry:
     path = directory[name_at:extra_at].decode() if mark == _ENTRY_MARK else ""
     extra = directory[extra_at:comment_at]
     size, packed_size, offset = _widen(extra, size, packed_size, offset)
-    return _Entry(path, method, packed_size, size, offset, comment_at + comment_size)
+    return _Entry(path, method, checksum, packed_size, size, offset, comment_at + comment_size)
 
 
 def _widen(extra: bytes, *values: int) -> Iterator[int]:

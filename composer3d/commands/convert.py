@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.convert.convert import convert
+from composer3d.spec.errors import printable
 
 
 def run(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
@@ -30,5 +31,5 @@ def run(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
         else:
             print(f"logits: relative error {logits['relative_error']:.3g}")
     for note in report["notes"]:
-        print(note)
+        print(printable(note))
     return 0

@@ -6,17 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.convert.inspect import inspect
+from composer3d.data.examine import Sample, as_report, decode_samples, measure_lengths
 from composer3d.data.tokens import find_damage
+from composer3d.spec.errors import DataError, printable
 from composer3d.spec.token_manifest import MANIFEST, read_manifest
 
+_BAR = 30  # characters of the longest bar of a histogram
 
-def run(path: str, *, tensors: bool, as_json: bool) -> int:
+
+def run(path: str, *, tensors: bool, full: bool, samples: int, as_json: bool) -> int:
     """Print a report on a checkpoint, or on a folder of token files.
 
     Args:
         path: the checkpoint, in any format that ``convert`` reads, or a folder that ``prepare``
             made.
         tensors: whether to list each tensor with its shape and dtype.
+        samples: how many documents of token files to show as text.
+        full: whether to compare all token files with their digests, not only their sizes.
         as_json: whether to print one JSON object instead of text.
 
     Returns:
@@ -28,7 +34,7 @@ def run(path: str, *, tensors: bool, as_json: bool) -> int:
         UserError: a later version of composer3d wrote the checkpoint.
     """
     if os.path.exists(Path(path) / MANIFEST):  # unlike Path.exists, False for any odd name
-        return _inspect_tokens(Path(path), as_json=as_json)
+        return _inspect_tokens(Path(path), full=full, samples=samples, as_json=as_json)
     report = inspect(Path(path))
     status = 0 if report["whole"] else 1
     if as_json:
@@ -52,39 +58,80 @@ def run(path: str, *, tensors: bool, as_json: bool) -> int:
     }
     for name, value in rows.items():
         if value not in (None, ""):
-            print(f"{name:<13}{value}")
+            print(printable(f"{name:<13}{value}"))
     for line in (*report["problems"], *report["notes"]):
-        print(line)
+        print(printable(line))
     if tensors:
         for name, (shape, dtype) in report["tensors"].items():
             print(f"  {name if name.isprintable() else repr(name)} {shape} {dtype}")
     return status
 
 
-def _inspect_tokens(folder: Path, *, as_json: bool) -> int:
-    """Print a report on token files, of which every byte is compared with its digest."""
+def _inspect_tokens(folder: Path, *, full: bool, samples: int, as_json: bool) -> int:
+    """Print a report on token files. With ``full``, every byte is compared with its digest."""
     manifest = read_manifest(folder)
-    problems = find_damage(manifest)
+    problems = find_damage(manifest, full=full)
+    notes: list[str] = []
+    lengths: dict[str, Any] | None = None
+    texts: list[Sample] = []
+    try:
+        lengths = as_report(measure_lengths(manifest), manifest)
+    except DataError as error:
+        problems = problems or list(error.lines)
+    try:
+        if samples and not problems:
+            texts = decode_samples(manifest, samples)
+    except DataError as error:
+        # A tokenizer that fails does not mean that the tokens are damaged.
+        notes += [f"documents cannot be shown: {line}" for line in error.lines]
     report = {
         "path": str(folder),
         "format": "tokens",
         "tokens": manifest.tokens,
         "documents": manifest.documents,
+        "shards": len(manifest.shards),
         "dtype": manifest.dtype,
         "vocab": manifest.vocab,
         "tokenizer": manifest.tokenizer_name,
         "bytes": sum(file.bytes for file in manifest.files.values()),
+        "verified": "digests" if full else "sizes",
         "whole": not problems,
         "problems": problems,
+        "notes": notes,
+        "lengths": lengths,
+        "samples": [sample._asdict() for sample in texts],
     }
     if as_json:
         print(json.dumps(report))
         return 1 if problems else 0
-    for name in ("format", "tokens", "documents", "dtype", "vocab", "tokenizer", "bytes"):
+    for name in ("format", "tokens", "documents", "shards", "dtype", "vocab", "tokenizer", "bytes"):
         value = report[name]
-        print(f"{name:<13}{value:,}" if isinstance(value, int) else f"{name:<13}{value}")
-    print(f"{'whole':<13}{'no' if problems else 'yes'}", *problems, sep="\n")
+        shown = f"{value:,}" if isinstance(value, int) else value
+        print(printable(f"{name:<13}{shown}"))
+    how = "every digest is right" if full else "every size is right; --full compares the digests"
+    print(f"{'whole':<13}{'no' if problems else f'yes: {how}'}")
+    for line in (*problems, *notes):
+        print(printable(line))
+    if lengths is not None:
+        print(
+            f"{'lengths':<13}mean {lengths['mean']:,.1f} tokens, shortest "
+            f"{lengths['shortest']:,}, longest {lengths['longest']:,}; documents by tokens:"
+        )
+        _print_histogram(lengths["histogram"])
+    for sample in texts:
+        print(printable(f"document {sample.document:,}, {sample.tokens:,} tokens: {sample.text}"))
     return 1 if problems else 0
+
+
+def _print_histogram(entries: list[dict[str, int]]) -> None:
+    """Print a line with a bar for each entry, from the first that has documents."""
+    most = max(entry["documents"] for entry in entries)
+    first = next(number for number, entry in enumerate(entries) if entry["documents"])
+    for entry in entries[first:]:
+        bar = "#" * -(-_BAR * entry["documents"] // most)
+        print(
+            f"{entry['from']:>19,} to {entry['to']:<13,} {entry['documents']:>13,} {bar}".rstrip()
+        )
 
 
 def _pairs(values: dict[str, Any] | None) -> str:

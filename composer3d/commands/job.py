@@ -6,8 +6,9 @@ can begin to import torch first.
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -125,7 +126,9 @@ def run_rank(
         if error.lines and _must_report(error, rank):
             # A LostPeersError names its rank itself.
             prefix = f"rank {rank}: " if rank and not isinstance(error, LostPeersError) else ""
-            print(*(prefix + line for line in error.lines), sep="\n", file=sys.stderr, flush=True)
+            lines = [prefix + line for line in error.lines]
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            log.keep(lines)
         return error.status
 
 
@@ -165,6 +168,7 @@ def join(
     timeout_s: float,
     advice: Callable[[], str],
     write_report: Callable[[str], str | None] | None = None,
+    write_trace: Callable[[bytes, str], str | None] | None = None,
 ) -> Iterator[World]:
     """Set this process up as a rank of the recipe's job, and form the group of all ranks.
 
@@ -175,6 +179,8 @@ def join(
         advice: returns what the user should do after a rank is lost.
         write_report: keeps a report of what all ranks did then, and returns the path of its file;
             None keeps none.
+        write_trace: keeps the last collectives of this rank on a GPU then, which torch has as
+            bytes; its second argument is the time. It returns the path of their file.
 
     Raises:
         UserError: the device cannot be used, or ranks are missing or lost.
@@ -182,6 +188,7 @@ def join(
     import torch
 
     from composer3d.runtime import devices, peers, process_group
+    from composer3d.runtime.torch_private import dump_nccl_trace
 
     recipe = resolved.recipe
     if recipe.world_size > 1 or "OMP_NUM_THREADS" in os.environ:
@@ -199,24 +206,62 @@ def join(
     if restarts != "0" and STORE_VARIABLE not in os.environ:
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
         log.get().info(f"restarted by torchrun, {restarts} of at most {most}")
+    if _cannot_replace_nodes():
+        log.get().info(
+            "a lost node cannot come back while this job runs: "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is not set for torchrun (docs/launching.md)"
+        )
     if settings is not None:
         log.get().info(settings)
 
+    def keep_trace(moment: str) -> str | None:
+        trace = dump_nccl_trace()
+        return None if write_trace is None or trace is None else write_trace(trace, moment)
+
+    keeps_traces = write_trace is not None and device.type == "cuda"
+    with suppress(ValueError):
+        started_s = float(os.environ.get(launch.START_VARIABLE, "none"))
+        log.add_phase("processes", max(0.0, time.time() - started_s))
     try:
-        store = process_group.open_store(timeout_s=timeout_s)
-        peer_watch = peers.explain_lost_peers(
-            # The thread of the watch needs a client of its own. Torch's type stubs lack ``clone``.
-            cast(Any, store).clone(),
-            rank=rank,
-            size=int(os.environ.get("WORLD_SIZE", "1")),
-            describe=lambda peer: describe_rank(peer, recipe.mesh),
-            advice=advice,
-            write_report=write_report,
-        )
-        with peer_watch, process_group.world(device, timeout_s=timeout_s, store=store):
+        with ExitStack() as joined:
+            with log.phase("meeting of ranks"):
+                store = process_group.open_store(timeout_s=timeout_s)
+                peer_watch = peers.explain_lost_peers(
+                    # The thread of the watch needs a client of its own. Torch's type stubs lack
+                    # ``clone``.
+                    cast(Any, store).clone(),
+                    rank=rank,
+                    size=int(os.environ.get("WORLD_SIZE", "1")),
+                    describe=lambda peer: describe_rank(peer, recipe.mesh),
+                    advice=advice,
+                    write_report=write_report,
+                    store_host=(
+                        describe_rank(0, recipe.mesh)
+                        if process_group.rank_0_holds_store()
+                        else "the agent of its node"
+                    ),
+                    is_first_of_node=os.environ.get("LOCAL_RANK", "0") == "0",
+                    write_trace=keep_trace if keeps_traces else None,
+                )
+                joined.enter_context(peer_watch)
+                joined.enter_context(process_group.world(device, timeout_s=timeout_s, store=store))
             yield World(device, store)
     except UserError:
         raise
     except Exception as error:
         error.add_note(f"[{name}]")
         raise
+
+
+def _cannot_replace_nodes() -> bool:
+    """Return whether torchrun has several nodes and restarts, but keeps one store for all of them.
+
+    After a node has joined, its agent waits for the address of the store, which the agent of rank
+    0 has published only in its own first round (torch 2.13 to 2.15). Both agents give up after
+    60 s. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, each round has a store of its own.
+    """
+    return (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+        and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    )

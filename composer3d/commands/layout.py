@@ -47,8 +47,8 @@ def run(
     chosen = load(recipe, sets, world_size=gpus).recipe
     own_cut = None if is_ours(chosen.model.architecture) else _own_cut(chosen)
     layout = make_layout(chosen, gpus_per_node, own_cut)
-    heading = f"{os.path.basename(recipe)}: {_mesh_words(chosen)}"
-    note = _note(layout)
+    heading = f"{os.path.basename(recipe)}: {mesh_words(chosen)}"
+    note = note_of(layout)
     if out is not None:
         write_picture(out, layout_svg.draw(layout, heading=heading, notes=[note]))
     if as_json:
@@ -74,7 +74,8 @@ def _own_cut(recipe: Recipe) -> list[range]:
     return blocks_of_stages(model, n_stages_of(recipe), recipe.parallel)
 
 
-def _mesh_words(recipe: Recipe) -> str:
+def mesh_words(recipe: Recipe) -> str:
+    """Return the ranks and axes of a recipe: ``8 ranks = pp 2 x dp_shard 2 x tp 2``."""
     axes = [axis for axis in (*AXES, "ep") if getattr(recipe.mesh, axis) > 1]
     parts = [f"{axis} {getattr(recipe.mesh, axis)}" for axis in axes if axis != "ep"]
     words = f"{recipe.world_size:,} ranks"
@@ -85,7 +86,8 @@ def _mesh_words(recipe: Recipe) -> str:
     return words
 
 
-def _note(layout: Layout) -> str:
+def note_of(layout: Layout) -> str:
+    """Return the nodes, the batch and the precision of a layout in a sentence."""
     recipe = layout.recipe
     nodes = f"{layout.nodes:,} nodes of {layout.gpus_per_node}" if layout.nodes > 1 else "1 node"
     batch = recipe.data

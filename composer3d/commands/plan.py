@@ -18,6 +18,7 @@ from composer3d.planner.search import (
 )
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
+from composer3d.runtime.progress import Progress
 from composer3d.spec import hardware
 from composer3d.spec.errors import DeviceError, UserError
 
@@ -72,7 +73,14 @@ def run(
         return _memory(resolved.recipe, device, as_json)
 
     count = gpus or resolved.recipe.world_size
-    found = search(resolved.recipe, count, device, top)
+    with Progress("plan", 0, "predictions") as progress:
+        found = search(
+            resolved.recipe,
+            count,
+            device,
+            top,
+            report=lambda what: progress.advance(note=f"{what} of each layout"),
+        )
     if not found.legal:
         batch = resolved.recipe.data.global_batch
         raise UserError(

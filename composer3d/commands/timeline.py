@@ -85,7 +85,7 @@ def run(
             file cannot be written.
     """
     if measured is not None:
-        page = _page_of_run(measured, step)
+        page = page_of_run(measured, step)
         if recipe is not None or compare is not None:
             if recipe is None or gpu is None:
                 raise UserError(
@@ -116,7 +116,7 @@ def run(
     return 0
 
 
-def _page_of_run(run: str, step: int | None) -> Page:
+def page_of_run(run: str, step: int | None) -> Page:
     """Return what a run has done, and the simulation of the same actions."""
     found = trace.read(Path(run), step)
     head = found.heads[0]
@@ -152,7 +152,7 @@ def _page_of_recipe(
             f"{recipe}: mesh.pp = 1, so there is no pipeline to draw; try --set mesh.pp=4 "
             f"--set parallel.schedule=1F1B"
         )
-    timelines = [_of_recipe(chosen, device)]
+    timelines = [of_recipe(chosen, device)]
     if compare is not None:
         timelines.append(_of_schedule(chosen, compare, device))
     note = UNIT_NOTE
@@ -172,7 +172,8 @@ def _page_of_recipe(
     )
 
 
-def _of_recipe(recipe: Recipe, device: Device | None) -> Timeline:
+def of_recipe(recipe: Recipe, device: Device | None) -> Timeline:
+    """Return the simulated schedule of a recipe, in seconds of a device, or in units."""
     parallel = recipe.parallel
     cells = recipe_actions(recipe.mesh.pp, parallel, recipe.micro_batches)
     name: str = parallel.schedule

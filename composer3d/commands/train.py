@@ -12,9 +12,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import job
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.changes import changes
@@ -24,6 +27,9 @@ from composer3d.runtime import launch, log
 from composer3d.runtime.files import write_atomic
 from composer3d.runtime.ranks import describe_rank
 from composer3d.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from composer3d.training.metrics import Metrics
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{8}")
 
@@ -79,12 +85,16 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     Returns:
         The exit status of the last start.
     """
+    log.setup("", main=True)
+    log.get().info(f"starting {processes} ranks")
     most = recipe.reliability.restarts
     arguments = {"recipe": path, "sets": tuple(sets)}
     for restart in range(most + 1):
         result = launch.run_ranks(train_rank, arguments, processes=processes)
-        for line in describe_failures(result, recipe):
+        lines = describe_failures(result, recipe)
+        for line in lines:
             print(line, file=sys.stderr)
+        _keep_in_log(recipe, [*result.traceback.splitlines(), *lines])
         is_lost = result.status == 1 and (result.died or result.stuck or result.raised)
         if not is_lost or restart == most:
             break
@@ -95,12 +105,22 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     return result.status
 
 
+def _keep_in_log(recipe: Recipe, lines: Sequence[str]) -> None:
+    """Add lines to the log in the run's folder, if there is one: rank 0 may have died."""
+    path = Path(recipe.run.out_dir) / recipe.run.name / log.FILE
+    if lines and path.is_file():
+        log.setup("", main=True)
+        log.keep_in(path, lambda: True)
+        log.keep(lines)
+
+
 def step_of_finished_run(recipe: Recipe) -> int | None:
     """Return the step of the newest checkpoint if the run is finished, else None.
 
-    This reads only the manifest and the sizes of the files. The result is also None if
-    ``checkpoint.resume`` is not "auto", if the checkpoint is damaged, or if the recipe has changed
-    the seed, the data or the model. Training then resumes as the recipe says, or reports the error.
+    This reads only the manifest and the sizes of the files, without torch. The result is also None
+    if ``checkpoint.resume`` is not "auto", if the checkpoint is damaged, or if the recipe has
+    changed the seed, the data or the model. Training then resumes as the recipe says, or reports
+    the error.
     """
     folder = checkpoint_folder(recipe)
     names = [path.name for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
@@ -109,10 +129,6 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     newest_name = max(names)
     if int(newest_name.removeprefix("step-")) < recipe.run.steps:
         return None
-
-    # Imported here because this module imports torch. The run is almost certainly finished, so this
-    # import seldom delays a training.
-    from composer3d.checkpoint import manifest as manifests
 
     newest = folder / newest_name
     try:
@@ -154,7 +170,7 @@ def describe_failures(result: launch.JobResult, recipe: Recipe) -> list[str]:
         if result.status > 128:
             lines.append(
                 f"{ranks_text} {were} killed: {launch.SHUTDOWN_S:.0f} s passed after the signal, "
-                f"or a second one came; {resume_advice(recipe)}"
+                f"or Ctrl-C came again; {resume_advice(recipe)}"
             )
         elif signal.SIGABRT in ranks_by_end:
             # NCCL aborts the ranks that waited too long, so a rank that still ran is the cause.
@@ -198,6 +214,20 @@ def _write_report(recipe: Recipe, text: str) -> str | None:
     return str(path)
 
 
+def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | None:
+    """Write the last collectives of a rank into the run's folder, and return their path, or None.
+
+    The names are those that torch's ``torchfrtrace --prefix nccl-trace-TIME-rank- FOLDER`` reads.
+    """
+    folder = Path(recipe.run.out_dir) / recipe.run.name
+    path = folder / f"nccl-trace-{moment}-rank-{rank}"
+    try:
+        write_atomic(path, trace)
+    except OSError:
+        return None
+    return str(path)
+
+
 def checkpoint_folder(recipe: Recipe) -> Path:
     """Return the folder of the run's checkpoints."""
     return Path(recipe.run.out_dir) / recipe.run.name / "checkpoints"
@@ -214,6 +244,29 @@ def train_rank(recipe: str, sets: Sequence[str]) -> int:
     return job.run_rank(_train, recipe, sets)
 
 
+def _describe(resolved: Resolved, metrics: "Metrics") -> None:
+    """Give TensorBoard the recipe and the layout as texts, and the recipe as hyperparameters."""
+    from composer3d.draw import layout_text
+    from composer3d.draw.layout import make_layout
+    from composer3d.draw.terminal import Style
+    from composer3d.models.registry import is_ours
+
+    recipe = resolved.recipe
+    texts = {"run/recipe": resolved.to_toml()}
+    # The layout of an architecture of a user's own needs its model: composer3d layout builds it.
+    if is_ours(recipe.model.architecture):
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.world_size))
+        style = Style(width=120, has_colours=False, has_unicode=True)
+        texts["run/layout"] = layout_text.render(make_layout(recipe, per_node), style)
+    hparams = {
+        f"{table}.{key}": value
+        for table in ("model", "mesh", "parallel", "data", "optim", "precision", "memory")
+        for key, value in asdict(getattr(recipe, table)).items()
+        if isinstance(value, bool | int | float | str)
+    }
+    metrics.describe(texts, hparams, has_experts=recipe.model.experts > 0)
+
+
 def _train(resolved: Resolved, rank: int) -> int:
     from composer3d.training.build import build
     from composer3d.training.loop import train
@@ -221,8 +274,17 @@ def _train(resolved: Resolved, rank: int) -> int:
     recipe = resolved.recipe
     timeout_s = 60 * recipe.run.timeout_minutes
     advice = partial(resume_advice, recipe)
-    write_report = partial(_write_report, recipe)
-    joined = job.join(resolved, rank, timeout_s=timeout_s, advice=advice, write_report=write_report)
+    joined = job.join(
+        resolved,
+        rank,
+        timeout_s=timeout_s,
+        advice=advice,
+        write_report=partial(_write_report, recipe),
+        write_trace=partial(_write_trace, recipe, rank),
+    )
     with joined as world:
-        signal_number = train(build(recipe, world.device, resolved.to_toml()))
+        run = build(recipe, world.device, resolved.to_toml())
+        if rank == 0:
+            _describe(resolved, run.metrics)
+        signal_number = train(run)
     return 128 + signal_number if signal_number else 0

@@ -12,6 +12,7 @@ from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.values import one_line
 from composer3d.runtime.launch import Pool, temporary_folder
+from composer3d.runtime.progress import Progress
 from composer3d.spec.errors import UserError
 from composer3d.spec.files import MIB, read_plain
 from composer3d.verify.judge import Verdict
@@ -55,13 +56,19 @@ def run(
     begin = time.monotonic()
     lines = [""] if layouts is None else _read_layouts(layouts)
     verdicts = []
-    with Pool() as pool, temporary_folder("composer3d-verify-") as folder:
+    with (
+        Pool() as pool,
+        temporary_folder("composer3d-verify-") as folder,
+        Progress("verify", len(lines), "layouts") as progress,
+    ):
         for line in lines:
             verdict = verify_layout(
                 pool, folder, recipe, [*sets, *split_overrides(line)], dtype=dtype, steps=steps
             )
             verdicts.append(verdict)
-            _print_verdict(verdict, line)
+            with progress.paused():
+                _print_verdict(verdict, line)
+            progress.advance()
 
     passed = all(verdict.passed for verdict in verdicts)
     if len(verdicts) > 1:

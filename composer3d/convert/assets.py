@@ -225,7 +225,7 @@ def _read_tokenizer(recipe: Recipe) -> bytes:
     """Return the tokenizer.json of the training data."""
     if recipe.data.source != "tokens":
         return make_byte_tokenizer()
-    manifest = read_manifest(str(recipe.data.path))
+    manifest = read_manifest(recipe.data.paths[0])
     if manifest.tokenizer_digest is None:
         return make_byte_tokenizer()
     with manifest.open(TOKENIZER) as file:

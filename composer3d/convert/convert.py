@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.registry import architecture
 from composer3d.runtime.files import publish, sync
+from composer3d.runtime.progress import Progress
 from composer3d.spec.errors import CheckpointError
 
 SHARD_BYTES = 5 * 10**9  # the largest safetensors file that Hugging Face writes
@@ -75,6 +77,7 @@ def convert(
     _require_absent(dst)
     source = open_source(src)
     staging = _make_staging(source.path, dst, folder=to != "torch")
+    cleanup = ExitStack()
     try:
         specs, notes = source.specs(), source.notes
 
@@ -97,7 +100,13 @@ def convert(
             notes += _lost_fields(source)
 
         digests: dict[str, str] = {}
-        unwritten = write(to, staging, source, specs, _read_tensors(source, specs, digests), shard)
+        progress = cleanup.enter_context(
+            # Each tensor is copied, and read again for the proof.
+            Progress("convert", 2 * sum(map(nbytes, specs.values())), "B")
+        )
+        unwritten = write(
+            to, staging, source, specs, _read_tensors(source, specs, digests, progress), shard
+        )
         expected_counts = Counter(
             in_file for name in specs for in_file in source.locations[name].names
         )
@@ -110,7 +119,7 @@ def convert(
         # Syncing is slow, so a thread does it while the proof reads the copy from the page cache.
         with ThreadPoolExecutor(1) as thread:
             syncs = thread.map(sync, (*staging.rglob("*"), staging))
-            written = _prove_copy(source, staging, specs, digests)
+            written = _prove_copy(source, staging, specs, digests, progress)
             list(syncs)  # raises the error of a sync that failed
 
         report: dict[str, Any] = {
@@ -134,6 +143,8 @@ def convert(
                 f"{dst} cannot be written ({error}); nothing is left of it"
             ) from None
         raise
+    finally:
+        cleanup.close()
     return report | {
         "notes": notes,
         "carried": list(source.carried),
@@ -180,7 +191,7 @@ def _make_staging(src: Path, dst: Path, *, folder: bool) -> Path:
 
 
 def _read_tensors(
-    source: Source, specs: Mapping[str, TensorSpec], digests: dict[str, str]
+    source: Source, specs: Mapping[str, TensorSpec], digests: dict[str, str], progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
     """Read each tensor once, and yield it with our name and in the dtype of its spec.
 
@@ -201,10 +212,15 @@ def _read_tensors(
             )
         digests[name] = digest_of(tensor)
         yield name, tensor
+        progress.advance(nbytes(spec))
 
 
 def _prove_copy(
-    source: Source, path: Path, specs: Mapping[str, TensorSpec], digests: Mapping[str, str]
+    source: Source,
+    path: Path,
+    specs: Mapping[str, TensorSpec],
+    digests: Mapping[str, str],
+    progress: Progress,
 ) -> Source:
     """Open the copy at ``path``, compare it with the source, and return it.
 
@@ -221,6 +237,7 @@ def _prove_copy(
         has_same_spec = name not in differences and name in written_specs
         if has_same_spec and digest_of(written.read(name)) != digest:
             differences.append(name)
+        progress.advance(nbytes(specs[name]))
 
     before, after = (_comparable_shape(side, written.format) for side in (source, written))
     if before != after:

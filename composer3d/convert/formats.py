@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import xxhash
@@ -45,7 +45,9 @@ from composer3d.models import registry
 from composer3d.models.llama import names as llama_names
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.locations import Location
+from composer3d.models.shape import DecoderShape
 from composer3d.models.untrusted import short_json
+from composer3d.recipe.changes import values_of
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import MIB, open_plain, read_json
 
@@ -115,10 +117,30 @@ class ReadableTensor(NamedTuple):
     Attributes:
         spec: its shape and dtype.
         read: returns it on the CPU, as a view of the file if the format allows it.
+        verify: compares its bytes with the checksum in the file, and raises ValueError if they
+            differ. ``read`` does so as well. None: such files have no checksums, or all of them
+            were compared when the checkpoint was opened.
     """
 
     spec: TensorSpec
     read: Callable[[], Tensor]
+    verify: Callable[[], object] | None = None
+
+
+class OwnModel(NamedTuple):
+    """The model of a user's own architecture, which no checkpoint can describe.
+
+    Attributes:
+        architecture: its name, "package.module:NAME".
+        shape: the shape of the model.
+        parameters: the shape of each parameter, by name.
+        trained: the names of the parameters that have an optimizer's state.
+    """
+
+    architecture: str
+    shape: DecoderShape
+    parameters: Mapping[str, tuple[int, ...]]
+    trained: frozenset[str]
 
 
 @dataclass(kw_only=True)
@@ -131,7 +153,8 @@ class Source:
         tensors: its tensors, by the names that its files give them.
         locations: for each tensor by our name (``model.NAME``, ``optim.NAME.exp_avg``), its place
             in the files. Empty if there are problems.
-        architecture: the name of the architecture of its model, one of ours.
+        own: the user's own model that the checkpoint may hold, if its recipe was given.
+        architecture: the name of the architecture of its model: one of ours, or that of ``own``.
         shape: the shape of its model. The attribute is missing if a problem prevented the shape
             from being read.
         manifest: facts about its run. The attribute is missing if a problem prevented them from
@@ -147,6 +170,7 @@ class Source:
     path: Path
     tensors: dict[str, ReadableTensor] = field(default_factory=dict)
     locations: dict[str, Location] = field(default_factory=dict)
+    own: OwnModel | None = None
     architecture: str = registry.DEFAULT
     # Only ``inspect`` uses a checkpoint with problems, so only ``inspect`` handles the absence of
     # these two. With None as a default, all other code would have to check for it.
@@ -209,6 +233,17 @@ class Source:
         with reading(f"{self.path}: {in_file!r}"):
             return self.tensors[in_file].read()[box]
 
+    def verify(self) -> None:
+        """Compare all tensors with the checksums of their files. Each difference is a problem."""
+        for name, tensor in self.tensors.items():
+            if tensor.verify is None:
+                continue
+            try:
+                with reading(f"{self.path}: {name!r}"):
+                    tensor.verify()
+            except CheckpointError as error:
+                self.problems += error.lines
+
     def carry_files(self, folder: Path) -> None:
         """Read the files of ``folder`` that belong to the model. Each refused file adds a note."""
         self.carried, refusals = read_carried_files(folder)
@@ -236,10 +271,12 @@ class Source:
                 Tensors of an optimizer have our names in every format.
         """
         has_optimizer = any(name.startswith("optim.") for name in self.tensors)
+        globs = self._trained_globs()
         locations: dict[str, Location] = {}
         for name, location in parameters.items():
             locations[f"model.{name}"] = location
-            if has_optimizer and self.names.is_trained(name):
+            was_trained = any(fnmatchcase(name, glob) for glob in globs)
+            if has_optimizer and was_trained and self._is_trained(name):
                 shape = location.whole_shape
                 for state, state_shape in (("exp_avg", shape), ("exp_avg_sq", shape), ("step", ())):
                     state_name = f"optim.{name}.{state}"
@@ -259,6 +296,22 @@ class Source:
 
         if not self.problems:
             self.locations = locations
+
+    def _trained_globs(self) -> tuple[str, ...]:
+        """``optim.train`` of the run, as far as its recipe is known; else a glob for all."""
+        manifest: Manifest | None = getattr(self, "manifest", None)
+        globs: object = None
+        if manifest is not None:
+            # The recipe is not trusted: its globs are only compared with names.
+            with suppress(ValueError):
+                globs = values_of(manifest.recipe).get("optim.train")
+        return globs if isinstance(globs, tuple) else ("*",)
+
+    def _is_trained(self, name: str) -> bool:
+        """Return whether a parameter has an optimizer's state, by its name without ``model.``."""
+        if self.own is not None and self.architecture == self.own.architecture:
+            return name in self.own.trained
+        return self.names.is_trained(name)
 
     def _match_to_location(self, location: Location) -> None:
         """Compare tensors in the files with those that one of our tensors requires."""
@@ -315,18 +368,18 @@ class Source:
         return is_copy
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, own: OwnModel | None = None) -> Source:
     """Open a checkpoint that has no problems.
 
     Args:
-        path: as for ``inspect_source``.
+        path, own: as for ``inspect_source``.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete or damaged, or composer3d does not
             support its model. The first eight problems are shown, and the others are counted.
         UserError: a later version of composer3d wrote the checkpoint.
     """
-    source = inspect_source(path)
+    source = inspect_source(path, own)
     if source.problems:
         lines = source.problems[:_SHOWN_PROBLEMS]
         hidden = len(source.problems) - len(lines)
@@ -336,12 +389,14 @@ def open_source(path: Path) -> Source:
     return source
 
 
-def inspect_source(path: Path) -> Source:
+def inspect_source(path: Path, own: OwnModel | None = None) -> Source:
     """Open a checkpoint, and list its problems in the result.
 
     Args:
         path: a folder or file of any format. The folder of a run, or its folder of checkpoints,
             stands for the newest whole checkpoint in it; a note then names that checkpoint.
+        own: the model that the checkpoint may hold, if it is of a user's own architecture. Without
+            it, such a checkpoint has a problem: the module that it names is never imported.
 
     Raises:
         CheckpointError: there is no checkpoint at ``path``, or no checkpoint of the run is whole.
@@ -355,7 +410,7 @@ def inspect_source(path: Path) -> Source:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({error}); give another path"
         ) from None
-    return _open_newest_of_run(path) if format == "run" else _open_as(path, format)
+    return _open_newest_of_run(path, own) if format == "run" else _open_as(path, format, own)
 
 
 def require_valid_path(path: Path) -> None:
@@ -369,8 +424,8 @@ def require_valid_path(path: Path) -> None:
         ) from None
 
 
-def _open_as(path: Path, format: Format) -> Source:
-    source = Source(format=format, path=path)
+def _open_as(path: Path, format: Format, own: OwnModel | None) -> Source:
+    source = Source(format=format, path=path, own=own)
     openers: dict[Format, Callable[[Source], None]] = {
         "hf": _open_hf,
         "meta": _open_meta,
@@ -429,11 +484,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: path.name)
 
 
-def _open_newest_of_run(folder: Path) -> Source:
+def _open_newest_of_run(folder: Path, own: OwnModel | None) -> Source:
     checkpoints = list_checkpoints(folder)
     skipped: list[str] = []
     for path in reversed(checkpoints):
-        source = _open_as(path, "dcp")
+        source = _open_as(path, "dcp", own)
         if not source.problems:
             newest = f"{path} is the newest whole checkpoint of {folder}"
             source.notes = [*skipped, newest, *source.notes]
@@ -570,6 +625,8 @@ def _open_tensors(path: Path) -> dict[str, ReadableTensor]:
                 f"its header claims {header_size:,} bytes, at most {_HEADER_LIMIT:,} are read"
             )
         file = safe_open(path, framework="pt")
+        with open_plain(path) as plain:
+            _refuse_duplicates(plain.read(8 + header_size)[8:], len(file.keys()))
         tensors = {}
         for name in file.keys():  # noqa: SIM118 - a safetensors file is not a dict
             entry = file.get_slice(name)
@@ -577,6 +634,28 @@ def _open_tensors(path: Path) -> dict[str, ReadableTensor]:
             spec = TensorSpec(tuple(entry.get_shape()), dtype_name(dtype))
             tensors[name] = ReadableTensor(spec, partial(file.get_tensor, name))
         return tensors
+
+
+def _refuse_duplicates(header: bytes, n_tensors: int) -> None:
+    """Raise ValueError if a safetensors header names a tensor twice, which its format forbids.
+
+    The safetensors library takes the last entry of a name.
+
+    Args:
+        header: the header, which the library has accepted.
+        n_tensors: the number of names that the library has found.
+    """
+    # Each entry has this key. Without a backslash no string hides it, and nothing need be parsed.
+    if b"\\" not in header and header.count(b'"data_offsets"') == n_tensors:
+        return
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
+            raise ValueError("its header has a name twice")
+        return entries
+
+    json.loads(header, object_pairs_hook=unique)
 
 
 def _require_layers(source: Source) -> None:
@@ -600,7 +679,9 @@ def _refuse_too_many(source: Source) -> None:
 
 def _readable_tensors(tree: Any) -> dict[str, ReadableTensor]:
     return {
-        name: ReadableTensor(TensorSpec(stored.shape, dtype_name(stored.dtype)), stored.read)
+        name: ReadableTensor(
+            TensorSpec(stored.shape, dtype_name(stored.dtype)), stored.read, verify=stored.read
+        )
         for name, stored in flatten(tree)
     }
 
@@ -698,7 +779,7 @@ def _join_shards(shards: list[ReadableTensor], whole_shape: tuple[int, ...]) -> 
     shape = list(first.shape)
     if dim is not None:
         shape[dim] = sum(shard.spec.shape[dim] for shard in shards)
-    return ReadableTensor(TensorSpec(tuple(shape), first.dtype), read)
+    return ReadableTensor(TensorSpec(tuple(shape), first.dtype), read, verify=read)
 
 
 def _open_torch(source: Source) -> None:
@@ -819,11 +900,15 @@ def _open_with_our_names(source: Source, manifest: Manifest) -> None:
     """Read the model's shape from the manifest, and match the tensors, which have our names."""
     source.manifest = manifest
     architecture = manifest.model.get("model.architecture", registry.DEFAULT)
+    if source.own is not None:
+        _open_with_own_model(source, manifest, source.own)
+        return
     if not registry.is_ours(architecture):
         # A checkpoint is untrusted, so the module that it names is not imported.
         raise CheckpointError(
             f"{source.path} has a model of the architecture {short_json(architecture)}: composer3d "
-            "converts and inspects its own architectures only"
+            "converts and inspects its own architectures only; generate and eval need its recipe, "
+            "--recipe FILE"
         )
     source.architecture = architecture
     shape_fields = fields(registry.architecture(architecture).shape)
@@ -837,6 +922,28 @@ def _open_with_our_names(source: Source, manifest: Manifest) -> None:
     sizes = source.names.parameter_shapes(source.shape)
     source.match_to_model(
         {name: Location((f"model.{name}",), size) for name, size in sizes.items()}
+    )
+
+
+def _open_with_own_model(source: Source, manifest: Manifest, own: OwnModel) -> None:
+    """Match the tensors to the user's own model, and compare its shape with the manifest's.
+
+    Tensors alone do not show everything: the number of heads, for example, changes no shape.
+    """
+    source.architecture = own.architecture
+    source.shape = cast(ModelShape, own.shape)
+    dtype = manifest.model.get("precision.params", "float32")
+    expected = manifests.model_of(own.shape, dtype, own.architecture)
+    for key in sorted(expected.keys() | manifest.model.keys()):
+        if key.removeprefix("model.") in own.shape.training_fields:
+            continue
+        if expected.get(key) != manifest.model.get(key):
+            source.problems.append(
+                f"{source.path} has {key} = {short_json(manifest.model.get(key))}, but the recipe "
+                f"has {short_json(expected.get(key))}; give the recipe of its run"
+            )
+    source.match_to_model(
+        {name: Location((f"model.{name}",), size) for name, size in own.parameters.items()}
     )
 
 

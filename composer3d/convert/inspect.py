@@ -16,7 +16,8 @@ _SHOWN_PROBLEMS = 100
 def inspect(path: Path) -> dict[str, Any]:
     """Describe a checkpoint, and check whether it is whole.
 
-    A ``dcp`` or ``torch`` checkpoint is also compared with its digests.
+    A ``dcp`` or ``torch`` checkpoint is also compared with its digests, and other files of torch
+    with their checksums. Safetensors have none.
 
     Args:
         path: a checkpoint of any format. The folder of a run stands for its newest whole
@@ -44,6 +45,7 @@ def inspect(path: Path) -> dict[str, Any]:
         UserError: a later version of composer3d wrote the checkpoint.
     """
     source = inspect_source(path)
+    source.verify()
     # Either attribute is missing if a problem prevented it from being read.
     shape: ModelShape | None = getattr(source, "shape", None)
     manifest: Manifest | None = getattr(source, "manifest", None)

@@ -30,7 +30,7 @@ def load_hf(folder: str | Path, stages: Stages) -> None:
     parameters = dict(stages.named_parameters())
     shapes = {f"model.{name}": shape for name, (shape, _) in global_specs(parameters).items()}
     source = on_all("model.hf", lambda: _open(Path(folder), shapes))
-    on_all("model.hf", lambda: _read(source, parameters))
+    on_all("model.hf", lambda: read_shards(source, parameters))
 
 
 def _open(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Source:
@@ -42,7 +42,11 @@ def _open(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Source:
     return source
 
 
-def _read(source: Source, parameters: Mapping[str, Tensor]) -> None:
+def read_shards(source: Source, parameters: Mapping[str, Tensor]) -> None:
+    """Read this rank's shard of each parameter from a checkpoint, in place. No collective.
+
+    Raises CheckpointError if a tensor cannot be read.
+    """
     for name, parameter in parameters.items():
         local, offset = local_part(parameter)
         if local.numel() == 0:

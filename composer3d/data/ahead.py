@@ -41,6 +41,11 @@ class BatchesAhead:
         self._requests: SimpleQueue[Future[_Made] | None] = SimpleQueue()
 
     @property
+    def loader(self) -> Loader:
+        """The loader. Only its methods that read no data may be called."""
+        return self._loader
+
+    @property
     def order(self) -> Order:
         """The order of the loader's samples."""
         return self._loader.order

@@ -9,14 +9,41 @@ from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
+from composer3d.data.compressed import DAMAGE, decompress, is_compressed, skip
 from composer3d.recipe.values import one_line
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import open_plain
 
 LONGEST_TEXT = 4 << 30  # bytes in a file that is one document
+_LONGEST_COMPRESSED_TEXT = 256 << 20  # the same, of a file that is compressed
 _LINE_BYTES = 16 << 20  # in a line of JSONL; a parsed line can take 30 times its size in memory
 END_OF_DOCUMENT = 0  # the token that ends a document of bytes; token files have their own
 _SHOWN_CHARACTERS = 200  # characters of a line in a message
+
+
+class Position(NamedTuple):
+    """A place in a list of files, between two documents.
+
+    Attributes:
+        file: the index of the file.
+        offset: bytes of its text before the place; of the decompressed text if it is compressed.
+        line: lines of its text before the place.
+    """
+
+    file: int = 0
+    offset: int = 0
+    line: int = 0
+
+
+BEGINNING = Position()
+
+
+class SourceFile(NamedTuple):
+    """A file and what tells whether it has changed."""
+
+    path: Path
+    size: int
+    modified_ns: int
 
 
 class Document(NamedTuple):
@@ -25,12 +52,15 @@ class Document(NamedTuple):
     Attributes:
         place: how messages name the document, such as ``a.txt`` or ``b.jsonl:7``.
         text: the bytes of the text.
-        size: the number of bytes of the file or the JSONL line that holds the document.
+        size: the number of bytes of the file or the JSONL line that holds the document. If the
+            file is compressed, the compressed bytes that were read since the document before.
+        end: where reading goes on after the document.
     """
 
     place: str
     text: bytes
     size: int
+    end: Position = BEGINNING
 
 
 def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[Path]:
@@ -74,42 +104,90 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
 
 
 def read_documents(
-    files: Iterable[Path], field: str | None, *, longest: int = LONGEST_TEXT
+    files: Iterable[Path | SourceFile],
+    field: str | None,
+    *,
+    longest: int = LONGEST_TEXT,
+    start: Position = BEGINNING,
 ) -> Iterator[Document]:
     """Yield the documents in ``files``, in order. Empty texts and blank lines are skipped.
 
+    A file whose name ends with .gz or .zst is decompressed while it is read.
+
     Args:
-        files: text files, or JSONL files if ``field`` is given.
+        files: text files, or JSONL files if ``field`` is given. A ``SourceFile`` must not have
+            changed.
         field: the key of the text in the JSON object on each line; the text becomes UTF-8. None:
             each file is a document, whose bytes are not changed.
         longest: the largest size, in bytes, of a file that is one document.
+        start: where to begin: the ``end`` of an earlier document of the same files.
 
     Raises:
-        DataError: a file cannot be read, is not a plain file or is too large; or a line is too
-            long, or is not a JSON object with a text at ``field``. The message names the file and
-            the line.
+        DataError: a file cannot be read, is damaged, is not a plain file, has changed or is too
+            large; or a line is too long, or is not a JSON object with a text at ``field``. The
+            message names the file and the line.
     """
-    for file in files:
-        place = _shown(file)
+    for number, file in enumerate(files):
+        if number < start.file:
+            continue
+        path = file.path if isinstance(file, SourceFile) else file
+        begin = start if number == start.file else Position(number)
         try:
-            with open_plain(file) as content:
+            with open_plain(path) as content:
+                if isinstance(file, SourceFile):
+                    _require_unchanged(content, file)
+                text = decompress(content, path)
                 if field is not None:
-                    yield from _read_lines(content, field, place)
-                    continue
-                size = os.fstat(content.fileno()).st_size
-                if size > longest:
-                    refuse_long(place, size, longest)
-                text = content.read(longest + 1)
-                if text:
-                    yield Document(place, text, len(text))
+                    yield from _read_lines(content, text, field, _shown(path), begin)
+                elif document := _read_text(content, text, path, longest, begin):
+                    yield document
+        except DAMAGE as error:
+            raise DataError(
+                f"{_shown(path)}: cannot be decompressed: {error}; copy it again, or move it away"
+            ) from None
         except OSError as error:
-            refuse_unreadable(error, file)
+            refuse_unreadable(error, path)
 
 
-def _read_lines(content: BinaryIO, field: str, path: str) -> Iterator[Document]:
-    number = 0
-    while line := content.readline(_LINE_BYTES + 1):
+def _require_unchanged(content: BinaryIO, file: SourceFile) -> None:
+    status = os.fstat(content.fileno())
+    if (status.st_size, status.st_mtime_ns) != (file.size, file.modified_ns):
+        raise DataError(
+            f"{_shown(file.path)}: has changed since prepare began; run the same command again"
+        )
+
+
+def _read_text(
+    content: BinaryIO, stream: BinaryIO, path: Path, longest: int, begin: Position
+) -> Document | None:
+    """Return the document that a text file is, or None if it is empty."""
+    size = os.fstat(content.fileno()).st_size
+    if is_compressed(path):
+        longest = min(longest, _LONGEST_COMPRESSED_TEXT)
+    elif size > longest:
+        refuse_long(_shown(path), size, longest)
+    text = stream.read(longest + 1)
+    if len(text) > longest and is_compressed(path):
+        raise DataError(
+            f"{_shown(path)}: one document has more than {longest:_} bytes, but at most that many "
+            "are read into memory; cut it into several documents"
+        )
+    if not text:
+        return None
+    return Document(_shown(path), text, size or len(text), Position(begin.file + 1))
+
+
+def _read_lines(
+    content: BinaryIO, stream: BinaryIO, field: str, path: str, begin: Position
+) -> Iterator[Document]:
+    """Yield the documents in the lines of ``stream``, the text of the file ``content``."""
+    file, offset, number = begin
+    skip(stream, offset)
+    has_own_size = stream is content
+    read = 0 if has_own_size else content.tell()  # compressed bytes
+    while line := stream.readline(_LINE_BYTES + 1):
         number += 1
+        offset += len(line)
         place = f"{path}:{number}"
         if len(line) > _LINE_BYTES:
             raise DataError(
@@ -120,7 +198,10 @@ def _read_lines(content: BinaryIO, field: str, path: str) -> Iterator[Document]:
             continue
         text = _parse_line(line, field, place)
         if text:
-            yield Document(place, text, len(line))
+            size = len(line)
+            if not has_own_size:
+                size, read = content.tell() - read, content.tell()
+            yield Document(place, text, size, Position(file, offset, number))
 
 
 def _parse_line(line: bytes, field: str, place: str) -> bytes:
@@ -167,6 +248,18 @@ def refuse_unreadable(error: OSError, file: Path) -> NoReturn:
     raise DataError(
         f"{_shown(file)}: cannot be read: {error.strerror}; make it readable or move it away"
     ) from error
+
+
+def identify(files: Iterable[Path]) -> list[SourceFile]:
+    """Return files with what tells whether they change. Raises DataError if one is unreadable."""
+    found = []
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError as error:
+            refuse_unreadable(error, file)
+        found.append(SourceFile(file, status.st_size, status.st_mtime_ns))
+    return found
 
 
 def _shown(path: str | Path) -> str:

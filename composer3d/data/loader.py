@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from composer3d.data.blend import Blend, samples_before, sources_of, whole_weights
 from composer3d.data.order import ORDERS, Order, sample_order
 from composer3d.data.tokens import Corpus
 from composer3d.models.contract import IGNORE_INDEX
@@ -52,6 +53,22 @@ class Batch(NamedTuple):
     documents_BT: torch.Tensor | None = None
 
 
+class _Pick(NamedTuple):
+    """The rows of a batch that come from one corpus, and their samples in it."""
+
+    corpus: Corpus
+    rows: np.ndarray
+    samples: np.ndarray
+
+
+class Epochs(NamedTuple):
+    """A corpus, the number of its samples, and how often they are all seen."""
+
+    name: str
+    n_samples: int
+    epochs: float
+
+
 def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Number the documents of each row, and the positions in each document.
 
@@ -82,7 +99,8 @@ class Loader(Dataset[Batch]):
     batch ranks.
 
     Attributes:
-        corpus: the tokens.
+        corpus: the tokens. The samples of a blend come from its corpora in turn (see ``blend``),
+            and each corpus has epochs of its own.
         seq_len: tokens in a row.
         global_batch: rows in a step, over all ranks; a multiple of ``batch_ranks``.
         seed: the seed of the order of samples, at least 0.
@@ -96,10 +114,10 @@ class Loader(Dataset[Batch]):
             checkpoint.
 
     Raises:
-        DataError: the corpus is too small for one sample.
+        DataError: a corpus is too small for one sample.
     """
 
-    corpus: Corpus
+    corpus: Corpus | Blend
     _: KW_ONLY
     seq_len: int
     global_batch: int
@@ -114,16 +132,17 @@ class Loader(Dataset[Batch]):
     def __post_init__(self) -> None:
         self._rows, remainder = divmod(self.global_batch, self.batch_ranks)
         assert remainder == 0  # a rule of recipes
-        n_tokens = len(self.corpus.tokens)
-        if n_tokens <= self.seq_len:
-            raise DataError(
-                f"corpus {self.corpus.name} has {n_tokens} tokens: too few for data.seq_len = "
-                f"{self.seq_len}, which needs {self.seq_len + 1}; shorten data.seq_len or give "
-                "more text"
-            )
-        # A view: sample i is row i, tokens[i * seq_len : i * seq_len + seq_len + 1].
-        windows = np.lib.stride_tricks.sliding_window_view(self.corpus.tokens, self.seq_len + 1)
-        self._samples = windows[:: self.seq_len]
+        blend = self.corpus if isinstance(self.corpus, Blend) else Blend((self.corpus,), (1.0,))
+        self._corpora, self._weights = blend.corpora, whole_weights(blend.weights)
+        for corpus in self._corpora:
+            if len(corpus.tokens) <= self.seq_len:
+                raise DataError(
+                    f"corpus {corpus.name} has {len(corpus.tokens)} tokens: too few for "
+                    f"data.seq_len = {self.seq_len}, which needs {self.seq_len + 1}; shorten "
+                    "data.seq_len or give more text"
+                )
+        # Sample i of a corpus is tokens[i * seq_len : i * seq_len + seq_len + 1].
+        self._n_samples = [(len(corpus.tokens) - 1) // self.seq_len for corpus in self._corpora]
 
         # A DataLoader draws a seed for its workers when it starts. With a generator of its own, it
         # does not change the state of torch's global generator.
@@ -146,25 +165,64 @@ class Loader(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         first_sample = step * self.global_batch + self.batch_rank * self._rows
-        n_samples = len(self._samples)
-        samples = sample_order(n_samples, self.seed, first_sample, self._rows, self.order)
-
+        picks = self._pick(first_sample)
         ranges = self.owned_ranges or [(0, self.seq_len)]
         places = np.concatenate([np.arange(first, first + count) for first, count in ranges])
-        tokens_BT = self._gather(samples, places)
-        labels_BT = self._gather(samples, places + 1)
+        tokens_BT = self._gather(picks, places)
+        labels_BT = self._gather(picks, places + 1)
         if self.packing == "none":
             return Batch(tokens_BT, labels_BT, torch.from_numpy(places).repeat(self._rows, 1))
 
-        whole_rows = self._samples[samples, :-1]
-        ends_BT = torch.from_numpy(whole_rows == self.corpus.end_of_document)
+        whole_rows = self._gather(picks, np.arange(self.seq_len))
+        ends_BT = whole_rows == self.corpus.end_of_document
         documents_BT, positions_BT = number_documents(ends_BT)
         labels_BT = labels_BT.masked_fill_(ends_BT[:, places], IGNORE_INDEX)
         return Batch(tokens_BT, labels_BT, positions_BT[:, places], documents_BT)
 
-    def _gather(self, samples: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        """Copy the tokens at ``places`` of ``samples``: int64, shape (samples, places)."""
-        return torch.from_numpy(self._samples[samples[:, None], places].astype(np.int64))
+    def _pick(self, first_sample: int) -> list[_Pick]:
+        """Return the samples of this rank's rows, of which ``first_sample`` is the first."""
+        owners = sources_of(self._weights, first_sample, self._rows)
+        before = samples_before(self._weights, first_sample)
+        picks = []
+        for number in np.unique(owners):
+            rows = np.flatnonzero(owners == number)
+            samples = sample_order(
+                self._n_samples[number], self.seed, before[number], len(rows), self.order
+            )
+            picks.append(_Pick(self._corpora[number], rows, samples))
+        return picks
+
+    def _gather(self, picks: list[_Pick], places: np.ndarray) -> torch.Tensor:
+        """Copy the tokens at ``places`` of the samples: int64, shape (rows, places)."""
+        tokens_BT = np.empty((self._rows, len(places)), dtype=np.int64)
+        for corpus, rows, samples in picks:
+            tokens_BT[rows] = corpus.tokens[samples[:, None] * self.seq_len + places]
+        return torch.from_numpy(tokens_BT)
+
+    def epochs_in(self, n_steps: int) -> list[Epochs]:
+        """Return how often each corpus is seen in the first ``n_steps`` steps, in its order."""
+        counts = samples_before(self._weights, n_steps * self.global_batch)
+        return [
+            Epochs(corpus.name, n_samples, count / n_samples)
+            for corpus, n_samples, count in zip(self._corpora, self._n_samples, counts, strict=True)
+        ]
+
+    def epochs_begun(self, step: int) -> list[tuple[str, int]]:
+        """Return the corpora of which ``step`` begins another epoch, with its number from 0.
+
+        Epochs of less than ten steps are left out.
+        """
+        bounds = [step * self.global_batch, (step + 1) * self.global_batch]
+        first, last = (samples_before(self._weights, bound) for bound in bounds)
+        begun = []
+        for number, (start, stop) in enumerate(zip(first, last, strict=True)):
+            n_samples = self._n_samples[number]
+            per_ten_steps = 10 * self.global_batch * self._weights[number] / sum(self._weights)
+            epoch = (stop - 1) // n_samples
+            is_begun = start > 0 and epoch > (start - 1) // n_samples
+            if is_begun and n_samples >= per_ten_steps:
+                begun.append((self._corpora[number].name, epoch))
+        return begun
 
     def __iter__(self) -> "Loader":
         return self
@@ -205,8 +263,8 @@ class Loader(Dataset[Batch]):
         if state["digest"] != self.corpus.digest:
             raise DataError(
                 f"corpus {self.corpus.name} has digest {self.corpus.digest}, but the checkpoint "
-                f"was made with {state['digest']}: the data has changed since; restore it, "
-                "or start a new run under another run.name"
+                f"was made with {state['digest']}: the data has changed since, or the weights or "
+                "order of data.sources; restore it, or start a new run under another run.name"
             )
         changed = [
             f"data.{name} = {getattr(self, name)}, but the checkpoint was made with {state[name]}: "

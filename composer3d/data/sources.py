@@ -21,7 +21,7 @@ from composer3d.data.documents import (
     read_documents,
     refuse_end_of_document,
 )
-from composer3d.data.tokens import Corpus, open_tokens
+from composer3d.data.tokens import MOST_MAPS, Corpus, open_tokens
 from composer3d.spec.errors import DataError
 from composer3d.spec.token_manifest import digest_of
 
@@ -40,6 +40,7 @@ def open_corpus(
     split: Literal["train", "validation"],
     held_out_path: str | os.PathLike[str] | None = None,
     field: str = "text",
+    most_maps: int = MOST_MAPS,
 ) -> Corpus:
     """Open the training or the validation split of a source as a corpus.
 
@@ -62,6 +63,7 @@ def open_corpus(
         split: the split to open.
         held_out_path: the file or folder of the split "validation". It is not read for ``python``.
         field: the key of the text in a line of JSONL.
+        most_maps: shards of token files that may be mapped at once.
 
     Raises:
         DataError: there is nothing to read, a file cannot be read or is damaged, or a text that is
@@ -81,7 +83,7 @@ def open_corpus(
     assert chosen is not None  # a rule of recipes
     root, name = Path(chosen), f"{chosen} ({split})"
     if source == "tokens":
-        return open_tokens(root, name=name)
+        return open_tokens(root, name=name, most_maps=most_maps)
     is_jsonl = source == "jsonl"
     files = list_files(root, ".jsonl" if is_jsonl else "")
     documents = read_documents(files, field if is_jsonl else None)

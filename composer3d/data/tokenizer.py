@@ -13,7 +13,9 @@ import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ from composer3d.spec.errors import DataError
 from composer3d.spec.files import read_plain
 from composer3d.spec.ranges import MOST_VOCAB
 
-_FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have half of that
+FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have half of that
 
 # The tokenizers library encodes a whole document at once, and takes this much memory for each byte.
 _DOCUMENT_BYTES = 16 << 20
@@ -46,7 +48,7 @@ _ENCODE_S = 2.0
 _ENCODE_S_PER_MB = 20.0
 _LOAD_MEMORY_PER_BYTE = 24  # per byte of the tokenizer.json
 _BASE_MEMORY = 256 << 20
-_THREAD_MEMORY = 8 << 20  # for each core, since tokenizers runs a thread on each
+_THREAD_MEMORY = 8 << 20  # for each core, should tokenizers run a thread on each
 
 # Wall-clock time in which an answer must come. This limit ends a process that waits without using
 # CPU time.
@@ -55,7 +57,7 @@ _WALL_PER_CPU_S = 20
 
 # Names of tokens that end a document. The first one that a vocabulary has is used, so tokens of
 # pretraining come before tokens of chats.
-_USUAL_ENDS = (
+USUAL_ENDS = (
     "<|end_of_text|>",
     "<|endoftext|>",
     "</s>",
@@ -103,8 +105,105 @@ class Tokenizer:
         lengths = np.array([len(document.text) + 1 for document in documents], dtype=np.int64)
         return np.frombuffer(joined, dtype=np.uint8).astype(self.dtype), lengths
 
+    def another(self) -> "Tokenizer":
+        """Return an equal tokenizer, with a process of its own. The caller must close it."""
+        return self
+
+    def kill(self) -> None:
+        """End the process of the tokenizer, if there is one. Another thread may be using it."""
+
     def close(self) -> None:
-        """End the process of the tokenizer, if there is one."""
+        """End the process of the tokenizer, if there is one, and free its pipes."""
+
+
+class Decoder:
+    """Turns tokens into text again, in a process of its own if there is a tokenizer.json.
+
+    Args:
+        content: the content of the tokenizer.json; None if tokens are bytes.
+
+    Raises:
+        DataError: the tokenizer cannot be loaded.
+    """
+
+    def __init__(self, content: bytes | None) -> None:
+        self._worker = None if content is None else TokenizerProcess(content, USUAL_ENDS)
+        if self._worker is None:
+            return
+        try:
+            self._worker.load()
+        except TokenizerFailure as error:
+            self.close()
+            raise DataError(f"its tokenizer.json cannot be used: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Return the text of some tokens. What is not UTF-8 is replaced.
+
+        Raises DataError if the tokenizer fails.
+        """
+        if self._worker is None:
+            return bytes(tokens.astype(np.uint8)).decode(errors="replace")
+        try:
+            return self._worker.decode(tokens.tolist())
+        except TokenizerFailure as error:
+            raise DataError(f"its tokenizer.json cannot be used: {error}") from None
+
+    def close(self) -> None:
+        """End the process."""
+        if self._worker is not None:
+            self._worker.close()
+
+
+class TokenizerPool:
+    """Several tokenizers that work at the same time, each in a process of its own.
+
+    A process is started when there is work for it. ``close`` ends them all.
+
+    Args:
+        first: the tokenizer to multiply. The caller still must close it.
+        processes: the number of tokenizers, at least 1.
+
+    Attributes:
+        processes: the same.
+    """
+
+    def __init__(self, first: Tokenizer, processes: int) -> None:
+        self.processes = processes
+        self._first = first
+        self._idle: deque[Tokenizer] = deque([first])
+        self._all: list[Tokenizer] = []  # without the first
+        self._is_closed = False
+        self._threads = ThreadPoolExecutor(processes, "tokenizer")
+
+    def encode(self, documents: Sequence[Document]) -> "Future[tuple[np.ndarray, np.ndarray]]":
+        """Let the next idle tokenizer encode documents, as ``Tokenizer.encode`` does."""
+        return self._threads.submit(self._encode, documents)
+
+    def close(self) -> None:
+        """End the processes, also those that are at work, and wait for the threads."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for tokenizer in [self._first, *self._all]:
+            tokenizer.kill()  # a thread that waits for its answer gets an error
+        self._threads.shutdown()
+        for tokenizer in self._all:
+            tokenizer.close()
+
+    def _encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            tokenizer = self._idle.pop()
+        except IndexError:  # there are no more threads than tokenizers
+            tokenizer = self._first.another()
+            self._all.append(tokenizer)
+        if self._is_closed:
+            raise CancelledError
+        try:
+            return tokenizer.encode(documents)
+        finally:
+            self._idle.append(tokenizer)
 
 
 def open_tokenizer(name: str, end: str | None) -> Tokenizer:
@@ -120,7 +219,7 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
             that can end a document, or ``end`` is given for "bytes".
     """
     if name != "bytes":
-        return _FileTokenizer(name, end)
+        return _FileTokenizer(one_line(name), _read_tokenizer(name), end)
     if end is not None:
         raise DataError(
             f"--eod {one_line(end)} is not used with --tokenizer bytes, because byte 0 ends a "
@@ -129,35 +228,39 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
     return Tokenizer()
 
 
+def _read_tokenizer(path: str) -> bytes:
+    """Read a tokenizer.json. Raises DataError if it cannot be read or is too large."""
+    try:
+        return read_plain(path, limit=FILE_BYTES)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise DataError(
+            f"--tokenizer {one_line(path)}: {reason or error}; "
+            "give bytes, or the path of a tokenizer.json"
+        ) from None
+
+
 class _FileTokenizer(Tokenizer):
     """A tokenizer that runs a tokenizer.json in a process of its own."""
 
-    def __init__(self, path: str, end: str | None) -> None:
-        self.name = one_line(path)
+    def __init__(self, name: str, content: bytes, end: str | None) -> None:
+        self.name = name
+        self.content = content
         self.longest = _DOCUMENT_BYTES
-        try:
-            self.content = read_plain(path, limit=_FILE_BYTES)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else None
-            raise DataError(
-                f"--tokenizer {self.name}: {reason or error}; "
-                "give bytes, or the path of a tokenizer.json"
-            ) from None
-
-        ends = (end,) if end is not None else _USUAL_ENDS
-        self._worker = _Worker(self.content, ends)
+        ends = (end,) if end is not None else USUAL_ENDS
+        self._worker = TokenizerProcess(content, ends)
         try:
             vocabulary = self._worker.load()
             if vocabulary.end_name is None or vocabulary.end is None:
                 names = one_line(join_with_or(list(ends)))
-                raise _WorkerError(
+                raise TokenizerFailure(
                     f"it has no {names} to end a document; name one of its tokens with --eod"
                 )
             if vocabulary.size > MOST_VOCAB:
-                raise _WorkerError(
+                raise TokenizerFailure(
                     f"it has token ids up to {vocabulary.size - 1:,}; use one below {MOST_VOCAB:,}"
                 )
-        except _WorkerError as error:
+        except TokenizerFailure as error:
             self.close()
             raise DataError(f"--tokenizer {self.name}: {error}") from None
         except BaseException:
@@ -168,6 +271,13 @@ class _FileTokenizer(Tokenizer):
         self._end_name = vocabulary.end_name
         self.dtype = np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
 
+    def another(self) -> Tokenizer:
+        assert self.content is not None
+        return _FileTokenizer(self.name, self.content, self._end_name)
+
+    def kill(self) -> None:
+        self._worker.kill()
+
     def close(self) -> None:
         self._worker.close()
 
@@ -176,7 +286,7 @@ class _FileTokenizer(Tokenizer):
             _check_text(document)
         try:
             counts, tokens = self._worker.encode([document.text for document in documents])
-        except _WorkerError as error:
+        except TokenizerFailure as error:
             # The tokenizers library does not say on which text it fails.
             place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
             raise DataError(f"{place}: {error}") from None
@@ -207,7 +317,7 @@ class _FileTokenizer(Tokenizer):
         return np.insert(tokens, stops, self.end).astype(self.dtype), counts + 1
 
 
-class _WorkerError(Exception):
+class TokenizerFailure(Exception):
     """The tokenizer has failed. The text says why, and what to change."""
 
 
@@ -225,17 +335,27 @@ class _Vocabulary(NamedTuple):
     end: int | None
 
 
-class _Worker:
+class TokenizerProcess:
     """The process that runs a tokenizer.json, and the requests to it.
 
-    Methods raise _WorkerError if the tokenizer refuses the input, or if its process panics or ends.
+    Methods raise TokenizerFailure if the tokenizer refuses the input, or its process ends.
 
     Args:
         content: the content of the tokenizer.json.
         ends: names of tokens that may end a document, best first.
+        special_as_text: whether the name of a special token in a text is ordinary text.
+        adds_special_tokens: whether texts get the special tokens that the tokenizer adds to them,
+            such as the one that begins a text.
     """
 
-    def __init__(self, content: bytes, ends: Sequence[str]) -> None:
+    def __init__(
+        self,
+        content: bytes,
+        ends: Sequence[str],
+        *,
+        special_as_text: bool = True,
+        adds_special_tokens: bool = False,
+    ) -> None:
         program = Path(__file__).with_name("tokenizer_worker.py")
         # -P keeps the folder of the program out of sys.path, so that its modules hide no others.
         self._process = subprocess.Popen(
@@ -243,9 +363,13 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # Rust prints its panics there
+            # One thread: prepare runs as many of these processes as it may use cores.
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
         )
         settings = {
             "ends": list(ends),
+            "special_as_text": special_as_text,
+            "adds_special_tokens": adds_special_tokens,
             "load_s": _LOAD_S,
             "load_s_per_byte": _LOAD_S_PER_MB / 1e6,
             "encode_s": _ENCODE_S,
@@ -263,7 +387,9 @@ class _Worker:
         cpu_s = _LOAD_S + self._size / 1e6 * _LOAD_S_PER_MB
         answer = json.loads(self._ask(self._first_requests, cpu_s, "when it is loaded"))
         if "error" in answer:
-            raise _WorkerError(f"{answer['error']}; give bytes, or the path of a tokenizer.json")
+            raise TokenizerFailure(
+                f"{answer['error']}; give bytes, or the path of a tokenizer.json"
+            )
         return _Vocabulary(answer["vocab"], answer["end_name"], answer["end"])
 
     def encode(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -274,17 +400,31 @@ class _Worker:
             tokens: the tokens of all texts: int64, 1-D.
         """
         header = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts))
-        request = header + b"".join(texts)
+        request = b"e" + header + b"".join(texts)
         cpu_s = _ENCODE_S + len(request) / 1e6 * _ENCODE_S_PER_MB
         answer = self._ask([request], cpu_s, f"on {sum(map(len, texts)):,} bytes of text")
         if answer[:1] != b"+":
-            raise _WorkerError(f"{answer[1:].decode()}; give one that can represent this text")
+            raise TokenizerFailure(f"{answer[1:].decode()}; give one that can represent this text")
         counts = np.frombuffer(answer, dtype="<i8", count=len(texts), offset=1)
         tokens = np.frombuffer(answer, dtype="<u4", offset=1 + 8 * len(texts))
         return counts, tokens.astype(np.int64)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens. They must be below 2**32."""
+        request = b"d" + struct.pack(f"<{len(tokens)}I", *tokens)
+        cpu_s = _ENCODE_S + len(request) / 1e6 * _ENCODE_S_PER_MB
+        answer = self._ask([request], cpu_s, f"on {len(tokens):,} tokens")
+        text = answer[1:].decode(errors="replace")
+        if answer[:1] != b"+":
+            raise TokenizerFailure(f"{text}; give one that can represent these tokens")
+        return text
+
+    def kill(self) -> None:
+        """Kill the process. A request that waits for its answer fails."""
+        self._process.kill()
+
     def close(self) -> None:
-        """Kill the process, and wait for it."""
+        """Kill the process, wait for it, and close the pipes to it."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -313,17 +453,17 @@ class _Worker:
         except (BrokenPipeError, EOFError):
             pass  # the process has ended; its exit status says why
         except TimeoutError:
-            raise _WorkerError(
+            raise TokenizerFailure(
                 f"it does not answer {occasion}; give another tokenizer.json"
             ) from None
 
         status = self._process.wait()
         if status == -signal.SIGXCPU:
-            raise _WorkerError(
+            raise TokenizerFailure(
                 f"it takes more than {cpu_s:.0f} s of processor time {occasion}; "
                 "a pattern in it may run for ever; give another tokenizer.json"
             )
-        raise _WorkerError(
+        raise TokenizerFailure(
             f"its process ended with status {status} {occasion}: it takes too much memory, or "
             "tokenizers cannot run it; give another tokenizer.json"
         )

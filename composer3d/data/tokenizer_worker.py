@@ -11,9 +11,11 @@ Each request and each answer is a frame: its length in 8 bytes, little-endian, t
 
 - The first request is the settings (JSON), the second the tokenizer.json. The answer to both is
   JSON: ``{"error": TEXT}``, or what ``describe`` returns.
-- Each further request is a batch of texts: their number and their lengths in bytes, all int64,
-  then the texts in UTF-8. The answer is b"+", the number of tokens of each text (int64), and all
-  tokens (uint32); or b"-" and the text of an error.
+- A further request may be b"e" and a batch of texts: their number and their lengths in bytes, all
+  int64, then the texts in UTF-8. The answer is b"+", the number of tokens of each text (int64),
+  and all tokens (uint32); or b"-" and the text of an error.
+- Or it is b"d" and tokens (uint32). The answer is b"+" and their text in UTF-8; or b"-" and the
+  text of an error.
 """
 
 import array
@@ -38,33 +40,43 @@ def main() -> None:
     limit(settings, "load", len(content))
     tokenizer = None
     try:
-        tokenizer = load(content)
+        tokenizer = load(content, special_as_text=settings["special_as_text"])
         answer = describe(tokenizer, settings["ends"])
     except BaseException as error:
         answer = {"error": explain(error)}
     write_frame(answers, json.dumps(answer).encode())
 
     while tokenizer is not None:
-        batch = read_frame(requests)
-        if not batch:
+        request = read_frame(requests)
+        if not request:
             break
-        limit(settings, "encode", len(batch))
+        limit(settings, "encode", len(request))
         try:
-            tokens = b"+" + encode(tokenizer, batch)
+            if request[:1] == b"d":
+                answer_bytes = b"+" + decode(tokenizer, request[1:])
+            else:
+                adds_special = settings["adds_special_tokens"]
+                answer_bytes = b"+" + encode(tokenizer, request[1:], adds_special=adds_special)
         except BaseException as error:
-            tokens = b"-" + explain(error).encode(errors="replace")
-        write_frame(answers, tokens)
+            answer_bytes = b"-" + explain(error).encode(errors="replace")
+        write_frame(answers, answer_bytes)
 
 
-def load(content: bytes) -> Any:
-    """Load a tokenizer.json. Raises the exceptions of the tokenizers library, panics included."""
+def load(content: bytes, *, special_as_text: bool) -> Any:
+    """Load a tokenizer.json. Raises the exceptions of the tokenizers library, panics included.
+
+    With ``special_as_text``, "</s>" in a text is ordinary text: only ``prepare`` may end a
+    document.
+    """
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_buffer(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # Encode "</s>" in a text as ordinary text, because only ``prepare`` may end a document.
-    tokenizer.encode_special_tokens = True
+    tokenizer.encode_special_tokens = special_as_text
+    # Dropout would make the tokens of a text random, and prepare could not go on exactly.
+    if getattr(tokenizer.model, "dropout", None) is not None:
+        tokenizer.model.dropout = None
     return tokenizer
 
 
@@ -87,8 +99,11 @@ def describe(tokenizer: Any, ends: list[str]) -> dict[str, Any]:
     return {"vocab": largest + 1, "end_name": end_name, "end": tokens.get(end_name or "")}
 
 
-def encode(tokenizer: Any, batch: bytes) -> bytes:
-    """Encode a batch of texts. The docstring of the module gives the format of both."""
+def encode(tokenizer: Any, batch: bytes, *, adds_special: bool) -> bytes:
+    """Encode a batch of texts. The docstring of the module gives the format of both.
+
+    With ``adds_special``, each text gets the special tokens that the tokenizer adds.
+    """
     (count,) = struct.unpack_from("<q", batch)
     lengths = struct.unpack_from(f"<{count}q", batch, 8)
     begin = 8 * (1 + count)
@@ -98,13 +113,20 @@ def encode(tokenizer: Any, batch: bytes) -> bytes:
         begin += length
 
     counts, tokens = [], array.array("I")
-    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special):
         ids = encoding.ids
         counts.append(len(ids))
         tokens.extend(ids)
     if sys.byteorder == "big":
         tokens.byteswap()
     return struct.pack(f"<{count}q", *counts) + tokens.tobytes()
+
+
+def decode(tokenizer: Any, content: bytes) -> bytes:
+    """Return the text of tokens, without special tokens, in the formats of the module."""
+    tokens = struct.unpack(f"<{len(content) // 4}I", content)
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text.encode(errors="replace")
 
 
 def limit(settings: dict[str, Any], request: Literal["load", "encode"], size: int) -> None:

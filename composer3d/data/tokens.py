@@ -1,19 +1,28 @@
 """Token files: a folder that ``composer3d prepare`` writes once and training maps into memory.
 
-The folder holds
+The folder holds one shard or more, each with
 
 - ``tokens.bin``: the tokens of all documents, each document followed by an end-of-document token;
   little-endian uint16 or uint32;
 - ``documents.bin``: the index of each document's first token, and at the end the number of tokens;
-  little-endian int64;
+  little-endian int64. Indices count from the first token of the shard;
+
+and
+
 - ``tokenizer.json``: a copy of the tokenizer; absent if the tokens are bytes;
 - ``tokens.json``: the manifest, with the size and the digests of each file and a digest of itself;
   written last.
+
+In a folder of several shards, the files of a shard are ``tokens-00000.bin`` and
+``documents-00000.bin``, with the number of the shard. The tokens of a folder are those of its
+shards, joined. So a sample may begin in one shard and end in the next one, and the samples of a
+folder do not depend on how it is cut.
 """
 
 import json
 import os
 import random
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +38,9 @@ from composer3d.spec.token_manifest import (
     AGAIN,
     FORMAT,
     MANIFEST,
+    SHARDS_VERSION,
     VERSION,
+    Shard,
     TokenManifest,
     digest_of,
     digest_of_manifest,
@@ -38,6 +49,54 @@ from composer3d.spec.token_manifest import (
 _BLOCK_TOKENS = 1 << 18  # tokens that are compared at a time, so that they fit into a cache
 _START_BYTES = 8  # in an entry of documents.bin
 _MOST_CHUNKS = 16  # that a rank verifies when it opens a folder
+MOST_MAPS = 128  # shards of a folder that are mapped at once; each map holds an open file
+
+
+class ShardedTokens:
+    """The tokens of several shards as one read-only array, without joining them.
+
+    A shard is mapped into memory when one of its tokens is first read. At most ``most_maps`` shards
+    are mapped at once; the one that was read longest ago makes room. One thread at a time may read.
+
+    Args:
+        manifest: the folder.
+        most_maps: at least 1.
+    """
+
+    def __init__(self, manifest: TokenManifest, most_maps: int) -> None:
+        self._manifest = manifest
+        self._most_maps = most_maps
+        self._stops = np.cumsum([shard.tokens for shard in manifest.shards])
+        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the last one is the newest
+        self.dtype = _dtype(manifest)
+
+    def __len__(self) -> int:
+        return self._manifest.tokens
+
+    def __getitem__(self, index: np.ndarray | int) -> np.ndarray:
+        """Return copies of the tokens at ``index``: integers from 0 to len - 1, in any shape.
+
+        Raises:
+            DataError: the file of a shard is missing, or has another size than before.
+        """
+        flat = np.asarray(index).reshape(-1)
+        result = np.empty(flat.shape, self.dtype)
+        owners = np.searchsorted(self._stops, flat, side="right")
+        for number in np.unique(owners):
+            here = owners == number
+            first = self._stops[number] - self._manifest.shards[number].tokens
+            result[here] = self._map(int(number))[flat[here] - first]
+        return result.reshape(np.shape(index))
+
+    def _map(self, number: int) -> np.ndarray:
+        """Return the tokens of a shard, mapped into memory."""
+        if number in self._maps:
+            self._maps.move_to_end(number)
+            return self._maps[number]
+        while len(self._maps) >= self._most_maps:
+            self._maps.popitem(last=False)
+        tokens = self._maps[number] = _map_shard(self._manifest, self._manifest.shards[number])
+        return tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,34 +105,51 @@ class Corpus:
 
     Attributes:
         tokens: 1-D and read-only: uint8 in memory, or little-endian uint16 or uint32 in a
-            memory-mapped file. Each document is followed by one end-of-document token, which
-            appears nowhere else.
+            memory-mapped file, or in the files of several shards. Index it with an array of
+            integers, which all three accept. Each document is followed by one end-of-document
+            token, which appears nowhere else.
         end_of_document: the end-of-document token.
         digest: the digest of the tokens, in hexadecimal. Equal digests mean equal tokens.
         n_documents: the number of documents.
         name: the name of the corpus, for messages.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | ShardedTokens
     end_of_document: int
     digest: str
     n_documents: int
     name: str
 
 
-def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Add ``tokens.json`` to a folder that is complete otherwise, and sync all files to disk.
+def write_manifest(
+    folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]] | None = None
+) -> None:
+    """Add ``tokens.json`` to a folder that is complete otherwise.
 
     Args:
         folder: the folder of token files.
         facts: ``dtype`` ("uint16" or "uint32"); ``vocab``, the size of the vocabulary; the numbers
-            of ``tokens`` and ``documents``; ``end_of_document``, a token; and ``tokenizer``, a dict
-            with its ``name`` and its ``digest`` (None for bytes).
+            of ``tokens`` and ``documents``; ``end_of_document``, a token; ``tokenizer``, a dict
+            with its ``name`` and its ``digest`` (None for bytes); and in a folder of several
+            shards, ``shards``: a list with the ``tokens`` and ``documents`` of each.
+        files: the ``bytes`` and ``digests`` of each file, which must be on the disk. None: all
+            files of the folder are read for their digests, and synced to the disk.
 
     Raises:
         OSError: a file cannot be read or written.
     """
-    files: dict[str, dict[str, Any]] = {}
+    if files is None:
+        files = _read_entries(folder)
+    version = SHARDS_VERSION if "shards" in facts else VERSION
+    manifest = {"format": FORMAT, "version": version, **facts, "files": files}
+    manifest["digest"] = digest_of_manifest(manifest)
+    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    sync(folder)
+
+
+def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """Sync all files of a folder, and return the size and the digests of each."""
+    files = {}
     for path in sorted(folder.iterdir()):
         sync(path)
         size = path.stat().st_size
@@ -81,26 +157,26 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
         with open(path, "rb") as file:
             digests = [digest_of(_read_chunk(file, number)) for number in range(n_chunks)]
         files[path.name] = {"bytes": size, "digests": digests}
-    manifest = {"format": FORMAT, "version": VERSION, **facts, "files": files}
-    manifest["digest"] = digest_of_manifest(manifest)
-    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    sync(folder)
+    return files
 
 
-def open_tokens(folder: Path, *, name: str) -> Corpus:
+def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpus:
     """Verify a folder of token files and map its tokens into memory.
 
-    Every rank verifies the sizes of all files. The content is verified in chunks: each chunk must
-    have its digest, every token must be in the vocabulary, and documents must be in order.
+    Shards are mapped when they are read. Every rank verifies the sizes of all files. The content
+    is verified in chunks: each chunk must have its digest, every token must be in the vocabulary,
+    documents must be in order, and end-of-document tokens must stand at their ends and nowhere
+    else.
 
     The LOCAL_WORLD_SIZE ranks of a node share the chunks: each verifies its part, or 16 random
-    chunks of it (1 GiB) if it has more. ``find_damage`` verifies all chunks. So all ranks must call
-    this function, and all must stop if one of them fails (see ``process_group.on_all``). This
+    chunks of it (1 GiB) if it has more. ``find_damage`` can verify all chunks. So all ranks must
+    call this function, and all must stop if one of them fails (see ``process_group.on_all``). This
     function runs no collective. A process without LOCAL_WORLD_SIZE has all chunks as its part.
 
     Args:
         folder: a folder that ``composer3d prepare`` made.
         name: the name of the corpus, for messages.
+        most_maps: the number of shards that may be mapped at once.
 
     Raises:
         DataError: a file is missing, or is not what ``prepare`` wrote. The message names the file.
@@ -116,43 +192,60 @@ def open_tokens(folder: Path, *, name: str) -> Corpus:
         # Other ones at each start, and on each node. No global generator is used.
         own = random.SystemRandom().sample(own, _MOST_CHUNKS)
         log.get().info(
-            f"{folder} has {len(chunks):,} parts of {token_manifest.CHUNK_BYTES >> 20} MiB: "
+            f"{folder} has {len(chunks):,} parts of up to {token_manifest.CHUNK_BYTES >> 20} MiB: "
             f"each node verifies {ranks * _MOST_CHUNKS} at random; "
-            f"composer3d inspect {folder} verifies all"
+            f"composer3d inspect {folder} --full verifies all"
         )
     for file_name, number in own:
         _verify_chunk(manifest, file_name, number)
 
-    with manifest.open("tokens.bin") as file:
-        tokens = np.memmap(file, dtype=_dtype(manifest), mode="r")
-    digest = digest_of("".join(manifest.files["tokens.bin"].digests).encode())
+    shards = manifest.shards
+    tokens: np.ndarray | ShardedTokens
+    if len(shards) == 1:
+        tokens = _map_shard(manifest, shards[0])
+    else:
+        tokens = ShardedTokens(manifest, most_maps)
+    digests = [digest for shard in shards for digest in manifest.files[shard.tokens_file].digests]
+    digest = digest_of("".join(digests).encode())
     return Corpus(tokens, manifest.end_of_document, digest, manifest.documents, name)
 
 
-def find_damage(manifest: TokenManifest) -> list[str]:
-    """Verify the sizes and all chunks of a folder, in as many threads as there are cores.
+def _map_shard(manifest: TokenManifest, shard: Shard) -> np.ndarray:
+    with manifest.open(shard.tokens_file) as file:
+        return np.memmap(file, dtype=_dtype(manifest), mode="r")
+
+
+def find_damage(manifest: TokenManifest, *, full: bool) -> list[str]:
+    """Verify the sizes of all files, and if ``full``, all chunks, in a thread for each core.
 
     Returns one line for each problem. The list is empty if the files are what ``prepare`` wrote.
     """
 
     def problem_of(chunk: tuple[str, int]) -> str | None:
         try:
-            _verify_chunk(manifest, *chunk)
+            if full:
+                _verify_chunk(manifest, *chunk)
+            else:
+                manifest.open(chunk[0]).close()
         except DataError as error:
             return error.lines[0]
         return None
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        problems = threads.map(problem_of, _chunks_of(manifest))
+        chunks = _chunks_of(manifest) if full else [(name, 0) for name in manifest.files]
+        problems = threads.map(problem_of, chunks)
         # A file that is missing or cut has the same line for each of its chunks.
         return list(dict.fromkeys(filter(None, problems)))
 
 
 def _chunks_of(manifest: TokenManifest) -> list[tuple[str, int]]:
-    """Return the file and the number of each chunk."""
+    """Return the file and the number of each chunk.
+
+    Files of documents come first: tokens are compared with them.
+    """
     return [
         (file_name, number)
-        for file_name, entry in manifest.files.items()
+        for file_name, entry in sorted(manifest.files.items())
         for number in range(len(entry.digests))
     ]
 
@@ -172,13 +265,15 @@ def _verify_chunk(manifest: TokenManifest, file_name: str, number: int) -> None:
     Raises DataError if they differ.
     """
     path = manifest.folder / file_name
+    shard = manifest.shards_by_file.get(file_name)
+    is_starts = shard is not None and file_name == shard.documents_file
     begin = number * token_manifest.CHUNK_BYTES
     place = f"between bytes {begin} and {begin + token_manifest.CHUNK_BYTES}"
     with manifest.open(file_name) as file:
         content = _read_chunk(file, number)
         # Also read the last entry of the previous chunk, because the starts must ascend across it.
         previous = b""
-        if file_name == "documents.bin" and begin:
+        if is_starts and begin:
             file.seek(begin - _START_BYTES)
             previous = file.read(_START_BYTES)
 
@@ -186,29 +281,58 @@ def _verify_chunk(manifest: TokenManifest, file_name: str, number: int) -> None:
         raise DataError(
             f"{path} is damaged {place}: its digest there is not the one in {MANIFEST}; {AGAIN}"
         )
-    if file_name == "tokens.bin":
-        _check_tokens(manifest, path, place, content)
-    elif file_name == "documents.bin":
+    if shard is not None and is_starts:
         is_last = begin + len(content) == manifest.files[file_name].bytes
-        _check_starts(manifest, path, previous + content, is_first=begin == 0, is_last=is_last)
+        _check_starts(shard, path, previous + content, is_first=begin == 0, is_last=is_last)
+    elif shard is not None:
+        _check_tokens(manifest, shard, path, place, content, begin)
 
 
-def _check_tokens(manifest: TokenManifest, path: Path, place: str, content: bytes) -> None:
-    """Raise DataError if a token is not in the vocabulary."""
+def _check_tokens(
+    manifest: TokenManifest, shard: Shard, path: Path, place: str, content: bytes, begin: int
+) -> None:
+    """Raise DataError if a token is not in the vocabulary, or an end of document is misplaced.
+
+    Training finds the documents by their end-of-document token. So this token must stand before
+    each start in the shard's file of documents, and nowhere else.
+
+    Args:
+        manifest: the manifest of the folder.
+        shard: the shard of the tokens.
+        path: its file of tokens.
+        place: the place of ``content`` in the file, for messages.
+        content: one chunk of the file.
+        begin: the offset of ``content`` in the file, in bytes.
+    """
     tokens = np.frombuffer(content, dtype=_dtype(manifest))
-    largest = max(
-        int(tokens[first : first + _BLOCK_TOKENS].max())
-        for first in range(0, len(tokens), _BLOCK_TOKENS)
-    )
+    first_token = begin // tokens.itemsize
+    largest = 0
+    stops = []  # the index after each end of document
+    for first in range(0, len(tokens), _BLOCK_TOKENS):
+        block = tokens[first : first + _BLOCK_TOKENS]
+        largest = max(largest, int(block.max()))
+        is_end = block == manifest.end_of_document
+        stops.append(np.flatnonzero(is_end) + (first_token + first + 1))
     if largest >= manifest.vocab:
         raise DataError(
             f"{path} holds token {largest} {place}, but {MANIFEST} says a vocabulary of "
             f"{manifest.vocab}; {AGAIN}"
         )
 
+    with manifest.open(shard.documents_file) as file:
+        starts = np.memmap(file, dtype="<i8", mode="r")
+    # The chunks of that file are checked by themselves. If it is not in order, this finds a
+    # difference, or nothing.
+    bounds = np.searchsorted(starts, [first_token, first_token + len(tokens)], side="right")
+    if not np.array_equal(np.concatenate(stops), starts[bounds[0] : bounds[1]]):
+        raise DataError(
+            f"{path} holds the end of a document (token {manifest.end_of_document}) {place} at "
+            f"other places than {shard.documents_file} says; {AGAIN}"
+        )
+
 
 def _check_starts(
-    manifest: TokenManifest, path: Path, content: bytes, *, is_first: bool, is_last: bool
+    shard: Shard, path: Path, content: bytes, *, is_first: bool, is_last: bool
 ) -> None:
     """Raise DataError if the starts do not begin at 0, ascend, and end at the number of tokens.
 
@@ -216,9 +340,9 @@ def _check_starts(
     """
     starts = np.frombuffer(content, dtype="<i8")
     begins_at_0 = not is_first or starts[0] == 0
-    ends_with_tokens = not is_last or starts[-1] == manifest.tokens
+    ends_with_tokens = not is_last or starts[-1] == shard.tokens
     if not (begins_at_0 and ends_with_tokens and (starts[1:] > starts[:-1]).all()):
         raise DataError(
-            f"{path} does not cut {manifest.tokens} tokens into {manifest.documents} documents in "
+            f"{path} does not cut {shard.tokens} tokens into {shard.documents} documents in "
             f"order; {AGAIN}"
         )

@@ -97,6 +97,8 @@ def compose(
     }
     step_tokens = step.micro_batch * step.micro_batches * step.seq_len * mesh.batch_ranks
     placement = pipeline.place_stages(mesh.sizes.pp, parallel, step.micro_batches)
+    if mesh.sizes.pp > 1:
+        _check_every_stage_trains(model, sum(map(len, placement.stages)), parallel)
     defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
     dw_builders = []
 
@@ -229,6 +231,28 @@ def blocks_of_stages(model: Decoder, n_stages: int, parallel: ParallelTable) -> 
         _n_parameters(model.last),
         n_stages,
     )
+
+
+def _check_every_stage_trains(model: Decoder, n_stages: int, parallel: ParallelTable) -> None:
+    """Raise PlanError if a stage has no parameter that requires a gradient.
+
+    The runtime of torch's pipelines asks each stage for gradients. A tied head counts as the
+    embedding's own.
+    """
+    owned = {id(parameter) for parameter in model.first.parameters()}
+    for stage, blocks in enumerate(blocks_of_stages(model, n_stages, parallel)):
+        held = [*list(model.blocks.values())[blocks.start : blocks.stop]]
+        parameters = [parameter for block in held for parameter in block.parameters()]
+        if stage == 0:
+            parameters += model.first.parameters()
+        if stage == n_stages - 1:
+            parameters += [p for p in model.last.parameters() if id(p) not in owned]
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise PlanError(
+                f"stage {stage} of {n_stages}, with blocks {blocks.start} to {blocks.stop - 1}, "
+                "would train nothing: optim.train must match a parameter of every pipeline stage; "
+                "use mesh.pp = 1, or another cut (parallel.stages)"
+            )
 
 
 def stage_activation(

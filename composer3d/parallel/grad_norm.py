@@ -1,7 +1,9 @@
 """The norm over all gradients of a job. Every element counts once, on every mesh."""
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,40 @@ from torch.distributed.tensor import DTensor
 
 from composer3d.runtime.mesh import Mesh
 
+# The parts of a model whose norms are reported, and how the name of a parameter tells its part: the
+# first pattern that is found in it.
+PARTS: Mapping[str, str] = {
+    "norms": r"norm\.",
+    "embedding": r"^first\.",
+    "head": r"^last\.",
+    "attention": r"\.attn\.",
+    "routers": r"\.router\.",
+    "experts": r"\.experts\.",
+    "ffn": r"\.(ffn|shared|moe)\.",
+    "other": "",
+}
 
+
+@cache
+def part_of(name: str) -> str:
+    """Return the part of the model to which the parameter ``name`` belongs, a key of ``PARTS``."""
+    return next(part for part, pattern in PARTS.items() if re.search(pattern, name))
+
+
+def local_grad_norm_sq_by_part(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], mesh: Mesh
+) -> list[Tensor]:
+    """Compute ``local_grad_norm_sq`` of each of ``PARTS``, in their order; 0 for an absent part.
+
+    No collective.
+    """
+    members: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS}
+    for name, parameter in named_parameters:
+        members[part_of(name)].append(parameter)
+    return [local_grad_norm_sq(parameters, mesh) for parameters in members.values()]
+
+
+@torch.no_grad()  # with gradients, ``to_local`` would make nodes of a graph
 def local_grad_norm_sq(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """Compute this rank's share of the squared norm. The shares of all ranks add up to it.
 
@@ -42,8 +77,10 @@ def local_grad_norm_sq(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor
         # One kernel for many gradients.
         norms = torch.stack(torch._foreach_norm(grads)).to(torch.float64)
         shares.append(norms.square().sum() * (shards / mesh.stage_ranks))
-    total = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
-    return total.to(mesh.device)
+    if not shares:
+        # Made on the device: a copy would wait for it.
+        return torch.zeros((), dtype=torch.float64, device=mesh.device)
+    return torch.stack(shares).sum().to(mesh.device)
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:

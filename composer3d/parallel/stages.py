@@ -9,8 +9,10 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from composer3d.models.contract import Decoder, SequenceInfo, hidden
+from composer3d.parallel import local_gradients
 from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.expert.balance import Balance, RouterLoad
@@ -117,6 +119,7 @@ class Stages:
     _pipeline: Pipeline | None
     _ties: Ties
     _balance: Balance
+    _has_run: bool = False
 
     @cached_property
     def _parameters_by_module(self) -> list[list[tuple[str, nn.Parameter]]]:
@@ -125,6 +128,11 @@ class Stages:
         Their objects stay the same: FSDP swaps gathered parameters in and its own back.
         """
         return [list(module.named_parameters()) for module in self.modules]
+
+    @cached_property
+    def _units(self) -> list[list[FSDPModule]]:
+        """What FSDP wraps in each stage, the stage itself first; empty without FSDP."""
+        return [fsdp.units(module) for module in self.modules]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over this rank's parameters by global name, without copies of tied ones.
@@ -199,7 +207,7 @@ class Stages:
             total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
             for index, (tokens, inputs) in enumerate(self._micro_batches(tokens_BT, keywords)):
                 is_last = index == self._step.micro_batches - 1
-                fsdp.begin_micro_batch(module, self._parallel, last=is_last)
+                fsdp.begin_micro_batch(self._units[0], self._parallel, last=is_last)
                 summed = module(tokens, **inputs)
                 loss = summed / valid_tokens.to(summed.dtype)
                 loss.backward()
@@ -293,7 +301,55 @@ class Stages:
             fsdp.reshard(module)
         return total if self.counts_loss else torch.zeros_like(total)
 
+    def take_local_gradients(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        positions_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        *,
+        see: local_gradients.SeeGradient,
+    ) -> Tensor:
+        """Give the gradients of one micro-batch on this rank to ``see``, before any is reduced.
+
+        A gradient is dropped as soon as ``see`` returns. Afterwards ``.grad``, what routers have
+        seen, and all that the next step reads are as before. There must be FSDP.
+
+        Args:
+            tokens_BT, labels_BT, positions_BT, documents_BT: as for ``forward_backward``, of one
+                micro-batch. The loss is divided by its tokens.
+            see: see ``local_gradients.taken``. It is called on the device's stream, in backward.
+
+        Returns:
+            This rank's share of the divided loss, a float64 scalar.
+
+        Collectives: those of the techniques composed for one micro-batch, without any sum of
+        gradients over data-parallel ranks.
+        """
+        if not self._has_run:
+            # FSDP makes the whole parameters in its first forward.
+            self.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT)
+        self._begin(training=True)
+        keywords = self._keywords(labels_BT, positions_BT, documents_BT)
+        divisor = labels_BT.numel() * self.mesh.sizes.cp
+        if self._pipeline is not None:
+            stages = self._pipeline.modules
+        else:
+            stages = dict(enumerate(self.modules))
+        has_pipeline = self._pipeline is not None
+        taken = local_gradients.taken(stages, see, keeps_gathered=has_pipeline)
+        with self._balance.undisturbed(), taken:
+            if self._pipeline is not None:
+                total = self._pipeline.one_micro_batch(tokens_BT, keywords, divisor)
+            else:
+                (module,) = self.modules
+                loss = module(tokens_BT, **keywords) / divisor
+                loss.backward()
+                total = loss.detach().to(torch.float64)
+        return total if self.counts_loss else torch.zeros_like(total)
+
     def _begin(self, *, training: bool) -> None:
+        self._has_run = True
         for module in self.modules:
             if module.training != training:  # ``train`` visits all modules
                 module.train(training)

@@ -1,6 +1,6 @@
 """Ranks the layouts of a recipe, and says what bounds each. No torch here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -87,14 +87,24 @@ class Search(NamedTuple):
 
 
 def search(
-    recipe: Recipe, gpus: int, device: Device, top: int, choices: Choices | None = None
+    recipe: Recipe,
+    gpus: int,
+    device: Device,
+    top: int,
+    choices: Choices | None = None,
+    *,
+    report: Callable[[str], None] = lambda phase: None,
 ) -> Search:
-    """Return the fastest layouts of a recipe on ``gpus`` devices."""
+    """Return the fastest layouts of a recipe on ``gpus`` devices.
+
+    ``report`` is called for each layout whose memory or time is predicted next, with which of both.
+    """
     legal = 0
     fitting: list[tuple[Recipe, Setup]] = []
     closest: list[tuple[float, Recipe]] = []
     for variant in layouts(recipe, gpus, device.per_node, choices):
         legal += 1
+        report("memory")
         setup = device.setup(variant)
         memory = tuple(predict_memory(setup))
         if fits(setup, memory):
@@ -107,9 +117,10 @@ def search(
         return Search([price(variant, device) for _, variant in closest[:top]], legal, 0)
 
     fitting.sort(key=lambda item: item[1].layout.tp * item[1].layout.pp * item[1].layout.cp)
-    timed = [
-        (predict(setup).tokens_s, index) for index, (_, setup) in enumerate(fitting[:_MOST_TIMED])
-    ]
+    timed = []
+    for index, (_, setup) in enumerate(fitting[:_MOST_TIMED]):
+        report("time")
+        timed.append((predict(setup).tokens_s, index))
     timed.sort(key=lambda item: -item[0])
     plans = [price(fitting[index][0], device) for _, index in timed[:top]]
     return Search(plans, legal, len(fitting))

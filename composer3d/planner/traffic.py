@@ -52,6 +52,9 @@ COUNT_BYTES = 8  # int64 numbers of rows, and float64 sums
 # As ``training.loop.FLAGS``, which needs torch: three signals, a failed save and the clock.
 _FLAGS = 5
 
+# As ``parallel.grad_norm.PARTS``, which needs torch too.
+_PARTS = 8
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -526,11 +529,12 @@ class _Rank:
     def _world(self) -> None:
         """All-reduces over all ranks, in float64.
 
-        The valid tokens; the loss, the norm and the flags of ``training.loop``; and E + 5 numbers
-        of each router (``expert.balance``).
+        The valid tokens; the loss, the norm, the flags of ``training.loop`` and the norms by part;
+        and E + 5 numbers of each router (``expert.balance``).
         """
         size = self.mesh.world_size
-        for purpose, numbers in (("valid tokens", 1), ("loss, norm and flags", 2 + _FLAGS)):
+        of_step = 2 + _FLAGS + _PARTS
+        for purpose, numbers in (("valid tokens", 1), ("loss, norms and flags", of_step)):
             self._add("world", "all_reduce", "step", purpose, 1, numbers * COUNT_BYTES, size)
         if isinstance(self.shape, MoeShape) and self.shape.moe_layers:
             numbers = self.shape.moe_layers * (self.shape.experts + 5)

@@ -100,11 +100,12 @@ def changes(then: str, now: Recipe) -> list[Change]:
         old_value = old_values.get(key, None if default is MISSING else default)
         new_value = value_of(now, key)
         if old_value != new_value or type(old_value) is not type(new_value):
-            differences.append(Change(key, _shown(old_value), _shown(new_value)))
+            differences.append(Change(key, shown(old_value), shown(new_value)))
     return differences
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value as TOML on one line, cut at 80 characters; None is "absent"."""
     if value is None:
         return "absent"
     try:

@@ -18,7 +18,7 @@ from composer3d.recipe.draft import Draft
 from composer3d.recipe.machine import count_bytes
 from composer3d.recipe.rules import PATHS, Violation, violations
 from composer3d.recipe.schema import ARCHITECTURE, AXES, MODEL_KEYS, PATH, MeshTable, Model, Recipe
-from composer3d.recipe.values import as_toml, mention, nearest_multiples, value_of
+from composer3d.recipe.values import as_short_toml, as_toml, mention, nearest_multiples
 from composer3d.spec.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.spec.schedules import check_csv, read_csv
 from composer3d.spec.token_manifest import MANIFEST, read_manifest
@@ -68,7 +68,7 @@ def load(
 
     Args:
         path: the TOML file. Its ``base`` is relative to the file; all other paths are relative to
-            the working directory.
+            the working directory. ``parallel.schedule_csv`` may also be relative to the file.
         sets: overrides, each ``table.key=value``; a later one wins.
         world_size: number of processes, all of which the mesh must use. ``mesh.dp_shard = -1``
             becomes ``world_size`` divided by the other axes, or 1 if ``world_size`` is None.
@@ -80,6 +80,7 @@ def load(
     """
     draft = Draft(os.fspath(path))
     draft.read(sets)
+    _find_schedule(draft)
 
     tables = {
         table: cls(**draft.values[table]) for table, cls in draft.tables.items() if table != "model"
@@ -99,6 +100,20 @@ def load(
         raise RecipeError(draft.problems)
     origins = {key: draft.origin(key) for key in draft.entries}
     return Resolved(recipe, origins, fills_world, draft.place)
+
+
+def _find_schedule(draft: Draft) -> None:
+    """Complete the path of a pipeline schedule that lies beside the recipe that names it.
+
+    So recipes with a schedule work from any folder, also those of an installed wheel.
+    """
+    path = draft.values["parallel"].get("schedule_csv")
+    file = draft.places.get("parallel.schedule_csv", "").rpartition(":")[0]
+    if path is None or not PATH.accepts(path) or os.path.exists(path):
+        return
+    beside = os.path.join(os.path.dirname(file), path)
+    if os.path.isfile(beside):
+        draft.values["parallel"]["schedule_csv"] = beside
 
 
 def _blame_violations(draft: Draft, recipe: Recipe, broken: Sequence[Violation]) -> None:
@@ -146,6 +161,12 @@ def _resolve_shape(draft: Draft) -> Model:
             )
             if os.path.isdir(folder) or not is_whole:
                 draft.blame(row_key, *(f"model.hf: {line}" for line in error.lines))
+                if _has_our_checkpoints(folder):
+                    draft.blame(
+                        row_key,
+                        "model.hf: the folder has checkpoints of composer3d; start from them with "
+                        f"checkpoint.resume = {as_toml(folder)} and the model that made them",
+                    )
                 draft.invalid_keys.add("model.preset")
         if preset is not None:
             draft.blame(row_key, "model.hf and model.preset both give a shape; remove one")
@@ -173,6 +194,13 @@ def _resolve_shape(draft: Draft) -> Model:
             way_out += f", or use one of the presets {', '.join(architecture.presets)}"
         draft.blame("model", f"[model] lacks {', '.join(missing)}; {way_out}")
     return table(**values)
+
+
+def _has_our_checkpoints(folder: str) -> bool:
+    """Return whether ``folder`` is that of a run with checkpoints, or that of a checkpoint."""
+    return os.path.isdir(os.path.join(folder, "checkpoints")) or os.path.isfile(
+        os.path.join(folder, "manifest.json")
+    )
 
 
 def _resolve_mesh(draft: Draft, mesh: MeshTable, world_size: int | None) -> MeshTable:
@@ -229,16 +257,30 @@ def _check_files(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 def _check_data(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     source = recipe.data.source
     tokenizers: list[_TokenizerId] = []
-    for key in ("data.path", "validation.path"):
-        path = value_of(recipe, key)
+    for key, path in _data_paths(recipe, wrong_keys):
         has_path = (
             path is not None and source in PATHS and wrong_keys.isdisjoint((key, "data.source"))
         )
-        problem = _data_problem(path, draft, recipe, tokenizers) if has_path else None
+        problem = _data_problem(path, draft, recipe, tokenizers) if path and has_path else None
         if problem is not None:
-            draft.blame(key, f"{mention(recipe, key)} {problem}")
+            draft.blame(key, f"{_mention_path(recipe, key, path)} {problem}")
         elif has_path or (source == "python" and key == "data.path"):
             _check_length(key, path, draft, recipe, wrong_keys)
+
+
+def _data_paths(recipe: Recipe, wrong_keys: set[str]) -> list[tuple[str, str | None]]:
+    """Return the paths of the data, each with its key. ``data.sources`` may have several."""
+    paths = [("data.path", recipe.data.path), ("validation.path", recipe.validation.path)]
+    if recipe.data.sources is not None and "data.sources" not in wrong_keys:
+        paths[1:1] = [("data.sources", source.path) for source in recipe.data.sources]
+    return paths
+
+
+def _mention_path(recipe: Recipe, key: str, path: str | None) -> str:
+    """Return a key of ``_data_paths`` with its path, as messages show it."""
+    if key == "data.sources":
+        return f"{key}: path = {as_short_toml(path)}"
+    return mention(recipe, key)
 
 
 def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
@@ -280,7 +322,7 @@ def _check_length(
     Nothing is reported if the tokens cannot be counted: training reports the reason.
     """
     data = recipe.data
-    is_read = key == "data.path" or recipe.validation.every > 0
+    is_read = key != "validation.path" or recipe.validation.every > 0
     needed_keys = ("data.seq_len", "data.source", "data.field")
     if not is_read or not wrong_keys.isdisjoint(needed_keys):
         return
@@ -296,7 +338,7 @@ def _check_length(
     if count is None or count > data.seq_len:
         return
 
-    text = mention(recipe, key if path is not None else "data.source")
+    text = mention(recipe, "data.source") if path is None else _mention_path(recipe, key, path)
     draft.blame(
         "data.seq_len",
         f"{mention(recipe, 'data.seq_len')} needs {data.seq_len + 1} tokens, but {text} has "
@@ -343,8 +385,9 @@ def _data_problem(
             f"set model.vocab to {manifest.vocab} or more"
         )
     if tokenizers[-1] != tokenizers[0]:
+        first = "data.path" if recipe.data.sources is None else "the first of data.sources"
         return (
-            "was made with another tokenizer or end of document than data.path; "
-            "prepare it again with the --tokenizer and --eod of data.path"
+            f"was made with another tokenizer or end of document than {first}; "
+            f"prepare it again with the --tokenizer and --eod of {first}"
         )
     return None

@@ -70,6 +70,16 @@ TRACED_STEPS = Range(
     lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < MOST_TRACED,
     f"must be the first and the last step, counted from 1, and at most {MOST_TRACED} steps in all",
 )
+MOST_PROFILED = 20  # steps
+PROFILED_STEPS = Range(
+    lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < MOST_PROFILED,
+    f"must be the first and the last step, counted from 1, and at most {MOST_PROFILED} steps in "
+    "all",
+)
+RANKS = Range(
+    lambda value: len(value) > 0 and min(value) >= 0 and len(set(value)) == len(value),
+    "must be ranks, counted from 0, each of them once",
+)
 BETAS = Range(
     lambda value: all(0 <= beta < 1 for beta in value),
     "must both be at least 0 and below 1",
@@ -99,6 +109,10 @@ FOLDER_NAME = Range(
 PATH = Range(
     lambda value: 0 < len(value) <= 4096 and _is_printable_text(value),
     "must be a path of 1 to 4096 characters, without control characters",
+)
+GLOBS = Range(
+    lambda value: 0 < len(value) <= 256 and all(map(PATH.accepts, value)),
+    'must be 1 to 256 globs, such as "blocks.*.attn.*"',
 )
 
 
@@ -229,7 +243,8 @@ class ParallelTable:
     ] = key("1F1B", "pipeline schedule, with pp > 1; csv: the file in parallel.schedule_csv")
     schedule_csv: str | None = key(
         None,
-        "file of a pipeline schedule: one line of actions, such as 0F0 or 1B3, per pipeline rank",
+        "file of a pipeline schedule: one line of actions, such as 0F0 or 1B3, per pipeline rank; "
+        "relative to the working directory, or else to the recipe",
         PATH,
     )
     virtual_stages: int | None = key(
@@ -322,6 +337,31 @@ class PrecisionTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """A table of data.sources: a part of the training data.
+
+    Attributes:
+        path: as data.path.
+        weight: the part's share of the samples is its weight, divided by the sum of all weights.
+    """
+
+    path: str
+    weight: float
+
+
+MOST_SOURCES = 128
+SOURCES = Range(
+    lambda value: (
+        1 <= len(value) <= MOST_SOURCES
+        and all(PATH.accepts(source.path) for source in value)
+        and all(1e-6 <= source.weight <= 1e6 for source in value)
+    ),
+    f"must be 1 to {MOST_SOURCES} tables, each with a path of 1 to 4096 characters, without "
+    "control characters, and a weight from 0.000001 to 1_000_000",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataTable:
     """The training data, and how it becomes batches."""
 
@@ -336,6 +376,11 @@ class DataTable:
         "composer3d prepare",
         PATH,
     )
+    sources: tuple[DataSource, ...] | None = key(
+        None,
+        "in place of path: several of them, each with the share of its weight in the samples",
+        SOURCES,
+    )
     field: str = key("text", "key of the text in each line of a JSONL file")
     seq_len: int = key(256, "tokens in a sample", between(1, MOST_TOKENS))
     global_batch: int = key(8, "samples in an optimizer step, over all ranks", between(1, 1 << 30))
@@ -346,6 +391,13 @@ class DataTable:
         "sequence",
     )
     seed: int = key(0, "seed of the order of samples", SEED)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the training data; none for the source "python"."""
+        if self.sources is not None:
+            return tuple(source.path for source in self.sources)
+        return () if self.path is None else (self.path,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +422,12 @@ class OptimTable:
         None, "steps of wsd's linear decay, which ends at decay; absent: a tenth of decay", STEPS
     )
     min_lr: float = key(0.0, "learning rate at the end of the decay", between(0, 10))
+    train: tuple[str, ...] | None = key(
+        None,
+        "globs of the names of the parameters that are trained; the others stay as they are. "
+        "Absent: all are trained",
+        GLOBS,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,7 +451,8 @@ class CheckpointTable:
     )
     resume: str = key(
         "auto",
-        "auto: the newest checkpoint of this run; none: start anew; or the folder of a checkpoint",
+        "auto: the newest checkpoint of this run; none: start anew; or the folder of a checkpoint, "
+        "or of another run, which stands for its newest whole checkpoint",
         PATH,
     )
 
@@ -409,6 +468,14 @@ class MetricsTable:
         "with pp > 1: the first and the last step whose actions are timed, for composer3d timeline "
         "--measured; absent: none",
         TRACED_STEPS,
+    )
+    profile_steps: tuple[int, int] | None = key(
+        None,
+        "the first and the last step that torch's profiler records, for Perfetto; absent: none",
+        PROFILED_STEPS,
+    )
+    profile_ranks: tuple[int, ...] = key(
+        (0,), "with profile_steps: the ranks whose steps are recorded", RANKS
     )
 
 

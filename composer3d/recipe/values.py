@@ -4,9 +4,9 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from composer3d.models.registry import OURS, architecture
 from composer3d.recipe.schema import TABLES, Model, Recipe
@@ -58,6 +58,14 @@ def coerce(value: Any, value_type: Any) -> Any:
         if not abs(value) <= sys.float_info.max:
             raise ValueError("a finite float")
         return float(value)
+    if isinstance(value, dict) and is_dataclass(value_type):
+        table: Any = value_type
+        entries = {entry.name: entry for entry in fields(value_type)}
+        if value.keys() == entries.keys():
+            return table(
+                **{name: coerce(value[name], entry.type) for name, entry in entries.items()}
+            )
+        raise ValueError(describe_type(value_type))
     if type(value) is value_type:  # isinstance would accept a bool as an int
         if value_type is int and not -(2**63) <= value < 2**63:
             raise ValueError("an int of 64 bits")
@@ -90,8 +98,11 @@ def describe_type(value_type: Any) -> str:
     arguments = get_args(value_type)
     if get_origin(value_type) is Literal:
         return join_with_or(map(as_toml, arguments))
+    if arguments and is_dataclass(arguments[0]):
+        names = " and ".join(entry.name for entry in fields(arguments[0]))
+        return f"an array of tables with {names}"
     if arguments:
-        element = arguments[0].__name__
+        element = "string" if arguments[0] is str else arguments[0].__name__
         if arguments[-1] is Ellipsis:
             return f"an array of {element}s"
         return f"an array of {len(arguments)} {element}s"
@@ -142,6 +153,8 @@ def as_toml(value: object) -> str:
         return json.dumps(value, ensure_ascii=not is_utf8(value)).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_toml, value))}]"
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
         if not value:
             return "{}"
@@ -185,21 +198,41 @@ def one_line(text: str) -> str:
     return _cut(shown, _LINE)
 
 
-def schema_text() -> str:
-    """Return the vocabulary of a recipe: every key with its default, type and meaning.
+class SchemaRow(NamedTuple):
+    """A key of a recipe: its name, its default as TOML (or ""), its type in words, its meaning."""
+
+    name: str
+    default: str
+    type_text: str
+    meaning: str
+
+
+def schema_tables() -> dict[str, list[SchemaRow]]:
+    """Return every key of a recipe, by the heading of its table.
 
     The table [model] has the keys of the default architecture. The keys that another architecture
     of composer3d adds to them follow in a part of their own.
     """
-    lines = [f"{'base':<54} recipe to inherit from; its path is relative to this file"]
+    tables = {}
     for table, cls in TABLES.items():
-        lines += ["", f"[{table}]", *map(_schema_line, fields(cls))]
+        tables[f"[{table}]"] = [*map(_schema_row, fields(cls))]
         if table == "model":
             for name in OURS:
                 further = _further_fields(name)
                 if further:
-                    lines += ["", f'[model] with architecture = "{name}": these keys as well']
-                    lines += map(_schema_line, further)
+                    heading = f'[model] with architecture = "{name}": these keys as well'
+                    tables[heading] = [*map(_schema_row, further)]
+    return tables
+
+
+def schema_text() -> str:
+    """Return the vocabulary of a recipe as text: every key with its default, type and meaning."""
+    lines = [f"{'base':<54} recipe to inherit from; its path is relative to this file"]
+    for heading, rows in schema_tables().items():
+        lines += ["", heading]
+        for row in rows:
+            key = f"{row.name} = {row.default}" if row.default else row.name
+            lines.append(f"{key:<26} {row.type_text:<27} {row.meaning}")
     return "\n".join(lines) + "\n"
 
 
@@ -209,7 +242,7 @@ def _further_fields(name: str) -> "list[Field[Any]]":
     return [entry for entry in fields(architecture(name).shape) if entry.name not in known]
 
 
-def _schema_line(entry: "Field[Any]") -> str:
-    default = "" if entry.default in (None, MISSING) else f" = {as_toml(entry.default)}"
+def _schema_row(entry: "Field[Any]") -> SchemaRow:
+    default = "" if entry.default in (None, MISSING) else as_toml(entry.default)
     type_text = describe_type(_without_none(entry.type))
-    return f"{entry.name + default:<26} {type_text:<27} {entry.metadata['doc']}"
+    return SchemaRow(entry.name, default, type_text, entry.metadata["doc"])

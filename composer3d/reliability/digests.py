@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composer3d.parallel.local_gradients import Unit
+
 # Columns of the matrix in which the bits are summed up.
 _COLUMNS = 2048
 
@@ -56,13 +58,52 @@ class Digest(NamedTuple):
 
     Attributes:
         what: "parameters", "optimizer state", or another value.
-        part: says which part of the model a rank has: pairs of a mesh axis and a coordinate.
+        part: says which part of the model a rank has: pairs of a mesh axis and a coordinate, and
+            for gradients the number of the stage and of the unit.
         value: the digest.
     """
 
     what: str
     part: tuple[tuple[str, int], ...]
     value: tuple[int, ...]
+
+
+class GradientDigests:
+    """Digests the gradients of one backward as they come. The host waits once, in ``finish``."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Unit, Tensor] = {}
+
+    def add(self, unit: Unit, index: int, gradient: Tensor) -> None:
+        """Add a gradient of the parameter ``index`` of ``unit``. No collective, and no wait."""
+        # Swapped gradients are seen as well, because each parameter has its own weight. Sums of
+        # integers do not depend on the order in which backward comes to the parameters.
+        weight = _wrap((2 * index + 1) * _SPREAD)
+        digest = bit_digest(gradient) * weight
+        self._sums[unit] = self._sums[unit] + digest if unit in self._sums else digest
+
+    def finish(self, part: tuple[tuple[str, int], ...]) -> list[Digest]:
+        """Return one digest for each unit. The host waits for the device.
+
+        Args:
+            part: says which ranks have computed the same gradients.
+        """
+        if not self._sums:
+            return []
+        values = torch.stack(list(self._sums.values())).tolist()
+        return [
+            Digest(
+                f"gradient of {unit.name}",
+                (*part, ("stage", unit.stage), ("unit", unit.place)),
+                tuple(value),
+            )
+            for unit, value in zip(self._sums, values, strict=True)
+        ]
+
+
+def _wrap(number: int) -> int:
+    """Return the int64 that is ``number`` modulo 2^64."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def state_digests(
@@ -127,12 +168,13 @@ class Disagreement(NamedTuple):
     """Ranks that should have equal digests, and do not.
 
     Attributes:
-        what: as in ``Digest``.
+        what, part: as in ``Digest``.
         suspects: the ranks with another digest than most; without a majority, all ranks.
         ranks: all ranks that should agree.
     """
 
     what: str
+    part: tuple[tuple[str, int], ...]
     suspects: tuple[int, ...]
     ranks: tuple[int, ...]
 
@@ -150,14 +192,14 @@ def disagreements(of_ranks: Sequence[Iterable[Digest]]) -> list[Disagreement]:
         for digest in digests:
             groups[digest.what, digest.part][rank] = digest.value
     found = []
-    for (what, _), values in groups.items():
+    for (what, part), values in groups.items():
         (most_common, count), *others = Counter(values.values()).most_common()
         if not others:
             continue
         suspects = tuple(values)
         if 2 * count > len(values):
             suspects = tuple(rank for rank, value in values.items() if value != most_common)
-        found.append(Disagreement(what, suspects, tuple(values)))
+        found.append(Disagreement(what, part, suspects, tuple(values)))
     return found
 
 

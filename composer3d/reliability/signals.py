@@ -12,38 +12,67 @@ from composer3d.runtime import log
 # announce the end of a job by SIGTERM or SIGUSR1.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-# A terminal's Ctrl-C reaches a rank twice, directly and through the launcher. So a signal counts as
-# a second request only if it arrives more than this many seconds after the first one.
+# A terminal's Ctrl-C reaches a rank twice, directly and through the launcher. So a second Ctrl-C
+# counts only if it arrives more than this many seconds after the first signal.
 _INSIST_S = 5.0
 
 
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Catch ``STOP_SIGNALS``, and collect their numbers in the list that is yielded.
+class StopSignals:
+    """The stop signals that this process has received since ``catch``.
 
-    The training loop reads the list before each step. A signal that arrives more than 5 s after
-    the first one ends the process at once. The previous handlers are restored on exit. Enter this
-    context in the main thread, because no other thread can set handlers.
+    Attributes:
+        received: their numbers, in the order of their arrival.
     """
-    received: list[int] = []
-    first_s = 0.0
 
-    def receive(number: int, frame: Any) -> None:
-        nonlocal first_s
-        received.append(number)
-        if len(received) == 1:
-            first_s = time.monotonic()
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._first_s = 0.0
+        self._previous_handlers: dict[int, Any] = {}
+
+    def catch(self) -> None:
+        """Collect ``STOP_SIGNALS`` from now on. A second call does nothing.
+
+        Call it in the main thread, because no other thread can set handlers.
+        """
+        if not self._previous_handlers:
+            self._previous_handlers = {
+                number: signal.signal(number, self._receive) for number in STOP_SIGNALS
+            }
+
+    def release(self) -> None:
+        """Restore the handlers that were there before ``catch``."""
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        self._previous_handlers = {}
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received.append(number)
+        if len(self.received) == 1:
+            self._first_s = time.monotonic()
             log.get().info(
-                f"signal {number}: ending after this step or the next; again in "
-                f"{_INSIST_S:.0f} s or later to end at once"
+                f"signal {number}: ending after this step or the next; Ctrl-C in "
+                f"{_INSIST_S:.0f} s or later ends at once"
             )
-        elif time.monotonic() - first_s > _INSIST_S:
+        elif number == signal.SIGINT and time.monotonic() - self._first_s > _INSIST_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    previous_handlers = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """Yield the ``StopSignals`` of a training loop. The handlers are restored on exit.
+
+    The loop calls ``catch`` after its first step: before that, there is nothing to save, and a
+    signal ends the process at once, even while a block is compiled. Then the loop reads
+    ``received`` at the end of each step.
+
+    Schedulers send several signals: SIGUSR1, then SIGTERM, then SIGKILL. So a second SIGTERM or
+    SIGUSR1 changes nothing, and a save that the first one caused goes on. A user who wants to wait
+    no longer presses Ctrl-C again: a SIGINT more than 5 s after the first signal ends the process
+    at once. A save that is cut off by it leaves the checkpoints before it whole.
+    """
+    signals = StopSignals()
     try:
-        yield received
+        yield signals
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        signals.release()

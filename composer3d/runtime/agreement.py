@@ -10,7 +10,10 @@ from composer3d.recipe.values import as_toml, entries_of_recipe, value_of
 from composer3d.runtime.process_group import check_same_table
 
 # Nodes may have mounted the same files elsewhere. What these files hold is compared on its own.
-_PATHS = frozenset({"run.out_dir", "data.path", "validation.path", "parallel.schedule_csv"})
+# The digest of a blend has the weights of data.sources.
+_PATHS = frozenset(
+    {"run.out_dir", "data.path", "data.sources", "validation.path", "parallel.schedule_csv"}
+)
 
 # Ranks with different values of these may wait for each other, or compute different bits.
 _VARIABLES = (

@@ -16,6 +16,11 @@ from composer3d.spec.errors import DeviceError, RecipeError
 ALLOCATOR = "expandable_segments:True"
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
+# The number of NCCL's last collectives that torch's flight recorder keeps, under either of two
+# names. It is torch's default where the recorder is on by default.
+_RECORDER_VARIABLES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
+_RECORDED_COLLECTIVES = "2000"
+
 # The values of environment variables under which cuBLAS and NCCL are deterministic. The first one
 # is set if the variable is absent. NCCL's other algorithms may add in the order of arrival.
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",)}
@@ -34,6 +39,7 @@ def prepare_gpu(recipe: Recipe, *, cores: int) -> str:
         RecipeError: as ``make_deterministic``.
     """
     parts = [f"allocator {configure_allocator()}"]
+    record_collectives()
     if recipe.run.deterministic:
         make_deterministic()
         parts.append("deterministic")
@@ -53,6 +59,15 @@ def configure_allocator() -> str:
             return f"{os.environ[name]} ({name})"
     set_allocator(ALLOCATOR)
     return ALLOCATOR
+
+
+def record_collectives() -> None:
+    """Let torch's flight recorder keep the last collectives of NCCL, unless the environment says.
+
+    The report of lost ranks has them (``peers``). It must be called before NCCL starts.
+    """
+    if not any(name in os.environ for name in _RECORDER_VARIABLES):
+        os.environ[_RECORDER_VARIABLES[0]] = _RECORDED_COLLECTIVES
 
 
 def make_deterministic() -> None:

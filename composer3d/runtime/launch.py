@@ -36,12 +36,16 @@ SHUTDOWN_S = 120.0
 # The signals that the ranks of a job get as well.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# A second signal ends the ranks at once if it arrives more than this many seconds after the first.
+# A second Ctrl-C ends the ranks at once if it arrives more than this many seconds after the first
+# signal.
 _INSIST_S = 5.0
 
 # A function at the top of a module, or its name as ``module:function``. With a name, this process
 # does not import what the function's module imports.
 Task = Callable[..., Any] | str
+
+# The environment variable with the time (Unix) at which the ranks of a job were asked for.
+START_VARIABLE = "COMPOSER3D_START"
 
 # Importing this module runs all slow imports of a rank.
 _PRELOAD = "composer3d.training.loop"
@@ -160,7 +164,12 @@ def _open_world(size: int) -> Iterator[_World]:
     The store's file is in memory and has no name: no other user can open it, and it disappears
     with the last process. On a system without ``memfd_create``, the file is in a private folder.
     """
-    environment = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0"}
+    environment = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        START_VARIABLE: f"{time.time():.3f}",
+    }
 
     # By default gloo and NCCL listen on the interface that the host's name resolves to, which
     # other hosts can reach.
@@ -281,12 +290,14 @@ class JobResult:
             value is the signal that ended the rank, or minus its exit status.
         stuck: the ranks that were killed because they still ran after a failure or a signal.
         raised: whether a rank raised an error that is no UserError.
+        traceback: the traceback of the lowest such rank, which was printed; "" if there is none.
     """
 
     status: int = 0
     died: dict[int, int] = field(default_factory=dict)
     stuck: list[int] = field(default_factory=list)
     raised: bool = False
+    traceback: str = ""
 
 
 def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> JobResult:
@@ -402,7 +413,9 @@ def _job_result(
         status = 1
     else:
         status = statuses[0] if statuses else 0
-    return JobResult(status, died, stuck, raised=bool(tracebacks))
+    return JobResult(
+        status, died, stuck, raised=bool(tracebacks), traceback=tracebacks[0] if tracebacks else ""
+    )
 
 
 class _StopRequest:
@@ -418,8 +431,9 @@ class _StopRequest:
         if not self.number:
             self.number = number
             self.since_s = time.monotonic()
-        elif time.monotonic() - self.since_s > _INSIST_S:
-            # The user does not want to wait any longer: end the time for the shutdown.
+        elif number == signal.SIGINT and time.monotonic() - self.since_s > _INSIST_S:
+            # The user does not want to wait any longer: end the time for the shutdown. Schedulers
+            # send several other signals, which must not cut off a save.
             self.since_s = float("-inf")
         if self.workers:
             self.forward(number)

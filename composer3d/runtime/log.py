@@ -3,10 +3,27 @@
 Rank 0 prints information without a prefix, for people. On every rank, each line of a warning or
 an error starts with the rank's identity, so that a line in the log of a thousand ranks leads to
 its machine.
+
+A training also keeps these lines of rank 0 in ``log.txt`` in the run's folder, each with its time.
 """
 
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from composer3d.runtime.files import append_whole
+
+FILE = "log.txt"
+
+# Lines that are kept in memory before the run's folder is known.
+_MOST_EARLY = 1000
+
+# Seconds after which a phase of the start is said while it lasts.
+_SLOW_S = 5.0
 
 
 class _IdentityFormatter(logging.Formatter):
@@ -21,6 +38,42 @@ class _IdentityFormatter(logging.Formatter):
         prefix = f"[{self._identity}] " if self._identity else ""
         level = record.levelname.lower()
         return "\n".join(f"{prefix}{level}: {line}" for line in text.splitlines())
+
+
+class _RunFile(logging.Handler):
+    """Appends each line with its time (UTC) to a file, and keeps the lines before there is one."""
+
+    def __init__(self, identity: str) -> None:
+        super().__init__()
+        self.setFormatter(_IdentityFormatter(identity))
+        self._early: list[bytes] = []
+        self._path: Path | None = None
+        self._may_write: Callable[[], bool] = lambda: True
+
+    def open(self, path: Path, may_write: Callable[[], bool]) -> None:
+        self._path, self._may_write = path, may_write
+        early, self._early = self._early, []
+        self._append(b"".join(early))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
+        lines = [f"{stamp} {line}\n" for line in self.format(record).splitlines()]
+        content = "".join(lines).encode(errors="backslashreplace")
+        if self._path is not None:
+            self._append(content)
+        elif len(self._early) < _MOST_EARLY:
+            self._early.append(content)
+
+    def _append(self, content: bytes) -> None:
+        path = self._path
+        if path is None or not content or not self._may_write():
+            return
+        try:
+            append_whole(path, content)
+        except OSError as error:
+            # A full disk must not end a healthy run. The warning goes to the console alone.
+            self._path = None
+            get().warning(f"{path} cannot be written: {error.strerror or error}")
 
 
 def setup(identity: str, *, main: bool) -> None:
@@ -38,6 +91,9 @@ def setup(identity: str, *, main: bool) -> None:
     logger = get()
     logger.handlers.clear()
     logger.addHandler(handler)
+    if main:
+        logger.addHandler(_RunFile(identity))
+    _phases.clear()
     logger.setLevel(logging.INFO if main else logging.WARNING)
     # A root handler that a library installs would print every line a second time.
     logger.propagate = False
@@ -46,3 +102,64 @@ def setup(identity: str, *, main: bool) -> None:
 def get() -> logging.Logger:
     """The package's logger."""
     return logging.getLogger("composer3d")
+
+
+def keep_in(path: Path, may_write: Callable[[], bool]) -> None:
+    """Append the lines of this process to ``path`` from now on, and those since ``setup``.
+
+    A link is not followed. If the file cannot be written, a warning says so once. A process that
+    does not log for its job keeps nothing.
+
+    Args:
+        path: the file; a missing one is created.
+        may_write: returns whether the file still belongs to this process.
+    """
+    for handler in get().handlers:
+        if isinstance(handler, _RunFile):
+            handler.open(path, may_write)
+
+
+def keep(lines: Sequence[str]) -> None:
+    """Write lines to the file of ``keep_in`` that the console gets in another way."""
+    for handler in get().handlers:
+        if isinstance(handler, _RunFile):
+            handler.handle(
+                logging.makeLogRecord({"msg": "\n".join(lines), "levelno": logging.INFO})
+            )
+
+
+# The name and the seconds of each phase of the start of this process.
+_phases: list[tuple[str, float]] = []
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Measure the body, a phase of the start. It is said at once if it lasts over 5 seconds.
+
+    Args:
+        name: says what is done, such as "model".
+    """
+    begin_s = time.perf_counter()
+    timer = threading.Timer(_SLOW_S, lambda: get().info(f"starting: {name} ..."))
+    timer.daemon = True
+    if get().isEnabledFor(logging.INFO):
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    add_phase(name, time.perf_counter() - begin_s)
+
+
+def add_phase(name: str, seconds: float) -> None:
+    """Add a phase that was measured elsewhere."""
+    _phases.append((name, seconds))
+
+
+def say_phases() -> None:
+    """Log how long the start took, and each phase of it."""
+    if _phases:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in _phases)
+        total = sum(seconds for _, seconds in _phases)
+        get().info(f"started in {total:.1f} s: {parts}")
+    _phases.clear()

@@ -6,6 +6,8 @@ Every rank has a thread that looks for an alarm in the job's store. A rank whose
 raises the alarm. Every running rank then reports what it does (``situation``). A rank that does
 not report is dead or stopped. A rank that reports a line outside of a collective hangs there. One
 rank, the speaker, collects the reports in a file. Nothing is written to the store before the alarm.
+
+On GPUs, each of these ranks also keeps what torch's flight recorder knows of its last collectives.
 """
 
 import json
@@ -14,7 +16,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -43,6 +45,10 @@ _NAMED_RANKS = 8
 
 # Writes the text of a report, and returns the path of its file, or None if it could not be written.
 WriteReport = Callable[[str], str | None]
+
+# Writes the last collectives of this rank, and returns the path of their file, or None if there is
+# none. The argument is the time of the alarm, for the name: the same on all ranks.
+WriteTrace = Callable[[str], str | None]
 
 
 class FirstError(NamedTuple):
@@ -83,6 +89,10 @@ class PeerWatch:
         size: the number of ranks.
         describe: returns the description of a rank for an error.
         write_report: keeps the report of all ranks; None keeps none.
+        store_host: what holds the store, such as "rank 0", for the error of a store that is gone.
+        is_first_of_node: whether this rank reports for its node that the store is gone.
+        write_trace: keeps the last collectives of this rank; None keeps none. All ranks have it, or
+            none has.
     """
 
     def __init__(
@@ -93,12 +103,18 @@ class PeerWatch:
         size: int,
         describe: Callable[[int], str],
         write_report: WriteReport | None = None,
+        store_host: str = "the agent of its node",
+        is_first_of_node: bool = True,
+        write_trace: WriteTrace | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._describe = describe
         self._write_report = write_report
+        self._store_host = store_host
+        self._is_first_of_node = is_first_of_node
+        self._write_trace = write_trace
         self._main_thread = threading.get_ident()
         self._lock = threading.Lock()
         self._is_over = threading.Event()
@@ -116,10 +132,26 @@ class PeerWatch:
         with suppress(Exception):  # if the store is gone, so is the job
             while not self._is_over.wait(self._every_s):
                 with self._lock:
-                    if self._store.check(["alarm"]):
-                        situation = situation_of(self._main_thread)
-                        self._store.set(f"here/{self._rank}", situation.to_json())
-                        return
+                    if not self._store.check(["alarm"]):
+                        continue
+                    situation = situation_of(self._main_thread)
+                    self._store.set(f"here/{self._rank}", situation.to_json())
+                self._keep_trace()
+                return
+
+    def _keep_trace(self) -> None:
+        """Write the last collectives of this rank, after the alarm, and tell the speaker where."""
+        if self._write_trace is None:
+            return
+        with suppress(Exception):  # if the store is gone, nobody reads it
+            with self._lock:
+                moment = self._store.get("alarm").decode()
+            path = None
+            # The speaker waits for an answer, whatever happens to the file.
+            with suppress(Exception):
+                path = self._write_trace(moment)
+            with self._lock:
+                self._store.set(f"trace/{self._rank}", path or "")
 
     def explain(self, error: BaseException, *, advice: str) -> LostPeersError:
         """Raise the alarm after a collective raised ``error``, and find the missing ranks.
@@ -128,7 +160,8 @@ class PeerWatch:
 
         Returns:
             On one rank, an error with one line. It names the ranks that are missing or hang, and
-            ends with ``advice``. On the other ranks, an error without lines.
+            ends with ``advice``. On the other ranks, an error without lines. If the store is gone,
+            the ranks cannot choose a speaker: then the first rank of each node has a line.
         """
         # torchrun sends SIGTERM to the remaining ranks, and kills them some time later. The SIGTERM
         # must not end the search.
@@ -149,8 +182,8 @@ class PeerWatch:
         return explanations[0] if explanations else self._store_is_gone(advice)
 
     def _store_is_gone(self, advice: str) -> LostPeersError:
-        line = f"the launcher's store does not answer: the agent of its node has ended; {advice}"
-        return LostPeersError(line if self._rank == 0 else [])
+        line = f"the job's store does not answer: {self._store_host} has ended; {advice}"
+        return LostPeersError(line if self._is_first_of_node else [])
 
     def _search(self, error: BaseException, advice: str) -> LostPeersError:
         try:
@@ -158,8 +191,11 @@ class PeerWatch:
             with self._lock:
                 self._store.set(f"error/{self._rank}", json.dumps(first_error))
                 self._store.set(f"here/{self._rank}", situation_of_error(error).to_json())
-                self._store.set("alarm", "1")
+                now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+                self._store.compare_set("alarm", "", now)
                 is_speaker = self._store.add("speaker", 1) == 1
+            # In a thread of its own: no wait for a GPU may delay the report.
+            threading.Thread(target=self._keep_trace, daemon=True).start()
             if not is_speaker:
                 self._wait_for_speaker()
                 return LostPeersError([])
@@ -195,12 +231,15 @@ class PeerWatch:
         if self._write_report is None:
             return None
         errors = self._collect_errors()
+        traces = self._collect_traces(situations) if self._write_trace is not None else {}
         lines = [finding, advice, "", "Errors, by the clocks of the machines:"]
         for rank, error in sorted(errors.items(), key=lambda item: item[1].time_s):
             instant = datetime.fromtimestamp(error.time_s, UTC).isoformat(timespec="milliseconds")
             lines.append(f"  {instant}  {self._describe(rank)}: {error.text}")
         for rank in range(self._size):
             lines += ["", *self._lines_of(rank, situations.get(rank), failed=rank in errors)]
+            if traces.get(rank):
+                lines.append(f"  last collectives of NCCL: {traces[rank]}")
         return self._write_report("\n".join(lines) + "\n")
 
     def _lines_of(self, rank: int, situation: Situation | None, *, failed: bool) -> list[str]:
@@ -225,7 +264,7 @@ class PeerWatch:
         A launcher ends the other ranks soon after the first one ends. So no rank may end before
         the speaker has finished.
         """
-        deadline_s = time.monotonic() + self._every_s + 2 * GRACE_S
+        deadline_s = time.monotonic() + self._every_s + 3 * GRACE_S
         while time.monotonic() < deadline_s and not self._store.check(["spoken"]):
             time.sleep(0.2)
 
@@ -243,6 +282,22 @@ class PeerWatch:
                 for rank in range(self._size)
                 if rank not in waiting
             }
+
+    def _collect_traces(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Wait until ``ranks`` have written their last collectives, and return the paths.
+
+        The path is "" for a rank that could not write them. Ranks that take too long are left out.
+        """
+        deadline_s = time.monotonic() + GRACE_S
+        waiting = set(ranks)
+        found = {}
+        while waiting and time.monotonic() < deadline_s:
+            with self._lock:
+                ready = {rank for rank in waiting if self._store.check([f"trace/{rank}"])}
+                found.update({rank: self._store.get(f"trace/{rank}").decode() for rank in ready})
+            waiting -= ready
+            time.sleep(0.1)
+        return found
 
     def _collect_errors(self) -> dict[int, FirstError]:
         """Return the errors of the ranks whose collectives have failed so far."""
@@ -273,6 +328,9 @@ def explain_lost_peers(
     describe: Callable[[int], str],
     advice: Callable[[], str],
     write_report: WriteReport | None = None,
+    store_host: str = "the agent of its node",
+    is_first_of_node: bool = True,
+    write_trace: WriteTrace | None = None,
 ) -> Iterator[None]:
     """Turn the failure of a collective into a LostPeersError that names the missing ranks.
 
@@ -282,16 +340,25 @@ def explain_lost_peers(
         size: the number of ranks; with one, nothing is done.
         describe: returns the description of a rank.
         advice: returns the end of the error's line: what the user should do next.
-        write_report: as in ``PeerWatch``.
+        write_report, store_host, is_first_of_node, write_trace: as in ``PeerWatch``.
 
     Raises:
-        LostPeersError: a collective or the store failed inside the context. The error has a line
-            on one rank only. Any other error passes unchanged.
+        LostPeersError: a collective or the store failed inside the context. Which ranks have a line
+            is said in ``PeerWatch.explain``. Any other error passes unchanged.
     """
     if size == 1:
         yield
         return
-    watch = PeerWatch(store, rank=rank, size=size, describe=describe, write_report=write_report)
+    watch = PeerWatch(
+        store,
+        rank=rank,
+        size=size,
+        describe=describe,
+        write_report=write_report,
+        store_host=store_host,
+        is_first_of_node=is_first_of_node,
+        write_trace=write_trace,
+    )
     try:
         yield
     except UserError:

@@ -107,7 +107,7 @@ def open_store(*, timeout_s: float = 600.0) -> dist.Store:
         job; or a store in memory, if this process is the only rank.
 
     Raises:
-        MeshError: under torchrun, ranks are missing after ``timeout_s``.
+        MeshError: under torchrun, ranks or the store are missing after ``timeout_s``.
     """
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -124,9 +124,27 @@ def open_store(*, timeout_s: float = 600.0) -> dist.Store:
             os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
         return dist.HashStore()
 
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    return dist.PrefixStore(agree_on_round(store, rank, size, timeout_s=timeout_s), store)
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        prefix = agree_on_round(store, rank, size, timeout_s=timeout_s)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise MeshError(
+            f"rank {rank} did not meet all {size} ranks within {timeout_s:.0f} s at {address}, the "
+            f"job's store: {str(error).splitlines()[0]}; start the job on all of its nodes, and "
+            "see that they can reach that address"
+        ) from error
+    return dist.PrefixStore(prefix, store)
+
+
+def rank_0_holds_store() -> bool:
+    """Return whether the store of ``open_store`` is in the process of rank 0.
+
+    Otherwise it is in an agent of torchrun or in a file, or this process is the only rank.
+    """
+    is_alone_or_local = STORE_VARIABLE in os.environ or "MASTER_ADDR" not in os.environ
+    return not is_alone_or_local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def agree_on_round(store: dist.Store, rank: int, size: int, *, timeout_s: float) -> str:
@@ -347,6 +365,25 @@ def broadcast_object(
     if is_source:
         return value
     return pickle.loads(content) if keep else None
+
+
+def send_to_each(make: Callable[[int], torch.Tensor] | None, own: torch.Tensor) -> None:
+    """Send each rank a tensor of its own from rank 0. Collective over all ranks.
+
+    The sends follow each other, so rank 0 holds the tensor of one rank at a time, and each rank
+    receives only its own.
+
+    Args:
+        make: on rank 0, returns the tensor of a rank; None on the others. It is in host memory,
+            with the shape and dtype that the rank has in ``own``.
+        own: is filled with this rank's tensor.
+    """
+    if make is None:
+        dist.recv(own, 0, group=_host_group)
+        return
+    own.copy_(make(0))
+    for rank in range(1, dist.get_world_size()):
+        dist.send(make(rank), rank, group=_host_group)
 
 
 def distinct_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

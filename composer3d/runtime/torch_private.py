@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
-from torch._C import _accelerator_setAllocatorSettings
+from torch._C import _accelerator_setAllocatorSettings, _distributed_c10d
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import all_gather_single, reduce_scatter_single
@@ -249,6 +249,17 @@ def fusible_scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
     return cast(Tensor, reduce_scatter_single(x, "sum", dim, group))
 
 
+def dump_nccl_trace() -> bytes | None:
+    """Return what torch's flight recorder knows of the last collectives of NCCL in this process.
+
+    Returns:
+        A pickle, which torch's command ``torchfrtrace`` reads. None: this torch has no NCCL.
+    """
+    # The type stubs lack it, and so does a torch without NCCL.
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    return None if dump is None else dump(includeStackTraces=False)
+
+
 # --- dry runs ---
 
 
@@ -429,6 +440,20 @@ def around_shape_propagation(
     DTensor runs it on tensors of the global shape, without data. No rank allocates them.
     """
     return _around(ShardingPropagator, "_propagate_tensor_meta_non_cached", context)
+
+
+def start_memory_history() -> None:
+    """Let torch's allocator of CUDA record what it allocates and frees, and from where."""
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def write_memory_history(path: str) -> None:
+    """Write what was recorded since ``start_memory_history``, and end the recording.
+
+    The file is a pickle that https://docs.pytorch.org/memory_viz shows. Raises OSError.
+    """
+    torch.cuda.memory._dump_snapshot(path)
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _around(

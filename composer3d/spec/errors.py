@@ -8,18 +8,34 @@ a bug of composer3d and keeps its traceback.
 from collections.abc import Sequence
 
 
+def printable(text: str) -> str:
+    """Return a text in which every character that is not printable is escaped, as in ``\\n``.
+
+    The names of files and tensors may come from a stranger. A line break in one would make two
+    lines of an error, and a control character could change what the terminal shows.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 class UserError(Exception):
     """Something in the user's input is wrong.
 
     Attributes:
-        lines: one problem per line: where it is, the wrong value, and what to change.
+        lines: one problem per line: where it is, the wrong value, and what to change. All their
+            characters are printable (``printable``).
         status: the exit status of the command.
     """
 
     status = 2
 
     def __init__(self, lines: str | Sequence[str]) -> None:
-        self.lines: tuple[str, ...] = (lines,) if isinstance(lines, str) else tuple(lines)
+        self.lines: tuple[str, ...] = tuple(
+            map(printable, (lines,) if isinstance(lines, str) else lines)
+        )
         super().__init__("\n".join(self.lines))
 
 

@@ -9,15 +9,21 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import NotPlainFileError, open_plain, read_json
 
 MANIFEST = "tokens.json"
 TOKENIZER = "tokenizer.json"
-FORMAT, VERSION = "composer3d tokens", 1
+FORMAT = "composer3d tokens"
+
+# Version 1 is a folder of one shard, with the files tokens.bin and documents.bin. Version 2 has an
+# index of shards, whose files are numbered.
+VERSION, SHARDS_VERSION = 1, 2
+MOST_SHARDS = 100_000
 
 # Each chunk of a file has a digest, so that the ranks of a node can share the check of a file. The
 # size of a chunk cannot change without a new version.
@@ -29,7 +35,7 @@ Dtype = Literal["uint16", "uint32"]
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _START_BYTES = 8  # an entry of documents.bin is an int64
 
-_MOST_MANIFEST_BYTES = 8 << 20  # enough for the digests of 13 TB
+_MOST_MANIFEST_BYTES = 64 << 20  # enough for the digests of 100 TB, or for 100,000 shards
 _MOST_TOKENIZER_BYTES = 64 << 20
 _MOST = 1 << 50  # tokens, documents or bytes
 _DIGEST_DIGITS = 32
@@ -49,6 +55,22 @@ class File:
     digests: tuple[str, ...]
 
 
+class Shard(NamedTuple):
+    """One part of the tokens of a folder. It holds whole documents.
+
+    Attributes:
+        tokens: the number of its tokens.
+        documents: the number of its documents.
+        tokens_file: the name of the file of its tokens.
+        documents_file: the name of the file of its documents' starts, counted within the shard.
+    """
+
+    tokens: int
+    documents: int
+    tokens_file: str
+    documents_file: str
+
+
 @dataclass(frozen=True)
 class TokenManifest:
     """The facts about a folder that ``prepare`` wrote.
@@ -62,6 +84,7 @@ class TokenManifest:
         end_of_document: the token after each document, which occurs nowhere else.
         tokenizer_name: the name of the tokenizer's file, for people.
         tokenizer_digest: the digest of that file, or None if the tokens are bytes.
+        shards: the shards, in the order of their tokens.
         files: the files by name, without the manifest itself.
     """
 
@@ -73,7 +96,17 @@ class TokenManifest:
     end_of_document: int
     tokenizer_name: str
     tokenizer_digest: str | None
+    shards: tuple[Shard, ...]
     files: dict[str, File]
+
+    @cached_property
+    def shards_by_file(self) -> dict[str, Shard]:
+        """The shard of each file, by the name of the file. The tokenizer belongs to no shard."""
+        return {
+            name: shard
+            for shard in self.shards
+            for name in (shard.tokens_file, shard.documents_file)
+        }
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of the folder, and check its size.
@@ -111,9 +144,23 @@ class TokenManifest:
             self.open(name).close()
 
 
+def shard_files(number: int | None) -> tuple[str, str]:
+    """Return the names of the files of a shard: its tokens, and the starts of its documents.
+
+    ``number`` counts shards from 0. None: the only shard of a folder of version 1.
+    """
+    ending = ".bin" if number is None else f"-{number:05}.bin"
+    return f"tokens{ending}", f"documents{ending}"
+
+
+def new_digest(data: bytes | bytearray | memoryview = b"") -> "hashlib.blake2b":
+    """Begin the digest of a chunk: BLAKE2b of 16 bytes."""
+    return hashlib.blake2b(data, digest_size=_DIGEST_DIGITS // 2)
+
+
 def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """Return the digest of a chunk: BLAKE2b of 16 bytes, in 32 hexadecimal digits."""
-    return hashlib.blake2b(data, digest_size=_DIGEST_DIGITS // 2).hexdigest()
+    """Return the digest of a chunk in 32 hexadecimal digits."""
+    return new_digest(data).hexdigest()
 
 
 def digest_of_manifest(manifest: dict[str, Any]) -> str:
@@ -145,9 +192,11 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     """Check a JSON value, and return the manifest. Raises ValueError, which says what is wrong."""
     # Check the version first, because other versions may have other keys.
     facts = _object(document, "it", ("version",))
-    if type(facts["version"]) is not int or facts["version"] != VERSION:
+    version = facts["version"]
+    if type(version) is not int or version not in (VERSION, SHARDS_VERSION):
         raise ValueError(
-            f"it has version {_shown(facts['version'])}, but this composer3d reads {VERSION}"
+            f"it has version {_shown(version)}, but this composer3d reads {VERSION} and "
+            f"{SHARDS_VERSION}"
         )
     keys = (
         "format",
@@ -160,6 +209,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
         "tokenizer",
         "files",
         "digest",
+        *(("shards",) if version == SHARDS_VERSION else ()),
     )
     _object(document, "it", keys, exact=True)
     if facts["format"] != FORMAT:
@@ -179,10 +229,14 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     if tokenizer["digest"] is not None:
         _digest(tokenizer["digest"], "tokenizer.digest")
 
-    sizes = {
-        "tokens.bin": tokens * ITEM_BYTES[dtype],
-        "documents.bin": (documents + 1) * _START_BYTES,
-    }
+    if version == VERSION:
+        shards: tuple[Shard, ...] = (Shard(tokens, documents, *shard_files(None)),)
+    else:
+        shards = _shards(facts["shards"], tokens, documents)
+    sizes = {}
+    for shard in shards:
+        sizes[shard.tokens_file] = shard.tokens * ITEM_BYTES[dtype]
+        sizes[shard.documents_file] = (shard.documents + 1) * _START_BYTES
     files = _files(facts["files"], sizes, has_tokenizer=tokenizer["digest"] is not None)
 
     # Check the digest last: an unchecked manifest could nest too deep to be written as JSON.
@@ -199,8 +253,27 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
         end_of_document=end_of_document,
         tokenizer_name=tokenizer["name"],
         tokenizer_digest=tokenizer["digest"],
+        shards=shards,
         files=files,
     )
+
+
+def _shards(value: Any, tokens: int, documents: int) -> tuple[Shard, ...]:
+    """Check the entry ``shards``: the tokens and documents of each shard, which must add up."""
+    if type(value) is not list or not 1 <= len(value) <= MOST_SHARDS:
+        raise ValueError(f"shards must be a list of 1 to {MOST_SHARDS} objects")
+    shards = []
+    for number, item in enumerate(value):
+        place = f"shards[{number}]"
+        entry = _object(item, place, ("tokens", "documents"), exact=True)
+        shard_tokens = _whole(entry, "tokens", 1, tokens, place=place)
+        shard_documents = _whole(entry, "documents", 1, shard_tokens, place=place)
+        shards.append(Shard(shard_tokens, shard_documents, *shard_files(number)))
+    for name, total in (("tokens", tokens), ("documents", documents)):
+        found = sum(getattr(shard, name) for shard in shards)
+        if found != total:
+            raise ValueError(f"{name} is {total}, but its shards have {found}")
+    return tuple(shards)
 
 
 def _files(value: Any, sizes: dict[str, int], *, has_tokenizer: bool) -> dict[str, File]:

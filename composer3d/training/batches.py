@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from composer3d.data import Batch, Corpus, Loader, open_corpus
+from composer3d.data import Batch, Blend, Corpus, Loader, open_corpus
 from composer3d.data.order import Order
+from composer3d.data.tokens import MOST_MAPS
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.parallel import Stages
 from composer3d.parallel.context.ownership import owned_ranges
@@ -15,7 +16,7 @@ from composer3d.recipe.schema import Recipe
 from composer3d.runtime.mesh import Mesh
 
 
-def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
+def open_data(recipe: Recipe) -> tuple[Corpus | Blend, Corpus | None]:
     """Open the training data, and the validation data if the recipe validates.
 
     Returns:
@@ -25,15 +26,21 @@ def open_data(recipe: Recipe) -> tuple[Corpus, Corpus | None]:
         DataError: either cannot be used.
     """
     data, validation = recipe.data, recipe.validation
-    open_split = partial(open_corpus, data.source, data.path, field=data.field)
+    open_split = partial(open_corpus, data.source, field=data.field)
     held_out = None
     if validation.every:
-        held_out = open_split(split="validation", held_out_path=validation.path)
-    return open_split(split="train"), held_out
+        held_out = open_split(None, split="validation", held_out_path=validation.path)
+    if data.sources is None:
+        return open_split(data.path, split="train"), held_out
+    most_maps = max(1, MOST_MAPS // len(data.sources))
+    corpora = [
+        open_split(source.path, split="train", most_maps=most_maps) for source in data.sources
+    ]
+    return Blend(tuple(corpora), tuple(source.weight for source in data.sources)), held_out
 
 
 def make_loader(
-    recipe: Recipe, mesh: Mesh, corpus: Corpus, *, seed: int, order: Order = "feistel"
+    recipe: Recipe, mesh: Mesh, corpus: Corpus | Blend, *, seed: int, order: Order = "feistel"
 ) -> Loader:
     """Make the loader of this rank: its rows of each global batch, and its tokens of each row."""
     return Loader(
@@ -44,12 +51,12 @@ def make_loader(
         batch_rank=mesh.batch_rank,
         batch_ranks=mesh.batch_ranks,
         packing=recipe.data.packing,
-        owned_ranges=_owned_ranges(recipe, mesh),
+        owned_ranges=owned_ranges_of(recipe, mesh),
         order=order,
     )
 
 
-def make_common_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus) -> Loader:
+def make_common_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus | Blend) -> Loader:
     """Make a loader of micro-batches whose rows are the same on all data-parallel ranks."""
     return Loader(
         corpus,
@@ -59,11 +66,11 @@ def make_common_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus) -> Loader:
         batch_rank=0,
         batch_ranks=1,
         packing=recipe.data.packing,
-        owned_ranges=_owned_ranges(recipe, mesh),
+        owned_ranges=owned_ranges_of(recipe, mesh),
     )
 
 
-def _owned_ranges(recipe: Recipe, mesh: Mesh) -> list[tuple[int, int]]:
+def owned_ranges_of(recipe: Recipe, mesh: Mesh) -> list[tuple[int, int]]:
     """Return the tokens of each row that this rank of cp holds."""
     owned = owned_ranges(
         mesh.coords["cp"],

@@ -1,20 +1,22 @@
 """Build a ``Run`` from a recipe: one rank's model, optimizer, data, checkpoints and metrics."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
+import composer3d
 from composer3d.checkpoint import Store
 from composer3d.convert.assets import make_assets
 from composer3d.convert.start import load_hf
-from composer3d.data import BatchesAhead, Corpus
+from composer3d.data import BatchesAhead, Corpus, Loader
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
 from composer3d.parallel.compose import Materialise
 from composer3d.parallel.context import kernels
+from composer3d.parallel.freeze import freeze_others
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import Recipe
@@ -29,6 +31,7 @@ from composer3d.spec import hardware
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.metrics import Metrics
 from composer3d.training.optim import build_optimizer
+from composer3d.training.profiling import Profiler, make_profiler
 from composer3d.training.replicas import ReplicaCheck
 from composer3d.training.resume import resume
 from composer3d.training.run_folder import claim_folder, write_recipe
@@ -45,6 +48,7 @@ class Run:
             all ranks but 0.
         held_out: the validation data; None without validation.
         timeline: traces steps; None if this rank traces none.
+        profiler: profiles steps; None if this rank profiles none.
         stragglers: measures this rank, and names slow ones.
         replicas: compares replicas; None if the recipe does not want it.
         history: decides from the steps before which loss or norm is a spike.
@@ -58,10 +62,12 @@ class Run:
     stages: Stages
     optimizer: torch.optim.AdamW
     loader: BatchesAhead
+    epochs_begun: Callable[[int], list[tuple[str, int]]]  # as in Loader
     held_out: Corpus | None
     store: Store
     metrics: Metrics
     timeline: TimelineWriter | None
+    profiler: Profiler | None
     stragglers: StragglerWatch
     replicas: ReplicaCheck | None
     history: StepHistory
@@ -82,21 +88,28 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
             or the recipe or the software differs between ranks.
         ExchangeError: a group has wrong ranks, or a collective of an axis gives wrong values.
     """
-    check_agreement(recipe)
-    mesh = Mesh.build(recipe.mesh, device)
-    groups = groups_of(mesh, has_experts=recipe.model.experts > 0)
-    check_exchanges(mesh, groups, lambda axis: collectives_of_training(axis, recipe.parallel))
+    with log.phase("checks of ranks and groups"):
+        check_agreement(recipe)
+        mesh = Mesh.build(recipe.mesh, device)
+        groups = groups_of(mesh, has_experts=recipe.model.experts > 0)
+        check_exchanges(mesh, groups, lambda axis: collectives_of_training(axis, recipe.parallel))
     is_main = mesh.rank == 0
     folder = Path(recipe.run.out_dir) / recipe.run.name
     claim = claim_folder(folder)
+    if claim is not None:
+        log.keep_in(folder / log.FILE, claim.is_held)
+        versions = f"composer3d {composer3d.__version__}, torch {torch.__version__}"
+        log.keep([f"{versions}, {mesh.world_size} ranks on {device.type}"])
 
-    corpus, held_out = process_group.on_all("data", lambda: open_data(recipe))
-    digests = {"train": corpus.digest, "validation": held_out and held_out.digest}
-    process_group.check_same("the data", digests)
-    loader = BatchesAhead(make_loader(recipe, mesh, corpus, seed=recipe.data.seed), device)
+    with log.phase("data"):
+        corpus, held_out = process_group.on_all("data", lambda: open_data(recipe))
+        digests = {"train": corpus.digest, "validation": held_out and held_out.digest}
+        process_group.check_same("the data", digests)
+        loader = BatchesAhead(make_loader(recipe, mesh, corpus, seed=recipe.data.seed), device)
 
-    stages = build_stages(recipe, mesh)
-    optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
+    with log.phase("model"):
+        stages = build_stages(recipe, mesh)
+        optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
 
     store = Store(
         folder / "checkpoints",
@@ -108,9 +121,10 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     if claim is not None:
         store.guard = claim.require_held
     history = StepHistory(recipe.reliability)
-    steps_done = resume(recipe, store, stages, optimizer, loader, history)
-    if steps_done is None and recipe.model.hf is not None:
-        load_hf(recipe.model.hf, stages)
+    with log.phase("checkpoint"):
+        steps_done = resume(recipe, store, stages, optimizer, loader, history)
+        if steps_done is None and recipe.model.hf is not None:
+            load_hf(recipe.model.hf, stages)
     find_assets = partial(make_assets, recipe, corpus.end_of_document, store.loaded)
     store.assets = process_group.on_all("assets", find_assets if is_main else dict)
     store.warm_up(stages, optimizer)
@@ -120,14 +134,22 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
     process_group.on_all("recipe.toml", keep_recipe if is_main else lambda: None)
     ledger = _open_ledger(folder, claim, steps_done=steps_done or 0)
     _log_attention(recipe, device)
+    _log_epochs(recipe, loader.loader)
     metrics = process_group.on_all(
         "metrics", lambda: _make_metrics(recipe, mesh, folder, claim, start_step=steps_done or 0)
     )
+    _tell_start(recipe, mesh, metrics, steps_done)
     timeline = None
     if recipe.metrics.timeline_steps is not None:
         timeline = process_group.on_all("timeline", lambda: make_timeline(recipe, stages, folder))
+    profiler = None
+    if recipe.metrics.profile_steps is not None:
+        profiler = process_group.on_all(
+            "profile", lambda: make_profiler(recipe, stages, groups, folder)
+        )
     has_documents = recipe.data.packing == "documents"
     peers = peer_groups(recipe.mesh, recipe.parallel, has_documents=has_documents)
+    log.say_phases()
     return Run(
         recipe=recipe,
         resolved_toml=resolved_toml,
@@ -135,10 +157,12 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         stages=stages,
         optimizer=optimizer,
         loader=loader,
+        epochs_begun=loader.loader.epochs_begun,
         held_out=held_out,
         store=store,
         metrics=metrics,
         timeline=timeline,
+        profiler=profiler,
         stragglers=StragglerWatch(recipe.reliability, mesh, peers),
         replicas=ReplicaCheck(recipe, stages, optimizer, corpus)
         if recipe.reliability.digest_every
@@ -168,8 +192,11 @@ def build_stages(
     """
     data, shape = recipe.data, recipe.model
     model_of = architecture(shape.architecture)
+    model = model_of.build(shape, dtype=getattr(torch, recipe.precision.params), device="meta")
+    if recipe.optim.train is not None:
+        freeze_others(model, recipe.optim.train)
     return compose(
-        model_of.build(shape, dtype=getattr(torch, recipe.precision.params), device="meta"),
+        model,
         change_plan(resolve(model_of.plan)(shape)),
         mesh,
         parallel=recipe.parallel,
@@ -207,6 +234,15 @@ def _log_attention(recipe: Recipe, device: torch.device) -> None:
         log.get().info(f"attention: {description}")
 
 
+def _log_epochs(recipe: Recipe, loader: Loader) -> None:
+    """Log how often the whole run sees each part of the training data."""
+    for name, n_samples, epochs in loader.epochs_in(recipe.run.steps):
+        log.get().info(
+            f"data: {name} has {n_samples:,} samples of {recipe.data.seq_len} tokens; "
+            f"{recipe.run.steps:,} steps see it {epochs:.2f} times"
+        )
+
+
 def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
     """Return how attention is computed, or None if torch computes it on whole sequences.
 
@@ -228,11 +264,30 @@ def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
     return f"{place}; its kernel: {kernels.kernel_of(queries).value}"
 
 
+def _tell_start(recipe: Recipe, mesh: Mesh, metrics: Metrics, steps_done: int | None) -> None:
+    """Write to the run's events that a job starts, where, and from which step."""
+    axes = [f"{axis} {size}" for axis, size in asdict(recipe.mesh).items() if size > 1]
+    ranks = "1 rank" if mesh.world_size == 1 else f"{mesh.world_size} ranks"
+    layout = f"{ranks} ({', '.join(axes)})" if axes else ranks
+    origin = "the beginning" if steps_done is None else f"a checkpoint of step {steps_done}"
+    device = _device_name(mesh.device)
+    metrics.event(
+        steps_done or 0,
+        "start",
+        f"{layout} on {device or 'cpu'}, from {origin}; torch {torch.__version__}",
+        device=device or "cpu",
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    """Return the name of a GPU; empty for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def _make_metrics(
     recipe: Recipe, mesh: Mesh, folder: Path, claim: Claim | None, *, start_step: int
 ) -> Metrics:
-    device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
-    row = hardware.find(device_name)
+    row = hardware.find(_device_name(mesh.device))
     flops_per_token = resolve(architecture(recipe.model.architecture).flops_per_token)
     return Metrics(
         folder,

@@ -1,7 +1,7 @@
 """The training loop, in the order in which a step happens."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import CheckpointTable, Recipe
 from composer3d.reliability.bad_steps import BadStep
 from composer3d.reliability.report import RankReport
-from composer3d.reliability.signals import STOP_SIGNALS, stop_signals
+from composer3d.reliability.signals import STOP_SIGNALS, StopSignals, stop_signals
 from composer3d.runtime import log, process_group
 from composer3d.spec.errors import TrainingError
 from composer3d.training.build import Run
@@ -43,7 +43,7 @@ def train(run: Run) -> int:
             run's folder was removed or replaced.
         CheckpointError: a checkpoint could not be saved.
     """
-    total_steps = run.recipe.run.steps
+    total_steps, first_step = run.recipe.run.steps, run.step
     if run.step >= total_steps:
         log.get().info(
             f"nothing to do: {run.step} of {total_steps} steps are done; raise run.steps to train "
@@ -55,7 +55,14 @@ def train(run: Run) -> int:
             _report(run, run.stragglers.finish())
             with run.metrics.timer("checkpoint"):
                 run.store.wait()
+            if run.step > first_step and run.step == total_steps:
+                run.metrics.event(run.step, "end", f"all {total_steps} steps are done")
+    except TrainingError as error:
+        run.metrics.event(run.step, "stop", " ".join(error.lines))
+        raise
     finally:
+        if run.profiler is not None:
+            run.profiler.close()
         run.loader.close()
         run.metrics.close()
     if run.claim is not None:
@@ -63,23 +70,27 @@ def train(run: Run) -> int:
     return stopped_by
 
 
-def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
-    recipe, stages, metrics = run.recipe, run.stages, run.metrics
-    mesh = stages.mesh
+def _loop(run: Run, total_steps: int, signals: StopSignals) -> int:
+    recipe, metrics = run.recipe, run.metrics
+    mesh = run.stages.mesh
     cadence = Cadence(recipe.checkpoint, time.monotonic())
 
     def flags() -> list[float]:  # as many as FLAGS
         # A save is collective, so all ranks must agree on it. But their clocks differ, and a signal
         # may reach only one rank.
         return [
-            *(signals[:1] == [number] for number in STOP_SIGNALS),
+            *_flags_of(signals),
             run.store.failed,
             mesh.rank == 0 and cadence.is_time(),
         ]
 
     while run.step < total_steps:
+        for name, epoch in run.epochs_begun(run.step):
+            log.get().info(f"step {run.step + 1} begins epoch {epoch + 1} of {name}")
         bad_step = run.ledger.leaves_out(run.step + 1)
         requests = _step(run, flags) if bad_step is None else _pass_over(run, bad_step)
+        # From now on, there are steps that a signal must not lose.
+        signals.catch()
         is_last = run.step == total_steps
 
         if run.replicas is not None and run.step % recipe.reliability.digest_every == 0:
@@ -91,24 +102,81 @@ def _loop(run: Run, total_steps: int, signals: list[int]) -> int:
             run.store.wait()
 
         # Save before validation, so that a validation that fails or is cut off loses no step.
-        if is_last or requests.signal or requests.time_is_up or cadence.is_step(run.step):
-            with metrics.timer("checkpoint"):
-                run.store.save(_manifest(run), stages, run.optimizer)
-            cadence.saved()
+        stopped_by = requests.signal
+        must_save = is_last or requests.time_is_up or cadence.is_step(run.step)
+        if must_save or stopped_by:
+            _save(run, cadence)
+            # A save can take minutes.
+            stopped_by = stopped_by or _agree_on_signal(signals)
 
-        if requests.signal and not is_last:
+        must_validate = run.held_out is not None and (
+            is_last or run.step % recipe.validation.every == 0
+        )
+        if must_validate and not stopped_by:
+            must_validate = not _validate(run, signals)
+            stopped_by = _agree_on_signal(signals)
+            if stopped_by and not must_save:
+                _save(run, cadence)
+
+        if stopped_by and is_last and must_validate:
+            metrics.event(run.step, "stop", f"stopped by signal {stopped_by} in the validation")
             log.get().info(
-                f"stopped by signal {requests.signal} after step {run.step}; "
+                f"stopped by signal {stopped_by} in the validation after the last step; all "
+                f"{run.step} steps are saved"
+            )
+            return stopped_by
+        if stopped_by and not is_last:
+            metrics.event(run.step, "stop", f"stopped by signal {stopped_by}")
+            log.get().info(
+                f"stopped by signal {stopped_by} after step {run.step}; "
                 f"{way_to_go_on(recipe)} from there"
             )
-            return requests.signal
-
-        if run.held_out is not None and (is_last or run.step % recipe.validation.every == 0):
-            with metrics.timer("validation"):
-                order = run.loader.order
-                validation_loss = validate(recipe, stages, run.held_out, order=order)
-            metrics.validation(run.step, validation_loss)
+            return stopped_by
     return 0
+
+
+def _flags_of(signals: StopSignals) -> list[float]:
+    """Return a number for each of ``STOP_SIGNALS``: 1 for the first that this rank received."""
+    return [float(signals.received[:1] == [number]) for number in STOP_SIGNALS]
+
+
+def _agreed_signal(flags: Sequence[float]) -> int:
+    """Return the signal that asks to stop, or 0, from the flags of all ranks, summed or maximal."""
+    received = zip(STOP_SIGNALS, flags, strict=True)
+    return next((number for number, is_received in received if is_received), 0)
+
+
+def _agree_on_signal(signals: StopSignals) -> int:
+    """Return the signal that asks to stop, the same on all ranks; 0 for none.
+
+    Collective over all ranks: one all-reduce in host memory.
+    """
+    return _agreed_signal(process_group.max_over_ranks(_flags_of(signals)))
+
+
+def _save(run: Run, cadence: "Cadence") -> None:
+    begin_s = time.perf_counter()
+    with run.metrics.timer("checkpoint"):
+        run.store.save(_manifest(run), run.stages, run.optimizer)
+    cadence.saved()
+    stopped_s = round(time.perf_counter() - begin_s, 3)
+    run.metrics.event(run.step, "save", f"checkpoint of step {run.step}", seconds=stopped_s)
+
+
+def _validate(run: Run, signals: StopSignals) -> bool:
+    """Validate, and log the loss. Returns False if a signal has cut the validation off."""
+    assert run.held_out is not None
+    with run.metrics.timer("validation"):
+        loss = validate(
+            run.recipe,
+            run.stages,
+            run.held_out,
+            order=run.loader.order,
+            must_stop=lambda: _agree_on_signal(signals) != 0,
+        )
+    if loss is not None:
+        run.metrics.validation(run.step, loss)
+    return loss is not None
 
 
 class Requests(NamedTuple):
@@ -137,12 +205,15 @@ def _step(run: Run, flags: Callable[[], list[float]]) -> Requests:
     with metrics.timer("data"):
         batch = next(run.loader)
 
-    with nullcontext() if run.timeline is None else run.timeline.step(run.step + 1):
-        sums = compute_gradients(stages, batch, flags)
+    with nullcontext() if run.profiler is None else run.profiler.step(run.step + 1):
+        with nullcontext() if run.timeline is None else run.timeline.step(run.step + 1):
+            sums = compute_gradients(stages, batch, flags, metrics.is_due(run.step + 1))
 
-    lr = learning_rate(run.step, recipe.optim, recipe.run.steps)
-    limits = run.history.limits()
-    values = update(stages, run.optimizer, sums, max_norm=recipe.optim.clip, lr=lr, limits=limits)
+        lr = learning_rate(run.step, recipe.optim, recipe.run.steps)
+        limits = run.history.limits()
+        values = update(
+            stages, run.optimizer, sums, max_norm=recipe.optim.clip, lr=lr, limits=limits
+        )
     straggler_report = run.stragglers.end_step()
 
     # The values come from sums over all ranks, so all ranks find the same problem, or none.
@@ -160,7 +231,7 @@ def _step(run: Run, flags: Callable[[], list[float]]) -> Requests:
         loss=values.loss,
         grad_norm=values.norm,
         lr=lr,
-        extra=partial(_further_metrics, recipe, batch, stages),
+        extra=partial(_further_metrics, recipe, batch, stages, values.norm_by_part),
     )
     if problem is not None:
         with metrics.timer("checkpoint"):
@@ -168,9 +239,7 @@ def _step(run: Run, flags: Callable[[], list[float]]) -> Requests:
     _report(run, straggler_report)
 
     *ranks_with_signal, save_failed, time_is_up = values.flags
-    received = zip(STOP_SIGNALS, ranks_with_signal, strict=True)
-    signal_seen = next((number for number, ranks in received if ranks), 0)
-    return Requests(signal_seen, save_failed > 0, time_is_up > 0)
+    return Requests(_agreed_signal(ranks_with_signal), save_failed > 0, time_is_up > 0)
 
 
 def _pass_over(run: Run, bad_step: BadStep) -> Requests:
@@ -213,9 +282,15 @@ class Cadence:
         self.saved_at_s = time.monotonic()
 
 
-def _further_metrics(recipe: Recipe, batch: Batch, stages: Stages) -> dict[str, float]:
+def _further_metrics(
+    recipe: Recipe, batch: Batch, stages: Stages, norm_by_part: Mapping[str, float]
+) -> dict[str, float]:
     tokens = recipe.data.global_batch * recipe.data.seq_len
-    return {**cp_imbalance(recipe, batch), **expert_metrics(stages.router_loads, tokens)}
+    return {
+        **{f"grad_norm/{part}": norm for part, norm in norm_by_part.items()},
+        **cp_imbalance(recipe, batch),
+        **expert_metrics(stages.router_loads, tokens),
+    }
 
 
 def expert_metrics(loads: Mapping[str, RouterLoad], tokens: int) -> dict[str, float]:

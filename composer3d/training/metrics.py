@@ -13,22 +13,25 @@ import resource
 import stat
 import sys
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch
 
 from composer3d.recipe.schema import MetricsTable
 from composer3d.runtime import log, process_group
 from composer3d.runtime.files import append_whole, open_own, write_atomic
+from composer3d.spec import events
 from composer3d.spec.errors import UserError
 from composer3d.spec.files import open_plain, parse_json
+
+if TYPE_CHECKING:
+    from composer3d.training.tensorboard import TensorBoard
 
 FILE = "metrics.jsonl"
 
@@ -39,36 +42,6 @@ _FILE_LIMIT = 1 << 30
 _LINE_LIMIT = 64 << 10
 
 _LINE_START = b'{"step": '
-
-# The tag of each metric in TensorBoard. Any other metric has the tag NAME if it contains a "/", or
-# else "other/NAME".
-_TAGS = {
-    "loss": "loss/train",
-    "validation_loss": "loss/validation",
-    "grad_norm": "optim/grad_norm",
-    "lr": "optim/lr",
-    "tokens_per_s": "speed/tokens_per_s",
-    "tokens_per_s_per_rank": "speed/tokens_per_s_per_rank",
-    "tflops_per_rank": "speed/tflops_per_rank",
-    "mfu": "speed/mfu",
-    "cp_balance": "speed/cp_balance",
-    "expert_load": "experts/load",
-    "dropped_tokens": "experts/dropped_tokens",
-    "router_entropy": "experts/router_entropy",
-    "balance_loss": "experts/balance_loss",
-    "z_loss": "experts/z_loss",
-    "step_s": "time/step_s",
-    "data_s": "time/data_s",
-    "validation_s": "time/validation_s",
-    "checkpoint_s": "time/checkpoint_s",
-    "left_out_steps": "optim/left_out_steps",
-    "straggler_rank": "ranks/straggler_rank",
-    "straggler_factor": "ranks/straggler_factor",
-    "corrupt_rank": "ranks/corrupt_rank",
-    "memory_gib": "memory/peak_gib",
-    "memory_reserved_gib": "memory/peak_reserved_gib",
-    "memory_retries": "memory/retries",
-}
 
 
 @dataclass
@@ -118,7 +91,7 @@ class Metrics:
         self._seconds: dict[str, float] = defaultdict(float)
         self._logged_step = self.start_step
         self._logged_at_s = self._first_step_at_s = time.perf_counter()
-        self._tensorboard = None
+        self._tensorboard: TensorBoard | None = None
         if not self.main:
             return
 
@@ -126,16 +99,11 @@ class Metrics:
         _drop_lines_after(self._path, self.start_step)
         if self.table.tensorboard:
             # Imported here: it takes a second, and only one rank needs it.
-            from torch.utils.tensorboard import SummaryWriter
+            from composer3d.training import tensorboard
 
             _move_old_events(self.run_dir)
-            self._tensorboard = SummaryWriter(
-                # TensorBoard names a run by the folder of its event files.
-                str(self.run_dir),
-                purge_step=self.start_step + 1 if self.start_step else 0,
-                flush_secs=10,
-                # A random name, so that nobody can place a link there beforehand.
-                filename_suffix=f".{uuid.uuid4().hex}",
+            self._tensorboard = tensorboard.TensorBoard(
+                self.run_dir, start_step=self.start_step, tokens_per_step=self.tokens_per_step
             )
 
     @contextmanager
@@ -147,6 +115,11 @@ class Metrics:
         begin_s = time.perf_counter()
         yield
         self._seconds[phase] += time.perf_counter() - begin_s
+
+    def is_due(self, step: int) -> bool:
+        """Return whether ``step`` is logged: the same on all ranks."""
+        is_first, is_last = step == self.start_step + 1, step == self.total_steps
+        return is_first or is_last or step % self.table.every == 0
 
     def step(
         self,
@@ -172,8 +145,9 @@ class Metrics:
         - on a GPU, ``memory_reserved_gib``: the same for the memory that torch's allocator has
           taken from the GPU; and ``memory_retries``: how often the allocator found no room and
           gave back unused memory before it tried again, of the rank with most since the start.
-        - the keys of ``extra``: with documents over cp ``cp_balance`` (see ``loop.cp_imbalance``),
-          and with experts their load (see ``loop.expert_metrics``).
+        - the keys of ``extra``: ``grad_norm/PART`` for each part of the model (see
+          ``parallel.grad_norm.PARTS``), with documents over cp ``cp_balance`` (see
+          ``loop.cp_imbalance``), and with experts their load (see ``loop.expert_metrics``).
 
         Args:
             step: the number of steps done, counted from 1.
@@ -185,7 +159,7 @@ class Metrics:
         now_s = time.perf_counter()
         if step == self.start_step + 1:
             self._first_step_at_s = now_s
-        elif step % self.table.every and step != self.total_steps:
+        if not self.is_due(step):
             return
         memory = _peak_memory(self.device_type)
         if not self.main:
@@ -226,23 +200,64 @@ class Metrics:
             self._write(step, {"validation_loss": loss})
             log.get().info(f"{self._progress(step)}  validation loss {loss:.4f}")
 
+    def event(
+        self,
+        step: int,
+        kind: events.Kind,
+        text: str,
+        *,
+        device: str | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Add a line to ``events.jsonl`` (``spec.events``). Only the main rank writes.
+
+        Args:
+            step: the number of steps done.
+            kind, text, device, seconds: as in ``events.Event``.
+        """
+        if not self.main or (self.may_write is not None and not self.may_write()):
+            return
+        found = events.Event(step, round(time.time(), 3), kind, text, device, seconds)
+        try:
+            append_whole(self.run_dir / events.FILE, events.line(found))
+        except OSError as error:
+            log.get().warning(f"the event {kind!r} of step {step} could not be written: {error}")
+
     def report(
-        self, step: int, lines: Sequence[str], values: Mapping[str, float], *, tag: str = "ranks"
+        self,
+        step: int,
+        lines: Sequence[str],
+        values: Mapping[str, float],
+        *,
+        tag: Literal["ranks", "bad steps"] = "ranks",
     ) -> None:
         """Report what was found after ``step``, by default about ranks of the job.
 
-        The lines go to the console as warnings, and to TensorBoard as a text under ``tag``; the
-        values go where those of other lines go. Call it on any rank: only the main rank writes.
+        The lines go to the console as warnings, to ``events.jsonl``, and to TensorBoard as a text
+        under ``tag``; the values go where those of other lines go. Call it on any rank: only the
+        main rank writes.
         """
         if not self.main:
             return
         for line in lines:
             log.get().warning(f"step {step}: {line}")
+            self.event(step, tag, line)
         if values:
             self._write(step, values)
         if self._tensorboard is not None:
             # A line break of Markdown.
             self._tensorboard.add_text(tag, "  \n".join(lines), step)
+
+    def describe(
+        self, texts: Mapping[str, str], hparams: Mapping[str, Any], *, has_experts: bool
+    ) -> None:
+        """Tell TensorBoard what is the same for all steps; see ``TensorBoard.describe``."""
+        if self._tensorboard is None:
+            return
+        try:
+            self._tensorboard.describe(texts, hparams, has_experts=has_experts)
+        except OSError as error:
+            log.get().warning(f"the description of the run could not be written: {error}")
 
     def close(self) -> None:
         """Write the seconds of validation and checkpoints since the last line, and close the files.
@@ -277,7 +292,7 @@ class Metrics:
             append_whole(self._path, (json.dumps({"step": step, **finite}) + "\n").encode())
             for name, value in values.items():
                 if value is not None and self._tensorboard is not None:
-                    self._tensorboard.add_scalar(_tag(name), value, step)
+                    self._tensorboard.add_scalar(name, value, step)
         except OSError as error:
             # A full disk must not end a healthy run, nor hide why a save failed.
             log.get().warning(f"the metrics of step {step} could not be written: {error}")
@@ -308,10 +323,6 @@ class Metrics:
             f"left {left}",
         ]
         return "  ".join(parts)
-
-
-def _tag(name: str) -> str:
-    return _TAGS.get(name, name if "/" in name else f"other/{name}")
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

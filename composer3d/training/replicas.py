@@ -1,16 +1,17 @@
 """Compare what data-parallel replicas hold and compute, and name a rank that differs."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from composer3d.data import Corpus
+from composer3d.data import Blend, Corpus
 from composer3d.parallel import Stages
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.digests import (
     Digest,
     Disagreement,
+    GradientDigests,
     can_disagree,
     disagreements,
     state_digests,
@@ -41,11 +42,13 @@ class ReplicaCheck:
         recipe: Recipe,
         stages: Stages,
         optimizer: torch.optim.Optimizer,
-        corpus: Corpus,
+        corpus: Corpus | Blend,
     ) -> None:
         self._sizes = recipe.mesh
         self._stages, self._optimizer = stages, optimizer
         self._loader = make_common_loader(recipe, stages.mesh, corpus)
+        # On a GPU, the backward of attention adds in another order each time by default.
+        self._has_same_backward = stages.mesh.device.type == "cpu" or recipe.run.deterministic
         self._agreed_step: int | None = None
         self._has_said_what_is_compared = False
 
@@ -53,21 +56,22 @@ class ReplicaCheck:
         """Compare all ranks after ``step`` steps. Nothing that training computes changes.
 
         The digests of parameters and optimizer state show a bit that has changed in the memory of
-        one replica. The loss of a micro-batch, computed forward on the same weights, shows
-        arithmetic that is wrong. A wrong backward shows in neither: its gradients are summed over
-        the replicas, and all of them take the wrong sum.
+        one replica. The loss and the gradients of a micro-batch, computed on the same weights, show
+        arithmetic that is wrong. In training itself it shows in neither state: gradients are summed
+        over the replicas, and all of them take the wrong sum.
 
         Returns:
             On rank 0, a report if ranks differ.
 
-        Collectives: those of ``Stages.evaluate`` for one micro-batch, and one ``gather_objects``.
-        On a GPU, the host waits.
+        Collectives: those of ``Stages.take_local_gradients``, or of ``Stages.evaluate`` if
+        gradients are not the same bits on all replicas; and one ``gather_objects``. On a GPU, the
+        host waits.
         """
         mesh = self._stages.mesh
         digests = state_digests(
             self._stages.parameters(), self._optimizer, pp_rank=mesh.coords["pp"]
         )
-        digests += self._digest_of_loss(step)
+        digests += self._digests_of_micro_batch(step)
         of_ranks = process_group.gather_objects(
             (digests, f"{mesh.identity} on {socket.gethostname()}")
         )
@@ -76,12 +80,9 @@ class ReplicaCheck:
         digests_of_ranks, names = zip(*of_ranks, strict=True)
         if not self._has_said_what_is_compared:
             self._has_said_what_is_compared = True
-            if not can_disagree(digests_of_ranks, "parameters"):
-                log.get().info(
-                    "reliability.digest_every: no two ranks hold the same parameters, so only the "
-                    "losses of one micro-batch are compared"
-                )
-        found = disagreements(digests_of_ranks)
+            for line in self._omissions(digests_of_ranks):
+                log.get().info(f"reliability.digest_every: {line}")
+        found = self._causes(disagreements(digests_of_ranks))
         if not found:
             self._agreed_step = step
             return None
@@ -89,15 +90,65 @@ class ReplicaCheck:
         certain = [rank for entry in found if entry.has_majority for rank in entry.suspects]
         return RankReport(lines, {"corrupt_rank": certain[0]} if certain else {})
 
-    def _digest_of_loss(self, step: int) -> list[Digest]:
+    def _digests_of_micro_batch(self, step: int) -> list[Digest]:
         mesh = self._stages.mesh
         batch = self._loader[step]
-        tokens_BT, labels_BT, positions_BT, documents_BT, _ = move_to_device(self._stages, batch)
-        loss = self._stages.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT)
-        if not self._stages.counts_loss:
-            return []
-        part = tuple((axis, mesh.coords[axis]) for axis in ("pp", "cp", "tp"))
-        return [Digest(LOSS, part, (int(loss.view(torch.int64)),))]
+        inputs = move_to_device(self._stages, batch)[:-1]
+        # These ranks compute the same. Ranks of one group of ep do not: the rows of a product may
+        # depend on their place among the rows of all ranks that an expert multiplies.
+        part = (
+            *((axis, mesh.coords[axis]) for axis in ("pp", "cp", "tp")),
+            ("ep", mesh.rank % self._sizes.ep),
+        )
+        gradients = GradientDigests()
+        devices = [mesh.device] if mesh.device.type != "cpu" else []
+        # A model of one's own may draw random numbers.
+        with torch.random.fork_rng(devices, device_type=mesh.device.type):
+            torch.manual_seed(step)
+            if self._has_same_backward:
+                loss = self._stages.take_local_gradients(*inputs, see=gradients.add)
+            else:
+                loss = self._stages.evaluate(*inputs)
+        digests = gradients.finish(part)
+        if self._stages.counts_loss:
+            digests.append(Digest(LOSS, part, (int(loss.view(torch.int64)),)))
+        return digests
+
+    def _omissions(self, of_ranks: Sequence[Sequence[Digest]]) -> Iterator[str]:
+        """Say what no two ranks have in common, and what therefore is not compared."""
+        if not can_disagree(of_ranks, "parameters"):
+            yield (
+                "no two ranks hold the same parameters, so only what they compute with them is "
+                "compared"
+            )
+        if not can_disagree(of_ranks, LOSS):
+            yield (
+                "all data-parallel ranks share experts (mesh.ep), so no two of them compute the "
+                "same, and no arithmetic is compared"
+            )
+        elif not self._has_same_backward:
+            yield (
+                "backward is not compared: its bits differ from call to call on a GPU without "
+                "run.deterministic = true"
+            )
+
+    def _causes(self, found: list[Disagreement]) -> list[Disagreement]:
+        """Keep what can have caused the others.
+
+        Wrong parameters and a wrong forward make all gradients of their replica wrong. A gradient
+        that is wrong in backward makes those wrong that backward comes to later.
+        """
+        others = [entry for entry in found if not _is_gradient(entry)]
+        explained = {self._batch_rank(rank) for entry in others for rank in entry.suspects}
+        gradients = [
+            entry
+            for entry in found
+            if _is_gradient(entry)
+            and explained.isdisjoint(self._batch_rank(rank) for rank in entry.suspects)
+        ]
+        first = max(map(_place_of, gradients), default=None)
+        causes = [entry for entry in gradients if _place_of(entry) == first]
+        return others + _joined(causes)
 
     def _line(self, found: Disagreement, names: Sequence[str]) -> str:
         what, suspects = found.what, list(found.suspects)
@@ -106,6 +157,8 @@ class ReplicaCheck:
             what = "loss of a micro-batch that all have computed"
             batch_ranks = {self._batch_rank(rank) for rank in suspects}
             suspects = [rank for rank in range(len(names)) if self._batch_rank(rank) in batch_ranks]
+        elif _is_gradient(found):
+            what = f"{what}, of a micro-batch that all have computed,"
         shown = "; ".join(names[rank] for rank in suspects[:_MOST_LISTED])
         if len(suspects) > _MOST_LISTED:
             shown += f"; and {len(suspects) - _MOST_LISTED} more"
@@ -120,8 +173,31 @@ class ReplicaCheck:
                 f"all agreed after step {self._agreed_step}: resume from a checkpoint that is not "
                 "newer"
             )
-        return f"corruption: another {what} on {shown}, {verdict}; {advice}, without that machine"
+        differing = f"other {what}" if what == "parameters" else f"another {what}"
+        return f"corruption: {differing} on {shown}, {verdict}; {advice}, without that machine"
 
     def _batch_rank(self, rank: int) -> tuple[int, int]:
         coords = coordinates(rank, self._sizes)
         return coords["dp_replicate"], coords["dp_shard"]
+
+
+def _is_gradient(found: Disagreement) -> bool:
+    return "unit" in dict(found.part)
+
+
+def _joined(gradients: Sequence[Disagreement]) -> list[Disagreement]:
+    """Join disagreements about one unit on several ranks of cp and tp, for one line."""
+    joined = []
+    for has_majority in (True, False):
+        entries = [entry for entry in gradients if entry.has_majority == has_majority]
+        if entries:
+            suspects = sorted(rank for entry in entries for rank in entry.suspects)
+            ranks = sorted(rank for entry in entries for rank in entry.ranks)
+            joined.append(entries[0]._replace(suspects=tuple(suspects), ranks=tuple(ranks)))
+    return joined
+
+
+def _place_of(gradient: Disagreement) -> tuple[int, int]:
+    """Return the place of a gradient's unit in the model: backward begins with the largest."""
+    part = dict(gradient.part)
+    return part["stage"], part["unit"]

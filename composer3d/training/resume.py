@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 
 from composer3d.checkpoint import Store
-from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.checkpoint.manifest import FILE, Manifest, model_of
 from composer3d.data import BatchesAhead
 from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
 from composer3d.recipe.changes import Change, changes
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.bad_steps import StepHistory
-from composer3d.runtime import log
+from composer3d.runtime import log, process_group
 from composer3d.spec.errors import CheckpointError
 from composer3d.training.optim import learning_rate
 
@@ -61,6 +61,12 @@ def resume(
                 f"{path} was made with run.seed = {change.then}, but the recipe says {change.now}: "
                 "a run keeps its seed; set it back, or give the run another run.name"
             )
+        if change.key == "optim.train" and manifest.data is not None:
+            raise CheckpointError(
+                f"{path} was made with optim.train = {change.then}, but the recipe says "
+                f"{change.now}: it has the optimizer's state of the first only; set it back, or "
+                "start a new run from its weights, as composer3d convert --weights-only copies them"
+            )
     if manifest.data is not None:
         # Before the weights are loaded: the loader refuses other data and another order of samples.
         try:
@@ -102,10 +108,41 @@ def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
     path = Path(wanted)
     is_own = _is_own(path, store)
     if newest is None:
-        return path, store.check(path)
+        return _open(path, store)
     if is_own and path.name != newest[0].name:
         raise CheckpointError(_would_discard(recipe, store, newest[0], "the newer ones"))
     return newest
+
+
+def _open(path: Path, store: Store) -> tuple[Path, Manifest]:
+    """Check a checkpoint, or the newest whole one of the run in the folder ``path``.
+
+    Raises:
+        CheckpointError: it is damaged, or there is none.
+        UserError: a later version of composer3d wrote it.
+    """
+    # All ranks do what rank 0 finds: another node may have an old list in its cache.
+    folder = process_group.on_main("checkpoint.resume", lambda: _checkpoints_of_run(path))
+    if folder is None:
+        return path, store.check(path)
+    found = store.newest_whole(folder)
+    if found is None:
+        raise CheckpointError(f"{path} has no checkpoint (step-* or checkpoints/step-*)")
+    log.get().info(f"{found[0]} is the newest whole checkpoint of {path}")
+    return found
+
+
+def _checkpoints_of_run(path: Path) -> Path | None:
+    """Return the folder of a run's checkpoints, or None if ``path`` is no folder of a run.
+
+    ``path`` may be the folder of the run, or its folder of checkpoints. No link in it is followed.
+    """
+    if os.path.lexists(path / FILE):
+        return None
+    inner = path / "checkpoints"
+    if inner.is_dir() and not inner.is_symlink():
+        return inner
+    return path if any(path.glob("step-*")) else None
 
 
 def _is_own(path: Path, store: Store) -> bool:

@@ -37,7 +37,8 @@ def claim_folder(folder: Path) -> Claim | None:
 
 
 def _refuse_foreign_links(folder: Path) -> None:
-    for path in (folder, folder / "checkpoints", folder / trace.FOLDER):
+    names = ("checkpoints", trace.FOLDER, "by_tokens", "profile")
+    for path in (folder, *(folder / name for name in names)):
         try:
             files.refuse_foreign_link(path)
         except OSError as error:

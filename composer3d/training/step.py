@@ -1,6 +1,8 @@
 """One optimizer step (gradients, clipping and the update), and validation."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -22,24 +24,30 @@ class StepValues(NamedTuple):
         loss: of the job, the mean over all valid tokens, in nats.
         norm: the norm of all gradients. It is NaN if a gradient is.
         flags: for each flag, the number of ranks that have raised it.
+        norm_by_part: the norm of each part of the model (``grad_norm.PARTS``); empty if the step
+            was not asked for it. A part that the model lacks has none.
     """
 
     loss: float
     norm: float
     flags: list[float]
+    norm_by_part: Mapping[str, float] = MappingProxyType({})
 
 
 class StepSums:
     """What all ranks have summed up after backward, on the device, where nothing waits for it.
 
     Args:
-        sums: float64 (2 + flags) on the mesh's device: the loss, the squared norm and the flags.
+        sums: float64 (2 + flags + parts) on the mesh's device: the loss, the squared norm, the
+            flags, and the squared norm of each part.
+        n_parts: the number of parts: that of ``grad_norm.PARTS``, or 0.
 
     Attributes:
         loss, norm: the scalars of ``StepValues``, on the device.
     """
 
-    def __init__(self, sums: Tensor) -> None:
+    def __init__(self, sums: Tensor, n_parts: int = 0) -> None:
+        self._n_parts = n_parts
         self.loss, self.norm = sums[0], sums[1].sqrt()
         self._values = torch.cat((self.loss[None], self.norm[None], sums[2:]))
         self._host_values: Tensor | None = None
@@ -64,12 +72,19 @@ class StepSums:
         else:
             self._has_arrived.synchronize()
             values = self._host_values
-        loss, norm, *flags = values.tolist()
-        return StepValues(loss, norm, flags)
+        loss, norm, *others = values.tolist()
+        n_flags = len(others) - self._n_parts
+        norms_sq = zip(grad_norm.PARTS, others[n_flags:], strict=False)
+        # A part that the model lacks has no gradient on any rank, so its sum is exactly 0.
+        by_part = {part: math.sqrt(value) for part, value in norms_sq if value != 0}
+        return StepValues(loss, norm, others[:n_flags], by_part)
 
 
 def compute_gradients(
-    stages: Stages, batch: Batch, flags: Callable[[], Sequence[float]] = tuple
+    stages: Stages,
+    batch: Batch,
+    flags: Callable[[], Sequence[float]] = tuple,
+    by_part: bool = False,
 ) -> StepSums:
     """Compute the gradients of one step and leave them in ``.grad``. The host does not wait.
 
@@ -78,6 +93,8 @@ def compute_gradients(
         batch: this rank's part of the global batch.
         flags: returns numbers of this rank that travel with the loss, as many on every rank. It is
             called after backward has been launched.
+        by_part: whether to compute the norm of each part of the model as well, the same on every
+            rank. It travels with the loss.
 
     Returns:
         The loss, the norm of all gradients, and the flags, summed over all ranks.
@@ -92,7 +109,16 @@ def compute_gradients(
         tokens_BT, labels_BT, positions_BT, valid_tokens.clamp(min=1.0), documents_BT
     )
     norm_sq = grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
-    return StepSums(mesh.start_sum_over_world(local_loss, norm_sq, *flags()))
+    # The message has the same length in every step: the order in which a ring adds a number up
+    # depends on its place, and what is logged must not change a bit of the training.
+    parts: Sequence[Tensor]
+    if by_part:
+        parts = grad_norm.local_grad_norm_sq_by_part(stages.named_parameters(), mesh)
+    else:
+        n_parts = len(grad_norm.PARTS)
+        parts = torch.zeros(n_parts, dtype=torch.float64, device=mesh.device).unbind()
+    sums = mesh.start_sum_over_world(local_loss, norm_sq, *flags(), *parts)
+    return StepSums(sums, len(parts))
 
 
 def update(
@@ -134,15 +160,28 @@ def update(
 
 
 def validate(
-    recipe: Recipe, stages: Stages, held_out: Corpus, *, order: Order = "feistel"
-) -> float:
+    recipe: Recipe,
+    stages: Stages,
+    held_out: Corpus,
+    *,
+    order: Order = "feistel",
+    must_stop: Callable[[], bool] = lambda: False,
+) -> float | None:
     """Compute the mean loss over the valid tokens of ``validation.steps`` global batches.
 
     The batches are drawn from the whole held-out text. They are the same in every validation of
     every run with the same ``order``, that of the training's loader, whatever ``data.seed`` is.
 
+    Args:
+        recipe: the recipe.
+        stages: this rank's stages.
+        held_out: the text to validate on.
+        order: the order of samples.
+        must_stop: is called before each batch, and returns the same on all ranks: whether the
+            validation is cut off.
+
     Returns:
-        Nats per valid token, the same on all ranks.
+        Nats per valid token, the same on all ranks; None if the validation was cut off.
 
     Collectives: those of ``Stages.evaluate`` for each batch, and one all-reduce over all ranks.
     """
@@ -150,6 +189,9 @@ def validate(
     batches = BatchesAhead(loader, stages.mesh.device)
     losses, valid_tokens = [], []
     for _ in range(recipe.validation.steps):
+        if must_stop():
+            batches.close()
+            return None
         local_loss, local_valid = evaluate_batch(stages, next(batches))
         losses.append(local_loss)
         valid_tokens.append(local_valid)

@@ -41,6 +41,7 @@ def shrink(full: Recipe) -> list[Recipe]:
     - float8 products, which are emulated in float64;
     - the pipeline: layers that the stages divide or not; an uneven explicit cut; one micro-batch or
       several, as the schedule needs; the stages and micro-batches of a schedule from a file;
+    - which parameters train (``frozen.train_in_small``);
     - the optimizer: clipping (to 0.1, so that it is active), a learning rate from 1e-4 to 1e-2, and
       an epsilon of 1e-12 or more.
 
@@ -312,6 +313,12 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         min_lr=min(full.optim.min_lr, lr),
         eps=max(1e-12, full.optim.eps),
     )
+    if optim.train is not None:
+        # It needs torch, for which a wrong argument of ``verify`` should not wait.
+        from composer3d.verify.frozen import train_in_small
+
+        names = train_in_small(optim.train, full.model, shape, has_pipeline=mesh.pp > 1)
+        optim = replace(optim, train=names)
 
     small = replace(
         full,

@@ -7,12 +7,13 @@ documented rules with code of its own. Random batches have properties that no co
 micro-batch without a label, and a different number of labels in each row.
 """
 
+import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,20 @@ _BFLOAT16_ROUNDING = 2.0**-8 * (1 + 2.0**-10)
 _FLOAT32_ROUNDING = 2.0**-16
 # Smaller numbers have fewer bits in bfloat16.
 _SMALLEST_BFLOAT16 = 2.0**-126
+
+
+class Part(NamedTuple):
+    """A rank's box of a tensor of the reference.
+
+    Attributes:
+        shape: the shape of the whole tensor.
+        offset: the global index of the first element of the box.
+        values: the box; None if it does not lie in the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: Tensor | None
 
 
 # The plain one-process training.
@@ -128,6 +143,9 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
     if recipe.precision.matmul == "float8":
         rounding = use_float8(model, plan, recipe.mesh.tp)
     for name, parameter in model.named_parameters():
+        globs = ("*",) if recipe.optim.train is None else recipe.optim.train
+        if not any(fnmatch.fnmatchcase(name, glob) for glob in globs):
+            parameter.requires_grad_(False)
         _starve_first_expert(name, parameter, recipe.model.experts > 0)
     optimizer = _plain_optimizer(model, recipe.optim)
     train_corpus = make_corpus(recipe, "train")
@@ -370,7 +388,7 @@ def run_composed(
     expected = torch.load(reference, mmap=True, weights_only=True)
     with pool_world() as device:
         mesh = Mesh.build(recipe.mesh, device)
-        return compare_steps(recipe, mesh, dtype, steps, expected, compute)
+        return compare_steps(recipe, mesh, dtype, steps, lambda _: expected, compute)
 
 
 def compare_steps(
@@ -378,7 +396,7 @@ def compare_steps(
     mesh: Mesh,
     dtype: ProofDtype,
     steps: int,
-    expected: Mapping[str, Any],
+    find_reference: Callable[[Stages], Mapping[str, Any]],
     compute: ProofDtype | None = None,
 ) -> RankErrors:
     """Train on the ranks of ``mesh``, and compare with the reference in each step.
@@ -390,7 +408,8 @@ def compare_steps(
         mesh: the mesh of the job.
         dtype: the dtype of parameters and optimizer.
         steps: the number of training steps.
-        expected: what ``run_reference`` wrote, as it was loaded.
+        find_reference: is called on all ranks with the stages. It returns what ``run_reference``
+            wrote; each tensor may be a ``Part`` with this rank's box.
         compute: as in ``run_composed``.
 
     Returns:
@@ -409,6 +428,7 @@ def compare_steps(
     recipe = replace(shorten_run(recipe, steps), precision=precision)
 
     stages = build_stages(recipe, mesh)
+    expected = find_reference(stages)
     # Training forms a group here too, for its checkpoints. If ranks had formed different groups
     # before, they would wait for each other.
     dist.barrier(dist.new_group())
@@ -431,6 +451,7 @@ def compare_steps(
         # Validate between two steps, so that a validation that disturbs the next step shows.
         if step == steps - 1:
             validation_loss = train_step.validate(recipe, stages, held_out)
+            assert validation_loss is not None
             errors.loss[steps] = _relative_error(validation_loss, expected["loss"][steps])
 
         batch = next(loader)
@@ -641,11 +662,14 @@ def _compare_weights_in_float32(
     for name, parameter in stages.named_parameters():
         before, after = weights_before.get(name), expected["weight"][step].get(name)
         decayed = parameter.ndim > 1
+        remove_rounding: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
         remove_rounding = partial(replay.remove_rounding, name, lr=lr, decayed=decayed)
         whole = before
         if not parameter.requires_grad:
             # There is no optimizer step to replay: the biases of routers move by a fixed rate.
-            remove_rounding = partial(_remove_one_rounding, before)
+            # Frozen weights stay as they are, and may be cut.
+            box = None if before is None else _read_box(before, *init.local_part(parameter))
+            remove_rounding = None if box is None else partial(_remove_one_rounding, box)
             whole = after
         shards.append(_compare(step, "weight", name, parameter.detach(), whole, remove_rounding))
         _set_shard(parameter, after)
@@ -655,7 +679,7 @@ def _compare_weights_in_float32(
 def _remove_one_rounding(before: Tensor, actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     """Move ``actual`` to ``expected`` where they differ by less than float32 rounds a sum by.
 
-    One term of the sum is ``before``; all three are whole tensors.
+    One term of the sum is ``before``; all three are this rank's shards.
     """
     bound = 2.0**-22 * (before.abs() + expected.abs())
     is_rounding = (actual - expected).abs() <= bound
@@ -667,7 +691,7 @@ def _compare(
     kind: str,
     name: str,
     tensor: Tensor | None,
-    whole: Tensor | None,
+    whole: Tensor | Part | None,
     remove_rounding: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> ShardError:
     """Compare this rank's shard of a tensor with the same box of the reference. No collective.
@@ -677,7 +701,7 @@ def _compare(
         kind: "gradient" or "weight".
         name: the name of the parameter.
         tensor: a tensor, or a DTensor with this rank's shard; None if this rank has none.
-        whole: the whole tensor of the reference, or None if the reference has none.
+        whole: the tensor of the reference, whole or this rank's part; None if there is none.
         remove_rounding: a function of this rank's shard and the same box of ``whole``, both in
             float64. It returns the two tensors to compare. None compares the arguments themselves.
     """
@@ -692,8 +716,8 @@ def _compare(
         return fails("is a partial sum that nothing has reduced")
 
     local, offset = init.local_part(tensor)
-    box = whole[_box(local, offset)]
-    if box.shape != local.shape:
+    box = _read_box(whole, local, offset)
+    if box is None:
         return fails(f"holds {list(local.shape)} at {list(offset)} of {list(whole.shape)}")
 
     actual, expected = local.to("cpu", torch.float64), box.to(torch.float64)
@@ -712,7 +736,7 @@ def _compare(
     )
 
 
-def _set_shard(parameter: Tensor, whole: Tensor | None) -> None:
+def _set_shard(parameter: Tensor, whole: Tensor | Part | None) -> None:
     """Copy the values of the reference into this rank's shard of a parameter.
 
     A shard that the reference does not have is not changed. Its ``ShardError`` names the problem.
@@ -720,16 +744,23 @@ def _set_shard(parameter: Tensor, whole: Tensor | None) -> None:
     local, offset = init.local_part(parameter)
     if whole is None:
         return
-    box = whole[_box(local, offset)]
-    if box.shape == local.shape:
+    box = _read_box(whole, local, offset)
+    if box is not None:
         local.copy_(box)
 
 
-def _box(local: Tensor, offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the slices of a whole tensor that a rank's shard at ``offset`` covers."""
-    return tuple(
-        slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True)
-    )
+def _read_box(whole: Tensor | Part, local: Tensor, offset: tuple[int, ...]) -> Tensor | None:
+    """Return the values of the reference for a rank's shard ``local`` at ``offset``.
+
+    None if the tensor does not have such a box. A ``Part`` has one box alone: that which the shard
+    of the parameter had when the stages were built.
+    """
+    if isinstance(whole, Part):
+        values = whole.values
+        is_box = values is not None and whole.offset == offset and values.shape == local.shape
+        return values if is_box else None
+    box = whole[tuple(slice(a, a + size) for a, size in zip(offset, local.shape, strict=True))]
+    return box if box.shape == local.shape else None
 
 
 def _norm(tensor: Tensor) -> float:

@@ -114,7 +114,8 @@ def try_torch_file(folder: Path, draw: random.Random) -> None:
     while stack:
         value = stack.pop()
         if isinstance(value, StoredTensor):
-            assert value.read().shape == value.shape
+            with suppress(ValueError):  # its bytes do not have their checksum
+                assert value.read().shape == value.shape
         elif isinstance(value, dict):
             stack += value.values()
         elif isinstance(value, list):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.serialization import config as serialization
 
 from composer3d.checkpoint.torchfile import StoredTensor, load_torch, read_tensor
 from composer3d.spec.errors import CheckpointError
@@ -141,6 +142,34 @@ def test_nothing_is_read_before_it_is_used(tmp_path: Path) -> None:
         file.write(struct.pack("<4f", 1, 2, 3, 4))
     assert read["w"].read()[-1] == 0
     assert read["v"].read().tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_flipped_bit_of_a_tensor_is_found_by_its_checksum(
+    tmp_path: Path, has_checksums: bool
+) -> None:
+    """Torch writes checksums, and reads without comparing them."""
+    with serialization.patch("save.compute_crc32", has_checksums):  # type: ignore[attr-defined]
+        torch.save({"w": torch.zeros(4), "v": torch.ones(2)}, tmp_path / "x.pt")
+    begin = load_torch(tmp_path / "x.pt")["w"].begin
+    with open(tmp_path / "x.pt", "r+b") as file:
+        file.seek(begin + 3)
+        file.write(b"\x40")
+    assert torch.load(tmp_path / "x.pt")["w"][0] == 2
+    found = load_torch(tmp_path / "x.pt")
+    assert found["v"].read().tolist() == [1, 1]
+    if has_checksums:
+        with pytest.raises(ValueError, match="do not have their checksum; copy the file again"):
+            found["w"].read()
+    else:
+        assert found["w"].read()[0] == 2
+
+
+def test_a_changed_pickle_is_found_by_its_checksum(tmp_path: Path) -> None:
+    torch.save({"name": torch.ones(2)}, tmp_path / "x.pt")
+    content = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(content.replace(b"name", b"nbme"))
+    assert "the bytes of its data.pkl do not have their checksum" in refused(tmp_path / "x.pt")
 
 
 def test_changes_in_memory_do_not_reach_the_file(tmp_path: Path) -> None:

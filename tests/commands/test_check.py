@@ -229,7 +229,9 @@ def test_an_interrupted_verify_ends_quietly_with_all_its_processes(when: str) ->
                 time.sleep(0.02)
         os.killpg(program.pid, signal.SIGINT)
         _, err = program.communicate(timeout=120)
-        assert (program.returncode, err) == (130, "")
+        # On a slow machine there may be lines of progress.
+        others = [line for line in err.splitlines() if not line.startswith("verify: ")]
+        assert (program.returncode, others) == (130, [])
         until = time.monotonic() + 30
         while processes_of(program.pid) and time.monotonic() < until:
             time.sleep(0.05)
@@ -480,9 +482,9 @@ def test_recipes_of_our_own_are_found_by_name(
 def test_an_unknown_recipe_lists_those_of_composer3d(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["check", "quikstart"]) == 2
+    assert cli.main(["check", "mine"]) == 2
     assert capsys.readouterr().err.startswith(
-        "quikstart: there is no such file, and no such recipe in composer3d; its recipes are "
+        "mine: there is no such file, and no such recipe in composer3d; its recipes are "
         "debug-1-single, "
     )
     assert cli.main(["check", "../quickstart"]) == 2
@@ -568,3 +570,18 @@ def test_a_pipe_that_is_not_the_output_keeps_its_traceback(monkeypatch: pytest.M
     monkeypatch.setattr(check_command, "load", broken)
     with pytest.raises(BrokenPipeError):
         cli.main(["check", RECIPE])
+
+
+def test_the_folder_of_a_run_as_model_hf_is_told_what_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/a/checkpoints").mkdir(parents=True)
+    Path("r.toml").write_text('[model]\nhf = "runs/a"\n')
+    assert cli.main(["check", "r.toml"]) == 2
+    missing, advice = capsys.readouterr().err.splitlines()
+    assert missing.startswith("r.toml:2: model.hf: runs/a/config.json cannot be read")
+    assert advice == (
+        "r.toml:2: model.hf: the folder has checkpoints of composer3d; start from them with "
+        'checkpoint.resume = "runs/a" and the model that made them'
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import train
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
@@ -150,3 +151,77 @@ sys.exit(enter())
     checked = call("check", "r.toml")
     assert checked.returncode == 0, checked.stderr
     assert checked.stdout.endswith("the interpreter ends\n")
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+def test_a_finished_run_is_told_without_torch_or_ranks(tmp_path: Path, steps: int) -> None:
+    (tmp_path / "r.toml").write_text(
+        f'[run]\nname = "a"\nsteps = {steps}\n[model]\npreset = "debug-tiny"\n'
+        "[mesh]\ndp_shard = 2\n"
+    )
+    sets = [f"run.out_dir={tmp_path}"]
+    resolved = load(tmp_path / "r.toml", sets)
+    checkpoint = tmp_path / "a/checkpoints/step-00000004"
+    checkpoint.mkdir(parents=True)
+    model = manifests.model_of(resolved.recipe.model, resolved.recipe.precision.params)
+    manifests.write(
+        checkpoint, manifests.Manifest(step=4, model=model, recipe=resolved.to_toml(), data={})
+    )
+    code = (
+        "import sys\n"
+        "from composer3d import cli\n"
+        "from composer3d.runtime import launch\n"
+        "def warm_up(): sys.exit('ranks would be started')\n"
+        "launch.warm_up = warm_up\n"
+        f"status = cli.main(['train', 'r.toml', '--set', {sets[0]!r}])\n"
+        "print(status, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(train.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if steps == 4:
+        assert (done.stdout, done.stderr) == (
+            "0 False\n",
+            "nothing to do: 4 of 4 steps are done; raise run.steps to train on\n",
+        )
+    else:
+        assert (done.stdout, done.stderr) == ("", "ranks would be started\n")
+
+
+def test_the_launcher_adds_to_the_log_how_ranks_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
+    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    result = launch.JobResult(1, {0: 9}, raised=True, traceback="Traceback:\nValueError: boom")
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: result)
+    # A rank that ended before it had a folder leaves none behind.
+    assert train.run_with_restarts(recipe, "r.toml", [], 2) == 1
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/log.txt").write_text("2026-01-01T00:00:00Z step 1\n")
+    assert train.run_with_restarts(recipe, "r.toml", [], 2) == 1
+    first, *lines = (tmp_path / "a/log.txt").read_text().splitlines()
+    assert first == "2026-01-01T00:00:00Z step 1"
+    texts = [line.partition(" ")[2] for line in lines]
+    assert texts[:2] == ["Traceback:", "ValueError: boom"]
+    assert texts[2].startswith("rank 0 (pp0 dp0 cp0 tp0) was ended by signal 9 (SIGKILL;")
+    assert len(texts) == 3
+    assert capsys.readouterr().err.count("starting 2 ranks\n") == 2
+
+
+def test_the_last_collectives_of_a_rank_are_kept_in_the_runs_folder(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
+    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    # The folder is not there: the report must come all the same.
+    assert train._write_trace(recipe, 3, b"trace", "20260101T000000Z") is None
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "nccl-trace-20260101T000000Z-rank-3"
+    assert train._write_trace(recipe, 3, b"trace", "20260101T000000Z") == str(path)
+    assert path.read_bytes() == b"trace"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -126,12 +127,15 @@ def make_hf(
     return folder
 
 
-def make_dcp(folder: Path, shape: ModelShape = SHAPE, recipe: str = "") -> Path:
-    """Make a checkpoint as training does: with optimizer state, step and position in the data."""
+def make_dcp(folder: Path, shape: ModelShape = SHAPE, recipe: str = "", trained: str = "*") -> Path:
+    """Make a checkpoint as training does: with optimizer state, step and position in the data.
+
+    Only parameters that match the glob ``trained`` have a state of the optimizer.
+    """
     source = source_of(shape, folder)
     state = {f"model.{name}": tensor for name, tensor in weights(shape).items()}
     for name, tensor in weights(shape).items():
-        if not source.names.is_trained(name):
+        if not source.names.is_trained(name) or not fnmatchcase(name, trained):
             continue
         state |= {f"optim.{name}.exp_avg": tensor * 2, f"optim.{name}.exp_avg_sq": tensor**2}
         state[f"optim.{name}.step"] = torch.tensor(5.0)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.checkpoint.torchfile import load_torch
 from composer3d.cli import main
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
@@ -188,6 +189,39 @@ def test_pytorch_bin_is_read(tmp_path: Path) -> None:
     (tmp_path / "hf/pytorch_model.bin.index.json").write_text(json.dumps(index))
     convert(tmp_path / "hf", tmp_path / "b", "hf")
     assert same(load_file(tmp_path / "b/model.safetensors"), held)
+
+
+def test_a_name_twice_in_a_header_is_refused(tmp_path: Path) -> None:
+    make_hf(tmp_path / "hf")
+    path = tmp_path / "hf/model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    entry = json.loads(content[8 : 8 + size])["model.norm.weight"]
+    header = f'{{"model.norm.weight": {json.dumps(entry)}, '.encode() + content[9 : 8 + size]
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    assert same(load_file(path), load_file(path))  # the library reads it
+    (line,) = inspect(tmp_path / "hf")["problems"]
+    assert "its header has a name twice" in line
+
+
+def test_damage_of_pytorch_bin_is_found(tmp_path: Path) -> None:
+    make_hf(tmp_path / "hf")
+    held = load_file(tmp_path / "hf/model.safetensors")
+    (tmp_path / "hf/model.safetensors").unlink()
+    path = tmp_path / "hf/pytorch_model.bin"
+    torch.save(held, path)
+    assert inspect(tmp_path / "hf")["whole"]
+    begin = load_torch(path)["model.norm.weight"].begin
+    content = bytearray(path.read_bytes())
+    content[begin + 1] ^= 1
+    path.write_bytes(content)
+    line = f"{tmp_path}/hf: 'model.norm.weight' cannot be read: ValueError: the bytes of a tensor "
+    line += "do not have their checksum; copy the file again"
+    assert inspect(tmp_path / "hf")["problems"] == [line]
+    with pytest.raises(CheckpointError) as refused:
+        convert(tmp_path / "hf", tmp_path / "b", "hf")
+    assert refused.value.lines == (line,)
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize("embedding", [0, 1], ids=["llama 3", "llama 2"])
@@ -442,3 +476,21 @@ def test_memory_is_a_few_times_the_largest_tensor(tmp_path: Path, to: str, dtype
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env)
     assert size > 120e6
     assert int(done.stdout) < 40e6, f"{done.stdout} of {size}"
+
+
+def test_a_run_that_trained_a_part_keeps_the_optimizer_of_that_part(tmp_path: Path) -> None:
+    recipe = '[optim]\ntrain = ["last.*"]\n'
+    source = make_dcp(tmp_path / "source", recipe=recipe, trained="last.*")
+    convert(source, tmp_path / "file.pt", to="torch")
+    convert(tmp_path / "file.pt", tmp_path / "again", to="dcp")
+    found = tensors(tmp_path / "again")
+    assert same(found, tensors(source))
+    states = {name for name in found if name.startswith("optim.")}
+    assert {name.split(".")[1] for name in states} == {"last"}
+
+
+@pytest.mark.parametrize("recipe", ["", '[optim]\ntrain = ["last.*", "first.*"]\n'])
+def test_a_state_that_the_recipe_does_not_explain_is_missed(tmp_path: Path, recipe: str) -> None:
+    source = make_dcp(tmp_path / "source", recipe=recipe, trained="last.*")
+    with pytest.raises(CheckpointError, match=r"has no 'optim\.first\.embed\.weight\.exp_avg'"):
+        open_source(source)

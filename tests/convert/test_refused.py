@@ -25,6 +25,7 @@ from composer3d.convert import formats, targets
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
+from composer3d.runtime.progress import Progress
 from composer3d.spec.errors import CheckpointError
 from tests.convert.sample_checkpoints import SHAPE, make_dcp, make_hf, weights
 
@@ -486,8 +487,9 @@ def test_a_tensor_with_two_differences_is_named_once(tmp_path: Path) -> None:
     source = open_source(make_hf(tmp_path / "a"))
     name = "model.last.norm.weight"
     specs = source.specs() | {name: TensorSpec((32,), "bfloat16")}
+    progress = Progress("convert", 0, "B")
     with pytest.raises(CheckpointError) as caught:
-        module._prove_copy(source, tmp_path / "a", specs, {name: "another digest"})
+        module._prove_copy(source, tmp_path / "a", specs, {name: "another digest"}, progress)
     assert caught.value.lines == (
         f"the copy differs from the source in {name}; check the disk for errors",
     )

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,23 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(folder: Path, ids: np.ndarray, **changed: Any) -> Path:
-    """Make token files of one document; ``changed`` are other facts of the manifest."""
+    """Make token files; ``changed`` are other facts of the manifest.
+
+    The last token is the one that ends documents.
+    """
     folder.mkdir(parents=True)
+    starts = [0, *(np.flatnonzero(ids == ids[-1]) + 1)]
     (folder / "tokens.bin").write_bytes(ids.tobytes())
-    (folder / "documents.bin").write_bytes(np.array([0, len(ids)], dtype="<i8").tobytes())
+    (folder / "documents.bin").write_bytes(np.array(starts, dtype="<i8").tobytes())
     (folder / "tokenizer.json").write_text("{}")
     facts = {
         "dtype": ids.dtype.name,
         "vocab": int(ids.max()) + 1,
         "tokens": len(ids),
-        "documents": 1,
+        "documents": len(starts) - 1,
+        "end_of_document": int(ids[-1]),
     }
-    facts |= {"end_of_document": 7, "tokenizer": {"name": "t", "digest": digest_of(b"{}")}}
+    facts |= {"tokenizer": {"name": "t", "digest": digest_of(b"{}")}}
     tokens.write_manifest(folder, {**facts, **changed})
     return folder
 
@@ -46,6 +52,37 @@ def make(folder: Path, ids: np.ndarray, **changed: Any) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return make(tmp_path / "t", np.arange(N, dtype="<u2"))
+
+
+def with_ends(ids: np.ndarray, cuts: list[int]) -> np.ndarray:
+    """Put a token that ends documents before each cut and at the end, and nowhere else."""
+    ended = ids.copy()
+    ended[[*(cut - 1 for cut in cuts), -1]] = ids.max() + 1
+    return ended
+
+
+def make_shards(folder: Path, ids: np.ndarray, cuts: list[int]) -> Path:
+    """Make token files of several shards, cut at ``cuts``, from what ``with_ends`` returns.
+
+    Each shard is one document.
+    """
+    folder.mkdir(parents=True)
+    parts = np.split(ids, cuts)
+    for number, part in enumerate(parts):
+        (folder / f"tokens-{number:05}.bin").write_bytes(part.tobytes())
+        starts = np.array([0, len(part)], dtype="<i8")
+        (folder / f"documents-{number:05}.bin").write_bytes(starts.tobytes())
+    facts = {
+        "dtype": ids.dtype.name,
+        "vocab": int(ids.max()) + 1,
+        "tokens": len(ids),
+        "documents": len(parts),
+        "end_of_document": int(ids[-1]),
+        "tokenizer": {"name": "bytes", "digest": None},
+        "shards": [{"tokens": len(part), "documents": 1} for part in parts],
+    }
+    tokens.write_manifest(folder, facts)
+    return folder
 
 
 def opened(folder: Path) -> Any:
@@ -90,6 +127,105 @@ def test_a_loader_refuses_too_few_tokens_and_other_data(tmp_path: Path, folder: 
     other = make(tmp_path / "other", np.arange(1, N + 1, dtype="<u2"))
     with pytest.raises(DataError, match="the data has changed since"):
         Loader(opened(other), seq_len=N - 1, **order).load_state_dict(state)
+
+
+# Cuts inside of samples, at their ends, and shards shorter than a sample.
+CUTS = [1, 37, 74, 75, 76, 500, 999]
+
+
+@pytest.mark.parametrize("most_maps", [1, 3, 128])
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_samples_do_not_depend_on_the_shards(
+    tmp_path: Path, most_maps: int, packing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = with_ends(np.random.default_rng(0).integers(0, 50, N).astype("<u2"), CUTS)
+    order: dict[str, Any] = {"seq_len": 37, "global_batch": 9, "seed": 1, "packing": packing}
+    order |= {"batch_rank": 0, "batch_ranks": 1}
+    whole = Loader(opened(make(tmp_path / "whole", ids)), **order)
+    monkeypatch.setattr(tokens, "MOST_MAPS", most_maps)
+    folder = make_shards(tmp_path / "shards", ids, CUTS)
+    corpus = tokens.open_tokens(folder, name="shards", most_maps=most_maps)
+    cut = Loader(corpus, **order)
+    for _ in range(6):  # two epochs
+        for of_whole, of_cut in zip(next(whole), next(cut), strict=True):
+            assert of_whole is of_cut is None or torch.equal(of_whole, of_cut)
+    assert len(corpus.tokens) == N
+    assert isinstance(corpus.tokens, tokens.ShardedTokens)
+    assert len(corpus.tokens._maps) == min(most_maps, 8)
+    assert corpus.tokens[np.arange(N)].tolist() == ids.tolist()
+
+
+def test_a_thousand_shards_open_few_files_and_quickly(tmp_path: Path) -> None:
+    cuts = list(range(20, 20_000, 20))
+    folder = make_shards(tmp_path / "t", with_ends(np.arange(20_000, dtype="<u2"), cuts), cuts)
+    start_s = time.monotonic()
+    corpus = opened(folder)
+    loader = Loader(corpus, seq_len=64, global_batch=300, seed=0, batch_rank=0, batch_ranks=1)
+    batch = next(loader)
+    assert time.monotonic() - start_s < 5
+    assert torch.equal(batch.tokens_BT[:, 1:], batch.labels_BT[:, :-1])
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert 0 < sum(path.startswith(str(folder)) for path in mapped) <= tokens.MOST_MAPS
+
+
+@pytest.mark.parametrize("name", ["tokens-00002.bin", "documents-00007.bin"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_damaged_shard_is_named(
+    tmp_path: Path, name: str, full: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_shards(tmp_path / "t", with_ends(np.arange(N, dtype="<u2"), CUTS), CUTS)
+    (flip(0) if full else cut)(folder / name)
+    assert main(["inspect", str(folder), *(["--full"] if full else [])]) == 1
+    problem = "is damaged between bytes 0 and 512" if full else "bytes, but tokens.json says"
+    out = capsys.readouterr().out
+    assert problem in out
+    lines = [line for line in out.splitlines() if line.startswith(str(folder))]
+    assert lines[0].startswith(f"{folder}/{name} ")
+    # Tokens are compared with the file of documents, so they too are in doubt if it is damaged.
+    assert all(f"-{name[-9:]} " in line for line in lines)
+    if not full:  # a start verifies all sizes, and 16 of the 18 parts
+        with pytest.raises(DataError, match=name):
+            opened(folder)
+
+
+def test_a_shard_that_shrinks_during_a_run_is_refused(tmp_path: Path) -> None:
+    corpus = opened(make_shards(tmp_path / "t", with_ends(np.arange(N, dtype="<u2"), CUTS), CUTS))
+    cut(tmp_path / "t" / "tokens-00006.bin")
+    with pytest.raises(DataError, match=r"tokens-00006\.bin has 997 bytes, but"):
+        corpus.tokens[np.array([600])]
+
+
+WRONG_SHARDS: dict[str, tuple[Any, str]] = {
+    "none": ([], "shards must be a list of 1 to 100000 objects"),
+    "an object": ({}, "shards must be a list of 1 to 100000 objects"),
+    "too few tokens": ([{"tokens": 999, "documents": 8}], "tokens is 1000, but its shards have"),
+    "too many documents": ([{"tokens": N, "documents": 9}], "documents is 8, but its shards have"),
+    "a shard of nothing": ([{"tokens": 0, "documents": 0}], "shards[0].tokens is 0, not a whole"),
+    "a negative one": (
+        [{"tokens": N, "documents": 8}, {"tokens": -1, "documents": 1}],
+        "shards[1].tokens is -1",
+    ),
+    "a name": (
+        [{"tokens": N, "documents": 8, "file": "/etc/passwd"}],
+        'shards[0] has "file", which does not belong there',
+    ),
+    "a file too many": ([{"tokens": N, "documents": 8}], 'files has "'),
+    "a file too few": (
+        [*[{"tokens": 100, "documents": 1}] * 7, *[{"tokens": 150, "documents": 1}] * 2],
+        "documents is 8, but its shards have 9",
+    ),
+}
+
+
+@pytest.mark.parametrize(("shards", "message"), WRONG_SHARDS.values(), ids=WRONG_SHARDS)
+def test_no_shard_of_a_manifest_is_trusted(tmp_path: Path, shards: Any, message: str) -> None:
+    folder = make_shards(tmp_path / "t", with_ends(np.arange(N, dtype="<u2"), CUTS), CUTS)
+    manifest = json.loads((folder / "tokens.json").read_text()) | {"shards": shards}
+    manifest["digest"] = digest_of_manifest(manifest)
+    (folder / "tokens.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError) as caught:
+        opened(folder)
+    assert f"tokens.json cannot be used ({message}" in caught.value.lines[0]
 
 
 def flip(at: int) -> Callable[[Path], None]:
@@ -168,12 +304,12 @@ def test_changes_of_the_manifest_are_found(folder: Path) -> None:
         (b"[]", r"t/tokens\.json cannot be used \(it must be an object, not a list\); make"),
         (b"{}", r"t/tokens\.json cannot be used \(it lacks version\); make"),
         (
-            b'{"version": 2, "digest": ""}',
-            r"t/tokens\.json cannot be used \(.* version 2, but this composer3d reads 1\)",
+            b'{"version": 3, "digest": ""}',
+            r"t/tokens\.json cannot be used \(.* version 3, but this composer3d reads 1 and 2\)",
         ),
         (
             b'{"version": true}',
-            r"cannot be used \(it has version true, but this composer3d reads 1\)",
+            r"cannot be used \(it has version true, but this composer3d reads 1 and 2\)",
         ),
         (
             b'{"version": Infinity}',
@@ -181,7 +317,7 @@ def test_changes_of_the_manifest_are_found(folder: Path) -> None:
         ),
         (b"[" * 100_000, r"cannot be used \(it nests too deep\)"),
         (b"9" * 5_000, r"cannot be used \(Exceeds the limit"),
-        (b" " * (9 << 20), r"cannot be used \(is larger than 8,388,608 bytes"),
+        (b" " * (65 << 20), r"cannot be used \(is larger than 67,108,864 bytes"),
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_refused(
@@ -232,8 +368,8 @@ def test_a_rank_verifies_a_bounded_number_of_chunks(
     verified: list[tuple[str, int]] = []
     monkeypatch.setattr(tokens, "_verify_chunk", lambda _, *chunk: verified.append(chunk))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    whole = [*(("tokens.bin", number) for number in range(4)), ("documents.bin", 0)]
-    whole.append(("tokenizer.json", 0))
+    whole = [("documents.bin", 0), ("tokenizer.json", 0)]
+    whole += [("tokens.bin", number) for number in range(4)]
     opened(folder)
     assert verified == whole
     assert not caplog.records
@@ -247,23 +383,25 @@ def test_a_rank_verifies_a_bounded_number_of_chunks(
         seen |= set(verified)
     assert seen == set(whole)
     logged = caplog.records[0].getMessage()
-    assert "has 6 parts of 0 MiB: each node verifies 3 at random" in logged
-    assert logged.endswith(f"composer3d inspect {folder} verifies all")
+    assert "has 6 parts of up to 0 MiB: each node verifies 3 at random" in logged
+    assert logged.endswith(f"composer3d inspect {folder} --full verifies all")
 
 
 def test_inspect_verifies_all_chunks(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "_MOST_CHUNKS", 1)
-    assert main(["inspect", str(folder)]) == 0
+    assert main(["inspect", str(folder), "--full"]) == 0
     out = capsys.readouterr().out
     assert "tokens       1,000\n" in out
-    assert "whole        yes\n" in out
+    assert "whole        yes: every digest is right\n" in out
     for at in (0, CHUNK, 2 * N - 1):
         flip(at)(folder / "tokens.bin")
-    assert main(["inspect", str(folder), "--json"]) == 1
+    assert main(["inspect", str(folder), "--full", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["whole"] is False
+    assert main(["inspect", str(folder)]) == 0  # the sizes are right
+    assert "every size is right; --full compares the digests" in capsys.readouterr().out
     assert [line.split(" between ")[0] for line in report["problems"]] == [
         f"{folder}/tokens.bin is damaged"
     ] * 3
@@ -273,9 +411,10 @@ def test_inspect_verifies_all_chunks(
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-@pytest.mark.parametrize("at", [0, 1, N // 2, N - 1])
+@pytest.mark.parametrize("at", [0, 1, N // 2, N - 2])
 def test_a_token_above_the_vocabulary_is_refused(tmp_path: Path, dtype: str, at: int) -> None:
     ids = np.full(N, 9, dtype=dtype)
+    ids[-1] = 7
     ids[at] = 10
     assert opened(make(tmp_path / "whole", ids, vocab=11)).n_documents == 1
     with pytest.raises(
@@ -298,7 +437,9 @@ def test_a_token_above_the_vocabulary_is_refused(tmp_path: Path, dtype: str, at:
     ids=["right", "first", "last", "twice, over two chunks", "negative", "empty", "huge"],
 )
 def test_documents_must_be_in_order(tmp_path: Path, starts: list[int]) -> None:
-    folder = make(tmp_path / "t", np.arange(N, dtype="<u2"))
+    ids = np.full(N, 9, dtype="<u2")
+    ids[[*range(150), N - 1]] = 7
+    folder = make(tmp_path / "t", ids)
     for name in ("tokens.json", "documents.bin"):
         (folder / name).unlink()
     (folder / "documents.bin").write_bytes(np.array(starts, dtype="<i8").tobytes())  # three chunks
@@ -318,6 +459,28 @@ def test_documents_must_be_in_order(tmp_path: Path, starts: list[int]) -> None:
             match=rf"documents\.bin does not cut {N} tokens into 15[01] documents in order; make",
         ):
             opened(folder)
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+@pytest.mark.parametrize("at", [0, 255, 256, N // 2, N - 1])
+def test_ends_of_documents_must_stand_where_documents_end(
+    tmp_path: Path, dtype: str, at: int
+) -> None:
+    """Who makes the digests again can write other ends. Training would split rows at them."""
+    ids = np.full(N, 9, dtype=dtype)
+    ids[[127, 128, 255, N - 1]] = 7
+    folder = make(tmp_path / "t", ids)
+    assert opened(folder).n_documents == 4
+    (folder / "tokens.json").unlink()
+    ids[at] = 8 if ids[at] == 7 else 7
+    (folder / "tokens.bin").write_bytes(ids.tobytes())
+    facts = {"dtype": ids.dtype.name, "vocab": 10, "tokens": N, "documents": 4}
+    facts |= {"end_of_document": 7, "tokenizer": {"name": "t", "digest": digest_of(b"{}")}}
+    tokens.write_manifest(folder, facts)
+    with pytest.raises(
+        DataError, match=r"tokens\.bin holds the end of a document \(token 7\) between bytes \d+"
+    ):
+        opened(folder)
 
 
 def test_large_files_may_be_links_and_the_tokenizer_may_not(folder: Path, tmp_path: Path) -> None:

@@ -252,10 +252,11 @@ def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
     counted = traffic_of(dry_run_of(pool, recipe))
     scalars = counted.pop("world")
     assert counted == expected(layout)
-    # The number of labels; the loss, the norm and five flags; and what routers have seen.
+    # The number of labels; the loss, the norm, five flags and eight norms of parts; and what
+    # routers have seen.
     loads = 8 * (E + 5) * L if recipe.mesh.ep > 1 else 0
     calls = 3 if loads else 2
-    assert scalars == {"all_reduce": (calls, round(2 * 7 / 8 * 8) + 7 * 14 + round(1.75 * loads))}
+    assert scalars == {"all_reduce": (calls, round(2 * 7 / 8 * 8) + 15 * 14 + round(1.75 * loads))}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections import Counter
@@ -16,6 +18,7 @@ from tools.prove.kills import jobs as kill_jobs
 from tools.prove.kills.jobs import Case, Job, Killer, losses
 from tools.prove.kills.storm import Storm, check, kills
 from tools.prove.kills.storm import prove as prove_storm
+from tools.prove.paths import ROOT
 from tools.two_hosts import Host, NoHostsError, two_hosts
 
 
@@ -142,42 +145,93 @@ def test_a_killed_rank_costs_one_restart_on_two_nodes(
             job.end()
 
 
-class ElasticNode(Node):
-    """An agent of a job that goes on with one node if the other one is lost."""
+LAUNCH = ROOT / "tools" / "launch"
+MEETING = "10.77.0.1:29400"
 
-    SETS = ("mesh.dp_shard=-1",)
+
+class ElasticNode(Node):
+    """An agent of a job that goes on without a lost node, and with it when it is back."""
+
+    SETS = (
+        "mesh.dp_shard=-1",
+        "optim.schedule=constant",
+        "data.seq_len=256",
+        "precision.params=float64",
+        "precision.compute=float64",
+    )
 
     def __init__(self, folder: Path, recipe: Path, host: Host) -> None:
         self._recipe, self._host = recipe, host
-        Job.__init__(self, folder, 2, "torchrun", *self.SETS)
+        Job.__init__(self, folder, 2, "torchrun", *self.SETS, "run.steps=100000")
 
     def command(self) -> list[str]:
-        train = ["-m", "composer3d", "train", str(self._recipe)]
-        rendezvous = f"is_host={1 - self._host.number},last_call_timeout=3"
-        options = ("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-conf", rendezvous)
-        return self._host.torchrun(1, train, *options)
+        program = ("bash", str(LAUNCH / "node"), MEETING, "1:2", "1", str(self._recipe))
+        environment = {
+            "ADDRESS": self._host.address,
+            "RENDEZVOUS": "is_host=0,last_call_timeout=2,keep_alive_interval=1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        return self._host.command(program, environment)
+
+    def wait_for(self, text: str) -> None:
+        until = time.monotonic() + 120
+        while text not in self.output():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < until, self.output()
+            time.sleep(0.1)
 
 
-def test_a_job_goes_on_without_a_lost_node(killer: Killer, hosts: tuple[Host, Host]) -> None:
+@pytest.fixture
+def rendezvous(hosts: tuple[Host, Host]) -> Iterator[None]:
+    """The machine where nodes meet. It has the first one's address, and is not lost with it."""
+    program = (sys.executable, str(LAUNCH / "rendezvous.py"), MEETING)
+    with subprocess.Popen(hosts[0].command(program, {})) as process:
+        yield
+        process.terminate()
+        assert process.wait(20.0) == 0
+
+
+@pytest.mark.usefixtures("rendezvous")
+def test_a_job_goes_on_without_a_lost_node_and_with_it_when_it_is_back(
+    killer: Killer, hosts: tuple[Host, Host]
+) -> None:
     recipe = killer.folder / "recipe-2.toml"
-    whole = Job(killer.folder / uuid.uuid4().hex, 2, "train", *ElasticNode.SETS)
     folder = killer.folder / uuid.uuid4().hex
-    nodes: list[Job] = []
+    nodes = [ElasticNode(folder, recipe, host) for host in hosts]
+    lost, left = nodes
+    jobs: list[Job] = [*nodes]
     try:
-        assert whole.wait() == 0, whole.output()
-        nodes += [ElasticNode(folder, recipe, host) for host in hosts]
-        nodes[0].wait_for_step(12)
-        nodes[1].kill("all", 0)
-        assert nodes[0].wait() == 0, nodes[0].output()
-        assert nodes[0].output().count("mesh.dp_shard: 2 -> 1") == 1, nodes[0].output()
-        expected, found = losses(whole.folder), losses(folder)
-        assert sorted(found) == sorted(expected) == list(range(1, 41))
-        assert [found[step] for step in expected] == pytest.approx(
-            list(expected.values()), rel=1e-5
+        left.wait_for_step(7)
+        # The node of rank 0, whose process holds the store of the round.
+        lost.kill("all", 0)
+        left.wait_for("mesh.dp_shard: 2 -> 1")
+        back = ElasticNode(folder, recipe, hosts[0])
+        jobs.append(back)
+        back.wait_for("mesh.dp_shard: 1 -> 2")
+        back.wait_for_step(max(losses(folder)) + 4)
+        for job in (left, back):
+            job.process.send_signal(signal.SIGTERM)
+        assert [job.wait() for job in (left, back)] == [1, 1]
+        found = losses(folder)
+        assert f"stopped by signal 15 after step {len(found)};" in back.output()
+        gone = "the job's store does not answer: rank 0 (pp0 dp0 cp0 tp0) has ended; the newest "
+        assert left.output().count(gone) == 1, left.output()
+
+        whole = Job(
+            killer.folder / uuid.uuid4().hex,
+            2,
+            "train",
+            *ElasticNode.SETS,
+            f"run.steps={len(found)}",
         )
-        assert [node.left_over() for node in nodes] == [[], []]
+        jobs.append(whole)
+        assert whole.wait() == 0, whole.output()
+        expected = losses(whole.folder)
+        assert list(found) == list(expected)
+        assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-12)
+        assert [job.left_over() for job in jobs] == [[]] * 4
     finally:
-        for job in [whole, *nodes]:
+        for job in jobs:
             job.end()
 
 

@@ -87,7 +87,7 @@ def test_renamed_files_are_on_the_disk(points: kill.Points) -> None:
 def resume_from_the_oldest() -> None:
     from composer3d.checkpoint import Store
 
-    Store._step_folders, right = lambda self: right(self)[:1], Store._step_folders
+    Store._step_folders, right = lambda *of: right(*of)[:1], Store._step_folders
 
 
 def skip_a_step_of_data() -> None:

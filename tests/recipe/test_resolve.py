@@ -247,6 +247,25 @@ def tomli_has(folder: Path, key: str) -> bool:
     return name in tomli.loads((folder / "again.toml").read_text())[table]
 
 
+def test_sources_come_back_equal(write, tmp_path: Path) -> None:
+    tables = "".join(
+        f'[[data.sources]]\npath = "{name}"\nweight = {weight}\n'
+        for name, weight in (("x.toml", 2), ("x.toml ", 0.1))
+    )
+    (tmp_path / "x.toml ").write_text("x" * 1000)
+    path = write("s.toml", f'[model]\npreset = "debug-tiny"\n[data]\nsource = "text"\n{tables}')
+    (tmp_path / "x.toml").write_text("x" * 1000)
+    resolved = load(path, check_files=False)
+    assert resolved.recipe.data.paths == ("x.toml", "x.toml ")
+    assert [source.weight for source in resolved.recipe.data.sources or ()] == [2.0, 0.1]
+    assert resolved.origins["data.sources"] == f"{path}:5"
+    again = tmp_path / "again.toml"
+    again.write_text(resolved.to_toml())
+    assert load(again, check_files=False).recipe == resolved.recipe
+    override = load(path, ['data.sources=[{path="y", weight=3}]'], check_files=False)
+    assert override.recipe.data.paths == ("y",)
+
+
 def test_to_toml_says_where_each_value_came_from(write) -> None:
     written = load(layered(write), ["run.seed=7"]).to_toml().splitlines()
     trimmed = [" ".join(line.split()) for line in written]

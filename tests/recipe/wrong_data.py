@@ -136,6 +136,46 @@ RUN = [
         for steps in ("[0, 3]", "[4, 3]", "[1, 101]", "[1000000000, 1000000001]")
     ),
     Wrong(
+        "too many profiled steps",
+        TINY + "[metrics]\nprofile_steps = [1, 21]\n",
+        [
+            "x.toml:4: metrics.profile_steps = [1, 21] must be the first and the last step, "
+            "counted from 1, and at most 20 steps in all"
+        ],
+    ),
+    Wrong(
+        "a profiled rank twice",
+        TINY + "[metrics]\nprofile_steps = [1, 2]\nprofile_ranks = [0, 0]\n",
+        [
+            "x.toml:5: metrics.profile_ranks = [0, 0] must be ranks, counted from 0, each of them "
+            "once"
+        ],
+    ),
+    Wrong(
+        "a profiled rank that is none",
+        TINY + "[metrics]\nprofile_steps = [1, 2]\nprofile_ranks = [0, 8]\n",
+        [
+            "x.toml:5: metrics.profile_ranks = [0, 8] must be below the number of ranks of [mesh], "
+            "1; use 0 to 0"
+        ],
+    ),
+    Wrong(
+        "ranks without a profile",
+        TINY + "[metrics]\nprofile_ranks = [1]\n",
+        [
+            "x.toml:4: metrics.profile_ranks = [1] is not used without metrics.profile_steps; "
+            "remove it"
+        ],
+    ),
+    Wrong(
+        "a step that is traced and profiled",
+        TINY + "[metrics]\nprofile_steps = [3, 4]\ntimeline_steps = [4, 5]\n",
+        [
+            "x.toml:4: metrics.profile_steps = [3, 4] and metrics.timeline_steps = [4, 5] "
+            "(x.toml:5) have a step in common; use different steps"
+        ],
+    ),
+    Wrong(
         "digests of one data-parallel rank",
         TINY + "[reliability]\ndigest_every = 10\n[mesh]\ndp_shard = 1\n",
         [
@@ -220,6 +260,14 @@ TOKENS = TEXT.replace('"text"', '"tokens"')
 UNUSABLE = 'x.toml:5: data.path = "t" cannot be used: t'
 AGAIN = "make the folder again with composer3d prepare"
 WHOLE = token_files("t")
+SOURCES = """\
+[[data.sources]]
+path = "t"
+weight = 1
+[[data.sources]]
+path = "u"
+weight = 0.5
+"""
 
 
 DATA = [
@@ -322,6 +370,75 @@ DATA = [
         [
             'x.toml:8: validation.path = "v" was made with another tokenizer or end of document '
             "than data.path; prepare it again with the --tokenizer and --eod of data.path"
+        ],
+    ),
+    Wrong(
+        "sources and path",
+        {"x.toml": TEXT + SOURCES, "t": "some words", "u": "some words"},
+        [
+            'x.toml:5: data.path = "t" and data.sources both name the training data; remove one',
+        ],
+    ),
+    Wrong(
+        "sources of python",
+        TINY + SOURCES,
+        [
+            'x.toml:3: data.sources = [{ path = "t", weight = 1.0 }, { path = "u", weight = 0.5 }] '
+            'is not used with data.source = "python" (default); remove it, or use data.source = '
+            '"text", "jsonl" or "tokens"'
+        ],
+    ),
+    Wrong(
+        "a weight of nothing",
+        TINY + '[data]\nsource = "text"\n' + SOURCES.replace("0.5", "0"),
+        [
+            'x.toml:5: data.sources = [{ path = "t", weight = 1.0 }, { path = "u", weight = 0.0 }] '
+            "must be 1 to 128 tables, each with a path of 1 to 4096 characters, without control "
+            "characters, and a weight from 0.000001 to 1_000_000"
+        ],
+    ),
+    Wrong(
+        "a source without a weight",
+        TINY + '[data]\nsource = "text"\n[[data.sources]]\npath = "t"\n',
+        [
+            "x.toml:5: 'data.sources' must be an array of tables with path and weight, got "
+            '[{ path = "t" }]'
+        ],
+    ),
+    Wrong(
+        "sources of numbers",
+        TINY + '[data]\nsource = "text"\nsources = [1, 2]\n',
+        ["x.toml:5: 'data.sources' must be an array of tables with path and weight, got [1, 2]"],
+    ),
+    Wrong(
+        "a missing source",
+        {"x.toml": TINY + '[data]\nsource = "text"\nseq_len = 8\n' + SOURCES, "t": "some words"},
+        [
+            'x.toml:6: data.sources: path = "u" does not exist; give a text file or a folder of '
+            "them, relative to the working directory"
+        ],
+    ),
+    Wrong(
+        "a short source",
+        {
+            "x.toml": TINY + '[data]\nsource = "text"\nseq_len = 8\n' + SOURCES,
+            "t": "some words",
+            "u": "few",
+        },
+        [
+            'x.toml:5: data.seq_len = 8 needs 9 tokens, but data.sources: path = "u" has 4; use a '
+            "smaller data.seq_len or more text"
+        ],
+    ),
+    Wrong(
+        "sources of two tokenizers",
+        WHOLE
+        | token_files("u", tokenizer=b"[]")
+        | {"x.toml": TINY + '[data]\nsource = "tokens"\nseq_len = 8\n' + SOURCES},
+        [
+            'x.toml:6: data.sources: path = "u" was made with another tokenizer or end of document '
+            "than the first of data.sources; prepare it again with the --tokenizer and --eod of "
+            "the first of data.sources"
         ],
     ),
     Wrong(

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from composer3d.reliability.digests import Digest, Disagreement, bit_digest, disagreements
+from composer3d.parallel.local_gradients import Unit
+from composer3d.reliability.digests import (
+    Digest,
+    Disagreement,
+    GradientDigests,
+    bit_digest,
+    disagreements,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
@@ -61,10 +68,33 @@ def test_a_majority_names_the_others(
     if suspects is None:
         assert found == []
         return
-    assert found == [Disagreement("parameters", suspects, tuple(range(len(values))))]
+    assert found == [Disagreement("parameters", (("pp", 0),), suspects, tuple(range(len(values))))]
     assert found[0].has_majority == has_majority
 
 
 def test_other_parts_and_other_values_are_not_compared() -> None:
     assert disagreements([*of(1, part=0), *of(2, part=1)]) == []
     assert disagreements([*of(1), *of(2, what="optimizer state")]) == []
+
+
+def digest_of(gradients: dict[int, list[torch.Tensor]]) -> tuple[int, ...]:
+    """The digest of a unit with these gradients, by the number of the parameter."""
+    digests = GradientDigests()
+    for index, parts in gradients.items():
+        for part in parts:
+            digests.add(Unit(1, 2, "blocks.5"), index, part)
+    (digest,) = digests.finish((("pp", 1),))
+    assert digest[:2] == ("gradient of blocks.5", (("pp", 1), ("stage", 1), ("unit", 2)))
+    return digest.value
+
+
+def test_gradients_have_one_digest_for_each_unit() -> None:
+    a, b = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    whole = digest_of({0: [a], 1: [b]})
+    # Not the order in which they come counts, but whose they are.
+    assert digest_of({1: [b], 0: [a]}) == whole
+    assert digest_of({0: [b], 1: [a]}) != whole
+    assert digest_of({0: [a], 3: [b]}) != whole
+    # A parameter may have several gradients.
+    assert digest_of({0: [a, a], 1: [b]}) != whole
+    assert GradientDigests().finish(()) == []

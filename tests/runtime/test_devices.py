@@ -23,7 +23,11 @@ from composer3d.runtime.launch import Pool
 from composer3d.spec.errors import DeviceError, RecipeError
 from tools.prove.paths import ROOT
 
-VARIABLES = (*devices._ALLOCATOR_VARIABLES, *devices._DETERMINISTIC)
+VARIABLES = (
+    *devices._ALLOCATOR_VARIABLES,
+    *devices._DETERMINISTIC,
+    *devices._RECORDER_VARIABLES,
+)
 
 
 def lines_of_ranks(store: dist.Store, gpus: list[Gpu]) -> list[tuple[str, ...] | None]:
@@ -144,11 +148,15 @@ def test_an_environment_that_is_not_deterministic_is_refused(
 
 
 def prepare(sets: list[str]) -> tuple[str, bool, int]:
-    """A task: the line that is said, whether torch is deterministic, and the number of threads."""
+    """A task: the line that is said, whether torch is deterministic, and the number of threads.
+
+    The flight recorder must be on.
+    """
     for name in (*VARIABLES, "OMP_NUM_THREADS"):
         os.environ.pop(name, None)
     torch.set_num_threads(1)
     line = prepare_gpu(load(str(ROOT / "recipes/debug-1-single.toml"), sets).recipe, cores=3)
+    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
     return line, torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
 
 
@@ -159,3 +167,21 @@ def test_a_process_on_a_gpu_is_set_as_its_recipe_says(pool: Pool) -> None:
     (seen,) = pool.run(prepare, {"sets": sets}, world_size=1)
     line = "GPU: allocator expandable_segments:True, deterministic, 3 threads for the optimizer on "
     assert seen == (f"{line}the host", True, 3)
+
+
+def test_the_flight_recorder_is_on_unless_the_user_has_set_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, newer = devices._RECORDER_VARIABLES
+    for name in (plain, newer):
+        # To 0 first, so that the test ends with the variable as it was.
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    devices.record_collectives()
+    assert (os.environ[plain], newer in os.environ) == ("2000", False)
+    for name, other in ((plain, newer), (newer, plain)):
+        monkeypatch.delenv(plain, raising=False)
+        monkeypatch.delenv(newer, raising=False)
+        monkeypatch.setenv(name, "0")
+        devices.record_collectives()
+        assert (os.environ[name], other in os.environ) == ("0", False)

@@ -1,8 +1,10 @@
 """When a collective fails, the missing rank is named once: it died, is stopped, or hangs."""
 
 import os
+import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +91,70 @@ def test_the_cause_is_the_error_and_not_its_note() -> None:
         "a collective failed: rank 1 at training/loop.py:5 did not join it "
         "(RuntimeError: Timed out); try again"
     )
+
+
+@pytest.mark.parametrize("is_first_of_node", [True, False])
+def test_without_a_store_the_first_rank_of_each_node_names_its_host(is_first_of_node: bool) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    watch = peers.PeerWatch(
+        store,
+        rank=9,
+        size=16,
+        describe=str,
+        store_host="rank 0 (x)",
+        is_first_of_node=is_first_of_node,
+    )
+    del server
+    try:
+        lines = watch._search(RuntimeError("Connection closed by peer"), "try again").lines
+    finally:
+        watch.close()
+    line = "the job's store does not answer: rank 0 (x) has ended; try again"
+    assert lines == ((line,) if is_first_of_node else ())
+
+
+def test_the_report_names_the_last_collectives_of_each_rank(tmp_path: Path) -> None:
+    """Rank 0 raises the alarm, and the others answer. Rank 2 cannot write its file."""
+    store = dist.HashStore()
+    reports: list[str] = []
+
+    def keep_report(text: str) -> str:
+        reports.append(text)
+        return "report.txt"
+
+    def watch_of(rank: int) -> peers.PeerWatch:
+        def write_trace(moment: str) -> str:
+            path = tmp_path / f"{moment}-rank-{rank}"
+            if rank == 2:
+                raise OSError("disk full")
+            path.write_text("collectives")
+            return str(path)
+
+        return peers.PeerWatch(
+            store,
+            rank=rank,
+            size=3,
+            describe=lambda peer: f"rank {peer}",
+            write_report=keep_report,
+            write_trace=write_trace,
+        )
+
+    watches = [watch_of(rank) for rank in range(3)]
+    try:
+        (line,) = watches[0]._search(RuntimeError("NCCL: timed out"), "try again").lines
+    finally:
+        for watch in watches:
+            watch.close()
+    assert line.endswith("; what each rank did is in report.txt; try again")
+    moment = store.get("alarm").decode()
+    assert re.fullmatch(r"\d{8}T\d{6}Z", moment)
+    found = re.findall(r"^(rank \d) on|^  last collectives of NCCL: (.*)$", reports[0], re.M)
+    assert found == [
+        ("rank 0", ""),
+        ("", str(tmp_path / f"{moment}-rank-0")),
+        ("rank 1", ""),
+        ("", str(tmp_path / f"{moment}-rank-1")),
+        ("rank 2", ""),
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {f"{moment}-rank-{n}" for n in (0, 1)}

@@ -1,6 +1,7 @@
 """The process group of a job: rounds of torchrun's store, time-outs, and errors on all ranks."""
 
 import os
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -27,10 +28,13 @@ from composer3d.runtime.process_group import (
     max_over_ranks,
     on_all,
     on_main,
+    open_store,
     pick_device,
     pool_world,
+    rank_0_holds_store,
     world,
 )
+from composer3d.runtime.starter import STORE_VARIABLE
 from composer3d.spec.errors import DataError, DeviceError, MeshError
 
 
@@ -72,6 +76,24 @@ def time_outs(folder: Path) -> list[float]:
 
 def test_every_group_has_the_time_out_of_its_world(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(time_outs, {"folder": tmp_path}, world_size=2) == [[7.0, 7.0, 7.0, 9.0]] * 2
+
+
+def test_a_store_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(STORE_VARIABLE, raising=False)
+    assert rank_0_holds_store()
+    with pytest.raises(MeshError) as caught:
+        open_store(timeout_s=0.5)
+    (line,) = caught.value.lines
+    assert line.startswith("rank 1 did not meet all 2 ranks within 0 s at 127.0.0.1:")
+    assert line.endswith("on all of its nodes, and see that they can reach that address")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert not rank_0_holds_store()
 
 
 def start_ranks(store: dist.Store, ranks: list[int], size: int) -> dict[int, str]:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -543,3 +544,23 @@ def configured_allocator() -> tuple[str, str]:
 
 def test_the_allocator_takes_settings_in_a_process_that_runs(pool: Pool) -> None:
     assert pool.run(configured_allocator, {}, world_size=1) == [("", "expandable_segments:True")]
+
+
+def test_the_flight_recorder_of_nccl_is_a_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    if dist.is_nccl_available():
+        trace = torch_private.dump_nccl_trace()
+        assert trace is not None
+        # Of this process, so it may be unpickled.
+        assert {"version", "entries"} <= pickle.loads(trace).keys()
+        return
+    assert torch_private.dump_nccl_trace() is None
+    seen = []
+
+    def dump(*, includeStackTraces: bool) -> bytes:
+        seen.append(includeStackTraces)
+        return b"trace"
+
+    module = torch._C._distributed_c10d
+    monkeypatch.setattr(module, "_dump_nccl_trace", dump, raising=False)
+    assert torch_private.dump_nccl_trace() == b"trace"
+    assert seen == [False]

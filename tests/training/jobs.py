@@ -6,11 +6,13 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from composer3d.recipe.resolve import load
+from composer3d.reliability import signals
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
 from composer3d.training.build import build
@@ -102,28 +104,69 @@ def build_and_train(
                 return compute_gradients(*arguments)
 
             loop.compute_gradients = begin_step
-            clock = types.SimpleNamespace(monotonic=lambda: 60 * minutes[rank] * len(begun))
+            clock = types.SimpleNamespace(
+                monotonic=lambda: 60 * minutes[rank] * len(begun), perf_counter=time.perf_counter
+            )
             loop.time = clock  # type: ignore[assignment]
         loop.train(run)
 
 
-def train_until_a_signal(folder: str, sets: list[str], step: int) -> tuple[int, int]:
-    """A task: train; the last rank gets SIGTERM while step ``step`` runs.
+Moment = Literal["step 1", "step 3", "save", "validation"]
 
-    Returns:
-        What ``loop.train`` returns, and the steps done.
+
+class Stopped(NamedTuple):
+    """How a rank ended.
+
+    Attributes:
+        number: what ``loop.train`` returned.
+        step: the steps done.
+        evaluated: the micro-batches that were evaluated.
+    """
+
+    number: int
+    step: int
+    evaluated: int
+
+
+def train_until_a_signal(folder: str, sets: list[str], moment: Moment) -> Stopped:
+    """A task: train; the last rank gets SIGTERM twice in a moment, as if 5 s lay between.
+
+    Args:
+        moment: in which step, or in the first save, or in the second batch of the first validation.
     """
     os.chdir(folder)
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    signals._INSIST_S = -1.0
+    evaluated = saves = 0
+
+    def send(now: bool) -> None:
+        if now and rank == size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
     with pool_world() as device:
         resolved = load("recipe.toml", sets, world_size=size)
         run = build(resolved.recipe, device, resolved.to_toml())
-        forward_backward = run.stages.forward_backward
+        forward_backward, evaluate = run.stages.forward_backward, run.stages.evaluate
+        write = run.store._write
 
-        def with_signal(*arguments: Any) -> Any:
-            if run.step + 1 == step and rank == size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+        def step_with_signal(*arguments: Any) -> Any:
+            send(moment == f"step {run.step + 1}")
             return forward_backward(*arguments)
 
-        run.stages.forward_backward = with_signal  # type: ignore[method-assign]
-        return loop.train(run), run.step
+        def evaluate_with_signal(*arguments: Any) -> Any:
+            nonlocal evaluated
+            evaluated += 1
+            send(moment == "validation" and evaluated == 2)
+            return evaluate(*arguments)
+
+        def write_with_signal(*arguments: Any) -> None:
+            nonlocal saves
+            saves += 1
+            send(moment == "save" and saves == 1)
+            write(*arguments)
+
+        run.stages.forward_backward = step_with_signal  # type: ignore[method-assign]
+        run.stages.evaluate = evaluate_with_signal  # type: ignore[method-assign]
+        run.store._write = write_with_signal  # type: ignore[method-assign]
+        return Stopped(loop.train(run), run.step, evaluated)

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from composer3d.recipe.schema import CheckpointTable
-from composer3d.runtime.launch import Pool
+from composer3d.runtime.launch import Pool, WorkerError
 from tests.training.jobs import (
     CUBE,
     DATA,
     RECIPE,
     SINGLE,
+    Moment,
+    Stopped,
     build_and_train,
     losses,
     train,
@@ -149,14 +151,48 @@ def test_a_checkpoint_is_due_by_steps_or_minutes_of_rank_0(
     assert names == [f"step-{step:08d}" for step in saved]
 
 
-def test_a_signal_of_one_rank_ends_all_after_the_step_that_it_hit(pool: Pool, folder: Path) -> None:
-    (folder / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
-    sets = ["run.steps=8", "metrics.every=100", "checkpoint.every=0"]
-    arguments = {"folder": str(folder), "sets": sets, "step": 3}
-    ended = pool.run(train_until_a_signal, arguments, world_size=2)
-    assert ended == [(signal.SIGTERM, 3)] * 2
+@pytest.mark.parametrize(
+    ("moment", "sets", "stopped"),
+    [
+        ("step 3", [], Stopped(signal.SIGTERM, 3, 0)),
+        # No step and no second save come after a save that took long.
+        ("save", ["checkpoint.every=3"], Stopped(signal.SIGTERM, 3, 0)),
+        ("validation", ["validation.every=2"], Stopped(signal.SIGTERM, 2, 2)),
+    ],
+)
+def test_a_signal_of_one_rank_ends_all_as_soon_as_the_state_is_saved(
+    pool: Pool, folder: Path, moment: Moment, sets: list[str], stopped: Stopped
+) -> None:
+    assert end_by_a_signal(pool, folder, moment, sets) == [stopped] * 2
     names = [path.name for path in (folder / "runs/small/checkpoints").iterdir()]
-    assert names == ["step-00000003"]
+    assert names == [f"step-{stopped.step:08d}"]
+
+
+def test_a_signal_during_a_save_in_the_background_ends_after_the_save(
+    pool: Pool, folder: Path
+) -> None:
+    sets = ["checkpoint.every=3", "checkpoint.async_save=true", "checkpoint.keep=9"]
+    stopped, same = end_by_a_signal(pool, folder, "save", sets)
+    assert stopped == same
+    assert stopped.number == signal.SIGTERM
+    assert stopped.step in (3, 4, 5)
+    names = sorted(path.name for path in (folder / "runs/small/checkpoints").iterdir())
+    assert names == sorted({"step-00000003", f"step-{stopped.step:08d}"})
+
+
+def test_a_signal_before_the_first_step_is_done_ends_at_once(pool: Pool, folder: Path) -> None:
+    # The compiler may need minutes for the first step, and there is nothing to save.
+    with pytest.raises(WorkerError, match="rank 1: the process died"):
+        end_by_a_signal(pool, folder, "step 1", [])
+    assert not list((folder / "runs/small/checkpoints").glob("*"))
+
+
+def end_by_a_signal(pool: Pool, folder: Path, moment: Moment, sets: list[str]) -> list[Stopped]:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
+    sets = ["run.steps=8", "metrics.every=100", "checkpoint.every=0", *sets]
+    sets += ["data.micro_batch=4", "validation.path=corpus.txt"]
+    arguments = {"folder": str(folder), "sets": sets, "moment": moment}
+    return pool.run(train_until_a_signal, arguments, world_size=2)
 
 
 def test_a_run_saves_by_default() -> None:

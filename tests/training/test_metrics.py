@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from composer3d.recipe.schema import MetricsTable
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
+from composer3d.spec import events as run_events
 from composer3d.spec.errors import UserError
 from composer3d.training.metrics import FILE, Metrics
 
@@ -208,6 +210,30 @@ def test_a_report_goes_to_the_console_the_file_and_tensorboard(
     texts = events.Tensors("ranks/text_summary")
     shown = [event.tensor_proto.string_val[0].decode() for event in texts]
     assert shown == ["a slow rank  \nanother", "it is fast again"]
+    found = [event for event in run_events.read(tmp_path) if event is not None]
+    assert [(event.step, event.kind, event.text) for event in found] == [
+        (7, "ranks", "a slow rank"),
+        (7, "ranks", "another"),
+        (8, "ranks", "it is fast again"),
+    ]
+    assert abs(found[0].unix_s - time.time()) < 60
+
+
+def test_events_are_not_written_through_a_link_nor_into_a_lost_folder(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    lost = _metrics(tmp_path / "lost", may_write=lambda: False)
+    lost.event(1, "save", "checkpoint of step 1")
+    assert not (tmp_path / "lost" / run_events.FILE).exists()
+
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    metrics = _metrics(tmp_path / "run")
+    (tmp_path / "run" / run_events.FILE).symlink_to(victim)
+    metrics.event(1, "save", "checkpoint of step 1")
+    assert victim.read_text() == "mine"
+    assert len(warnings) == 1
+    assert warnings[0].startswith("the event 'save' of step 1 could not be written")
 
 
 def test_a_metric_without_a_tag_of_its_own_goes_to_other(tmp_path: Path) -> None:
@@ -406,7 +432,9 @@ def test_tensorboard_shows_a_run_by_its_name(tmp_path: Path) -> None:
     shown = EventMultiplexer()
     shown.AddRunsFromDirectory(str(tmp_path))
     shown.Reload()
-    assert set(shown.Runs()) == {"first", "second"}
+    # Curves by tokens have a folder of their own.
+    names = {"first", "second"}
+    assert set(shown.Runs()) == names | {f"{name}/by_tokens" for name in names}
     assert [event.step for event in shown.Scalars("first", "loss/train")] == [1, 2, 3]
 
 
@@ -414,12 +442,13 @@ def test_event_files_of_an_earlier_version_go_on_in_one_run(tmp_path: Path) -> N
     table, old = MetricsTable(every=1), tmp_path / "run" / "tensorboard"
     _run(_metrics(old, table), range(1, 8))
     (old / FILE).unlink()
+    shutil.rmtree(old / "by_tokens")  # that version had no curves by tokens
     _run(_metrics(tmp_path / "run", table, start_step=5), range(6, 11))
     assert not old.exists()
     shown = EventMultiplexer()
     shown.AddRunsFromDirectory(str(tmp_path))
     shown.Reload()
-    assert set(shown.Runs()) == {"run"}
+    assert set(shown.Runs()) == {"run", "run/by_tokens"}
     assert [event.step for event in shown.Scalars("run", "loss/train")] == list(range(1, 11))
 
 

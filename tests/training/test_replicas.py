@@ -9,15 +9,25 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer3d.parallel import Stages
+from composer3d.parallel.local_gradients import units_of
 from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import MeshTable
+from composer3d.reliability.digests import Digest, Disagreement
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
 from composer3d.training.build import Run, build
+from composer3d.training.replicas import ReplicaCheck
 from tests.training.jobs import RECIPE
 
 SETS = ["run.steps=7", "optim.warmup=1", "optim.decay=7", "checkpoint.every=0"]
+FLOAT8 = ["precision.compute=bfloat16", "precision.matmul=float8"]
+EXPERTS = [
+    "model.architecture=moe",
+    "model.preset=debug-moe",
+    "model.router=sigmoid",
+    "model.balance_loss=0.01",
+]
 EVERY = "reliability.digest_every=3"
 
 
@@ -27,16 +37,23 @@ def train_and_flip(
     """A task: train; on ``rank``, flip a bit of ``name`` after step ``after``.
 
     Args:
-        kind: "parameter", "exp_avg", or "forward": then the forward pass itself is off by one bit.
+        kind: what is off by one bit: "parameter"; "exp_avg"; "forward", the loss that this rank
+            computes for the check; "forward alone", the same without a backward to compare;
+            "backward", from then on one gradient of the unit ``name``, before it is reduced; or
+            "activation", from then on the gradient of the output of the unit ``name``.
 
     Returns:
-        The reports of this rank, its loss after each step, and its shards at the end.
+        The reports of this rank, its loss after each step, its shards and its random state at the
+        end.
     """
     os.chdir(folder)
     reports, losses = [], []
     with pool_world() as device:
         resolved = load("recipe.toml", sets, world_size=int(os.environ["WORLD_SIZE"]))
         run = build(resolved.recipe, device, resolved.to_toml())
+        if kind == "forward alone":
+            assert run.replicas is not None
+            run.replicas._has_same_backward = False
         has_fault = int(os.environ["RANK"]) == rank
         step = run.metrics.step
 
@@ -52,24 +69,52 @@ def train_and_flip(
         )
         loop.train(run)
         shards = {name: local(tensor).clone() for name, tensor in run.stages.named_parameters()}
-    return {"reports": reports, "losses": losses, "shards": shards}
+    return {
+        "reports": reports,
+        "losses": losses,
+        "shards": shards,
+        "random": torch.get_rng_state(),
+    }
 
 
 def plant(run: Run, name: str, kind: str) -> None:
-    if kind == "forward":
-        evaluate = Stages.evaluate
+    if kind.startswith("forward"):
+        method = "evaluate" if kind == "forward alone" else "take_local_gradients"
+        compute = getattr(run.stages, method)
 
-        def lie(*arguments: Any) -> torch.Tensor:
-            loss = evaluate(*arguments)
+        def lie(*arguments: Any, **keywords: Any) -> torch.Tensor:
+            loss: torch.Tensor = compute(*arguments, **keywords)
             loss.view(torch.int64).bitwise_xor_(1)
             return loss
 
-        run.stages.evaluate = lie.__get__(run.stages)  # type: ignore[method-assign]
+        setattr(run.stages, method, lie)
+        return
+    if kind == "backward":
+        (module,) = run.stages.modules
+        parameters = {unit.name: held for unit, held in units_of(0, module).items()}[name]
+        parameters[1].register_hook(off_by_one_bit)
+        return
+    if kind == "activation":
+        (module,) = run.stages.modules
+        module.get_submodule(name).register_full_backward_pre_hook(
+            lambda _, grads: tuple(map(off_by_one_bit, grads))
+        )
         return
     parameter = dict(run.stages.named_parameters())[name]
     tensor = parameter if kind == "parameter" else run.optimizer.state[parameter][kind]
-    bits = local(tensor).view(torch.int32).flatten()
-    bits[len(bits) // 2] ^= 1  # the least bit of a float32
+    flip(local(tensor))
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Flip the least bit of a float32 in place."""
+    bits = tensor.view(-1).view(torch.int32)
+    bits[len(bits) // 2] ^= 1
+
+
+def off_by_one_bit(grad: torch.Tensor) -> torch.Tensor:
+    wrong = grad.clone()
+    flip(local(wrong))
+    return wrong
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,10 +155,22 @@ def run_all(pool: Pool, folder: Path, mesh: str, *sets: str, **fault: Any) -> li
             [2],
             "parameters",
         ),
-        ("dp_shard=3", [], 2, "", "forward", [2], "loss"),
         ("dp_replicate=3 pp=2", [], 4, "", "forward", [1, 4], "loss"),
+        ("dp_shard=3", [], 2, "", "forward alone", [2], "loss"),
+        ("dp_replicate=3 pp=2", [], 1, "blocks.1", "backward", [1], "gradient of blocks.1"),
+        ("dp_shard=3 tp=2", [], 3, "blocks.1", "activation", [2, 3], "gradient of blocks.1"),
     ],
-    ids=["three", "moment", "two", "norm of tp", "zero 0", "forward", "forward of a pipeline"],
+    ids=[
+        "three",
+        "moment",
+        "two",
+        "norm of tp",
+        "zero 0",
+        "forward of a pipeline",
+        "forward alone",
+        "backward of a pipeline",
+        "gradient of an activation",
+    ],
 )
 def test_a_flipped_bit_is_named(
     pool: Pool,
@@ -133,7 +190,8 @@ def test_a_flipped_bit_is_named(
     # The check after step 3 was right. The fault comes after step 4.
     (step, lines, values), *_ = results[0]["reports"]
     assert step == 6
-    (line,) = [line for line in lines if line.startswith(f"corruption: another {what}")]
+    article = "other" if what == "parameters" else "another"
+    (line,) = [line for line in lines if line.startswith(f"corruption: {article} {what}")]
     assert [int(number) for number in re.findall(r"rank (\d+) \(", line)] == suspects
     assert "all agreed after step 3" in line
     if len(suspects) == 1:
@@ -143,12 +201,12 @@ def test_a_flipped_bit_is_named(
 @pytest.mark.parametrize(
     ("mesh", "sets"),
     [
-        ("dp_replicate=2 tp=2", []),
+        ("dp_replicate=2 tp=2", ["memory.activation_checkpoint=full", "memory.loss_chunks=2"]),
         ("dp_replicate=2 dp_shard=2", ["data.packing=documents"]),
-        ("pp=2 dp_replicate=2 tp=2", []),
-        ("pp=2 dp_replicate=2", ["parallel.schedule=ZBVZeroBubble"]),
-        ("dp_replicate=2 cp=2", ["precision.compute=bfloat16"]),
-        ("dp_replicate=2 dp_shard=2 ep=2", ["model.architecture=moe", "model.preset=debug-moe"]),
+        ("pp=2 dp_replicate=2 tp=2", ["model.tied=true"]),
+        ("pp=2 dp_replicate=2", ["parallel.schedule=ZBVZeroBubble", *FLOAT8]),
+        ("dp_replicate=2 cp=2", ["precision.compute=bfloat16", "memory.cpu_offload=true"]),
+        ("dp_replicate=2 dp_shard=2 ep=2", [*EXPERTS, "model.router_bias=true"]),
         ("tp=2 dp_shard=2", ["parallel.sequence_parallel=false", "parallel.zero=1"]),
     ],
 )
@@ -161,6 +219,58 @@ def test_healthy_ranks_agree_and_train_the_same_bits(
         assert not other["reports"]
         assert one["losses"] == other["losses"]
         assert len(one["losses"]) == 7
+        assert torch.equal(one["random"], other["random"])
         assert one["shards"].keys() == other["shards"].keys()
         for name, tensor in one["shards"].items():
             assert torch.equal(tensor.view(torch.uint8), other["shards"][name].view(torch.uint8))
+
+
+def check_of(*, has_same_backward: bool = True) -> ReplicaCheck:
+    """A check of 3 data-parallel ranks, without their model."""
+    check = object.__new__(ReplicaCheck)
+    check._sizes = MeshTable(pp=2, dp_shard=3)
+    check._has_same_backward = has_same_backward
+    return check
+
+
+def wrong(what: str, rank: int, unit: tuple[int, int] | None = None) -> Disagreement:
+    """A disagreement about ``what``, or about the gradient of the unit (stage, place)."""
+    place = () if unit is None else (("stage", unit[0]), ("unit", unit[1]))
+    return Disagreement(what, (("pp", rank // 3), *place), (rank,), (0, 1, 2))
+
+
+def test_only_what_can_have_caused_the_rest_is_told() -> None:
+    causes = check_of()._causes
+    late, middle, early = (wrong(f"gradient {unit}", 1, unit) for unit in ((1, 0), (0, 9), (0, 1)))
+    assert causes([early, late, middle]) == [late]
+    assert causes([early, middle]) == [middle]
+    # Wrong parameters or a wrong loss explain all gradients of their replica: ranks 1 and 4.
+    of_rank_4 = wrong("loss", 4)
+    assert causes([early, of_rank_4, late]) == [of_rank_4]
+    # Another replica has a fault of its own.
+    of_rank_2 = wrong("gradient (0, 1)", 2, (0, 1))
+    assert causes([of_rank_4, of_rank_2, late]) == [of_rank_4, of_rank_2]
+    # One line for the ranks of tp that have met it together.
+    (both,) = causes([late, late._replace(suspects=(4,), ranks=(3, 4, 5))])
+    assert (both.suspects, both.ranks) == ((1, 4), (0, 1, 2, 3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("digests", "has_same_backward", "lines"),
+    [
+        ([("parameters", 0), ("loss", 0)], True, []),
+        ([("loss", 0)], True, ["no two ranks hold the same parameters"]),
+        ([("parameters", 0), ("loss", 0)], False, ["backward is not compared"]),
+        ([("parameters", 0), ("loss", None)], True, ["all data-parallel ranks share experts"]),
+    ],
+)
+def test_the_log_says_what_is_not_compared(
+    digests: list[tuple[str, int | None]], has_same_backward: bool, lines: list[str]
+) -> None:
+    of_ranks = [
+        [Digest(what, (("ep", rank if part is None else part),), (0,)) for what, part in digests]
+        for rank in range(2)
+    ]
+    said = list(check_of(has_same_backward=has_same_backward)._omissions(of_ranks))
+    assert len(said) == len(lines)
+    assert all(map(str.startswith, said, lines))

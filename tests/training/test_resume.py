@@ -10,6 +10,7 @@ import pytest
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.commands import train as command
 from composer3d.recipe.resolve import load
+from composer3d.spec import events
 from composer3d.spec.errors import CheckpointError
 from composer3d.training import resume
 from tests.training.jobs import CUBE, RECIPE, SINGLE, losses, train
@@ -34,6 +35,17 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> 
     assert kept == ["step-00000015", "step-00000020"]
     assert 'path = "corpus.txt"' in (folder / "parts/small/recipe.toml").read_text()
 
+    found = [event for event in events.read(folder / "parts/small") if event is not None]
+    assert [(event.kind, event.step) for event in found if event.kind != "save"] == [
+        ("start", 0),
+        ("end", 10),
+        ("start", 10),
+        ("end", 20),
+    ]
+    assert [event.step for event in found if event.kind == "save"] == [5, 10, 15, 20]
+    assert {event.device for event in found if event.kind == "start"} == {"cpu"}
+    assert "from a checkpoint of step 10" in found[4].text
+
 
 @pytest.mark.parametrize(
     ("sets", "message"),
@@ -56,22 +68,42 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> 
             "a run keeps its seed; set it back,",
         ),
         (
+            ['optim.train=["last.*"]'],
+            'was made with optim.train = absent, but the recipe says ["last.*"]: it has the',
+        ),
+        (
             ["checkpoint.resume=none"],
             'checkpoint.resume = "none", but the newest checkpoint in runs/small/checkpoints is '
             "step-00000005;",
         ),
         (["run.name=other", "checkpoint.resume=."], "is not a checkpoint: it has no manifest.json"),
+        (["run.name=other", "checkpoint.resume=empty"], "empty has no checkpoint (step-* or "),
     ],
-    ids=["layers", "theta", "dtype", "data", "batch", "order", "seed", "anew", "folder"],
+    ids=[
+        "layers",
+        "theta",
+        "dtype",
+        "data",
+        "batch",
+        "order",
+        "seed",
+        "frozen",
+        "anew",
+        "folder",
+        "no checkpoint",
+    ],
 )
 def test_checkpoint_that_does_not_fit_is_refused(
     trained: Path, sets: list[str], message: str
 ) -> None:
     recipe = (trained / "runs/small/recipe.toml").read_bytes()
+    (trained / "empty/checkpoints").mkdir(parents=True)
     result = train(trained, *sets)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+    name = "other" if "run.name=other" in sets else "small"
+    assert message in (trained / "runs" / name / "log.txt").read_text()
     assert (trained / "runs/small/recipe.toml").read_bytes() == recipe
     assert list((trained / "runs/small").glob("recipe-*")) == []
 
@@ -169,7 +201,8 @@ def test_a_recipe_that_cannot_resume_is_refused_when_all_is_done(
 def test_another_runs_checkpoint_starts_a_run_only_once(trained: Path) -> None:
     seeded = [
         "run.name=second",
-        "checkpoint.resume=runs/small/checkpoints/step-00000005",
+        # The folder of a run stands for its newest whole checkpoint.
+        "checkpoint.resume=runs/small",
         "run.seed=4",
     ]
     first = train(trained, *seeded, "run.steps=8")
@@ -181,6 +214,10 @@ def test_another_runs_checkpoint_starts_a_run_only_once(trained: Path) -> None:
         "resumed from runs/small/checkpoints/step-00000005: 5 of 8 steps are done" in first.stderr
     )
     assert "no checkpoint in runs/second" not in first.stderr
+    assert (
+        "runs/small/checkpoints/step-00000005 is the newest whole checkpoint of runs/small\n"
+        in first.stderr
+    )
     shutil.rmtree(trained / "runs/small/checkpoints/step-00000005")  # as that run does in time
     again = train(trained, *seeded, "run.steps=10")
     assert (

@@ -1,5 +1,6 @@
 """The recipes that are kept in a run's folder."""
 
+import re
 from pathlib import Path
 
 from composer3d.training.run_folder import write_recipe
@@ -29,3 +30,19 @@ def test_a_recipe_is_not_written_through_a_link(tmp_path: Path) -> None:
     write_recipe(tmp_path, "[run]\n", steps_done=5)
     assert (tmp_path / "theirs").read_text() == "theirs"
     assert not (tmp_path / "recipe.toml").is_symlink()
+
+
+def test_the_log_has_the_console_lines_of_rank_0_with_their_times(trained: Path) -> None:
+    lines = (trained / "runs/small/log.txt").read_text().splitlines()
+    times, texts = zip(*(line.split(" ", 1) for line in lines), strict=True)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", time) for time in times)
+    assert sorted(times) == list(times)
+    first, second, data, third, *steps, last = texts
+    assert first.startswith("composer3d ")
+    assert first.endswith(", 1 ranks on cpu")
+    assert data.startswith("data: corpus.txt (train) has ")
+    assert second == "no checkpoint in runs/small/checkpoints: starting from the beginning"
+    phases = "meeting of ranks, checks of ranks and groups, data, model, checkpoint"
+    assert re.sub(r" \d+\.\d", "", third) == f"started in s: {phases}"
+    assert [text.split()[1] for text in steps] == [f"{step}/5" for step in range(1, 6)]
+    assert last.startswith("saved runs/small/checkpoints/step-00000005 in ")

@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
+from composer3d.runtime import process_group
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import UserError
@@ -41,6 +44,7 @@ def prove(
     [
         (RECIPE, ["mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2"], "float64"),
         (RECIPE, ["mesh.cp=2", "mesh.tp=2"], "float32"),
+        (RECIPE, ["mesh.dp_shard=2", 'optim.train=["blocks.1.*"]'], "float32"),
         (MOE_RECIPE, ["mesh.dp_shard=2", "mesh.tp=2", "mesh.ep=2"], "float32"),
     ],
 )
@@ -52,6 +56,36 @@ def test_a_mesh_is_exact_here(pool: Pool, recipe: Path, sets: list[str], dtype: 
     assert verdict.world_size == full.world_size
     assert verdict.dtype == dtype
     assert set(others) == {None}
+
+
+def count_received(recipe: str, sets: list[str]) -> tuple[bool, int]:
+    """A task: whether the proof passes, where it is known, and the numbers that this rank gets."""
+    received = []
+    send_to_each = process_group.send_to_each
+
+    def count(make: Callable[[int], torch.Tensor] | None, own: torch.Tensor) -> None:
+        received.append(own.numel())
+        send_to_each(make, own)
+
+    process_group.send_to_each = count
+    verdict = prove(recipe, sets)
+    (numbers,) = received
+    return verdict is None or verdict.passed, numbers
+
+
+def test_a_rank_receives_its_own_parts_of_the_reference(pool: Pool) -> None:
+    sets = ["mesh.pp=2", "mesh.dp_shard=2"]
+    arguments = {"recipe": str(RECIPE), "sets": sets}
+    of_ranks = pool.run(count_received, arguments, world_size=4)
+    assert all(passed for passed, _ in of_ranks)
+    small = shrink_on_own_mesh(load(RECIPE, sets, check_files=False).recipe)
+    model = architecture(small.model.architecture).build(
+        small.model, dtype=torch.float64, device="meta"
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # Two steps, each with gradients and weights. Each element is of one rank.
+    assert sum(numbers for _, numbers in of_ranks) == 4 * parameters
+    assert max(numbers for _, numbers in of_ranks) < 0.8 * 4 * parameters / 2
 
 
 @pytest.mark.parametrize("fault", [keep_own_part_of_the_sum, reduce_scatter_twice])

@@ -60,10 +60,13 @@ def test_layout_is_exact_in_float32(pool: Pool, references: Path, layout: str) -
 
 
 # All faults with a short check, and half of the others. ``tools/prove/run faults`` plants all.
+# Those of machines are left to tests/training, which plants them too.
+OF_MACHINES = {"corruption", "stragglers"}
 PLANTED = [
     fault
     for fault in FAULTS
-    if fault.check in ("model", "weights") or crc32(fault.title.encode()) % 2 == 0
+    if fault.check in ("model", "weights")
+    or (crc32(fault.title.encode()) % 2 == 0 and fault.check not in OF_MACHINES)
 ]
 
 
@@ -73,7 +76,7 @@ def test_planted_fault_is_seen(pool: Pool, references: Path, fault: Fault) -> No
     assert outcome.is_caught, outcome.finding
 
 
-@pytest.mark.parametrize("check", sorted(CHECKS))
+@pytest.mark.parametrize("check", sorted(CHECKS.keys() - OF_MACHINES))
 def test_checks_of_faults_find_nothing_if_nothing_is_planted(pool: Pool, check: str) -> None:
     assert pool.run(f"tools.prove.faults.checks:{check}", {"plant": None}, world_size=1) == [[]]
 

@@ -24,7 +24,7 @@ from composer3d.models.llama import counts
 from composer3d.recipe.resolve import load
 from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
-from tools.bench import experts, operators, quickstarts, sequence
+from tools.bench import experts, generation, operators, quickstarts, sequence, tokenize
 from tools.bench import host as launches
 from tools.bench.jobs import (
     CPU_RECIPE,
@@ -559,6 +559,20 @@ def _parser() -> argparse.ArgumentParser:
     cp_parser = add_command(sequence.cp, "attention of one sequence over ranks against one process")
     add_repeats(cp_parser)
     sequence.add_arguments(cp_parser)
+
+    generate_parser = add_plain_command(
+        generation.generate, "tokens/s of generation against transformers"
+    )
+    generation.add_arguments(generate_parser)
+
+    prepare_parser = add_plain_command(
+        tokenize.prepare, "the rate of prepare against the tokenizers library's own batch rate"
+    )
+    add_repeats(prepare_parser)
+    prepare_parser.add_argument("--json", action="store_true", help="print one JSON object too")
+    prepare_parser.add_argument(
+        "--copies", metavar="N", type=_count, default=2, help="copies of the text; default: 2"
+    )
 
     gpu_parser = add_command(gpu, "bfloat16 and float32 on one GPU against the hand-written loop")
     add_repeats(gpu_parser)

@@ -9,8 +9,11 @@
     jobs      a job whose rank, launcher or whole group is killed resumes bitwise and leaves nothing
     storm     one training survives a hundred kills at random instants, bitwise
     resume    every layout resumes what every layout has saved
+    watch     no healthy rank is called slow or wrong in 200 steps
     timeline  the bubbles of pipelines whose layers sleep are those of the simulation
+    imports   configurations of other programs go through import, check, plan, dryrun and verify
     hostile   hostile files: nothing is executed, nothing outside is read or written, no traceback
+    fuzz      inputs changed at random are refused, or read rightly; --help says how many
 
 ``NAME --help`` lists the options of a proof.
 
@@ -28,8 +31,11 @@ PROOFS = {
     "jobs": "tools.prove.kills.jobs",
     "storm": "tools.prove.kills.storm",
     "resume": "tools.prove.resume",
+    "watch": "tools.prove.watch",
     "timeline": "tools.prove.timeline",
+    "imports": "tools.prove.imports.run",
     "hostile": "tools.prove.hostile.run",
+    "fuzz": "tools.prove.fuzz.run",
 }
 
 

@@ -5,6 +5,8 @@ loss is already divided by the number of valid tokens of the whole step; FSDP's 
 number of ranks would divide it a second time.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -208,19 +210,26 @@ def set_reduce_scatter(stage: nn.Module, reduce_scatter: ReduceScatter) -> None:
         unit.set_custom_reduce_scatter(reduce_scatter)
 
 
-def begin_micro_batch(stage: nn.Module, parallel: ParallelTable, *, last: bool) -> None:
+def begin_micro_batch(units: Sequence[FSDPModule], parallel: ParallelTable, *, last: bool) -> None:
     """Tell FSDP whether the next backward is the last of the step. Under pp, torch does this.
 
     With ``zero`` 0 and 1, gathered parameters and whole gradients are kept until the last backward.
     With 2, only gathered parameters are kept. With 2 and 3, each rank adds up its shards of
     gradients, and replicas sum them after the last backward. Every unit must have gradients then:
     so experts without rows have zeros (``models.layers.moe``).
+
+    Args:
+        units: the ``units`` of a stage; the first is the stage itself. To search the stage for them
+            here would visit all its modules in every micro-batch, four times.
+        parallel: the recipe's ``[parallel]``.
+        last: whether it is the last micro-batch.
     """
-    if isinstance(stage, FSDPModule):
-        stage.set_requires_gradient_sync(last or parallel.zero >= 2)
+    for unit in units:
+        unit.set_requires_gradient_sync(last or parallel.zero >= 2, recurse=False)
         # This sets a part of what the line above has set, so it must come second.
-        stage.set_requires_all_reduce(last)
-        stage.set_reshard_after_backward(last or parallel.zero == 3)
+        unit.set_requires_all_reduce(last, recurse=False)
+        unit.set_reshard_after_backward(last or parallel.zero == 3, recurse=False)
+    for stage in units[:1]:
         stage.set_is_last_backward(last)
 
 
@@ -241,3 +250,25 @@ def reshard(stage: nn.Module) -> None:
     """
     for unit in units(stage):
         unit.reshard()
+
+
+@contextmanager
+def without_reduction(stage: nn.Module, *, keeps_gathered: bool) -> Iterator[None]:
+    """Let FSDP reduce nothing in the one backward inside of this context. No collective.
+
+    Afterwards no parameter is gathered, and FSDP is as it is between two steps.
+
+    Args:
+        stage: a stage with FSDP.
+        keeps_gathered: whether a unit keeps its gathered parameters after its own backward, for
+            weight gradients that are computed later.
+    """
+    root = cast(FSDPModule, stage)
+    root.set_requires_gradient_sync(False)
+    root.set_reshard_after_backward(not keeps_gathered)
+    root.set_is_last_backward(True)
+    yield
+    # As after the last backward of a step, with and without a pipeline.
+    root.set_requires_gradient_sync(True)
+    root.set_reshard_after_backward(True)
+    reshard(stage)

@@ -1,6 +1,7 @@
 """What the routers of a whole job have seen in a step: for metrics, and to balance the experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,15 @@ class Balance:
         """Begin a step."""
         for router in self._routers.values():
             router.statistics.reset()
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Let routers forget what they see inside of this context."""
+        before = {name: router.statistics.sums for name, router in self._routers.items()}
+        self.reset()
+        yield
+        for name, router in self._routers.items():
+            router.statistics.sums = before[name]
 
     def collect(self) -> None:
         """Sum what all ranks have seen since ``reset``.

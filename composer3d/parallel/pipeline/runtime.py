@@ -106,6 +106,7 @@ class Pipeline:
         own_stages = placement.stages[mesh.coords["pp"]]
         self._modules = dict(zip(own_stages, modules, strict=True))
         self._valid_tokens = torch.ones((), device=mesh.device)
+        self._dw_builders = dict(zip(own_stages, dw_builders, strict=True))
         self._stages: list[PipelineStage] = []
         self._schedule = self._make_schedule(dw_builders, parallel, micro_batches)
 
@@ -210,9 +211,7 @@ class Pipeline:
         Collectives: those of the stages, and sends and receives over pp.
         """
         rank, group, device = self._mesh.coords["pp"], self._mesh.pp_group, self._mesh.device
-        rank_of = {
-            stage: pp_rank for pp_rank, held in enumerate(self._placement.stages) for stage in held
-        }
+        rank_of = self._rank_of_stages()
         # By stage and micro-batch.
         inputs: dict[tuple[int, int], Tensor] = {}
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -240,3 +239,87 @@ class Pipeline:
                 for request in dist.batch_isend_irecv(ops):
                     request.wait()
         return total
+
+    @property
+    def modules(self) -> Mapping[int, nn.Module]:
+        """This rank's stages, by stage number."""
+        return self._modules
+
+    def one_micro_batch(
+        self, tokens_BT: Tensor, keywords: Mapping[str, Any], divisor: int
+    ) -> Tensor:
+        """Run one micro-batch forward through all stages and backward again, without the schedule.
+
+        A rank has one stage at work at a time, and the others wait. No stage is left out, and no
+        weight gradient is deferred beyond the backward of its stage.
+
+        Args:
+            tokens_BT: the tokens (only stage 0 reads them).
+            keywords: as in ``step``, for one micro-batch.
+            divisor: divides the loss.
+
+        Returns:
+            The divided loss on the rank of the last stage, and 0 on the others: a float64 scalar.
+
+        Collectives: those of the stages, and sends and receives over pp: an activation and a
+        gradient for each boundary of stages.
+        """
+        rank = self._mesh.coords["pp"]
+        rank_of = self._rank_of_stages()
+        last = len(rank_of) - 1
+        inputs: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
+        for stage in range(last + 1):
+            if rank_of[stage] == rank:
+                stage_input = tokens_BT if stage == 0 else inputs[stage]
+                outputs[stage] = self._modules[stage](stage_input, **keywords)
+            if stage < last:
+                message = outputs[stage].detach() if stage in outputs else None
+                received = self._pass_on(message, rank_of[stage], rank_of[stage + 1])
+                if received is not None:
+                    inputs[stage + 1] = received.requires_grad_()
+
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        grads: dict[int, Tensor | None] = {}
+        for stage in reversed(range(last + 1)):
+            if rank_of[stage] == rank:
+                output = outputs.pop(stage)
+                if stage == last:
+                    output = output / divisor
+                    total += output.detach()
+                output.backward(grads.pop(stage, None))
+                dw_builder = self._dw_builders[stage]
+                if dw_builder is not None:
+                    dw_builder()()
+            if stage > 0:
+                message = inputs.pop(stage).grad if stage in inputs else None
+                received = self._pass_on(message, rank_of[stage], rank_of[stage - 1])
+                if received is not None:
+                    grads[stage - 1] = received
+        return total
+
+    def _pass_on(self, message: Tensor | None, source: int, target: int) -> Tensor | None:
+        """Send ``message`` from one pipeline rank to another, and return it there.
+
+        Only the ranks ``source`` and ``target`` communicate.
+        """
+        rank, group = self._mesh.coords["pp"], self._mesh.pp_group
+        if source == target:
+            return message
+        if rank == source:
+            assert message is not None
+            transfer = dist.P2POp(dist.isend, message.contiguous(), group=group, group_peer=target)
+        elif rank == target:
+            message = torch.empty_like(self._stage_activation, device=self._mesh.device)
+            transfer = dist.P2POp(dist.irecv, message, group=group, group_peer=source)
+        else:
+            return None
+        for request in dist.batch_isend_irecv([transfer]):
+            request.wait()
+        return message if rank == target else None
+
+    def _rank_of_stages(self) -> dict[int, int]:
+        """Return the pipeline rank that holds each stage."""
+        return {
+            stage: pp_rank for pp_rank, held in enumerate(self._placement.stages) for stage in held
+        }

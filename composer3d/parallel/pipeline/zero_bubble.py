@@ -62,7 +62,7 @@ class _Call:
             grad_rows = grad.flatten(0, -2)
             # ``weight`` may be a slice of the parameter, or the local part of a DTensor. Only
             # ``backward`` carries the gradient on to the parameter.
-            if bias is None:
+            if bias is None or not bias.requires_grad:
                 torch.autograd.backward([weight], [grad_rows.T @ x.flatten(0, -2)])
             else:
                 weight_grad, bias_grad = grad_rows.T @ x.flatten(0, -2), grad_rows.sum(0)
@@ -129,7 +129,8 @@ def defer_weight_grads(stage: nn.Module, blocks: nn.Module) -> Callable[[], Work
     # A module may have several names, which must get the same replacement.
     replacements: dict[nn.Module, DeferredLinear] = {}
     for name, module in list(blocks.named_modules(remove_duplicate=False)):
-        if type(module) in (nn.Linear, Float8Linear):
+        # A frozen weight has no gradient to put off.
+        if type(module) in (nn.Linear, Float8Linear) and module.weight.requires_grad:
             if module not in replacements:
                 replacements[module] = DeferredLinear(module, deferred)
             blocks.set_submodule(name, replacements[module])

@@ -7,7 +7,6 @@ from composer3d.recipe.rules.rule import (
     Rule,
     must_be_above,
     must_be_at_most,
-    needed_with,
     only_used_with,
     rule,
 )
@@ -32,6 +31,18 @@ def vocabulary_holds_bytes(recipe: Recipe) -> Iterator[str]:
     """
     if recipe.model.vocab < 256 and recipe.data.source != "tokens":
         yield "<model.vocab> must be at least 256: the tokens of the data are bytes"
+
+
+@rule("data.path", "data.source", "data.sources")
+def data_is_named_once(recipe: Recipe) -> Iterator[str]:
+    """Sources that read files need data.path or data.sources, and not both."""
+    data = recipe.data
+    if data.source not in PATHS:
+        return
+    if data.path is None and data.sources is None:
+        yield f"<data.source> needs data.path: {PATHS[data.source]}"
+    if data.path is not None and data.sources is not None:
+        yield "<data.path> and data.sources both name the training data; remove one"
 
 
 @rule("validation.every", "data.source", "validation.path")
@@ -75,7 +86,9 @@ def wsd_decay_fits(recipe: Recipe) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     vocabulary_holds_bytes,
-    needed_with("data.path", "data.source", PATHS),
+    only_used_with("data.path", "data.source", list(PATHS)),
+    only_used_with("data.sources", "data.source", list(PATHS)),
+    data_is_named_once,
     validation_has_a_path,
     only_used_with("data.field", "data.source", ["jsonl"]),
     only_used_with("validation.path", "data.source", list(PATHS)),

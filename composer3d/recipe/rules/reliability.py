@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from composer3d.recipe.rules.rule import Rule, only_used_with, rule
-from composer3d.recipe.schema import Recipe, ReliabilityTable
+from composer3d.recipe.schema import MetricsTable, Recipe, ReliabilityTable
 
 
 @rule("reliability.digest_every", "mesh.dp_replicate", "mesh.dp_shard")
@@ -40,10 +40,38 @@ def spike_window_needs_spikes(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule("metrics.profile_ranks", "metrics.profile_steps")
+def profiled_ranks_are_ranks(recipe: Recipe) -> Iterator[str]:
+    """Ranks are chosen for a profile only."""
+    table = recipe.metrics
+    if table.profile_steps is None and table.profile_ranks != MetricsTable().profile_ranks:
+        yield "<metrics.profile_ranks> is not used without metrics.profile_steps; remove it"
+    elif max(table.profile_ranks) >= recipe.world_size and table.profile_steps is not None:
+        yield (
+            f"<metrics.profile_ranks> must be below the number of ranks of [mesh], "
+            f"{recipe.world_size}; use 0 to {recipe.world_size - 1}"
+        )
+
+
+@rule("metrics.profile_steps", "metrics.timeline_steps")
+def a_step_is_traced_or_profiled(recipe: Recipe) -> Iterator[str]:
+    """Both watch the actions of the pipeline, and the profiler would lengthen those of a trace."""
+    profiled, traced = recipe.metrics.profile_steps, recipe.metrics.timeline_steps
+    if profiled is None or traced is None:
+        return
+    if profiled[0] <= traced[1] and traced[0] <= profiled[1]:
+        yield (
+            "<metrics.profile_steps> and <metrics.timeline_steps> have a step in common; use "
+            "different steps"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     digests_need_data_parallel_ranks,
     rollbacks_need_checkpoints,
     spike_window_needs_spikes,
+    profiled_ranks_are_ranks,
+    a_step_is_traced_or_profiled,
     only_used_with("reliability.max_bad_steps", "reliability.on_bad_step", ["skip"]),
     only_used_with("reliability.max_rollbacks", "reliability.on_bad_step", ["rollback"]),
 )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
+from tools.prove.faults.checks import RANKS
 from tools.prove.faults.table import Fault
 
 STEPS = 2  # one with a batch of the corpus, one with a random batch, and a validation between them
@@ -49,7 +50,8 @@ def catch(pool: Pool, folder: Path, fault: Fault, dtype: str = "float64") -> Cat
 
     task = f"tools.prove.faults.checks:{fault.check}"
     try:
-        (findings,) = pool.run(task, {"plant": fault.plant}, world_size=1)
+        ranks = RANKS.get(fault.check, 1)
+        findings, *_ = pool.run(task, {"plant": fault.plant}, world_size=ranks)
     except WorkerError as error:
         findings = [f"error raised: {_last_line(str(error))}"]
     matches = re.search(fault.message, "\n".join(findings)) is not None

@@ -3,14 +3,19 @@
 They check rotary positions, initial weights, resuming and conversion. Each runs in a worker of one
 process, with or without a planted fault, and returns its findings: a line for each thing that is
 wrong. The right results are computed here, by code that shares nothing with the package.
+
+``corruption`` and ``stragglers`` run in several workers (``RANKS``). Their fault is one of a
+machine, and their findings are what the training itself reports.
 """
 
 import cmath
 import hashlib
 import json
 import math
+import os
 import random
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +36,7 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel import init
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
+from composer3d.runtime import process_group
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError
 from composer3d.training.build import build
@@ -339,6 +345,73 @@ def validate_plainly(ours: Llama, recipe: Recipe, held_out: Corpus) -> float:
     return sum(ours(*batch).item() for batch in batches) / labels
 
 
+REPLICAS = """\
+[run]
+name = "check"
+device = "cpu"
+steps = 30
+[model]
+preset = "debug-tiny"
+[data]
+source = "python"
+seq_len = 64
+[optim]
+warmup = 2
+decay = 30
+[checkpoint]
+every = 0
+[metrics]
+every = 100
+tensorboard = false
+"""
+
+
+def corruption(plant: Plant) -> list[str]:
+    """Train three replicas, which compare themselves after every fifth step."""
+    sets = [
+        "mesh.dp_replicate=3",
+        "data.global_batch=6",
+        "reliability.digest_every=5",
+        "reliability.straggler_factor=0",
+    ]
+    return reports_of(plant, sets)
+
+
+def stragglers(plant: Plant) -> list[str]:
+    """Train on two ranks, which are watched as they are by default."""
+    return reports_of(plant, ["mesh.dp_shard=2", "data.global_batch=16"])
+
+
+def reports_of(plant: Plant, sets: list[str]) -> list[str]:
+    """Train as one of several ranks; return what rank 0 reports about ranks, line by line."""
+    torch.set_num_threads(1)
+    if plant is not None:
+        plant()
+    findings: list[str] = []
+    with pool_world() as device:
+        is_main = int(os.environ["RANK"]) == 0
+        name = process_group.broadcast_object(
+            tempfile.mkdtemp(prefix="composer3d-check-") if is_main else None
+        )
+        folder = Path(str(name))
+        (folder / f"recipe-{os.environ['RANK']}.toml").write_text(REPLICAS)
+        resolved = load(
+            folder / f"recipe-{os.environ['RANK']}.toml",
+            [f"run.out_dir={folder}", *sets],
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
+        run = build(resolved.recipe, device, resolved.to_toml())
+
+        def report(step: int, lines: list[str], values: dict[str, float]) -> None:
+            findings.extend(f"step {step}: {line}" for line in lines)
+
+        run.metrics.report = report  # type: ignore[assignment]
+        train(run)
+        if is_main:
+            shutil.rmtree(folder)
+    return findings
+
+
 # Names of a model of two blocks, as Hugging Face and as Meta publish it.
 HF_NAMES = {
     "first.embed.weight": "model.embed_tokens.weight",
@@ -449,9 +522,14 @@ def differences(form: str, actual: dict[str, Tensor], expected: dict[str, Tensor
     return findings
 
 
+# The number of workers of a check; 1 for all others.
+RANKS = {"corruption": 3, "stragglers": 2}
+
 CHECKS: dict[str, Callable[[Plant], list[str]]] = {
     "model": model,
     "weights": weights,
     "training": training,
     "conversion": conversion,
+    "corruption": corruption,
+    "stragglers": stragglers,
 }

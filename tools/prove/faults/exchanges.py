@@ -1,7 +1,7 @@
 """Faults in what ranks send each other: over tp, over FSDP's axes, and around the ring of cp."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -298,9 +298,9 @@ def reduce_only_the_last_micro_batch() -> None:
     """zero 2: the reduced gradients of all micro-batches but the last are lost."""
     right = fsdp.begin_micro_batch
 
-    def wrong(stage: Any, parallel: object, *, last: bool) -> None:
-        right(stage, parallel, last=last)
-        for parameter in _fsdp_parameters(stage):
+    def wrong(units: Sequence[Any], parallel: Any, *, last: bool) -> None:
+        right(units, parallel, last=last)
+        for parameter in _fsdp_parameters(units):
             # The parameters are gathered now, and the shards hold the reduced gradients.
             parameter.sharded_param.grad = None
 
@@ -311,17 +311,17 @@ def reduce_what_was_reduced() -> None:
     """zero 1: the last micro-batch reduces the gradients of earlier ones a second time."""
     right = fsdp.begin_micro_batch
 
-    def wrong(stage: Any, parallel: object, *, last: bool) -> None:
-        right(stage, parallel, last=last)
+    def wrong(units: Sequence[Any], parallel: Any, *, last: bool) -> None:
+        right(units, parallel, last=last)
         if last:
-            for parameter in _fsdp_parameters(stage):
+            for parameter in _fsdp_parameters(units):
                 parameter._unsharded_param.grad *= 2
 
     fsdp.begin_micro_batch = wrong
 
 
-def _fsdp_parameters(stage: Any) -> list[FSDPParam]:
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in fsdp.units(stage)]
+def _fsdp_parameters(units: Sequence[Any]) -> list[FSDPParam]:
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
 
 

@@ -10,6 +10,7 @@ from tools.prove.faults import (
     exchanges,
     experts,
     float8,
+    machines,
     model,
     pipeline,
     resume,
@@ -17,7 +18,7 @@ from tools.prove.faults import (
 )
 from tools.prove.paths import MOE_RECIPE, RECIPE
 
-Check = Literal["verify", "model", "weights", "training", "conversion"]
+Check = Literal["verify", "model", "weights", "training", "conversion", "corruption", "stragglers"]
 
 
 class Fault(NamedTuple):
@@ -251,6 +252,16 @@ FAULTS = [
     Fault(float8.round_the_weight_gradient, _FLOAT8, r" is off by"),
     Fault(float8.leave_a_layer_out, f"mesh.tp=2 {_FLOAT8}", " is off by"),
     # gradient norm, optimizer, initial weights
+    Fault(
+        values.train_frozen_parameters,
+        'mesh.dp_shard=2 optim.train=["blocks.1.*"]',
+        r"first\.embed\.weight at step 1 is not in the reference",
+    ),
+    Fault(
+        values.freeze_the_norms_too,
+        'mesh.tp=2 optim.train=["blocks.1.*"]',
+        r"attn_norm\.weight at step 1: ranks hold only 0 of",
+    ),
     Fault(values.count_replicas_in_the_norm, "mesh.tp=2", "^gradient norm at step 1 is off"),
     Fault(values.norm_of_the_first_rank, "mesh.dp_shard=2", "^gradient norm|^weight"),
     Fault(values.clip_by_own_norm, "mesh.dp_shard=2", "^gradient norm after clipping"),
@@ -457,5 +468,36 @@ FAULTS = [
         "^convert refuses its own work",
         convert.write_another_base,
         convert.write_another_epsilon,
+    ),
+    # machines: the first comparison after step 7 is that after step 10
+    *_checked(
+        "corruption",
+        r"^step 10: corruption: other parameters on rank 1 \(",
+        machines.flip_a_bit_of_a_replica,
+    ),
+    *_checked(
+        "corruption",
+        r"step 10: corruption: another optimizer state on rank 1 \(",
+        machines.flip_a_bit_of_a_moment,
+    ),
+    *_checked(
+        "corruption",
+        r"^step 10: corruption: another gradient of blocks\.0, .* on rank 1 \(",
+        machines.err_in_one_weight_gradient,
+    ),
+    *_checked(
+        "corruption",
+        r"^step 10: corruption: another gradient of blocks\.1, .* on rank 1 \(",
+        machines.err_in_the_gradient_of_an_activation,
+    ),
+    *_checked(
+        "corruption",
+        r"^step 10: corruption: another loss of a micro-batch .* on rank 1 \(",
+        machines.err_in_the_forward_of_a_layer,
+    ),
+    *_checked(
+        "stragglers",
+        r"(?m)^step (1\d|2[0-7]): straggler: rank 1 \(",
+        machines.take_half_as_long_again,
     ),
 ]

@@ -15,7 +15,7 @@ from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
 from composer3d.models.layers import head as head_module
 from composer3d.parallel import checkpointing, grad_norm, init, stages
 from composer3d.parallel.context import api
-from composer3d.training import batches
+from composer3d.training import batches, build
 from composer3d.training import step as train_step
 from composer3d.verify import worker as verify_worker
 from tools.prove.faults.clipping import change_clipping, scale_gradients
@@ -406,3 +406,20 @@ def round_gradients() -> None:
             parameter.grad = parameter.grad.to(narrow).to(wide)
 
     stages.Stages.finish_gradients = wrong
+
+
+def train_frozen_parameters() -> None:
+    """``optim.train``: all parameters train."""
+    build.freeze_others = lambda *_: None
+
+
+def freeze_the_norms_too() -> None:
+    """``optim.train``: parameters with one dim do not train, although a glob matches them."""
+    right = build.freeze_others
+
+    def wrong(model: Any, train: Any) -> None:
+        right(model, train)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and parameter.ndim > 1)
+
+    build.freeze_others = wrong

@@ -715,7 +715,7 @@ def _tokens() -> list[case.Case]:
         "no UTF-8": (b'{"version": "\xff"}', ".*codec can't decode"),
         "bytes": (bytes(range(128, 256)) * 99, "(.*codec can't decode|Expecting)"),
         "half a pair": (r'{"version": "\ud800"}', r"it has version .*ud800"),
-        "too much": (b" " * (9 << 20), "is larger than 8,388,608 bytes"),
+        "too much": (b" " * (65 << 20), "is larger than 67,108,864 bytes"),
         "a long text": ('{"version": "' + "x" * 999_999 + '"}', r"it has version .{100}"),
         "many lists": ("[" + "[]," * 999_999 + "[]]", "it must be an object, not a list"),
     }

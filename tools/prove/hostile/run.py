@@ -6,7 +6,6 @@ Exit status: 0 if none did harm, 1 if one did, 2 if no case has such a name.
 import argparse
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
 
     # These import torch: not before the arguments are right.
     from tools.prove.hostile.base import make_base
-    from tools.prove.hostile.case import prepare_outside, problems_of
+    from tools.prove.hostile.case import prepare_outside, problems_of, proof_folder
     from tools.prove.hostile.cases import CASES
 
     chosen = [
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     begin, harmful = time.monotonic(), 0
-    with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-hostile-") as folder:
+    with Pool() as pool, proof_folder() as folder:
         root = Path(folder)
         prepare_outside(root)
         make_base(root / "base", pool)

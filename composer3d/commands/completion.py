@@ -1,0 +1,76 @@
+"""``composer3d completion``: print a script that completes words in a shell. No torch."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from composer3d.commands.parser import Parser
+from composer3d.commands.recipes import names
+from composer3d.spec.errors import UserError
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+# The metavars of arguments that name a recipe, a file or a folder.
+_RECIPE, _OWN_RECIPE = "RECIPE", "NAME"
+_PATHS = ("SRC", "DST", "DEST", "DIR", "PATH", "RUN")
+
+
+def run(*, shell: str, parser: Parser) -> int:
+    """Print the script for ``shell``, which completes commands, options, choices and recipes.
+
+    Args:
+        shell: one of ``SHELLS``.
+        parser: the parser of the whole command line.
+
+    Returns:
+        The exit status 0.
+
+    Raises:
+        UserError: shtab, which writes the script, is not installed.
+    """
+    try:
+        import shtab
+    except ImportError:
+        raise UserError(
+            "composer3d completion needs shtab: pip install 'composer3d[completion]'"
+        ) from None
+
+    for one in _parsers(parser):
+        for argument in one.arguments:
+            completion = _completion_of(argument.metavar, dict(shtab.FILE))
+            if completion is not None and argument.choices is None:
+                # shtab reads this attribute.
+                cast(Any, argument).complete = completion
+    print(shtab.complete(parser, shell))
+    return 0
+
+
+def _parsers(parser: Parser) -> Iterator[Parser]:
+    yield parser
+    for command in (parser.commands or {}).values():
+        if isinstance(command, Parser):
+            yield from _parsers(command)
+
+
+def _completion_of(metavar: Any, files: dict[str, Any]) -> dict[str, Any] | None:
+    """Return how the shells complete an argument, in shtab's form; None: not at all."""
+    known = " ".join(names())
+    if metavar in (_RECIPE, _OWN_RECIPE):
+        or_files = metavar == _RECIPE
+        name = "_composer3d_recipe_or_file" if or_files else "_composer3d_recipe"
+        in_bash = f'compgen -W "{known}" -- "$1"'
+        in_zsh = f"'recipes:recipe:({known})'"
+        if or_files:
+            in_bash += '\n  compgen -f -- "$1"'
+            in_zsh += " 'files:file:_files'"
+        return {
+            "bash": name,
+            "zsh": name,
+            "tcsh": f"({known})",
+            "preamble": {
+                "bash": f"{name}() {{\n  {in_bash}\n}}\n",
+                "zsh": f"{name}() {{\n  _alternative {in_zsh}\n}}\n",
+            },
+        }
+    if isinstance(metavar, str) and (metavar in _PATHS or "FILE" in metavar):
+        return files
+    return None

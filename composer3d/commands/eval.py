@@ -1,0 +1,162 @@
+"""``composer3d eval``: the loss of a checkpoint on token files, in one process or on any layout."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from composer3d.commands import job
+from composer3d.recipe.draft import Draft
+from composer3d.recipe.resolve import Resolved, load
+from composer3d.recipe.schema import AXES
+from composer3d.runtime import launch
+from composer3d.runtime.ranks import describe_rank
+from composer3d.spec.errors import UserError
+
+_TIMEOUT_S = 600.0
+
+# With pp: enough micro-batches that few ranks wait.
+_MICRO_BATCHES_PER_STAGE = 4
+
+
+def run(
+    *,
+    src: str,
+    data: str,
+    batch: int,
+    seq_len: int | None,
+    packing: str | None,
+    dtype: str | None,
+    device: str,
+    recipe: str | None,
+    sets: Sequence[str],
+    as_json: bool,
+) -> int:
+    """Evaluate: as one rank under torchrun, else with all ranks of the mesh on this machine.
+
+    Args:
+        src: the checkpoint, as SRC of ``convert``.
+        data: a folder of token files.
+        batch: the sequences that a rank processes at once.
+        seq_len: the tokens of a sequence; None: those with which the model was trained.
+        packing: "none" or "documents"; None: that with which the model was trained.
+        dtype: the dtype of forward; None: that of ``src``.
+        device: "auto", "cpu" or "cuda".
+        recipe: the recipe of the run, for an architecture of the user's own.
+        sets: overrides of the job's recipe, such as ``mesh.tp=2``.
+        as_json: whether to print one JSON object as the last line.
+
+    Returns:
+        The exit status: 0 done, 1 a rank failed.
+
+    Raises:
+        UserError: the checkpoint, the data or the layout cannot be used.
+    """
+    # Imported here because these modules import torch.
+    from composer3d.generate.evaluate import Windows, check_data, default_windows
+    from composer3d.generate.load import open_checkpoint
+    from composer3d.generate.recipe import recipe_of
+
+    checkpoint = open_checkpoint(Path(src), recipe)
+    usual = default_windows(checkpoint)
+    chosen: Any = packing or usual.packing
+    windows = Windows(seq_len=seq_len or usual.seq_len, packing=chosen)
+    notes = check_data(checkpoint, data, windows)
+    for note in (*checkpoint.source.notes, *notes):
+        if os.environ.get("RANK", "0") == "0":
+            print(note, file=sys.stderr)
+    dtype = dtype or checkpoint.dtype
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"device": device},
+        # All processes of torchrun, unless --set says otherwise.
+        "mesh": {"dp_shard": -1 if "RANK" in os.environ else 1},
+        "parallel": {"schedule": "GPipe"},
+        "precision": {
+            "params": "float64" if dtype == "float64" else "float32",
+            "compute": "bfloat16" if dtype == "bfloat16" else None,
+        },
+        "data": {
+            "source": "tokens",
+            "path": data,
+            "seq_len": windows.seq_len,
+            "packing": windows.packing,
+            "micro_batch": batch,
+        },
+    }
+    with recipe_of("eval", checkpoint, tables) as path:
+        sets = [f"data.global_batch={_global_batch(path, sets, batch)}", *sets]
+        arguments: dict[str, Any] = {"recipe": path, "sets": tuple(sets), "src": src}
+        arguments |= {"recipe_file": recipe, "as_json": as_json}
+        if "RANK" in os.environ:
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            load(path, sets, world_size=world_size, check_files=False)
+            return evaluate_rank(**arguments)
+        resolved = load(path, sets, check_files=False)
+        resolved, processes = job.count_processes(resolved, path, sets, check_files=False)
+        if processes == 1:
+            return evaluate_rank(**arguments)
+        result = launch.run_ranks(evaluate_rank, arguments, processes=processes)
+    for rank in [*result.died, *result.stuck]:
+        name = describe_rank(rank, resolved.recipe.mesh)
+        print(f"{name} died, or was killed because it hung", file=sys.stderr)
+    return result.status
+
+
+def _global_batch(path: str, sets: Sequence[str], batch: int) -> int:
+    """Return the sequences of a call of all ranks, for the mesh that ``sets`` name.
+
+    A mesh that is wrong is reported later, when the recipe is resolved.
+    """
+    draft = Draft(path)
+    draft.read(sets)
+    sizes = {axis: draft.values["mesh"].get(axis, 1) for axis in AXES}
+    if sizes["dp_shard"] == -1:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        others = prod(size for axis, size in sizes.items() if axis != "dp_shard")
+        sizes["dp_shard"] = world_size // others if others > 0 else 1
+    micro_batches = _MICRO_BATCHES_PER_STAGE * sizes["pp"] if sizes["pp"] > 1 else 1
+    return max(1, batch * sizes["dp_replicate"] * sizes["dp_shard"] * micro_batches)
+
+
+def evaluate_rank(
+    recipe: str, sets: Sequence[str], src: str, recipe_file: str | None, as_json: bool
+) -> int:
+    """Evaluate as one rank of a job, and return its exit status. Rank 0 prints."""
+    function = partial(_evaluate, src=src, recipe_file=recipe_file, as_json=as_json)
+
+    def report(error: UserError) -> None:
+        if as_json:
+            print(json.dumps({"ok": False, "errors": error.lines}), flush=True)
+
+    return job.run_rank(function, recipe, sets, check_files=False, report=report)
+
+
+def _evaluate(
+    resolved: Resolved, rank: int, *, src: str, recipe_file: str | None, as_json: bool
+) -> int:
+    from composer3d.generate.evaluate import evaluate
+
+    def advice() -> str:
+        return "start the command again"
+
+    recipe = resolved.recipe
+    with job.join(resolved, rank, timeout_s=_TIMEOUT_S, advice=advice) as world:
+        found = evaluate(recipe, world.device, src, recipe_file)
+    if rank > 0:
+        return 0
+    if as_json:
+        values = {"seq_len": recipe.data.seq_len, "packing": recipe.data.packing}
+        print(json.dumps({"ok": True, **found.as_values(), **values}), flush=True)
+        return 0
+    perplexity = "beyond a float" if found.perplexity is None else f"{found.perplexity:.4f}"
+    print(
+        f"loss {found.loss:.6f} nats a token, perplexity {perplexity}\n"
+        f"{found.tokens:,} tokens in {found.windows:,} sequences of {recipe.data.seq_len}, "
+        f"packing {recipe.data.packing}, {found.tokens_per_s:,.0f} tokens/s",
+        flush=True,
+    )
+    return 0

@@ -1,0 +1,268 @@
+"""``composer3d generate``: go on with prompts, in one process or over the ranks of tp."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from composer3d.commands import job
+from composer3d.generate.prompts import Prompt, read_prompts
+from composer3d.recipe.resolve import Resolved, load
+from composer3d.recipe.values import one_line
+from composer3d.runtime import launch
+from composer3d.runtime.ranks import describe_rank
+from composer3d.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from composer3d.generate.generator import Completion
+    from composer3d.generate.session import Request, Result, Session
+
+# Ranks may take minutes to import torch and to read their weights.
+_TIMEOUT_S = 600.0
+
+_SHOWN_CHARACTERS = 60  # of a prompt above its completion
+
+
+def run(
+    *,
+    src: str,
+    prompt: Sequence[str],
+    prompts: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    batch: int,
+    tokenizer: str | None,
+    no_special_tokens: bool,
+    dtype: str | None,
+    device: str,
+    tp: int | None,
+    recipe: str | None,
+    out: str | None,
+    as_json: bool,
+) -> int:
+    """Generate, and print the text that follows each prompt.
+
+    Args:
+        src: the checkpoint, as SRC of ``convert``.
+        prompt: prompts.
+        prompts: a file of prompts; see ``read_prompts``.
+        max_tokens: the most tokens that follow a prompt.
+        temperature, top_p, seed: as in ``Sampling``.
+        batch: the most prompts that go on together.
+        tokenizer: "bytes", the path of a tokenizer.json, or None for that of ``src``.
+        no_special_tokens: whether prompts are taken without the special tokens that the tokenizer
+            adds.
+        dtype: the dtype of the model; None: that of ``src``.
+        device: "auto", "cpu" or "cuda".
+        tp: the ranks over which each layer is cut; None: 1, or all ranks under torchrun.
+        recipe: the recipe of the run, for an architecture of the user's own.
+        out: a file to make, with a line of JSON for each prompt.
+        as_json: whether to print one JSON object as the last line.
+
+    Returns:
+        The exit status: 0 done, 1 a rank failed.
+
+    Raises:
+        UserError: the checkpoint, the tokenizer, a prompt or the layout cannot be used.
+    """
+    read = read_prompts(prompt, prompts)
+    if out is not None and os.path.lexists(out) and os.environ.get("RANK", "0") == "0":
+        raise UserError(f"--out {one_line(out)}: the file exists; name another one")
+
+    # Imported here because these modules import torch.
+    from composer3d.generate.sampling import Sampling
+    from composer3d.generate.session import Request, generate_here, open_session
+    from composer3d.runtime.process_group import pick_device
+
+    request = Request(
+        src=src,
+        recipe=recipe,
+        prompts=tuple(read),
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+        batch=batch,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        adds_special_tokens=not no_special_tokens,
+    )
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if "RANK" in os.environ or (tp or 1) > 1:
+        return _run_ranks(request, tp or world_size, device, out=out, as_json=as_json)
+
+    with open_session(request) as session, _Report(session, out, as_json) as report:
+        chosen: Any = device
+        result = generate_here(session, pick_device(chosen), **report.callbacks)
+        report.finish(result)
+    return 0
+
+
+def _run_ranks(request: "Request", tp: int, device: str, *, out: str | None, as_json: bool) -> int:
+    """Start the ranks of tp on this machine, or run as one of them."""
+    from composer3d.generate.load import open_checkpoint
+    from composer3d.generate.recipe import recipe_of
+    from composer3d.runtime.process_group import count_gpus
+
+    checkpoint = open_checkpoint(Path(request.src), request.recipe)
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"device": device},
+        "mesh": {"dp_shard": 1, "tp": tp},
+        # A call has one token of a sequence, which cannot be cut.
+        "parallel": {"sequence_parallel": False, "loss_parallel": False},
+        # No data is read.
+        "data": {"source": "tokens", "path": ".", "global_batch": 1},
+    }
+    with recipe_of("generate", checkpoint, tables) as path:
+        arguments: dict[str, Any] = {
+            "recipe": path,
+            "request": request,
+            "out": out,
+            "as_json": as_json,
+        }
+        world_size = int(os.environ.get("WORLD_SIZE", tp))
+        resolved = load(path, world_size=world_size, check_files=False)
+        if "RANK" in os.environ:
+            return generate_rank(**arguments)
+        if device == "cpu" or not count_gpus():
+            job.require_cores(resolved)
+        result = launch.run_ranks(generate_rank, arguments, processes=tp)
+    for rank in [*result.died, *result.stuck]:
+        name = describe_rank(rank, resolved.recipe.mesh)
+        print(f"{name} died, or was killed because it hung", file=sys.stderr)
+    return result.status
+
+
+def generate_rank(recipe: str, request: "Request", out: str | None, as_json: bool) -> int:
+    """Generate as one rank of tp, and return its exit status. Rank 0 prints."""
+    function = partial(_generate, request=request, out=out, as_json=as_json)
+
+    def report(error: UserError) -> None:
+        if as_json:
+            print(json.dumps({"ok": False, "errors": error.lines}), flush=True)
+
+    return job.run_rank(function, recipe, (), check_files=False, report=report)
+
+
+def _generate(
+    resolved: Resolved, rank: int, *, request: "Request", out: str | None, as_json: bool
+) -> int:
+    # Imported here because these modules import torch.
+    from composer3d.generate.session import generate_on_ranks, open_session
+
+    def advice() -> str:
+        return "start the command again"
+
+    with (
+        open_session(request) as session,
+        job.join(resolved, rank, timeout_s=_TIMEOUT_S, advice=advice) as world,
+        ExitStack() as cleanup,
+    ):
+        if rank > 0:
+            generate_on_ranks(session, resolved.recipe, world.device)
+            return 0
+        report = cleanup.enter_context(_Report(session, out, as_json))
+        report.finish(generate_on_ranks(session, resolved.recipe, world.device, **report.callbacks))
+    return 0
+
+
+class _Report:
+    """Prints completions: as they come if there is one prompt and a terminal, else at the end.
+
+    ``out`` gets the line of a prompt as soon as it is done.
+    """
+
+    def __init__(self, session: "Session", out: str | None, as_json: bool) -> None:
+        self._session, self._out, self._as_json = session, out, as_json
+        self._file: TextIO | None = None
+        self._stream: Any = None
+        is_alone = len(session.prompts) == 1 and not as_json
+        if session.tokenizer is not None and is_alone and sys.stdout.isatty():
+            from composer3d.data.prompt_tokenizer import TextStream
+
+            self._stream = TextStream(session.tokenizer)
+
+    def __enter__(self) -> "_Report":
+        for note in self._session.checkpoint.source.notes:
+            print(note, file=sys.stderr)
+        if self._out is not None:
+            try:
+                self._file = open(self._out, "x", encoding="utf-8")
+            except OSError as error:
+                raise UserError(
+                    f"--out {one_line(self._out)}: cannot be written ({error.strerror}); name "
+                    "another file"
+                ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def callbacks(self) -> dict[str, Callable[..., None]]:
+        """The callbacks of ``Generator.generate``."""
+        return {"on_token": self._on_token, "on_done": self._on_done}
+
+    def _on_token(self, number: int, token: int) -> None:
+        if self._stream is not None:
+            print(self._stream.add(token), end="", flush=True)
+
+    def _on_done(self, number: int, completion: "Completion") -> None:
+        if self._file is not None:
+            line = {"number": number, **self._as_values(number, completion)}
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def _as_values(self, number: int, completion: "Completion") -> dict[str, Any]:
+        prompt, tokens = self._session.request.prompts[number], self._session.prompts[number]
+        return {
+            "prompt": prompt.text,
+            "prompt_tokens": tokens,
+            "tokens": completion.tokens,
+            "text": self._session.text_of(completion.tokens),
+            "stopped": completion.stopped,
+        }
+
+    def finish(self, result: "Result") -> None:
+        """Print what was not printed yet, and on stderr how fast it was."""
+        if self._stream is not None:
+            print(self._stream.finish(), flush=True)
+        elif not self._as_json:
+            for number, completion in enumerate(result.completions):
+                self._print(number, completion)
+        speed = result.new_tokens / max(result.seconds, 1e-9)
+        stops = [completion.stopped for completion in result.completions]
+        if self._as_json:
+            answer = {
+                "ok": True,
+                "source": str(self._session.checkpoint.source.path),
+                "completions": [
+                    self._as_values(number, completion)
+                    for number, completion in enumerate(result.completions)
+                ],
+                "new_tokens": result.new_tokens,
+                "seconds": result.seconds,
+                "tokens_per_s": speed,
+            }
+            print(json.dumps(answer))
+            return
+        counts = ", ".join(f"{stops.count(stop)} {stop}" for stop in dict.fromkeys(stops))
+        print(
+            f"{result.new_tokens} tokens in {result.seconds:.1f} s, {speed:.1f} tokens/s; "
+            f"stopped by: {counts}",
+            file=sys.stderr,
+        )
+
+    def _print(self, number: int, completion: "Completion") -> None:
+        text = self._session.text_of(completion.tokens)
+        shown = " ".join(map(str, completion.tokens)) if text is None else text
+        if len(self._session.prompts) > 1:
+            prompt: Prompt = self._session.request.prompts[number]
+            begin = (prompt.text or "")[:_SHOWN_CHARACTERS]
+            print(f"--- {prompt.place}{': ' if begin else ''}{one_line(begin) if begin else ''}")
+        print(shown)

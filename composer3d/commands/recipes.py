@@ -1,0 +1,231 @@
+"""``composer3d recipes``: list, show and copy the recipes that come with composer3d. No torch."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli
+
+from composer3d.commands.parser import did_you_mean
+from composer3d.models.registry import architecture, resolve
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import AXES, Recipe
+from composer3d.recipe.values import one_line
+from composer3d.spec.errors import UserError
+
+FOLDER = Path(__file__).parent.with_name("recipes")
+
+
+def names() -> list[str]:
+    """Return the names of all recipes, sorted."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def run(
+    *, action: str, name: str | None = None, dest: str | None = None, as_json: bool = False
+) -> int:
+    """List, show or copy recipes.
+
+    Args:
+        action: "ls", "show" or "cp".
+        name: the recipe to show or to copy, with or without ``.toml``.
+        dest: the file or the folder of the copy; None is a file in the working directory.
+        as_json: whether ``ls`` prints one JSON object instead of a table.
+
+    Returns:
+        The exit status 0.
+
+    Raises:
+        UserError: there is no such recipe, or the copy cannot be made.
+    """
+    if action == "ls":
+        return _list(as_json=as_json)
+    path = find(name or "")
+    if action == "show":
+        print(path.read_text(encoding="utf-8"), end="")
+        return 0
+    made = copy(path, dest)
+    for file in made:
+        print(f"made {one_line(str(file))}")
+    print(f"train it: composer3d train {one_line(str(made[0]))}")
+    return 0
+
+
+def find(name: str) -> Path:
+    """Return the file of a recipe of composer3d.
+
+    Raises:
+        UserError: there is no such recipe.
+    """
+    known = names()
+    stem = name.removeprefix("recipes/").removesuffix(".toml")
+    if stem in known:
+        return FOLDER / f"{stem}.toml"
+    hint = did_you_mean(stem, known) or "; composer3d recipes ls lists them"
+    raise UserError(f"{one_line(name[:200])}: composer3d has no such recipe{hint}")
+
+
+class Row(NamedTuple):
+    """One recipe in the list."""
+
+    name: str
+    processes: int
+    parameters: int
+    model: str
+    mesh: str
+    description: str
+
+
+def row_of(name: str) -> Row:
+    """Describe a recipe. Its files are not opened."""
+    path = FOLDER / f"{name}.toml"
+    recipe = load(path, check_files=False).recipe
+    model_of = architecture(recipe.model.architecture)
+    return Row(
+        name=name,
+        processes=recipe.world_size,
+        parameters=resolve(model_of.parameters)(recipe.model),
+        model=recipe.model.preset or recipe.model.architecture,
+        mesh=_mesh_of(recipe),
+        description=_description_of(path.read_text(encoding="utf-8")),
+    )
+
+
+def _mesh_of(recipe: Recipe) -> str:
+    axes = [f"{axis} {getattr(recipe.mesh, axis)}" for axis in (*AXES, "ep")]
+    return " ".join(axis for axis in axes if not axis.endswith(" 1")) or "one process"
+
+
+def _description_of(text: str) -> str:
+    """Return the first sentence of the comment at the beginning of a recipe."""
+    comment = []
+    for line in text.splitlines():
+        # An indented line of the comment is a command.
+        if not line.startswith("# ") or line.startswith("#   "):
+            break
+        comment.append(line.removeprefix("# "))
+    # A sentence ends before a capital letter: "et al. 2023" does not end one.
+    return re.split(r"(?<=\.)\s+(?=[A-Z])", " ".join(comment))[0].rstrip(".")
+
+
+def _list(*, as_json: bool) -> int:
+    rows = [row_of(name) for name in names()]
+    if as_json:
+        answer: dict[str, Any] = {"ok": True, "recipes": [row._asdict() for row in rows]}
+        print(json.dumps(answer))
+        return 0
+    lines = [["recipe", "processes", "model", "parameters", "mesh", "what it is for"]]
+    lines += [
+        [
+            row.name,
+            f"{row.processes:,}",
+            row.model,
+            _short_count(row.parameters),
+            row.mesh,
+            row.description,
+        ]
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in range(5)]
+    for line in lines:
+        # Numbers stand at the right of their columns.
+        cells = [
+            cell.rjust(width) if column in (1, 3) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=False))
+        ]
+        print(_fit("  ".join([*cells, line[5]])))
+    return 0
+
+
+def _short_count(count: int) -> str:
+    """Return a number of parameters with three digits: ``8.03B``."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:,}"
+
+
+def _fit(line: str) -> str:
+    """Cut a line at the width of the terminal. Other readers get the whole line."""
+    if not sys.stdout.isatty():
+        return line
+    columns = shutil.get_terminal_size().columns
+    return line if len(line) <= columns else line[: max(1, columns - 3)] + "..."
+
+
+def copy(path: Path, dest: str | None) -> list[Path]:
+    """Copy a recipe, and beside the copy the files that it needs: its bases, and schedules in CSV.
+
+    A file that exists is never changed. One with the same content is used as it is.
+
+    Args:
+        path: a recipe of composer3d.
+        dest: a folder, or the name of the copy, which ends with ``.toml``. None is a file in the
+            working directory, with the name of the recipe.
+
+    Returns:
+        The copy, and the other files that were made.
+
+    Raises:
+        UserError: a file exists with other content, or cannot be made. Nothing is left then.
+    """
+    target = Path(dest if dest is not None else path.name)
+    if target.is_dir():
+        target /= path.name
+    elif target.suffix != ".toml":
+        raise UserError(
+            f"{one_line(str(target))}: name a folder that exists, or a file that ends with .toml"
+        )
+    contents = {target: path.read_bytes()}
+    for file in needed_files(path):
+        contents.setdefault(target.with_name(file.name), file.read_bytes())
+    if target.name in {file.name for file in needed_files(path)}:
+        raise UserError(
+            f"{one_line(str(target))}: the recipe inherits from a file of this name; give the copy "
+            "another name"
+        )
+
+    made: list[Path] = []
+    try:
+        for place, content in contents.items():
+            if place != target and _has_content(place, content):
+                continue
+            with place.open("xb") as output:  # refuses a file or a link that is there
+                made.append(place)
+                output.write(content)
+    except OSError as error:
+        for file_made in made:
+            file_made.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            raise UserError(
+                f"{one_line(str(place))} exists, and is not overwritten; give another DEST, or "
+                "remove it"
+            ) from None
+        raise UserError(
+            f"{one_line(str(place))}: the file cannot be made ({error.strerror})"
+        ) from None
+    return made
+
+
+def needed_files(path: Path) -> list[Path]:
+    """Return the bases of a recipe of composer3d, and the files of its pipeline schedules."""
+    files: list[Path] = []
+    place: Path | None = path
+    while place is not None:
+        tables = tomli.loads(place.read_text(encoding="utf-8"))
+        schedule = tables.get("parallel", {}).get("schedule_csv")
+        if schedule is not None:
+            files.append(place.with_name(schedule))
+        base = tables.get("base")
+        place = None if base is None else place.with_name(base)
+        if place is not None:
+            files.append(place)
+    return files
+
+
+def _has_content(place: Path, content: bytes) -> bool:
+    return os.path.isfile(place) and place.read_bytes() == content

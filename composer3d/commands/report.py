@@ -1,0 +1,242 @@
+"""``composer3d report``: write one page about a run, or about two. It answers without torch."""
+
+import json
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+from composer3d.commands.layout import mesh_words, note_of
+from composer3d.commands.plan import find_device
+from composer3d.commands.timeline import UNIT_NOTE, of_recipe, page_of_run
+from composer3d.draw import layout_svg, timeline
+from composer3d.draw.layout import make_layout
+from composer3d.models.registry import architecture, resolve
+from composer3d.planner.search import Device, price
+from composer3d.recipe.changes import shown, values_of
+from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import FIELDS, one_line
+from composer3d.report import folder, page
+from composer3d.report.folder import RunFolder
+from composer3d.report.page import Difference, Forecast, Picture, Subject
+from composer3d.runtime.files import write_atomic
+from composer3d.spec import hardware, trace
+from composer3d.spec.errors import UserError
+
+# Actions of a pipeline that are drawn. Each takes about 200 bytes of the page.
+_MOST_ACTIONS = 6_000
+
+
+def run(
+    *,
+    run: str,
+    other: str | None,
+    out: str | None,
+    gpu: str | None,
+    gpus_per_node: int,
+    as_json: bool,
+) -> int:
+    """Write the report of a run, or of two.
+
+    Args:
+        run: the folder of a run.
+        other: the folder of another run; None: there is nothing to compare.
+        out: the HTML file to write; None: ``report.html`` in the folder of the run, or
+            ``compare-NAME.html`` there, where NAME is that of the other run.
+        gpu: the device whose speed is predicted; None: that of the run.
+        gpus_per_node: devices that share a node.
+        as_json: whether to print one JSON object instead of text.
+
+    Returns:
+        The exit status 0.
+
+    Raises:
+        UserError: a folder is not that of a run, or the file cannot be written.
+    """
+    device = None if gpu is None else find_device(gpu)
+    folders = [folder.read(path) for path in (run, other) if path is not None]
+    subjects = [
+        _subject(found, label, device, gpus_per_node)
+        for found, label in zip(folders, _labels(folders), strict=True)
+    ]
+    path = _path(folders, out)
+    differences = _differences(folders) if other is not None else None
+    text = page.render(subjects, differences)
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise UserError(
+            f"{one_line(str(path))} cannot be written ({error.strerror}); name a file with -o"
+        ) from None
+    if as_json:
+        print(json.dumps({"ok": True, "report": str(path), "runs": list(map(_as_json, subjects))}))
+        return 0
+    for subject in subjects:
+        numbers = page.final_numbers(subject.run)
+        print(f"{subject.label}: {'; '.join(f'{key} {value}' for key, value in numbers.items())}")
+        for problem in subject.run.problems:
+            print(f"  {problem}")
+    print(f"wrote {path}")
+    return 0
+
+
+def _labels(folders: list[RunFolder]) -> list[str]:
+    """Return names of runs: those of their folders, or else their paths."""
+    names = [one_line(found.name) for found in folders]
+    if len(set(names)) < len(names):
+        names = [one_line(str(found.path)) for found in folders]
+    if len(set(names)) < len(names):
+        raise UserError(f"{names[0]}: a run cannot be compared with itself; name another one")
+    return names
+
+
+def _path(folders: list[RunFolder], out: str | None) -> Path:
+    if out is None:
+        name = "report.html" if len(folders) == 1 else f"compare-{folders[1].name}.html"
+        return folders[0].path / name
+    if not out.endswith(".html"):
+        raise UserError(f"-o {one_line(out)}: the report is an HTML file; use a name in .html")
+    return Path(out)
+
+
+def _as_json(subject: Subject) -> dict[str, Any]:
+    curves, forecast = subject.run.curves, subject.forecast
+
+    def last(name: str) -> float | None:
+        point = curves.of(name).last
+        return None if point is None else point.value
+
+    return {
+        "name": subject.label,
+        "step": curves.last_step,
+        "loss": last("loss"),
+        "validation_loss": last("validation_loss"),
+        "tokens_per_s": curves.of("tokens_per_s").median,
+        "predicted_tokens_per_s": forecast.tokens_per_s,
+        "problems": subject.run.problems,
+    }
+
+
+def _subject(
+    run: RunFolder, label: str, device: hardware.Hardware | None, per_node: int
+) -> Subject:
+    recipe = run.recipe
+    return Subject(
+        label=label,
+        run=run,
+        facts={} if recipe is None else _facts(recipe),
+        forecast=_forecast(run, device, per_node),
+        pictures=[_layout(run, per_node), _pipeline(run)],
+    )
+
+
+def _facts(recipe: Recipe) -> dict[str, str]:
+    model, data = recipe.model, recipe.data
+    count = resolve(architecture(model.architecture).parameters)(model)
+    return {
+        "model": f"{count / 1e6:,.4g}M parameters, {model.n_layers} blocks of width {model.dim}",
+        "mesh": mesh_words(recipe),
+        "batch": f"{data.global_batch:,} samples of {data.seq_len:,} tokens",
+        "data": data.source,
+        "peak learning rate": f"{recipe.optim.lr:g}",
+        "computes in": recipe.precision.computes_in,
+    }
+
+
+def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -> Forecast:
+    """Predict the speed of a run on a device; None means that of the run."""
+    if run.recipe is None:
+        return Forecast(None, None, f"Nothing is predicted: {run.recipe_problem}.")
+    way_out = "name a device, or a row that composer3d doctor --write has made, with --gpu."
+    if device is None and run.device is None:
+        return Forecast(None, None, f"Nothing is predicted: the device is not known; {way_out}")
+    row = device or hardware.find(run.device or "")
+    if row is None:
+        words = one_line(run.device or "")
+        return Forecast(None, None, f"Nothing is predicted: there is no row for {words}; {way_out}")
+    try:
+        found = price(run.recipe, Device(hardware=row, per_node=per_node)).prediction
+    except UserError as error:
+        return Forecast(None, None, f"Nothing is predicted: {error}.")
+    # On a CPU, the metrics have the memory of the whole process, and the planner that of tensors.
+    predicts_memory = run.device not in (None, "cpu")
+    peak_gib = max(rank.allocated_bytes for rank in found.memory) / 2**30
+    return Forecast(
+        tokens_per_s=found.tokens_s * run.recipe.world_size,
+        memory_gib=peak_gib if predicts_memory else None,
+        note=f"Predicted as composer3d plan does, for {row.name}. What was measured is the median "
+        "over the logged steps.",
+    )
+
+
+def _layout(run: RunFolder, per_node: int) -> Picture:
+    title = "Layout"
+    if run.recipe is None:
+        return Picture(title, "", f"No drawing: {run.recipe_problem}.")
+    try:
+        layout = make_layout(run.recipe, per_node, None)
+        heading = f"{one_line(run.name)}: {mesh_words(run.recipe)}"
+        return Picture(title, layout_svg.draw(layout, heading=heading, notes=[note_of(layout)]), "")
+    except UserError as error:
+        return Picture(title, "", f"No drawing: {error}.")
+
+
+def _pipeline(run: RunFolder) -> Picture:
+    """Draw the last traced step of a run, or else the schedule of its recipe."""
+    title = "Pipeline"
+    recipe = run.recipe
+    if recipe is None:
+        return Picture(title, "", f"No drawing: {run.recipe_problem}.")
+    if recipe.mesh.pp == 1:
+        return Picture(title, "", "mesh.pp = 1, so there is no pipeline.")
+    parallel = recipe.parallel
+    actions = 3 * recipe.mesh.pp * parallel.stages_per_rank * recipe.micro_batches
+    if actions > _MOST_ACTIONS:
+        words = f"No drawing: up to {actions:,} actions are too many for a page; "
+        return Picture(title, "", words + "composer3d timeline draws them.")
+    problem = ""
+    if (run.path / trace.FOLDER).is_dir():
+        try:
+            found = page_of_run(str(run.path), None)
+            drawing = timeline.draw(
+                found.timelines, heading=found.heading, notes=found.notes, unit=found.unit
+            )
+            if sum(len(row) for entry in found.timelines for row in entry.spans) <= _MOST_ACTIONS:
+                return Picture(title, drawing, "")
+            problem = "The trace has too many actions for a page."
+        except UserError as error:
+            problem = f"The trace of the run cannot be drawn: {error}."
+    if parallel.schedule == "csv":
+        words = "No drawing: the schedule is in a file, which a report does not open."
+        return Picture(title, "", f"{problem} {words}".strip())
+    try:
+        shown_timeline = of_recipe(recipe, None)
+    except UserError as error:
+        return Picture(title, "", f"{problem} No drawing: {error}.".strip())
+    counts = f"{recipe.mesh.pp} pipeline ranks, {recipe.micro_batches} micro-batches"
+    drawing = timeline.draw(
+        [shown_timeline],
+        heading=f"{one_line(run.name)}: {counts}",
+        notes=[UNIT_NOTE],
+        unit=timeline.UNITS,
+    )
+    return Picture(title, drawing, problem)
+
+
+def _differences(folders: list[RunFolder]) -> list[Difference] | None:
+    """List the keys whose values differ; None if a recipe is missing or is not TOML."""
+    values = []
+    for found in folders:
+        if not found.recipe_toml:
+            return None
+        try:
+            values.append(values_of(found.recipe_toml))
+        except ValueError:
+            return None
+    differences = []
+    for key in sorted(values[0].keys() | values[1].keys()):
+        default = FIELDS[key].default if key in FIELDS else None
+        default = None if default is MISSING else default
+        texts = [shown(of_run.get(key, default)) for of_run in values]
+        if texts[0] != texts[1]:
+            differences.append(Difference(key, (texts[0], texts[1])))
+    return differences

@@ -1,0 +1,159 @@
+"""Turn prompts into tokens, and new tokens into text.
+
+A tokenizer.json works here as in transformers: it adds the token that begins a text, if it has
+one, and the name of a special token in a prompt is that token. ``prepare`` does neither. As there,
+the file runs in a process of its own.
+"""
+
+from collections.abc import Sequence
+
+from composer3d.data.documents import END_OF_DOCUMENT
+from composer3d.data.tokenizer import FILE_BYTES, USUAL_ENDS, TokenizerFailure, TokenizerProcess
+from composer3d.recipe.values import one_line
+from composer3d.spec.errors import DataError
+from composer3d.spec.files import read_plain
+
+
+class PromptTokenizer:
+    """A tokenizer that makes each byte of UTF-8 a token. Its subclass runs a tokenizer.json.
+
+    Attributes:
+        name: for messages.
+        end: the token that ends a text; None if no usual one is known.
+    """
+
+    name = "bytes"
+    end: int | None = END_OF_DOCUMENT
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text.
+
+        Raises DataError if the tokenizer fails.
+        """
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens.
+
+        Bytes that are not UTF-8, such as the first half of a character, become U+FFFD.
+
+        Raises DataError if the tokenizer fails.
+        """
+        text = bytes(token for token in tokens if token != END_OF_DOCUMENT and token < 256)
+        return text.decode(errors="replace")
+
+    def close(self) -> None:
+        """End the process of the tokenizer, if there is one."""
+
+
+class _FileTokenizer(PromptTokenizer):
+    def __init__(self, name: str, content: bytes, *, adds_special_tokens: bool) -> None:
+        self.name = name
+        self._process = TokenizerProcess(
+            content,
+            USUAL_ENDS,
+            special_as_text=False,
+            adds_special_tokens=adds_special_tokens,
+        )
+        try:
+            self.end = self._process.load().end
+        except TokenizerFailure as error:
+            self.close()
+            raise DataError(f"{self.name}: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            counts, tokens = self._process.encode([text.encode() for text in texts])
+        except TokenizerFailure as error:
+            raise DataError(f"{self.name}: {error}") from None
+        rest = tokens.tolist()
+        found = []
+        for count in counts.tolist():
+            found.append(rest[:count])
+            rest = rest[count:]
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        try:
+            return self._process.decode(tokens)
+        except TokenizerFailure as error:
+            raise DataError(f"{self.name}: {error}") from None
+
+    def close(self) -> None:
+        self._process.close()
+
+
+def make_prompt_tokenizer(
+    name: str, content: bytes, *, adds_special_tokens: bool = True
+) -> PromptTokenizer:
+    """Start a tokenizer. The caller must close it.
+
+    Args:
+        name: for messages.
+        content: of the tokenizer.json.
+        adds_special_tokens: whether a prompt gets the special tokens that the tokenizer adds.
+
+    Raises:
+        DataError: the tokenizer cannot be loaded.
+    """
+    return _FileTokenizer(one_line(name), content, adds_special_tokens=adds_special_tokens)
+
+
+def open_prompt_tokenizer(path: str, *, adds_special_tokens: bool = True) -> PromptTokenizer:
+    """Start the tokenizer in a file, or the one of bytes. The caller must close it.
+
+    Args:
+        path: "bytes", or the path of a tokenizer.json.
+        adds_special_tokens: as in ``make_prompt_tokenizer``.
+
+    Raises:
+        DataError: the file cannot be read, or the tokenizer cannot be loaded.
+    """
+    if path == "bytes":
+        return PromptTokenizer()
+    name = f"--tokenizer {one_line(path)}"
+    try:
+        content = read_plain(path, limit=FILE_BYTES)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise DataError(
+            f"{name}: {reason or error}; give bytes, or the path of a tokenizer.json"
+        ) from None
+    return make_prompt_tokenizer(name, content, adds_special_tokens=adds_special_tokens)
+
+
+class TextStream:
+    """Turns tokens that arrive one by one into pieces of text.
+
+    Args:
+        tokenizer: decodes them.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._text = ""
+
+    def add(self, token: int) -> str:
+        """Return the text that a further token adds.
+
+        Text after the last whole character waits for the next token. So do spaces at its end, as
+        some tokenizers join or drop them when they know what follows.
+        """
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        whole = text.rstrip("\ufffd ")
+        return self._advance(whole) if whole.startswith(self._text) else ""
+
+    def finish(self) -> str:
+        """Return the text that is still missing."""
+        text = self._tokenizer.decode(self._tokens)
+        return self._advance(text) if text.startswith(self._text) else ""
+
+    def _advance(self, text: str) -> str:
+        piece = text[len(self._text) :]
+        self._text = text
+        return piece

@@ -1,0 +1,194 @@
+"""The cache of keys and values, and the function that attends to it in the seam ``attend``.
+
+Shapes are in the names: B rows of a call, T new tokens of each row, H query heads, K key-value
+heads, D head width, S slots of a row.
+
+The cache reaches the modules that attend through ``seq``: generation calls the model with a
+``CachedSequence``. So the forward pass is the one of training, and no model knows of the cache.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.layers.attention import bias_of, sdpa
+from composer3d.spec.errors import DeviceError
+
+
+class KeyValueCache:
+    """Keys and values of up to ``rows`` sequences, for all modules of a model that attend.
+
+    The memory of a module is allocated when it is first called, because its output decides the
+    number of heads: under tensor parallelism, this rank's share. It is allocated once.
+
+    A module with a sliding window keeps only the last positions, in a ring: position p is in slot
+    p % S, where S is the window and the longest call together.
+
+    Args:
+        rows: the number of sequences that are in memory at the same time.
+        longest: the number of positions of the longest sequence.
+        longest_call: the largest T of a call.
+    """
+
+    def __init__(self, rows: int, *, longest: int, longest_call: int) -> None:
+        self.rows, self.longest, self.longest_call = rows, longest, longest_call
+        self._layers: dict[object, tuple[Tensor, Tensor]] = {}
+
+    def slots(self, window: int) -> int:
+        """Return the number of slots of each row in a module with this window; 0: no window."""
+        if window == 0:
+            return self.longest
+        # A call writes its T keys before its first query reads, so that query's whole window must
+        # remain: window - 1 positions before the T new ones.
+        return min(self.longest, window - 1 + self.longest_call)
+
+    def of_module(self, module: object, k_BKTD: Tensor, window: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of a module, each (rows, K, S, D).
+
+        Args:
+            module: what distinguishes the module from the others.
+            k_BKTD: keys of the module, which decide the sizes, the dtype and the device.
+            window: its sliding window.
+
+        Raises:
+            DeviceError: there is not enough memory.
+        """
+        if module not in self._layers:
+            _, heads, _, width = k_BKTD.shape
+            size = (self.rows, heads, self.slots(window), width)
+            try:
+                # Zeros: a slot that is not filled yet has weight 0, and 0 times NaN would be NaN.
+                self._layers[module] = k_BKTD.new_zeros(size), k_BKTD.new_zeros(size)
+            except RuntimeError:
+                gib = 2 * prod(size) * k_BKTD.itemsize / 2**30
+                raise DeviceError(
+                    f"there is no memory for the keys and values of {self.rows} sequences of up to "
+                    f"{self.longest:,} tokens, {gib:,.1f} GiB in each layer; lower --batch, "
+                    "--max-tokens or the length of the prompts, or use --dtype bfloat16"
+                ) from None
+        return self._layers[module]
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy the row ``source`` over the row ``target``."""
+        for keys, values in self._layers.values():
+            keys[target] = keys[source]
+            values[target] = values[source]
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all modules that were called."""
+        return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
+
+
+class CachedSequence(SequenceInfo):
+    """The T next tokens of consecutive rows of a cache.
+
+    Args:
+        cache: the cache.
+        first_row: the row of the cache to which the first row of the call belongs.
+        starts_B: for each row of the call, the number of positions that are in the cache already.
+        length: T.
+        device: the device of the model.
+    """
+
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        first_row: int,
+        starts_B: Sequence[int],
+        length: int,
+        device: torch.device,
+    ) -> None:
+        starts_B1 = torch.tensor(starts_B, device=device)[:, None]
+        super().__init__(starts_B1 + torch.arange(length, device=device))
+        self.cache = cache
+        self.rows = slice(first_row, first_row + len(starts_B))
+        self.starts_B = starts_B
+        self.length = length
+
+    def view(self, window: int, dtype: torch.dtype) -> "_View":
+        """Return what queries of a module with this window see; all such modules share it."""
+        key = (_View, window, dtype)
+        if key not in self.shared:
+            self.shared[key] = self._make_view(window, dtype)
+        return self.shared[key]
+
+    def _make_view(self, window: int, dtype: torch.dtype) -> "_View":
+        slots = self.cache.slots(window)
+        first, last = min(self.starts_B), max(self.starts_B) + self.length - 1
+        are_equal = min(self.starts_B) == max(self.starts_B)
+        has_wrapped = last >= slots
+        begin, end = 0, slots
+        if not has_wrapped:
+            begin, end = max(0, first + 1 - window) if window else 0, last + 1
+
+        is_contiguous = are_equal and first % slots + self.length <= slots
+        write = slice(first % slots, first % slots + self.length) if is_contiguous else None
+        if not has_wrapped and are_equal:
+            if self.length == 1:
+                return _View(write, begin, end, None, is_causal=False)
+            if first == 0 and not 0 < window < self.length:
+                return _View(write, begin, end, None, is_causal=True)
+
+        # The position in each slot after this call: the last one of the row that belongs there. It
+        # is negative if the slot is still empty.
+        query_B1T1 = self.positions_BT[:, None, :, None]
+        last_B111 = query_B1T1[:, :, -1:]
+        slot_S = torch.arange(begin, end, device=query_B1T1.device)
+        held_B11S = last_B111 - (last_B111 - slot_S) % slots
+        mask_B1TS = (held_B11S >= 0) & (held_B11S <= query_B1T1)
+        if window:
+            mask_B1TS &= held_B11S > query_B1T1 - window
+        return _View(write, begin, end, bias_of(mask_B1TS, dtype), is_causal=False)
+
+
+class _View(NamedTuple):
+    """Where a call writes its keys, and which slots its queries see.
+
+    Attributes:
+        write: the slots of the T new positions, if they are the same consecutive ones in all rows.
+        begin, end: the slots that any query of the call may see.
+        bias: is added to the scores; None: none is needed.
+        is_causal: as in ``sdpa``.
+    """
+
+    write: slice | None
+    begin: int
+    end: int
+    bias: Tensor | None
+    is_causal: bool
+
+
+class AttendCached:
+    """The function ``attend`` of one module: write new keys and values, and attend to all.
+
+    Its arguments are those of ``attend_sdpa``, with a ``CachedSequence`` as ``seq``.
+    """
+
+    def __call__(
+        self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: CachedSequence, window: int
+    ) -> Tensor:
+        keys, values = seq.cache.of_module(self, k_BKTD, window)
+        view = seq.view(window, q_BHTD.dtype)
+        keys_BKSD, values_BKSD = keys[seq.rows], values[seq.rows]
+        if view.write is not None:
+            keys_BKSD[:, :, view.write] = k_BKTD
+            values_BKSD[:, :, view.write] = v_BKTD
+        else:
+            slot_BT = seq.positions_BT % keys.shape[2]
+            row_B1 = torch.arange(slot_BT.shape[0], device=slot_BT.device)[:, None]
+            # An index before and after a slice puts its dims first: (B, T, K, D).
+            keys_BKSD[row_B1, :, slot_BT] = k_BKTD.transpose(1, 2)
+            values_BKSD[row_B1, :, slot_BT] = v_BKTD.transpose(1, 2)
+        seen = slice(view.begin, view.end)
+        return sdpa(
+            q_BHTD,
+            keys_BKSD[:, :, seen],
+            values_BKSD[:, :, seen],
+            view.bias,
+            is_causal=view.is_causal,
+        )

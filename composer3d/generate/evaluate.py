@@ -1,0 +1,253 @@
+"""The loss of a checkpoint's model on a whole folder of token files, on any layout.
+
+The model is composed as for training, and a batch is evaluated as in its validations. So all
+layouts compute the same loss.
+"""
+
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tomli
+import torch
+
+from composer3d.convert.assets import make_byte_tokenizer
+from composer3d.convert.start import read_shards
+from composer3d.data import Batch, Corpus
+from composer3d.data.loader import number_documents
+from composer3d.data.tokens import open_tokens
+from composer3d.generate.load import Checkpoint, open_checkpoint
+from composer3d.models.contract import IGNORE_INDEX, Constant, ShardingPlan
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime import log, process_group
+from composer3d.runtime.mesh import Mesh
+from composer3d.spec.errors import CheckpointError, DataError
+from composer3d.spec.token_manifest import TOKENIZER, TokenManifest, digest_of, read_manifest
+from composer3d.training.batches import owned_ranges_of
+from composer3d.training.build import build_stages
+from composer3d.training.step import evaluate_batch
+
+Packing = Literal["none", "documents"]
+
+_USUAL_SEQ_LEN = 2048
+_PROGRESS_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What ``evaluate`` has computed.
+
+    Attributes:
+        loss: the mean over all predicted tokens, in nats.
+        perplexity: exp(loss); None if it is too large for a float.
+        tokens: the number of predicted tokens.
+        windows: the number of sequences.
+        seconds: the time of the calls of the model, without loading.
+        tokens_per_s: the speed of all ranks together.
+    """
+
+    loss: float
+    perplexity: float | None
+    tokens: int
+    windows: int
+    seconds: float
+    tokens_per_s: float
+
+    def as_values(self) -> dict[str, Any]:
+        """Return the fields as values that JSON can represent."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """How the tokens are cut into sequences.
+
+    Attributes:
+        seq_len: the length of a sequence.
+        packing: "documents": attention and positions restart at each document, and the first token
+            of a document is not predicted; "none": a sequence is one text.
+    """
+
+    seq_len: int
+    packing: Packing
+
+
+def default_windows(checkpoint: Checkpoint) -> Windows:
+    """Return the windows with which the model was trained, or 2048 tokens if its files do not say.
+
+    The recipe in a manifest is untrusted: only these two values are taken from it.
+    """
+    seq_len, packing = min(_USUAL_SEQ_LEN, checkpoint.longest or _USUAL_SEQ_LEN), "none"
+    try:
+        data = tomli.loads(checkpoint.source.manifest.recipe).get("data")
+    except (tomli.TOMLDecodeError, RecursionError):
+        data = None
+    if isinstance(data, dict):
+        if type(data.get("seq_len")) is int and 0 < data["seq_len"] <= (checkpoint.longest or 0):
+            seq_len = data["seq_len"]
+        if data.get("packing") == "documents":
+            packing = "documents"
+    return Windows(seq_len=seq_len, packing="documents" if packing == "documents" else "none")
+
+
+def check_data(checkpoint: Checkpoint, folder: str, windows: Windows) -> list[str]:
+    """Check that the model can read a folder of token files.
+
+    Returns:
+        Notes for the user, one line each: whether another tokenizer made the tokens.
+
+    Raises:
+        DataError: the folder cannot be used, or has tokens that the model does not have; or its
+            windows are longer than the model's longest sequence.
+    """
+    manifest = read_manifest(folder)
+    vocab, longest = checkpoint.shape.vocab, checkpoint.longest
+    if manifest.vocab > vocab:
+        raise DataError(
+            f"{folder} has a vocabulary of {manifest.vocab} tokens, more than the {vocab} of the "
+            "model; prepare the text with the tokenizer of the model"
+        )
+    if longest is not None and windows.seq_len > longest:
+        raise DataError(
+            f"--seq-len {windows.seq_len}: the longest sequence of the model has {longest} tokens; "
+            "use a smaller number"
+        )
+    if manifest.tokens < 2:
+        raise DataError(f"{folder} has {manifest.tokens} token: nothing follows it to predict")
+    return _notes_on_tokenizer(checkpoint, manifest)
+
+
+def _notes_on_tokenizer(checkpoint: Checkpoint, manifest: TokenManifest) -> list[str]:
+    own = checkpoint.source.carried.get(TOKENIZER)
+    if own is None:
+        return []
+    digest = None if own == make_byte_tokenizer() else digest_of(own)
+    if digest == manifest.tokenizer_digest:
+        return []
+    return [
+        f"{manifest.folder} was made with {manifest.tokenizer_name}, whose content is not that of "
+        f"the {TOKENIZER} in {checkpoint.source.path}: a loss of other tokens says nothing"
+    ]
+
+
+def evaluate(recipe: Recipe, device: torch.device, src: str, recipe_file: str | None) -> Evaluation:
+    """Evaluate all tokens of ``data.path`` once, as one rank. Collective over all ranks.
+
+    Args:
+        recipe: gives the layout, and in [data] the tokens, the windows and the batch.
+        device: the device of this rank.
+        src, recipe_file: as for ``open_checkpoint``.
+
+    Returns:
+        The result, the same on all ranks.
+
+    Raises:
+        UserError: the checkpoint or the data cannot be used.
+        CheckpointError: the loss is not finite.
+    """
+    mesh = Mesh.build(recipe.mesh, device)
+    checkpoint = process_group.on_all("SRC", lambda: open_checkpoint(Path(src), recipe_file))
+    folder = Path(str(recipe.data.path))
+    corpus = process_group.on_all("DATA", lambda: open_tokens(folder, name=str(folder)))
+    process_group.check_same("DATA", {"digest": corpus.digest})
+    stages = build_stages(recipe, mesh, change_plan=_without_random_weights)
+    parameters = dict(stages.named_parameters())
+    process_group.on_all("the weights", lambda: read_shards(checkpoint.source, parameters))
+
+    batches = _Batches(recipe, mesh, corpus)
+    started_s = shown_s = time.perf_counter()
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    valid = torch.zeros((), dtype=torch.int64, device=device)
+    for number in range(len(batches)):
+        local_loss, local_valid = evaluate_batch(stages, batches[number])
+        loss += local_loss
+        valid += local_valid
+        if mesh.rank == 0 and time.perf_counter() - shown_s > _PROGRESS_S:
+            shown_s = time.perf_counter()
+            log.get().info(f"{number + 1} of {len(batches)} batches")
+    total, count = mesh.sum_over_world(loss, valid)
+    seconds = time.perf_counter() - started_s
+
+    tokens = round(count)
+    expected = batches.predicted_tokens()
+    if tokens != expected:
+        raise AssertionError(f"{tokens} tokens are predicted instead of {expected}")
+    mean = total / max(tokens, 1)
+    if not math.isfinite(mean):
+        raise CheckpointError(
+            "the loss is not finite; the weights are damaged, or --dtype cannot hold the model's "
+            "numbers: use float32"
+        )
+    return Evaluation(
+        loss=mean,
+        perplexity=math.exp(mean) if mean < 700 else None,
+        tokens=tokens,
+        windows=batches.windows,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds,
+    )
+
+
+def _without_random_weights(plan: ShardingPlan) -> ShardingPlan:
+    """Return the plan with zeros as initial weights, which are replaced and take no time."""
+    return replace(plan, init={"*": Constant(0.0)})
+
+
+class _Batches:
+    """The batches of one rank: all windows of a corpus, in order, each once.
+
+    The last window and the last batch are filled up with tokens whose labels are left out.
+    """
+
+    def __init__(self, recipe: Recipe, mesh: Mesh, corpus: Corpus) -> None:
+        self._corpus, self._data = corpus, recipe.data
+        self.windows = -(-(len(corpus.tokens) - 1) // recipe.data.seq_len)
+        self._rows = recipe.data.global_batch // mesh.batch_ranks
+        self._first_row = mesh.batch_rank * self._rows
+        ranges = owned_ranges_of(recipe, mesh)
+        self._places = torch.cat([torch.arange(first, first + count) for first, count in ranges])
+
+    def __len__(self) -> int:
+        return -(-self.windows // self._data.global_batch)
+
+    def __getitem__(self, number: int) -> Batch:
+        first = number * self._data.global_batch + self._first_row
+        rows = [self._window(index) for index in range(first, first + self._rows)]
+        tokens_BT = torch.stack([torch.from_numpy(tokens) for tokens, _ in rows])
+        labels_BT = torch.stack([torch.from_numpy(labels) for _, labels in rows])
+        if self._data.packing == "none":
+            positions_BT = self._places.repeat(self._rows, 1)
+            return Batch(tokens_BT[:, self._places], labels_BT[:, self._places], positions_BT)
+        ends_BT = tokens_BT == self._corpus.end_of_document
+        documents_BT, positions_BT = number_documents(ends_BT)
+        labels_BT = labels_BT.masked_fill(ends_BT, IGNORE_INDEX)
+        return Batch(
+            tokens_BT[:, self._places],
+            labels_BT[:, self._places],
+            positions_BT[:, self._places],
+            documents_BT,
+        )
+
+    def _window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and the labels of a window, int64 of ``seq_len``."""
+        seq_len, end = self._data.seq_len, self._corpus.end_of_document
+        filling = end - 1 if end else 1  # no end of a document
+        tokens = np.full(seq_len, filling, dtype=np.int64)
+        labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int64)
+        begin = index * seq_len
+        stop = min(begin + seq_len + 1, len(self._corpus.tokens))
+        part = self._corpus.tokens[np.arange(begin, stop)].astype(np.int64)
+        count = max(len(part) - 1, 0)
+        tokens[:count], labels[:count] = part[:count], part[1 : count + 1]
+        return tokens, labels
+
+    def predicted_tokens(self) -> int:
+        """Return how many labels all windows together have."""
+        inputs = len(self._corpus.tokens) - 1
+        if self._data.packing == "none":
+            return inputs
+        # Nothing is predicted after the end of a document; the last token is one.
+        return inputs - (self._corpus.n_documents - 1)

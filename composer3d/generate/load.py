@@ -1,0 +1,132 @@
+"""Open the checkpoint that generation and evaluation read, and load its weights into a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer3d.convert.formats import OwnModel, Source, open_source
+from composer3d.models.contract import Decoder, ShardingPlan
+from composer3d.models.registry import OURS, Architecture, architecture, resolve
+from composer3d.models.shape import DecoderShape
+from composer3d.parallel.pipeline.ties import find_ties, tie
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
+from composer3d.spec.files import parse_json
+
+_NAME = "model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose model can run.
+
+    Attributes:
+        source: its files.
+        own: the user's own model, if it is one.
+        longest: the number of tokens of the longest sequence that the model supports, or None if
+            the files do not say.
+        end_tokens: the tokens that end a text; empty if the files do not say.
+    """
+
+    source: Source
+    own: OwnModel | None
+    longest: int | None
+    end_tokens: tuple[int, ...]
+
+    @property
+    def architecture(self) -> Architecture:
+        return architecture(self.source.architecture)
+
+    @property
+    def shape(self) -> DecoderShape:
+        return self.source.shape
+
+    @property
+    def plan(self) -> ShardingPlan:
+        plan: ShardingPlan = resolve(self.architecture.plan)(self.shape)
+        return plan
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype of the model's weights, as that of its first parameter."""
+        specs = self.source.specs()
+        return next(spec.dtype for name, spec in specs.items() if name.startswith(_NAME))
+
+
+def open_checkpoint(path: Path, recipe_file: str | None = None) -> Checkpoint:
+    """Open a checkpoint of any format.
+
+    Args:
+        path: as for ``convert.formats.open_source``.
+        recipe_file: the recipe of its run, if its model is of a user's own architecture: only a
+            recipe that the user names may have a module imported.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be used.
+        RecipeError, ModelError: the recipe cannot be used.
+    """
+    recipe = None if recipe_file is None else load(recipe_file, check_files=False).recipe
+    own = None
+    if recipe is not None and recipe.model.architecture not in OURS:
+        own = _own_model(recipe)
+    source = open_source(path, own)
+    config = _carried_json(source, "config.json")
+    generation = _carried_json(source, "generation_config.json")
+    longest = config.get("max_position_embeddings")
+    if own is not None and recipe is not None:
+        # Such a checkpoint carries no config.json. The run has trained no longer sequence.
+        longest = recipe.data.seq_len
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    end_tokens = ends if isinstance(ends, list) else [ends]
+    return Checkpoint(
+        source=source,
+        own=own,
+        longest=longest if type(longest) is int and longest > 0 else None,
+        end_tokens=tuple(
+            token for token in end_tokens if type(token) is int and 0 <= token < source.shape.vocab
+        ),
+    )
+
+
+def _own_model(recipe: Recipe) -> OwnModel:
+    """Describe the model of a recipe with a user's own architecture. Its module is imported."""
+    chosen = architecture(recipe.model.architecture)
+    shape = chosen.shape(
+        **{entry.name: getattr(recipe.model, entry.name) for entry in fields(chosen.shape)}
+    )
+    parameters = dict(chosen.build(shape, device="meta").named_parameters())
+    return OwnModel(
+        recipe.model.architecture,
+        shape,
+        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        frozenset(name for name, parameter in parameters.items() if parameter.requires_grad),
+    )
+
+
+def _carried_json(source: Source, name: str) -> Mapping[str, Any]:
+    """Return the JSON object in a file that came with the model; an empty one if it has none."""
+    try:
+        value = parse_json(source.carried.get(name, b"{}"))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+@torch.no_grad()
+def load_model(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Load the whole model into this process, with its weights in ``dtype`` on ``device``.
+
+    Raises CheckpointError if a tensor cannot be read.
+    """
+    model: Decoder = checkpoint.architecture.build(checkpoint.shape, dtype=dtype, device="meta")
+    checkpoint.plan.check(model)
+    ties = find_ties(model)
+    # On the meta device first: torch would fill the weights with random numbers elsewhere.
+    model.to_empty(device=device)
+    tie(model, ties)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(checkpoint.source.read(f"{_NAME}{name}"))
+    return model

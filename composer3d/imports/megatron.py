@@ -1,0 +1,540 @@
+"""Translate arguments of Megatron-LM and Megatron-DeepSpeed."""
+
+import re
+from math import lcm
+
+from composer3d.imports.layout import Layout, set_layout
+from composer3d.imports.translation import Translation
+from composer3d.imports.words import MEGATRON, index_of
+from composer3d.models import registry
+
+_GPT2_VOCAB, _LLAMA_2_VOCAB = 50257, 32000
+_VOCABULARIES = {
+    "gpt2bpetokenizer": _GPT2_VOCAB,
+    "llama2tokenizer": _LLAMA_2_VOCAB,
+}
+_LAYER_PATTERN = re.compile(r"\(?(?:\[0\]\*([0-9]{1,6})\+)?\[1\]\*([0-9]{1,6})\)?")
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "tp": ("tensor_model_parallel_size",),
+    "pp": ("pipeline_model_parallel_size",),
+    "ep": ("expert_model_parallel_size",),
+    "dp": ("data_parallel_size",),
+    "replicas": ("num_distributed_optimizer_instances",),
+    "micro": ("micro_batch_size",),
+    "accumulation": ("gradient_accumulation_steps",),
+    "global": ("global_batch_size",),
+}
+_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_STYLES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "wsd": "wsd"}
+
+
+def translate(made: Translation, gpus: int | None) -> None:
+    """Set the keys of a recipe from the arguments of Megatron-LM.
+
+    Args:
+        made: has the settings.
+        gpus: the number of GPUs; None: what the file says.
+    """
+    tp = made.number("tensor_model_parallel_size") or 1
+    _set_model(made, tp)
+    _set_layout(made, gpus)
+    _set_precision(made)
+    _set_memory(made)
+    _set_schedule(made)
+    _set_run(made)
+
+
+# --- the layout ---
+
+
+def _set_layout(made: Translation, gpus: int | None) -> None:
+    names = dict(_NAMES)
+    cp, names["cp"] = made.number("context_parallel_size"), ("context_parallel_size",)
+    ulysses = made.number("ds_sequence_parallel_size")
+    if ulysses is not None and ulysses > 1 and (cp or 1) == 1:
+        cp, names["cp"] = ulysses, ("ds_sequence_parallel_size",)
+        made.take("parallel.cp_method", "ulysses", "ds_sequence_parallel_size")
+    world = made.number("world_size")
+    names["world"] = ("world_size",)
+    nodes, per_node = made.number("nnodes"), made.number("nproc_per_node")
+    if world is None and nodes is not None and per_node is not None:
+        world, names["world"] = nodes * per_node, ("nnodes", "nproc_per_node")
+    elif world is None and per_node is not None and "nnodes" not in made.settings:
+        world, names["world"] = per_node, ("nproc_per_node",)
+    made.ignore("nnodes", "nproc_per_node")
+    dp = made.number("data_parallel_size")
+    if dp is None:
+        names["dp"] = ()
+
+    zero, names["zero"] = _zero(made)
+    stages, names["schedule"] = _virtual_stages(made)
+    tp = made.number("tensor_model_parallel_size")
+    set_layout(
+        made,
+        Layout(
+            tp=tp,
+            pp=made.number("pipeline_model_parallel_size"),
+            cp=cp,
+            ep=made.number("expert_model_parallel_size"),
+            dp=dp,
+            world=world,
+            replicas=made.number("num_distributed_optimizer_instances") or 1,
+            zero=zero,
+            micro_batch=made.number("micro_batch_size"),
+            accumulation=made.number("gradient_accumulation_steps"),
+            global_batch=made.number("global_batch_size"),
+            schedule="1F1B",
+            virtual_stages=stages,
+            names=names,
+        ),
+        gpus,
+    )
+    if (tp or 1) > 1:
+        has_word = "sequence_parallel" in made.settings
+        made.take(
+            "parallel.sequence_parallel",
+            made.flag("sequence_parallel"),
+            *(("sequence_parallel",) if has_word else ()),
+            note="" if has_word else "no --sequence-parallel",
+        )
+    if "expert_tensor_parallel_size" in made.settings:
+        size = made.number("expert_tensor_parallel_size")
+        if size == 1:
+            made.harmless.append(made.words("expert_tensor_parallel_size"))
+        else:
+            made.lose(
+                "experts are never cut by tp here: mesh.ep puts whole experts on the ranks of tp",
+                "expert_tensor_parallel_size",
+            )
+
+
+def _zero(made: Translation) -> tuple[int, tuple[str, ...]]:
+    """Return the level of ZeRO, and the words that give it."""
+    strategy = made.text("data_parallel_sharding_strategy")
+    if made.flag("use_torch_fsdp2"):
+        return 3, ("use_torch_fsdp2",)
+    if made.flag("use_megatron_fsdp") or strategy in _SHARDING:
+        words = ("use_megatron_fsdp", "data_parallel_sharding_strategy")
+        level = _SHARDING.get(strategy or "optim_grads_params", 3)
+        return level, tuple(word for word in words if word in made.settings)
+    stage = made.number("zero_stage")
+    if stage is not None and stage > 3:
+        made.problems.append(f"{made.file}: {made.words('zero_stage')}: must be 0, 1, 2 or 3")
+        stage = 0
+    if stage is not None and stage > 0:
+        return stage, ("zero_stage",)
+    if made.flag("use_distributed_optimizer"):
+        return 1, ("use_distributed_optimizer",)
+    return 0, ("zero_stage",) if stage is not None else ()
+
+
+def _virtual_stages(made: Translation) -> tuple[int | None, tuple[str, ...]]:
+    """Return the stages of each pipeline rank, and the word that gives them."""
+    stages = made.number("num_virtual_stages_per_pipeline_rank")
+    per_stage = made.number("num_layers_per_virtual_pipeline_stage")
+    if per_stage is None:
+        word = "num_virtual_stages_per_pipeline_rank"
+        return stages, (word,) if stages is not None else ()
+    layers = made.values["model.n_layers"].value if "model.n_layers" in made.values else None
+    pp = made.number("pipeline_model_parallel_size") or 1
+    word = "num_layers_per_virtual_pipeline_stage"
+    if layers is None or per_stage == 0:
+        made.problems.append(f"{made.file}: {made.words(word)} needs --num-layers, and at least 1")
+        return None, (word,)
+    if layers % (pp * per_stage):
+        made.contradict(
+            f"{made.words(word)} x pp {pp} = {pp * per_stage} does not divide {layers} layers: "
+            f"{max(1, layers // (pp * per_stage))} stages a rank are used"
+        )
+    computed = max(1, layers // (pp * per_stage))
+    if stages is not None and stages != computed:
+        made.contradict(
+            f"{made.words('num_virtual_stages_per_pipeline_rank')}, but {made.words(word)} makes "
+            f"{layers} / ({pp} x {per_stage}) = {computed}: {computed} is used"
+        )
+    return computed, (word,)
+
+
+# --- the model ---
+
+
+def _set_model(made: Translation, tp: int) -> None:
+    made.copy_plain_words()
+    values = made.values
+    heads = values["model.n_heads"].value if "model.n_heads" in values else None
+    groups = made.number("num_query_groups")
+    has_switch = "group_query_attention" in made.settings
+    grouped = made.flag("group_query_attention")
+    if groups is not None and (grouped or not has_switch):
+        # In a script, the number counts only with the switch; a pasted dict often lacks it.
+        made.take("model.n_kv_heads", groups, "num_query_groups", *_there(made, grouped))
+    elif heads is not None:
+        made.ignore("num_query_groups", "group_query_attention")
+        made.take("model.n_kv_heads", heads, "num_attention_heads", note="all of them")
+
+    is_gated = _is_gated(made)
+    _set_width(made, tp, is_gated)
+    _set_vocabulary(made, tp)
+    _set_positions(made)
+    _note_other_layers(made, is_gated)
+    if "model.experts" in values or made.model in registry.architecture("moe").presets:
+        _set_experts(made, tp, is_gated)
+    else:
+        _drop_experts(made)
+
+
+def _drop_experts(made: Translation) -> None:
+    """Drop the words of experts of a file that has none."""
+    index = index_of(MEGATRON)
+    names = [
+        name
+        for name in made.settings
+        if name.startswith("moe_") and name in index and index[name].ours.startswith("model.")
+    ]
+    if names:
+        for name in names:
+            made.drop(index[name].ours)
+        made.contradict(f"{made.words(*names)} without --num-experts: there are no experts")
+        made.ignore(*names)
+
+
+def _there(made: Translation, grouped: bool) -> tuple[str, ...]:
+    return ("group_query_attention",) if grouped else ()
+
+
+def _is_gated(made: Translation) -> bool:
+    activation = (made.text("activation_func") or "").lower()
+    return made.flag("swiglu") or made.flag("gated_linear_unit") or activation in ("swiglu", "silu")
+
+
+def _gated_width(width: int, tp: int) -> int:
+    """Return the width of a gated layer with as many parameters as a plain one of ``width``."""
+    unit = lcm(64, tp)
+    return max(unit, round(2 * width / 3 / unit) * unit)
+
+
+def _set_width(made: Translation, tp: int, is_gated: bool) -> None:
+    width = made.number("ffn_hidden_size")
+    dim = made.values["model.dim"].value if "model.dim" in made.values else None
+    made.ignore("swiglu", "activation_func", "gated_linear_unit")
+    if width is not None and is_gated:
+        made.take("model.ffn", width, "ffn_hidden_size")
+    elif width is not None:
+        made.take(
+            "model.ffn",
+            _gated_width(width, tp),
+            "ffn_hidden_size",
+            note="two thirds: a gated layer then has about as many parameters",
+        )
+    elif dim is not None and is_gated:
+        made.assume(
+            "model.ffn", max(64, int(8 * dim / 3 / 64) * 64), "8/3 of hidden_size, as theirs"
+        )
+    elif dim is not None:
+        made.assume(
+            "model.ffn",
+            _gated_width(4 * dim, tp),
+            "8/3 of hidden_size: as many parameters as theirs of 4 hidden_size",
+        )
+
+
+def _set_vocabulary(made: Translation, tp: int) -> None:
+    padded = made.number("padded_vocab_size")
+    if padded is not None:
+        made.take("model.vocab", padded, "padded_vocab_size")
+        made.ignore("vocab_size", "make_vocab_size_divisible_by", "tokenizer_type")
+        return
+    unit = (made.number("make_vocab_size_divisible_by") or 128) * tp
+    size, source = made.number("vocab_size"), "vocab_size"
+    tokenizer = (made.text("tokenizer_type") or "").lower()
+    if size is None and tokenizer in _VOCABULARIES:
+        size, source = _VOCABULARIES[tokenizer], "tokenizer_type"
+    made.ignore("make_vocab_size_divisible_by", "tokenizer_type")
+    if size is not None:
+        vocab = -(-max(1, size) // unit) * unit
+        note = f"{size:,} padded to a multiple of {unit:,}" if vocab != size else ""
+        made.take("model.vocab", vocab, source, note=note)
+    elif made.model is None:
+        vocab = -(-_GPT2_VOCAB // unit) * unit
+        made.assume(
+            "model.vocab",
+            vocab,
+            f"the vocabulary of GPT-2, {_GPT2_VOCAB:,}, padded to a multiple of {unit:,}",
+        )
+
+
+def _set_positions(made: Translation) -> None:
+    kind = (made.text("position_embedding_type") or "").lower()
+    is_rotary = kind == "rope" or made.flag("use_rotary_position_embeddings")
+    base = made.real("rotary_base")
+    if base is not None:
+        made.take("model.rope_theta", base, "rotary_base")
+    elif is_rotary and made.model is None:
+        made.assume("model.rope_theta", 10_000.0, "the default of --rotary-base")
+    if made.flag("use_rope_scaling"):
+        factor = made.real("rope_scaling_factor")
+        words = ("use_rope_scaling", *(("rope_scaling_factor",) if factor is not None else ()))
+        made.take("model.rope_factor", factor or 8.0, *words)
+    made.ignore("rope_scaling_factor")
+    window = made.get("window_size")
+    if window is not None:
+        numbers = [int(text) for text in re.findall(r"-?[0-9]{1,9}", str(window.value))]
+        if len(numbers) == 2 and numbers[0] >= 0 and numbers[1] <= 0:
+            made.take("model.window", numbers[0] + 1, "window_size")
+        else:
+            made.lose("only causal windows (w, 0) are there: attention sees all", "window_size")
+    word = "untie_embeddings_and_output_weights"
+    untied = made.flag(word)
+    if word in made.settings:
+        made.take("model.tied", not untied, word)
+    elif made.model is None:
+        made.assume("model.tied", True, "no --untie-embeddings-and-output-weights")
+
+
+def _note_other_layers(made: Translation, is_gated: bool) -> None:
+    """Say which layers of theirs are not those of a Llama."""
+    if made.model is not None:
+        made.ignore("normalization", "position_embedding_type", "no_position_embedding")
+        return
+    norm = (made.text("normalization") or "LayerNorm").lower()
+    kind = (made.text("position_embedding_type") or "").lower()
+    is_rotary = kind == "rope" or made.flag("use_rotary_position_embeddings")
+    others = []
+    if not is_gated:
+        others.append("GELU")
+    if norm != "rmsnorm":
+        others.append("LayerNorm")
+    if not is_rotary:
+        others.append(f"{kind or 'learned_absolute'} positions")
+    if not made.flag("disable_bias_linear"):
+        others.append("biases")
+    if "hidden_dropout" not in made.settings:
+        others.append("dropout 0.1, a default")
+    made.ignore("normalization", "position_embedding_type", "no_position_embedding")
+    made.ignore("use_rotary_position_embeddings")
+    if others:
+        made.lose(
+            f"{', '.join(others)}: the recipe is a Llama of the same sizes, with SwiGLU, RMSNorm, "
+            "rotary positions, no biases and no dropout"
+        )
+
+
+def _set_experts(made: Translation, tp: int, is_gated: bool) -> None:
+    values = made.values
+    width = made.number("moe_ffn_hidden_size")
+    if width is not None:
+        expert = width if is_gated or made.model else _gated_width(width, tp)
+        made.take("model.expert_ffn", expert, "moe_ffn_hidden_size")
+    if "model.shared_ffn" in values and not is_gated and made.model is None:
+        value = values["model.shared_ffn"]
+        values["model.shared_ffn"] = value._replace(value=_gated_width(value.value, tp))
+    if made.model is None and "model.experts_per_token" not in values:
+        made.assume("model.experts_per_token", 2, "the default of --moe-router-topk")
+
+    balance = (made.text("moe_router_load_balancing_type") or "aux_loss").lower()
+    coefficient = made.real("moe_aux_loss_coeff")
+    if balance not in ("aux_loss", "seq_aux_loss", "none", "global_aux_loss"):
+        made.lose("routing is by the best scores (top-k)", "moe_router_load_balancing_type")
+    if coefficient is not None and balance != "none":
+        made.take("model.balance_loss", coefficient, "moe_aux_loss_coeff")
+        if balance != "seq_aux_loss":
+            made.lose(
+                "ours counts the load of each sequence, theirs that of a micro-batch "
+                "(docs/experts.md)",
+                *_said(made, "moe_router_load_balancing_type"),
+            )
+    made.ignore("moe_aux_loss_coeff", "moe_router_load_balancing_type")
+
+    chosen = values["model.experts_per_token"].value if "model.experts_per_token" in values else 2
+    is_softmax = values["model.router"].value == "softmax" if "model.router" in values else True
+    if made.flag("moe_router_pre_softmax") and is_softmax:
+        made.take("model.renormalise", False, "moe_router_pre_softmax")
+    elif chosen == 1:
+        made.assume("model.renormalise", False, "one expert a token: its weight is its score")
+    rate = made.real("moe_router_bias_update_rate")
+    if rate is not None and "model.router_bias" in values and values["model.router_bias"].value:
+        made.take("model.bias_rate", rate, "moe_router_bias_update_rate")
+    _set_layers_with_experts(made)
+
+
+def _said(made: Translation, *names: str) -> tuple[str, ...]:
+    return tuple(name for name in names if name in made.settings)
+
+
+def _set_layers_with_experts(made: Translation) -> None:
+    found = made.get("moe_layer_freq")
+    if found is None:
+        return
+    text = re.sub(r"\s", "", str(found.value))
+    pattern = _LAYER_PATTERN.fullmatch(text)
+    if isinstance(found.value, list | tuple) and all(
+        one in (0, 1) and type(one) is int for one in found.value
+    ):
+        zeros = list(found.value).index(1) if 1 in found.value else len(found.value)
+        if all(found.value[zeros:]):
+            made.take("model.dense_layers", zeros, "moe_layer_freq")
+            return
+    elif pattern:
+        made.take("model.dense_layers", int(pattern[1] or 0), "moe_layer_freq")
+        return
+    elif text.isdecimal() and 0 < len(text) < 6 and int(text):
+        made.take("model.moe_every", int(text), "moe_layer_freq")
+        if int(text) > 1:
+            made.lose(
+                f"here blocks {text}, 2 x {text} and so on have experts, theirs 1, 1 + {text} "
+                "and so on: as many, in other places",
+                "moe_layer_freq",
+            )
+        return
+    made.lose("a pattern that model.dense_layers and model.moe_every lack: all", "moe_layer_freq")
+
+
+# --- precision and memory ---
+
+
+def _set_precision(made: Translation) -> None:
+    precision = (made.text("precision") or "").lower().removeprefix("torch.")
+    is_half = made.flag("fp16") or precision in ("fp16", "float16", "half", "16", "16-mixed")
+    is_narrow = made.flag("bf16") or precision in ("bf16", "bfloat16", "bf16-mixed")
+    if made.flag("bf16") and is_half:
+        made.contradict(f"{made.words('bf16', 'fp16')}: both at once; bfloat16 is used")
+        is_half = False
+    if is_half and "precision.compute" not in made.overridden:
+        words = made.words(*_said(made, "fp16", "precision"))
+        made.problems.append(refuse_half(made.file, words))
+    elif is_half:
+        made.lose("no loss scaling: --set chooses the dtype", *_said(made, "fp16", "precision"))
+    if is_narrow:
+        made.take("precision.compute", "bfloat16", *_said(made, "bf16", "precision"))
+    made.ignore("bf16", "fp16", "precision")
+    if made.flag("grad_reduce_in_bf16"):
+        made.take("precision.reduce", "bfloat16", "grad_reduce_in_bf16")
+    if "fp8_format" in made.settings and str(made.settings["fp8_format"].value) != "None":
+        made.take("precision.matmul", "float8", "fp8_format")
+
+
+def refuse_half(file: str, words: str) -> str:
+    """Return the line that refuses float16."""
+    return (
+        f"{file}: {words}: composer3d has no float16, which needs loss scaling; use bfloat16: "
+        '--set precision.compute="bfloat16"'
+    )
+
+
+def _set_memory(made: Translation) -> None:
+    granularity = made.text("recompute_granularity")
+    method = (made.text("recompute_method") or "uniform").lower()
+    count = made.number("recompute_num_layers")
+    words = _said(made, "recompute_granularity", "recompute_method", "recompute_num_layers")
+    made.ignore(*words)
+    key = "memory.activation_checkpoint"
+    if granularity in ("selective", "full", "none"):
+        made.take(key, granularity, *words)
+        if granularity == "full" and method == "block" and count is not None:
+            made.lose(
+                f"theirs recomputes {count} layers of each stage, ours all; similar: "
+                '--set memory.activation_checkpoint="every N blocks"',
+                *words,
+            )
+        elif granularity == "full" and (count or 1) > 1:
+            made.lose(f"theirs keeps the input of every {count}th layer, ours of each", *words)
+    elif granularity is not None:
+        made.lose('not one of selective and full: "none"', *words)
+    elif made.flag("recompute_activations"):
+        made.take(key, "selective", "recompute_activations")
+    elif made.flag("checkpoint_activations"):
+        made.take(key, "full", "checkpoint_activations")
+    if key in made.values and made.values[key].value == "selective":
+        made.lose(
+            "what is recomputed differs: theirs the scores of attention, ours all but attention "
+            "and products (docs/recipes.md)",
+            *words,
+        )
+
+
+# --- the optimizer and the run ---
+
+
+def _set_schedule(made: Translation) -> None:
+    if made.text("optimizer") not in (None, "adam"):
+        made.lose("the optimizer is AdamW", "optimizer")
+    made.ignore("optimizer")
+    beta1, beta2 = made.real("adam_beta1"), made.real("adam_beta2")
+    if beta1 is not None or beta2 is not None:
+        betas = (0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2)
+        made.take("optim.betas", betas, *_said(made, "adam_beta1", "adam_beta2"))
+    made.assume("optim.betas", (0.9, 0.999), "the defaults of --adam-beta1 and --adam-beta2")
+    made.assume("optim.weight_decay", 0.01, "the default of --weight-decay")
+
+    batch = made.values["data.global_batch"].value if "data.global_batch" in made.values else 1
+    length = made.values["data.seq_len"].value if "data.seq_len" in made.values else 1
+    steps = _steps(made, "train_iters", "train_samples", batch)
+    tokens = made.real("train_tokens")
+    if steps is None and tokens is not None:
+        steps = max(1, int(tokens) // max(1, batch * length))
+        made.take("run.steps", steps, "train_tokens", note=f"/ ({batch} x {length})")
+    elif steps is not None:
+        words = _said(made, "train_iters") or ("train_samples",)
+        made.take("run.steps", steps, *words)
+    made.ignore("train_samples", "train_tokens")
+
+    decay = _steps(made, "lr_decay_iters", "lr_decay_samples", batch)
+    warmup = _steps(made, "lr_warmup_iters", "lr_warmup_samples", batch)
+    fraction = made.real("lr_warmup_fraction")
+    style = (made.text("lr_decay_style") or "linear").lower()
+    if style not in _STYLES:
+        made.lose('not there: optim.schedule = "cosine"', "lr_decay_style")
+        style = "cosine"
+    if "lr_decay_style" in made.settings:
+        made.take("optim.schedule", _STYLES[style], "lr_decay_style")
+    else:
+        made.assume("optim.schedule", "linear", "the default of --lr-decay-style")
+    if style == "constant":
+        made.drop("optim.min_lr")
+        made.ignore("lr_decay_iters", "lr_decay_samples")
+    elif decay is not None:
+        made.take("optim.decay", decay, *_said(made, "lr_decay_iters", "lr_decay_samples"))
+    if fraction is not None and (decay or steps):
+        computed = round(fraction * (decay or steps or 1))
+        if warmup:
+            made.contradict(
+                f"{made.words(*_said(made, 'lr_warmup_iters', 'lr_warmup_samples'))} and "
+                f"{made.words('lr_warmup_fraction')}: the fraction is used, {computed} steps"
+            )
+        made.take("optim.warmup", computed, "lr_warmup_fraction", note=f"of {decay or steps} steps")
+    elif warmup is not None:
+        made.take("optim.warmup", warmup, *_said(made, "lr_warmup_iters", "lr_warmup_samples"))
+    made.ignore("lr_warmup_iters", "lr_warmup_samples")
+    final = made.number("lr_wsd_decay_iters")
+    if final is not None and style == "wsd":
+        made.take("optim.decay_steps", final, "lr_wsd_decay_iters")
+    shape = made.text("lr_wsd_decay_style")
+    if shape not in (None, "linear") and style == "wsd":
+        made.lose("the decay of wsd is linear", "lr_wsd_decay_style")
+    made.ignore("lr_wsd_decay_style", "lr_wsd_decay_iters")
+
+
+def _steps(made: Translation, iterations: str, samples: str, batch: int) -> int | None:
+    """Return a number of steps, which may be given in samples."""
+    count = made.number(iterations)
+    if count is None:
+        count_samples = made.number(samples)
+        count = count_samples // batch if count_samples is not None else None
+    return count
+
+
+def _set_run(made: Translation) -> None:
+    interval, count = made.number("eval_interval"), made.number("eval_iters")
+    if interval is not None:
+        made.take("validation.every", 0 if count == 0 else interval, "eval_interval")
+    if count == 0 or interval is None:
+        made.drop("validation.steps")
+    resets = made.flag("reset_attention_mask"), made.flag("reset_position_ids")
+    if all(resets):
+        made.take("data.packing", "documents", "reset_attention_mask", "reset_position_ids")
+    elif any(resets):
+        made.lose(
+            "documents are separated in attention and positions at once; data.packing = none",
+            *_said(made, "reset_attention_mask", "reset_position_ids"),
+        )

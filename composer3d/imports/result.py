@@ -1,0 +1,264 @@
+"""Import a file: the recipe as TOML, checked by the rules of recipes, and what to tell the user."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+from composer3d.imports import deepspeed, megatron, nanotron, source, torchtitan
+from composer3d.imports.translation import ENTRIES, Translation, Value
+from composer3d.models import registry
+from composer3d.recipe.resolve import Resolved, load
+from composer3d.recipe.schema import FOLDER_NAME, TABLES, model_table
+from composer3d.recipe.values import as_toml, one_line, value_of
+from composer3d.spec.errors import RecipeError
+from composer3d.spec.schedules import SCHEDULES
+
+_TRANSLATORS: dict[str, Callable[[Translation, int | None], None]] = {
+    "Megatron-LM": megatron.translate,
+    "DeepSpeed": deepspeed.translate,
+    "torchtitan": torchtitan.translate,
+    "nanotron": nanotron.translate,
+}
+_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn", "vocab")
+_STEPS = 1000  # of a run, if the file does not say
+_LENGTH = 2048  # of a sequence, likewise
+
+
+class Imported(NamedTuple):
+    """A recipe that ``check`` accepts, and how it came about.
+
+    Attributes:
+        text: the recipe as TOML.
+        resolved: the recipe.
+        made: the lists of what was taken over, assumed, lost and contradictory.
+    """
+
+    text: str
+    resolved: Resolved
+    made: Translation
+
+
+def import_file(
+    path: str, sets: Sequence[str] = (), *, gpus: int | None = None, model: str | None = None
+) -> Imported:
+    """Translate the file ``path`` into a recipe.
+
+    Args:
+        path: a script or dict of Megatron-LM, or a file of DeepSpeed, torchtitan or nanotron.
+        sets: values of the recipe, each ``table.key=value``, which win over the file.
+        gpus: the number of GPUs, if it is not the file's.
+        model: a preset, which gives the sizes that the file does not.
+
+    Raises:
+        RecipeError: no recipe can be made that ``check`` accepts. A line for each reason.
+    """
+    found = source.read(path)
+    overrides = {}
+    for text in sets:
+        key, _, value = (part.strip() for part in text.partition("="))
+        overrides[key] = value.strip("\"'")
+    model = overrides.get("model.preset", model)
+    made = Translation(found.program, one_line(path), found.settings, overrides, model)
+    made.contradictions += found.contradictions
+    made.lost += found.lost
+    if model is not None:
+        _set_preset(made, model)
+    _TRANSLATORS[found.program](made, gpus)
+    _complete(made, path)
+    _settle(made)
+    made.finish()
+    if made.problems:
+        raise RecipeError(list(dict.fromkeys(made.problems)))
+    return _checked(made, sets, gpus)
+
+
+def _set_preset(made: Translation, name: str) -> None:
+    for architecture in registry.OURS:
+        if name in registry.architecture(architecture).presets:
+            made.values["model.architecture"] = Value(architecture, f"--model {name}")
+            made.values["model.preset"] = Value(name, f"--model {name}")
+            return
+    presets = [one for key in registry.OURS for one in registry.architecture(key).presets]
+    made.problems.append(
+        f"--model {one_line(name)}: is unknown; the presets are {', '.join(presets)}"
+    )
+
+
+def _complete(made: Translation, path: str) -> None:
+    """Add what every recipe needs and the file may lack."""
+    values = made.values
+    if "run.name" not in values:
+        stem = re.sub(r"[^\w.-]", "-", os.path.splitext(os.path.basename(path))[0])[:60].strip(".-")
+        values["run.name"] = Value(stem if FOLDER_NAME.accepts(stem) else "imported", "the file")
+
+    preset = values["model.preset"].value if "model.preset" in values else None
+    has_experts = "model.experts" in values
+    moe = registry.architecture("moe").presets
+    if preset in moe or has_experts or "model.expert_ffn" in values:
+        values["model.architecture"] = Value("moe", "it has experts")
+    if preset is not None and preset not in moe and has_experts:
+        made.problems.append(
+            f"{made.file}: {values['model.experts'].comment}: --model {preset} has no experts; "
+            f"give a preset with them: {', '.join(moe)}"
+        )
+    if "model.architecture" not in values:
+        for key in [key for key in values if key.startswith("model.")]:
+            if key not in {f"model.{one.name}" for one in fields(TABLES["model"])}:
+                made.lost.append(f"{values.pop(key).comment}: there are no experts")
+
+    gives_model = {"model.preset", "model.hf"} & (values.keys() | made.overridden)
+    missing = [
+        name
+        for name in _SIZES
+        if f"model.{name}" not in values and f"model.{name}" not in made.overridden
+    ]
+    if missing and not gives_model:
+        made.problems.append(
+            f"{made.file}: it does not give the sizes of a model ({', '.join(missing)}); give "
+            f"--model PRESET, such as --model llama3-8b, or --set model.{missing[0]}=N and so on"
+        )
+    least = max(
+        _STEPS,
+        *(2 * values[key].value for key in ("optim.warmup",) if key in values),
+        *(values[key].value for key in ("optim.decay",) if key in values),
+        0,
+    )
+    made.assume("run.steps", least, "the file does not say how long it trains")
+    made.assume("data.seq_len", _LENGTH, "the file does not say")
+    made.assume("optim.lr", 3e-4, "the file does not say")
+    made.assume(
+        "data.source",
+        "python",
+        "the sources of the standard library; for your data, composer3d prepare makes files for "
+        'data.source = "tokens" and data.path',
+    )
+
+
+def _settle(made: Translation) -> None:
+    """Drop what the rules of recipes refuse together, where nothing of the model is lost."""
+    values = made.values
+
+    def value(key: str, default: object) -> object:
+        return values[key].value if key in values else default
+
+    has_experts = value("model.architecture", "llama") == "moe"
+    tp, pp = value("mesh.tp", 1), value("mesh.pp", 1)
+    if has_experts and tp != 1 and value("parallel.sequence_parallel", True) is False:
+        made.lost.append(
+            "experts with tp need sequence parallelism: parallel.sequence_parallel = true"
+        )
+        values["parallel.sequence_parallel"] = Value(True, "experts with tp need it")
+
+    shards = [value("mesh.dp_shard", 1), value("mesh.cp", 1)] != [1, 1]
+    if "precision.reduce" in values and (
+        has_experts or value("parallel.zero", 3) == 0 or not shards
+    ):
+        _drop(made, "precision.reduce", "only shards without experts are summed in bfloat16")
+    if value("precision.matmul", "") == "float8":
+        if has_experts:
+            _drop(made, "precision.matmul", "experts are not computed in float8")
+        elif value("precision.compute", "") != "bfloat16":
+            _drop(made, "precision.matmul", "float8 needs forward and backward in bfloat16")
+    if value("compile.enabled", False):
+        schedule = str(value("parallel.schedule", "1F1B"))
+        if has_experts:
+            _drop(made, "compile.enabled", "blocks with experts are not compiled")
+        elif pp != 1 and SCHEDULES[schedule].splits_backward:
+            _drop(made, "compile.enabled", "the schedule splits backward, which one graph cannot")
+    if "parallel.async_tp" in values:
+        legal = value("compile.enabled", False) and tp != 1
+        legal = legal and value("parallel.sequence_parallel", True)
+        if not legal or value("precision.matmul", "") == "float8":
+            _drop(made, "parallel.async_tp", "it needs tp, compiled blocks and no float8")
+
+    steps, warmup = value("run.steps", _STEPS), value("optim.warmup", 0)
+    if isinstance(steps, int) and isinstance(warmup, int) and warmup > steps:
+        made.contradict(
+            f"{values['optim.warmup'].comment}, but {values['run.steps'].comment}: the warmup ends "
+            f"at step {steps}"
+        )
+        values["optim.warmup"] = values["optim.warmup"]._replace(value=steps)
+    decay, warmup = value("optim.decay", None), value("optim.warmup", 0)
+    if isinstance(decay, int) and isinstance(warmup, int) and decay <= warmup:
+        made.contradict(
+            f"{values['optim.decay'].comment}, but {values['optim.warmup'].comment}: the decay "
+            "would end with the warmup; it ends with the run"
+        )
+        del values["optim.decay"]
+    if value("optim.schedule", "cosine") == "constant":
+        for key in ("optim.decay", "optim.min_lr"):
+            if key in values:
+                _drop(made, key, "a constant learning rate has none")
+    if value("optim.schedule", "cosine") != "wsd":
+        values.pop("optim.decay_steps", None)
+
+
+def _drop(made: Translation, key: str, reason: str) -> None:
+    made.lost.append(f"{made.values[key].comment}: {reason}")
+    made.drop(key)
+
+
+def _checked(made: Translation, sets: Sequence[str], gpus: int | None) -> Imported:
+    """Write the recipe to a temporary folder and load it, as ``check`` does."""
+    with tempfile.TemporaryDirectory(prefix="composer3d-import-") as folder:
+        path = os.path.join(folder, "recipe.toml")
+        Path(path).write_text(_to_toml(made, made.values), encoding="utf-8")
+        try:
+            resolved = load(path, sets, world_size=gpus)
+            values = dict(made.values)
+            for text in sets:
+                key = text.partition("=")[0].strip()
+                values[key] = Value(value_of(resolved.recipe, key), f"--set {one_line(text)}")
+                made.taken.append(f"--set {one_line(text)}")
+            text = _to_toml(made, values)
+            Path(path).write_text(text, encoding="utf-8")
+            resolved = load(path)
+        except RecipeError as error:
+            raise RecipeError([_with_words(line, path, made) for line in error.lines]) from None
+    return Imported(text, resolved, made)
+
+
+def _with_words(line: str, path: str, made: Translation) -> str:
+    """Replace places in the temporary file by the words of theirs that stand beside them."""
+    keys = [line.partition(" ")[0] for line in _to_toml(made, made.values).splitlines()]
+    table = ""
+    words: list[str] = []
+    for key in keys:
+        table = key.strip("[]") if key.startswith("[") else table
+        found = made.values.get(f"{table}.{key}")
+        words.append(found.comment if found is not None else made.file)
+
+    def replace(match: re.Match[str]) -> str:
+        number = int(match[1])
+        return words[number - 1] if 0 < number <= len(words) else made.file
+
+    shown = re.sub(rf"{re.escape(path)}:(\d+)", replace, line).replace(path, made.file)
+    return shown if shown.startswith((made.file, "--set")) else f"{made.file}: {shown}"
+
+
+def _to_toml(made: Translation, values: dict[str, Value]) -> str:
+    """Return the recipe as TOML, with the words of theirs beside each line."""
+    name = one_line(os.path.basename(made.file))
+    lines = [
+        f"# Made by composer3d import from {name} ({made.program}).",
+        "# Beside each value stand the words that it comes from.",
+    ]
+    for table in TABLES:
+        keys = [key for key in ENTRIES if key.startswith(f"{table}.") and key in values]
+        order = [one.name for one in fields(model_table("moe"))] if table == "model" else []
+        if order:
+            first = ["architecture", "preset", "hf"]
+            keys.sort(key=lambda key: key.partition(".")[2] not in first)
+        if keys:
+            lines += ["", f"[{table}]"]
+        for key in keys:
+            value, comment = values[key]
+            if value is None:
+                continue
+            statement = f"{key.partition('.')[2]} = {as_toml(value)}"
+            lines.append(f"{statement:<30} # {one_line(comment)}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,86 @@
+"""The gradients of one micro-batch on this rank alone, before other data-parallel ranks add theirs.
+
+Ranks with the same part of a model get the same gradients of the same micro-batch, bit by bit. Each
+gradient is handed over as soon as backward has computed it, and dropped at once: so no more than
+one whole gradient is in memory, and FSDP finds nothing to reduce.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from composer3d.parallel.data import fsdp
+from composer3d.parallel.pipeline.ties import local_shard
+from composer3d.runtime.torch_private import gathered_parameters
+
+# The unit that is a whole stage holds parameters only if the embedding is also the head.
+_OF_STAGE = "first and last"
+
+
+class Unit(NamedTuple):
+    """A part of the model: ``first``, a block, or ``last``.
+
+    Backward comes to the largest ``(stage, place)`` first.
+
+    Attributes:
+        stage: the number of its pipeline stage.
+        place: its number in the stage.
+        name: its global name, such as "blocks.3".
+    """
+
+    stage: int
+    place: int
+    name: str
+
+
+# see(unit, number of the parameter in the unit, gradient). tp may have cut the gradient, and it may
+# be a part of a sum over tp.
+SeeGradient = Callable[[Unit, int, Tensor], None]
+
+
+def units_of(stage_number: int, stage: nn.Module) -> dict[Unit, list[nn.Parameter]]:
+    """Return the whole parameters of each unit of a stage, in the order of the model.
+
+    A unit has no parameters before its first forward. If an embedding is also the head of its
+    stage, both are one unit. It comes first, as the embedding does.
+    """
+    names = {module: name for name, module in stage.named_modules()}
+    return {
+        Unit(stage_number, place, names[unit] or _OF_STAGE): gathered_parameters(unit)
+        for place, unit in enumerate(fsdp.units(stage))
+    }
+
+
+@contextmanager
+def taken(
+    stages: Mapping[int, nn.Module], see: SeeGradient, *, keeps_gathered: bool
+) -> Iterator[None]:
+    """Give each gradient of the one backward inside of this context to ``see``, and drop it.
+
+    All stages have FSDP, and have been called before.
+
+    Args:
+        stages: by number.
+        see: is called in backward. A parameter can have several gradients, which add up.
+        keeps_gathered: as in ``fsdp.without_reduction``.
+    """
+    with ExitStack() as context:
+        for number, stage in stages.items():
+            context.enter_context(fsdp.without_reduction(stage, keeps_gathered=keeps_gathered))
+            for unit, parameters in units_of(number, stage).items():
+                for index, parameter in enumerate(parameters):
+                    if parameter.requires_grad:
+                        take = partial(_take, see, unit, index)
+                        handle = parameter.register_post_accumulate_grad_hook(take)
+                        context.callback(handle.remove)
+        yield
+
+
+def _take(see: SeeGradient, unit: Unit, index: int, parameter: Tensor) -> None:
+    # A layer that defers its weight gradient has none here at first.
+    if parameter.grad is not None:
+        see(unit, index, local_shard(parameter.grad))
+        parameter.grad = None

@@ -1,0 +1,306 @@
+"""Read the folder of a run for a report, and trust nothing in it. No torch here.
+
+No code that a recipe names is imported, and no path in it is followed: a report on a run of
+somebody else must be as safe as looking at a picture.
+"""
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli
+
+from composer3d.models.registry import DEFAULT, OURS
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import as_toml, one_line
+from composer3d.reliability import bad_steps
+from composer3d.report import series
+from composer3d.spec import events
+from composer3d.spec.errors import UserError
+from composer3d.spec.events import Event
+from composer3d.spec.files import open_plain, read_plain
+
+# Characters of a resolved recipe that are parsed; it has about 10,000.
+_RECIPE_LIMIT = 256 << 10
+
+# Of events, after the saves were taken out.
+MOST_EVENTS = 300
+
+_MOST_LOST_REPORTS = 5
+_LOST_REPORT = re.compile(r"lost-ranks-(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)Z\.txt")
+_LOST_REPORT_LIMIT = 64 << 10
+
+# A resolved recipe has the whole shape, so it needs neither a folder nor a preset for it.
+_LEFT_OUT = {"model.hf", "model.preset"}
+
+
+class RunEvent(NamedTuple):
+    """A row of the table of events.
+
+    Attributes:
+        step: the number of steps done; None if it is not known.
+        when: date and time in UTC, or empty.
+        kind: a word or two.
+        text: what happened.
+    """
+
+    step: int | None
+    when: str
+    kind: str
+    text: str
+
+
+class LostRanks(NamedTuple):
+    """A report of lost ranks: the name of its file, and the beginning of its text."""
+
+    name: str
+    text: str
+
+
+@dataclass
+class RunFolder:
+    """What the folder of a run says.
+
+    Attributes:
+        path: the folder.
+        curves: its metrics.
+        recipe_toml: the text of ``recipe.toml``; empty if there is none.
+        recipe: the recipe; None if ``recipe_problem`` says why not.
+        events: the newest ``MOST_EVENTS``, without the saves.
+        hidden_events: how many older ones there are.
+        saves: the saves.
+        device: the name of the devices of the last start; None if it is not known.
+        lost_ranks: the newest reports of lost ranks.
+        problems: what could not be read, in words.
+    """
+
+    path: Path
+    curves: series.Curves = field(default_factory=series.Curves)
+    recipe_toml: str = ""
+    recipe: Recipe | None = None
+    recipe_problem: str = ""
+    events: list[RunEvent] = field(default_factory=list)
+    hidden_events: int = 0
+    saves: list[Event] = field(default_factory=list)
+    device: str | None = None
+    lost_ranks: list[LostRanks] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the folder, which is the name of the run."""
+        return self.path.resolve().name
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Tokens of a step, over all ranks."""
+        if self.recipe is None:
+            return None
+        return self.recipe.data.global_batch * self.recipe.data.seq_len
+
+    @property
+    def starts(self) -> list[RunEvent]:
+        return [event for event in self.events if event.kind == "start"]
+
+    @property
+    def bad_steps(self) -> list[RunEvent]:
+        return [event for event in self.events if event.kind == "bad steps"]
+
+
+def read(path: str) -> RunFolder:
+    """Read the folder of a run.
+
+    Raises:
+        UserError: it is not the folder of a run, or its metrics cannot be read.
+    """
+    run = RunFolder(Path(path))
+    if not os.path.isdir(path):
+        raise UserError(f"{one_line(path)}: there is no such folder; name the folder of a run")
+    names = (series.FILE, "recipe.toml")
+    if not any(os.path.lexists(run.path / name) for name in names):
+        raise UserError(
+            f"{one_line(path)} is not the folder of a run: it has neither {names[0]} nor {names[1]}"
+        )
+    try:
+        run.curves = series.read(run.path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{one_line(path)}/{series.FILE} cannot be read ({error})") from None
+    if run.curves.wrong_lines:
+        run.problems.append(
+            f"{run.curves.wrong_lines:,} lines of {series.FILE} are not metrics, and left out"
+        )
+    if run.curves.is_cut:
+        run.problems.append(f"{series.FILE} is longer than 1 GiB; its end is left out")
+    _read_recipe(run)
+    _read_events(run)
+    _read_lost_ranks(run)
+    return run
+
+
+def _read_recipe(run: RunFolder) -> None:
+    try:
+        content = read_plain(run.path / "recipe.toml", limit=_RECIPE_LIMIT)
+        run.recipe_toml = content.decode()
+    except FileNotFoundError:
+        run.recipe_problem = "the folder has no recipe.toml"
+    except (OSError, ValueError) as error:
+        run.recipe_problem = f"recipe.toml cannot be read ({error})"
+    else:
+        try:
+            run.recipe = recipe_of(run.recipe_toml)
+        except (UserError, ValueError) as error:
+            run.recipe_problem = f"recipe.toml cannot be used ({error})"
+    if run.recipe_problem:
+        run.problems.append(run.recipe_problem)
+
+
+def recipe_of(text: str) -> Recipe:
+    """Return the recipe of a resolved text. No file that it names is opened.
+
+    Raises:
+        ValueError: the text is not TOML, or names an architecture that is not composer3d's own.
+        UserError: it is not a recipe of this version of composer3d.
+    """
+    try:
+        document = tomli.loads(text)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    model = document.get("model")
+    architecture = model.get("architecture", DEFAULT) if isinstance(model, dict) else DEFAULT
+    if not isinstance(architecture, str) or architecture not in OURS:
+        raise ValueError(
+            "its architecture is not one of composer3d's own, whose code a report does not run"
+        )
+    lines: list[str] = []
+    for table, content in document.items():
+        if not isinstance(content, dict):
+            continue
+        lines.append(f"[{_key(table)}]")
+        lines += [
+            f"{_key(name)} = {as_toml(value)}"
+            for name, value in content.items()
+            if f"{table}.{name}" not in _LEFT_OUT and not _is_datetime(value)
+        ]
+    with tempfile.TemporaryDirectory(prefix="composer3d-report-") as folder:
+        path = Path(folder) / "recipe.toml"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        try:
+            return load(path, check_files=False).recipe
+        except UserError as error:
+            # The place is that of a copy.
+            shown = [line.replace(str(path), "recipe.toml") for line in error.lines[:3]]
+            raise UserError("; ".join(shown)) from None
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else as_toml(name)
+
+
+def _is_datetime(value: object) -> bool:
+    """Return whether a value of TOML has no form in ``as_toml``; no key of a recipe is a date."""
+    return not isinstance(value, str | int | float | bool | list | dict)
+
+
+def _read_events(run: RunFolder) -> None:
+    found: list[RunEvent] = []
+    wrong = 0
+    try:
+        for event in events.read(run.path):
+            if event is None:
+                wrong += 1
+            elif event.kind == "save":
+                run.saves.append(event)
+            else:
+                if event.device is not None:
+                    run.device = event.device
+                found.append(RunEvent(event.step, _utc(event.unix_s), event.kind, event.text))
+    except (OSError, ValueError) as error:
+        run.problems.append(f"{events.FILE} cannot be read ({error})")
+    if wrong:
+        run.problems.append(f"{wrong:,} lines of {events.FILE} are not events, and left out")
+
+    # A run of an older composer3d has no events: its other files say less, but not nothing.
+    kinds = {event.kind for event in found}
+    if "bad steps" not in kinds:
+        found += _ledger(run)
+    if "ranks" not in kinds:
+        for metric, words in (("straggler_rank", "slow"), ("corrupt_rank", "wrong bits")):
+            found += [
+                RunEvent(point.step, "", "ranks", f"rank {point.value:.0f}: {words}")
+                for point in run.curves.of(metric).points
+            ]
+    found += list(_former_recipes(run))
+    found.sort(key=lambda event: (event.when, -1 if event.step is None else event.step))
+    run.hidden_events = max(0, len(found) - MOST_EVENTS)
+    run.events = found[run.hidden_events :]
+
+
+def _ledger(run: RunFolder) -> list[RunEvent]:
+    found: list[RunEvent] = []
+    wrong = 0
+    try:
+        with open_plain(run.path / bad_steps.FILE) as file:
+            for line in islice(iter(lambda: file.readline(64 << 10), b""), 100_000):
+                try:
+                    entry = bad_steps.parse_line(line)
+                except ValueError:
+                    wrong += 1
+                    continue
+                batches = f"the batches of steps {entry.first} to {entry.step} are left out"
+                found.append(RunEvent(entry.step, "", "bad steps", f"{entry.reason}; {batches}"))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        run.problems.append(f"{bad_steps.FILE} cannot be read ({error})")
+    if wrong:
+        run.problems.append(f"{wrong:,} lines of {bad_steps.FILE} are wrong, and left out")
+    return found
+
+
+def _former_recipes(run: RunFolder) -> Iterator[RunEvent]:
+    for name in _names(run.path, re.compile(r"recipe-(\d{8})\.toml")):
+        step = int(name[7:15])
+        yield RunEvent(step, "", "recipe", f"the recipe changed here; {name} is the former one")
+
+
+def _read_lost_ranks(run: RunFolder) -> None:
+    for name in _names(run.path, _LOST_REPORT)[-_MOST_LOST_REPORTS:]:
+        try:
+            with open_plain(run.path / name, follow_links=False) as file:
+                text = file.read(_LOST_REPORT_LIMIT).decode(errors="replace")
+        except (OSError, ValueError) as error:
+            run.problems.append(f"{name} cannot be read ({error})")
+            continue
+        run.lost_ranks.append(LostRanks(name, text))
+        year, month, day, hour, minute, second = _fields(name)
+        when = f"{year}-{month}-{day} {hour}:{minute}:{second}"
+        run.events.append(RunEvent(None, when, "lost ranks", f"{name}, see below"))
+    run.events.sort(key=lambda event: event.when)
+
+
+def _fields(name: str) -> tuple[Any, ...]:
+    match = _LOST_REPORT.fullmatch(name)
+    assert match is not None
+    return match.groups()
+
+
+def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
+    """Return the names in a folder that match, sorted; at most 1,000."""
+    with os.scandir(folder) as entries:
+        found = (entry.name for entry in entries if pattern.fullmatch(entry.name))
+        return sorted(islice(found, 1000))
+
+
+def _utc(unix_s: float) -> str:
+    """Return a time as date and time in UTC; empty if there is no such date."""
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):
+        return ""

@@ -1,0 +1,200 @@
+"""Read the metrics of a run, thinned to a size that a page can show. No torch here.
+
+``metrics.jsonl`` may be a million lines long, and anyone may have written it. It is read once, line
+by line. Each metric keeps a bounded number of points: the first, the last, the least and the
+largest value of every few steps, so that no spike is lost.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from composer3d.spec.files import open_plain, parse_json
+
+FILE = "metrics.jsonl"
+
+# Bytes of the file that are read, and of a line.
+_FILE_LIMIT = 1 << 30
+_LINE_LIMIT = 64 << 10
+
+_MOST_STEP = 10**9
+# A larger value cannot be drawn: differences of such values would not be finite.
+_MOST_VALUE = 1e30
+
+# A smaller value is drawn as zero, for the same reason.
+_LEAST_VALUE = 1e-30
+
+# Of a metric; each bucket keeps at most four points.
+_MOST_BUCKETS = 240
+
+
+class Point(NamedTuple):
+    """A value of a metric after a number of steps."""
+
+    step: int
+    value: float
+
+
+class _Bucket:
+    """The first, the last, the least and the largest of the values of some steps in a row."""
+
+    __slots__ = ("first", "last", "least", "most")
+
+    def __init__(self, point: Point) -> None:
+        self.first = self.last = self.least = self.most = point
+
+    def add(self, point: Point) -> None:
+        if point.step < self.first.step:
+            self.first = point
+        if point.step >= self.last.step:
+            self.last = point
+        if point.value < self.least.value:
+            self.least = point
+        if point.value > self.most.value:
+            self.most = point
+
+    def points(self) -> set[Point]:
+        return {self.first, self.last, self.least, self.most}
+
+
+class Series:
+    """The values of one metric, thinned.
+
+    Attributes:
+        not_finite: how many values were null, or too large to be drawn.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, _Bucket] = {}
+        self._width = 1  # steps of a bucket
+        self.not_finite = 0
+
+    def add(self, step: int, value: object) -> None:
+        """Add a value as it stands in a line. Text, lists and the like are left out."""
+        # Not ``isinstance``: True is an int too.
+        if type(value) not in (int, float, type(None)):
+            return
+        # NaN fails the comparison.
+        if value is None or not abs(value) <= _MOST_VALUE:  # type: ignore[arg-type]
+            self.not_finite += 1
+            return
+        number = float(value) if abs(value) >= _LEAST_VALUE else 0.0  # type: ignore[arg-type]
+        self._put(Point(step, number))
+        while len(self._buckets) > _MOST_BUCKETS:
+            buckets = self._buckets
+            self._buckets, self._width = {}, 2 * self._width
+            for bucket in buckets.values():
+                for point in bucket.points():
+                    self._put(point)
+
+    def _put(self, point: Point) -> None:
+        index = point.step // self._width
+        bucket = self._buckets.get(index)
+        if bucket is None:
+            self._buckets[index] = _Bucket(point)
+        else:
+            bucket.add(point)
+
+    @property
+    def points(self) -> list[Point]:
+        """The points that are kept, by step."""
+        return sorted(point for bucket in self._buckets.values() for point in bucket.points())
+
+    @property
+    def last(self) -> Point | None:
+        """The point of the largest step."""
+        return max((bucket.last for bucket in self._buckets.values()), default=None)
+
+    @property
+    def least(self) -> Point | None:
+        """The point with the least value."""
+        found = (bucket.least for bucket in self._buckets.values())
+        return min(found, key=lambda point: point.value, default=None)
+
+    @property
+    def most(self) -> Point | None:
+        """The point with the largest value."""
+        found = (bucket.most for bucket in self._buckets.values())
+        return max(found, key=lambda point: point.value, default=None)
+
+    @property
+    def median(self) -> float | None:
+        """The median of one value of each bucket, which the extremes do not pull."""
+        values = sorted(bucket.last.value for bucket in self._buckets.values())
+        return values[len(values) // 2] if values else None
+
+
+@dataclass
+class Curves:
+    """The metrics of a run.
+
+    Attributes:
+        series: the thinned values, by metric; at most ``MOST_METRICS`` of them.
+        last_step: the largest step of a line.
+        lines: the number of lines of metrics.
+        wrong_lines: the number of other lines, which are left out.
+        is_cut: whether the file is longer than what was read.
+    """
+
+    series: dict[str, Series] = field(default_factory=dict)
+    last_step: int = 0
+    lines: int = 0
+    wrong_lines: int = 0
+    is_cut: bool = False
+
+    def of(self, name: str) -> Series:
+        return self.series.get(name) or Series()
+
+
+# A model with experts has a few metrics for each layer.
+MOST_METRICS = 1000
+_NAME_LIMIT = 200  # characters
+
+
+def read(run: Path) -> Curves:
+    """Read ``metrics.jsonl`` of a run. A missing file has no lines.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    curves = Curves()
+    try:
+        file = open_plain(run / FILE)
+    except FileNotFoundError:
+        return curves
+    with file:
+        size = 0
+        while line := file.readline(_LINE_LIMIT):
+            size += len(line)
+            if size > _FILE_LIMIT:
+                curves.is_cut = True
+                break
+            _add(curves, line)
+        curves.is_cut |= os.fstat(file.fileno()).st_size > _FILE_LIMIT
+    return curves
+
+
+def _add(curves: Curves, line: bytes) -> None:
+    if line == b"\n":
+        return
+    try:
+        row = parse_json(line)
+    except ValueError:
+        curves.wrong_lines += 1
+        return
+    step = row.get("step") if isinstance(row, dict) else None
+    if type(step) is not int or not 0 <= step <= _MOST_STEP:
+        curves.wrong_lines += 1
+        return
+    curves.lines += 1
+    curves.last_step = max(curves.last_step, step)
+    for name, value in row.items():
+        if name == "step":
+            continue
+        series = curves.series.get(name)
+        if series is None:
+            if len(curves.series) >= MOST_METRICS or len(name) > _NAME_LIMIT:
+                continue
+            series = curves.series[name] = Series()
+        series.add(step, value)

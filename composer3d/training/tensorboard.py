@@ -1,0 +1,216 @@
+"""Write a run for TensorBoard: its curves with descriptions, a dashboard, its recipe and layout.
+
+TensorBoard names a run by the folder of its event files, which is the run's folder. Its charts have
+one horizontal axis, the step. So the losses by tokens are curves of their own, in the run
+``NAME/by_tokens``, whose step is the number of tokens. They need a folder of their own: a resume
+tells TensorBoard to forget all points of a folder from some step on. They need tags of their own
+too: one chart cannot show steps and tokens.
+"""
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Imported only on the rank that writes: it takes a second.
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary
+from tensorboard.plugins.scalar.metadata import create_summary_metadata
+from torch.utils.tensorboard import FileWriter
+from torch.utils.tensorboard import summary as summaries
+
+TOKENS_FOLDER = "by_tokens"
+
+
+class _Tag(NamedTuple):
+    """The tag of a metric, and what TensorBoard says about it."""
+
+    name: str
+    description: str
+
+
+# Any other metric has the tag NAME if it contains a "/", or else "other/NAME".
+_TAGS = {
+    "loss": _Tag("loss/train", "Mean loss of the batch of this step, in nats per valid token."),
+    "validation_loss": _Tag("loss/validation", "Mean loss on held-out data, in nats per token."),
+    "grad_norm": _Tag("optim/grad_norm", "Norm of all gradients of the job, before clipping."),
+    "lr": _Tag("optim/lr", "Learning rate of this step."),
+    "tokens_per_s": _Tag(
+        "speed/tokens_per_s",
+        "Tokens per second over all ranks, since the last point. Without validation and saves.",
+    ),
+    "tokens_per_s_per_rank": _Tag("speed/tokens_per_s_per_rank", "The same, for each rank."),
+    "tflops_per_rank": _Tag(
+        "speed/tflops_per_rank", "FLOPs of the model's forward and backward, in TFLOP/s."
+    ),
+    "mfu": _Tag("speed/mfu", "The same, as a share of the device's peak."),
+    "cp_balance": _Tag(
+        "speed/cp_balance", "Attention scores of the busiest rank of cp over their mean; 1 at best."
+    ),
+    "expert_load": _Tag(
+        "experts/load", "Tokens of the busiest expert of a layer over the mean; 1 at best."
+    ),
+    "dropped_tokens": _Tag("experts/dropped_tokens", "Choices that no expert computed; always 0."),
+    "router_entropy": _Tag("experts/router_entropy", "Entropy of the routers, in nats."),
+    "balance_loss": _Tag("experts/balance_loss", "What balancing adds to the loss."),
+    "z_loss": _Tag("experts/z_loss", "What large logits of routers add to the loss."),
+    "step_s": _Tag("time/step_s", "Seconds of a step, the mean since the last point."),
+    "data_s": _Tag("time/data_s", "Seconds of a step in which the rank waited for data."),
+    "validation_s": _Tag("time/validation_s", "Seconds of validation since the last point."),
+    "checkpoint_s": _Tag("time/checkpoint_s", "Seconds stopped for saves since the last point."),
+    "left_out_steps": _Tag("optim/left_out_steps", "Steps whose batches were left out so far."),
+    "straggler_rank": _Tag("ranks/straggler_rank", "The slowest rank, where one is slow."),
+    "straggler_factor": _Tag("ranks/straggler_factor", "Its own time over that of its peers."),
+    "corrupt_rank": _Tag("ranks/corrupt_rank", "A rank whose bits differ from its replicas'."),
+    "memory_gib": _Tag(
+        "memory/peak_gib",
+        "On a GPU, the peak of torch's tensors, the largest over ranks. On a CPU, the peak of the "
+        "main process.",
+    ),
+    "memory_reserved_gib": _Tag(
+        "memory/peak_reserved_gib", "Peak of what torch's allocator has taken, largest over ranks."
+    ),
+    "memory_retries": _Tag(
+        "memory/retries",
+        "How often the allocator found no room at first, the largest over ranks. If it grows, the "
+        "job hardly fits.",
+    ),
+}
+_PART_OF_NORM = "Norm of the gradients of this part of the model, over all ranks, before clipping."
+
+# Metrics that have a curve by tokens.
+_BY_TOKENS = {
+    "loss": _Tag("loss_by_tokens/train", "loss/train; the horizontal axis counts tokens."),
+    "validation_loss": _Tag(
+        "loss_by_tokens/validation", "loss/validation; the horizontal axis counts tokens."
+    ),
+}
+
+# The dashboard "Custom scalars": category, title of a chart, and its tags as regular expressions.
+_DASHBOARD = {
+    "What matters": {
+        "loss": ["Multiline", ["^loss/train$", "^loss/validation$"]],
+        "tokens/s of all ranks": ["Multiline", ["^speed/tokens_per_s$"]],
+        "gradient norm": ["Multiline", ["^optim/grad_norm$"]],
+        "peak memory, GiB": ["Multiline", ["^memory/peak_gib$", "^memory/peak_reserved_gib$"]],
+        "learning rate": ["Multiline", ["^optim/lr$"]],
+        "gradient norm by part": ["Multiline", ["^grad_norm/"]],
+        "loss by tokens": ["Multiline", ["^loss_by_tokens/"]],
+    },
+    "Time": {
+        "seconds of a step": ["Multiline", ["^time/step_s$", "^time/data_s$"]],
+        "seconds beside steps": ["Multiline", ["^time/validation_s$", "^time/checkpoint_s$"]],
+    },
+}
+_DASHBOARD_OF_EXPERTS = {
+    "Experts": {
+        "load of the busiest expert": ["Multiline", ["^experts/load$", "^expert_load/"]],
+        "router entropy": ["Multiline", ["^experts/router_entropy$", "^router_entropy/"]],
+    },
+}
+
+
+def tag_of(metric: str) -> str:
+    """Return the tag of a metric."""
+    tag = _TAGS.get(metric)
+    if tag is not None:
+        return tag.name
+    return metric if "/" in metric else f"other/{metric}"
+
+
+class _Curves:
+    """An event file in a folder."""
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        self._file = FileWriter(
+            str(folder),
+            flush_secs=10,
+            # A random name, so that nobody can place a link there beforehand.
+            filename_suffix=f".{uuid.uuid4().hex}",
+        )
+        self._described: set[str] = set()
+        # From this step on, TensorBoard forgets what earlier processes wrote to this folder.
+        self._file.add_event(Event(step=purge_step, file_version="brain.Event:2"))
+        start = SessionLog(status=SessionLog.START)
+        self._file.add_event(Event(step=purge_step, session_log=start))
+
+    def add(self, tag: str, value: float, step: int, description: str) -> None:
+        metadata = None
+        if description and tag not in self._described:
+            # TensorBoard reads the description at the first point of a tag. Its data server ignores
+            # one without a data class.
+            metadata = create_summary_metadata(display_name="", description=description)
+            metadata.data_class = DATA_CLASS_SCALAR
+            self._described.add(tag)
+        point = Summary.Value(tag=tag, simple_value=value, metadata=metadata)
+        self._file.add_summary(Summary(value=[point]), step)
+
+    def add_summary(self, summary: Any, step: int = 0) -> None:
+        self._file.add_summary(summary, step)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """The event files of a run. Every method raises OSError if a file cannot be written.
+
+    Args:
+        run_dir: the run's folder.
+        start_step: the number of steps done before this process. Points beyond it are dropped; 0
+            drops all.
+        tokens_per_step: tokens in a step, over all ranks.
+    """
+
+    def __init__(self, run_dir: Path, *, start_step: int, tokens_per_step: int) -> None:
+        self._run_dir = run_dir
+        self._start_step = start_step
+        self._tokens_per_step = tokens_per_step
+        self._curves = _Curves(run_dir, start_step + 1 if start_step else 0)
+        self._by_tokens: _Curves | None = None
+
+    def add_scalar(self, metric: str, value: float, step: int) -> None:
+        """Add a point to the curve of a metric, and to its curve by tokens if it has one."""
+        known = _TAGS.get(metric)
+        description = known.description if known is not None else ""
+        if metric.startswith("grad_norm/"):
+            description = _PART_OF_NORM
+        self._curves.add(tag_of(metric), value, step, description)
+
+        tag = _BY_TOKENS.get(metric)
+        if tag is None:
+            return
+        if self._by_tokens is None:
+            first_tokens = self._start_step * self._tokens_per_step + 1 if self._start_step else 0
+            self._by_tokens = _Curves(self._run_dir / TOKENS_FOLDER, first_tokens)
+        self._by_tokens.add(tag.name, value, step * self._tokens_per_step, tag.description)
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """Add a text in Markdown."""
+        self._curves.add_summary(summaries.text(tag, text), step)
+
+    def describe(
+        self, texts: Mapping[str, str], hparams: Mapping[str, Any], *, has_experts: bool
+    ) -> None:
+        """Write what is the same for all steps: the dashboard, texts and the hyperparameters.
+
+        Args:
+            texts: plain texts by tag, shown in a font of fixed width.
+            hparams: numbers, bools and texts by key.
+            has_experts: whether the dashboard has the charts of experts.
+        """
+        dashboard = {**_DASHBOARD, **(_DASHBOARD_OF_EXPERTS if has_experts else {})}
+        self._curves.add_summary(summaries.custom_scalars(dashboard))
+        for tag, text in texts.items():
+            # Indented lines are code in Markdown, whatever they contain.
+            code = "\n".join(f"    {line}" for line in text.splitlines())
+            self.add_text(tag, code, self._start_step)
+        metrics = {"loss/train": 0.0, "loss/validation": 0.0}
+        for part in summaries.hparams(dict(hparams), metrics):
+            self._curves.add_summary(part)
+
+    def close(self) -> None:
+        """Write everything to the disk, and close the files."""
+        self._curves.close()
+        if self._by_tokens is not None:
+            self._by_tokens.close()

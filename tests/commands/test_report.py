@@ -1,0 +1,86 @@
+"""``composer3d report``: what it prints and writes, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer3d import cli
+from tests.report.runs import make_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "base")
+
+
+def test_it_writes_a_page_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("base: steps done 40 of 250; tokens seen 163,840; training loss")
+    assert printed[-1] == f"wrote {run}/report.html"
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_json_has_the_final_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run.parent / "own.html"
+    assert cli.main(["report", str(run), "-o", str(out), "--gpu", "H100", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (found,) = answer["runs"]
+    assert answer["ok"]
+    assert answer["report"] == str(out)
+    assert found["step"] == 40
+    assert found["loss"] == pytest.approx(2.406, abs=0.001)
+    assert found["validation_loss"] == 3.5
+    assert found["predicted_tokens_per_s"] > 0
+    assert out.exists()
+
+
+def test_two_runs_are_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = make_run(run.parent / "other", sets=("optim.lr=1e-3",))
+    assert cli.main(["report", str(run), str(other)]) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {run}/compare-other.html\n")
+    text = (run / "compare-other.html").read_text()
+    assert "<tr><td>optim.lr</td><td>0.004</td><td>0.001</td></tr>" in text
+    assert "<tr><td>run.name</td><td>&quot;base&quot;</td><td>&quot;other&quot;</td></tr>" in text
+    assert "base train <b>2.406</b>" in text
+    assert "other train <b>2.406</b>" in text
+    differences = text[text.index("Differences of the recipes") : text.index("<h2>Curves")]
+    assert differences.count("<tr>") == 3  # the head, and two keys
+
+
+def test_equal_recipes_are_said_to_be_equal(run: Path) -> None:
+    other = make_run(run.parent / "again" / "base")
+    assert cli.main(["report", str(run), str(other)]) == 0
+    assert "The recipes have the same values." in (run / "compare-base.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{run}", "-o", "page.svg"], "-o page.svg: the report is an HTML file"),
+        (["{run}", "{run}"], "a run cannot be compared with itself"),
+        (["{run}/none"], "there is no such folder"),
+        (["{run}", "--gpu", "abacus"], "--gpu abacus: unknown device"),
+        (["{run}", "-o", "{run}/none/x.html"], "cannot be written (No such file or directory)"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["report", *(text.format(run=run) for text in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_it_answers_without_torch(run: Path) -> None:
+    program = (
+        "import sys\n"
+        "from composer3d import cli\n"
+        f"assert cli.main(['report', {str(run)!r}]) == 0\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,180 @@
+"""A blend has exact shares, on every layout and after every restart."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from composer3d.data import Batch, Blend, Corpus, Loader
+from composer3d.data.blend import samples_before, sources_of, whole_weights
+from composer3d.spec.errors import DataError
+
+WEIGHTS = [
+    (1.0, 1.0),
+    (0.7, 0.2, 0.1),
+    (3.0, 1e-3),
+    (1.0, 2.0, 3.0, 4.0, 5.0, 0.013),
+    (1e6, 1e-6),
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_shares_are_exact_at_any_time(weights: tuple[float, ...]) -> None:
+    whole = whole_weights(weights)
+    total, sources = sum(whole), len(whole)
+    owners = sources_of(whole, 0, 1_000)
+    counts = [0] * sources
+    for number in range(980):
+        if number < 40 or number % 37 == 0:  # the state is computed, not remembered
+            assert samples_before(whole, number) == counts
+            assert np.array_equal(sources_of(whole, number, 20), owners[number : number + 20])
+        for share, count in zip(whole, counts, strict=True):
+            error = abs(Fraction(share * number, total) - count)
+            assert error <= Fraction(1, 2) + Fraction(share * sources, 2 * total)
+        counts[owners[number]] += 1
+
+
+def test_a_far_sample_is_found_at_once() -> None:
+    whole = whole_weights((0.7, 0.2, 0.1))
+    assert whole == (7, 2, 1)
+    assert samples_before(whole, 10**15) == [7 * 10**14, 2 * 10**14, 10**14]
+    # The pattern has a period of 10 samples.
+    assert sources_of(whole, 10**15, 30).tolist() == sources_of(whole, 0, 30).tolist()
+
+
+def corpus_of(name: str, first: int, n_tokens: int, dtype: str = "<u2") -> Corpus:
+    tokens = (first + np.arange(n_tokens)).astype(dtype)
+    return Corpus(tokens, 0, digest=name, n_documents=1, name=name)
+
+
+A, B, C = corpus_of("a", 1, 401), corpus_of("b", 1_000, 81, "<u4"), corpus_of("c", 2_000, 41)
+BLEND = Blend((A, B, C), (0.5, 0.3, 0.2))
+ORDER: dict[str, Any] = {"seq_len": 4, "global_batch": 8, "seed": 3}
+
+
+def loader_of(corpus: Corpus | Blend, rank: int = 0, ranks: int = 1, **options: Any) -> Loader:
+    return Loader(corpus, batch_rank=rank, batch_ranks=ranks, **{**ORDER, **options})
+
+
+def rows(batches: list[Batch]) -> torch.Tensor:
+    return torch.cat(
+        [torch.cat([b.tokens_BT, b.labels_BT, b.positions_BT], dim=1) for b in batches]
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_all_layouts_see_the_same_blend(ranks: int, packing: str) -> None:
+    alone = loader_of(BLEND, packing=packing)
+    together = [loader_of(BLEND, rank, ranks, packing=packing) for rank in range(ranks)]
+    halves = [
+        loader_of(BLEND, packing=packing, owned_ranges=[(first, 2)]) for first in (0, 2)
+    ]  # as ranks of cp
+    for step in range(20):
+        expected = alone[step]
+        assert torch.equal(rows([loader[step] for loader in together]), rows([expected]))
+        tokens = torch.cat([half[step].tokens_BT for half in halves], dim=1)
+        assert torch.equal(tokens, expected.tokens_BT)
+
+
+def test_each_part_has_its_own_order_and_epochs() -> None:
+    loader = loader_of(BLEND)
+    firsts = torch.cat([loader[step].tokens_BT[:, 0] for step in range(50)])  # 400 samples
+    for corpus, share in zip(BLEND.corpora, (200, 120, 80), strict=True):
+        first_token, n_samples = int(corpus.tokens[0]), (len(corpus.tokens) - 1) // 4
+        own = firsts[(firsts >= first_token) & (firsts < first_token + len(corpus.tokens))]
+        assert len(own) == share
+        alone = loader_of(corpus, global_batch=share)[0].tokens_BT[:, 0]
+        assert torch.equal(own, alone)
+        for epoch in own.split(n_samples)[: share // n_samples]:
+            assert len(set(epoch.tolist())) == n_samples
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (8, 1)])
+def test_a_blend_resumes_exactly(before: int, after: int) -> None:
+    saved = loader_of(BLEND, before - 1, before)
+    for _ in range(7):
+        next(saved)
+    resumed = [loader_of(BLEND, rank, after) for rank in range(after)]
+    for loader in resumed:
+        loader.load_state_dict(saved.state_dict())
+    assert torch.equal(rows([next(loader) for loader in resumed]), rows([loader_of(BLEND)[7]]))
+
+
+@pytest.mark.parametrize(
+    "other", [Blend((A, B, C), (0.5, 0.3, 0.3)), Blend((B, A, C), (0.5, 0.3, 0.2)), A], ids=str
+)
+def test_another_blend_is_refused(other: Blend | Corpus) -> None:
+    state = loader_of(BLEND).state_dict()
+    loader_of(Blend((A, B, C), (5, 3, 2))).load_state_dict(state)  # the same shares
+    with pytest.raises(DataError, match=r"or the weights or order of data\.sources; restore"):
+        loader_of(other).load_state_dict(state)
+
+
+def test_a_blend_of_one_is_its_corpus() -> None:
+    one, alone = loader_of(Blend((A,), (0.3,))), loader_of(A)
+    assert all(torch.equal(rows([one[step]]), rows([alone[step]])) for step in range(30))
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    other = Corpus(A.tokens, 7, digest="", n_documents=1, name="other")
+    with pytest.raises(DataError, match="other ends documents with token 7, but a with 0"):
+        Blend((A, other), (1, 1))
+    with pytest.raises(DataError, match=r"corpus c has 41 tokens: too few for data\.seq_len = 41"):
+        loader_of(BLEND, seq_len=41)
+
+
+def test_epochs_are_told() -> None:
+    loader = loader_of(BLEND)
+    # a has 100 samples, and gets 4 in each step of 8.
+    assert loader.epochs_in(100) == [("a", 100, 4.0), ("b", 20, 12.0), ("c", 10, 16.0)]
+    begun = {step: loader.epochs_begun(step) for step in range(80)}
+    # Epochs of b and c have less than ten steps.
+    assert {step: names for step, names in begun.items() if names} == {
+        25: [("a", 1)],
+        50: [("a", 2)],
+        75: [("a", 3)],
+    }
+
+
+def test_a_run_blends_token_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from composer3d import cli
+
+    monkeypatch.chdir(tmp_path)
+    for name, size in (("web", 4_000), ("code", 900)):
+        (tmp_path / f"{name}.txt").write_text(name * (size // len(name)))
+        arguments = ["prepare", f"{name}.txt", "-o", name, "--tokenizer", "bytes"]
+        assert cli.main(arguments) == 0
+    (tmp_path / "r.toml").write_text(
+        """\
+[run]
+steps = 30
+device = "cpu"
+[model]
+preset = "debug-tiny"
+[data]
+source = "tokens"
+seq_len = 32
+global_batch = 2
+[[data.sources]]
+path = "web"
+weight = 3
+[[data.sources]]
+path = "code"
+weight = 1
+[metrics]
+tensorboard = false
+"""
+    )
+    assert cli.main(["train", "r.toml"]) == 0
+    lines = capfd.readouterr().err.splitlines()
+    for expected in (
+        "data: web (train) has 124 samples of 32 tokens; 30 steps see it 0.36 times",
+        "data: code (train) has 28 samples of 32 tokens; 30 steps see it 0.54 times",
+    ):
+        assert expected in lines

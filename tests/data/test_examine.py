@@ -1,0 +1,121 @@
+"""``inspect`` of token files shows lengths and texts, and trusts neither files nor tokenizers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from composer3d.cli import main
+from composer3d.data import examine, tokens
+from composer3d.spec.token_manifest import digest_of
+
+TEXTS = ["a", "bb\n", "é\x1b[31m", "d" * 500, "", "last one"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path / "x.jsonl"
+
+
+def prepared(source: Path, *options: str) -> Path:
+    out = source.with_name("out")
+    assert main(["prepare", str(source), "-o", str(out), *options]) == 0
+    return out
+
+
+@pytest.mark.parametrize("shard_tokens", ["1", "1000000"])
+@pytest.mark.parametrize("block", [2, 1 << 20])
+def test_lengths_and_samples_of_bytes(
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    shard_tokens: str,
+    block: int,
+) -> None:
+    monkeypatch.setattr(examine, "_BLOCK_STARTS", block)
+    folder = prepared(source, "--tokenizer", "bytes", "--shard-tokens", shard_tokens)
+    capsys.readouterr()
+    assert main(["inspect", str(folder), "--json", "--samples", "9"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    # Each document has a token more, which ends it. The empty one does not count.
+    assert report["lengths"] == {
+        "mean": pytest.approx((2 + 4 + 8 + 501 + 9) / 5),
+        "shortest": 2,
+        "longest": 501,
+        "histogram": [
+            {"from": 1 << k, "to": (2 << k) - 1, "documents": count}
+            for k, count in enumerate([0, 1, 1, 2, 0, 0, 0, 0, 1])
+        ],
+    }
+    assert report["samples"] == [
+        {"document": 0, "tokens": 2, "text": "a"},
+        {"document": 1, "tokens": 4, "text": "bb\\n"},
+        {"document": 2, "tokens": 8, "text": "é\\u001b[31m"},
+        {"document": 3, "tokens": 501, "text": "d" * 100 + "..."},
+        {"document": 4, "tokens": 9, "text": "last one"},
+    ]
+    assert main(["inspect", str(folder), "--samples", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "lengths      mean 104.8 tokens, shortest 2, longest 501; documents by tokens:\n" in out
+    assert "8 to 15                        2 ##############################\n" in out
+    assert out.endswith("document 0, 2 tokens: a\ndocument 4, 9 tokens: last one\n")
+    assert main(["inspect", str(folder), "--samples", "0"]) == 0
+    assert "document 0" not in capsys.readouterr().out
+
+
+def test_samples_are_decoded_by_the_tokenizer(
+    source: Path, bpe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = prepared(source, "--tokenizer", str(bpe))
+    capsys.readouterr()
+    assert main(["inspect", str(folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [sample["text"][:100] for sample in report["samples"]] == [
+        "a",
+        "é\\u001b[31m",
+        "last one",
+    ]
+    assert report["notes"] == []
+
+
+def make(folder: Path, starts: list[int], tokenizer: bytes) -> Path:
+    folder.mkdir()
+    np.array([5, 0], dtype="<u2").tofile(folder / "tokens.bin")
+    np.array(starts, dtype="<i8").tofile(folder / "documents.bin")
+    (folder / "tokenizer.json").write_bytes(tokenizer)
+    facts: dict[str, Any] = {"dtype": "uint16", "vocab": 9, "tokens": 2, "documents": 1}
+    facts |= {"end_of_document": 0, "tokenizer": {"name": "t", "digest": digest_of(tokenizer)}}
+    tokens.write_manifest(folder, facts)
+    return folder
+
+
+def test_a_hostile_tokenizer_harms_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "t", [0, 2], b"{}")
+    assert main(["inspect", str(folder)]) == 0  # the tokens themselves are whole
+    out = capsys.readouterr().out
+    assert "cannot be shown: its tokenizer.json cannot be used: " in out
+    assert "lengths      mean 2.0" in out
+
+
+@pytest.mark.parametrize("starts", [[0, 0], [2, 0], [-1, 2], [0, 2**62]], ids=str)
+def test_starts_are_not_trusted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], starts: list[int]
+) -> None:
+    folder = make(tmp_path / "t", starts, b"{}")
+    assert main(["inspect", str(folder)]) == 1  # although the digests are right
+    assert "documents.bin does not cut 2 tokens into 1 documents in" in capsys.readouterr().out
+    assert main(["inspect", str(folder), "--full"]) == 1
+
+
+@pytest.mark.parametrize("number", ["-1", "1001", "x", "9" * 5000])
+def test_a_wrong_number_of_samples_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str
+) -> None:
+    assert main(["inspect", str(tmp_path), f"--samples={number}"]) == 2
+    assert "must be a whole number from 0 to 1000" in capsys.readouterr().err

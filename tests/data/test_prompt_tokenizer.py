@@ -1,0 +1,97 @@
+"""Prompts become the tokens that the tokenizers library gives them, and tokens become text."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, processors
+
+from composer3d.data.prompt_tokenizer import (
+    PromptTokenizer,
+    TextStream,
+    make_prompt_tokenizer,
+    open_prompt_tokenizer,
+)
+from composer3d.spec.errors import DataError
+from tests.data.conftest import END
+from tests.data.test_tokenizer import children, multiply, split, write
+
+TEXTS = ["def f():\n    return 1", "", "Grüße 🙂 an é", f"a {END} b", " x  y "]
+
+
+@pytest.fixture(scope="module")
+def coder(bpe: Path) -> Tokenizer:
+    """The small BPE, with a token that begins each text."""
+    coder = Tokenizer.from_file(str(bpe))
+    coder.no_truncation()
+    coder.no_padding()
+    pad = coder.token_to_id("<pad>")
+    coder.post_processor = processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", pad)]
+    )
+    return coder
+
+
+@pytest.fixture
+def tokenizer(coder: Tokenizer) -> Iterator[PromptTokenizer]:
+    opened = make_prompt_tokenizer("t", coder.to_str().encode())
+    yield opened
+    opened.close()
+    assert children() == []
+
+
+def test_tokens_and_texts_are_those_of_the_library(
+    tokenizer: PromptTokenizer, coder: Tokenizer
+) -> None:
+    encoded = tokenizer.encode(TEXTS)
+    assert encoded == [coder.encode(text).ids for text in TEXTS]
+    # A name of a special token in a text is that token, and the template adds one.
+    assert coder.token_to_id(END) in encoded[3]
+    assert all(tokens[0] == coder.token_to_id("<pad>") for tokens in encoded)
+    assert tokenizer.end == coder.token_to_id(END)
+    assert [tokenizer.decode(tokens) for tokens in encoded] == [
+        coder.decode(tokens) for tokens in encoded
+    ]
+
+
+def test_special_tokens_can_be_left_out(bpe: Path, coder: Tokenizer, tmp_path: Path) -> None:
+    coder.save(str(tmp_path / "t.json"))
+    opened = open_prompt_tokenizer(str(tmp_path / "t.json"), adds_special_tokens=False)
+    expected = coder.encode(TEXTS[0], add_special_tokens=False).ids
+    assert opened.encode(TEXTS[:1]) == [expected]
+    opened.close()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file"])
+def test_a_stream_gives_whole_characters(kind: str, tokenizer: PromptTokenizer) -> None:
+    used = PromptTokenizer() if kind == "bytes" else tokenizer
+    for tokens in used.encode([TEXTS[2], TEXTS[4]]):
+        stream = TextStream(used)
+        pieces = [stream.add(token) for token in tokens]
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert sum(map(bool, pieces)) > 1
+        assert "".join(pieces) + stream.finish() == used.decode(tokens)
+
+
+def test_bytes_are_tokens() -> None:
+    tokenizer = open_prompt_tokenizer("bytes")
+    assert tokenizer.encode(["é\n"]) == [[0xC3, 0xA9, 10]]
+    assert tokenizer.decode([0xC3, 0xA9, 0, 300, 10, 0xC3]) == "é\n\ufffd"
+    assert tokenizer.end == 0
+
+
+def test_a_tokenizer_that_fails_is_named(tmp_path: Path) -> None:
+    opened = open_prompt_tokenizer(write(tmp_path, pre_tokenizer=split("(x+x+)+y")))
+    with pytest.raises(DataError, match=r"^--tokenizer \S+t\.json: it panics: Onig"):
+        opened.encode(["x" * 100])
+    opened.close()
+    opened = open_prompt_tokenizer(write(tmp_path, decoder=multiply(1_000_000)))
+    with pytest.raises(DataError, match=r"^--tokenizer \S+t\.json: .*too much memory"):
+        opened.decode([0] * 10_000)
+    opened.close()
+    with pytest.raises(DataError, match=r"--tokenizer \S+no: No such file"):
+        open_prompt_tokenizer(str(tmp_path / "no"))
+    (tmp_path / "wrong").write_text("{}")
+    with pytest.raises(DataError, match="give bytes, or the path of a tokenizer"):
+        open_prompt_tokenizer(str(tmp_path / "wrong"))
+    assert children() == []

@@ -1,0 +1,84 @@
+"""Tasks of workers, and small checkpoints and token files."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer3d import cli
+from composer3d.checkpoint.manifest import Manifest, TensorSpec, model_of
+from composer3d.convert.formats import Source, dtype_name
+from composer3d.convert.targets import write
+from composer3d.models.contract import Decoder, SequenceInfo
+from composer3d.models.registry import architecture
+from composer3d.models.shape import DecoderShape
+
+
+def run_command(arguments: list[str]) -> tuple[int, str, str]:
+    """Run a command as this rank; return its status and what it printed."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        status = cli.main(arguments)
+    return status, out.getvalue(), errors.getvalue()
+
+
+def answer_of(printed: str) -> dict[str, Any]:
+    """Return the JSON object in the last line."""
+    answer: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return answer
+
+
+def random_model(name: str, shape: DecoderShape, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Build a model with weights that are the same in every call."""
+    model: Decoder = architecture(name).build(shape, dtype=dtype, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            is_norm = parameter.dim() == 1
+            values = torch.randn(parameter.shape, generator=generator) * 0.3
+            parameter.copy_(values + is_norm)
+    return model
+
+
+def make_checkpoint(
+    folder: Path,
+    name: str,
+    shape: DecoderShape,
+    *,
+    recipe: str = "",
+    assets: dict[str, Any] | None = None,
+) -> Path:
+    """Make a checkpoint of ``random_model``, as training does."""
+    source = Source(format="dcp", path=folder)
+    source.architecture = name
+    source.manifest = Manifest(step=5, model=model_of(shape, "float32", name), recipe=recipe)
+    state = {
+        f"model.{parameter}": tensor.detach()
+        for parameter, tensor in random_model(name, shape).named_parameters()
+    }
+    specs = {
+        parameter: TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype))
+        for parameter, tensor in state.items()
+    }
+    source.carried = {
+        file: json.dumps(content).encode() if isinstance(content, dict) else content
+        for file, content in (assets or {}).items()
+    }
+    folder.mkdir()
+    write("dcp", folder, source, specs, iter(state.items()), 0)
+    return folder
+
+
+@torch.no_grad()
+def greedy(model: Decoder, prompt: list[int], new_tokens: int, head: torch.Tensor) -> list[int]:
+    """Generate without a cache: run the model on the whole sequence for each token."""
+    tokens = list(prompt)
+    for _ in range(new_tokens):
+        seq = SequenceInfo(torch.arange(len(tokens))[None])
+        h_BTC = model.hidden(torch.tensor([tokens]), seq)
+        logits_V = model.last.norm(h_BTC[0, -1]) @ head.T
+        tokens.append(int(logits_V.argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,366 @@
+"""``composer3d generate`` and ``eval`` as a user runs them, on one process and on ranks."""
+
+import importlib
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from composer3d import cli
+from composer3d.convert.assets import make_byte_tokenizer
+from composer3d.models.llama.shape import ModelShape
+from composer3d.models.moe.shape import MoeShape
+from composer3d.runtime.launch import Pool
+from tests.generate.jobs import answer_of, greedy, make_checkpoint, random_model, run_command
+from tools.prove.paths import ROOT
+
+SHAPE = ModelShape(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn=96, vocab=256, rope_theta=1e4)
+ASSETS: dict[str, Any] = {
+    "config.json": {"max_position_embeddings": 64},
+    "generation_config.json": {"eos_token_id": [0, 700]},
+    "tokenizer.json": make_byte_tokenizer(),
+}
+PROMPTS = ["def f(", "é", "import os, sys\n"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("c") / "dcp", "llama", SHAPE, assets=ASSETS)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """The 12 greedy tokens after each of PROMPTS, up to the end of a text."""
+    model = random_model("llama", SHAPE)
+    head: Any = model.last.head.weight  # type: ignore[union-attr]
+    found = [greedy(model, list(text.encode()), 12, head) for text in PROMPTS]
+    return [tokens[: tokens.index(0) + 1] if 0 in tokens else tokens for tokens in found]
+
+
+def generate(*arguments: object) -> list[str]:
+    return ["generate", *map(str, arguments), "--device", "cpu", "--max-tokens", "12"]
+
+
+def with_prompts() -> list[str]:
+    return [argument for text in PROMPTS for argument in ("--prompt", text)]
+
+
+def test_generate_prints_json_text_and_lines(
+    checkpoint: Path,
+    expected: list[list[int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out.jsonl"
+    command = generate(checkpoint, *with_prompts(), "--batch", 2)
+    assert cli.main([*command, "--json", "--out", str(out)]) == 0
+    answer = answer_of(capsys.readouterr().out)
+    assert [entry["tokens"] for entry in answer["completions"]] == expected
+    assert [entry["prompt_tokens"] for entry in answer["completions"]] == [
+        list(text.encode()) for text in PROMPTS
+    ]
+    assert answer["new_tokens"] == sum(map(len, expected))
+    lines = sorted(map(json.loads, out.read_text().splitlines()), key=lambda line: line["number"])
+    assert [{"number": n, **entry} for n, entry in enumerate(answer["completions"])] == lines
+
+    assert cli.main(command) == 0
+    printed = capsys.readouterr()
+    texts = [bytes(token for token in tokens if token) for tokens in expected]
+    assert printed.out == "".join(
+        f"--- --prompt number {n}: {PROMPTS[n - 1].strip()}".replace("\n", "\\n")
+        + ("\\n" if PROMPTS[n - 1].endswith("\n") else "")
+        + f"\n{text.decode(errors='replace')}\n"
+        for n, text in enumerate(texts, 1)
+    )
+    assert re.search(r"\d+ tokens in .* tokens/s; stopped by: ", printed.err)
+
+    assert cli.main([*command, "--out", str(out)]) == 2
+    assert "out.jsonl: the file exists; name another one" in capsys.readouterr().err
+
+
+def test_one_prompt_is_streamed_to_a_terminal(
+    checkpoint: Path,
+    expected: list[list[int]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(generate(checkpoint, "--prompt", PROMPTS[0])) == 0
+    text = bytes(token for token in expected[0] if token).decode(errors="replace")
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_prompts_that_cannot_be_used_are_named(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": ""}\n{"prompt": [256]}\n'
+        + json.dumps({"prompt": "x" * 64})
+        + "\n"
+        + json.dumps({"prompt": "x" * 63})
+        + "\n"
+    )
+    assert cli.main(generate(checkpoint, "--prompts", tmp_path / "p.jsonl")) == 2
+    name = tmp_path / "p.jsonl"
+    assert capsys.readouterr().err.splitlines() == [
+        f"{name}:1: the prompt has no tokens; give some text",
+        f"{name}:2: token 256 is beyond the model's vocabulary of 256; give the model's own "
+        "tokenizer",
+        f"{name}:3: the prompt has 64 tokens, and the longest sequence of the model has 64, of "
+        "which at least one must follow; shorten the prompt",
+    ]
+
+
+def test_a_missing_tokenizer_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", SHAPE)
+    assert cli.main(generate(plain, "--prompt", "a")) == 2
+    assert "has no tokenizer.json: give the model's with --tokenizer FILE" in (
+        capsys.readouterr().err
+    )
+    assert cli.main(generate(plain, "--prompt", "a", "--tokenizer", tmp_path / "no")) == 2
+    assert "No such file or directory; give bytes, or the path" in capsys.readouterr().err
+    assert cli.main(generate(plain, "--prompt", "a", "--tokenizer", "bytes")) == 0
+    (tmp_path / "p.jsonl").write_text('{"prompt": [1, 2]}\n')
+    capsys.readouterr()
+    assert cli.main(generate(plain, "--prompts", tmp_path / "p.jsonl")) == 0
+    assert re.fullmatch(r"\d+( \d+)*\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "longest", "ends"),
+    [
+        ({}, {}, None, ()),
+        ({"max_position_embeddings": 64, "eos_token_id": 3}, {}, 64, (3,)),
+        ({"eos_token_id": 3}, {"eos_token_id": [0, 700, -1, True, "a", None]}, None, (0,)),
+        ({"max_position_embeddings": True}, {"eos_token_id": {"a": 1}}, None, ()),
+        ({"max_position_embeddings": -5, "eos_token_id": [[1]]}, [], None, ()),
+    ],
+)
+def test_files_of_strangers_give_the_longest_sequence_and_the_ends(
+    config: Any, generation: Any, longest: int | None, ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    from composer3d.generate.load import open_checkpoint
+
+    assets = {"config.json": config, "generation_config.json": json.dumps(generation).encode()}
+    opened = open_checkpoint(make_checkpoint(tmp_path / "a", "llama", SHAPE, assets=assets))
+    assert (opened.longest, opened.end_tokens) == (longest, ends)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--temperature", "-1"], "must be from 0 to 1000, got -1"),
+        (["--top-p", "0"], "must be above 0 and at most 1, got 0"),
+        (["--top-p", "nan"], "must be a number, got nan"),
+        (["--seed", "-3"], "must be a whole number above 0"),
+        (["--max-tokens", "0"], "must be a whole number above 0"),
+        ([], "there is no prompt; give one"),
+        (["--prompt", "a", "--recipe", "none.toml"], "none.toml"),
+    ],
+)
+def test_wrong_arguments_have_one_line(
+    arguments: list[str], problem: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", str(checkpoint), *arguments]) == 2
+    assert problem in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_tokens_are_the_same_over_tp(
+    checkpoint: Path, expected: list[list[int]], pool: Pool
+) -> None:
+    arguments = generate(checkpoint, *with_prompts(), "--batch", 2, "--json")
+    results = pool.run(run_command, {"arguments": arguments}, world_size=2)
+    assert [status for status, _, _ in results] == [0, 0], results
+    assert results[1][1] == ""
+    completions = answer_of(results[0][1])["completions"]
+    assert [entry["tokens"] for entry in completions] == expected
+
+
+def test_a_layout_that_does_not_fit_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(generate(checkpoint, "--prompt", "a", "--tp", 3)) == 2
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "mesh.tp = 3 must divide model.n_heads = 4; use 1, 2 or 4"
+    )
+    shape = MoeShape(**{**vars(SHAPE), "experts": 4, "experts_per_token": 2})
+    moe = make_checkpoint(tmp_path / "moe", "moe", shape, assets=ASSETS)
+    assert cli.main(generate(moe, "--prompt", "a", "--tp", 2)) == 2
+    assert "sequence_parallel" in capsys.readouterr().err
+    assert cli.main(generate(moe, "--prompt", "a")) == 0
+
+
+# --- a user's own architecture ---
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Path]]:
+    """The model of docs/own_model.md: the name of its architecture, and its recipe."""
+    page = (ROOT / "docs" / "own_model.md").read_text()
+    code, recipe = (
+        re.search(rf"```{kind}\n(.*?)```", page, re.S)[1] for kind in ("python", "toml")
+    )
+    (tmp_path / "their_generating_gpt.py").write_text(code)
+    name = "their_generating_gpt:ARCHITECTURE"
+    (tmp_path / "gpt.toml").write_text(recipe.replace("my_models.gpt:ARCHITECTURE", name))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name, tmp_path / "gpt.toml"
+    sys.modules.pop("their_generating_gpt", None)
+
+
+def test_an_architecture_of_ones_own_generates_with_its_recipe(
+    own: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, recipe = own
+    module = importlib.import_module("their_generating_gpt")
+    values = {"n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "ffn": 256, "vocab": 256}
+    shape = module.Shape(dim=64, max_positions=512, **values)
+    folder = make_checkpoint(tmp_path / "dcp", name, shape)
+    model = random_model(name, shape)
+    head: Any = model.last.head.weight  # type: ignore[union-attr]
+    expected = greedy(model, list(b"def"), 12, head)
+
+    command = generate(folder, "--prompt", "def", "--tokenizer", "bytes", "--json")
+    sys.modules.pop("their_generating_gpt")
+    assert cli.main(command) == 2  # and nothing that the checkpoint names is imported
+    assert "their_generating_gpt" not in sys.modules
+    assert "--recipe" in capsys.readouterr().err
+
+    assert cli.main([*command, "--recipe", str(recipe)]) == 0
+    (completion,) = answer_of(capsys.readouterr().out)["completions"]
+    assert completion["tokens"] == expected[: len(completion["tokens"])]
+    assert len(completion["tokens"]) == 12 or completion["stopped"] == "end"
+
+    text = recipe.read_text()
+    recipe.write_text(
+        text.replace("n_heads = 4", "n_heads = 8").replace("_kv_heads = 8", "_kv_heads = 4")
+    )
+    assert cli.main([*command, "--recipe", str(recipe)]) == 2
+    assert "has model.n_heads = 4, but the recipe has 8" in capsys.readouterr().err
+
+
+# --- eval ---
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token files of 4 documents, 239 tokens with their ends."""
+    folder = tmp_path_factory.mktemp("tokens")
+    generator = torch.Generator().manual_seed(3)
+    lines = []
+    for length in (100, 7, 90, 38):
+        text = bytes(torch.randint(97, 123, (length,), generator=generator).tolist()).decode()
+        lines.append(json.dumps({"text": text}) + "\n")
+    (folder / "text.jsonl").write_text("".join(lines))
+    command = ["prepare", str(folder / "text.jsonl"), "-o", str(folder / "tokens")]
+    assert cli.main([*command, "--tokenizer", "bytes"]) == 0
+    return folder / "tokens"
+
+
+def evaluate(*arguments: object) -> list[str]:
+    return ["eval", *map(str, arguments), "--device", "cpu", "--json", "--seq-len", "32"]
+
+
+def loss_by_hand(tokens: Path, packing: str) -> tuple[float, int]:
+    """The mean loss over windows of 32 tokens, one after another in float64; and the tokens."""
+    model = random_model("llama", SHAPE, torch.float64)
+    stream = torch.frombuffer(bytearray((tokens / "tokens.bin").read_bytes()), dtype=torch.uint16)
+    whole = stream.long()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for begin in range(0, len(whole) - 1, 32):
+            inputs, labels = whole[begin : begin + 33][:-1], whole[begin + 1 : begin + 33]
+            cuts = [0, len(inputs)]
+            if packing == "documents":
+                cuts = [0, *(torch.nonzero(inputs == 0)[:, 0] + 1).tolist(), len(inputs)]
+            for first, last in pairwise(cuts):
+                if first == last:
+                    continue
+                part, label = inputs[first:last][None], labels[first:last][None].clone()
+                if packing == "documents":
+                    label[part == 0] = -100
+                total += model(part, label, torch.arange(last - first)[None]).item()
+                count += int((label != -100).sum())
+    return total / count, count
+
+
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_every_token_counts_once_on_every_layout(
+    packing: str, checkpoint: Path, tokens: Path, pool: Pool
+) -> None:
+    """Layouts whose batches do not divide the eight windows, the last of which is shorter."""
+    loss, count = loss_by_hand(tokens, packing)
+    assert count == (238 if packing == "none" else 235)
+    common = evaluate(checkpoint, tokens, "--packing", packing, "--dtype", "float64")
+    layouts: list[tuple[int, list[str]]] = [
+        (1, ["--batch", "3"]),
+        (2, ["--batch", "3", "--set", "mesh.tp=2"]),
+        (4, ["--batch", "3", "--set", "mesh.cp=2"]),
+        (4, ["--batch", "1", "--set", "mesh.pp=2"]),
+    ]
+    for world_size, arguments in layouts:
+        results = pool.run(run_command, {"arguments": [*common, *arguments]}, world_size=world_size)
+        assert [status for status, _, _ in results] == [0] * world_size, results
+        answer = answer_of(results[0][1])
+        assert answer["loss"] == pytest.approx(loss, rel=1e-12), arguments
+        assert answer["perplexity"] == pytest.approx(math.exp(loss), rel=1e-11)
+        assert (answer["tokens"], answer["windows"]) == (count, 8)
+
+
+def test_windows_are_those_of_the_run_unless_given(tmp_path: Path, tokens: Path) -> None:
+    from composer3d.generate.evaluate import Windows, check_data, default_windows
+    from composer3d.generate.load import open_checkpoint
+
+    recipe = '[data]\nseq_len = 48\npacking = "documents"\n'
+    folder = make_checkpoint(tmp_path / "a", "llama", SHAPE, recipe=recipe, assets=ASSETS)
+    opened = open_checkpoint(folder)
+    assert default_windows(opened) == Windows(seq_len=48, packing="documents")
+    assert check_data(opened, str(tokens), default_windows(opened)) == []
+    for number, wrong in enumerate(("[data", "[data]\nseq_len = 1e9\npacking = []", "data = 3")):
+        folder = make_checkpoint(
+            tmp_path / f"b{number}", "llama", SHAPE, recipe=wrong, assets=ASSETS
+        )
+        assert default_windows(open_checkpoint(folder)) == Windows(seq_len=64, packing="none")
+
+
+def test_data_that_does_not_fit_is_refused(
+    checkpoint: Path, tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", str(checkpoint), str(tmp_path)]) == 2
+    assert "has no tokens.json; give a folder that composer3d prepare made" in (
+        capsys.readouterr().err
+    )
+    assert cli.main(["eval", str(checkpoint), str(tokens), "--seq-len", "65"]) == 2
+    assert "--seq-len 65: the longest sequence of the model has 64 tokens" in (
+        capsys.readouterr().err
+    )
+    small = make_checkpoint(
+        tmp_path / "small", "llama", ModelShape(**{**vars(SHAPE), "vocab": 200}), assets=ASSETS
+    )
+    assert cli.main(["eval", str(small), str(tokens)]) == 2
+    assert "has a vocabulary of 256 tokens, more than the 200 of the model" in (
+        capsys.readouterr().err
+    )
+    assert cli.main(["eval", str(checkpoint), str(tokens), "--set", "mesh.tp=3"]) == 2
+    assert "mesh.tp = 3 must divide model.n_heads = 4" in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_noted(tmp_path: Path, tokens: Path) -> None:
+    from composer3d.generate.evaluate import check_data, default_windows
+    from composer3d.generate.load import open_checkpoint
+
+    other = tokenizers.Tokenizer(tokenizers.models.BPE()).to_str().encode()
+    assets = {**ASSETS, "tokenizer.json": other}
+    opened = open_checkpoint(make_checkpoint(tmp_path / "a", "llama", SHAPE, assets=assets))
+    (note,) = check_data(opened, str(tokens), default_windows(opened))
+    assert "a loss of other tokens says nothing" in note

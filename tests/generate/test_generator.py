@@ -1,0 +1,177 @@
+"""Greedy tokens are those of transformers; the cache, the batch and the ends do what they say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer3d.generate.generator import Completion, Generator
+from composer3d.generate.load import load_model, open_checkpoint
+from composer3d.generate.sampling import Sampling
+from composer3d.models.llama.plan import sharding_plan
+from composer3d.models.llama.shape import ModelShape
+from composer3d.spec.errors import CheckpointError, DeviceError, PlanError
+from tests.generate.jobs import greedy, random_model
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen 3": ("Qwen3", {"head_dim": 32}),
+    "mistral, window 7": ("Mistral", {"sliding_window": 7}),
+    "mixtral": ("Mixtral", {"num_local_experts": 6}),
+    "qwen 3 moe": ("Qwen3Moe", EXPERTS),
+}
+LENGTHS = (5, 1, 23, 11)
+NEW_TOKENS = 64
+CPU = torch.device("cpu")
+SHAPE = ModelShape(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn=96, vocab=131, rope_theta=1e4)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(1, 131, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Float32, one at a time; ragged batches whose places go to the next prompt; and in parts."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    family, settings = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**SMALL | settings)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(tmp_path)
+
+    expected = []
+    for prompt in prompts():
+        whole = theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
+        expected.append(whole[0, len(prompt) :].tolist())
+    # Other tokens at most positions: a model that repeats itself would show little.
+    assert len({token for tokens in expected for token in tokens}) > 20
+
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.longest == 256
+    model = load_model(checkpoint, dtype=torch.float32, device=CPU)
+    generator = Generator(model, checkpoint.plan, device=CPU)
+    options: list[dict[str, int]] = [
+        {"batch": 1},
+        {"batch": 3, "prefill_tokens": 6},
+    ]
+    for chosen in options:
+        found = generator.generate(prompts(), max_tokens=NEW_TOKENS, **chosen)
+        assert [completion.tokens for completion in found] == expected, chosen
+
+
+def make_generator(shape: ModelShape = SHAPE, **options: Any) -> Generator:
+    model = random_model("llama", shape, torch.float64)
+    return Generator(model, sharding_plan(shape), device=CPU, **options)
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 9])
+@pytest.mark.parametrize("prefill_tokens", [2, 5, 64])
+def test_the_cache_changes_nothing(window: int, prefill_tokens: int) -> None:
+    """In float64, against the whole sequence in each step. A ring of slots wraps many times."""
+    shape = ModelShape(**{**vars(SHAPE), "window": window})
+    model = random_model("llama", shape, torch.float64)
+    head: Any = model.last.head.weight  # type: ignore[union-attr]
+    expected = [greedy(model, prompt, 24, head) for prompt in prompts()]
+    found = make_generator(shape).generate(
+        prompts(), max_tokens=24, batch=3, prefill_tokens=prefill_tokens
+    )
+    assert [completion.tokens for completion in found] == expected
+
+
+def test_a_window_bounds_the_memory() -> None:
+    from composer3d.generate.cache import KeyValueCache
+
+    cache = KeyValueCache(2, longest=1000, longest_call=50)
+    assert cache.slots(0) == 1000
+    assert cache.slots(100) == 149
+    assert cache.slots(5000) == 1000
+
+
+def test_a_text_ends_at_an_end_token_at_enough_tokens_or_at_the_longest_sequence() -> None:
+    free = [one.tokens for one in make_generator().generate(prompts(), max_tokens=12)]
+    ends = (free[0][7], free[3][3])
+    seen = set()
+    for end_tokens, longest in ((ends, None), ((), 30)):
+        calls: list[tuple[int, int]] = []
+        done: dict[int, Completion] = {}
+        found = make_generator(end_tokens=end_tokens, longest=longest).generate(
+            prompts(),
+            max_tokens=12,
+            batch=2,
+            on_token=lambda prompt, token, calls=calls: calls.append((prompt, token)),
+            on_done=done.__setitem__,
+        )
+        for number, completion in enumerate(found):
+            room = min(12, (longest or 99) - LENGTHS[number])
+            tokens = free[number][:room]
+            stopped = "max_tokens" if room == 12 else "longest"
+            stops = [place for place, token in enumerate(tokens) if token in end_tokens]
+            if stops:
+                tokens, stopped = tokens[: stops[0] + 1], "end"
+            assert completion == (tokens, stopped)
+            assert [token for prompt, token in calls if prompt == number] == tokens
+            assert done[number] == completion
+            seen.add(stopped)
+    assert seen == {"end", "max_tokens", "longest"}
+
+
+def test_samples_depend_on_seed_and_prompt_alone() -> None:
+    generator = make_generator()
+
+    def sample(given: list[list[int]], seed: int, batch: int) -> list[list[int]]:
+        sampling = Sampling(temperature=0.9, top_p=0.95, seed=seed)
+        found = generator.generate(given, max_tokens=20, sampling=sampling, batch=batch)
+        return [completion.tokens for completion in found]
+
+    together = sample(prompts(), seed=1, batch=3)
+    assert together == [sample([prompt], seed=1, batch=1)[0] for prompt in prompts()]
+    assert together == sample(prompts()[::-1], seed=1, batch=2)[::-1]
+    assert together != sample(prompts(), seed=2, batch=3)
+    assert len({tuple(tokens) for tokens in together}) == len(LENGTHS)
+
+
+def test_wrong_prompts_weights_and_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="prompt 1 has 0 tokens"):
+        make_generator().generate([[1], []], max_tokens=2)
+    with pytest.raises(ValueError, match="prompt 0 has 8 tokens"):
+        make_generator(longest=8).generate([[1] * 8], max_tokens=2)
+
+    model = random_model("llama", SHAPE)
+    plan = sharding_plan(SHAPE)
+    with torch.no_grad():
+        model.last.norm.weight[3] = torch.nan  # type: ignore[union-attr]
+    generator = Generator(model, plan, device=CPU)
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        with pytest.raises(CheckpointError, match="a logit that is not finite"):
+            generator.generate([[1]], max_tokens=2, sampling=sampling)
+
+    model = random_model("llama", SHAPE)
+    del model.last.head.cross_entropy  # type: ignore[union-attr]
+    with pytest.raises(PlanError, match="the seam `cross_entropy`"):
+        Generator(model, plan, device=CPU)
+
+
+def test_a_cache_without_memory_has_one_line() -> None:
+    with pytest.raises(DeviceError, match=r"no memory for the keys and values of 1 sequences") as e:
+        make_generator().generate([[1]], max_tokens=10**15)
+    assert len(e.value.lines) == 1

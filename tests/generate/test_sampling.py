@@ -1,0 +1,48 @@
+"""Random tokens have the probabilities that temperature and top-p give them."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from composer3d.generate import sampling as module
+from composer3d.generate.sampling import Sampler, Sampling
+
+PROBABILITIES = torch.tensor([0.1, 0.5, 0.05, 0.3, 0.05])
+
+
+def shares(temperature: float, top_p: float, draws: int = 1500) -> list[float]:
+    sampler = Sampler(Sampling(temperature=temperature, top_p=top_p, seed=7), [1, 2])
+    counts = Counter(sampler.choose(PROBABILITIES.log()) for _ in range(draws))
+    return [counts[token] / draws for token in range(len(PROBABILITIES))]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(1.0, [0, 1, 2, 3, 4]), (0.85, [0, 1, 3]), (0.75, [1, 3]), (0.3, [1]), (1e-9, [1])],
+)
+def test_shares_are_the_probabilities_of_the_kept_tokens(
+    top_p: float, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two of the most likely tokens are enough for some of these, and not for others.
+    monkeypatch.setattr(module, "_LIKELY", 2)
+    expected = torch.zeros(5)
+    expected[kept] = PROBABILITIES[kept]
+    expected /= expected.sum()
+    # Five standard deviations of the largest share.
+    assert shares(1.0, top_p) == pytest.approx(expected.tolist(), abs=5 * 0.5 / 1500**0.5)
+
+
+def test_temperature_divides_the_logits() -> None:
+    squared = PROBABILITIES.square() / PROBABILITIES.square().sum()
+    assert shares(0.5, 1.0) == pytest.approx(squared.tolist(), abs=0.06)
+
+
+def test_samplers_of_other_prompts_and_seeds_are_independent() -> None:
+    def draws(seed: int, prompt: list[int]) -> list[int]:
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed), prompt)
+        return [sampler.choose(torch.zeros(1000)) for _ in range(8)]
+
+    assert draws(1, [1, 2]) == draws(1, [1, 2])
+    found = [draws(1, [1, 2]), draws(2, [1, 2]), draws(1, [12]), draws(1, [2, 1])]
+    assert len(set(map(tuple, found))) == 4

@@ -1,0 +1,103 @@
+"""DeepSpeed's JSON."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer3d.spec.errors import RecipeError
+from tests.imports.configurations import DEEPSPEED, imported
+
+
+def changed(**entries: Any) -> str:
+    return json.dumps(json.loads(DEEPSPEED) | entries)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    made = imported(tmp_path, "ds.json", DEEPSPEED, gpus=4, model="llama3-8b")
+    recipe = made.resolved.recipe
+    assert (recipe.model.preset, recipe.world_size) == ("llama3-8b", 4)
+    assert (recipe.parallel.zero, recipe.mesh.dp_shard) == (1, 4)
+    assert (recipe.data.global_batch, recipe.data.micro_batch) == (1024, 8)
+    assert (recipe.precision.compute, recipe.optim.clip) == ("bfloat16", 0.5)
+    assert (recipe.optim.lr, recipe.optim.betas) == (1e-4, (0.9, 0.95))
+    assert (recipe.optim.schedule, recipe.optim.warmup, recipe.run.steps) == ("linear", 100, 5000)
+    assert made.made.contradictions == [
+        "train_batch_size = 1024, but train_micro_batch_size_per_gpu = 8 x "
+        "gradient_accumulation_steps = 4 x 4 data-parallel ranks = 128: the recipe keeps 1024, as "
+        "32 micro-batches of 8 on each rank"
+    ]
+    assert [line for line in made.made.assumed if "Trainer" in line]
+
+
+def test_the_batch_tells_the_ranks(tmp_path: Path) -> None:
+    made = imported(tmp_path, "ds.json", DEEPSPEED, model="llama3-8b")
+    assert made.resolved.recipe.world_size == 32
+    assert made.made.contradictions == []
+
+
+def test_it_has_no_model(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"does not give the sizes of a model .*give --model"):
+        imported(tmp_path, "ds.json", DEEPSPEED, gpus=4)
+    with pytest.raises(RecipeError, match="--model llama9: is unknown; the presets are"):
+        imported(tmp_path, "ds.json", DEEPSPEED, gpus=4, model="llama9")
+    sets = ["model.preset=llama3-8b"]
+    assert imported(tmp_path, "ds.json", DEEPSPEED, sets, gpus=4).resolved.recipe.model.dim == 4096
+
+
+@pytest.mark.parametrize(
+    ("entries", "key", "value"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "parallel.zero", 3),
+        ({"zero_optimization": {}}, "parallel.zero", 0),
+        ({"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}}, "parallel.zero", 1),
+        ({"tensor_parallel": {"autotp_size": 2}}, "mesh.tp", 2),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            "memory.cpu_offload",
+            True,
+        ),
+        (
+            {"activation_checkpointing": {"partition_activations": True}},
+            "memory.activation_checkpoint",
+            "full",
+        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "optim.schedule", "constant"),
+        (
+            {
+                "scheduler": {
+                    "type": "WarmupCosineLR",
+                    "params": {"total_num_steps": 9, "cos_min_ratio": 0.5},
+                }
+            },
+            "optim.min_lr",
+            5e-5,
+        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}}, "optim.lr", 0.5),
+        ({"communication_data_type": "bfp16"}, "precision.reduce", "bfloat16"),
+        ({"sequence_parallel_size": 2}, "parallel.cp_method", "ulysses"),
+        ({"optimizer": {"type": "Adam", "params": {}}}, "optim.weight_decay", 0.0),
+        ({"fp16": {"enabled": False}}, "precision.compute", "bfloat16"),
+    ],
+)
+def test_a_key(tmp_path: Path, entries: Any, key: str, value: object) -> None:
+    made = imported(tmp_path, "x.json", changed(**entries), gpus=4, model="llama3-8b")
+    table, name = key.split(".")
+    assert getattr(getattr(made.resolved.recipe, table), name) == value
+
+
+def test_float16_is_refused(tmp_path: Path) -> None:
+    text = changed(bf16={"enabled": False}, fp16={"enabled": True})
+    with pytest.raises(RecipeError, match=r"fp16.enabled = true: composer3d has no float16"):
+        imported(tmp_path, "x.json", text, gpus=4, model="llama3-8b")
+    sets = ["precision.compute=bfloat16"]
+    made = imported(tmp_path, "x.json", text, sets, gpus=4, model="llama3-8b")
+    assert made.resolved.recipe.precision.compute == "bfloat16"
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    text = DEEPSPEED.replace('"gradient_clipping"', '"train_batch_size": 512, "gradient_clipping"')
+    made = imported(tmp_path, "x.json", text, gpus=4, model="llama3-8b")
+    assert "train_batch_size = 1024" in made.made.contradictions[0]
+    assert made.resolved.recipe.data.global_batch == 512

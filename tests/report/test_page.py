@@ -1,0 +1,200 @@
+"""The page of ``composer3d report``: nothing that a run has written can run, load or overflow."""
+
+import json
+import os
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from composer3d.commands.report import _subject
+from composer3d.report import folder, page
+from composer3d.report.page import Subject
+from composer3d.spec import events
+from composer3d.spec.errors import UserError
+from composer3d.spec.events import Event
+from tests.report.runs import make_run, metrics_of, write_rows
+
+EVIL = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e"
+
+
+class Elements(HTMLParser):
+    """Collects the tags of a page, with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.found)
+
+
+def subject_of(path: Path, label: str = "run") -> Subject:
+    return _subject(folder.read(str(path)), label, None, 8)
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "evil")
+    with (run / "recipe.toml").open("a") as file:
+        file.write(f"# {EVIL}\n")
+    with (run / events.FILE).open("ab") as file:
+        file.write(events.line(Event(3, 1.0, "ranks", EVIL, EVIL)))
+    (run / "lost-ranks-20260101T000000Z.txt").write_text(EVIL)
+    write_rows(run, [{"step": 1, EVIL: 1.0, "loss": 2.0}, {"step": 2, "loss": EVIL}])
+    text = page.render([subject_of(run, EVIL)], None)
+    elements = Elements(text)
+    assert elements.count("script") == 1
+    assert elements.count("img") == elements.count("iframe") == elements.count("a") == 0
+    handlers = [name for _, attributes in elements.found for name in attributes if name[:2] == "on"]
+    assert handlers == []
+    assert "\u202e" not in text
+    assert text.count("&lt;script&gt;alert(1)") == 6
+    # The six: the name twice, the recipe, the event, its device, and the report of lost ranks.
+
+
+def test_the_policy_allows_the_own_script_and_style_alone(tmp_path: Path) -> None:
+    text = page.render([subject_of(make_run(tmp_path / "run"))], None)
+    (policy,) = re.findall('Content-Security-Policy" content="([^"]*)"', text)
+    assert policy.startswith("default-src 'none'; ")
+    (script,) = re.findall("<script>(.*)</script>", text, re.DOTALL)
+    (style,) = re.findall("<style>(.*)</style>", text, re.DOTALL)
+    assert f"script-src {page._digest(script)};" in policy
+    assert f"style-src {page._digest(style)};" in policy
+    # Styles of single elements would need a looser policy, and addresses would need a network.
+    assert not [attributes for _, attributes in Elements(text).found if "style" in attributes]
+    addresses = set(re.findall(r"https?://[^\"\s<]*", text))
+    assert addresses == {"http://www.w3.org/2000/svg"}
+
+
+def test_the_page_shows_what_happened(tmp_path: Path) -> None:
+    text = page.render([subject_of(make_run(tmp_path / "run"))], None)
+    for words in (
+        "40 of 250",
+        "163,840",  # tokens seen
+        "the loss 9 is above 3; its batch is left out",
+        "from a checkpoint of step 10",
+        "1 checkpoints, the last after step 10",
+        "8 ranks = pp 2 x dp_shard 2 x tp 2",
+        "1F1B: P = 2 ranks",
+        "Nothing is predicted: there is no row for cpu",
+    ):
+        assert words in text, words
+    assert text.count('class="mark start"') == text.count('class="mark bad"') == 6
+
+
+def test_a_gpu_has_a_prediction(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", device="NVIDIA H100 80GB HBM3")
+    found = subject_of(run)
+    assert found.forecast.tokens_per_s is not None
+    text = page.render([found], None)
+    assert "for H100-80GB SXM" in text
+    assert text.count('class="level"') == 2
+    assert "measured / predicted" in text
+
+
+def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 30_001):
+            file.write(json.dumps(metrics_of(step)) + "\n")
+    with (run / events.FILE).open("wb") as file:
+        for step in range(2_000):
+            file.write(events.line(Event(step, 1e9, "ranks", "straggler: rank 1")))
+            file.write(events.line(Event(step, 1e9, "save", "checkpoint", None, 1.0)))
+    text = page.render([subject_of(run)], None)
+    assert len(text) < 600_000
+    assert "1,700 older events are left out" in text
+    assert "2,000 checkpoints" in text
+
+
+def test_a_run_without_lines_has_no_blank_panel(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_rows(run, [])
+    text = page.render([subject_of(run)], None)
+    assert "<figure" not in text
+    assert "No line of the metrics has: loss, speed, gradient norm" in text
+
+
+def test_an_older_run_shows_its_ledger(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / events.FILE).unlink()
+    entry = {"step": 7, "action": "skip", "first": 7, "reason": "the loss nan is not finite"}
+    (run / "bad_steps.jsonl").write_text(json.dumps(entry) + "\nwrong\n")
+    (run / "recipe-00000020.toml").touch()
+    write_rows(run, [{"step": 9, "straggler_rank": 3, "straggler_factor": 2.0}])
+    found = folder.read(str(run))
+    assert [(event.step, event.kind) for event in found.events] == [
+        (7, "bad steps"),
+        (9, "ranks"),
+        (20, "recipe"),
+    ]
+    assert found.problems == ["1 lines of bad_steps.jsonl are wrong, and left out"]
+
+
+def test_code_that_a_recipe_names_is_not_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    recipe = (run / "recipe.toml").read_text()
+    name = "this_module_must_not_be_imported"
+    (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        hostile = re.sub('architecture = "llama"', f'architecture = "{name}:X"', recipe)
+        assert hostile != recipe
+        (run / "recipe.toml").write_text(hostile)
+        found = subject_of(run)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert found.run.recipe is None
+    assert [picture.svg for picture in found.pictures] == ["", ""]
+    text = page.render([found], None)
+    assert "whose code a report does not run" in text
+    assert "<figure" in text  # the curves are there all the same
+
+
+def test_files_that_a_recipe_names_are_not_opened(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # opening it would be refused, or wait
+    recipe = (run / "recipe.toml").read_text()
+    recipe = f'base = "{pipe}"\n' + recipe.replace("# hf is absent", f'hf = "{pipe}" #')
+    recipe = recipe.replace("# schedule_csv is absent", f'schedule_csv = "{pipe}" #')
+    recipe = recipe.replace('schedule = "1F1B"', 'schedule = "csv" #')
+    (run / "recipe.toml").write_text(recipe)
+    found = subject_of(run)
+    assert found.run.recipe is not None
+    assert found.run.recipe.model.hf is None
+    assert "which a report does not open" in found.pictures[1].note
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("not toml", "recipe.toml cannot be used"),
+        ("[mesh]\npp = 'x'\n", "recipe.toml cannot be used"),
+        ("a = " + "[" * 5_000, "recipe.toml cannot be used"),
+        ("x" * (300 << 10), "recipe.toml cannot be read"),
+        ("[mesh]\nwhen = 2020-01-01\n", "recipe.toml cannot be used"),
+    ],
+)
+def test_a_wrong_recipe_leaves_the_curves(text: str, problem: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "recipe.toml").write_text(text)
+    found = subject_of(run)
+    assert found.run.problems[0].startswith(problem)
+    assert "<figure" in page.render([found], None)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not the folder of a run: it has neither"):
+        folder.read(str(tmp_path))
+    with pytest.raises(UserError, match="there is no such folder"):
+        folder.read(str(tmp_path / "none"))
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read"):
+        folder.read(str(tmp_path))

@@ -1,0 +1,214 @@
+"""The command line: errors that help, and help whose examples work."""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from composer3d import cli
+from composer3d.commands.parser import Parser
+from composer3d.recipe.schema import model_table
+from composer3d.recipe.values import FIELDS, entries_of
+from composer3d.runtime import progress
+from tools.prove.paths import ROOT
+
+KEYS = {**entries_of({"model": model_table("moe")}), **FIELDS}
+COMMANDS = {
+    name: parser
+    for name, parser in (cli._parser().commands or {}).items()
+    if isinstance(parser, Parser)
+}
+EXAMPLES = [(name, example) for name, parser in COMMANDS.items() for example in parser.examples]
+
+
+def test_every_command_has_examples_and_a_group() -> None:
+    top = cli._parser()
+    assert [name for name, parser in COMMANDS.items() if not 1 <= len(parser.examples) <= 3] == []
+    listed = [name for group in top.groups.values() for name in group]
+    assert sorted(listed) == sorted(COMMANDS)
+    assert all(top.groups.values())
+    text = top.format_help()
+    assert all(f"\n  {name} " in text for name in COMMANDS)
+    assert all(f"\n{heading}:\n" in text for heading in top.groups)
+
+
+@pytest.mark.parametrize("example", cli._parser().examples)
+def test_the_examples_of_the_first_help_name_commands(example: str) -> None:
+    program, *arguments = shlex.split(example, comments=True)
+    assert program == "composer3d"
+    if arguments[-1] == "--help":
+        with pytest.raises(SystemExit) as stop:
+            cli._parser().parse_args(arguments)
+        assert stop.value.code == 0
+    else:
+        cli._parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize(("name", "example"), EXAMPLES)
+def test_an_example_parses_and_is_in_the_help(
+    name: str, example: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(example.partition(" > ")[0])  # the shell writes the output
+    parsed = vars(cli._parser().parse_args(words[words.index("composer3d") + 1 :]))
+    # ``import`` cannot be the name of a module.
+    assert parsed["command"] == {"import": "import_recipe"}.get(name, name)
+    if parsed.get("recipe") is not None:
+        assert (ROOT / "recipes" / f"{parsed['recipe']}.toml").is_file()
+    for override in parsed.get("sets", []):
+        assert override.partition("=")[0] in KEYS
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args([name, "--help"])
+    assert f"\nexamples:\n  {COMMANDS[name].examples[0]}\n" in capsys.readouterr().out
+    assert f"\n  {example}\n" in COMMANDS[name].format_help()
+
+
+# These need no torch, and no file that a user must bring. The others are parsed only.
+QUICK = ("check", "layout", "plan", "recipes", "timeline")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [example for name, example in EXAMPLES if name in QUICK and "--measured" not in example],
+)
+def test_an_example_runs(
+    example: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", float("inf"))  # the machine may be slow
+    status = cli.main(shlex.split(example)[1:])
+    out, errors = capsys.readouterr()
+    assert (status, errors) == (0, ""), out + errors
+
+
+USAGE = "usage: composer3d "
+
+
+@pytest.mark.parametrize(
+    ("line", "usage", "error"),
+    [
+        ("trian quickstart", "", "composer3d: error: unknown command 'trian'; did you mean train?"),
+        ("", "", "composer3d: error: name a command; composer3d --help lists them"),
+        (
+            "my.toml",
+            "",
+            "composer3d: error: unknown command 'my.toml'; to train a recipe, write "
+            "composer3d train my.toml",
+        ),
+        ("--verison", "", "composer3d: error: unknown option --verison; did you mean --version?"),
+        (
+            "--json check quickstart",
+            "",
+            "composer3d: error: unknown option --json; options of a command stand after its name",
+        ),
+        # The unknown option comes first, and not the recipe that seems to be missing.
+        (
+            "train --sett run.steps=3",
+            "train",
+            "composer3d train: error: unknown option --sett; did you mean --set?",
+        ),
+        (
+            "train quickstart --sets=run.steps=3",
+            "train",
+            "composer3d train: error: unknown option --sets; did you mean --set?",
+        ),
+        (
+            "inspect --tensor x",
+            "inspect",
+            "composer3d inspect: error: unknown option --tensor; did you mean --tensors?",
+        ),
+        ("inspect x --qq", "inspect", "composer3d inspect: error: unknown option --qq"),
+        ("inspect x -q", "inspect", "composer3d inspect: error: unknown option -q"),
+        (
+            "train quickstart mesh.tp=2",
+            "train",
+            "composer3d train: error: unexpected argument 'mesh.tp=2'; to override a value, "
+            "write --set mesh.tp=2",
+        ),
+        ("inspect a b", "inspect", "composer3d inspect: error: unexpected argument 'b'"),
+        (
+            "convert a b --to hff",
+            "convert",
+            "composer3d convert: error: argument --to: 'hff' is not one of hf, meta, torch, dcp; "
+            "did you mean hf?",
+        ),
+        (
+            "train",
+            "train",
+            "composer3d train: error: the following arguments are required: RECIPE",
+        ),
+    ],
+)
+def test_an_error_shows_the_usage_of_its_command_and_what_was_meant(
+    line: str, usage: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(line.split()) == 2
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert errors.startswith(f"{USAGE}{usage}")
+    assert errors.endswith(f"\n{error}\n")
+    assert errors.count("usage:") == 1
+
+
+def test_an_unknown_command_without_a_similar_one_gets_the_list(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["frobnicate"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.endswith(f"the commands are {', '.join(COMMANDS)}\n")
+
+
+@pytest.mark.parametrize("word", ["\x1b[31mtrain", "x\ny", "train" * 1000, "\udcff"])
+def test_a_hostile_word_is_shown_on_one_short_line(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in ([word], ["inspect", "a", word], ["convert", "a", "b", "--to", word]):
+        assert cli.main(arguments) == 2
+        *_, last = capsys.readouterr().err.splitlines()
+        assert last.startswith("composer3d")
+        assert last.isprintable()
+        assert len(last) < 400
+
+
+@pytest.mark.parametrize("name", ["qickstart", "recipes/qickstart.toml", "qickstart.toml"])
+def test_a_misspelt_recipe_gets_a_suggestion(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", name]) == 2
+    assert capsys.readouterr().err == (
+        f"{name}: there is no such file, and no such recipe in composer3d; "
+        "did you mean quickstart?\n"
+    )
+
+
+def test_a_file_beats_a_recipe_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart.toml").write_text("")
+    assert cli._find_recipe("quickstart.toml") == "quickstart.toml"
+    assert cli._find_recipe("quickstart").endswith(os.path.join("recipes", "quickstart.toml"))
+
+
+def test_another_rank_than_the_first_reports_no_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["trian"]) == 2
+    assert cli.main(["train", "--sett"]) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_fits_a_narrow_and_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (60, 100, 250):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = cli._parser().format_help().splitlines()
+        rows = [line for line in lines if not line.startswith("  composer3d ")]
+        assert max(map(len, rows)) <= min(columns, 100)

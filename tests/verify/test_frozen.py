@@ -1,0 +1,59 @@
+"""A proof of a small model represents which parameters of the full one train."""
+
+from dataclasses import replace
+
+import pytest
+
+from composer3d.recipe.resolve import load
+from composer3d.spec.errors import PlanError
+from composer3d.verify.frozen import train_in_small
+from composer3d.verify.shrink import shrink
+from tools.prove.paths import RECIPE
+
+FULL = load(str(RECIPE), ["model.n_layers=12"]).recipe.model
+SMALL = replace(FULL, n_layers=3)
+
+
+def blocks(names: tuple[str, ...]) -> set[int]:
+    return {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
+
+
+@pytest.mark.parametrize(
+    ("train", "has_pipeline", "expected"),
+    [
+        (["blocks.*"], False, {0, 1, 2}),
+        (["blocks.8.*", "blocks.9.*", "blocks.1[01].*"], False, {2}),
+        # The first run of blocks holds both kinds.
+        (["blocks.0.*", "blocks.4.*", "blocks.8.*"], False, {1, 2}),
+        # With a pipeline, a stage that trains one block still trains something.
+        (["blocks.0.*", "blocks.4.*", "blocks.8.*"], True, {0, 1, 2}),
+        (["blocks.5.attn.*"], True, {1}),
+        (["blocks.5.attn.*"], False, {2}),  # a proof in which nothing trains would prove nothing
+    ],
+)
+def test_blocks_stand_for_runs_of_blocks(
+    train: list[str], has_pipeline: bool, expected: set[int]
+) -> None:
+    assert blocks(train_in_small(train, FULL, SMALL, has_pipeline=has_pipeline)) == expected
+
+
+def test_the_ends_and_the_parts_of_a_block_stay() -> None:
+    names = train_in_small(["first.*", "blocks.5.attn.wq.*"], FULL, SMALL, has_pipeline=True)
+    assert names == ("first.embed.weight", "blocks.1.attn.wq.weight")
+
+
+def test_a_proof_trains_what_the_recipe_trains() -> None:
+    full = load(str(RECIPE), ['optim.train=["blocks.1.ffn.*","last.norm.*"]', "mesh.tp=2"]).recipe
+    (small,) = shrink(full)
+    assert small.model.n_layers == 2
+    assert small.optim.train == (
+        "blocks.1.ffn.w1.weight",
+        "blocks.1.ffn.w2.weight",
+        "blocks.1.ffn.w3.weight",
+        "last.norm.weight",
+    )
+
+
+def test_a_glob_of_the_full_model_without_a_match_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"'blocks\.12' matches no parameter"):
+        train_in_small(["blocks.12"], FULL, SMALL, has_pipeline=False)

@@ -1,0 +1,147 @@
+"""Train healthy ranks with what watches them, and look for a false alarm.
+
+Each layout trains for 200 steps, with slow ranks watched as they are by default, and with replicas
+compared after every tenth step. No rank may be named. The faults that must be named are planted by
+``faults``: ``bash tools/prove/run faults corruption stragglers``.
+
+All layouts have two processes. Run it on a machine that does nothing else: a rank that shares its
+core with another program is slow.
+
+    bash tools/prove/run watch                 # all layouts
+    bash tools/prove/run watch --steps 50
+
+For each layout it also prints the mean time of a step, and that of a comparison.
+
+Exit status: 0 if no rank was named, 1 if one was.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from composer3d.recipe.resolve import load
+from composer3d.runtime import process_group
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.process_group import pool_world
+from composer3d.training.build import build
+from composer3d.training.loop import train
+
+EVERY = 10
+LIMIT_S = 1800.0
+MOE = "model.architecture=moe model.preset=debug-moe"
+LAYOUTS = (
+    "mesh.dp_shard=2",
+    "mesh.dp_replicate=2",
+    "mesh.dp_replicate=2 precision.compute=bfloat16 memory.activation_checkpoint=full",
+    f"mesh.dp_replicate=2 {MOE}",
+)
+
+RECIPE = f"""\
+[run]
+name = "watch"
+device = "cpu"
+[model]
+preset = "debug-small"
+[data]
+source = "python"
+seq_len = 128
+global_batch = 8
+micro_batch = 2
+[checkpoint]
+every = 0
+[metrics]
+every = 1000
+tensorboard = false
+[reliability]
+digest_every = {EVERY}
+"""
+
+
+class Watched(NamedTuple):
+    """What a healthy training has shown.
+
+    Attributes:
+        lines: what was reported about ranks, with the step of each line.
+        step_s: the mean time of a step without its comparison.
+        comparison_s: the mean time of a comparison.
+    """
+
+    lines: list[str]
+    step_s: float
+    comparison_s: float
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tools/prove/run watch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--steps", type=int, default=200, metavar="N", help="steps of each layout (200)"
+    )
+    steps = parser.parse_args(arguments).steps
+    if steps < EVERY:
+        parser.error(f"--steps must be at least {EVERY}: replicas are compared after each {EVERY}")
+    alarms = 0
+    with Pool() as pool:
+        for layout in LAYOUTS:
+            task = {"layout": layout, "steps": steps}
+            found, *_ = pool.run(watch, task, world_size=2, limit_s=LIMIT_S)
+            alarms += bool(found.lines)
+            print(
+                f"{'ALARM' if found.lines else 'quiet'}  {layout}: {steps} steps of "
+                f"{1000 * found.step_s:.0f} ms, {steps // EVERY} comparisons of "
+                f"{1000 * found.comparison_s:.0f} ms",
+                *found.lines,
+                sep="\n       ",
+                flush=True,
+            )
+    print(f"{len(LAYOUTS) - alarms} of {len(LAYOUTS)} layouts without an alarm")
+    return 1 if alarms else 0
+
+
+def watch(layout: str, steps: int) -> Watched:
+    """A task: train, and return what rank 0 reports about ranks."""
+    torch.set_num_threads(1)
+    lines: list[str] = []
+    comparisons: list[float] = []
+    with pool_world() as device:
+        is_main = int(os.environ["RANK"]) == 0
+        name = process_group.broadcast_object(
+            tempfile.mkdtemp(prefix="composer3d-watch-") if is_main else None
+        )
+        folder = Path(str(name))
+        recipe = folder / f"recipe-{os.environ['RANK']}.toml"
+        recipe.write_text(RECIPE)
+        sets = [f"run.out_dir={folder}", f"run.steps={steps}", *layout.split()]
+        resolved = load(recipe, sets, world_size=int(os.environ["WORLD_SIZE"]))
+        run = build(resolved.recipe, device, resolved.to_toml())
+
+        def report(step: int, told: list[str], values: dict[str, float]) -> None:
+            lines.extend(f"step {step}: {line}" for line in told)
+
+        assert run.replicas is not None
+        check = run.replicas.check
+
+        def timed_check(step: int) -> Any:
+            begin_s = time.perf_counter()
+            result = check(step)
+            comparisons.append(time.perf_counter() - begin_s)
+            return result
+
+        run.metrics.report = report  # type: ignore[assignment]
+        run.replicas.check = timed_check  # type: ignore[method-assign]
+        begin_s = time.perf_counter()
+        train(run)
+        training_s = time.perf_counter() - begin_s - sum(comparisons)
+        if is_main:
+            shutil.rmtree(folder)
+    return Watched(lines, training_s / steps, statistics.mean(comparisons))
