@@ -5,14 +5,13 @@ any code in them. This module parses ``.metadata`` to inert records, and builds 
 from them, field by field. All code that reads DCP checkpoints does so through this module.
 """
 
-import gc
 import mmap
 import os
 import secrets
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
@@ -38,6 +37,7 @@ from composer3d.checkpoint import pickles
 from composer3d.checkpoint.manifest import TensorSpec
 from composer3d.checkpoint.pickles import Name, PickleError, Record, reading
 from composer3d.checkpoint.torchfile import DTYPES, read_tensor, sizes_of
+from composer3d.runtime import collector
 from composer3d.runtime.torch_private import StorageInfo
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import open_plain
@@ -87,7 +87,7 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises CheckpointError if the metadata is wrong or cannot be read.
     """
-    with reading(folder / METADATA), _paused_garbage_collector():
+    with reading(folder / METADATA), collector.paused():
         state = _state_of(_parse(folder / METADATA), f"{_MODULE}.Metadata")
         raw_entries = _dict_in(state, "state_dict_metadata")
         raw_storage = _dict_in(state, "storage_data")
@@ -105,22 +105,6 @@ def read_metadata(folder: Path) -> Metadata:
         _check_parts(entries, storage)
         _check_files(folder, storage.values())
     return Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
-
-
-@contextmanager
-def _paused_garbage_collector() -> Iterator[None]:
-    """Pause Python's garbage collector within the block.
-
-    The block makes millions of small objects, and none of them is garbage: the collector would
-    walk through all of them again and again.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _parse(path: Path) -> Any:

@@ -23,7 +23,7 @@ from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.changes import changes
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
-from composer3d.runtime import launch, log
+from composer3d.runtime import collector, launch, log
 from composer3d.runtime.files import write_atomic
 from composer3d.runtime.ranks import describe_rank
 from composer3d.spec.errors import UserError
@@ -268,8 +268,10 @@ def _describe(resolved: Resolved, metrics: "Metrics") -> None:
 
 
 def _train(resolved: Resolved, rank: int) -> int:
-    from composer3d.training.build import build
-    from composer3d.training.loop import train
+    # Under torchrun, every rank imports torch.
+    with collector.importing():
+        from composer3d.training.build import build
+        from composer3d.training.loop import train
 
     recipe = resolved.recipe
     timeout_s = 60 * recipe.run.timeout_minutes

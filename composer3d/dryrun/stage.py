@@ -11,7 +11,6 @@ without data can have a value on the host beside it: that of a copy of a tensor 
 what is computed from such tensors.
 """
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,6 +46,7 @@ from composer3d.parallel.pipeline.runtime import place_stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.schema import CompileTable, Recipe
+from composer3d.runtime import collector
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import (
     FAKE_TENSOR,
@@ -306,8 +306,7 @@ def compose_without_data(
             state = optimizer_state(optimizer, stages.named_parameters())
             ledger.mark(map(local_shard, state.values()), Kind.OPTIMIZER)
             del state
-            # The collector would search what has been built again and again.
-            gc.freeze()
+            collector.set_aside()
             for module in stages.modules:
                 fix_routing(module, sizes.ep, skew, recorder.ignoring)
                 _mark_gradients(module, ledger)

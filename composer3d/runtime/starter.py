@@ -31,6 +31,7 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
+from composer3d.runtime import collector
 from composer3d.spec.errors import UserError
 
 # A request starts with its kind and the length of the path that follows.
@@ -153,7 +154,8 @@ def serve(control: int, preload: str) -> None:
         signal.signal(number, signal.SIG_IGN)
 
     owner = socket.socket(fileno=control)
-    import_module(preload)
+    with collector.importing():
+        import_module(preload)
 
     # The end of a child wakes the selector through this pipe.
     wake_read, wake_write = os.pipe()

@@ -20,7 +20,7 @@ from composer3d.recipe.schema import CheckpointTable, Recipe
 from composer3d.reliability.bad_steps import BadStep
 from composer3d.reliability.report import RankReport
 from composer3d.reliability.signals import STOP_SIGNALS, StopSignals, stop_signals
-from composer3d.runtime import log, process_group
+from composer3d.runtime import collector, log, process_group
 from composer3d.spec.errors import TrainingError
 from composer3d.training.build import Run
 from composer3d.training.optim import learning_rate
@@ -49,6 +49,7 @@ def train(run: Run) -> int:
             f"nothing to do: {run.step} of {total_steps} steps are done; raise run.steps to train "
             "on"
         )
+    collector.set_aside()
     try:
         with stop_signals() as signals, run.stragglers.watching():
             stopped_by = _loop(run, total_steps, signals)
@@ -88,7 +89,7 @@ def _loop(run: Run, total_steps: int, signals: StopSignals) -> int:
         for name, epoch in run.epochs_begun(run.step):
             log.get().info(f"step {run.step + 1} begins epoch {epoch + 1} of {name}")
         bad_step = run.ledger.leaves_out(run.step + 1)
-        requests = _step(run, flags) if bad_step is None else _pass_over(run, bad_step)
+        requests = do_step(run, flags) if bad_step is None else _pass_over(run, bad_step)
         # From now on, there are steps that a signal must not lose.
         signals.catch()
         is_last = run.step == total_steps
@@ -193,8 +194,13 @@ class Requests(NamedTuple):
     time_is_up: bool = False
 
 
-def _step(run: Run, flags: Callable[[], list[float]]) -> Requests:
-    """Do one step, and log it. ``flags`` returns what this rank asks for."""
+def do_step(run: Run, flags: Callable[[], list[float]]) -> Requests:
+    """Do one step, and log it. Collective over all ranks.
+
+    Args:
+        run: the run, whose stragglers are being watched (``run.stragglers.watching()``).
+        flags: returns what this rank asks for, ``FLAGS`` numbers. It is called once.
+    """
     recipe, stages, metrics = run.recipe, run.stages, run.metrics
 
     # Seeded by the number of the step, random numbers are the same on all layouts and after a

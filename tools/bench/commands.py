@@ -22,9 +22,10 @@ from typing import Any
 
 from composer3d.models.llama import counts
 from composer3d.recipe.resolve import load
+from composer3d.runtime.launch import Pool
 from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
-from tools.bench import experts, generation, operators, quickstarts, sequence, tokenize
+from tools.bench import experts, generation, operators, quickstarts, sequence, tokenize, watching
 from tools.bench import host as launches
 from tools.bench.jobs import (
     CPU_RECIPE,
@@ -84,14 +85,6 @@ LAYOUTS = {
     ),
 }
 
-# What ``watches`` compares: all that a run watches in each step, with a window that fills at once,
-# and nothing.
-WATCHED = (
-    "reliability.on_bad_step=skip",
-    "reliability.spike_sigma=100",
-    "reliability.spike_window=8",
-)
-UNWATCHED = ("reliability.straggler_factor=0",)
 PRECISIONS = {
     "bfloat16": ("precision.compute=bfloat16", "data.micro_batch=4"),
     "float32": ("data.micro_batch=2",),
@@ -176,15 +169,20 @@ def trees(args: argparse.Namespace) -> int:
 
 def watches(args: argparse.Namespace) -> int:
     """Compare each layout that watches its ranks and its steps with the same without."""
-    rows = []
-    for name in args.only or LAYOUTS:
-        sets = (*LAYOUTS[name].sets, *_common_sets(args))
-        sides: dict[str, Side] = {
-            "unwatched": ours(args, CPU_RECIPE, (*sets, *UNWATCHED)),
-            "watched": ours(args, CPU_RECIPE, (*sets, *WATCHED)),
-        }
-        rows.append(compare(name, sides, args.repeats))
-    return report(args, rows)
+    found = []
+    with Pool() as pool:
+        for name in args.only or LAYOUTS:
+            sets = (*LAYOUTS[name].sets, *args.set)
+            found.append(watching.measure(pool, str(CPU_RECIPE), name, sets, args.steps))
+    if args.json:
+        rows = [{**row._asdict(), "ratio": row.ratio} for row in found]
+        print(json.dumps({"torch": _version(sys.executable, "torch"), "rows": rows}))
+        return 0
+    print("| layout | unwatched, ms | watched, ms | ratio |\n|---|---|---|---|")
+    for row in found:
+        sides = (statistics.median(side) for side in (row.unwatched_ms, row.watched_ms))
+        print(f"| {row.name} | {' | '.join(f'{ms:.1f}' for ms in sides)} | {row.ratio:.4f} |")
+    return 0
 
 
 def _in_folder(side: Side, folder: Path) -> Side:
@@ -520,7 +518,6 @@ def _parser() -> argparse.ArgumentParser:
     watches_parser = add_command(
         watches, "each layout that watches its ranks and steps against the same without"
     )
-    add_repeats(watches_parser)
     add_only(watches_parser)
 
     moe_parser = add_command(moe, "a model with experts against its dense twin, and ep 2")
