@@ -513,8 +513,8 @@ DATA = [
         "first weights and a checkpoint",
         {"x.toml": TINY + '[checkpoint]\ninit = "m"\nresume = "m"\n', "m/x": ""},
         [
-            'x.toml:4: checkpoint.init = "m" is not used with checkpoint.resume = "m" (x.toml:5); remove '
-            'it, or use checkpoint.resume = "auto" or "none"'
+            'x.toml:4: checkpoint.init = "m" is not used with checkpoint.resume = "m" (x.toml:5); '
+            'remove it, or use checkpoint.resume = "auto" or "none"'
         ],
     ),
 ]

@@ -1,4 +1,4 @@
-"""Fine-tuning with masks: equal to a plain loop of transformers, and exact where nothing is learned."""
+"""Fine-tuning with masks equals a plain loop of transformers; a step may have no label at all."""
 
 import json
 from pathlib import Path
