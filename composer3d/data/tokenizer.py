@@ -512,7 +512,10 @@ class TokenizerProcess:
         answer = self._ask([request], cpu_s, occasion)
         if answer[:1] != b"+":
             (number,) = struct.unpack_from("<q", answer, 1)
-            raise ChatFailure(number, answer[9:].decode())
+            text = answer[9:].decode()
+            if number < 0:
+                raise TokenizerFailure(f"{text}; give one that can represent these conversations")
+            raise ChatFailure(number, text)
         counts = np.frombuffer(answer, dtype="<i8", count=len(conversations), offset=1)
         begin, total = 1 + 8 * len(counts), int(counts.sum())
         tokens = np.frombuffer(answer, dtype="<u4", count=total, offset=begin)

@@ -18,7 +18,7 @@ Each request and each answer is a frame: its length in 8 bytes, little-endian, t
 - b"c" in place of b"e" has conversations in place of texts: JSON objects. The answer is b"+", the
   number of tokens of each (int64), all tokens (uint32), and a byte for each token, which is 1 in
   the turns of the assistant; or b"-", the number of a conversation (int64), and what is wrong
-  with it.
+  with it. The number is -1 if the tokenizer fails.
 - Or it is b"d" and tokens (uint32). The answer is b"+" and their text in UTF-8; or b"-" and the
   text of an error. b"D" in place of b"d" keeps special tokens.
 """
@@ -70,7 +70,8 @@ def main() -> None:
                 adds_special = settings["adds_special_tokens"] or request[:1] == b"p"
                 answer_bytes = b"+" + encode(tokenizer, request[1:], adds_special=adds_special)
         except BaseException as error:
-            answer_bytes = b"-" + explain(error).encode(errors="replace")
+            number = struct.pack("<q", -1) if request[:1] == b"c" else b""
+            answer_bytes = b"-" + number + explain(error).encode(errors="replace")
         write_frame(answers, answer_bytes)
 
 

@@ -190,7 +190,7 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
     Args:
         folder: a folder that ``composer3d prepare`` made.
         name: the name of the corpus, for messages.
-        most_maps: the number of shards that may be mapped at once.
+        most_maps: the number of files that may be mapped at once.
 
     Raises:
         DataError: a file is missing, or is not what ``prepare`` wrote. The message names the file.
@@ -214,16 +214,19 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
         _verify_chunk(manifest, file_name, number)
 
     shards = manifest.shards
+    files = [shard.tokens_file for shard in shards]
+    has_mask = manifest.learned is not None
+    if has_mask:
+        most_maps = max(1, most_maps // 2)
+        files += [shard.mask_file for shard in shards if shard.mask_file is not None]
     tokens: np.ndarray | ShardedTokens
     mask: np.ndarray | ShardedTokens | None = None
     if len(shards) == 1:
         tokens = _map_shard(manifest, shards[0])
+        mask = _map_mask(manifest, shards[0]) if has_mask else None
     else:
         tokens = ShardedTokens(manifest, most_maps)
-    files = [shard.tokens_file for shard in shards]
-    if manifest.learned is not None:
-        mask = ShardedTokens(manifest, most_maps, masks=True)
-        files += [shard.mask_file for shard in shards if shard.mask_file is not None]
+        mask = ShardedTokens(manifest, most_maps, masks=True) if has_mask else None
     digests = [digest for name_of_file in files for digest in manifest.files[name_of_file].digests]
     digest = digest_of("".join(digests).encode())
     return Corpus(tokens, manifest.end_of_document, digest, manifest.documents, name, mask)

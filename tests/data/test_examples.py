@@ -361,6 +361,21 @@ def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "tokenizer_config.json: cannot be used: " in capsys.readouterr().err
 
 
+def test_a_tokenizer_that_fails_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokenizer(tmp_path / "tok")
+    content = json.loads((tmp_path / "tok/tokenizer.json").read_text())
+    content["model"] = {"type": "WordLevel", "vocab": {END: 0}, "unk_token": "[UNK]"}
+    content |= {"added_tokens": [], "pre_tokenizer": None, "post_processor": None}
+    (tmp_path / "tok/tokenizer.json").write_text(json.dumps(content))
+    command = ["prepare", str(write_chats(tmp_path / "x.jsonl")), "-o", str(tmp_path / "out")]
+    assert cli.main([*command, "--tokenizer", str(tmp_path / "tok"), "--kind", "chat"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "x.jsonl:1 or soon after: --tokenizer " in error
+    assert "UNK" in error
+
+
 def test_an_old_jinja_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path / "tok")
     monkeypatch.setattr(examples, "version", lambda name: "3.1.5")
