@@ -365,6 +365,7 @@ def _parser() -> TopParser:
             examples=[
                 "composer3d prepare corpus/ -o data/train --tokenizer tokenizer.json",
                 "composer3d prepare book.txt -o data/book --tokenizer bytes",
+                "composer3d prepare chats.jsonl -o data/chats --tokenizer llama-hf --kind chat",
             ],
         )
     )
@@ -610,7 +611,32 @@ def _add_prepare_arguments(prepare: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="FILE|bytes",
         required=True,
-        help="a tokenizer.json; or bytes, which makes each byte a token",
+        help="a tokenizer.json; or bytes, which makes each byte a token; with --kind answers or "
+        "chat also a Hugging Face folder",
+    )
+    prepare.add_argument(
+        "--kind",
+        choices=("text", "answers", "chat"),
+        default="text",
+        help="text: all tokens are learned; answers: lines of JSONL with a prompt and an answer, "
+        "which alone is learned; chat: conversations, of which the turns of the assistant are "
+        "learned; default: %(default)s",
+    )
+    prepare.add_argument(
+        "--prompt-field",
+        metavar="KEY",
+        help="with --kind answers: key of the prompt; default: prompt",
+    )
+    prepare.add_argument(
+        "--answer-field",
+        metavar="KEY",
+        help="with --kind answers: key of the answer, such as completion; default: answer",
+    )
+    prepare.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="with --kind chat: the chat template; default: the one of the tokenizer, in "
+        "chat_template.jinja or tokenizer_config.json beside it",
     )
     prepare.add_argument(
         "--eod",
@@ -621,7 +647,7 @@ def _add_prepare_arguments(prepare: argparse.ArgumentParser) -> None:
         "--field",
         metavar="KEY",
         help="key of the text in a line of JSONL; default: text. With this option, a file of any "
-        "name is read as JSONL",
+        "name is read as JSONL. With --kind chat: key of the messages; default: messages",
     )
     prepare.add_argument(
         "--processes",

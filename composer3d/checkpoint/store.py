@@ -380,7 +380,7 @@ class Store:
             )
         return None
 
-    def load(self, path: Path, stages: Stages, optimizer: torch.optim.AdamW) -> None:
+    def load(self, path: Path, stages: Stages, optimizer: torch.optim.AdamW | None) -> None:
         """Load a checkpoint, saved on any layout, into the parameters and the optimizer.
 
         The tensors are changed in place. A checkpoint of weights alone leaves the optimizer as it
@@ -389,7 +389,7 @@ class Store:
         Args:
             path: a checkpoint that ``check`` has found whole.
             stages: this rank's pipeline stages, which hold the parameters.
-            optimizer: the optimizer of these parameters.
+            optimizer: the optimizer of these parameters. None: only weights are loaded.
 
         Raises:
             CheckpointError: the names, shapes or dtypes are not those of this job, the parts of a
@@ -404,10 +404,14 @@ class Store:
             return tensor_specs(whole, str(path))
 
         saved = distributed.on_main("checkpoint", read, self._group)
-        state = gather_state(stages, optimizer)
-        if not any(name.startswith("optim.") for name in saved):
-            state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
-        way_out = "it is of another model: point checkpoint.resume elsewhere"
+        if optimizer is None:
+            saved = {name: spec for name, spec in saved.items() if name.startswith("model.")}
+        if optimizer is None or not any(name.startswith("optim.") for name in saved):
+            state = gather_weights(stages)
+        else:
+            state = gather_state(stages, optimizer)
+        key = "checkpoint.init" if optimizer is None else "checkpoint.resume"
+        way_out = f"it is of another model: point {key} elsewhere"
         manifests.require_same_tensors(global_specs(state), saved, path, way_out)
         metadata = self._share_metadata(whole, state)
         distributed.on_all("checkpoint", lambda: _read_tensors(path, metadata, state), self._group)
@@ -437,8 +441,12 @@ def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tens
     The names are ``model.NAME`` and those of ``optimizer_state``. The tensors are live: they share
     memory with the parameters and the optimizer. There is no collective.
     """
-    state = {f"model.{name}": parameter.detach() for name, parameter in stages.named_parameters()}
-    return state | optimizer_state(optimizer, stages.named_parameters())
+    return gather_weights(stages) | optimizer_state(optimizer, stages.named_parameters())
+
+
+def gather_weights(stages: Stages) -> dict[str, Tensor]:
+    """Return this rank's parameters as ``model.NAME``, as ``gather_state`` does."""
+    return {f"model.{name}": parameter.detach() for name, parameter in stages.named_parameters()}
 
 
 def global_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:

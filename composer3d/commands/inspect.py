@@ -89,6 +89,7 @@ def _inspect_tokens(folder: Path, *, full: bool, samples: int, as_json: bool) ->
         "format": "tokens",
         "tokens": manifest.tokens,
         "documents": manifest.documents,
+        "learned": manifest.learned,
         "shards": len(manifest.shards),
         "dtype": manifest.dtype,
         "vocab": manifest.vocab,
@@ -108,6 +109,9 @@ def _inspect_tokens(folder: Path, *, full: bool, samples: int, as_json: bool) ->
         value = report[name]
         shown = f"{value:,}" if isinstance(value, int) else value
         print(printable(f"{name:<13}{shown}"))
+        if name == "tokens" and manifest.learned is not None:
+            share = manifest.learned / manifest.tokens
+            print(f"{'learned':<13}{manifest.learned:,} tokens ({share:.1%}); « » in documents")
     how = "every digest is right" if full else "every size is right; --full compares the digests"
     print(f"{'whole':<13}{'no' if problems else f'yes: {how}'}")
     for line in (*problems, *notes):
@@ -119,7 +123,9 @@ def _inspect_tokens(folder: Path, *, full: bool, samples: int, as_json: bool) ->
         )
         _print_histogram(lengths["histogram"])
     for sample in texts:
-        print(printable(f"document {sample.document:,}, {sample.tokens:,} tokens: {sample.text}"))
+        learned = "" if sample.learned is None else f", {sample.learned:,} learned"
+        line = f"document {sample.document:,}, {sample.tokens:,} tokens{learned}: {sample.text}"
+        print(printable(line))
     return 1 if problems else 0
 
 

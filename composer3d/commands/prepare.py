@@ -4,8 +4,10 @@ import json
 import time
 from collections.abc import Sequence
 
+from composer3d.data.examples import Answers, Chat, Examples
 from composer3d.data.prepare import prepare
 from composer3d.recipe.values import one_line
+from composer3d.spec.errors import DataError
 
 
 def run(
@@ -18,23 +20,51 @@ def run(
     processes: int | None,
     shard_tokens: int,
     split: float | None,
+    kind: str,
+    prompt_field: str | None,
+    answer_field: str | None,
+    chat_template: str | None,
     as_json: bool,
 ) -> int:
     """Write token files, and print their numbers of documents and tokens.
 
-    The arguments are those of ``data.prepare.prepare``, which raises the errors. ``as_json`` also
-    prints a JSON object, as the last line. Returns the exit status 0.
+    The arguments are those of ``data.prepare.prepare``, which raises the errors; ``kind``,
+    ``prompt_field``, ``answer_field`` and ``chat_template`` describe its ``examples``. ``as_json``
+    also prints a JSON object, as the last line. Returns the exit status 0.
+
+    Raises:
+        DataError: an option belongs to another ``kind``.
     """
+    for option, value, its_kind in (
+        ("--prompt-field", prompt_field, Answers.kind),
+        ("--answer-field", answer_field, Answers.kind),
+        ("--chat-template", chat_template, Chat.kind),
+    ):
+        if value is not None and kind != its_kind:
+            raise DataError(
+                f"{option} is only used with --kind {its_kind}, and this is --kind {kind}; "
+                f"remove it, or give --kind {its_kind}"
+            )
+    examples: Examples | None = None
+    if kind == Answers.kind:
+        if field is not None:
+            raise DataError(
+                "--field is not used with --kind answers; give --prompt-field and --answer-field"
+            )
+        examples = Answers(prompt_field or Answers.prompt, answer_field or Answers.answer)
+    elif kind == Chat.kind:
+        examples = Chat(field or Chat.messages, chat_template)
     begin = time.monotonic()
     written = prepare(
         sources,
         out,
         tokenizer=tokenizer,
         eod=eod,
-        field=field,
+        field=field if examples is None else None,
         processes=processes,
         shard_tokens=shard_tokens,
         split=split,
+        examples=examples,
     )
     seconds = time.monotonic() - begin
     megabytes = (written["source_bytes"] - written["resumed_bytes"]) / 1e6
@@ -43,6 +73,9 @@ def run(
         f"{written['vocab']:,} ({written['dtype']}), {megabytes:,.1f} MB in {seconds:.1f} s "
         f"({megabytes / seconds:.1f} MB/s)"
     )
+    if "learned" in written:
+        share = written["learned"] / written["tokens"]
+        print(f"{one_line(out)}: {written['learned']:,} tokens are learned ({share:.1%})")
     for name, count in written.get("splits", {}).items():
         print(
             f"{one_line(out)}/{name}: {count['documents']:,} documents, {count['tokens']:,} tokens"

@@ -5,7 +5,7 @@ The order of the documents is the same on every machine.
 
 import json
 import os
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
@@ -63,6 +63,10 @@ class Document(NamedTuple):
     end: Position = BEGINNING
 
 
+# Returns the text of a document from a line of JSONL and its place, or raises DataError.
+LineParser = Callable[[bytes, str], bytes]
+
+
 def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[Path]:
     """Return the files below the folder ``path``, in the order of their relative paths.
 
@@ -105,7 +109,7 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
 
 def read_documents(
     files: Iterable[Path | SourceFile],
-    field: str | None,
+    field: str | LineParser | None,
     *,
     longest: int = LONGEST_TEXT,
     start: Position = BEGINNING,
@@ -117,8 +121,9 @@ def read_documents(
     Args:
         files: text files, or JSONL files if ``field`` is given. A ``SourceFile`` must not have
             changed.
-        field: the key of the text in the JSON object on each line; the text becomes UTF-8. None:
-            each file is a document, whose bytes are not changed.
+        field: the key of the text in the JSON object on each line; the text becomes UTF-8. Or a
+            function that reads such a line. None: each file is a document, whose bytes are not
+            changed.
         longest: the largest size, in bytes, of a file that is one document.
         start: where to begin: the ``end`` of an earlier document of the same files.
 
@@ -178,7 +183,7 @@ def _read_text(
 
 
 def _read_lines(
-    content: BinaryIO, stream: BinaryIO, field: str, path: str, begin: Position
+    content: BinaryIO, stream: BinaryIO, field: str | LineParser, path: str, begin: Position
 ) -> Iterator[Document]:
     """Yield the documents in the lines of ``stream``, the text of the file ``content``."""
     file, offset, number = begin
@@ -196,7 +201,7 @@ def _read_lines(
             )
         if line.isspace():
             continue
-        text = _parse_line(line, field, place)
+        text = _parse_line(line, field, place) if isinstance(field, str) else field(line, place)
         if text:
             size = len(line)
             if not has_own_size:

@@ -4,6 +4,7 @@ The files may be damaged: nothing is trusted that is read from them.
 """
 
 import contextlib
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ _BLOCK_STARTS = 1 << 20  # starts of documents that are read at a time
 _START_BYTES = 8
 _SAMPLE_TOKENS = 100  # of a document that are decoded
 _SAMPLE_CHARACTERS = 300  # of its text that are shown
+_MASKED_SAMPLE = 4  # times as much of a document with a mask: the answer may follow a long prompt
 
 
 class Lengths(NamedTuple):
@@ -34,11 +36,20 @@ class Lengths(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A document: its number from 0, its length in tokens, and its first characters on one line."""
+    """A document.
+
+    Attributes:
+        document: its number, from 0.
+        tokens: its length in tokens.
+        text: its first characters, on one line. In a folder with masks, « and » stand around what
+            is learned, and special tokens are shown.
+        learned: the number of its tokens that are learned; None in a folder without masks.
+    """
 
     document: int
     tokens: int
     text: str
+    learned: int | None = None
 
 
 def measure_lengths(manifest: TokenManifest) -> Lengths:
@@ -112,11 +123,34 @@ def _decode(manifest: TokenManifest, decoder: Decoder, number: int) -> Sample:
     start = int(_read(manifest, shard.documents_file, within * _START_BYTES, 1, "<i8")[0])
     dtype = np.dtype(manifest.dtype).newbyteorder("<")
     shown = min(length - 1, _SAMPLE_TOKENS)  # without the token that ends the document
+    if shard.mask_file is not None:
+        return _decode_masked(manifest, decoder, shard, number, start, length)
     tokens = _read(manifest, shard.tokens_file, start * dtype.itemsize, shown, dtype)
     text = decoder.decode(tokens)
     if len(text) > _SAMPLE_CHARACTERS or shown < length - 1:
         text = text[:_SAMPLE_CHARACTERS] + "..."
     return Sample(number, length, one_line(text))
+
+
+def _decode_masked(
+    manifest: TokenManifest, decoder: Decoder, shard: Shard, number: int, start: int, length: int
+) -> Sample:
+    """Return document ``number``, which has a mask and ``length`` tokens from ``start`` on."""
+    assert shard.mask_file is not None
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    mask = _read(manifest, shard.mask_file, start, length, np.uint8)
+    shown = min(length - 1, _MASKED_SAMPLE * _SAMPLE_TOKENS)
+    tokens = _read(manifest, shard.tokens_file, start * dtype.itemsize, shown, dtype)
+    # The runs of tokens that are learned, or that are not.
+    bounds = [0, *(np.flatnonzero(np.diff(mask[:shown])) + 1).tolist(), shown]
+    text = ""
+    for begin, end in pairwise(bounds):
+        part = decoder.decode(tokens[begin:end], skips_special=False)
+        text += f"«{part}»" if begin < end and mask[begin] else part
+    limit = _MASKED_SAMPLE * _SAMPLE_CHARACTERS
+    if len(text) > limit or shown < length - 1:
+        text = text[:limit] + "..."
+    return Sample(number, length, one_line(text), int(np.count_nonzero(mask)))
 
 
 def _read(

@@ -39,8 +39,9 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens_BT: the inputs.
-        labels_BT: the token that follows each input. If rows are split into documents, the last
-            token of a document has the label ``IGNORE_INDEX``.
+        labels_BT: the token that follows each input, or ``IGNORE_INDEX`` where the mask of the
+            corpus says that this token is not learned. If rows are split into documents, the last
+            token of a document has the label ``IGNORE_INDEX`` too.
         positions_BT: the position of each input in its row; if rows are split into documents, in
             the part of its document that lies in the row. It starts at 0.
         documents_BT: the number of each token's document within the row, from 0. It covers whole
@@ -170,6 +171,8 @@ class Loader(Dataset[Batch]):
         places = np.concatenate([np.arange(first, first + count) for first, count in ranges])
         tokens_BT = self._gather(picks, places)
         labels_BT = self._gather(picks, places + 1)
+        if any(pick.corpus.mask is not None for pick in picks):
+            labels_BT.masked_fill_(~self._learned(picks, places + 1), IGNORE_INDEX)
         if self.packing == "none":
             return Batch(tokens_BT, labels_BT, torch.from_numpy(places).repeat(self._rows, 1))
 
@@ -198,6 +201,14 @@ class Loader(Dataset[Batch]):
         for corpus, rows, samples in picks:
             tokens_BT[rows] = corpus.tokens[samples[:, None] * self.seq_len + places]
         return torch.from_numpy(tokens_BT)
+
+    def _learned(self, picks: list[_Pick], places: np.ndarray) -> torch.Tensor:
+        """Return whether the tokens at ``places`` of the samples are learned, in the same shape."""
+        learned_BT = np.ones((self._rows, len(places)), dtype=np.bool_)
+        for corpus, rows, samples in picks:
+            if corpus.mask is not None:
+                learned_BT[rows] = corpus.mask[samples[:, None] * self.seq_len + places]
+        return torch.from_numpy(learned_BT)
 
     def epochs_in(self, n_steps: int) -> list[Epochs]:
         """Return how often each corpus is seen in the first ``n_steps`` steps, in its order."""

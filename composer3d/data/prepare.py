@@ -28,7 +28,8 @@ from composer3d.data.documents import (
     list_files,
     read_documents,
 )
-from composer3d.data.tokenizer import Tokenizer, TokenizerPool, open_tokenizer
+from composer3d.data.examples import Examples, open_example_tokenizer, settings_of
+from composer3d.data.tokenizer import Encoded, Tokenizer, TokenizerPool, open_tokenizer
 from composer3d.data.tokens import write_manifest
 from composer3d.data.unfinished import Piece, Shard, ShardWriter, Unfinished
 from composer3d.recipe.values import one_line
@@ -69,6 +70,7 @@ def prepare(
     processes: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
     split: float | None = None,
+    examples: Examples | None = None,
 ) -> dict[str, Any]:
     """Write the folder ``out`` of token files (see ``tokens``), whole or not at all.
 
@@ -91,9 +93,12 @@ def prepare(
         split: make the folders ``train`` and ``validation`` in ``out``, with this share of the
             documents in the latter. The text of a document decides, so equal documents are on one
             side.
+        examples: the lines of JSONL are examples of this kind, which give a mask. ``tokenizer`` may
+            then be a folder. None: they have texts, all of which are learned.
 
     Returns:
-        The facts in ``tokens.json``: the numbers of ``documents`` and ``tokens``, ``vocab`` (the
+        The facts in ``tokens.json``: the numbers of ``documents`` and ``tokens``, and with
+        ``examples`` of tokens that are ``learned``; ``vocab`` (the
         size of the vocabulary), ``dtype``, ``end_of_document`` (a token) and ``tokenizer`` (its
         name and digest); ``shards``, their number; ``source_bytes``, the number of bytes that were
         read; and ``resumed_bytes``, the part of them that an earlier call had read. With ``split``,
@@ -114,13 +119,24 @@ def prepare(
     try:
         files, field = _list_sources([Path(source) for source in sources], field)
         with (
-            contextlib.closing(open_tokenizer(tokenizer, eod)) as opened,
+            contextlib.closing(_open_tokenizer(tokenizer, eod, examples)) as opened,
             contextlib.closing(TokenizerPool(opened, processes or _cores())) as pool,
         ):
-            work = _Work(target, files, field, opened, pool, shard_tokens, split)
+            if examples is not None and field is None:
+                raise DataError(
+                    f"{one_line(sources[0])}: --kind {examples.kind} reads JSONL, and this is "
+                    "text; give .jsonl files"
+                )
+            work = _Work(target, files, field, opened, pool, shard_tokens, split, examples)
             return work.run(" ".join(sources))
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+def _open_tokenizer(name: str, eod: str | None, examples: Examples | None) -> Tokenizer:
+    if examples is None:
+        return open_tokenizer(name, eod)
+    return open_example_tokenizer(name, eod, examples)
 
 
 def _cores() -> int:
@@ -138,12 +154,11 @@ def _require_valid_path(option: str, path: str) -> None:
         raise DataError(f"{option} {one_line(path)}: no file can have such a name; give another")
 
 
-class _Encoded(NamedTuple):
-    """A batch of documents and its tokens, as ``Tokenizer.encode`` returns them."""
+class _EncodedBatch(NamedTuple):
+    """A batch of documents, and what ``Tokenizer.encode`` returns for it."""
 
     batch: list[Document]
-    tokens: np.ndarray
-    lengths: np.ndarray
+    encoded: Encoded
 
 
 @dataclass
@@ -158,6 +173,7 @@ class _Work:
         pool: as many of it as there are processes.
         shard_tokens: as in ``prepare``.
         split: as in ``prepare``.
+        examples: as in ``prepare``.
     """
 
     out: Path
@@ -167,6 +183,7 @@ class _Work:
     pool: TokenizerPool
     shard_tokens: int
     split: float | None
+    examples: Examples | None
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -186,6 +203,8 @@ class _Work:
             "shard tokens": self.shard_tokens,
             "split": self.split,
         }
+        if self.examples is not None:
+            settings["examples"] = settings_of(self.examples, self.tokenizer)
         facts: dict[str, Any] = {
             "dtype": self.tokenizer.dtype.name,
             "vocab": self.tokenizer.vocab,
@@ -215,7 +234,8 @@ class _Work:
             raise DataError(
                 f"{_shown(self.out)} cannot be written: {error.strerror}; give another -o"
             ) from error
-        whole = {key: sum(count[key] for count in counts.values()) for key in _COUNTS}
+        keys = [key for key in _COUNTS if key != "learned" or self.examples is not None]
+        whole = {key: sum(count[key] for count in counts.values()) for key in keys}
         return {
             **facts,
             **whole,
@@ -227,7 +247,10 @@ class _Work:
     def _write_pieces(self, unfinished: Unfinished) -> None:
         """Tokenize what is left of the source, and add it to the folder piece by piece."""
         documents = read_documents(
-            self.files, self.field, longest=self.tokenizer.longest, start=unfinished.end
+            self.files,
+            self.field if self.examples is None else self.examples.parse,
+            longest=self.tokenizer.longest,
+            start=unfinished.end,
         )
         source_bytes = unfinished.source_bytes
         total_bytes = sum(file.size for file in self.files) - source_bytes
@@ -239,7 +262,7 @@ class _Work:
 
         try:
             with Progress("prepare", total_bytes, "B") as progress:
-                for batch, tokens, lengths in self._encode(_batches(documents)):
+                for batch, (tokens, lengths, mask) in self._encode(_batches(documents)):
                     is_held_out = np.array([self._is_held_out(document) for document in batch])
                     # A piece ends within the batch, at a document.
                     first, first_token = 0, 0
@@ -256,6 +279,7 @@ class _Work:
                             tokens[first_token:stop_token],
                             lengths[first:stop],
                             is_held_out[first:stop],
+                            None if mask is None else mask[first_token:stop_token],
                         )
                         source_bytes += sum(document.size for document in batch[first:stop])
                         end = batch[stop - 1].end
@@ -282,7 +306,8 @@ class _Work:
                     f"{_shown(self.out)} would have more than {MOST_SHARDS:,} shards; "
                     "use a larger --shard-tokens"
                 )
-            writers[name] = ShardWriter(unfinished.folder / name, number)
+            has_mask = self.examples is not None
+            writers[name] = ShardWriter(unfinished.folder / name, number, has_mask=has_mask)
         return writers
 
     def _is_held_out(self, document: Document) -> bool:
@@ -292,13 +317,13 @@ class _Work:
         digest = hashlib.blake2b(document.text, digest_size=8, person=b"split").digest()
         return int.from_bytes(digest, "big") < self.split * 2**64
 
-    def _encode(self, batches: Iterator[list[Document]]) -> Iterator[_Encoded]:
+    def _encode(self, batches: Iterator[list[Document]]) -> Iterator[_EncodedBatch]:
         """Tokenize batches in parallel; yield them in order.
 
         Errors are raised in the order of the documents, whatever the processes do. The bytes of
         text that are in work are bounded, so that memory is.
         """
-        pending: deque[tuple[list[Document], Future[tuple[np.ndarray, np.ndarray]], int]] = deque()
+        pending: deque[tuple[list[Document], Future[Encoded], int]] = deque()
         budget = 2 * _BATCH_BYTES * self.pool.processes
         error: DataError | None = None
         while True:
@@ -315,7 +340,7 @@ class _Work:
                 or sum(entry[2] for entry in pending) + size > budget
             ):
                 done, future, _ = pending.popleft()
-                yield _Encoded(done, *future.result())
+                yield _EncodedBatch(done, future.result())
             if error is not None:
                 raise error
             if not batch:
@@ -324,13 +349,16 @@ class _Work:
 
 
 # What is counted of a folder.
-_COUNTS = ("documents", "tokens", "shards")
+_COUNTS = ("documents", "tokens", "learned", "shards")
 
 
 def _count(shards: Sequence[Shard]) -> dict[str, int]:
+    """Count what shards hold. Only shards with masks have ``learned``."""
+    learned = [shard.learned for shard in shards if shard.learned is not None]
     return {
         "documents": sum(shard.documents for shard in shards),
         "tokens": sum(shard.tokens for shard in shards),
+        **({"learned": sum(learned)} if learned else {}),
         "shards": len(shards),
     }
 
@@ -340,13 +368,16 @@ def _write_documents(
     tokens: np.ndarray,
     lengths: np.ndarray,
     is_held_out: np.ndarray,
+    mask: np.ndarray | None,
 ) -> None:
     """Write each document into its split: the first one, or the last one if it is held out."""
     if len(writers) == 1:
-        writers[_WHOLE].write(tokens, lengths)
+        writers[_WHOLE].write(tokens, lengths, mask)
         return
     for name, chosen in ((_TRAIN, ~is_held_out), (_VALIDATION, is_held_out)):
-        writers[name].write(tokens[np.repeat(chosen, lengths)], lengths[chosen])
+        is_chosen = np.repeat(chosen, lengths)
+        chosen_mask = None if mask is None else mask[is_chosen]
+        writers[name].write(tokens[is_chosen], lengths[chosen], chosen_mask)
 
 
 def _finish_piece(writers: dict[str, ShardWriter], end: Position, source_bytes: int) -> Piece:
@@ -370,16 +401,19 @@ def _finish_folder(
     if tokenizer is not None:
         write_atomic(folder / TOKENIZER, tokenizer)
         files[TOKENIZER] = {"bytes": len(tokenizer), "digests": [digest_of(tokenizer)]}
-    if len(shards) == 1:  # version 1 of the format
+    has_mask = shards[0].mask_file is not None
+    if len(shards) == 1 and not has_mask:  # version 1 of the format
+        (shard,) = shards
         for name, old_name in zip(shard_files(None), shard_files(0), strict=True):
             (folder / old_name).rename(folder / name)
+            files[name] = shard.files(0)[old_name]._asdict()
     else:
         parts = [{"tokens": shard.tokens, "documents": shard.documents} for shard in shards]
         facts = {**facts, "shards": parts}
-    for number, shard in enumerate(shards):
-        names = shard_files(number if len(shards) > 1 else None)
-        for name, entry in zip(names, (shard.tokens_file, shard.documents_file), strict=True):
-            files[name] = entry._asdict()
+        for number, shard in enumerate(shards):
+            files |= {name: entry._asdict() for name, entry in shard.files(number).items()}
+    if has_mask:
+        facts = {**facts, "learned": counts["learned"]}
     write_manifest(folder, facts, files)
 
 

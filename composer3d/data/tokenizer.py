@@ -68,6 +68,21 @@ USUAL_ENDS = (
 )
 
 
+class Encoded(NamedTuple):
+    """The tokens of several documents.
+
+    Attributes:
+        tokens: the tokens of all documents, with the end-of-document token after each: 1-D, in the
+            ``dtype`` of the tokenizer.
+        lengths: the number of tokens of each document, with its end: int64, 1-D.
+        mask: uint8, 1-D: 1 for each token that is learned, and else 0. None: all are learned.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    mask: np.ndarray | None = None
+
+
 class Tokenizer:
     """A tokenizer that makes each byte a token. Its subclass runs a tokenizer.json.
 
@@ -87,12 +102,8 @@ class Tokenizer:
     content: bytes | None = None
     longest = LONGEST_TEXT
 
-    def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, documents: Sequence[Document]) -> Encoded:
         """Turn documents into tokens.
-
-        Returns:
-            tokens: the tokens of all documents, with ``end`` after each: ``dtype``, 1-D.
-            lengths: the number of tokens of each document, ``end`` included: int64, 1-D.
 
         Raises:
             DataError: a text is too long, the tokenizer cannot read it, none of its characters has
@@ -103,7 +114,7 @@ class Tokenizer:
             refuse_end_of_document(document)
         joined = b"".join(document.text + b"\0" for document in documents)
         lengths = np.array([len(document.text) + 1 for document in documents], dtype=np.int64)
-        return np.frombuffer(joined, dtype=np.uint8).astype(self.dtype), lengths
+        return Encoded(np.frombuffer(joined, dtype=np.uint8).astype(self.dtype), lengths)
 
     def another(self) -> "Tokenizer":
         """Return an equal tokenizer, with a process of its own. The caller must close it."""
@@ -139,15 +150,17 @@ class Decoder:
             self.close()
             raise
 
-    def decode(self, tokens: np.ndarray) -> str:
+    def decode(self, tokens: np.ndarray, *, skips_special: bool = True) -> str:
         """Return the text of some tokens. What is not UTF-8 is replaced.
+
+        ``skips_special`` leaves special tokens out.
 
         Raises DataError if the tokenizer fails.
         """
         if self._worker is None:
             return bytes(tokens.astype(np.uint8)).decode(errors="replace")
         try:
-            return self._worker.decode(tokens.tolist())
+            return self._worker.decode(tokens.tolist(), skips_special=skips_special)
         except TokenizerFailure as error:
             raise DataError(f"its tokenizer.json cannot be used: {error}") from None
 
@@ -178,7 +191,7 @@ class TokenizerPool:
         self._is_closed = False
         self._threads = ThreadPoolExecutor(processes, "tokenizer")
 
-    def encode(self, documents: Sequence[Document]) -> "Future[tuple[np.ndarray, np.ndarray]]":
+    def encode(self, documents: Sequence[Document]) -> "Future[Encoded]":
         """Let the next idle tokenizer encode documents, as ``Tokenizer.encode`` does."""
         return self._threads.submit(self._encode, documents)
 
@@ -192,7 +205,7 @@ class TokenizerPool:
         for tokenizer in self._all:
             tokenizer.close()
 
-    def _encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
+    def _encode(self, documents: Sequence[Document]) -> Encoded:
         try:
             tokenizer = self._idle.pop()
         except IndexError:  # there are no more threads than tokenizers
@@ -219,7 +232,7 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
             that can end a document, or ``end`` is given for "bytes".
     """
     if name != "bytes":
-        return _FileTokenizer(one_line(name), _read_tokenizer(name), end)
+        return FileTokenizer(one_line(name), read_tokenizer(name), end)
     if end is not None:
         raise DataError(
             f"--eod {one_line(end)} is not used with --tokenizer bytes, because byte 0 ends a "
@@ -228,7 +241,7 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
     return Tokenizer()
 
 
-def _read_tokenizer(path: str) -> bytes:
+def read_tokenizer(path: str) -> bytes:
     """Read a tokenizer.json. Raises DataError if it cannot be read or is too large."""
     try:
         return read_plain(path, limit=FILE_BYTES)
@@ -240,15 +253,34 @@ def _read_tokenizer(path: str) -> bytes:
         ) from None
 
 
-class _FileTokenizer(Tokenizer):
-    """A tokenizer that runs a tokenizer.json in a process of its own."""
+class FileTokenizer(Tokenizer):
+    """A tokenizer that runs a tokenizer.json in a process of its own.
 
-    def __init__(self, name: str, content: bytes, end: str | None) -> None:
+    Args:
+        name: the path of the tokenizer.json, for messages.
+        content: its content.
+        end: the name of the token after each document; None: a usual one.
+        special_as_text: as for ``TokenizerProcess``.
+        chat: as for ``TokenizerProcess``.
+
+    Raises:
+        DataError: as ``open_tokenizer``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        content: bytes,
+        end: str | None,
+        *,
+        special_as_text: bool = True,
+        chat: "ChatSettings | None" = None,
+    ) -> None:
         self.name = name
         self.content = content
         self.longest = _DOCUMENT_BYTES
         ends = (end,) if end is not None else USUAL_ENDS
-        self._worker = TokenizerProcess(content, ends)
+        self._worker = TokenizerProcess(content, ends, special_as_text=special_as_text, chat=chat)
         try:
             vocabulary = self._worker.load()
             if vocabulary.end_name is None or vocabulary.end is None:
@@ -273,7 +305,7 @@ class _FileTokenizer(Tokenizer):
 
     def another(self) -> Tokenizer:
         assert self.content is not None
-        return _FileTokenizer(self.name, self.content, self._end_name)
+        return FileTokenizer(self.name, self.content, self._end_name)
 
     def kill(self) -> None:
         self._worker.kill()
@@ -281,7 +313,7 @@ class _FileTokenizer(Tokenizer):
     def close(self) -> None:
         self._worker.close()
 
-    def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, documents: Sequence[Document]) -> Encoded:
         for document in documents:
             _check_text(document)
         try:
@@ -292,21 +324,7 @@ class _FileTokenizer(Tokenizer):
             raise DataError(f"{place}: {error}") from None
 
         stops = np.cumsum(counts)
-        wrong_places = np.flatnonzero((tokens == self.end) | (tokens >= self.vocab))
-        if len(wrong_places):
-            token = tokens[wrong_places[0]]
-            number = int(np.searchsorted(stops, wrong_places[0], side="right"))
-            if token == self.end:
-                problem = f"{self._end_name}, which would end a document there"
-                way_out = "name another token with --eod"
-            else:
-                problem = f"{token}, which is beyond the vocabulary of {self.name}"
-                way_out = "give a tokenizer without this fault"
-            raise DataError(
-                f"{documents[number].place}: its tokens hold {problem}; "
-                f"{way_out}, or remove the document"
-            )
-
+        self._check_tokens(documents, tokens, stops)
         # A text without any token would be lost. Only a blank one may be.
         for number in map(int, np.flatnonzero(counts == 0)):
             if not documents[number].text.decode().isspace():
@@ -314,11 +332,61 @@ class _FileTokenizer(Tokenizer):
                     f"{documents[number].place}: no character of it has a token in {self.name}; "
                     "remove the document, or give a tokenizer that can represent it"
                 )
-        return np.insert(tokens, stops, self.end).astype(self.dtype), counts + 1
+        return Encoded(np.insert(tokens, stops, self.end).astype(self.dtype), counts + 1)
+
+    def _check_tokens(
+        self, documents: Sequence[Document], tokens: np.ndarray, stops: np.ndarray
+    ) -> None:
+        """Raise DataError if ``end`` is among the tokens, or one is not in the vocabulary.
+
+        Args:
+            documents: the documents of the tokens, for messages.
+            tokens: int64, 1-D: the tokens of the documents, without their ends.
+            stops: int64, 1-D: where in ``tokens`` each document stops.
+        """
+        wrong_places = np.flatnonzero((tokens == self.end) | (tokens >= self.vocab))
+        if len(wrong_places) == 0:
+            return
+        token = tokens[wrong_places[0]]
+        number = int(np.searchsorted(stops, wrong_places[0], side="right"))
+        if token == self.end:
+            problem = f"{self._end_name}, which would end a document there"
+            way_out = "name another token with --eod"
+        else:
+            problem = f"{token}, which is beyond the vocabulary of {self.name}"
+            way_out = "give a tokenizer without this fault"
+        raise DataError(
+            f"{documents[number].place}: its tokens hold {problem}; "
+            f"{way_out}, or remove the document"
+        )
 
 
 class TokenizerFailure(Exception):
     """The tokenizer has failed. The text says why, and what to change."""
+
+
+class ChatFailure(TokenizerFailure):
+    """A conversation cannot be rendered.
+
+    Attributes:
+        number: its number in the request, from 0.
+    """
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+        self.number = number
+
+
+class ChatSettings(NamedTuple):
+    """A chat template, and what it may read besides a conversation.
+
+    Attributes:
+        template: the template, in the language of Jinja.
+        tokens: the special tokens by their names in a template, such as ``bos_token``.
+    """
+
+    template: str
+    tokens: dict[str, str]
 
 
 class _Vocabulary(NamedTuple):
@@ -346,6 +414,7 @@ class TokenizerProcess:
         special_as_text: whether the name of a special token in a text is ordinary text.
         adds_special_tokens: whether texts get the special tokens that the tokenizer adds to them,
             such as the one that begins a text.
+        chat: the template that renders conversations, if there are any.
     """
 
     def __init__(
@@ -355,6 +424,7 @@ class TokenizerProcess:
         *,
         special_as_text: bool = True,
         adds_special_tokens: bool = False,
+        chat: ChatSettings | None = None,
     ) -> None:
         program = Path(__file__).with_name("tokenizer_worker.py")
         # -P keeps the folder of the program out of sys.path, so that its modules hide no others.
@@ -370,6 +440,7 @@ class TokenizerProcess:
             "ends": list(ends),
             "special_as_text": special_as_text,
             "adds_special_tokens": adds_special_tokens,
+            "chat": None if chat is None else chat._asdict(),
             "load_s": _LOAD_S,
             "load_s_per_byte": _LOAD_S_PER_MB / 1e6,
             "encode_s": _ENCODE_S,
@@ -392,15 +463,21 @@ class TokenizerProcess:
             )
         return _Vocabulary(answer["vocab"], answer["end_name"], answer["end"])
 
-    def encode(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(
+        self, texts: Sequence[bytes], *, as_prompts: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts, which must be UTF-8.
+
+        Args:
+            texts: the texts.
+            as_prompts: add special tokens, even if the process does not do so by default.
 
         Returns:
             counts: the number of tokens of each text: int64, 1-D.
             tokens: the tokens of all texts: int64, 1-D.
         """
         header = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts))
-        request = b"e" + header + b"".join(texts)
+        request = (b"p" if as_prompts else b"e") + header + b"".join(texts)
         cpu_s = _ENCODE_S + len(request) / 1e6 * _ENCODE_S_PER_MB
         answer = self._ask([request], cpu_s, f"on {sum(map(len, texts)):,} bytes of text")
         if answer[:1] != b"+":
@@ -409,9 +486,48 @@ class TokenizerProcess:
         tokens = np.frombuffer(answer, dtype="<u4", offset=1 + 8 * len(texts))
         return counts, tokens.astype(np.int64)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens. They must be below 2**32."""
-        request = b"d" + struct.pack(f"<{len(tokens)}I", *tokens)
+    def encode_chats(
+        self, conversations: Sequence[bytes]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Render conversations and encode them. The process must have a chat template.
+
+        Args:
+            conversations: JSON objects with the variables of the template.
+
+        Returns:
+            counts: the number of tokens of each conversation: int64, 1-D.
+            tokens: the tokens of all conversations: int64, 1-D.
+            mask: 1 for each token of an assistant's turn, and else 0: uint8, 1-D.
+
+        Raises:
+            ChatFailure: a conversation cannot be rendered.
+        """
+        header = struct.pack(
+            f"<{len(conversations) + 1}q", len(conversations), *map(len, conversations)
+        )
+        request = b"c" + header + b"".join(conversations)
+        # A template may make a short conversation long.
+        cpu_s = 2 * _ENCODE_S + 4 * len(request) / 1e6 * _ENCODE_S_PER_MB
+        occasion = f"with its chat template, on {sum(map(len, conversations)):,} bytes"
+        answer = self._ask([request], cpu_s, occasion)
+        if answer[:1] != b"+":
+            (number,) = struct.unpack_from("<q", answer, 1)
+            text = answer[9:].decode()
+            if number < 0:
+                raise TokenizerFailure(f"{text}; give one that can represent these conversations")
+            raise ChatFailure(number, text)
+        counts = np.frombuffer(answer, dtype="<i8", count=len(conversations), offset=1)
+        begin, total = 1 + 8 * len(counts), int(counts.sum())
+        tokens = np.frombuffer(answer, dtype="<u4", count=total, offset=begin)
+        mask = np.frombuffer(answer, dtype=np.uint8, offset=begin + 4 * total)
+        return counts, tokens.astype(np.int64), mask
+
+    def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
+        """Return the text of tokens, which must be below 2**32.
+
+        ``skips_special`` leaves special tokens out.
+        """
+        request = (b"d" if skips_special else b"D") + struct.pack(f"<{len(tokens)}I", *tokens)
         cpu_s = _ENCODE_S + len(request) / 1e6 * _ENCODE_S_PER_MB
         answer = self._ask([request], cpu_s, f"on {len(tokens):,} tokens")
         text = answer[1:].decode(errors="replace")

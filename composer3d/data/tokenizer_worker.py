@@ -4,8 +4,8 @@ A tokenizer.json works like a program. Its patterns can run for ever, its rules 
 a thousandfold, and the tokenizers library, which is Rust, panics or aborts on some files. So it is
 loaded and run in a separate process, with a limit of CPU time and of memory for every request.
 
-This file imports nothing but tokenizers and the standard library. It is run as a script, because an
-import of its package would import torch.
+This file imports nothing but tokenizers, the standard library and, for chat templates, the file
+beside it. It is run as a script, because an import of its package would import torch.
 
 Each request and each answer is a frame: its length in 8 bytes, little-endian, then its content.
 
@@ -14,17 +14,24 @@ Each request and each answer is a frame: its length in 8 bytes, little-endian, t
 - A further request may be b"e" and a batch of texts: their number and their lengths in bytes, all
   int64, then the texts in UTF-8. The answer is b"+", the number of tokens of each text (int64),
   and all tokens (uint32); or b"-" and the text of an error.
+- b"p" in place of b"e" adds the special tokens that the tokenizer adds to a text.
+- b"c" in place of b"e" has conversations in place of texts: JSON objects. The answer is b"+", the
+  number of tokens of each (int64), all tokens (uint32), and a byte for each token, which is 1 in
+  the turns of the assistant; or b"-", the number of a conversation (int64), and what is wrong
+  with it. The number is -1 if the tokenizer fails.
 - Or it is b"d" and tokens (uint32). The answer is b"+" and their text in UTF-8; or b"-" and the
-  text of an error.
+  text of an error. b"D" in place of b"d" keeps special tokens.
 """
 
 import array
 import contextlib
+import importlib.util
 import json
 import resource
 import signal
 import struct
 import sys
+from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 
@@ -38,8 +45,10 @@ def main() -> None:
     content = read_frame(requests)
 
     limit(settings, "load", len(content))
-    tokenizer = None
+    tokenizer = template = None
     try:
+        if settings["chat"] is not None:
+            template = load_template(settings["chat"])
         tokenizer = load(content, special_as_text=settings["special_as_text"])
         answer = describe(tokenizer, settings["ends"])
     except BaseException as error:
@@ -52,13 +61,17 @@ def main() -> None:
             break
         limit(settings, "encode", len(request))
         try:
-            if request[:1] == b"d":
-                answer_bytes = b"+" + decode(tokenizer, request[1:])
+            if request[:1] in (b"d", b"D"):
+                skips_special = request[:1] == b"d"
+                answer_bytes = b"+" + decode(tokenizer, request[1:], skips_special=skips_special)
+            elif request[:1] == b"c":
+                answer_bytes = encode_chats(tokenizer, template, request[1:], settings)
             else:
-                adds_special = settings["adds_special_tokens"]
+                adds_special = settings["adds_special_tokens"] or request[:1] == b"p"
                 answer_bytes = b"+" + encode(tokenizer, request[1:], adds_special=adds_special)
         except BaseException as error:
-            answer_bytes = b"-" + explain(error).encode(errors="replace")
+            number = struct.pack("<q", -1) if request[:1] == b"c" else b""
+            answer_bytes = b"-" + number + explain(error).encode(errors="replace")
         write_frame(answers, answer_bytes)
 
 
@@ -104,6 +117,63 @@ def encode(tokenizer: Any, batch: bytes, *, adds_special: bool) -> bytes:
 
     With ``adds_special``, each text gets the special tokens that the tokenizer adds.
     """
+    counts, tokens = [], array.array("I")
+    texts = split_batch(batch)
+    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special):
+        ids = encoding.ids
+        counts.append(len(ids))
+        tokens.extend(ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return struct.pack(f"<{len(counts)}q", *counts) + tokens.tobytes()
+
+
+def encode_chats(tokenizer: Any, template: Any, batch: bytes, settings: dict[str, Any]) -> bytes:
+    """Render and encode a batch of conversations. Returns a whole answer, also of an error."""
+    rendered = []
+    for number, conversation in enumerate(split_batch(batch)):
+        try:
+            rendered.append(template.render(json.loads(conversation)))
+        except Exception as error:
+            return b"-" + struct.pack("<q", number) + explain(error).encode(errors="replace")
+
+    texts = [text for text, _ in rendered]
+    limit(settings, "encode", len(batch) + sum(len(text.encode()) for text in texts))
+    counts, tokens, mask = [], array.array("I"), bytearray()
+    # Only the slower encode_batch keeps the places of tokens in the text.
+    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    for encoding, (_, spans) in zip(encodings, rendered, strict=True):
+        counts.append(len(encoding.ids))
+        tokens.extend(encoding.ids)
+        mask += mask_of(encoding.offsets, spans)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return b"+" + struct.pack(f"<{len(counts)}q", *counts) + tokens.tobytes() + bytes(mask)
+
+
+def mask_of(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> bytearray:
+    """Return a byte for each token: 1 from the first to the last token with text of a span.
+
+    Args:
+        offsets: where the text of each token begins and ends, in characters. A token without text
+            of its own, such as a space that the tokenizer drops, has an empty range.
+        spans: ranges of characters.
+    """
+    mask = bytearray(len(offsets))
+    for first, last in spans:
+        inside = [
+            number
+            for number, (begin, end) in enumerate(offsets)
+            if begin < end and begin < last and end > first
+        ]
+        if inside:
+            count = inside[-1] + 1 - inside[0]
+            mask[inside[0] : inside[-1] + 1] = b"\1" * count
+    return mask
+
+
+def split_batch(batch: bytes) -> list[str]:
+    """Return the texts of a batch, in the format of the module."""
     (count,) = struct.unpack_from("<q", batch)
     lengths = struct.unpack_from(f"<{count}q", batch, 8)
     begin = 8 * (1 + count)
@@ -111,21 +181,27 @@ def encode(tokenizer: Any, batch: bytes, *, adds_special: bool) -> bytes:
     for length in lengths:
         texts.append(batch[begin : begin + length].decode())
         begin += length
-
-    counts, tokens = [], array.array("I")
-    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special):
-        ids = encoding.ids
-        counts.append(len(ids))
-        tokens.extend(ids)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return struct.pack(f"<{count}q", *counts) + tokens.tobytes()
+    return texts
 
 
-def decode(tokenizer: Any, content: bytes) -> bytes:
-    """Return the text of tokens, without special tokens, in the formats of the module."""
+def load_template(chat: dict[str, Any]) -> Any:
+    """Compile the chat template of the settings, and forbid this process to write files."""
+    # -P keeps this folder out of sys.path, so the file beside this one is loaded by its path.
+    path = Path(__file__).with_name("chat_template.py")
+    spec = importlib.util.spec_from_file_location("chat_template", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    template = module.ChatTemplate(chat["template"], chat["tokens"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    return template
+
+
+def decode(tokenizer: Any, content: bytes, *, skips_special: bool) -> bytes:
+    """Return the text of tokens, in the formats of the module."""
     tokens = struct.unpack(f"<{len(content) // 4}I", content)
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    text: str = tokenizer.decode(tokens, skip_special_tokens=skips_special)
     return text.encode(errors="replace")
 
 

@@ -6,6 +6,8 @@ The folder holds one shard or more, each with
   little-endian uint16 or uint32;
 - ``documents.bin``: the index of each document's first token, and at the end the number of tokens;
   little-endian int64. Indices count from the first token of the shard;
+- if only some tokens are learned, ``mask-00000.bin``: a byte for each token, 1 if it is learned
+  and else 0;
 
 and
 
@@ -13,7 +15,7 @@ and
 - ``tokens.json``: the manifest, with the size and the digests of each file and a digest of itself;
   written last.
 
-In a folder of several shards, the files of a shard are ``tokens-00000.bin`` and
+In a folder of several shards or with masks, the files of a shard are ``tokens-00000.bin`` and
 ``documents-00000.bin``, with the number of the shard. The tokens of a folder are those of its
 shards, joined. So a sample may begin in one shard and end in the next one, and the samples of a
 folder do not depend on how it is cut.
@@ -38,6 +40,7 @@ from composer3d.spec.token_manifest import (
     AGAIN,
     FORMAT,
     MANIFEST,
+    MASK_VERSION,
     SHARDS_VERSION,
     VERSION,
     Shard,
@@ -53,7 +56,7 @@ MOST_MAPS = 128  # shards of a folder that are mapped at once; each map holds an
 
 
 class ShardedTokens:
-    """The tokens of several shards as one read-only array, without joining them.
+    """The tokens of several shards, or their masks, as one read-only array without joining them.
 
     A shard is mapped into memory when one of its tokens is first read. At most ``most_maps`` shards
     are mapped at once; the one that was read longest ago makes room. One thread at a time may read.
@@ -61,14 +64,16 @@ class ShardedTokens:
     Args:
         manifest: the folder.
         most_maps: at least 1.
+        masks: whether the masks are read instead of the tokens.
     """
 
-    def __init__(self, manifest: TokenManifest, most_maps: int) -> None:
+    def __init__(self, manifest: TokenManifest, most_maps: int, *, masks: bool = False) -> None:
         self._manifest = manifest
         self._most_maps = most_maps
+        self._masks = masks
         self._stops = np.cumsum([shard.tokens for shard in manifest.shards])
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the last one is the newest
-        self.dtype = _dtype(manifest)
+        self.dtype = np.dtype(np.uint8) if masks else _dtype(manifest)
 
     def __len__(self) -> int:
         return self._manifest.tokens
@@ -89,14 +94,16 @@ class ShardedTokens:
         return result.reshape(np.shape(index))
 
     def _map(self, number: int) -> np.ndarray:
-        """Return the tokens of a shard, mapped into memory."""
+        """Return the tokens or the mask of a shard, mapped into memory."""
         if number in self._maps:
             self._maps.move_to_end(number)
             return self._maps[number]
         while len(self._maps) >= self._most_maps:
             self._maps.popitem(last=False)
-        tokens = self._maps[number] = _map_shard(self._manifest, self._manifest.shards[number])
-        return tokens
+        shard = self._manifest.shards[number]
+        map_part = _map_mask if self._masks else _map_shard
+        self._maps[number] = map_part(self._manifest, shard)
+        return self._maps[number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +116,12 @@ class Corpus:
             integers, which all three accept. Each document is followed by one end-of-document
             token, which appears nowhere else.
         end_of_document: the end-of-document token.
-        digest: the digest of the tokens, in hexadecimal. Equal digests mean equal tokens.
+        digest: the digest of the tokens and of the mask, in hexadecimal. Equal digests mean equal
+            tokens, and that the same ones are learned.
         n_documents: the number of documents.
         name: the name of the corpus, for messages.
+        mask: uint8, as long as ``tokens`` and indexed in the same way: 1 where a token is learned,
+            and else 0. None: all tokens are learned.
     """
 
     tokens: np.ndarray | ShardedTokens
@@ -119,6 +129,7 @@ class Corpus:
     digest: str
     n_documents: int
     name: str
+    mask: np.ndarray | ShardedTokens | None = None
 
 
 def write_manifest(
@@ -131,7 +142,8 @@ def write_manifest(
         facts: ``dtype`` ("uint16" or "uint32"); ``vocab``, the size of the vocabulary; the numbers
             of ``tokens`` and ``documents``; ``end_of_document``, a token; ``tokenizer``, a dict
             with its ``name`` and its ``digest`` (None for bytes); and in a folder of several
-            shards, ``shards``: a list with the ``tokens`` and ``documents`` of each.
+            shards, ``shards``: a list with the ``tokens`` and ``documents`` of each. In a folder
+            with masks, ``learned``, the number of tokens that are learned, and ``shards``.
         files: the ``bytes`` and ``digests`` of each file, which must be on the disk. None: all
             files of the folder are read for their digests, and synced to the disk.
 
@@ -141,6 +153,8 @@ def write_manifest(
     if files is None:
         files = _read_entries(folder)
     version = SHARDS_VERSION if "shards" in facts else VERSION
+    if "learned" in facts:
+        version = MASK_VERSION
     manifest = {"format": FORMAT, "version": version, **facts, "files": files}
     manifest["digest"] = digest_of_manifest(manifest)
     write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -176,7 +190,7 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
     Args:
         folder: a folder that ``composer3d prepare`` made.
         name: the name of the corpus, for messages.
-        most_maps: the number of shards that may be mapped at once.
+        most_maps: the number of files that may be mapped at once.
 
     Raises:
         DataError: a file is missing, or is not what ``prepare`` wrote. The message names the file.
@@ -200,19 +214,33 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
         _verify_chunk(manifest, file_name, number)
 
     shards = manifest.shards
+    files = [shard.tokens_file for shard in shards]
+    has_mask = manifest.learned is not None
+    if has_mask:
+        most_maps = max(1, most_maps // 2)
+        files += [shard.mask_file for shard in shards if shard.mask_file is not None]
     tokens: np.ndarray | ShardedTokens
+    mask: np.ndarray | ShardedTokens | None = None
     if len(shards) == 1:
         tokens = _map_shard(manifest, shards[0])
+        mask = _map_mask(manifest, shards[0]) if has_mask else None
     else:
         tokens = ShardedTokens(manifest, most_maps)
-    digests = [digest for shard in shards for digest in manifest.files[shard.tokens_file].digests]
+        mask = ShardedTokens(manifest, most_maps, masks=True) if has_mask else None
+    digests = [digest for name_of_file in files for digest in manifest.files[name_of_file].digests]
     digest = digest_of("".join(digests).encode())
-    return Corpus(tokens, manifest.end_of_document, digest, manifest.documents, name)
+    return Corpus(tokens, manifest.end_of_document, digest, manifest.documents, name, mask)
 
 
 def _map_shard(manifest: TokenManifest, shard: Shard) -> np.ndarray:
     with manifest.open(shard.tokens_file) as file:
         return np.memmap(file, dtype=_dtype(manifest), mode="r")
+
+
+def _map_mask(manifest: TokenManifest, shard: Shard) -> np.ndarray:
+    assert shard.mask_file is not None  # of a folder with masks
+    with manifest.open(shard.mask_file) as file:
+        return np.memmap(file, dtype=np.uint8, mode="r")
 
 
 def find_damage(manifest: TokenManifest, *, full: bool) -> list[str]:
@@ -235,7 +263,22 @@ def find_damage(manifest: TokenManifest, *, full: bool) -> list[str]:
         chunks = _chunks_of(manifest) if full else [(name, 0) for name in manifest.files]
         problems = threads.map(problem_of, chunks)
         # A file that is missing or cut has the same line for each of its chunks.
-        return list(dict.fromkeys(filter(None, problems)))
+        found = list(dict.fromkeys(filter(None, problems)))
+    if full and not found and manifest.learned is not None:
+        learned = sum(_count_learned(manifest, shard) for shard in manifest.shards)
+        if learned != manifest.learned:
+            found.append(
+                f"{manifest.folder / MANIFEST} says that {manifest.learned} tokens are learned, "
+                f"but its masks have {learned}; {AGAIN}"
+            )
+    return found
+
+
+def _count_learned(manifest: TokenManifest, shard: Shard) -> int:
+    """Count the tokens of a shard that are learned, a block at a time."""
+    mask = _map_mask(manifest, shard)
+    blocks = range(0, len(mask), _BLOCK_TOKENS)
+    return sum(int(np.count_nonzero(mask[first : first + _BLOCK_TOKENS])) for first in blocks)
 
 
 def _chunks_of(manifest: TokenManifest) -> list[tuple[str, int]]:
@@ -284,6 +327,12 @@ def _verify_chunk(manifest: TokenManifest, file_name: str, number: int) -> None:
     if shard is not None and is_starts:
         is_last = begin + len(content) == manifest.files[file_name].bytes
         _check_starts(shard, path, previous + content, is_first=begin == 0, is_last=is_last)
+    elif shard is not None and file_name == shard.mask_file:
+        if np.frombuffer(content, dtype=np.uint8).max() > 1:
+            raise DataError(
+                f"{path} holds a byte above 1 {place}, where 1 means learned and 0 means not; "
+                f"{AGAIN}"
+            )
     elif shard is not None:
         _check_tokens(manifest, shard, path, place, content, begin)
 

@@ -27,10 +27,10 @@ from composer3d.runtime.files import append_whole, open_own, sync, write_atomic
 from composer3d.spec import token_manifest
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import parse_json, read_plain
-from composer3d.spec.token_manifest import shard_files
+from composer3d.spec.token_manifest import mask_file, shard_files
 
 _JOURNAL, _LOCK = "journal.jsonl", "lock"
-_OUR_NAMES = re.compile(r"(tokens|documents)(-\d+)?\.bin|token(s|izer)\.json|\..*\.tmp")
+_OUR_NAMES = re.compile(r"(tokens|documents|mask)(-\d+)?\.bin|token(s|izer)\.json|\..*\.tmp")
 _MOST_JOURNAL_BYTES = 256 << 20
 
 
@@ -42,12 +42,25 @@ class FileEntry(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A finished shard: what it holds, and the entries of its two files."""
+    """A finished shard: what it holds, and the entries of its files.
+
+    If it has a mask, ``learned`` is the number of tokens that are learned.
+    """
 
     tokens: int
     documents: int
     tokens_file: FileEntry
     documents_file: FileEntry
+    learned: int | None = None
+    mask_file: FileEntry | None = None
+
+    def files(self, number: int) -> dict[str, FileEntry]:
+        """Return the entries of the files by name. ``number`` is that of the shard."""
+        tokens_name, documents_name = shard_files(number)
+        files = {tokens_name: self.tokens_file, documents_name: self.documents_file}
+        if self.mask_file is not None:
+            files[mask_file(number)] = self.mask_file
+        return files
 
 
 class Piece(NamedTuple):
@@ -216,8 +229,7 @@ class Unfinished:
 
     def _has_files(self, piece: Piece) -> bool:
         for split, shard in piece.shards.items():
-            names = shard_files(len(self.shards_of(split)))
-            for name, entry in zip(names, (shard.tokens_file, shard.documents_file), strict=True):
+            for name, entry in shard.files(len(self.shards_of(split))).items():
                 path = self.folder / split / name
                 if path.is_symlink() or not path.is_file() or path.stat().st_size != entry.bytes:
                     return False
@@ -228,8 +240,8 @@ class Unfinished:
         kept = {self.folder / _JOURNAL, self.folder / _LOCK}
         for split in self._splits:
             folder = self.folder / split
-            for number in range(len(self.shards_of(split))):
-                kept |= {folder / name for name in shard_files(number)}
+            for number, shard in enumerate(self.shards_of(split)):
+                kept |= {folder / name for name in shard.files(number)}
             for path in folder.iterdir() if folder.is_dir() else ():
                 if path not in kept and _OUR_NAMES.fullmatch(path.name):
                     path.unlink()
@@ -238,26 +250,33 @@ class Unfinished:
 
 
 class ShardWriter:
-    """Writes the two files of a shard, and computes their digests on the way.
+    """Writes the files of a shard, and computes their digests on the way.
 
     Args:
         folder: the folder of the shard.
         number: the number of the shard.
+        has_mask: whether the shard has a mask.
     """
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, *, has_mask: bool = False) -> None:
         self._tokens_file, self._documents_file = (
             _DigestingFile(folder / name) for name in shard_files(number)
         )
-        self.tokens = self.documents = 0
+        self._mask_file = _DigestingFile(folder / mask_file(number)) if has_mask else None
+        self.tokens = self.documents = self._learned = 0
 
-    def write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Add documents: all their tokens, and the number of tokens of each."""
+    def write(
+        self, tokens: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None = None
+    ) -> None:
+        """Add documents: all their tokens, the number of tokens of each, and their mask."""
         starts = self.tokens + np.cumsum(lengths) - lengths
         self._tokens_file.write(tokens)
         self._documents_file.write(starts.astype("<i8"))
         self.tokens += len(tokens)
         self.documents += len(lengths)
+        if self._mask_file is not None and mask is not None:
+            self._mask_file.write(mask)
+            self._learned += int(mask.sum())
 
     def finish(self) -> Shard | None:
         """Sync the files, and return what was written; None, and no files, if that is nothing."""
@@ -270,12 +289,15 @@ class ShardWriter:
             self.documents,
             self._tokens_file.finish(),
             self._documents_file.finish(),
+            *(() if self._mask_file is None else (self._learned, self._mask_file.finish())),
         )
 
     def remove(self) -> None:
         """Close and remove the files."""
         self._tokens_file.remove()
         self._documents_file.remove()
+        if self._mask_file is not None:
+            self._mask_file.remove()
 
 
 class _DigestingFile:
@@ -371,20 +393,29 @@ def _as_json(piece: Piece) -> dict[str, Any]:
     return {
         "end": list(piece.end),
         "source_bytes": piece.source_bytes,
-        "shards": {split: list(shard) for split, shard in piece.shards.items()},
+        "shards": {
+            split: [value for value in shard if value is not None]
+            for split, shard in piece.shards.items()
+        },
     }
 
 
 def _from_json(entry: dict[str, Any], splits: Sequence[str]) -> Piece:
     """Return the piece of a line. Raises ValueError, KeyError or TypeError if it is none."""
     shards = {}
-    for split, (tokens, documents, tokens_file, documents_file) in entry["shards"].items():
+    for split, (tokens, documents, tokens_file, documents_file, *mask) in entry["shards"].items():
         if split not in splits:
             raise ValueError(f"{split} is no split")
-        files = [
-            FileEntry(int(size), [str(d) for d in digests])
-            for size, digests in (tokens_file, documents_file)
-        ]
-        shards[split] = Shard(int(tokens), int(documents), *files)
+        shard = Shard(
+            int(tokens), int(documents), _file_entry(*tokens_file), _file_entry(*documents_file)
+        )
+        if mask:
+            learned, entry_of_mask = mask
+            shard = shard._replace(learned=int(learned), mask_file=_file_entry(*entry_of_mask))
+        shards[split] = shard
     file, offset, line = map(int, entry["end"])
     return Piece(Position(file, offset, line), int(entry["source_bytes"]), shards)
+
+
+def _file_entry(size: Any, digests: Any) -> FileEntry:
+    return FileEntry(int(size), [str(digest) for digest in digests])

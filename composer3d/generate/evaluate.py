@@ -18,7 +18,7 @@ from composer3d.convert.assets import make_byte_tokenizer
 from composer3d.convert.start import read_shards
 from composer3d.data import Batch, Corpus
 from composer3d.data.loader import number_documents
-from composer3d.data.tokens import open_tokens
+from composer3d.data.tokens import ShardedTokens, open_tokens
 from composer3d.generate.load import Checkpoint, open_checkpoint
 from composer3d.models.contract import IGNORE_INDEX, Constant, ShardingPlan
 from composer3d.recipe.schema import Recipe
@@ -34,6 +34,7 @@ Packing = Literal["none", "documents"]
 
 _USUAL_SEQ_LEN = 2048
 _PROGRESS_S = 30.0
+_BLOCK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,12 +243,28 @@ class _Batches:
         part = self._corpus.tokens[np.arange(begin, stop)].astype(np.int64)
         count = max(len(part) - 1, 0)
         tokens[:count], labels[:count] = part[:count], part[1 : count + 1]
+        if self._corpus.mask is not None and count:
+            is_learned = self._corpus.mask[np.arange(begin + 1, begin + 1 + count)] == 1
+            labels[:count][~is_learned] = IGNORE_INDEX
         return tokens, labels
 
     def predicted_tokens(self) -> int:
         """Return how many labels all windows together have."""
         inputs = len(self._corpus.tokens) - 1
+        if self._corpus.mask is not None:
+            return self._learned_tokens(self._corpus.mask)
         if self._data.packing == "none":
             return inputs
         # Nothing is predicted after the end of a document; the last token is one.
         return inputs - (self._corpus.n_documents - 1)
+
+    def _learned_tokens(self, mask: np.ndarray | ShardedTokens) -> int:
+        """Count the labels that the mask leaves, a block of tokens at a time."""
+        count = 0
+        for first in range(1, len(self._corpus.tokens), _BLOCK_TOKENS):
+            places = np.arange(first, min(first + _BLOCK_TOKENS, len(self._corpus.tokens)))
+            is_learned = mask[places] == 1
+            if self._data.packing == "documents":
+                is_learned &= self._corpus.tokens[places - 1] != self._corpus.end_of_document
+            count += int(is_learned.sum())
+        return count

@@ -302,15 +302,29 @@ def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 
 def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     key, resume = "checkpoint.resume", recipe.checkpoint.resume
-    # A run that has checkpoints of its own resumes from them, and does not need this folder.
+    # A run that has checkpoints of its own resumes from them, and does not need these folders.
     own_checkpoints = Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
-    if key in wrong_keys or resume in ("auto", "none"):
-        return
-    if not os.path.isdir(resume) and not own_checkpoints.is_dir():
+    is_folder = resume in ("auto", "none") or os.path.isdir(resume)
+    if key not in wrong_keys and not is_folder and not own_checkpoints.is_dir():
         draft.blame(
             key,
             f'{mention(recipe, key)} is not a folder; use "auto", "none" or the folder of a '
             "checkpoint, relative to the working directory",
+        )
+    key, init = "checkpoint.init", recipe.checkpoint.init
+    if key in wrong_keys or init is None or own_checkpoints.is_dir():
+        return
+    if not os.path.isdir(init):
+        draft.blame(
+            key,
+            f"{mention(recipe, key)} is not a folder; give the folder of a checkpoint or of a run, "
+            "relative to the working directory",
+        )
+    elif os.path.isfile(os.path.join(init, "config.json")):
+        draft.blame(
+            key,
+            f"{mention(recipe, key)} is a folder in Hugging Face format; start from it with "
+            f"model.hf = {as_toml(init)}",
         )
 
 

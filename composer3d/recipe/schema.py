@@ -455,6 +455,12 @@ class CheckpointTable:
         "or of another run, which stands for its newest whole checkpoint",
         PATH,
     )
+    init: str | None = key(
+        None,
+        "folder of a checkpoint, or of another run, whose weights alone start this run at step 0; "
+        "a run with checkpoints of its own goes on from those",
+        PATH,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

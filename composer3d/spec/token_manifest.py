@@ -21,8 +21,8 @@ TOKENIZER = "tokenizer.json"
 FORMAT = "composer3d tokens"
 
 # Version 1 is a folder of one shard, with the files tokens.bin and documents.bin. Version 2 has an
-# index of shards, whose files are numbered.
-VERSION, SHARDS_VERSION = 1, 2
+# index of shards, whose files are numbered. Version 3 is version 2 with a mask for each shard.
+VERSION, SHARDS_VERSION, MASK_VERSION = 1, 2, 3
 MOST_SHARDS = 100_000
 
 # Each chunk of a file has a digest, so that the ranks of a node can share the check of a file. The
@@ -63,12 +63,14 @@ class Shard(NamedTuple):
         documents: the number of its documents.
         tokens_file: the name of the file of its tokens.
         documents_file: the name of the file of its documents' starts, counted within the shard.
+        mask_file: the name of the file that says which tokens are learned; None: all are.
     """
 
     tokens: int
     documents: int
     tokens_file: str
     documents_file: str
+    mask_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class TokenManifest:
         vocab: the size of the vocabulary; every token is below it.
         tokens: the number of tokens.
         documents: the number of documents.
+        learned: the number of tokens that are learned; None: the folder has no mask, and all are.
         end_of_document: the token after each document, which occurs nowhere else.
         tokenizer_name: the name of the tokenizer's file, for people.
         tokenizer_digest: the digest of that file, or None if the tokens are bytes.
@@ -93,6 +96,7 @@ class TokenManifest:
     vocab: int
     tokens: int
     documents: int
+    learned: int | None
     end_of_document: int
     tokenizer_name: str
     tokenizer_digest: str | None
@@ -105,7 +109,8 @@ class TokenManifest:
         return {
             name: shard
             for shard in self.shards
-            for name in (shard.tokens_file, shard.documents_file)
+            for name in (shard.tokens_file, shard.documents_file, shard.mask_file)
+            if name is not None
         }
 
     def open(self, name: str) -> BinaryIO:
@@ -153,6 +158,11 @@ def shard_files(number: int | None) -> tuple[str, str]:
     return f"tokens{ending}", f"documents{ending}"
 
 
+def mask_file(number: int) -> str:
+    """Return the name of the file of a shard's mask: a byte for each token, 1 if it is learned."""
+    return f"mask-{number:05}.bin"
+
+
 def new_digest(data: bytes | bytearray | memoryview = b"") -> "hashlib.blake2b":
     """Begin the digest of a chunk: BLAKE2b of 16 bytes."""
     return hashlib.blake2b(data, digest_size=_DIGEST_DIGITS // 2)
@@ -193,11 +203,12 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     # Check the version first, because other versions may have other keys.
     facts = _object(document, "it", ("version",))
     version = facts["version"]
-    if type(version) is not int or version not in (VERSION, SHARDS_VERSION):
+    if type(version) is not int or version not in (VERSION, SHARDS_VERSION, MASK_VERSION):
         raise ValueError(
-            f"it has version {_shown(version)}, but this composer3d reads {VERSION} and "
-            f"{SHARDS_VERSION}"
+            f"it has version {_shown(version)}, but this composer3d reads {VERSION}, "
+            f"{SHARDS_VERSION} and {MASK_VERSION}"
         )
+    has_mask = version == MASK_VERSION
     keys = (
         "format",
         "version",
@@ -209,7 +220,8 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
         "tokenizer",
         "files",
         "digest",
-        *(("shards",) if version == SHARDS_VERSION else ()),
+        *(("shards",) if version != VERSION else ()),
+        *(("learned",) if has_mask else ()),
     )
     _object(document, "it", keys, exact=True)
     if facts["format"] != FORMAT:
@@ -221,6 +233,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     vocab = _whole(facts, "vocab", 1, 1 << 8 * ITEM_BYTES[dtype])
     tokens = _whole(facts, "tokens", 1, _MOST)
     documents = _whole(facts, "documents", 1, tokens)
+    learned = _whole(facts, "learned", 1, tokens) if has_mask else None
     end_of_document = _whole(facts, "end_of_document", 0, vocab - 1)
 
     tokenizer = _object(facts["tokenizer"], "tokenizer", ("name", "digest"), exact=True)
@@ -232,11 +245,13 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     if version == VERSION:
         shards: tuple[Shard, ...] = (Shard(tokens, documents, *shard_files(None)),)
     else:
-        shards = _shards(facts["shards"], tokens, documents)
+        shards = _shards(facts["shards"], tokens, documents, has_mask=has_mask)
     sizes = {}
     for shard in shards:
         sizes[shard.tokens_file] = shard.tokens * ITEM_BYTES[dtype]
         sizes[shard.documents_file] = (shard.documents + 1) * _START_BYTES
+        if shard.mask_file is not None:
+            sizes[shard.mask_file] = shard.tokens
     files = _files(facts["files"], sizes, has_tokenizer=tokenizer["digest"] is not None)
 
     # Check the digest last: an unchecked manifest could nest too deep to be written as JSON.
@@ -250,6 +265,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
         vocab=vocab,
         tokens=tokens,
         documents=documents,
+        learned=learned,
         end_of_document=end_of_document,
         tokenizer_name=tokenizer["name"],
         tokenizer_digest=tokenizer["digest"],
@@ -258,7 +274,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     )
 
 
-def _shards(value: Any, tokens: int, documents: int) -> tuple[Shard, ...]:
+def _shards(value: Any, tokens: int, documents: int, *, has_mask: bool) -> tuple[Shard, ...]:
     """Check the entry ``shards``: the tokens and documents of each shard, which must add up."""
     if type(value) is not list or not 1 <= len(value) <= MOST_SHARDS:
         raise ValueError(f"shards must be a list of 1 to {MOST_SHARDS} objects")
@@ -268,7 +284,8 @@ def _shards(value: Any, tokens: int, documents: int) -> tuple[Shard, ...]:
         entry = _object(item, place, ("tokens", "documents"), exact=True)
         shard_tokens = _whole(entry, "tokens", 1, tokens, place=place)
         shard_documents = _whole(entry, "documents", 1, shard_tokens, place=place)
-        shards.append(Shard(shard_tokens, shard_documents, *shard_files(number)))
+        mask = mask_file(number) if has_mask else None
+        shards.append(Shard(shard_tokens, shard_documents, *shard_files(number), mask))
     for name, total in (("tokens", tokens), ("documents", documents)):
         found = sum(getattr(shard, name) for shard in shards)
         if found != total:

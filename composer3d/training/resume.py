@@ -26,7 +26,9 @@ def resume(
     loader: BatchesAhead,
     history: StepHistory,
 ) -> int | None:
-    """Load the run's newest whole checkpoint, or the one in ``checkpoint.resume``. Collective.
+    """Load the run's newest whole checkpoint, or the one that the recipe names. Collective.
+
+    The recipe names one in ``checkpoint.resume``, or in ``checkpoint.init`` for its weights alone.
 
     Differences between the recipe and that of the checkpoint are logged. A run that resumes its own
     checkpoint must keep its seeds, its data and its model. A new run that starts from another run's
@@ -48,6 +50,9 @@ def resume(
         DataError: the checkpoint was made with other data, or another order of samples.
     """
     found = _choose(recipe, store)
+    if found is None and recipe.checkpoint.init is not None:
+        _start_from_weights(recipe, Path(recipe.checkpoint.init), store, stages)
+        return 0
     if found is None:
         log.get().info(f"no checkpoint in {store.folder}: starting from the beginning")
         return None
@@ -91,6 +96,14 @@ def resume(
     return manifest.step
 
 
+def _start_from_weights(recipe: Recipe, wanted: Path, store: Store, stages: Stages) -> None:
+    """Load the weights of a checkpoint of another run, and nothing else. Collective."""
+    path, manifest = _open(wanted, store, "checkpoint.init")
+    _require_same_model(path, manifest, recipe)
+    store.load(path, stages, None)
+    log.get().info(f"starting at step 0 from the weights of {path}, step {manifest.step}")
+
+
 def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
     """Choose the checkpoint to load. Once a run has checkpoints of its own, it resumes the newest.
 
@@ -108,21 +121,23 @@ def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
     path = Path(wanted)
     is_own = _is_own(path, store)
     if newest is None:
-        return _open(path, store)
+        return _open(path, store, "checkpoint.resume")
     if is_own and path.name != newest[0].name:
         raise CheckpointError(_would_discard(recipe, store, newest[0], "the newer ones"))
     return newest
 
 
-def _open(path: Path, store: Store) -> tuple[Path, Manifest]:
+def _open(path: Path, store: Store, key: str) -> tuple[Path, Manifest]:
     """Check a checkpoint, or the newest whole one of the run in the folder ``path``.
+
+    ``key`` is the key of the recipe that names it, for messages.
 
     Raises:
         CheckpointError: it is damaged, or there is none.
         UserError: a later version of composer3d wrote it.
     """
     # All ranks do what rank 0 finds: another node may have an old list in its cache.
-    folder = process_group.on_main("checkpoint.resume", lambda: _checkpoints_of_run(path))
+    folder = process_group.on_main(key, lambda: _checkpoints_of_run(path))
     if folder is None:
         return path, store.check(path)
     found = store.newest_whole(folder)

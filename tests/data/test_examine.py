@@ -52,11 +52,11 @@ def test_lengths_and_samples_of_bytes(
         ],
     }
     assert report["samples"] == [
-        {"document": 0, "tokens": 2, "text": "a"},
-        {"document": 1, "tokens": 4, "text": "bb\\n"},
-        {"document": 2, "tokens": 8, "text": "é\\u001b[31m"},
-        {"document": 3, "tokens": 501, "text": "d" * 100 + "..."},
-        {"document": 4, "tokens": 9, "text": "last one"},
+        {"document": 0, "tokens": 2, "text": "a", "learned": None},
+        {"document": 1, "tokens": 4, "text": "bb\\n", "learned": None},
+        {"document": 2, "tokens": 8, "text": "é\\u001b[31m", "learned": None},
+        {"document": 3, "tokens": 501, "text": "d" * 100 + "...", "learned": None},
+        {"document": 4, "tokens": 9, "text": "last one", "learned": None},
     ]
     assert main(["inspect", str(folder), "--samples", "2"]) == 0
     out = capsys.readouterr().out

@@ -274,12 +274,17 @@ def evaluate(*arguments: object) -> list[str]:
 def loss_by_hand(tokens: Path, packing: str) -> tuple[float, int]:
     """The mean loss over windows of 32 tokens, one after another in float64; and the tokens."""
     model = random_model("llama", SHAPE, torch.float64)
-    stream = torch.frombuffer(bytearray((tokens / "tokens.bin").read_bytes()), dtype=torch.uint16)
-    whole = stream.long()
+    has_mask = (tokens / "mask-00000.bin").exists()
+    content = (tokens / ("tokens-00000.bin" if has_mask else "tokens.bin")).read_bytes()
+    whole = torch.frombuffer(bytearray(content), dtype=torch.uint16).long()
+    all_labels = whole.clone()
+    if has_mask:
+        mask = torch.tensor(list((tokens / "mask-00000.bin").read_bytes()))
+        all_labels[mask == 0] = -100
     total, count = 0.0, 0
     with torch.no_grad():
         for begin in range(0, len(whole) - 1, 32):
-            inputs, labels = whole[begin : begin + 33][:-1], whole[begin + 1 : begin + 33]
+            inputs, labels = whole[begin : begin + 33][:-1], all_labels[begin + 1 : begin + 33]
             cuts = [0, len(inputs)]
             if packing == "documents":
                 cuts = [0, *(torch.nonzero(inputs == 0)[:, 0] + 1).tolist(), len(inputs)]
@@ -315,6 +320,28 @@ def test_every_token_counts_once_on_every_layout(
         assert answer["loss"] == pytest.approx(loss, rel=1e-12), arguments
         assert answer["perplexity"] == pytest.approx(math.exp(loss), rel=1e-11)
         assert (answer["tokens"], answer["windows"]) == (count, 8)
+
+
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_only_learned_tokens_count(
+    packing: str, checkpoint: Path, tmp_path: Path, pool: Pool
+) -> None:
+    """The first two windows have nothing to learn."""
+    entries = [{"prompt": "x" * length, "answer": "y" * (length // 4)} for length in (70, 9, 40)]
+    lines = [json.dumps(entry) + "\n" for entry in entries]
+    (tmp_path / "x.jsonl").write_text("".join(lines))
+    command = ["prepare", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "masked")]
+    assert cli.main([*command, "--tokenizer", "bytes", "--kind", "answers"]) == 0
+    loss, count = loss_by_hand(tmp_path / "masked", packing)
+    assert count == 17 + 2 + 10 + 3
+    common = evaluate(checkpoint, tmp_path / "masked", "--packing", packing, "--dtype", "float64")
+    for world_size, layout in ((1, []), (4, ["--set", "mesh.cp=2"])):
+        arguments = [*common, "--batch", "2", *layout]
+        results = pool.run(run_command, {"arguments": arguments}, world_size=world_size)
+        assert [status for status, _, _ in results] == [0] * world_size, results
+        answer = answer_of(results[0][1])
+        assert answer["loss"] == pytest.approx(loss, rel=1e-12)
+        assert answer["tokens"] == count
 
 
 def test_windows_are_those_of_the_run_unless_given(tmp_path: Path, tokens: Path) -> None:

@@ -493,4 +493,28 @@ DATA = [
             "the folder of a checkpoint, relative to the working directory"
         ],
     ),
+    Wrong(
+        "no folder of first weights",
+        TINY + '[checkpoint]\ninit = "runs/none"\n',
+        [
+            'x.toml:4: checkpoint.init = "runs/none" is not a folder; give the folder of a '
+            "checkpoint or of a run, relative to the working directory"
+        ],
+    ),
+    Wrong(
+        "first weights of Hugging Face",
+        {"x.toml": TINY + '[checkpoint]\ninit = "m"\n', "m/config.json": "{}"},
+        [
+            'x.toml:4: checkpoint.init = "m" is a folder in Hugging Face format; start from it '
+            'with model.hf = "m"'
+        ],
+    ),
+    Wrong(
+        "first weights and a checkpoint",
+        {"x.toml": TINY + '[checkpoint]\ninit = "m"\nresume = "m"\n', "m/x": ""},
+        [
+            'x.toml:4: checkpoint.init = "m" is not used with checkpoint.resume = "m" (x.toml:5); '
+            'remove it, or use checkpoint.resume = "auto" or "none"'
+        ],
+    ),
 ]

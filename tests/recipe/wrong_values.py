@@ -165,6 +165,18 @@ MODEL = [
         ("model.hf=m",),
     ),
     Wrong(
+        "hf and other first weights",
+        {
+            "x.toml": '[model]\nhf = "m"\n[checkpoint]\ninit = "c"\n',
+            "m/config.json": HF,
+            "c/manifest.json": "{}",
+        },
+        [
+            'x.toml:4: checkpoint.init = "c" and model.hf = "m" (x.toml:2) both give the first '
+            "weights; remove one"
+        ],
+    ),
+    Wrong(
         "hf and a rule",
         {"x.toml": '[model]\nhf = "m"\n[mesh]\npp = 3\n', "m/config.json": HF},
         [

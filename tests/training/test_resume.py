@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from composer3d import cli
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.commands import train as command
 from composer3d.recipe.resolve import load
@@ -233,6 +234,28 @@ def test_another_runs_checkpoint_starts_a_run_only_once(trained: Path) -> None:
     assert (
         "is step-00000010; give the run another run.name, or remove the newer ones" in back.stderr
     )
+
+
+def test_the_weights_of_another_run_start_a_new_one(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other data and another seed: it begins at step 0, like a copy of the weights alone."""
+    monkeypatch.chdir(trained)
+    assert cli.main(["convert", "runs/small", "start", "--to", "dcp", "--weights-only"]) == 0
+    new = ["data.path=other.txt", "run.seed=9", "data.seed=2", "run.steps=2"]
+    tuned = train(trained, *new, "run.out_dir=tuned", "checkpoint.init=runs/small")
+    assert tuned.returncode == 0, tuned.stderr
+    path = "runs/small/checkpoints/step-00000005"
+    assert f"starting at step 0 from the weights of {path}, step 5" in tuned.stderr
+    assert train(trained, *new, "run.out_dir=copy", "checkpoint.resume=start").returncode == 0
+    assert losses(trained, "tuned") == losses(trained, "copy")
+    assert list(losses(trained, "tuned")) == [1, 2]
+    new[-1] = "run.steps=3"
+    again = train(trained, *new, "run.out_dir=tuned", "checkpoint.init=runs/small")
+    assert "resumed from tuned/small/checkpoints/step-00000002: 2 of 3 steps" in again.stderr
+    other = train(trained, "run.out_dir=wide", "model.ffn=96", "checkpoint.init=runs/small")
+    assert other.returncode == 2
+    assert "was made with model.ffn = " in other.stderr
 
 
 def test_changes_of_the_recipe_are_logged_and_the_former_recipe_is_kept(trained: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rules about data, the optimizer's schedule, and validation."""
+"""Rules about data, the first weights, the optimizer's schedule, and validation."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -55,6 +55,12 @@ def validation_has_a_path(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule("checkpoint.init", "model.hf")
+def weights_come_from_one_place(recipe: Recipe) -> Iterator[str]:
+    if recipe.checkpoint.init is not None and recipe.model.hf is not None:
+        yield "<checkpoint.init> and <model.hf> both give the first weights; remove one"
+
+
 class _End(NamedTuple):
     """The end of the decay of the learning rate."""
 
@@ -92,6 +98,8 @@ RULES: tuple[Rule, ...] = (
     validation_has_a_path,
     only_used_with("data.field", "data.source", ["jsonl"]),
     only_used_with("validation.path", "data.source", list(PATHS)),
+    only_used_with("checkpoint.init", "checkpoint.resume", ["auto", "none"]),
+    weights_come_from_one_place,
     must_be_at_most("optim.warmup", "run.steps"),
     must_be_above("optim.decay", "optim.warmup", ": the decay starts after the warmup"),
     only_used_with(

@@ -139,6 +139,7 @@ TABLES: dict[str, dict[str, Any]] = {
         "async_save": bool,
         "timeout_minutes": _WEEK,
         "resume": str,
+        "init": str,
     },
     "metrics": {
         "every": _STEPS,
@@ -321,6 +322,8 @@ def _disagreements(recipe: dict[str, Any], gpus: int | None) -> list[str]:
         "float8 computes in bfloat16": precision["matmul"] != "float8"
         or precision["compute"] == "bfloat16",
         "bytes have a token each": data["source"] == "tokens" or model["vocab"] >= 256,
+        "the first weights come from one place": recipe["checkpoint"]["init"] is None
+        or (model["hf"] is None and recipe["checkpoint"]["resume"] in ("auto", "none")),
         "text has a path": data["source"] == "python" or data["path"] is not None,
         "the warmup ends in the run": optim["warmup"] <= run["steps"],
         "the decay follows the warmup": (optim["decay"] or 10**10) > optim["warmup"],

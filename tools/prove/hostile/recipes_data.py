@@ -210,6 +210,7 @@ PATH_KEYS = (
     "model.hf",
     "run.out_dir",
     "checkpoint.resume",
+    "checkpoint.init",
 )
 BEFORE = {
     "data.path": '[data]\nsource = "text"\n',
@@ -217,6 +218,7 @@ BEFORE = {
     "parallel.schedule_csv": '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\n',
     "run.out_dir": "[run]\n",
     "checkpoint.resume": "[checkpoint]\n",
+    "checkpoint.init": "[checkpoint]\n",
 }
 BAD_TEXTS = {
     "a NUL byte": r'"a\u0000b"',

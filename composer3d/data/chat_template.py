@@ -1,0 +1,197 @@
+"""Render conversations with a chat template of Hugging Face, and find the turns of the assistant.
+
+A chat template comes from outside and is a program. It runs in Jinja's sandbox, and only in the
+process of ``tokenizer_worker``, whose time and memory are limited. That process loads this file by
+its path, so it imports nothing but jinja2 and the standard library.
+"""
+
+import json
+import re
+import secrets
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+ASSISTANT = "assistant"
+
+# Characters that a template may make of one conversation: this many for each one of the
+# conversation, and this many in any case.
+_CHARACTERS_PER_CHARACTER = 64
+_LEAST_LIMIT = 1 << 20
+
+Spans = list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: the template.
+        tokens: the special tokens by their names in the template, such as ``bos_token``.
+
+    Raises:
+        jinja2.TemplateError: the template has an error of syntax.
+    """
+
+    def __init__(self, source: str, tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _to_json
+        # Templates test whether strftime_now is defined. It is not: the tokens of a conversation
+        # must not depend on the day.
+        environment.globals = {
+            "range": environment.globals["range"],
+            "dict": _make_dict,
+            "namespace": Namespace,
+            "raise_exception": _raise_exception,
+        }
+        # No content can hold these marks, because they are drawn anew.
+        nonce = secrets.token_hex(16)
+        self._begin, self._end = f"\0<{nonce}", f"\0>{nonce}"
+        environment.extend(generation_marks=(self._begin, self._end), has_generation_tag=False)
+        self._template = environment.from_string(source)
+        self._has_generation_tag: bool = environment.has_generation_tag  # type: ignore[attr-defined]
+        self._tokens = tokens
+
+    def render(self, conversation: dict[str, Any]) -> tuple[str, Spans]:
+        """Render a conversation, and find what the assistant says in it.
+
+        If the template marks it with ``{% generation %}``, these are the turns of the assistant.
+        Else a turn is what the conversation up to the turn has more than the conversation before
+        it, with the generation prompt.
+
+        Args:
+            conversation: ``messages``, and the other variables of the template.
+
+        Returns:
+            The text, and the ranges of its characters that are the assistant's, in order.
+
+        Raises:
+            ValueError: the turns of the assistant cannot be found, there are none, or the text is
+                too long.
+            Exception: whatever the template raises.
+        """
+        messages = conversation["messages"]
+        allowed = _CHARACTERS_PER_CHARACTER * len(json.dumps(conversation))
+        limit = max(_LEAST_LIMIT, allowed)
+        marked = self._render(conversation, messages, limit)
+        if self._has_generation_tag:
+            text, spans = self._find_marks(marked)
+        else:
+            text, spans = marked, self._find_turns(conversation, marked, limit)
+        if not any(begin < end for begin, end in spans):
+            raise ValueError(
+                f"the chat template gives no text of the role {ASSISTANT!r}, so nothing is "
+                "learned; remove the conversation"
+            )
+        return text, spans
+
+    def _render(
+        self,
+        conversation: dict[str, Any],
+        messages: list[Any],
+        limit: int,
+        *,
+        asks_for_answer: bool = False,
+    ) -> str:
+        variables = {
+            "tools": None,
+            "documents": None,
+            **self._tokens,
+            **conversation,
+            "messages": messages,
+            "add_generation_prompt": asks_for_answer,
+        }
+        pieces, length = [], 0
+        for piece in self._template.generate(variables):
+            pieces.append(piece)
+            length += len(piece)
+            if length > limit:
+                raise ValueError(
+                    f"the chat template makes more than {limit:,} characters of it; give another "
+                    "template"
+                )
+        return "".join(pieces)
+
+    def _find_marks(self, marked: str) -> tuple[str, Spans]:
+        """Return the text without marks, and the ranges between them."""
+        text, spans = "", []
+        begin = depth = 0
+        for piece in re.split(f"({self._begin}|{self._end})", marked):
+            if piece == self._begin:
+                begin = begin if depth else len(text)
+                depth += 1
+            elif piece == self._end:
+                depth -= 1
+                if depth == 0:
+                    spans.append((begin, len(text)))
+            else:
+                text += piece
+        return text, spans
+
+    def _find_turns(self, conversation: dict[str, Any], text: str, limit: int) -> Spans:
+        """Return the range of each turn of the assistant, by rendering the turns before it."""
+        messages = conversation["messages"]
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self._render(conversation, messages[:number], limit, asks_for_answer=True)
+            until = self._render(conversation, messages[: number + 1], limit)
+            if not (until.startswith(before) and text.startswith(until)):
+                raise ValueError(
+                    f"the chat template renders the turns up to message {number + 1} otherwise "
+                    "when others follow, so the assistant's part is unknown; give a template with "
+                    "{% generation %} around what is learned, by --chat-template"
+                )
+            spans.append((len(before), len(until)))
+        return spans
+
+
+class _GenerationTag(Extension):
+    """The tag ``{% generation %} ... {% endgeneration %}``: marks stand around its text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        self.environment.has_generation_tag = True  # type: ignore[attr-defined]
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        begin, end = self.environment.generation_marks  # type: ignore[attr-defined]
+        return f"{begin}{caller()}{end}"
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _make_dict(*items: Any, **values: Any) -> dict[Any, Any]:
+    return dict(*items, **values)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON text. Jinja's own filter would escape characters of HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

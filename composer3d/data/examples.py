@@ -1,0 +1,377 @@
+"""Examples for fine-tuning: prompts with answers, and conversations, of which a part is learned.
+
+A line of JSONL is an example, and becomes a document: its text is the example as JSON. The tokens
+of answers are learned, and so is the end of the document after an answer. In a conversation, the
+turns of the assistant are learned, as the chat template renders them; the end of the document is
+learned only if the template itself ends the conversation with that token.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+
+from composer3d.data.documents import END_OF_DOCUMENT, Document, refuse_end_of_document
+from composer3d.data.tokenizer import (
+    ChatFailure,
+    ChatSettings,
+    Encoded,
+    FileTokenizer,
+    Tokenizer,
+    TokenizerFailure,
+    read_tokenizer,
+)
+from composer3d.recipe.values import one_line
+from composer3d.spec.errors import DataError
+from composer3d.spec.files import parse_json, read_plain
+
+_TEMPLATE_BYTES = 1 << 20
+_CONFIG_BYTES = 64 << 20
+_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+
+# The special tokens that a template may name. Each is a key of tokenizer_config.json.
+_SPECIAL_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+
+# Earlier ones have holes in the sandbox.
+_SAFE_JINJA = (3, 1, 6)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """JSONL of prompts with answers.
+
+    Attributes:
+        prompt: the key of the prompt, a text that is not learned.
+        answer: the key of the answer, a text that is learned.
+    """
+
+    kind: ClassVar[str] = "answers"
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+
+    def parse(self, line: bytes, place: str) -> bytes:
+        """Return the example on a line, as JSON. Raises DataError, which names ``place``."""
+        wanted = f'{{"{one_line(self.prompt)}": "...", "{one_line(self.answer)}": "..."}}'
+        entry = _parse_line(line, place, wanted)
+        texts = [entry.get(self.prompt), entry.get(self.answer)]
+        if not all(isinstance(text, str) for text in texts):
+            _refuse_line(
+                place,
+                wanted,
+                "a key is missing or is no text; --prompt-field and --answer-field name other keys",
+            )
+        return _as_json(texts, place)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """JSONL of conversations.
+
+    Attributes:
+        messages: the key of the messages.
+        template: the file of the chat template; None: the one of the tokenizer.
+    """
+
+    kind: ClassVar[str] = "chat"
+
+    messages: str = "messages"
+    template: str | None = None
+
+    def parse(self, line: bytes, place: str) -> bytes:
+        """Return the conversation on a line, as JSON. Raises DataError, which names ``place``."""
+        wanted = f'{{"{one_line(self.messages)}": [{{"role": "...", "content": "..."}}, ...]}}'
+        entry = _parse_line(line, place, wanted)
+        messages = entry.get(self.messages)
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            _refuse_line(
+                place,
+                wanted,
+                "the key is missing, or a message has no role or content; "
+                "--field names another key",
+            )
+        # Like transformers: a template cannot tell a key with null from one that is absent.
+        present = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
+        conversation: dict[str, Any] = {"messages": present}
+        if entry.get("tools") is not None:
+            conversation["tools"] = entry["tools"]
+        return _as_json(conversation, place)
+
+
+Examples = Answers | Chat
+
+
+def open_example_tokenizer(name: str, end: str | None, examples: Examples) -> Tokenizer:
+    """Open a tokenizer whose documents are examples. The caller must close it.
+
+    Args:
+        name: the path of a tokenizer.json; or of a folder that has one, and for conversations also
+            a tokenizer_config.json or a chat_template.jinja; or "bytes", for answers only.
+        end: as for ``tokenizer.open_tokenizer``.
+        examples: the kind of the examples.
+
+    Raises:
+        DataError: a file cannot be read or loaded, or there is no chat template.
+    """
+    if name == "bytes":
+        if isinstance(examples, Chat):
+            raise DataError(
+                "--kind chat needs a tokenizer with special tokens: give a Hugging Face folder in "
+                "place of --tokenizer bytes"
+            )
+        if end is not None:
+            raise DataError(
+                f"--eod {one_line(end)} is not used with --tokenizer bytes, because byte 0 ends a "
+                "document; remove it"
+            )
+        return _ByteAnswerTokenizer()
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    content = read_tokenizer(str(file))
+    shown = one_line(str(file))
+    if isinstance(examples, Answers):
+        return _AnswerTokenizer(shown, content, end, special_as_text=False)
+    return _ChatTokenizer(shown, content, end, _read_chat_settings(path, examples))
+
+
+class _ByteAnswerTokenizer(Tokenizer):
+    """Makes each byte of prompts and answers a token."""
+
+    def encode(self, documents: Sequence[Document]) -> Encoded:
+        tokens, lengths, mask = bytearray(), [], bytearray()
+        for document in documents:
+            prompt, answer = (text.encode() for text in json.loads(document.text))
+            for text in (prompt, answer):
+                refuse_end_of_document(document._replace(text=text))
+            tokens += prompt + answer + bytes([END_OF_DOCUMENT])
+            mask += bytes(len(prompt)) + b"\1" * (len(answer) + 1)
+            lengths.append(len(prompt) + len(answer) + 1)
+        return Encoded(
+            np.frombuffer(bytes(tokens), dtype=np.uint8).astype(self.dtype),
+            np.array(lengths, dtype=np.int64),
+            np.frombuffer(bytes(mask), dtype=np.uint8),
+        )
+
+
+class _AnswerTokenizer(FileTokenizer):
+    """Encodes prompts and answers apart, as a model meets them that goes on with a prompt.
+
+    A prompt begins with the special tokens that the tokenizer adds, as in ``generate``.
+    """
+
+    def another(self) -> Tokenizer:
+        assert self.content is not None
+        return _AnswerTokenizer(self.name, self.content, self._end_name, special_as_text=False)
+
+    def encode(self, documents: Sequence[Document]) -> Encoded:
+        pairs = [json.loads(document.text) for document in documents]
+        try:
+            prompts = self._worker.encode([pair[0].encode() for pair in pairs], as_prompts=True)
+            answers = self._worker.encode([pair[1].encode() for pair in pairs])
+        except TokenizerFailure as error:
+            place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
+            raise DataError(f"{place}: {error}") from None
+
+        for (counts, tokens), number in ((prompts, 0), (answers, 1)):
+            self._check_tokens(documents, tokens, np.cumsum(counts))
+            for document, pair, count in zip(documents, pairs, counts, strict=True):
+                if count == 0 and pair[number].strip():
+                    raise DataError(
+                        f"{document.place}: no character of the {('prompt', 'answer')[number]} has "
+                        f"a token in {self.name}; remove the example, or give another tokenizer"
+                    )
+        lengths = prompts[0] + answers[0] + 1
+        stops = np.cumsum(lengths)
+        is_prompt = np.zeros(int(stops[-1]), dtype=np.bool_)
+        for start, count in zip(stops - lengths, prompts[0], strict=True):
+            is_prompt[start : start + count] = True
+        is_answer = ~is_prompt
+        is_answer[stops - 1] = False
+        tokens = np.full(len(is_prompt), self.end, dtype=self.dtype)
+        tokens[is_prompt], tokens[is_answer] = prompts[1], answers[1]
+        return Encoded(tokens, lengths, (~is_prompt).astype(np.uint8))
+
+
+class _ChatTokenizer(FileTokenizer):
+    """Renders conversations with a chat template, and encodes them."""
+
+    def __init__(self, name: str, content: bytes, end: str | None, chat: ChatSettings) -> None:
+        self._chat = chat
+        super().__init__(name, content, end, special_as_text=False, chat=chat)
+
+    def another(self) -> Tokenizer:
+        assert self.content is not None
+        return _ChatTokenizer(self.name, self.content, self._end_name, self._chat)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What of the template determines the tokens, as JSON values."""
+        return self._chat._asdict()
+
+    def encode(self, documents: Sequence[Document]) -> Encoded:
+        try:
+            counts, tokens, mask = self._worker.encode_chats([doc.text for doc in documents])
+        except ChatFailure as error:
+            raise DataError(f"{documents[error.number].place}: {error}") from None
+        except TokenizerFailure as error:
+            place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
+            raise DataError(f"{place}: {error}") from None
+
+        stops = np.cumsum(counts)
+        # A conversation that ends with the end of a document needs no second one.
+        has_end = (counts > 0) & (tokens[np.maximum(stops - 1, 0)] == self.end)
+        is_inner = np.ones(len(tokens), dtype=np.bool_)
+        is_inner[stops[has_end] - 1] = False
+        self._check_tokens(documents, tokens[is_inner], np.cumsum(counts - has_end))
+        missing_ends = stops[~has_end]
+        tokens = np.insert(tokens, missing_ends, self.end).astype(self.dtype)
+        mask = np.insert(mask, missing_ends, 0)
+        lengths = counts + ~has_end
+        learned = np.add.reduceat(mask, np.cumsum(lengths) - lengths, dtype=np.int64)
+        if (learned == 0).any():
+            document = documents[int(np.flatnonzero(learned == 0)[0])]
+            raise DataError(
+                f"{document.place}: no character of the assistant has a token in {self.name}; "
+                "remove the conversation, or give another tokenizer"
+            )
+        return Encoded(tokens, lengths, mask)
+
+
+def settings_of(examples: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what determines tokens and masks besides the tokenizer, as JSON values."""
+    if isinstance(examples, Answers):
+        return {"kind": examples.kind, "prompt": examples.prompt, "answer": examples.answer}
+    assert isinstance(tokenizer, _ChatTokenizer)
+    return {"kind": examples.kind, "messages": examples.messages, "chat": tokenizer.settings}
+
+
+def _read_chat_settings(path: Path, examples: Chat) -> ChatSettings:
+    """Read the chat template, and the special tokens that it may name.
+
+    Raises DataError if there is no template, or a file cannot be used.
+    """
+    _require_jinja()
+    folder = path if path.is_dir() else path.parent
+    config: dict[str, Any] = {}
+    content = _read(folder / _CONFIG, _CONFIG_BYTES)
+    if content is not None:
+        try:
+            config = parse_json(content)
+            if not isinstance(config, dict):
+                raise ValueError("it is no object")
+        except ValueError as error:
+            raise DataError(
+                f"{one_line(str(folder / _CONFIG))}: cannot be used: {one_line(str(error))[:300]}"
+            ) from None
+
+    template: Any
+    if examples.template is not None:
+        own = _read(Path(examples.template), _TEMPLATE_BYTES)
+        if own is None:
+            raise DataError(f"--chat-template {one_line(examples.template)}: there is no such file")
+        template = _decode(own, examples.template)
+    else:
+        in_file = _read(folder / _TEMPLATE, _TEMPLATE_BYTES)
+        if in_file is not None:
+            template = _decode(in_file, str(folder / _TEMPLATE))
+        else:
+            template = _default_template(config.get("chat_template"))
+    if not isinstance(template, str):
+        raise DataError(
+            f"--tokenizer {one_line(str(path))}: {one_line(str(folder))} has no chat template, "
+            f"neither {_TEMPLATE} nor in {_CONFIG}; give one by --chat-template"
+        )
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return ChatSettings(template, tokens)
+
+
+def _default_template(value: Any) -> Any:
+    """Return the default one of several templates with names, or the only one."""
+    if not isinstance(value, list):
+        return value
+    for entry in value:
+        if isinstance(entry, dict) and entry.get("name") == "default":
+            return entry.get("template")
+    return None
+
+
+def _require_jinja() -> None:
+    """Raise DataError if jinja2 is missing, or has known holes in its sandbox."""
+    try:
+        found = version("jinja2")
+    except ModuleNotFoundError:
+        found = "none"
+    numbers = tuple(map(int, re.findall(r"\d+", found)[:3]))
+    if numbers < _SAFE_JINJA:
+        raise DataError(
+            f"--kind chat needs the package jinja2, 3.1.6 or newer, and {found} is installed; "
+            "install it with pip install 'composer3d[data]'"
+        )
+
+
+def _read(path: Path, limit: int) -> bytes | None:
+    """Read a file; None if there is none. Raises DataError if it cannot be read."""
+    try:
+        return read_plain(path, limit=limit)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{one_line(str(path))}: cannot be read: {reason}") from None
+
+
+def _decode(content: bytes, name: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise DataError(f"{one_line(name)}: is not UTF-8; give a template in UTF-8") from None
+
+
+def _is_message(value: Any) -> bool:
+    """Return whether a value is a message: a role, and a content unless it calls tools."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (
+        content is None and isinstance(value.get("tool_calls"), list)
+    )
+
+
+def _parse_line(line: bytes, place: str, wanted: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        _refuse_line(place, wanted, one_line(str(error))[:300])
+    if not isinstance(entry, dict):
+        _refuse_line(place, wanted, "the line is no object")
+    return entry
+
+
+def _as_json(value: Any, place: str) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a lone surrogate, or a number that is not finite
+        raise DataError(f"{place}: {one_line(str(error))[:300]}; correct the line") from None
+
+
+def _refuse_line(place: str, wanted: str, problem: str) -> NoReturn:
+    raise DataError(f"{place}: must be a JSON object such as {wanted}: {problem}")

@@ -1,0 +1,447 @@
+"""Prompts with answers, and conversations: their tokens, and which of them are learned."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from composer3d import cli
+from composer3d.data import chat_template, examples, open_corpus, prepare, tokenizer
+from composer3d.data.chat_template import ChatTemplate
+from composer3d.spec.errors import DataError
+from composer3d.spec.token_manifest import digest_of_manifest, read_manifest
+from tests.data.sample_chats import (
+    CHATS,
+    END,
+    MARKED,
+    PLAIN,
+    write_chats,
+    write_lines,
+    write_tokenizer,
+)
+
+PAIRS = [
+    ("hello there", "sunny and warm"),
+    ("what is the weather? ", "日本 😀"),
+    ("", "friend"),
+    ("a<|im_end|>b", "hello<|im_end|>"),
+]
+
+
+def run(source: Path, out: Path, coder: Path | str, *options: str) -> None:
+    command = ["prepare", str(source), "-o", str(out), "--tokenizer", str(coder)]
+    assert cli.main([*command, *options]) == 0
+
+
+def read(folder: Path) -> tuple[list[int], list[int]]:
+    """Return all tokens and the whole mask of a folder."""
+    corpus = open_corpus("tokens", folder, split="train")
+    assert corpus.mask is not None
+    everything = np.arange(len(corpus.tokens))
+    return corpus.tokens[everything].tolist(), corpus.mask[everything].tolist()
+
+
+def encode_pairs(coder: Any, pairs: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
+    ids, mask = [], []
+    for prompt, answer in pairs:
+        question = coder.encode(prompt).ids
+        reply = [*coder.encode(answer, add_special_tokens=False).ids, coder.token_to_id(END)]
+        ids += question + reply
+        mask += [0] * len(question) + [1] * len(reply)
+    return ids, mask
+
+
+@pytest.mark.parametrize("shard_tokens", ["1", "1000"])
+def test_answers_are_learned_and_prompts_are_not(tmp_path: Path, shard_tokens: str) -> None:
+    coder = write_tokenizer(tmp_path / "tok")
+    entries = [{"question": prompt, "completion": answer} for prompt, answer in PAIRS]
+    source = write_lines(tmp_path / "x.jsonl", entries)
+    fields = ["--prompt-field", "question", "--answer-field", "completion"]
+    options = ["--kind", "answers", *fields, "--shard-tokens", shard_tokens]
+    run(source, tmp_path / "out", tmp_path / "tok", *options)
+    expected = encode_pairs(coder, PAIRS)
+    assert read(tmp_path / "out") == expected
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.learned == sum(expected[1])
+    assert len(manifest.shards) == (len(PAIRS) if shard_tokens == "1" else 1)
+
+
+def test_answers_of_bytes(tmp_path: Path) -> None:
+    entries = [{"prompt": prompt, "answer": answer} for prompt, answer in PAIRS]
+    source = write_lines(tmp_path / "x.jsonl", entries)
+    run(source, tmp_path / "out", "bytes", "--kind", "answers")
+    ids, mask = [], []
+    for prompt, answer in PAIRS:
+        ids += [*prompt.encode(), *answer.encode(), 0]
+        mask += [0] * len(prompt.encode()) + [1] * (len(answer.encode()) + 1)
+    assert read(tmp_path / "out") == (ids, mask)
+
+
+def test_a_split_and_more_processes_keep_masks_with_their_tokens(tmp_path: Path) -> None:
+    coder = write_tokenizer(tmp_path / "tok")
+    pairs = [(f"what is {n}?", f"warm {n}") for n in range(40)]
+    source = write_lines(
+        tmp_path / "x.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
+    )
+    options = ["--kind", "answers", "--split", "0.3", "--processes", "2"]
+    run(source, tmp_path / "out", tmp_path / "tok", *options, "--shard-tokens", "100")
+    found = []
+    for name in ("train", "validation"):
+        ids, mask = read(tmp_path / "out" / name)
+        cuts = np.flatnonzero(np.array(ids) == coder.token_to_id(END)) + 1
+        parts = zip(np.split(ids, cuts), np.split(mask, cuts), strict=True)
+        found += [(part.tolist(), bits.tolist()) for part, bits in parts if len(part)]
+    assert sorted(found) == sorted(encode_pairs(coder, [pair]) for pair in pairs)
+
+
+def test_masks_of_chats_are_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    coder = write_tokenizer(tmp_path / "tok")
+    run(write_chats(tmp_path / "x.jsonl"), tmp_path / "out", tmp_path / "tok", "--kind", "chat")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "tok")
+    ids, mask = [], []
+    for chat in CHATS:
+        encoded = theirs.apply_chat_template(
+            chat, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids += [*encoded["input_ids"], coder.token_to_id(END)]
+        mask += [*encoded["assistant_masks"], 0]
+    assert sum(mask) > 20
+    assert read(tmp_path / "out") == (ids, mask)
+
+
+def test_without_marks_the_turns_are_what_each_adds(tmp_path: Path) -> None:
+    """The line break after a turn belongs to it; else the result is that of the marks."""
+    coder = write_tokenizer(tmp_path / "tok", PLAIN)
+    source = write_chats(tmp_path / "x.jsonl")
+    run(source, tmp_path / "plain", tmp_path / "tok", "--kind", "chat")
+    # The file of a template comes before the one in tokenizer_config.json, and the option first.
+    (tmp_path / "tok/chat_template.jinja").write_text(MARKED)
+    run(source, tmp_path / "marked", tmp_path / "tok", "--kind", "chat")
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    option = ["--chat-template", str(tmp_path / "plain.jinja")]
+    run(source, tmp_path / "option", tmp_path / "tok/tokenizer.json", "--kind", "chat", *option)
+    plain, marked = read(tmp_path / "plain"), read(tmp_path / "marked")
+    assert read(tmp_path / "option") == plain
+    assert plain[0] == marked[0]
+    ends = np.flatnonzero(np.diff(marked[1], append=0) == -1) + 1
+    assert len(ends) == 4
+    expected = np.array(marked[1])
+    line_break = coder.encode("\n", add_special_tokens=False).ids
+    assert [[plain[0][end]] for end in ends] == [line_break] * 4
+    expected[ends] = 1
+    assert plain[1] == expected.tolist()
+
+
+def test_a_conversation_that_ends_as_documents_do_gets_no_second_end(tmp_path: Path) -> None:
+    coder = write_tokenizer(tmp_path / "tok", MARKED.replace("{{ '\\n' }}", ""))
+    source = write_lines(tmp_path / "x.jsonl", [{"talk": CHATS[1][1:]}])
+    options = ["--kind", "chat", "--field", "talk", "--eod", "<|im_end|>"]
+    # The user's turn ends with the same token.
+    assert cli.main(["prepare", str(source), "-o", str(tmp_path / "no"), "--tokenizer",
+                     str(tmp_path / "tok"), *options]) == 2  # fmt: skip
+    template = MARKED.replace("{{ '\\n' }}", "").replace("{% else %}{{ m.content }}{{ eos_token }}",
+                                                        "{% else %}{{ m.content }}")  # fmt: skip
+    write_tokenizer(tmp_path / "tok", template)
+    run(source, tmp_path / "out", tmp_path / "tok", *options)
+    ids, mask = read(tmp_path / "out")
+    assert ids.count(coder.token_to_id("<|im_end|>")) == 1
+    assert ids[-1] == coder.token_to_id("<|im_end|>")
+    assert mask[-1] == 1
+
+
+def test_tools_and_several_templates(tmp_path: Path) -> None:
+    template = "{{ tools | tojson }}" + MARKED
+    coder = write_tokenizer(tmp_path / "tok")
+    config = json.loads((tmp_path / "tok/tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "rag", "template": "x"},
+        {"name": "default", "template": template},
+    ]
+    (tmp_path / "tok/tokenizer_config.json").write_text(json.dumps(config))
+    source = write_lines(tmp_path / "x.jsonl", [{"messages": CHATS[2], "tools": [{"a": "<é>"}]}])
+    run(source, tmp_path / "out", tmp_path / "tok", "--kind", "chat")
+    assert coder.decode(read(tmp_path / "out")[0]).startswith('[{"a": "<é>"}]')
+
+
+def test_an_interrupted_prepare_of_examples_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path / "tok")
+    pairs = [{"prompt": f"what is {n}?", "answer": f"warm {n}"} for n in range(12)]
+    source = write_lines(tmp_path / "x.jsonl", pairs)
+    options = ["--kind", "answers", "--shard-tokens", "30"]
+    run(source, tmp_path / "whole", tmp_path / "tok", *options)
+
+    write = prepare.ShardWriter.write
+    calls = 0
+
+    def fail(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.ShardWriter, "write", fail)
+        command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer"]
+        assert cli.main([*command, str(tmp_path / "tok"), *options]) == 130
+    partial = tmp_path / "out.partial"
+    assert (partial / "mask-00001.bin").exists()
+    # Other keys, or no mask, would give other bytes.
+    other = ["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer",
+             str(tmp_path / "tok"), *options, "--answer-field", "prompt"]  # fmt: skip
+    assert cli.main(other) == 2
+    run(source, tmp_path / "out", tmp_path / "tok", *options)
+    names = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_inspect_shows_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokenizer(tmp_path / "tok")
+    run(write_chats(tmp_path / "x.jsonl"), tmp_path / "out", tmp_path / "tok", "--kind", "chat")
+    ids, mask = read(tmp_path / "out")
+    assert f"out: {sum(mask)} tokens are learned (" in capsys.readouterr().out
+    assert cli.main(["inspect", str(tmp_path / "out"), "--full"]) == 0
+    out = capsys.readouterr().out
+    assert f"learned      {sum(mask)} tokens ({sum(mask) / len(ids):.1%});" in out
+    assert "assistant\\n«it is warm 😀 日本<|im_end|>»\\n<|im_start|>user" in out
+    assert cli.main(["inspect", str(tmp_path / "out"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["learned"] == sum(mask)
+    assert sum(sample["learned"] for sample in report["samples"]) == sum(mask)
+
+
+def seal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a manifest, and give it a digest that fits."""
+    manifest = json.loads((folder / "tokens.json").read_text())
+    change(manifest)
+    manifest["digest"] = digest_of_manifest(manifest)
+    (folder / "tokens.json").write_text(json.dumps(manifest))
+
+
+WRONG_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no count": (lambda m: m.pop("learned"), "it lacks learned"),
+    "none": (lambda m: m.update(learned=0), "learned is 0, not a whole number from 1 to 24"),
+    "too many": (lambda m: m.update(learned=25), "learned is 25, not a whole number from 1 to 24"),
+    "no mask": (lambda m: m["files"].pop("mask-00000.bin"), "files lacks mask-00000.bin"),
+    "short mask": (
+        lambda m: m["files"]["mask-00000.bin"].update(bytes=23),
+        "files.mask-00000.bin.bytes is 23, but its tokens and documents make 24",
+    ),
+    "mask of version 2": (lambda m: m.update(version=2), 'it has "learned", which does not belong'),
+}
+
+
+def test_no_mask_is_trusted(tmp_path: Path) -> None:
+    source = write_lines(
+        tmp_path / "x.jsonl", [{"prompt": "0123456789", "answer": "abcdefghijklm"}]
+    )
+    for number, (change, message) in enumerate(WRONG_MANIFESTS.values()):
+        folder = tmp_path / str(number)
+        run(source, folder, "bytes", "--kind", "answers")
+        seal(folder, change)
+        with pytest.raises(DataError) as caught:
+            open_corpus("tokens", folder, split="train")
+        assert f"tokens.json cannot be used ({message}" in caught.value.lines[0]
+
+    folder = tmp_path / "mask"
+    run(source, folder, "bytes", "--kind", "answers")
+    digest = open_corpus("tokens", folder, split="train").digest
+    mask = bytearray((folder / "mask-00000.bin").read_bytes())
+    for value, message in ((0, "is damaged"), (2, "holds a byte above 1")):
+        mask[-1] = value
+        (folder / "mask-00000.bin").write_bytes(mask)
+        if value == 2:
+            seal_mask(folder, mask)
+        with pytest.raises(DataError, match=message):
+            open_corpus("tokens", folder, split="train")
+    mask[-1] = 0
+    (folder / "mask-00000.bin").write_bytes(mask)
+    seal_mask(folder, mask)
+    # A run cannot be resumed with another mask, and inspect finds that the count is wrong.
+    assert open_corpus("tokens", folder, split="train").digest != digest
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert cli.main(["inspect", str(folder), "--full"]) == 1
+
+
+def seal_mask(folder: Path, mask: bytearray) -> None:
+    digests = [prepare.digest_of(mask)]
+    seal(folder, lambda manifest: manifest["files"]["mask-00000.bin"].update(digests=digests))
+
+
+LINES: dict[str, tuple[str, str, str]] = {
+    "no answer": ("answers", '{"prompt": "a"}', "a key is missing or is no text"),
+    "a number": ("answers", '{"prompt": 1, "answer": "a"}', "a key is missing or is no text"),
+    "no object": ("answers", "[]", "the line is no object"),
+    "no JSON": ("answers", "{", "Expecting property name"),
+    "a surrogate": ("answers", r'{"prompt": "\ud800", "answer": "a"}', "surrogates not allowed"),
+    "an end": ("answers", '{"prompt": "a", "answer": "a<|endoftext|>"}', "would end a document"),
+    "no messages": ("chat", "{}", "--field names another key"),
+    "no role": ("chat", '{"messages": [{"content": "a"}]}', "no role or content"),
+    "parts": ("chat", '{"messages": [{"role": "user", "content": []}]}', "no role or content"),
+    "a wide number": (
+        "chat",
+        '{"messages": [{"role": "user", "content": "a", "x": 1e999}]}',
+        "not JSON compliant",
+    ),
+    "no assistant": (
+        "chat",
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        "no text of the role 'assistant', so nothing is learned",
+    ),
+    "an end in a chat": (
+        "chat",
+        '{"messages": [{"role": "assistant", "content": "a<|endoftext|>"}]}',
+        "would end a document there; name another token with --eod",
+    ),
+}
+
+
+def test_wrong_lines_are_refused_by_their_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokenizer(tmp_path / "tok")
+    for kind, line, message in LINES.values():
+        (tmp_path / "x.jsonl").write_text("\n" + line + "\n")
+        command = ["prepare", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "out")]
+        assert cli.main([*command, "--tokenizer", str(tmp_path / "tok"), "--kind", kind]) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"{tmp_path}/x.jsonl:2: ")
+        assert message in error
+        assert not (tmp_path / "out").exists()
+
+
+OPTIONS: dict[str, tuple[list[str], str]] = {
+    "template of answers": (
+        ["--kind", "answers", "--chat-template", "x"],
+        "--chat-template is only used with --kind chat, and this is --kind answers",
+    ),
+    "prompt of text": (["--prompt-field", "x"], "--prompt-field is only used with --kind answers"),
+    "answer of chat": (
+        ["--kind", "chat", "--answer-field", "x"],
+        "--answer-field is only used with --kind answers, and this is --kind chat",
+    ),
+    "field of answers": (["--kind", "answers", "--field", "x"], "--field is not used with --kind"),
+    "chat of bytes": (["--kind", "chat", "--tokenizer", "bytes"], "--kind chat needs a tokenizer"),
+    "end of bytes": (
+        ["--kind", "answers", "--tokenizer", "bytes", "--eod", "x"],
+        "--eod x is not used with --tokenizer bytes",
+    ),
+    "no template": (["--kind", "chat"], "has no chat template, neither chat_template.jinja nor"),
+    "no such template": (["--kind", "chat", "--chat-template", "none"], "there is no such file"),
+    "no folder": (["--kind", "chat", "--tokenizer", "none"], "No such file or directory"),
+}
+
+
+def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokenizer(tmp_path / "tok", None)
+    source = write_chats(tmp_path / "x.jsonl")
+    command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer",
+               str(tmp_path / "tok")]  # fmt: skip
+    for options, message in OPTIONS.values():
+        assert cli.main([*command, *options]) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert message in error
+    (tmp_path / "x.txt").write_text("a")
+    command[1] = str(tmp_path / "x.txt")
+    assert cli.main([*command, "--kind", "answers"]) == 2
+    assert "--kind answers reads JSONL, and this is text" in capsys.readouterr().err
+    (tmp_path / "tok/tokenizer_config.json").write_text("[")
+    command[1] = str(source)
+    assert cli.main([*command, "--kind", "chat"]) == 2
+    assert "tokenizer_config.json: cannot be used: " in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_fails_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokenizer(tmp_path / "tok")
+    content = json.loads((tmp_path / "tok/tokenizer.json").read_text())
+    content["model"] = {"type": "WordLevel", "vocab": {END: 0}, "unk_token": "[UNK]"}
+    content |= {"added_tokens": [], "pre_tokenizer": None, "post_processor": None}
+    (tmp_path / "tok/tokenizer.json").write_text(json.dumps(content))
+    command = ["prepare", str(write_chats(tmp_path / "x.jsonl")), "-o", str(tmp_path / "out")]
+    assert cli.main([*command, "--tokenizer", str(tmp_path / "tok"), "--kind", "chat"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "x.jsonl:1 or soon after: --tokenizer " in error
+    assert "UNK" in error
+
+
+def test_an_old_jinja_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path / "tok")
+    monkeypatch.setattr(examples, "version", lambda name: "3.1.5")
+    with pytest.raises(DataError, match=r"needs the package jinja2, 3\.1\.6 or newer, and 3\.1\.5"):
+        examples.open_example_tokenizer(str(tmp_path / "tok"), None, examples.Chat())
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}%s{% endfor %}{% endfor %}"
+HOSTILE: dict[str, tuple[str, str]] = {
+    "syntax": ("{% for %}", "Expected"),
+    "an error": ("{{ raise_exception('no system\nhere') }}", "x.jsonl:1: no system here"),
+    "a missing name": ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
+    "an endless loop": (LOOP.replace("%s", ""), "s of processor time with its chat template"),
+    "endless output": (
+        LOOP.replace("%s", "x" * 999),
+        "the chat template makes more than 1,048,576",
+    ),
+    "all memory": ("{{ 'x' * 9999999999 }}", "takes too much memory"),
+    "the class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    "globals": ("{{ raise_exception.__globals__['x'] }}", "unsafe"),
+    "a change": ("{{ messages.append(1) }}", "unsafe"),
+    "a file": ("{% include '/etc/passwd' %}", "no loader"),
+    "another prefix": (
+        "{{ messages | length }}" + PLAIN,
+        "renders the turns up to message 2 otherwise when others follow",
+    ),
+    "a tag left open": ("{% generation %}", "Unexpected end of template"),
+    "nothing learned": ("{% generation %}{% endgeneration %}x", "nothing is learned"),
+}
+
+
+@pytest.mark.parametrize(("template", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_template_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(tokenizer, "_ENCODE_S", 0.0)
+    write_tokenizer(tmp_path / "tok", template)
+    source = write_chats(tmp_path / "x.jsonl")
+    command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--processes", "1"]
+    assert cli.main([*command, "--tokenizer", str(tmp_path / "tok"), "--kind", "chat"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert message in error
+
+
+def test_a_template_can_write_no_file(tmp_path: Path) -> None:
+    """If the sandbox had a hole, the process still could not fill a file."""
+    write_tokenizer(tmp_path / "tok")
+    opened = examples.open_example_tokenizer(str(tmp_path / "tok"), None, examples.Chat())
+    try:
+        pid = opened._worker._process.pid
+        limits = Path(f"/proc/{pid}/limits").read_text()
+    finally:
+        opened.close()
+    (line,) = [line for line in limits.splitlines() if line.startswith("Max file size")]
+    assert line.split()[3] == "0"
+
+
+def test_marks_may_be_nested_and_filtered() -> None:
+    template = ChatTemplate(
+        "{% set x %} {% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %} "
+        "{% endset %}{{ x | trim }}{{ messages[0].role }}",
+        {},
+    )
+    text, spans = template.render({"messages": [{"role": chat_template.ASSISTANT}]})
+    assert (text, spans) == ("abassistant", [(0, 2)])
