@@ -138,7 +138,7 @@ def _decode_masked(
     """Return document ``number``, which has a mask and ``length`` tokens from ``start`` on."""
     assert shard.mask_file is not None
     dtype = np.dtype(manifest.dtype).newbyteorder("<")
-    mask = _read(manifest, shard.mask_file, start, length, np.uint8)
+    mask = _read(manifest, shard.mask_file, start, length, "u1")
     shown = min(length - 1, _MASKED_SAMPLE * _SAMPLE_TOKENS)
     tokens = _read(manifest, shard.tokens_file, start * dtype.itemsize, shown, dtype)
     # The runs of tokens that are learned, or that are not.
