@@ -187,9 +187,9 @@ def compare(walk: Walk) -> None:
     """Walk through the page, and compare what composer3d and transformers have generated."""
     generating = theirs = ours = ""
     for step in steps_of(PAGE.read_text()):
+        printed = walk.step(step)
         if walk.problems:
             return
-        printed = walk.step(step)
         if step.text.startswith("composer3d generate"):
             generating, ours = step.text, printed
         elif step.language == "py":
