@@ -1,7 +1,7 @@
 """Translate a DeepSpeed configuration."""
 
 from composer3d.imports.layout import read_layout, set_layout
-from composer3d.imports.shared import require_adamw, set_dtype
+from composer3d.imports.shared import note_adamw, set_dtype
 from composer3d.imports.translation import Setting, Translation
 
 # Keys that only a DeepSpeed configuration has.
@@ -106,7 +106,7 @@ def _set_memory(made: Translation) -> None:
 
 def _set_optimizer(made: Translation) -> None:
     kind = made.text("optimizer.type")
-    require_adamw(made, "optimizer.type", *_ADAMS)
+    note_adamw(made, "optimizer.type", *_ADAMS)
     if "gradient_clipping" not in made.settings:
         made.assume("optim.clip", 0.0, "gradient_clipping is absent: no clipping")
     if kind is not None:

@@ -5,9 +5,9 @@ from math import lcm
 
 from composer3d.imports.layout import Layout, read_layout, set_layout
 from composer3d.imports.shared import (
+    note_adamw,
     note_linear_decay,
     note_whole_experts,
-    require_adamw,
     set_dtype,
     take_betas,
 )
@@ -401,7 +401,7 @@ def _set_memory(made: Translation) -> None:
 
 
 def _set_schedule(made: Translation) -> None:
-    require_adamw(made, "optimizer", "adam")
+    note_adamw(made, "optimizer", "adam")
     take_betas(made, ("adam_beta1", "adam_beta2"), (0.9, 0.999))
     made.assume("optim.betas", (0.9, 0.999), "the defaults of --adam-beta1 and --adam-beta2")
     made.assume("optim.weight_decay", 0.01, "the default of --weight-decay")

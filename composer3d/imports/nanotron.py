@@ -3,7 +3,7 @@
 import re
 
 from composer3d.imports.layout import read_layout, set_layout
-from composer3d.imports.shared import note_linear_decay, require_adamw, set_dtype, take_betas
+from composer3d.imports.shared import note_adamw, note_linear_decay, set_dtype, take_betas
 from composer3d.imports.translation import Translation
 
 _MODEL = "model.model_config"
@@ -130,7 +130,7 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
 
 def _set_optimizer(made: Translation) -> None:
     factory = "optimizer.optimizer_factory"
-    require_adamw(made, f"{factory}.name", "adamw")
+    note_adamw(made, f"{factory}.name", "adamw")
     made.ignore("optimizer.accumulate_grad_in_fp32")
     take_betas(made, (f"{factory}.adam_beta1", f"{factory}.adam_beta2"), (0.9, 0.95))
     clip = made.real("optimizer.clip_grad")

@@ -23,7 +23,7 @@ def set_dtype(made: Translation, *, half: tuple[str, ...], narrow: tuple[str, ..
         made.take("precision.compute", "bfloat16", *narrow)
 
 
-def require_adamw(made: Translation, word: str, *names: str) -> None:
+def note_adamw(made: Translation, word: str, *names: str) -> None:
     """Note that the optimizer is AdamW if a file says another one than ``names``, in any case."""
     name = made.text(word)
     if name is not None and name.lower() not in names:

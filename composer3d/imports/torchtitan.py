@@ -4,9 +4,9 @@ from typing import Any
 
 from composer3d.imports.layout import read_layout, set_layout
 from composer3d.imports.shared import (
+    note_adamw,
     note_linear_decay,
     note_whole_experts,
-    require_adamw,
     take_betas,
 )
 from composer3d.imports.translation import Translation
@@ -114,7 +114,6 @@ def _set_model(made: Translation) -> None:
 def _set_layout(made: Translation, gpus: int | None) -> None:
     layout = read_layout(made, _LAYOUT)
     pp, replicas = layout.pp or 1, layout.replicas or 1
-    layout.replicas = replicas
     shard_word = "parallelism.data_parallel_shard_degree"
     shards = made.number(shard_word)
     if shards is not None:
@@ -129,10 +128,8 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
         zero = 0 if replicas > 1 else zero  # DDP
     layout.set("zero", zero, reshard_word)
 
-    batch_word, micro_word = (
-        "training.local_batch_size",
-        "parallelism.pipeline_parallel_microbatch_size",
-    )
+    batch_word = "training.local_batch_size"
+    micro_word = "parallelism.pipeline_parallel_microbatch_size"
     local = made.number(batch_word) if batch_word in made.settings else 8
     layout.set("micro_batch", local, batch_word)
     if pp > 1 and local:
@@ -148,8 +145,7 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
             layout.set("accumulation", local // micro, batch_word)
     made.ignore(batch_word, micro_word)
 
-    schedule, layout.virtual_stages = _schedule(made, pp)
-    layout.set("schedule", schedule, "parallelism.pipeline_parallel_schedule")
+    layout.set("schedule", _schedule(made, pp), "parallelism.pipeline_parallel_schedule")
     set_layout(made, layout, gpus)
     note_whole_experts(made, "parallelism.expert_tensor_parallel_degree")
     word = "parallelism.disable_loss_parallel"
@@ -161,7 +157,7 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
         made.take("parallel.cp_method", method, word)
 
 
-def _schedule(made: Translation, pp: int) -> tuple[str, int | None]:
+def _schedule(made: Translation, pp: int) -> str:
     name = made.text("parallelism.pipeline_parallel_schedule") or "1F1B"
     known = {schedule.lower(): schedule for schedule in SCHEDULES if schedule != "csv"}
     schedule = known.get(name.lower())
@@ -171,7 +167,6 @@ def _schedule(made: Translation, pp: int) -> tuple[str, int | None]:
             f'not there: parallel.schedule = "1F1B"; the schedules are {names}',
             "parallelism.pipeline_parallel_schedule",
         )
-    chosen = schedule or "1F1B"
     per_stage = made.number("parallelism.pipeline_parallel_layers_per_stage")
     layers = made.value("model.n_layers")
     if per_stage and layers and pp > 1:
@@ -185,7 +180,7 @@ def _schedule(made: Translation, pp: int) -> tuple[str, int | None]:
             "the layers of a preset are not counted here: set parallel.virtual_stages",
             "parallelism.pipeline_parallel_layers_per_stage",
         )
-    return chosen, None
+    return schedule or "1F1B"
 
 
 def _set_precision(made: Translation) -> None:
@@ -236,7 +231,7 @@ def _set_memory(made: Translation) -> None:
 
 
 def _set_optimizer(made: Translation) -> None:
-    require_adamw(made, "optimizer.name", "adamw")
+    note_adamw(made, "optimizer.name", "adamw")
     made.assume("optim.lr", 8e-4, "the default of optimizer.lr")
     lr, steps = made.value("optim.lr", 8e-4), made.value("run.steps", 10_000)
     take_betas(made, ("optimizer.beta1", "optimizer.beta2"), (0.9, 0.95))
