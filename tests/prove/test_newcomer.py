@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from composer3d.recipe.resolve import load
-from tools.prove.newcomer import PAGE, Step, Walk, compare, steps_of
+from tools.prove.newcomer import PAGE, README, TESTS, Step, Walk, compare, steps_of
 
 STEPS = steps_of(PAGE.read_text())
 
@@ -80,6 +80,12 @@ def test_the_walk_ends_at_a_command_that_fails(tmp_path: Path) -> None:
     walk = Pretended(tmp_path, "", status=1)
     compare(walk)
     assert walk.problems == walk.shown == [STEPS[0].text]
+
+
+def test_the_commands_of_the_readme_begin_with_the_quickstart() -> None:
+    commands = [step.text for step in steps_of(README.read_text()) if step.language == "bash"]
+    assert commands[0] == "bash tools/quickstart"
+    assert set(TESTS) < set(commands)
 
 
 def test_a_page_with_another_language_has_no_step_of_it() -> None:

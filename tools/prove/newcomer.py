@@ -3,11 +3,15 @@
     bash tools/prove/run newcomer                         # in a new environment, which pip fills
     bash tools/prove/run newcomer --environment DIR       # in one that has all packages already
     bash tools/prove/run newcomer --keep DIR              # leaves the folder of the walk in DIR
+    bash tools/prove/run newcomer --readme                # the commands of README.md instead
 
 The wheel is built from this checkout and installed into a virtual environment. In an empty folder,
 the page's recipe is saved, and its commands and its program run as they are printed, one after
 another. The text is a part of the standard library. The text that transformers generates must be
 the one that composer3d has generated, and the tokens too.
+
+With ``--readme``, the commands of README.md run in a copy of this checkout. The quickstart makes
+their environment. Those that run the tests are left out.
 
 It prints a line for each command, with its seconds.
 
@@ -30,8 +34,11 @@ from typing import NamedTuple
 from tools.prove.paths import ROOT
 
 PAGE = ROOT / "docs" / "first_model.md"
+README = ROOT / "README.md"
+# They take longer than a walk, and run all the time.
+TESTS = ("bash tools/test", "bash tools/check")
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
-LIMIT_S = 900.0
+LIMIT_S = 1800.0
 # Packages of the standard library whose sources are the text: about 2 MB.
 TEXT = ("asyncio", "email", "http", "idlelib", "json", "logging", "unittest", "xml")
 # It prints the tokens that the page's program has made its text of.
@@ -121,20 +128,36 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--environment", type=Path, help="a virtual environment to use again")
     parser.add_argument("--keep", type=Path, help="a folder to make, in which the walk remains")
+    parser.add_argument("--readme", action="store_true", help="the commands of README.md instead")
     options = parser.parse_args(arguments)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="composer3d-newcomer-") as name:
         made = Path(name)
-        environment = install(made, options.environment)
-        folder = options.keep or made / "empty"
-        folder.mkdir()
-        walk = Walk(environment, folder.resolve())
-        copy_text(folder / "text")
-        compare(walk)
+        folder = options.keep or made / "folder"
+        if options.readme:
+            copy_checkout(folder)
+            walk = Walk(folder.resolve() / ".venv", folder.resolve())
+            for step in steps_of(README.read_text()):
+                if step.language == "bash" and step.text not in TESTS:
+                    walk.step(step)
+        else:
+            folder.mkdir()
+            walk = Walk(install(made, options.environment), folder.resolve())
+            copy_text(folder / "text")
+            compare(walk)
     minutes = (time.monotonic() - start) / 60
     verdict = "FAILED: " + ", ".join(walk.problems) if walk.problems else "all steps hold"
     print(f"newcomer: {verdict}, {minutes:.1f} minutes", flush=True)
     return 1 if walk.problems else 0
+
+
+def copy_checkout(folder: Path) -> None:
+    """Copy the files of this checkout that git would commit."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.rstrip("\0").split("\0"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
 
 
 def install(made: Path, environment: Path | None) -> Path:
