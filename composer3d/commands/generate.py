@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -111,11 +112,11 @@ def _run_ranks(request: "Request", tp: int, device: str, *, out: str | None, as_
     checkpoint = open_checkpoint(Path(request.src), request.recipe)
     tables: dict[str, dict[str, Any]] = {
         "run": {"device": device},
-        "mesh": {"dp_shard": 1, "tp": tp},
-        # A call has one token of a sequence, which cannot be cut.
-        "parallel": {"sequence_parallel": False, "loss_parallel": False},
-        # No data is read.
-        "data": {"source": "tokens", "path": ".", "global_batch": 1},
+        # Each rank of ep holds equally many experts.
+        "mesh": {"dp_shard": 1, "tp": tp, "ep": gcd(tp, checkpoint.shape.experts or 1)},
+        "parallel": {"zero": 0},
+        # No data is read, and no sequence is cut: any length that tp divides passes the rules.
+        "data": {"source": "tokens", "path": ".", "global_batch": 1, "seq_len": tp},
     }
     with recipe_of("generate", checkpoint, tables) as path:
         arguments: dict[str, Any] = {

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,7 @@ from composer3d.generate.generator import Completion, Generator
 from composer3d.generate.load import Checkpoint, load_model, open_checkpoint
 from composer3d.generate.prompts import Prompt
 from composer3d.generate.sampling import Sampling
-from composer3d.models.contract import Constant
-from composer3d.parallel import StepShape, compose
+from composer3d.parallel import compose_for_generation
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import on_all
@@ -199,30 +198,23 @@ def generate_on_ranks(
 
     Args:
         session: the request.
-        recipe: gives the mesh and how layers are cut.
+        recipe: gives the mesh.
         device: the device of this rank.
         callbacks: as in ``generate_here``.
 
     Raises:
         CheckpointError: as in ``generate_here``, on all ranks.
-        PlanError: as ``compose``.
+        PlanError: as ``compose_for_generation``.
     """
     mesh = Mesh.build(recipe.mesh, device)
     checkpoint = session.checkpoint
     plan = checkpoint.plan
-    stages = compose(
-        checkpoint.architecture.build(checkpoint.shape, dtype=session.dtype, device="meta"),
-        # Random weights would take long, and are replaced.
-        replace(plan, init={"*": Constant(0.0)}),
-        mesh,
-        parallel=recipe.parallel,
-        step=StepShape(micro_batch=1, micro_batches=1, seq_len=recipe.data.seq_len),
-        seed=0,
-    )
-    parameters = dict(stages.named_parameters())
+    model = checkpoint.architecture.build(checkpoint.shape, dtype=session.dtype, device="meta")
+    stage = compose_for_generation(model, plan, mesh)
+    parameters = dict(stage.named_parameters())
     on_all("the weights", lambda: read_shards(checkpoint.source, parameters))
     generator = Generator(
-        stages.modules[0],
+        stage,
         plan,
         device=device,
         end_tokens=session.end_tokens,

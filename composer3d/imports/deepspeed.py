@@ -1,7 +1,7 @@
 """Translate a DeepSpeed configuration."""
 
-from composer3d.imports.layout import Layout, set_layout
-from composer3d.imports.megatron import refuse_half
+from composer3d.imports.layout import read_layout, set_layout
+from composer3d.imports.shared import note_adamw, set_dtype
 from composer3d.imports.translation import Setting, Translation
 
 # Keys that only a DeepSpeed configuration has.
@@ -30,19 +30,15 @@ AS_MEGATRON = {
 
 _ADAMS = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
 _SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-_NAMES: dict[str, tuple[str, ...]] = {
-    "tp": ("tensor_parallel.autotp_size",),
-    "pp": ("pipeline_parallel_size",),
-    "cp": ("sequence_parallel_size",),
-    "ep": (),
-    "dp": ("data_parallel_size",),
-    "world": (),
-    "replicas": (),
-    "zero": ("zero_optimization.stage",),
-    "schedule": (),
-    "micro": ("train_micro_batch_size_per_gpu",),
-    "accumulation": ("gradient_accumulation_steps",),
-    "global": ("train_batch_size",),
+_LAYOUT = {
+    "tp": "tensor_parallel.autotp_size",
+    "pp": "pipeline_parallel_size",
+    "cp": "sequence_parallel_size",
+    "dp": "data_parallel_size",
+    "zero": "zero_optimization.stage",
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+    "global_batch": "train_batch_size",
 }
 
 
@@ -60,40 +56,10 @@ def translate(made: Translation, gpus: int | None) -> None:
         gpus: the number of GPUs; None: what the batch says.
     """
     made.copy_plain_words()
-    stage = made.number("zero_optimization.stage")
-    if stage is not None and stage > 3:
-        words = made.words("zero_optimization.stage")
-        made.problems.append(f"{made.file}: {words}: must be 0, 1, 2 or 3")
-        stage = None
-    cp = made.number("sequence_parallel_size")
-    if (cp or 1) > 1:
+    layout = read_layout(made, _LAYOUT)
+    if (layout.cp or 1) > 1:
         made.take("parallel.cp_method", "ulysses", "sequence_parallel_size")
-    dp = made.number("data_parallel_size")
-    names = dict(_NAMES)
-    if dp is None:
-        names["dp"] = ()
-    if stage is None:
-        names["zero"] = ()
-    set_layout(
-        made,
-        Layout(
-            tp=made.number("tensor_parallel.autotp_size"),
-            pp=made.number("pipeline_parallel_size"),
-            cp=cp,
-            ep=None,
-            dp=dp,
-            world=None,
-            replicas=1,
-            zero=stage or 0,
-            micro_batch=made.number("train_micro_batch_size_per_gpu"),
-            accumulation=made.number("gradient_accumulation_steps"),
-            global_batch=made.number("train_batch_size"),
-            schedule="1F1B",
-            virtual_stages=None,
-            names=names,
-        ),
-        gpus,
-    )
+    set_layout(made, layout, gpus)
     if "zero_optimization.zero_hpz_partition_size" in made.settings:
         made.lose(
             "parameters are sharded over all ranks of dp_shard; set mesh.dp_shard to the ranks of "
@@ -106,15 +72,8 @@ def translate(made: Translation, gpus: int | None) -> None:
 
 
 def _set_precision(made: Translation) -> None:
-    is_half, is_narrow = made.flag("fp16.enabled"), made.flag("bf16.enabled")
-    if is_half and is_narrow:
-        made.contradict("fp16.enabled and bf16.enabled are both true: bfloat16 is used")
-    elif is_half and "precision.compute" not in made.overridden:
-        made.problems.append(refuse_half(made.file, made.words("fp16.enabled")))
-    elif is_half:
-        made.lose("no loss scaling: --set chooses the dtype", "fp16.enabled")
-    if is_narrow:
-        made.take("precision.compute", "bfloat16", "bf16.enabled")
+    half, narrow = ((word,) if made.flag(word) else () for word in ("fp16.enabled", "bf16.enabled"))
+    set_dtype(made, half=half, narrow=narrow)
     dtype = (made.text("communication_data_type") or "").lower()
     if dtype in ("bf16", "bfp16", "bfloat16"):
         made.take("precision.reduce", "bfloat16", "communication_data_type")
@@ -147,8 +106,7 @@ def _set_memory(made: Translation) -> None:
 
 def _set_optimizer(made: Translation) -> None:
     kind = made.text("optimizer.type")
-    if kind is not None and kind.lower() not in _ADAMS:
-        made.lose("the optimizer is AdamW", "optimizer.type")
+    note_adamw(made, "optimizer.type", *_ADAMS)
     if "gradient_clipping" not in made.settings:
         made.assume("optim.clip", 0.0, "gradient_clipping is absent: no clipping")
     if kind is not None:
@@ -157,7 +115,7 @@ def _set_optimizer(made: Translation) -> None:
         made.assume("optim.weight_decay", default, f"the default of {kind}")
 
     peak = made.real("scheduler.params.warmup_max_lr")
-    lr = made.values["optim.lr"].value if "optim.lr" in made.values else None
+    lr = made.value("optim.lr")
     if peak is not None and lr is not None and peak != lr:
         made.contradict(
             f"{made.words('optimizer.params.lr')} and "
@@ -166,7 +124,6 @@ def _set_optimizer(made: Translation) -> None:
     if peak is not None:
         made.take("optim.lr", peak, "scheduler.params.warmup_max_lr")
     name = made.text("scheduler.type")
-    total = made.number("scheduler.params.total_num_steps")
     if name is None:
         made.assume("optim.schedule", "constant", "there is no scheduler")
     elif name.lower() in _SCHEDULES:
@@ -174,9 +131,8 @@ def _set_optimizer(made: Translation) -> None:
     else:
         made.lose('not there: optim.schedule = "cosine"', "scheduler.type")
         made.drop("optim.schedule")
-    if total is not None:
-        made.take("run.steps", total, "scheduler.params.total_num_steps")
+    made.take_number("run.steps", "scheduler.params.total_num_steps")
     ratio = made.real("scheduler.params.cos_min_ratio")
     if ratio is not None and name is not None and name.lower() == "warmupcosinelr":
-        base = made.values["optim.lr"].value if "optim.lr" in made.values else 3e-4
+        base = made.value("optim.lr", 3e-4)
         made.take("optim.min_lr", ratio * base, "scheduler.params.cos_min_ratio")

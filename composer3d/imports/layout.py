@@ -1,6 +1,7 @@
 """From what a file says of ranks, batches and ZeRO to the keys of a recipe: the shared part."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from composer3d.imports.translation import Translation, Value
 from composer3d.recipe.values import nearest_multiples
@@ -22,23 +23,49 @@ class Layout:
         global_batch: samples in a step.
         schedule: the pipeline schedule, in our words.
         virtual_stages: stages of each pipeline rank.
-        names: the words of each of these in the file.
+        names: the words of these attributes in the file.
     """
 
-    tp: int | None
-    pp: int | None
-    cp: int | None
-    ep: int | None
-    dp: int | None
-    world: int | None
-    replicas: int
-    zero: int
-    micro_batch: int | None
-    accumulation: int | None
-    global_batch: int | None
-    schedule: str
-    virtual_stages: int | None
-    names: dict[str, tuple[str, ...]]
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    dp: int | None = None
+    world: int | None = None
+    replicas: int | None = None
+    zero: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    global_batch: int | None = None
+    schedule: str = "1F1B"
+    virtual_stages: int | None = None
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def set(self, attribute: str, value: int | str | None, *names: str) -> None:
+        """Set an attribute, and the words that it comes from."""
+        setattr(self, attribute, value)
+        self.names[attribute] = names
+
+    def names_of(self, *attributes: str) -> tuple[str, ...]:
+        """Return the words that attributes come from."""
+        return tuple(name for one in attributes for name in self.names.get(one, ()))
+
+
+def read_layout(made: Translation, words: Mapping[str, str]) -> Layout:
+    """Read what a file says of the layout in whole numbers.
+
+    Args:
+        made: has the settings, and gets a problem if the level of ZeRO is none.
+        words: the word of each attribute of ``Layout`` that the program has.
+    """
+    layout = Layout()
+    for attribute, word in words.items():
+        number = made.number(word)
+        if attribute == "zero" and number is not None and number > 3:
+            made.problems.append(f"{made.file}: {made.words(word)}: must be 0, 1, 2 or 3")
+        elif number is not None:
+            layout.set(attribute, number, word)
+    return layout
 
 
 def set_layout(made: Translation, layout: Layout, gpus: int | None) -> int | None:
@@ -51,11 +78,11 @@ def set_layout(made: Translation, layout: Layout, gpus: int | None) -> int | Non
         size = made.override(f"mesh.{axis}") or getattr(layout, axis)
         setattr(layout, axis, size)
         if size == 0:
-            words = made.words(*layout.names.get(axis, ()))
+            words = made.words(*layout.names_of(axis))
             made.problems.append(f"{made.file}: {words}: must be at least 1")
             return None
         if size is not None and f"mesh.{axis}" not in made.overridden:
-            made.take(f"mesh.{axis}", size, *layout.names.get(axis, ()))
+            made.take(f"mesh.{axis}", size, *layout.names_of(axis))
     layout.micro_batch = made.override("data.micro_batch") or layout.micro_batch
     layout.global_batch = made.override("data.global_batch") or layout.global_batch
     dp = _data_parallel_ranks(made, layout, gpus)
@@ -73,9 +100,9 @@ def _data_parallel_ranks(made: Translation, layout: Layout, gpus: int | None) ->
         f"{axis} {size}" for axis, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size > 1
     )
     product = f"{product} = {model_ranks}" if product else "1"
-    dp_words = made.words(*layout.names["dp"])
-    world_words = made.words(*layout.names["world"])
-    made.ignore(*layout.names["dp"], *layout.names["world"])
+    dp_words = made.words(*layout.names_of("dp"))
+    world_words = made.words(*layout.names_of("world"))
+    made.ignore(*layout.names_of("dp", "world"))
     dp, world = layout.dp, layout.world
     for words, value in ((dp_words, dp), (world_words, world)):
         if value == 0:
@@ -136,9 +163,7 @@ def _data_parallel_ranks(made: Translation, layout: Layout, gpus: int | None) ->
     micro, steps, batch = layout.micro_batch, layout.accumulation, layout.global_batch
     if micro and steps and batch and batch % (micro * steps) == 0:
         chosen = batch // (micro * steps)
-        words = made.words(
-            *(name for key in ("global", "micro", "accumulation") for name in layout.names[key])
-        )
+        words = made.words(*layout.names_of("global_batch", "micro_batch", "accumulation"))
         made.taken.append(
             f"{words} -> {chosen} data-parallel ranks: {batch} / ({micro} x {steps}), so "
             f"{chosen * model_ranks} GPUs"
@@ -157,8 +182,8 @@ def _over(count: int, product: str) -> str:
 
 def _set_zero(made: Translation, layout: Layout, dp: int) -> None:
     given = made.override("parallel.zero")
-    zero, names = layout.zero if given is None else given, layout.names["zero"]
-    replicas = dp if layout.replicas == -1 else layout.replicas
+    zero, names = (layout.zero or 0) if given is None else given, layout.names_of("zero")
+    replicas = dp if layout.replicas == -1 else layout.replicas or 1
     pp = layout.pp or 1
     if zero == 2 and pp > 1:
         made.lose(
@@ -176,17 +201,18 @@ def _set_zero(made: Translation, layout: Layout, dp: int) -> None:
         replicas = dp
     if dp % replicas:
         made.contradict(
-            f"{made.words(*layout.names['replicas'])} does not divide {dp} data-parallel ranks: "
+            f"{made.words(*layout.names_of('replicas'))} does not divide {dp} data-parallel ranks: "
             "1 is used"
         )
         replicas = 1
-    made.take("parallel.zero", zero, *names, note="" if names else "no sharding is asked for")
-    made.ignore(*layout.names["replicas"])
-    shown = made.words(*layout.names["dp"], *layout.names["world"])
+    is_said = bool(made.words(*names))
+    made.take("parallel.zero", zero, *names, note="" if is_said else "no sharding is asked for")
+    made.ignore(*layout.names_of("replicas"))
+    shown = made.words(*layout.names_of("dp", "world"))
     ranks = f"{shown}: {dp} data-parallel ranks" if shown else f"{dp} data-parallel ranks"
     if replicas > 1:
         made.values["mesh.dp_replicate"] = Value(
-            replicas, made.words(*layout.names["replicas"]) or ranks
+            replicas, made.words(*layout.names_of("replicas")) or ranks
         )
     made.values["mesh.dp_shard"] = Value(dp // replicas, ranks)
     sizes = f"mesh.dp_replicate = {replicas}, " if replicas > 1 else ""
@@ -194,26 +220,27 @@ def _set_zero(made: Translation, layout: Layout, dp: int) -> None:
 
 
 def _set_batch(made: Translation, layout: Layout, dp: int) -> None:
-    names = layout.names
     micro, steps, batch = layout.micro_batch, layout.accumulation, layout.global_batch
-    for key, value in (("micro", micro), ("accumulation", steps), ("global", batch)):
+    micro_names, steps_names = layout.names_of("micro_batch"), layout.names_of("accumulation")
+    batch_names = layout.names_of("global_batch")
+    for names, value in ((micro_names, micro), (steps_names, steps), (batch_names, batch)):
         if value == 0:
-            made.problems.append(f"{made.file}: {made.words(*names[key])}: must be at least 1")
+            made.problems.append(f"{made.file}: {made.words(*names)}: must be at least 1")
             return
     if micro is None and batch is not None and steps is not None and batch % (steps * dp) == 0:
         micro = batch // (steps * dp)
         made.take(
             "data.micro_batch",
             micro,
-            *names["global"],
-            *names["accumulation"],
+            *batch_names,
+            *steps_names,
             note=f"{batch} / ({steps} x {dp} data-parallel ranks)",
         )
     elif micro is None:
         micro = 1
         made.assume("data.micro_batch", 1, "the file does not say")
     else:
-        made.take("data.micro_batch", micro, *names["micro"])
+        made.take("data.micro_batch", micro, *micro_names)
 
     unit = micro * dp
     shape = f"micro-batch {micro} x {dp} data-parallel ranks"
@@ -221,7 +248,7 @@ def _set_batch(made: Translation, layout: Layout, dp: int) -> None:
         batch = unit * (steps or 1)
         text = f"{shape} x {steps or 1} micro-batches = {batch}"
         if steps:
-            made.take("data.global_batch", batch, *names["accumulation"], note=text)
+            made.take("data.global_batch", batch, *steps_names, note=text)
         else:
             made.assume("data.global_batch", batch, text)
     else:
@@ -231,22 +258,22 @@ def _set_batch(made: Translation, layout: Layout, dp: int) -> None:
             if batch % unit == 0:
                 kept += f", as {batch // unit} micro-batches of {micro} on each rank"
             made.contradict(
-                f"{made.words(*names['global'])}, but {made.words(*names['micro'])} x "
-                f"{made.words(*names['accumulation'])} x {dp} data-parallel ranks = "
+                f"{made.words(*batch_names)}, but {made.words(*micro_names)} x "
+                f"{made.words(*steps_names)} x {dp} data-parallel ranks = "
                 f"{steps * unit}: {kept}"
             )
         elif batch % unit:
-            made.contradict(f"{made.words(*names['global'])} is no multiple of {shape} = {unit}")
+            made.contradict(f"{made.words(*batch_names)} is no multiple of {shape} = {unit}")
         else:
             note = f"{shape} x {batch // unit} micro-batches"
-        made.ignore(*names["accumulation"])
-        made.take("data.global_batch", batch, *names["global"], note=note)
+        made.ignore(*steps_names)
+        made.take("data.global_batch", batch, *batch_names, note=note)
     _set_schedule(made, layout, batch // unit)
 
 
 def _set_schedule(made: Translation, layout: Layout, micro_batches: int) -> None:
     pp, stages, schedule = layout.pp or 1, layout.virtual_stages, layout.schedule
-    names = layout.names["schedule"]
+    names = layout.names_of("schedule")
     if pp == 1:
         if stages is not None and stages > 1:
             made.contradict(f"{made.words(*names)}, but there is one pipeline rank: it is dropped")

@@ -3,7 +3,14 @@
 import re
 from math import lcm
 
-from composer3d.imports.layout import Layout, set_layout
+from composer3d.imports.layout import Layout, read_layout, set_layout
+from composer3d.imports.shared import (
+    note_adamw,
+    note_linear_decay,
+    note_whole_experts,
+    set_dtype,
+    take_betas,
+)
 from composer3d.imports.translation import Translation
 from composer3d.imports.words import MEGATRON, index_of
 from composer3d.models import registry
@@ -15,15 +22,18 @@ _VOCABULARIES = {
 }
 _LAYER_PATTERN = re.compile(r"\(?(?:\[0\]\*([0-9]{1,6})\+)?\[1\]\*([0-9]{1,6})\)?")
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "tp": ("tensor_model_parallel_size",),
-    "pp": ("pipeline_model_parallel_size",),
-    "ep": ("expert_model_parallel_size",),
-    "dp": ("data_parallel_size",),
-    "replicas": ("num_distributed_optimizer_instances",),
-    "micro": ("micro_batch_size",),
-    "accumulation": ("gradient_accumulation_steps",),
-    "global": ("global_batch_size",),
+_LAYOUT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp": "data_parallel_size",
+    "world": "world_size",
+    "replicas": "num_distributed_optimizer_instances",
+    "zero": "zero_stage",
+    "micro_batch": "micro_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "global_batch": "global_batch_size",
 }
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _STYLES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "wsd": "wsd"}
@@ -49,84 +59,42 @@ def translate(made: Translation, gpus: int | None) -> None:
 
 
 def _set_layout(made: Translation, gpus: int | None) -> None:
-    names = dict(_NAMES)
-    cp, names["cp"] = made.number("context_parallel_size"), ("context_parallel_size",)
+    layout = read_layout(made, _LAYOUT)
     ulysses = made.number("ds_sequence_parallel_size")
-    if ulysses is not None and ulysses > 1 and (cp or 1) == 1:
-        cp, names["cp"] = ulysses, ("ds_sequence_parallel_size",)
+    if ulysses is not None and ulysses > 1 and (layout.cp or 1) == 1:
+        layout.set("cp", ulysses, "ds_sequence_parallel_size")
         made.take("parallel.cp_method", "ulysses", "ds_sequence_parallel_size")
-    world = made.number("world_size")
-    names["world"] = ("world_size",)
     nodes, per_node = made.number("nnodes"), made.number("nproc_per_node")
-    if world is None and nodes is not None and per_node is not None:
-        world, names["world"] = nodes * per_node, ("nnodes", "nproc_per_node")
-    elif world is None and per_node is not None and "nnodes" not in made.settings:
-        world, names["world"] = per_node, ("nproc_per_node",)
+    if layout.world is None and nodes is not None and per_node is not None:
+        layout.set("world", nodes * per_node, "nnodes", "nproc_per_node")
+    elif layout.world is None and per_node is not None and "nnodes" not in made.settings:
+        layout.set("world", per_node, "nproc_per_node")
     made.ignore("nnodes", "nproc_per_node")
-    dp = made.number("data_parallel_size")
-    if dp is None:
-        names["dp"] = ()
-
-    zero, names["zero"] = _zero(made)
-    stages, names["schedule"] = _virtual_stages(made)
-    tp = made.number("tensor_model_parallel_size")
-    set_layout(
-        made,
-        Layout(
-            tp=tp,
-            pp=made.number("pipeline_model_parallel_size"),
-            cp=cp,
-            ep=made.number("expert_model_parallel_size"),
-            dp=dp,
-            world=world,
-            replicas=made.number("num_distributed_optimizer_instances") or 1,
-            zero=zero,
-            micro_batch=made.number("micro_batch_size"),
-            accumulation=made.number("gradient_accumulation_steps"),
-            global_batch=made.number("global_batch_size"),
-            schedule="1F1B",
-            virtual_stages=stages,
-            names=names,
-        ),
-        gpus,
-    )
-    if (tp or 1) > 1:
-        has_word = "sequence_parallel" in made.settings
-        made.take(
-            "parallel.sequence_parallel",
-            made.flag("sequence_parallel"),
-            *(("sequence_parallel",) if has_word else ()),
-            note="" if has_word else "no --sequence-parallel",
-        )
-    if "expert_tensor_parallel_size" in made.settings:
-        size = made.number("expert_tensor_parallel_size")
-        if size == 1:
-            made.harmless.append(made.words("expert_tensor_parallel_size"))
-        else:
-            made.lose(
-                "experts are never cut by tp here: mesh.ep puts whole experts on the ranks of tp",
-                "expert_tensor_parallel_size",
-            )
+    _set_zero(made, layout)
+    layout.virtual_stages, words = _virtual_stages(made)
+    layout.set("schedule", "1F1B", *words)
+    has_tp = (layout.tp or 1) > 1
+    set_layout(made, layout, gpus)
+    if has_tp:
+        word = "sequence_parallel"
+        note = "" if word in made.settings else "no --sequence-parallel"
+        made.take("parallel.sequence_parallel", made.flag(word), word, note=note)
+    note_whole_experts(made, "expert_tensor_parallel_size")
 
 
-def _zero(made: Translation) -> tuple[int, tuple[str, ...]]:
-    """Return the level of ZeRO, and the words that give it."""
-    strategy = made.text("data_parallel_sharding_strategy")
+def _set_zero(made: Translation, layout: Layout) -> None:
+    """Set the level of ZeRO where other words than ``zero_stage`` say it."""
+    stage, strategy = layout.zero, made.text("data_parallel_sharding_strategy")
     if made.flag("use_torch_fsdp2"):
-        return 3, ("use_torch_fsdp2",)
-    if made.flag("use_megatron_fsdp") or strategy in _SHARDING:
-        words = ("use_megatron_fsdp", "data_parallel_sharding_strategy")
+        layout.set("zero", 3, "use_torch_fsdp2")
+    elif made.flag("use_megatron_fsdp") or strategy in _SHARDING:
         level = _SHARDING.get(strategy or "optim_grads_params", 3)
-        return level, tuple(word for word in words if word in made.settings)
-    stage = made.number("zero_stage")
-    if stage is not None and stage > 3:
-        made.problems.append(f"{made.file}: {made.words('zero_stage')}: must be 0, 1, 2 or 3")
-        stage = 0
-    if stage is not None and stage > 0:
-        return stage, ("zero_stage",)
-    if made.flag("use_distributed_optimizer"):
-        return 1, ("use_distributed_optimizer",)
-    return 0, ("zero_stage",) if stage is not None else ()
+        layout.set("zero", level, "use_megatron_fsdp", "data_parallel_sharding_strategy")
+    elif not stage and made.flag("use_distributed_optimizer"):
+        layout.set("zero", 1, "use_distributed_optimizer")
+    if stage and stage != layout.zero:
+        words = made.words(*layout.names_of("zero"))
+        made.contradict(f"{made.words('zero_stage')}, but {words}: {layout.zero} is used")
 
 
 def _virtual_stages(made: Translation) -> tuple[int | None, tuple[str, ...]]:
@@ -136,7 +104,7 @@ def _virtual_stages(made: Translation) -> tuple[int | None, tuple[str, ...]]:
     if per_stage is None:
         word = "num_virtual_stages_per_pipeline_rank"
         return stages, (word,) if stages is not None else ()
-    layers = made.values["model.n_layers"].value if "model.n_layers" in made.values else None
+    layers = made.value("model.n_layers")
     pp = made.number("pipeline_model_parallel_size") or 1
     word = "num_layers_per_virtual_pipeline_stage"
     if layers is None or per_stage == 0:
@@ -161,14 +129,13 @@ def _virtual_stages(made: Translation) -> tuple[int | None, tuple[str, ...]]:
 
 def _set_model(made: Translation, tp: int) -> None:
     made.copy_plain_words()
-    values = made.values
-    heads = values["model.n_heads"].value if "model.n_heads" in values else None
+    heads = made.value("model.n_heads")
     groups = made.number("num_query_groups")
     has_switch = "group_query_attention" in made.settings
     grouped = made.flag("group_query_attention")
     if groups is not None and (grouped or not has_switch):
         # In a script, the number counts only with the switch; a pasted dict often lacks it.
-        made.take("model.n_kv_heads", groups, "num_query_groups", *_there(made, grouped))
+        made.take("model.n_kv_heads", groups, "num_query_groups", "group_query_attention")
     elif heads is not None:
         made.ignore("num_query_groups", "group_query_attention")
         made.take("model.n_kv_heads", heads, "num_attention_heads", note="all of them")
@@ -178,7 +145,7 @@ def _set_model(made: Translation, tp: int) -> None:
     _set_vocabulary(made, tp)
     _set_positions(made)
     _note_other_layers(made, is_gated)
-    if "model.experts" in values or made.model in registry.architecture("moe").presets:
+    if "model.experts" in made.values or made.model in registry.architecture("moe").presets:
         _set_experts(made, tp, is_gated)
     else:
         _drop_experts(made)
@@ -199,10 +166,6 @@ def _drop_experts(made: Translation) -> None:
         made.ignore(*names)
 
 
-def _there(made: Translation, grouped: bool) -> tuple[str, ...]:
-    return ("group_query_attention",) if grouped else ()
-
-
 def _is_gated(made: Translation) -> bool:
     activation = (made.text("activation_func") or "").lower()
     return made.flag("swiglu") or made.flag("gated_linear_unit") or activation in ("swiglu", "silu")
@@ -216,7 +179,7 @@ def _gated_width(width: int, tp: int) -> int:
 
 def _set_width(made: Translation, tp: int, is_gated: bool) -> None:
     width = made.number("ffn_hidden_size")
-    dim = made.values["model.dim"].value if "model.dim" in made.values else None
+    dim = made.value("model.dim")
     made.ignore("swiglu", "activation_func", "gated_linear_unit")
     if width is not None and is_gated:
         made.take("model.ffn", width, "ffn_hidden_size")
@@ -342,24 +305,20 @@ def _set_experts(made: Translation, tp: int, is_gated: bool) -> None:
             made.lose(
                 "ours counts the load of each sequence, theirs that of a micro-batch "
                 "(docs/experts.md)",
-                *_said(made, "moe_router_load_balancing_type"),
+                "moe_router_load_balancing_type",
             )
     made.ignore("moe_aux_loss_coeff", "moe_router_load_balancing_type")
 
-    chosen = values["model.experts_per_token"].value if "model.experts_per_token" in values else 2
-    is_softmax = values["model.router"].value == "softmax" if "model.router" in values else True
+    chosen = made.value("model.experts_per_token", 2)
+    is_softmax = made.value("model.router", "softmax") == "softmax"
     if made.flag("moe_router_pre_softmax") and is_softmax:
         made.take("model.renormalise", False, "moe_router_pre_softmax")
     elif chosen == 1:
         made.assume("model.renormalise", False, "one expert a token: its weight is its score")
     rate = made.real("moe_router_bias_update_rate")
-    if rate is not None and "model.router_bias" in values and values["model.router_bias"].value:
+    if rate is not None and made.value("model.router_bias"):
         made.take("model.bias_rate", rate, "moe_router_bias_update_rate")
     _set_layers_with_experts(made)
-
-
-def _said(made: Translation, *names: str) -> tuple[str, ...]:
-    return tuple(name for name in names if name in made.settings)
 
 
 def _set_layers_with_experts(made: Translation) -> None:
@@ -395,18 +354,11 @@ def _set_layers_with_experts(made: Translation) -> None:
 
 def _set_precision(made: Translation) -> None:
     precision = (made.text("precision") or "").lower().removeprefix("torch.")
-    is_half = made.flag("fp16") or precision in ("fp16", "float16", "half", "16", "16-mixed")
-    is_narrow = made.flag("bf16") or precision in ("bf16", "bfloat16", "bf16-mixed")
-    if made.flag("bf16") and is_half:
-        made.contradict(f"{made.words('bf16', 'fp16')}: both at once; bfloat16 is used")
-        is_half = False
-    if is_half and "precision.compute" not in made.overridden:
-        words = made.words(*_said(made, "fp16", "precision"))
-        made.problems.append(refuse_half(made.file, words))
-    elif is_half:
-        made.lose("no loss scaling: --set chooses the dtype", *_said(made, "fp16", "precision"))
-    if is_narrow:
-        made.take("precision.compute", "bfloat16", *_said(made, "bf16", "precision"))
+    half = ["fp16"] if made.flag("fp16") else []
+    half += ["precision"] if precision in ("fp16", "float16", "half", "16", "16-mixed") else []
+    narrow = ["bf16"] if made.flag("bf16") else []
+    narrow += ["precision"] if precision in ("bf16", "bfloat16", "bf16-mixed") else []
+    set_dtype(made, half=tuple(half), narrow=tuple(narrow))
     made.ignore("bf16", "fp16", "precision")
     if made.flag("grad_reduce_in_bf16"):
         made.take("precision.reduce", "bfloat16", "grad_reduce_in_bf16")
@@ -414,19 +366,11 @@ def _set_precision(made: Translation) -> None:
         made.take("precision.matmul", "float8", "fp8_format")
 
 
-def refuse_half(file: str, words: str) -> str:
-    """Return the line that refuses float16."""
-    return (
-        f"{file}: {words}: composer3d has no float16, which needs loss scaling; use bfloat16: "
-        '--set precision.compute="bfloat16"'
-    )
-
-
 def _set_memory(made: Translation) -> None:
     granularity = made.text("recompute_granularity")
     method = (made.text("recompute_method") or "uniform").lower()
     count = made.number("recompute_num_layers")
-    words = _said(made, "recompute_granularity", "recompute_method", "recompute_num_layers")
+    words = ("recompute_granularity", "recompute_method", "recompute_num_layers")
     made.ignore(*words)
     key = "memory.activation_checkpoint"
     if granularity in ("selective", "full", "none"):
@@ -445,7 +389,7 @@ def _set_memory(made: Translation) -> None:
         made.take(key, "selective", "recompute_activations")
     elif made.flag("checkpoint_activations"):
         made.take(key, "full", "checkpoint_activations")
-    if key in made.values and made.values[key].value == "selective":
+    if made.value(key) == "selective":
         made.lose(
             "what is recomputed differs: theirs the scores of attention, ours all but attention "
             "and products (docs/recipes.md)",
@@ -457,26 +401,20 @@ def _set_memory(made: Translation) -> None:
 
 
 def _set_schedule(made: Translation) -> None:
-    if made.text("optimizer") not in (None, "adam"):
-        made.lose("the optimizer is AdamW", "optimizer")
-    made.ignore("optimizer")
-    beta1, beta2 = made.real("adam_beta1"), made.real("adam_beta2")
-    if beta1 is not None or beta2 is not None:
-        betas = (0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2)
-        made.take("optim.betas", betas, *_said(made, "adam_beta1", "adam_beta2"))
+    note_adamw(made, "optimizer", "adam")
+    take_betas(made, ("adam_beta1", "adam_beta2"), (0.9, 0.999))
     made.assume("optim.betas", (0.9, 0.999), "the defaults of --adam-beta1 and --adam-beta2")
     made.assume("optim.weight_decay", 0.01, "the default of --weight-decay")
 
-    batch = made.values["data.global_batch"].value if "data.global_batch" in made.values else 1
-    length = made.values["data.seq_len"].value if "data.seq_len" in made.values else 1
+    batch, length = made.value("data.global_batch", 1), made.value("data.seq_len", 1)
     steps = _steps(made, "train_iters", "train_samples", batch)
     tokens = made.real("train_tokens")
     if steps is None and tokens is not None:
         steps = max(1, int(tokens) // max(1, batch * length))
         made.take("run.steps", steps, "train_tokens", note=f"/ ({batch} x {length})")
     elif steps is not None:
-        words = _said(made, "train_iters") or ("train_samples",)
-        made.take("run.steps", steps, *words)
+        word = "train_iters" if "train_iters" in made.settings else "train_samples"
+        made.take("run.steps", steps, word)
     made.ignore("train_samples", "train_tokens")
 
     decay = _steps(made, "lr_decay_iters", "lr_decay_samples", batch)
@@ -494,24 +432,24 @@ def _set_schedule(made: Translation) -> None:
         made.drop("optim.min_lr")
         made.ignore("lr_decay_iters", "lr_decay_samples")
     elif decay is not None:
-        made.take("optim.decay", decay, *_said(made, "lr_decay_iters", "lr_decay_samples"))
+        made.take("optim.decay", decay, "lr_decay_iters", "lr_decay_samples")
     if fraction is not None and (decay or steps):
         computed = round(fraction * (decay or steps or 1))
         if warmup:
             made.contradict(
-                f"{made.words(*_said(made, 'lr_warmup_iters', 'lr_warmup_samples'))} and "
+                f"{made.words('lr_warmup_iters', 'lr_warmup_samples')} and "
                 f"{made.words('lr_warmup_fraction')}: the fraction is used, {computed} steps"
             )
         made.take("optim.warmup", computed, "lr_warmup_fraction", note=f"of {decay or steps} steps")
     elif warmup is not None:
-        made.take("optim.warmup", warmup, *_said(made, "lr_warmup_iters", "lr_warmup_samples"))
+        made.take("optim.warmup", warmup, "lr_warmup_iters", "lr_warmup_samples")
     made.ignore("lr_warmup_iters", "lr_warmup_samples")
     final = made.number("lr_wsd_decay_iters")
     if final is not None and style == "wsd":
         made.take("optim.decay_steps", final, "lr_wsd_decay_iters")
     shape = made.text("lr_wsd_decay_style")
-    if shape not in (None, "linear") and style == "wsd":
-        made.lose("the decay of wsd is linear", "lr_wsd_decay_style")
+    if style == "wsd":
+        note_linear_decay(made, shape, "lr_wsd_decay_style")
     made.ignore("lr_wsd_decay_style", "lr_wsd_decay_iters")
 
 
@@ -536,5 +474,6 @@ def _set_run(made: Translation) -> None:
     elif any(resets):
         made.lose(
             "documents are separated in attention and positions at once; data.packing = none",
-            *_said(made, "reset_attention_mask", "reset_position_ids"),
+            "reset_attention_mask",
+            "reset_position_ids",
         )

@@ -2,34 +2,22 @@
 
 import re
 
-from composer3d.imports.layout import Layout, set_layout
-from composer3d.imports.megatron import refuse_half
+from composer3d.imports.layout import read_layout, set_layout
+from composer3d.imports.shared import note_adamw, note_linear_decay, set_dtype, take_betas
 from composer3d.imports.translation import Translation
 
 _MODEL = "model.model_config"
 _RATE = "optimizer.learning_rate_scheduler"
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "tp": ("parallelism.tp",),
-    "pp": ("parallelism.pp",),
-    "cp": ("parallelism.context_parallel_size",),
-    "ep": ("parallelism.expert_parallel_size",),
-    "dp": ("parallelism.dp",),
-    "world": (),
-    "replicas": (),
-    "zero": ("optimizer.zero_stage",),
-    "schedule": ("parallelism.pp_engine",),
-    "micro": ("tokens.micro_batch_size",),
-    "accumulation": ("tokens.batch_accumulation_per_replica",),
-    "global": (),
-}
-
-# The fields of a model of nanotron, and ours.
-_SIZES = {
-    "num_hidden_layers": "model.n_layers",
-    "hidden_size": "model.dim",
-    "num_attention_heads": "model.n_heads",
-    "intermediate_size": "model.ffn",
+_LAYOUT = {
+    "tp": "parallelism.tp",
+    "pp": "parallelism.pp",
+    "cp": "parallelism.context_parallel_size",
+    "ep": "parallelism.expert_parallel_size",
+    "dp": "parallelism.dp",
+    "zero": "optimizer.zero_stage",
+    "micro_batch": "tokens.micro_batch_size",
+    "accumulation": "tokens.batch_accumulation_per_replica",
 }
 
 
@@ -49,11 +37,7 @@ def translate(made: Translation, gpus: int | None) -> None:
 
 def _set_model(made: Translation) -> None:
     act = (made.text(f"{_MODEL}.hidden_act") or "silu").lower()
-    for name, key in _SIZES.items():
-        size = made.number(f"{_MODEL}.{name}")
-        if size is not None:
-            made.take(key, size, f"{_MODEL}.{name}")
-    heads = made.values["model.n_heads"].value if "model.n_heads" in made.values else None
+    heads = made.value("model.n_heads")
     groups = made.number(f"{_MODEL}.num_key_value_heads")
     if groups is not None:
         made.take("model.n_kv_heads", groups, f"{_MODEL}.num_key_value_heads")
@@ -73,17 +57,13 @@ def _set_model(made: Translation) -> None:
     if is_gelu and made.model is None:
         made.lose(
             "the recipe is a Llama of the same sizes, with SwiGLU and RMSNorm",
-            *[f"{_MODEL}.hidden_act"] * (f"{_MODEL}.hidden_act" in made.settings),
+            f"{_MODEL}.hidden_act",
         )
     made.ignore(f"{_MODEL}.hidden_act")
-    eps, theta = made.real(f"{_MODEL}.rms_norm_eps"), made.real(f"{_MODEL}.rope_theta")
-    if eps is not None:
-        made.take("model.norm_eps", eps, f"{_MODEL}.rms_norm_eps")
-    elif made.model is None:
+    made.take_real("model.norm_eps", f"{_MODEL}.rms_norm_eps")
+    made.take_real("model.rope_theta", f"{_MODEL}.rope_theta")
+    if made.model is None:
         made.assume("model.norm_eps", 1e-6, "the default of rms_norm_eps")
-    if theta is not None:
-        made.take("model.rope_theta", theta, f"{_MODEL}.rope_theta")
-    elif made.model is None:
         made.assume("model.rope_theta", 10_000.0, "the default of rope_theta")
     _set_stretch(made)
 
@@ -96,13 +76,14 @@ def _set_model(made: Translation) -> None:
             f"{_MODEL}.moe_config.shared_expert_intermediate_size",
         )
     dtype = (made.text("model.dtype") or "bfloat16").lower().removeprefix("torch.")
-    if dtype in ("float16", "half") and "precision.compute" not in made.overridden:
-        made.problems.append(refuse_half(made.file, made.words("model.dtype")))
-    elif dtype in ("bfloat16", "float32"):
-        if "model.dtype" in made.settings:
-            made.take("precision.compute", dtype, "model.dtype")
-        else:
-            made.assume("precision.compute", "bfloat16", "the default of model.dtype")
+    is_half, is_narrow = dtype in ("float16", "half"), dtype == "bfloat16"
+    if is_narrow and "model.dtype" not in made.settings:
+        made.assume("precision.compute", "bfloat16", "the default of model.dtype")
+    elif is_half or is_narrow:
+        words = ("model.dtype",)
+        set_dtype(made, half=words * is_half, narrow=words * is_narrow)
+    elif dtype == "float32":
+        made.take("precision.compute", "float32", "model.dtype")
     else:
         made.lose("the dtypes are bfloat16 and float32: float32", "model.dtype")
 
@@ -123,54 +104,25 @@ def _set_stretch(made: Translation) -> None:
         ("low_freq_factor", "model.rope_low_freq"),
         ("high_freq_factor", "model.rope_high_freq"),
     ):
-        value = made.real(options[name]) if name in options else None
-        if value is not None:
-            made.take(key, value, options[name])
+        if name in options:
+            made.take_real(key, options[name])
     name = "original_max_position_embeddings"
-    context = made.number(options[name]) if name in options else None
-    if context is not None:
-        made.take("model.rope_context", context, options[name])
+    if name in options:
+        made.take_number("model.rope_context", options[name])
     made.ignore(*options.values())
 
 
 def _set_layout(made: Translation, gpus: int | None) -> None:
-    names = dict(_NAMES)
     engine = (made.text("parallelism.pp_engine") or "afab").lower()
     if engine not in ("1f1b", "afab"):
         made.lose('neither 1f1b nor afab: "1F1B"', "parallelism.pp_engine")
-    if "parallelism.pp_engine" not in made.settings:
-        names["schedule"] = ()
-    zero = made.number("optimizer.zero_stage")
-    if zero is not None and zero > 3:
-        words = made.words("optimizer.zero_stage")
-        made.problems.append(f"{made.file}: {words}: must be 0 or 1")
-        zero = 0
-    if zero is None:
-        names["zero"] = ()
-    set_layout(
-        made,
-        Layout(
-            tp=made.number("parallelism.tp"),
-            pp=made.number("parallelism.pp"),
-            cp=made.number("parallelism.context_parallel_size"),
-            ep=made.number("parallelism.expert_parallel_size"),
-            dp=made.number("parallelism.dp"),
-            world=None,
-            replicas=1,
-            zero=zero or 0,
-            micro_batch=made.number("tokens.micro_batch_size"),
-            accumulation=made.number("tokens.batch_accumulation_per_replica"),
-            global_batch=None,
-            schedule="GPipe" if engine == "afab" else "1F1B",
-            virtual_stages=None,
-            names=names,
-        ),
-        gpus,
-    )
+    layout = read_layout(made, _LAYOUT)
+    schedule = "GPipe" if engine == "afab" else "1F1B"
+    layout.set("schedule", schedule, "parallelism.pp_engine")
+    set_layout(made, layout, gpus)
     mode = (made.text("parallelism.tp_mode") or "ALL_REDUCE").upper()
     if (made.number("parallelism.tp") or 1) > 1:
-        word = ("parallelism.tp_mode",) * ("parallelism.tp_mode" in made.settings)
-        made.take("parallel.sequence_parallel", mode == "REDUCE_SCATTER", *word)
+        made.take("parallel.sequence_parallel", mode == "REDUCE_SCATTER", "parallelism.tp_mode")
     made.ignore("parallelism.tp_mode")
     if made.flag("parallelism.recompute_layer"):
         made.take("memory.activation_checkpoint", "full", "parallelism.recompute_layer")
@@ -178,52 +130,39 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
 
 def _set_optimizer(made: Translation) -> None:
     factory = "optimizer.optimizer_factory"
-    kind = made.text(f"{factory}.name")
-    if kind is not None and kind.lower() != "adamw":
-        made.lose("the optimizer is AdamW", f"{factory}.name")
-    made.ignore(f"{factory}.name", "optimizer.accumulate_grad_in_fp32")
-    beta1, beta2 = made.real(f"{factory}.adam_beta1"), made.real(f"{factory}.adam_beta2")
-    if beta1 is not None and beta2 is not None:
-        betas = (beta1, beta2)
-        made.take("optim.betas", betas, f"{factory}.adam_beta1", f"{factory}.adam_beta2")
+    note_adamw(made, f"{factory}.name", "adamw")
+    made.ignore("optimizer.accumulate_grad_in_fp32")
+    take_betas(made, (f"{factory}.adam_beta1", f"{factory}.adam_beta2"), (0.9, 0.95))
     clip = made.real("optimizer.clip_grad")
     if clip is not None:
         made.take("optim.clip", clip, "optimizer.clip_grad")
     elif "optimizer.clip_grad" in made.settings:
         made.take("optim.clip", 0.0, "optimizer.clip_grad", note="no clipping")
 
-    peak = made.values["optim.lr"].value if "optim.lr" in made.values else 3e-4
-    warmup = made.values["optim.warmup"].value if "optim.warmup" in made.values else 0
+    peak, warmup = made.value("optim.lr", 3e-4), made.value("optim.warmup", 0)
     if (made.text(f"{_RATE}.lr_warmup_style") or "linear") != "linear":
         made.lose("the warmup is linear", f"{_RATE}.lr_warmup_style")
     made.ignore(f"{_RATE}.lr_warmup_style")
     style = made.text(f"{_RATE}.lr_decay_style") or "linear"
     steps = made.number(f"{_RATE}.lr_decay_steps")
     start = made.number(f"{_RATE}.lr_decay_starting_step")
-    words = tuple(
-        word
-        for word in (f"{_RATE}.lr_decay_starting_step", f"{_RATE}.lr_decay_steps")
-        if word in made.settings
-    )
+    words = (f"{_RATE}.lr_decay_starting_step", f"{_RATE}.lr_decay_steps")
+    style_word = f"{_RATE}.lr_decay_style"
     made.ignore(*words)
-    style_words = (f"{_RATE}.lr_decay_style",) * (f"{_RATE}.lr_decay_style" in made.settings)
     if start is not None and start > warmup:
-        made.take("optim.schedule", "wsd", *style_words, *words)
-        if style != "linear":
-            made.lose("the decay of wsd is linear", *style_words)
+        made.take("optim.schedule", "wsd", style_word, *words)
+        note_linear_decay(made, style, style_word)
         if steps is not None:
             made.take("optim.decay", start + steps, *words)
             made.take("optim.decay_steps", steps, *words)
     else:
-        made.take("optim.schedule", "cosine" if style == "cosine" else "linear", *style_words)
+        made.take("optim.schedule", "cosine" if style == "cosine" else "linear", style_word)
         if style not in ("linear", "cosine"):
-            made.lose('not there: optim.schedule = "linear"', *style_words)
+            made.lose('not there: optim.schedule = "linear"', style_word)
         if steps is not None and steps > 0:
             made.take("optim.decay", warmup + steps, *words, note="after the warmup")
-    least = made.real(f"{_RATE}.min_decay_lr")
-    if least is not None:
-        made.take("optim.min_lr", least, f"{_RATE}.min_decay_lr")
-    elif f"{_RATE}.lr_decay_style" in made.settings:
+    made.take_real("optim.min_lr", f"{_RATE}.min_decay_lr")
+    if style_word in made.settings:
         made.assume("optim.min_lr", peak, "min_decay_lr is absent: the peak, so no decay")
 
 

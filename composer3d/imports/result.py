@@ -184,10 +184,10 @@ def _settle(made: Translation) -> None:
         values["optim.warmup"] = values["optim.warmup"]._replace(value=steps)
     decay, warmup = value("optim.decay", None), value("optim.warmup", 0)
     if isinstance(decay, int) and isinstance(warmup, int) and decay <= warmup:
-        made.contradict(
-            f"{values['optim.decay'].comment}, but {values['optim.warmup'].comment}: the decay "
-            "would end with the warmup; it ends with the run"
-        )
+        words, end = values["optim.decay"].comment, "before the first step"
+        if "optim.warmup" in values:
+            words, end = f"{words}, but {values['optim.warmup'].comment}", "with the warmup"
+        made.contradict(f"{words}: the decay would end {end}; it ends with the run")
         del values["optim.decay"]
     if value("optim.schedule", "cosine") == "constant":
         for key in ("optim.decay", "optim.min_lr"):

@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from composer3d.imports.layout import Layout, set_layout
+from composer3d.imports.layout import read_layout, set_layout
+from composer3d.imports.shared import (
+    note_adamw,
+    note_linear_decay,
+    note_whole_experts,
+    take_betas,
+)
 from composer3d.imports.translation import Translation
 from composer3d.recipe.schema import ParallelTable
 from composer3d.recipe.values import describe_type
@@ -35,16 +41,13 @@ _DEBUG_LLAMA = {
 # Words that 0.1 has and 0.2 has not.
 _OLD_WORDS = ("training.compile", "model.tokenizer_path", "lr_scheduler.lr_min")
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "tp": ("parallelism.tensor_parallel_degree",),
-    "pp": ("parallelism.pipeline_parallel_degree",),
-    "cp": ("parallelism.context_parallel_degree",),
-    "ep": ("parallelism.expert_parallel_degree",),
-    "replicas": ("parallelism.data_parallel_replicate_degree",),
-    "global": ("training.global_batch_size",),
-    "accumulation": (),
-    "schedule": ("parallelism.pipeline_parallel_schedule",),
-    "world": (),
+_LAYOUT = {
+    "tp": "parallelism.tensor_parallel_degree",
+    "pp": "parallelism.pipeline_parallel_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "ep": "parallelism.expert_parallel_degree",
+    "replicas": "parallelism.data_parallel_replicate_degree",
+    "global_batch": "training.global_batch_size",
 }
 
 
@@ -76,7 +79,7 @@ def translate(made: Translation, gpus: int | None) -> None:
 def _set_model(made: Translation) -> None:
     name = made.text("model.name") or "llama3"
     flavor = made.text("model.flavor") or "debugmodel"
-    words = tuple(word for word in ("model.name", "model.flavor") if word in made.settings)
+    words = ("model.name", "model.flavor")
     made.ignore(*words)
     if made.model is not None or "model.preset" in made.overridden:
         return
@@ -109,81 +112,52 @@ def _set_model(made: Translation) -> None:
 
 
 def _set_layout(made: Translation, gpus: int | None) -> None:
-    names = dict(_NAMES)
-    pp = made.number("parallelism.pipeline_parallel_degree") or 1
-    shards = made.number("parallelism.data_parallel_shard_degree")
-    replicas = made.number("parallelism.data_parallel_replicate_degree") or 1
-    dp = shards * replicas if shards is not None else None
-    names["dp"] = ("parallelism.data_parallel_shard_degree",) if shards is not None else ()
+    layout = read_layout(made, _LAYOUT)
+    pp, replicas = layout.pp or 1, layout.replicas or 1
+    shard_word = "parallelism.data_parallel_shard_degree"
+    shards = made.number(shard_word)
+    if shards is not None:
+        layout.set("dp", shards * replicas, shard_word)
 
-    zero, names["zero"] = 3, ()
-    reshard = made.text("parallelism.fsdp_reshard_after_forward") or "default"
-    if "parallelism.fsdp_reshard_after_forward" in made.settings:
-        names["zero"] = ("parallelism.fsdp_reshard_after_forward",)
+    reshard_word = "parallelism.fsdp_reshard_after_forward"
+    reshard = made.text(reshard_word) or "default"
+    zero = 3
     if reshard == "never" or (reshard == "default" and pp > 1):
         zero = 1 if pp > 1 else 2
-    if shards == 1 and (made.number("parallelism.context_parallel_degree") or 1) == 1:
+    if shards == 1 and (layout.cp or 1) == 1:
         zero = 0 if replicas > 1 else zero  # DDP
+    layout.set("zero", zero, reshard_word)
 
-    local = made.number("training.local_batch_size")
-    if local is None and "training.local_batch_size" not in made.settings:
-        local = 8
-    names["micro"] = ("training.local_batch_size",) * ("training.local_batch_size" in made.settings)
-    micro, steps = local, None
-    batch = made.number("training.global_batch_size")
+    batch_word = "training.local_batch_size"
+    micro_word = "parallelism.pipeline_parallel_microbatch_size"
+    local = made.number(batch_word) if batch_word in made.settings else 8
+    layout.set("micro_batch", local, batch_word)
     if pp > 1 and local:
         # A rank's batch is cut into micro-batches of the pipeline.
-        word = "parallelism.pipeline_parallel_microbatch_size"
-        micro = made.number(word) or 1
+        micro = made.number(micro_word) or 1
         if local % micro:
             made.contradict(
-                f"{made.words(word)} does not divide a local batch of {local}: 1 is used"
+                f"{made.words(micro_word)} does not divide a local batch of {local}: 1 is used"
             )
             micro = 1
-        if batch is None:
-            steps = local // micro
-            names["accumulation"] = names["micro"]
-        names["micro"] = (word,) if word in made.settings else ()
-    made.ignore("training.local_batch_size", "parallelism.pipeline_parallel_microbatch_size")
+        layout.set("micro_batch", micro, micro_word)
+        if layout.global_batch is None:
+            layout.set("accumulation", local // micro, batch_word)
+    made.ignore(batch_word, micro_word)
 
-    schedule, stages = _schedule(made, pp)
-    set_layout(
-        made,
-        Layout(
-            tp=made.number("parallelism.tensor_parallel_degree"),
-            pp=made.number("parallelism.pipeline_parallel_degree"),
-            cp=made.number("parallelism.context_parallel_degree"),
-            ep=made.number("parallelism.expert_parallel_degree"),
-            dp=dp,
-            world=None,
-            replicas=replicas,
-            zero=zero,
-            micro_batch=micro,
-            accumulation=steps,
-            global_batch=batch,
-            schedule=schedule,
-            virtual_stages=stages,
-            names=names,
-        ),
-        gpus,
-    )
-    word = "parallelism.expert_tensor_parallel_degree"
-    if word in made.settings:
-        if made.number(word) == 1:
-            made.harmless.append(made.words(word))
-        else:
-            made.lose("experts are never cut by tp: mesh.ep puts whole ones on its ranks", word)
+    layout.set("schedule", _schedule(made, pp), "parallelism.pipeline_parallel_schedule")
+    set_layout(made, layout, gpus)
+    note_whole_experts(made, "parallelism.expert_tensor_parallel_degree")
     word = "parallelism.disable_loss_parallel"
     if word in made.settings:
         made.take("parallel.loss_parallel", not made.flag(word), word)
-    method = made.text("parallelism.context_parallel_rotate_method")
+    word = "parallelism.context_parallel_rotate_method"
+    method = "ring" if made.text(word) == "alltoall" else "allgather"
     if (made.number("parallelism.context_parallel_degree") or 1) > 1:
-        words = ("parallelism.context_parallel_rotate_method",) * (method is not None)
-        ours = "ring" if method == "alltoall" else "allgather"
-        made.take("parallel.cp_method", ours, *words)
+        made.take("parallel.cp_method", method, word)
 
 
-def _schedule(made: Translation, pp: int) -> tuple[str, int | None]:
+def _schedule(made: Translation, pp: int) -> str:
     name = made.text("parallelism.pipeline_parallel_schedule") or "1F1B"
     known = {schedule.lower(): schedule for schedule in SCHEDULES if schedule != "csv"}
     schedule = known.get(name.lower())
@@ -193,9 +167,8 @@ def _schedule(made: Translation, pp: int) -> tuple[str, int | None]:
             f'not there: parallel.schedule = "1F1B"; the schedules are {names}',
             "parallelism.pipeline_parallel_schedule",
         )
-    chosen = schedule or "1F1B"
     per_stage = made.number("parallelism.pipeline_parallel_layers_per_stage")
-    layers = made.values["model.n_layers"].value if "model.n_layers" in made.values else None
+    layers = made.value("model.n_layers")
     if per_stage and layers and pp > 1:
         made.take(
             "parallel.virtual_stages",
@@ -207,7 +180,7 @@ def _schedule(made: Translation, pp: int) -> tuple[str, int | None]:
             "the layers of a preset are not counted here: set parallel.virtual_stages",
             "parallelism.pipeline_parallel_layers_per_stage",
         )
-    return chosen, None
+    return schedule or "1F1B"
 
 
 def _set_precision(made: Translation) -> None:
@@ -232,13 +205,14 @@ def _set_precision(made: Translation) -> None:
 
 def _set_memory(made: Translation) -> None:
     key = "memory.activation_checkpoint"
-    mode = made.text("activation_checkpoint.mode")
-    option = made.settings.get("activation_checkpoint.selective_ac_option")
-    made.ignore("activation_checkpoint.selective_ac_option")
-    words = ("activation_checkpoint.mode",) * (mode is not None)
-    if (mode or "selective") == "selective":
+    mode_word, option_word = (
+        "activation_checkpoint.mode",
+        "activation_checkpoint.selective_ac_option",
+    )
+    mode, option = made.text(mode_word) or "selective", made.settings.get(option_word)
+    words = (mode_word, option_word)
+    if mode == "selective":
         text = str(option.value) if option is not None else "2"
-        words += ("activation_checkpoint.selective_ac_option",) * (option is not None)
         if text == "op":
             made.take(key, "selective", *words)
         elif text.isdecimal() and 0 < len(text) < 5 and int(text):
@@ -249,52 +223,37 @@ def _set_memory(made: Translation) -> None:
             made.lose('neither op nor a number: "selective"', *words)
             made.take(key, "selective", *words)
     elif mode in ("full", "none"):
-        made.take(key, mode, *words)
+        made.take(key, mode, mode_word)
     else:
-        made.lose(f"not there: {key} = selective", "activation_checkpoint.mode")
-        made.take(key, "selective", *words)
+        made.lose(f"not there: {key} = selective", mode_word)
+        made.take(key, "selective", mode_word)
+    made.ignore(option_word)
 
 
 def _set_optimizer(made: Translation) -> None:
-    if made.text("optimizer.name") not in (None, "AdamW"):
-        made.lose("the optimizer is AdamW", "optimizer.name")
-    made.ignore("optimizer.name")
+    note_adamw(made, "optimizer.name", "adamw")
     made.assume("optim.lr", 8e-4, "the default of optimizer.lr")
-    lr = made.values["optim.lr"].value if "optim.lr" in made.values else 8e-4
-    beta1, beta2 = made.real("optimizer.beta1"), made.real("optimizer.beta2")
-    words = tuple(one for one in ("optimizer.beta1", "optimizer.beta2") if one in made.settings)
-    if words:
-        betas = (0.9 if beta1 is None else beta1, 0.95 if beta2 is None else beta2)
-        made.take("optim.betas", betas, *words)
+    lr, steps = made.value("optim.lr", 8e-4), made.value("run.steps", 10_000)
+    take_betas(made, ("optimizer.beta1", "optimizer.beta2"), (0.9, 0.95))
 
-    steps = made.values["run.steps"].value if "run.steps" in made.values else 10_000
     warmup = made.number("lr_scheduler.warmup_steps")
     if warmup is not None:
         made.take("optim.warmup", warmup, "lr_scheduler.warmup_steps")
     else:
         made.assume("optim.warmup", min(200, steps), "the default of lr_scheduler.warmup_steps")
-    kind = made.text("lr_scheduler.decay_type") or "linear"
-    ratio = made.real("lr_scheduler.decay_ratio")
-    decay_words = tuple(
-        one
-        for one in ("lr_scheduler.decay_type", "lr_scheduler.decay_ratio")
-        if one in made.settings
-    )
-    made.ignore(*decay_words)
+    kind_word, ratio_word = "lr_scheduler.decay_type", "lr_scheduler.decay_ratio"
+    kind, ratio = made.text(kind_word) or "linear", made.real(ratio_word)
+    made.ignore(kind_word, ratio_word)
     if ratio is not None:
         used = min(warmup if warmup is not None else 200, steps)
         decay = min(max(1, round(steps * min(max(ratio, 0.0), 1.0))), max(1, steps - used))
-        made.take("optim.schedule", "wsd", *decay_words)
-        made.take("optim.decay_steps", decay, "lr_scheduler.decay_ratio", note=f"of {steps} steps")
-        if kind != "linear":
-            made.lose("the decay of wsd is linear", "lr_scheduler.decay_type")
+        made.take("optim.schedule", "wsd", kind_word, ratio_word)
+        made.take("optim.decay_steps", decay, ratio_word, note=f"of {steps} steps")
+        note_linear_decay(made, kind, kind_word)
     else:
-        schedule = "cosine" if kind == "cosine" else "linear"
-        made.take(
-            "optim.schedule", schedule, *decay_words, note="" if decay_words else "the default"
-        )
+        made.take("optim.schedule", "cosine" if kind == "cosine" else "linear", kind_word)
         if kind == "sqrt":
-            made.lose('not there: optim.schedule = "linear"', "lr_scheduler.decay_type")
+            made.lose('not there: optim.schedule = "linear"', kind_word)
     factor = made.real("lr_scheduler.min_lr_factor")
     if factor is not None:
         made.take("optim.min_lr", factor * lr, "lr_scheduler.min_lr_factor", note=f"x {lr}")

@@ -172,11 +172,22 @@ class Translation:
             return None
 
     def words(self, *names: str) -> str:
-        """Return the settings of words as the file has them, for a message."""
+        """Return the settings of those words that are there as the file has them."""
         return ", ".join(self.settings[name].shown for name in names if name in self.settings)
 
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value that a key of the recipe has so far."""
+        return self.values[key].value if key in self.values else default
+
     def take(self, key: str, value: Any, *names: str, note: str = "") -> None:
-        """Set a key of the recipe from words of theirs; without words, it is an assumption."""
+        """Set a key of the recipe from words of theirs. If the file has none, it is an assumption.
+
+        Args:
+            key: the key of the recipe.
+            value: its value.
+            names: words; those that the file lacks do not count.
+            note: how the value follows from the words, or without words, the reason for it.
+        """
         self._read.update(names)
         words = self.words(*names)
         if not words:
@@ -187,6 +198,18 @@ class Translation:
         self.values[key] = Value(value, comment)
         if key not in self.overridden:
             self.taken.append(f"{words} -> {key} = {as_toml(value)}{f': {note}' if note else ''}")
+
+    def take_number(self, key: str, name: str) -> None:
+        """Set a key to the whole number of a word, if the file has one."""
+        number = self.number(name)
+        if number is not None:
+            self.take(key, number, name)
+
+    def take_real(self, key: str, name: str) -> None:
+        """Set a key to the number of a word, if the file has one."""
+        number = self.real(name)
+        if number is not None:
+            self.take(key, number, name)
 
     def assume(self, key: str, value: Any, reason: str) -> None:
         """Set a key that the file does not give, unless ``--set`` or ``--model`` gives it."""
@@ -201,7 +224,7 @@ class Translation:
         self.taken[:] = [line for line in self.taken if f" -> {key} = " not in line]
 
     def lose(self, reason: str, *names: str) -> None:
-        """Note what has no equal, and what happens instead."""
+        """Note words that have no equal, if the file has them, and what happens instead."""
         self._read.update(names)
         words = self.words(*names)
         self.lost.append(f"{words}: {reason}" if words else reason)

@@ -65,7 +65,7 @@ _OTHER_FILE = "names another file, which is not read: give what it says with --s
 _EXACT = "composer3d drops no token: every expert computes all that is routed to it"
 _RESUME = "a run resumes from its own newest checkpoint; see checkpoint.resume"
 _FOLDER = "a run's files are in run.out_dir/run.name"
-_PROFILER = "composer3d has no profiler; see metrics.timeline_steps"
+_PROFILER = "set metrics.profile_steps and metrics.profile_ranks (docs/review.md)"
 
 MEGATRON = [
     # The mesh.
@@ -946,16 +946,16 @@ NANOTRON = [
         "REDUCE_SCATTER is true, ALL_REDUCE false",
     ),
     _computed("parallelism.recompute_layer", "memory.activation_checkpoint", "full"),
-    _computed("model.model_config.num_hidden_layers", "model.n_layers", "as it is"),
-    _computed("model.model_config.hidden_size", "model.dim", "as it is"),
-    _computed("model.model_config.num_attention_heads", "model.n_heads", "as it is"),
+    _copied("model.model_config.num_hidden_layers", "model.n_layers"),
+    _copied("model.model_config.hidden_size", "model.dim"),
+    _copied("model.model_config.num_attention_heads", "model.n_heads"),
     _computed(
         "model.model_config.num_key_value_heads",
         "model.n_kv_heads",
         "all heads if absent",
         "model.model_config.num_kv_heads",
     ),
-    _computed("model.model_config.intermediate_size", "model.ffn", "of a gated layer as it is"),
+    _copied("model.model_config.intermediate_size", "model.ffn"),
     _computed(
         "model.model_config.vocab_size",
         "model.vocab",

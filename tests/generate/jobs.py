@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from composer3d import cli
@@ -15,6 +16,29 @@ from composer3d.convert.targets import write
 from composer3d.models.contract import Decoder, SequenceInfo
 from composer3d.models.registry import architecture
 from composer3d.models.shape import DecoderShape
+
+# The families of transformers that composer3d has, and settings of small models of them.
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen 3": ("Qwen3", {"head_dim": 32}),
+    "mistral, window 7": ("Mistral", {"sliding_window": 7}),
+    "mixtral": ("Mixtral", {"num_local_experts": 6}),
+    "qwen 3 moe": ("Qwen3Moe", _EXPERTS),
+}
 
 
 def run_command(arguments: list[str]) -> tuple[int, str, str]:
@@ -82,3 +106,27 @@ def greedy(model: Decoder, prompt: list[int], new_tokens: int, head: torch.Tenso
         logits_V = model.last.norm(h_BTC[0, -1]) @ head.T
         tokens.append(int(logits_V.argmax()))
     return tokens[len(prompt) :]
+
+
+def greedy_of_transformers(
+    name: str, folder: Path, prompts: list[list[int]], new_tokens: int
+) -> list[list[int]]:
+    """Save a random model of MODELS to ``folder``; return the tokens that it gives by transformers.
+
+    The test is skipped if there is no transformers.
+    """
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    family, settings = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**_SMALL | settings)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+
+    found = []
+    for prompt in prompts:
+        whole = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
+        found.append(whole[0, len(prompt) :].tolist())
+    return found

@@ -19,7 +19,14 @@ from composer3d.convert.assets import make_byte_tokenizer
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.moe.shape import MoeShape
 from composer3d.runtime.launch import Pool
-from tests.generate.jobs import answer_of, greedy, make_checkpoint, random_model, run_command
+from tests.generate.jobs import (
+    answer_of,
+    greedy,
+    greedy_of_transformers,
+    make_checkpoint,
+    random_model,
+    run_command,
+)
 from tools.prove.paths import ROOT
 
 SHAPE = ModelShape(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn=96, vocab=256, rope_theta=1e4)
@@ -186,18 +193,48 @@ def test_tokens_are_the_same_over_tp(
     assert [entry["tokens"] for entry in completions] == expected
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe"])
+def test_tokens_of_experts_over_tp_are_those_of_transformers(
+    name: str, tmp_path: Path, pool: Pool
+) -> None:
+    prompts = [[17, 3, 99, 4, 5], [1], [8, 130, 2, 64, 64, 7, 21]]
+    expected = greedy_of_transformers(name, tmp_path / "theirs", prompts, 32)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    arguments = ["generate", str(tmp_path / "theirs"), "--prompts", str(file)]
+    arguments += ["--device", "cpu", "--max-tokens", "32", "--batch", "2", "--json"]
+    results = pool.run(run_command, {"arguments": arguments}, world_size=2)
+    assert [status for status, _, _ in results] == [0, 0], results
+    completions = answer_of(results[0][1])["completions"]
+    assert [entry["tokens"] for entry in completions] == expected
+
+
+@pytest.mark.parametrize(("tp", "experts"), [(2, 3), (4, 6)])
+def test_several_ranks_of_tp_hold_the_same_experts(
+    tp: int, experts: int, tmp_path: Path, pool: Pool
+) -> None:
+    """tp does not divide the experts. There are dense layers and a shared expert as well."""
+    sizes = {"experts": experts, "experts_per_token": 2, "moe_every": 2, "shared_ffn": 32}
+    shape = MoeShape(**{**vars(SHAPE), **sizes})
+    checkpoint = make_checkpoint(tmp_path / "moe", "moe", shape, assets=ASSETS)
+    model = random_model("moe", shape)
+    head: Any = model.last.head.weight  # type: ignore[union-attr]
+    expected = greedy(model, list(b"def f("), 12, head)
+    arguments = generate(checkpoint, "--prompt", "def f(", "--json")
+    results = pool.run(run_command, {"arguments": arguments}, world_size=tp)
+    assert [status for status, _, _ in results] == [0] * tp, results
+    (entry,) = answer_of(results[0][1])["completions"]
+    assert entry["tokens"] == expected[: len(entry["tokens"])]
+    assert len(entry["tokens"]) == 12 or entry["stopped"] == "end"
+
+
 def test_a_layout_that_does_not_fit_is_refused(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(generate(checkpoint, "--prompt", "a", "--tp", 3)) == 2
     assert capsys.readouterr().err.splitlines()[0] == (
         "mesh.tp = 3 must divide model.n_heads = 4; use 1, 2 or 4"
     )
-    shape = MoeShape(**{**vars(SHAPE), "experts": 4, "experts_per_token": 2})
-    moe = make_checkpoint(tmp_path / "moe", "moe", shape, assets=ASSETS)
-    assert cli.main(generate(moe, "--prompt", "a", "--tp", 2)) == 2
-    assert "sequence_parallel" in capsys.readouterr().err
-    assert cli.main(generate(moe, "--prompt", "a")) == 0
 
 
 # --- a user's own architecture ---

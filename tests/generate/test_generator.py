@@ -12,29 +12,8 @@ from composer3d.generate.sampling import Sampling
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
 from composer3d.spec.errors import CheckpointError, DeviceError, PlanError
-from tests.generate.jobs import greedy, random_model
+from tests.generate.jobs import MODELS, greedy, greedy_of_transformers, random_model
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 131,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama, tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "qwen 3": ("Qwen3", {"head_dim": 32}),
-    "mistral, window 7": ("Mistral", {"sliding_window": 7}),
-    "mixtral": ("Mixtral", {"num_local_experts": 6}),
-    "qwen 3 moe": ("Qwen3Moe", EXPERTS),
-}
 LENGTHS = (5, 1, 23, 11)
 NEW_TOKENS = 64
 CPU = torch.device("cpu")
@@ -49,20 +28,7 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Float32, one at a time; ragged batches whose places go to the next prompt; and in parts."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    family, settings = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**SMALL | settings)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    theirs.save_pretrained(tmp_path)
-
-    expected = []
-    for prompt in prompts():
-        whole = theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
-        expected.append(whole[0, len(prompt) :].tolist())
+    expected = greedy_of_transformers(name, tmp_path, prompts(), NEW_TOKENS)
     # Other tokens at most positions: a model that repeats itself would show little.
     assert len({token for tokens in expected for token in tokens}) > 20
 

@@ -231,7 +231,12 @@ def test_experts_on_ranks_need_shards(tmp_path: Path) -> None:
         ),
         ("'lr_warmup_iters': 50, 'train_iters': 20", "the warmup ends at step 20"),
         ("'lr_warmup_iters': 50, 'lr_decay_iters': 20", "it ends with the run"),
+        ("'lr_decay_iters': 0", "the decay would end before the first step"),
         ("'bf16': True, 'fp16': True", "both at once; bfloat16 is used"),
+        (
+            "'zero_stage': 1, 'use_torch_fsdp2': True",
+            "zero_stage = 1, but use_torch_fsdp2 = true: 3 is used",
+        ),
         (
             "'moe_router_topk': 2, 'moe_ffn_hidden_size': 9",
             "moe_ffn_hidden_size = 9 without --num-experts: there are no experts",

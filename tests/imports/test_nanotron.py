@@ -63,6 +63,7 @@ def test_a_file(tmp_path: Path) -> None:
             256,
         ),
         ("num_key_value_heads: 4", "use_cache: true", "model.n_kv_heads", 16),
+        ("adam_beta1: 0.9, ", "", "optim.betas", (0.9, 0.95)),
     ],
 )
 def test_a_change(tmp_path: Path, old: str, new: str, key: str, value: object) -> None:
@@ -76,6 +77,7 @@ def test_a_change(tmp_path: Path, old: str, new: str, key: str, value: object) -
     ("text", "message"),
     [
         (NANOTRON.replace("dtype: bfloat16", "dtype: float16"), "no float16"),
+        (NANOTRON.replace("zero_stage: 1", "zero_stage: 4"), "must be 0, 1, 2 or 3"),
         ("tokens: !!python/object/apply:os.system ['touch /tmp/never']", "cannot be read as YAML"),
         ("a: &a [1]\ntokens: *a", "aliases"),
         ("tokens: 1\ntokens: 2", "the key tokens stands twice"),

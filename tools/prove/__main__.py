@@ -12,6 +12,7 @@
     watch     no healthy rank is called slow or wrong in 200 steps
     timeline  the bubbles of pipelines whose layers sleep are those of the simulation
     imports   configurations of other programs go through import, check, plan, dryrun and verify
+    newcomer  every command of docs/first_model.md runs from the wheel; tokens as in transformers
     hostile   hostile files: nothing is executed, nothing outside is read or written, no traceback
     fuzz      inputs changed at random are refused, or read rightly; --help says how many
 
@@ -34,6 +35,7 @@ PROOFS = {
     "watch": "tools.prove.watch",
     "timeline": "tools.prove.timeline",
     "imports": "tools.prove.imports.run",
+    "newcomer": "tools.prove.newcomer",
     "hostile": "tools.prove.hostile.run",
     "fuzz": "tools.prove.fuzz.run",
 }

@@ -7,6 +7,7 @@ tokens of the other ep groups only: FSDP sums them over efsdp and dp_replicate, 
 them (a gradient that is ep times too large was a bug of PyTorch, issue 160285).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from composer3d.models.contract import ShardingPlan
-from composer3d.models.layers.moe import Experts, Router
+from composer3d.models.layers.moe import Exchange, Experts, Router
 from composer3d.parallel.context.ownership import shard_sequence
-from composer3d.parallel.expert.dispatch import exchange_over, sum_counts
+from composer3d.parallel.expert.dispatch import exchange_over, sum_counts, sum_over
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import part_of_this_rank
@@ -60,12 +61,33 @@ def apply(stage: nn.Module, plan: ShardingPlan, mesh: Mesh, parallel: ParallelTa
 
     for name, module in stage.named_modules():
         if plan.holds_experts(name) and sizes.ep > 1:
-            _cut_experts(name, cast(Experts, module), mesh)
+            _cut_experts(name, cast(Experts, module), mesh, exchange_over)
         if isinstance(module, Router):
             _show_whole_sequences(module, mesh, parallel)
 
 
-def _cut_experts(name: str, module: Experts, mesh: Mesh) -> None:
+def apply_to_same_tokens(stage: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:
+    """Put the experts of ``stage`` on the ranks of ep, which all hold the same tokens.
+
+    This is for a forward without sequence parallelism, such as that of a single new token. There
+    is no backward: the gradients of what all ranks hold would count ep times. ``stage`` is on the
+    meta device. With ep > 1, the parameters of experts become DTensors, ``Shard(0)`` over ep.
+    Collective over all ranks: it forms groups.
+
+    Raises:
+        PlanError: ep does not divide the experts.
+    """
+    for name, module in stage.named_modules():
+        if plan.holds_experts(name) and mesh.sizes.ep > 1:
+            _cut_experts(name, cast(Experts, module), mesh, sum_over)
+
+
+def _cut_experts(
+    name: str,
+    module: Experts,
+    mesh: Mesh,
+    exchange_of: Callable[[dist.ProcessGroup], Exchange],
+) -> None:
     ep = mesh.sparse["ep"]
     for leaf, parameter in list(module.named_parameters(recurse=False)):
         if parameter.shape[0] % ep.size():
@@ -77,7 +99,7 @@ def _cut_experts(name: str, module: Experts, mesh: Mesh) -> None:
         cut = nn.Parameter(value, requires_grad=parameter.requires_grad)
         module.register_parameter(leaf, cut)
     module.own_part = part_of_this_rank
-    module.exchange = exchange_over(ep.get_group())
+    module.exchange = exchange_of(ep.get_group())
 
 
 def _show_whole_sequences(router: Router, mesh: Mesh, parallel: ParallelTable) -> None:

@@ -1,7 +1,8 @@
 """The exchange of tokens between the ranks that share the experts: two all-to-alls of rows.
 
 Lepikhin et al. 2020 (GShard, arXiv 2006.16668), without a capacity: each rank sends exactly the
-rows that the other's experts compute.
+rows that the other's experts compute. Ranks that all hold the same tokens send none, and sum what
+each has computed.
 
 Shapes: M rows on this rank, in the order of all E experts; ep ranks with L = E / ep experts each; R
 rows for the experts of this rank; C model width.
@@ -48,6 +49,32 @@ def exchange_over(group: dist.ProcessGroup) -> Exchange:
 
         tokens_L = arriving_E.unflatten(0, (size, -1)).sum(0)
         return Exchanged(permute_rows(rows_RC, order_R, place_R), tokens_L, send_back)
+
+    return exchange
+
+
+def sum_over(group: dist.ProcessGroup) -> Exchange:
+    """Make the function for the seam ``exchange`` of ranks that all hold the same tokens.
+
+    A rank computes the rows of its own experts, and the outputs of all ranks are added up. Each row
+    has one output that is not zero, so the sum has the bits of one process.
+
+    Collective of a call: an all-reduce of the outputs (M, C). There is no backward.
+    """
+    rank, size = group.rank(), group.size()
+
+    def exchange(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
+        tokens_by_rank = tokens_E.unflatten(0, (size, -1))
+        ends = tokens_by_rank.sum(1).cumsum(0).tolist()
+        own = slice(ends[rank - 1] if rank else 0, ends[rank])
+
+        def send_back(out_RC: Tensor) -> Tensor:
+            out_MC = out_RC.new_zeros(rows_MC.shape)
+            out_MC[own] = out_RC
+            dist.all_reduce(out_MC, group=group)
+            return out_MC
+
+        return Exchanged(rows_MC[own], tokens_by_rank[rank], send_back)
 
     return exchange
 

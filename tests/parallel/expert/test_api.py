@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.plan import sharding_plan
 from composer3d.models.moe.shape import MoeShape
-from composer3d.parallel import Stages, StepShape, compose
+from composer3d.parallel import Stages, StepShape, compose, compose_for_generation
+from composer3d.parallel.init import local_part
 from composer3d.recipe.schema import CompileTable, MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.mesh import Mesh
@@ -41,6 +42,28 @@ def run_step(mesh_sizes: dict[str, int], shape: MoeShape) -> dict[str, list[int]
                 assert Shard(0) in parameter.placements or mesh.sizes.ep == 1
                 shapes[name] = list(parameter.to_local().shape)
         return shapes
+
+
+def shapes_for_generation(mesh_sizes: dict[str, int]) -> dict[str, list[int]]:
+    """Return the local shape of each parameter of experts of a model that generates."""
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(**mesh_sizes), device)
+        stage = compose_for_generation(MoeLlama(SHAPE), sharding_plan(SHAPE), mesh)
+        return {
+            name: list(local_part(parameter)[0].shape)
+            for name, parameter in stage.named_parameters()
+            if "experts" in name
+        }
+
+
+@pytest.mark.parametrize(("ep", "experts"), [(1, 4), (2, 2)])
+def test_ranks_of_tp_share_the_experts_of_a_model_that_generates(
+    ep: int, experts: int, pool: Pool
+) -> None:
+    sizes = {"dp_shard": 1, "tp": 2, "ep": ep}
+    for shapes in pool.run(shapes_for_generation, {"mesh_sizes": sizes}, world_size=2):
+        assert len(shapes) == 6
+        assert {shape[0] for shape in shapes.values()} == {experts}
 
 
 def test_a_pipeline_rank_without_experts_does_not_keep_others_waiting(pool: Pool) -> None:
