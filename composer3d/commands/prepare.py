@@ -12,7 +12,8 @@ def run(
     *,
     sources: Sequence[str],
     out: str,
-    tokenizer: str,
+    tokenizer: str | None,
+    train_tokenizer: int | None,
     eod: str | None,
     field: str | None,
     processes: int | None,
@@ -30,6 +31,7 @@ def run(
         sources,
         out,
         tokenizer=tokenizer,
+        train_tokenizer=train_tokenizer,
         eod=eod,
         field=field,
         processes=processes,
@@ -47,6 +49,9 @@ def run(
         print(
             f"{one_line(out)}/{name}: {count['documents']:,} documents, {count['tokens']:,} tokens"
         )
+    if train_tokenizer is not None:
+        trained = one_line(written["trained_tokenizer"])
+        print(f"{trained}: trained on this text, {written['vocab']:,} tokens")
     if as_json:
         print(json.dumps({"ok": True, "out": out, **written, "seconds": seconds}))
     return 0

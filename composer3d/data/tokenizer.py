@@ -34,6 +34,7 @@ from composer3d.spec.files import read_plain
 from composer3d.spec.ranges import MOST_VOCAB
 
 FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have half of that
+WORKER = Path(__file__).with_name("tokenizer_worker.py")
 
 # The tokenizers library encodes a whole document at once, and takes this much memory for each byte.
 _DOCUMENT_BYTES = 16 << 20
@@ -228,6 +229,20 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
     return Tokenizer()
 
 
+def load_tokenizer(name: str, content: bytes, end: str) -> Tokenizer:
+    """Start the tokenizer in the content of a tokenizer.json. The caller must close it.
+
+    Args:
+        name: for messages and the manifest.
+        content: of the tokenizer.json.
+        end: the name of the token after each document.
+
+    Raises:
+        DataError: as ``open_tokenizer``.
+    """
+    return _FileTokenizer(one_line(name), content, end)
+
+
 def _read_tokenizer(path: str) -> bytes:
     """Read a tokenizer.json. Raises DataError if it cannot be read or is too large."""
     try:
@@ -283,7 +298,7 @@ class _FileTokenizer(Tokenizer):
 
     def encode(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
         for document in documents:
-            _check_text(document)
+            check_text(document)
         try:
             counts, tokens = self._worker.encode([document.text for document in documents])
         except TokenizerFailure as error:
@@ -356,10 +371,9 @@ class TokenizerProcess:
         special_as_text: bool = True,
         adds_special_tokens: bool = False,
     ) -> None:
-        program = Path(__file__).with_name("tokenizer_worker.py")
         # -P keeps the folder of the program out of sys.path, so that its modules hide no others.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(program)],
+            [sys.executable, "-P", str(WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # Rust prints its panics there
@@ -399,8 +413,7 @@ class TokenizerProcess:
             counts: the number of tokens of each text: int64, 1-D.
             tokens: the tokens of all texts: int64, 1-D.
         """
-        header = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts))
-        request = b"e" + header + b"".join(texts)
+        request = b"e" + pack(texts)
         cpu_s = _ENCODE_S + len(request) / 1e6 * _ENCODE_S_PER_MB
         answer = self._ask([request], cpu_s, f"on {sum(map(len, texts)):,} bytes of text")
         if answer[:1] != b"+":
@@ -487,8 +500,14 @@ class TokenizerProcess:
         return bytes(content)
 
 
-def _check_text(document: Document) -> None:
-    """Raise DataError if a text is too long for a tokenizer, or is not UTF-8."""
+def pack(texts: Sequence[bytes]) -> bytes:
+    """Return a batch of texts as the worker reads it: number, lengths, then the texts."""
+    header = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts))
+    return header + b"".join(texts)
+
+
+def check_text(document: Document) -> None:
+    """Raise DataError if a text is too long for a tokenizer.json, or is not UTF-8."""
     if len(document.text) > _DOCUMENT_BYTES:
         refuse_long(document.place, len(document.text), _DOCUMENT_BYTES)
     try:

@@ -610,7 +610,8 @@ def test_several_sources_are_read_in_their_order(
     (tmp_path / "t.txt").write_text("t")
     out[1] += "2"
     assert cli.main(["prepare", *sources, str(tmp_path / "t.txt"), *out]) == 2
-    assert "one is text and the other is JSONL; give sources of one" in capsys.readouterr().err
+    error = "one is text and the other is JSONL or a table; give sources of one kind"
+    assert error in capsys.readouterr().err
 
 
 def test_an_existing_folder_is_never_replaced(
@@ -687,7 +688,7 @@ def test_progress_is_printed_now_and_then(
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        ({}, [], "in does not exist; give a text file, a .jsonl file or a folder of one kind"),
+        ({}, [], "in does not exist; give a text file, a .jsonl or .parquet file, or a folder of"),
         ({"in/.a": b"x"}, [], "in: no files found; give a path that holds text"),
         ({"in/a": b"", "in/b": b""}, [], "in: all files are empty; give a path that holds text"),
         (
@@ -698,7 +699,8 @@ def test_progress_is_printed_now_and_then(
         (
             {"in/a": b"x"},
             ["--field", "body"],
-            r"--field body is only read with JSONL, and \S+/in holds no .jsonl file; remove it",
+            r"--field body is only read with JSONL and tables, and \S+/in holds neither a .jsonl "
+            "nor a .parquet file; remove it",
         ),
         (
             {"in/a": b"x"},
@@ -727,9 +729,9 @@ def test_progress_is_printed_now_and_then(
         ),
         ({"in/a.xz": b"x"}, [], "in/a.xz: a .xz file is not read as text; decompress it"),
         (
-            {"in/a.parquet": b"x"},
+            {"in/a.arrow": b"x"},
             [],
-            "in/a.parquet: a .parquet file is not read as text; convert it to JSONL",
+            "in/a.arrow: a .arrow file is not read as text; give the folder that save_to_disk of",
         ),
         ({"in/a": b"x\0y"}, [], "in/a: byte 0 at offset 1 would end a document there;"),
         (
@@ -891,7 +893,7 @@ def test_a_path_that_is_too_long_or_empty_is_refused(
 ) -> None:
     line = refused(capsys, tmp_path / ("x" * 300), tmp_path / "out", "--tokenizer", "bytes")
     assert line.endswith(
-        "xxx does not exist; give a text file, a .jsonl file or a folder of one kind"
+        "xxx does not exist; give a text file, a .jsonl or .parquet file, or a folder of one kind"
     )
     source = write_lines(tmp_path / "x.jsonl", ["a"])
     line = refused(capsys, source, tmp_path / ("x" * 300), "--tokenizer", "bytes")
