@@ -42,6 +42,7 @@ from composer3d.data.tokens import write_manifest
 from composer3d.data.unfinished import Piece, Shard, ShardWriter, Unfinished
 from composer3d.recipe.values import one_line
 from composer3d.runtime.files import write_atomic
+from composer3d.runtime.launch import usable_cores
 from composer3d.runtime.progress import Progress
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import read_plain
@@ -134,7 +135,7 @@ def prepare(
     try:
         files, field = _list_sources([Path(source) for source in sources], field)
         source = " ".join(sources)
-        processes = processes or _cores()
+        processes = processes or usable_cores()
         work = _Work(target, files, field, processes, shard_tokens, split)
         if train_tokenizer is not None:
             return work.run_with_trained(source, train_tokenizer, eod or train.END)
@@ -143,11 +144,6 @@ def prepare(
             return work.run(source, opened)
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _require_valid_path(option: str, path: str) -> None:

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from typing import Any
 
 ROWS = 64  # that are decoded at once
+CPU_S = 60.0  # of processor time for these rows, and for what comes before the first ones
 FRAME_BYTES = 512 << 10  # of text in a batch, which ends with the text that reaches this
 
 
@@ -42,7 +43,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     settings = json.loads(sys.argv[1])
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    memory = settings["memory"] if hard == resource.RLIM_INFINITY else min(settings["memory"], hard)
+    memory = settings["memory"]
+    memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
     try:
         write_texts(settings)
@@ -57,6 +59,7 @@ def main() -> None:
 def write_texts(settings: dict[str, Any]) -> None:
     """Write the number of rows, and the text of each row from ``first`` on."""
     field, number = settings["field"], settings["first"]
+    limit_processor_time()
     if settings["kind"] == "parquet":
         rows, columns = open_parquet(field, number)
     else:
@@ -65,6 +68,7 @@ def write_texts(settings: dict[str, Any]) -> None:
     texts: list[bytes] = []
     size = 0
     for column in columns:
+        limit_processor_time()
         # Arrow trusts offsets and texts in a file until it is asked to look at them.
         column.validate(full=True)
         for value in column:
@@ -143,6 +147,15 @@ def open_dataset(path: str, field: str, first: int) -> tuple[int, Iterator[Any]]
             yield as_text(table.column(field))
 
     return rows, columns()
+
+
+def limit_processor_time() -> None:
+    """Give this process ``CPU_S`` more of processor time, after which the kernel ends it."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(used.ru_utime + used.ru_stime + CPU_S) + 1
+    soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
 def require_text(schema: Any, field: str) -> None:

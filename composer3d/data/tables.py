@@ -159,7 +159,7 @@ def read_rows(
                     status = process.wait()
                     raise DataError(
                         f"{one_line(str(path))}: {_PACKAGES[kind][0]} ends with status {status} "
-                        "while it reads it; it is damaged; copy it again, or move it away"
+                        "while it reads it, as if it were damaged; copy it again, or move it away"
                     )
     finally:
         process.kill()

@@ -402,14 +402,14 @@ def test_a_file_that_changes_while_prepare_runs_is_refused(
         (tmp_path / "in" / name).write_text(name)
     whole = prepare.identify
 
-    def slow(files: list[Path]) -> Any:
-        found = whole(files)
-        (tmp_path / "in" / "b").write_text("later")
+    def slow(file: Path, kind: Any) -> Any:
+        found = whole(file, kind)
+        file.write_text("later")
         return found
 
     monkeypatch.setattr(prepare, "identify", slow)
     line = refused(capsys, tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes")
-    assert line.endswith("in/b: has changed since prepare began; run the same command again")
+    assert line.endswith("in/a: has changed since prepare began; run the same command again")
 
 
 @pytest.mark.parametrize("shard_tokens", ["50", "1000000"])
