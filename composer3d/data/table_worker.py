@@ -127,8 +127,6 @@ def open_parquet(field: str, first: int) -> tuple[int, Iterator[Any]]:
 
 def open_dataset(path: str, field: str, first: int) -> tuple[int, Iterator[Any]]:
     """Return the number of rows, and the texts from row ``first`` on, some rows at a time."""
-    import datasets
-
     with open(os.path.join(path, "state.json"), "rb") as file:
         state = json.load(file)
     for entry in state["_data_files"]:
@@ -136,6 +134,9 @@ def open_dataset(path: str, field: str, first: int) -> tuple[int, Iterator[Any]]
         # datasets would follow a path out of the folder, and wait for ever for a named pipe.
         if os.path.basename(name) != name or not os.path.isfile(os.path.join(path, name)):
             raise RefusedError(f"its state.json names {name!r}, which is no file of the folder")
+
+    import datasets
+
     dataset = datasets.load_from_disk(path, keep_in_memory=False)
     require_text(dataset.data.schema, field)
     rows = len(dataset)

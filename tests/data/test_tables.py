@@ -94,9 +94,6 @@ def test_a_saved_dataset_gives_the_tokens_of_jsonl(
     assert cli.main(command(source, tmp_path / "out", "--field", "body")) == 0
     assert tokens_of(tmp_path / "out") == expected
 
-    assert cli.main(command(source, tmp_path / "no")) == 2
-    error = f"{source}: it has no column 'text'; name one of its columns with --field: 'body', 'id'"
-    assert capsys.readouterr().err == f"{error}\n"
     datasets.DatasetDict({"test": mixed, "train": mixed}).save_to_disk(str(tmp_path / "splits"))
     assert cli.main(command(tmp_path / "splits", tmp_path / "no")) == 2
     error = f"holds several splits (test, train); give one of them, such as {tmp_path}/splits/test"

@@ -38,7 +38,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def arguments(source: Path, out: Path, *options: str) -> list[str]:
-    return ["prepare", str(source), "-o", str(out), "--train-tokenizer", "600", *options]
+    return ["prepare", str(source), "-o", str(out), "--train-tokenizer", "500", *options]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -59,9 +59,9 @@ def test_transformers_and_our_checks_accept_the_folder(
     out = tmp_path / "out"
     assert cli.main(arguments(source, out, "--json")) == 0
     shown = capsys.readouterr().out
-    assert f"{out}/tokenizer.json: trained on this text, 600 tokens\n" in shown
+    assert f"{out}/tokenizer.json: trained on this text, 500 tokens\n" in shown
     answer = json.loads(shown.splitlines()[-1])
-    assert (answer["vocab"], answer["end_of_document"], answer["documents"]) == (600, 0, len(TEXTS))
+    assert (answer["vocab"], answer["end_of_document"], answer["documents"]) == (500, 0, len(TEXTS))
     assert answer["trained_tokenizer"] == str(out / "tokenizer.json")
     assert {path.name for path in out.iterdir()} == FILES
     assert not (tmp_path / "out.partial").exists()
@@ -70,7 +70,7 @@ def test_transformers_and_our_checks_accept_the_folder(
     assert refusals == []
     assert set(carried) == {"tokenizer.json", "tokenizer_config.json"}
     coder: Any = AutoTokenizer.from_pretrained(out)
-    assert (coder.eos_token, coder.eos_token_id, len(coder)) == ("<|endoftext|>", 0, 600)
+    assert (coder.eos_token, coder.eos_token_id, len(coder)) == ("<|endoftext|>", 0, 500)
     tokens = np.fromfile(out / "tokens.bin", dtype="<u2")
     expected: list[int] = []
     for text in TEXTS[:-1]:  # transformers reads the name in the last one as the token
@@ -88,7 +88,7 @@ def test_transformers_and_our_checks_accept_the_folder(
 
 
 def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
-    wanted: dict[str, Any] = {"size": 700, "end": "</s>", "source_bytes": 1}
+    wanted: dict[str, Any] = {"size": 550, "end": "</s>", "source_bytes": 1}
     one = train_tokenizer.train_tokenizer(documents(TEXTS), processes=1, **wanted)
     # Other processes hash words in another order. Many pairs occur equally often here.
     for order, processes in ((TEXTS, 2), (TEXTS[::-1], 3)):
@@ -134,7 +134,7 @@ def test_a_large_source_gives_a_part_of_its_documents(monkeypatch: pytest.Monkey
             r"^--train-tokenizer 32000: a text of [\d,]{6} characters gives only [\d,]{3,5} "
             "tokens; give more text, or a lower number$",
         ),
-        (["--eod", "abc"], "^--train-tokenizer 600: a text could become abc, which is to end a"),
+        (["--eod", "abc"], "^--train-tokenizer 500: a text could become abc, which is to end a"),
         (
             ["--train-tokenizer", "256"],
             "argument --train-tokenizer: must be from 257 .the bytes, and the end of a document. "
@@ -199,7 +199,7 @@ def test_after_an_interrupt_the_tokenizer_is_not_trained_again(
 
     # It is of this size and of this text only.
     wrong = "was begun with another tokenizer or other options (tokenizer); give the same"
-    assert cli.main(arguments(source, out, "--train-tokenizer", "601")) == 2
+    assert cli.main(arguments(source, out, "--train-tokenizer", "501")) == 2
     assert wrong in capsys.readouterr().err
     before = source.stat()
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
