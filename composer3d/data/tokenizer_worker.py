@@ -33,6 +33,9 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal
 
 
+LONGEST_WORD = 256  # bytes of a word that a tokenizer is trained on
+
+
 def main() -> None:
     """Answer the requests on standard input until it ends."""
     # Ctrl-C reaches all processes of a terminal, but the parent decides when this one ends.
@@ -157,7 +160,8 @@ def read_batches(requests: BinaryIO) -> Iterator[str]:
 def train(wanted: dict[str, Any], texts: Iterator[str]) -> bytes:
     """Train a byte-level BPE, and return its tokenizer.json.
 
-    The texts are cut into words by GPT-2's pattern, and tokens do not go beyond a word. Equal texts
+    The texts are cut into words by GPT-2's pattern, and tokens do not go beyond a word. Longer ones
+    than ``LONGEST_WORD``, such as runs of blanks or encoded data, are cut further. Equal texts
     give equal bytes, in any order and with any number of threads: the trainer takes the pair that
     occurs most often, and of those that occur equally often the one with the smallest tokens.
 
@@ -169,7 +173,7 @@ def train(wanted: dict[str, Any], texts: Iterator[str]) -> bytes:
     Raises:
         ValueError: the texts give fewer tokens, or they could become ``end``.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     # No token goes beyond a word, so no text becomes a token that consists of several words.
@@ -179,7 +183,9 @@ def train(wanted: dict[str, Any], texts: Iterator[str]) -> bytes:
             "such as <|endoftext|>"
         )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = words
+    # Merging a pair takes a time in proportion to the square of the length of a word.
+    pieces = pre_tokenizers.Split(Regex(f".{{{LONGEST_WORD}}}"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=wanted["size"],
@@ -204,6 +210,7 @@ def train(wanted: dict[str, Any], texts: Iterator[str]) -> bytes:
             f"a text of {characters:,} characters gives only {reached:,} tokens; give more text, "
             "or a lower number"
         )
+    tokenizer.pre_tokenizer = words
     text: str = tokenizer.to_str()
     return text.encode()
 

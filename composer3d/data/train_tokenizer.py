@@ -23,7 +23,7 @@ from composer3d.spec.errors import DataError
 # Bytes of text to train on, about. Memory is in proportion to the number of different words in it.
 SAMPLE_BYTES = 512 << 20
 _BATCH_BYTES = 1 << 20
-_NOTICE_S = 1.0  # between two notices that the training goes on
+_NOTICE_S = 1.0  # the time between two notices that the training goes on
 
 END = "<|endoftext|>"
 CONFIG = "tokenizer_config.json"
@@ -140,7 +140,7 @@ def _wait(answers: BinaryIO) -> bytes:
     """Return the answer, which is empty if the process has ended without one."""
     with Progress("train the tokenizer", 0, "s") as progress:
         while not select.select([answers], [], [], _NOTICE_S)[0]:
-            progress.advance(round(_NOTICE_S))
+            progress.advance()
     header = answers.read(8)
     if len(header) < 8:
         return b""

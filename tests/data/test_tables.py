@@ -196,6 +196,18 @@ def test_a_process_that_dies_or_asks_for_all_memory_is_reported(
     assert line.startswith(f"{source}: ")
 
 
+def test_a_row_group_need_not_fit_into_memory(
+    arrow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{number}{'x' * (128 << 10)}" for number in range(1200)]
+    options = {"row_group_size": len(texts), "write_batch_size": 8, "use_dictionary": False}
+    source = write_parquet(tmp_path / "x.parquet", {"text": texts}, **options)
+    monkeypatch.setattr(tables, "_MEMORY", 140 << 20)  # the texts have 150 MiB
+    with open(source, "rb") as content:
+        rows = tables.read_rows("parquet", source, content, "text", first=0)
+        assert [row.text for row in rows] == [text.encode() for text in texts]
+
+
 def test_a_missing_package_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from composer3d import cli
 from composer3d.convert.carried import read_carried_files
 from composer3d.data import prepare, train_tokenizer
 from composer3d.data.documents import Document
+from composer3d.runtime import progress
 
 DICE = random.Random(0)
 SYLLABLES = ["ka", "Lo", "mi", "né", "日本", "(x", "  ", "1", "\n"]
@@ -212,6 +213,19 @@ def test_after_an_interrupt_the_tokenizer_is_not_trained_again(
         assert cli.main(arguments(source, out)) == 0
     assert f"{partial}: goes on with the tokenizer that it holds" in capsys.readouterr().err
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_the_training_says_that_it_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_tokenizer, "_NOTICE_S", 0.01)
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
+    texts = documents([text.ljust(1_000_000) for text in TEXTS[:3]])
+    options: dict[str, Any] = {"size": 280, "end": "</s>", "processes": 1}
+    train_tokenizer.train_tokenizer(texts, source_bytes=4_000_000, **options)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("read text for the tokenizer: 1 of 4 MB, 0:00:00 so far")
+    assert re.match(r"train the tokenizer: 1 s, 0:00:00 so far$", lines[3])
 
 
 def test_ctrl_c_ends_the_training_at_once(tmp_path: Path) -> None:
