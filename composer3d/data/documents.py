@@ -6,7 +6,7 @@ The order of the documents is the same on every machine.
 import contextlib
 import json
 import os
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, NoReturn
 
@@ -121,8 +121,10 @@ def read_documents(
     *,
     longest: int = LONGEST_TEXT,
     start: Position = BEGINNING,
-) -> Iterator[Document]:
+) -> Generator[Document, None, None]:
     """Yield the documents in ``files``, in order. Empty texts and blank lines are skipped.
+
+    Close the generator to end the process that reads a table.
 
     A file whose name ends with .gz or .zst is decompressed while it is read.
 

@@ -18,6 +18,7 @@ b"n" and the number of rows (int64). Then come batches: b"t", the number of text
 in bytes (int64), then the texts in UTF-8. The last one is b".", or b"-" and the text of an error.
 """
 
+import io
 import json
 import os
 import resource
@@ -103,7 +104,7 @@ def open_parquet(field: str, first: int) -> tuple[int, Iterator[Any]]:
 
     # Read as a stream, a row group need not fit into memory.
     file = parquet.ParquetFile(
-        pyarrow.PythonFile(sys.stdin.buffer.raw), pre_buffer=False, buffer_size=1 << 20
+        pyarrow.PythonFile(io.FileIO(0, closefd=False)), pre_buffer=False, buffer_size=1 << 20
     )
     require_text(file.schema_arrow, field)
 

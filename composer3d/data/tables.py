@@ -12,9 +12,9 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import IO, BinaryIO, Literal, NamedTuple
 
 from composer3d.recipe.values import one_line
 from composer3d.spec.errors import DataError
@@ -93,7 +93,7 @@ def require_package(kind: TableKind, path: Path) -> None:
 
 def read_rows(
     kind: TableKind, path: Path, content: BinaryIO | None, field: str, *, first: int
-) -> Iterator[Row]:
+) -> Generator[Row, None, None]:
     """Yield the rows of a table, in order. Close the iterator to end its process.
 
     Memory does not depend on the size of the table, nor on that of its row groups.
@@ -168,7 +168,7 @@ def read_rows(
         process.wait()
 
 
-def _read_frame(answers: BinaryIO) -> bytes:
+def _read_frame(answers: IO[bytes]) -> bytes:
     """Return the next frame. It is empty if the process has ended."""
     header = answers.read(8)
     if len(header) < 8:

@@ -32,7 +32,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal
 
-
 LONGEST_WORD = 256  # bytes of a word that a tokenizer is trained on
 
 

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable
-from typing import BinaryIO
+from typing import IO
 
 from composer3d.data.documents import Document
 from composer3d.data.tokenizer import WORKER, check_text, pack
@@ -106,7 +106,7 @@ def make_config(end: str) -> bytes:
 
 
 def _send_documents(
-    requests: BinaryIO, documents: Iterable[Document], share: float, source_bytes: int
+    requests: IO[bytes], documents: Iterable[Document], share: float, source_bytes: int
 ) -> None:
     """Send a share of the documents to the process."""
     batch: list[bytes] = []
@@ -131,12 +131,12 @@ def _is_chosen(document: Document, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def _send(requests: BinaryIO, content: bytes) -> None:
+def _send(requests: IO[bytes], content: bytes) -> None:
     requests.write(struct.pack("<q", len(content)))
     requests.write(content)
 
 
-def _wait(answers: BinaryIO) -> bytes:
+def _wait(answers: IO[bytes]) -> bytes:
     """Return the answer, which is empty if the process has ended without one."""
     with Progress("train the tokenizer", 0, "s") as progress:
         while not select.select([answers], [], [], _NOTICE_S)[0]:

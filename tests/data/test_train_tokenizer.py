@@ -234,17 +234,20 @@ def test_ctrl_c_ends_the_training_at_once(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "x.txt.gz", "wt", compresslevel=1) as file:
         file.write(text)
     command = arguments(tmp_path / "x.txt.gz", tmp_path / "out", "--train-tokenizer", "99999")
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "composer3d", *command],
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-    )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while process.poll() is None and not children.read_text():
-        time.sleep(0.05)
-    time.sleep(1.0)
-    (child,) = children.read_text().split()
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(30) == 130
+    ) as process:
+        try:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            while process.poll() is None and not children.read_text():
+                time.sleep(0.05)
+            time.sleep(1.0)
+            (child,) = children.read_text().split()
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
     assert not Path(f"/proc/{child}").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["x.txt.gz"]
