@@ -32,6 +32,7 @@ from composer3d.data.documents import (
 )
 from composer3d.data.tables import PARQUET_SUFFIX, is_dataset, require_package
 from composer3d.data.tokenizer import (
+    DOCUMENT_BYTES,
     FILE_BYTES,
     Tokenizer,
     TokenizerPool,
@@ -220,7 +221,8 @@ class _Work:
                 shown = _shown(unfinished.folder)
                 print(f"{shown}: goes on with the tokenizer that it holds", file=sys.stderr)
             else:
-                with contextlib.closing(read_documents(self.files, self.field)) as documents:
+                documents = read_documents(self.files, self.field, longest=DOCUMENT_BYTES)
+                with contextlib.closing(documents):
                     content = train.train_tokenizer(
                         documents,
                         size=size,

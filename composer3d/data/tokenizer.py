@@ -37,7 +37,7 @@ FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have ha
 WORKER = Path(__file__).with_name("tokenizer_worker.py")
 
 # The tokenizers library encodes a whole document at once, and takes this much memory for each byte.
-_DOCUMENT_BYTES = 16 << 20
+DOCUMENT_BYTES = 16 << 20
 _MEMORY_PER_BYTE = 156
 
 # Limits of the worker process. CPU time is limited, not wall-clock time, so that the limits do not
@@ -261,7 +261,7 @@ class _FileTokenizer(Tokenizer):
     def __init__(self, name: str, content: bytes, end: str | None) -> None:
         self.name = name
         self.content = content
-        self.longest = _DOCUMENT_BYTES
+        self.longest = DOCUMENT_BYTES
         ends = (end,) if end is not None else USUAL_ENDS
         self._worker = TokenizerProcess(content, ends)
         try:
@@ -508,8 +508,8 @@ def pack(texts: Sequence[bytes]) -> bytes:
 
 def check_text(document: Document) -> None:
     """Raise DataError if a text is too long for a tokenizer.json, or is not UTF-8."""
-    if len(document.text) > _DOCUMENT_BYTES:
-        refuse_long(document.place, len(document.text), _DOCUMENT_BYTES)
+    if len(document.text) > DOCUMENT_BYTES:
+        refuse_long(document.place, len(document.text), DOCUMENT_BYTES)
     try:
         document.text.decode()
     except UnicodeDecodeError as error:

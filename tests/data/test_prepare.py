@@ -865,7 +865,7 @@ def test_a_document_that_would_take_all_memory_is_refused(
         f"{tmp_path / 'big.txt'}: one document has 16_777_217 bytes, but at most 16_777_216 are "
         "read into memory; cut it into several documents, each in a file or JSONL line of its own"
     )
-    monkeypatch.setattr(tokenizer, "_DOCUMENT_BYTES", 5)
+    monkeypatch.setattr(tokenizer, "DOCUMENT_BYTES", 5)
     lines = write_lines(tmp_path / "x.jsonl", ["abcde", "abcdef"])
     assert f"{lines}:3: one document has 6 bytes" in refused(
         capsys, lines, tmp_path / "out", *named
