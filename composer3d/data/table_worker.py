@@ -104,7 +104,11 @@ def open_parquet(field: str, first: int) -> tuple[int, Iterator[Any]]:
 
     # Read as a stream, a row group need not fit into memory.
     file = parquet.ParquetFile(
-        pyarrow.PythonFile(io.FileIO(0, closefd=False)), pre_buffer=False, buffer_size=1 << 20
+        pyarrow.PythonFile(io.FileIO(0, closefd=False)),
+        pre_buffer=False,
+        buffer_size=1 << 20,
+        # Most writers leave them out.
+        page_checksum_verification=True,
     )
     require_text(file.schema_arrow, field)
 

@@ -179,6 +179,14 @@ def test_damaged_tables_are_refused_with_one_line(
         assert "copy it again" in line
         assert not (tmp_path / "out.partial").exists()
 
+    # A page with a checksum is compared with it.
+    options = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
+    whole = write_parquet(source, {"text": TEXTS}, **options).read_bytes()
+    assert b"text 17 h" in whole
+    source.write_bytes(whole.replace(b"text 17 h", b"text 18 h"))
+    assert cli.main(command(source, tmp_path / "out")) == 2
+    assert "copy it again" in capsys.readouterr().err
+
 
 def test_a_process_that_dies_or_asks_for_all_memory_is_reported(
     arrow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
