@@ -23,11 +23,13 @@ from composer3d.commands.completion import SHELLS
 from composer3d.commands.parser import Parser, TopParser, did_you_mean
 from composer3d.recipe.values import is_utf8, one_line
 from composer3d.spec.errors import RecipeError, UserError
+from composer3d.spec.ranges import MOST_VOCAB
 
 # Exit statuses: 128 plus the number of the signal, SIGINT or SIGPIPE.
 INTERRUPTED = 130
 NO_READER = 141
 
+_LEAST_VOCAB = 257
 _MOST_DIGITS = 18  # of a number on the command line
 
 
@@ -216,9 +218,7 @@ def _parser() -> TopParser:
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
 
-    def add_command(
-        name: str, description: str, *, group: str, examples: Sequence[str]
-    ) -> argparse.ArgumentParser:
+    def add_command(name: str, description: str, *, group: str, examples: Sequence[str]) -> Parser:
         """Add a command.
 
         Args:
@@ -227,7 +227,7 @@ def _parser() -> TopParser:
             group: the heading below which the help of ``composer3d`` lists it.
             examples: one to three command lines for its help. A test parses them.
         """
-        command: argparse.ArgumentParser = commands.add_parser(
+        command: Parser = commands.add_parser(
             name, help=description, description=description, examples=examples
         )
         command.set_defaults(command=name)
@@ -366,6 +366,7 @@ def _parser() -> TopParser:
                 "composer3d prepare corpus/ -o data/train --tokenizer tokenizer.json",
                 "composer3d prepare book.txt -o data/book --tokenizer bytes",
                 "composer3d prepare chats.jsonl -o data/chats --tokenizer llama-hf --kind chat",
+                "composer3d prepare wiki.parquet -o data/wiki --train-tokenizer 32000",
             ],
         )
     )
@@ -594,25 +595,37 @@ def _add_report_arguments(report: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_prepare_arguments(prepare: argparse.ArgumentParser) -> None:
+def _add_prepare_arguments(prepare: Parser) -> None:
     _add_json(prepare)
     prepare.add_argument(
         "sources",
         metavar="SRC",
         nargs="+",
-        help="a text file, or a folder of them: each file is a document; or a .jsonl file, or a "
-        "folder of them: each line is a document. Both kinds at once are refused. Files may end in "
-        ".gz or .zst. Hidden files and links to folders are skipped",
+        help="a text file, or a folder of them: each file is a document; or a .jsonl or .parquet "
+        "file, or a folder of one of them, or a folder that save_to_disk of datasets made: each "
+        "line or row is a document. Text beside the others is refused. Files of text and JSONL may "
+        "end in .gz or .zst. Hidden files and links to folders are skipped",
     )
     prepare.add_argument(
         "-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist"
     )
-    prepare.add_argument(
-        "--tokenizer",
-        metavar="FILE|bytes",
-        required=True,
-        help="a tokenizer.json; or bytes, which makes each byte a token; with --kind answers or "
-        "chat also a Hugging Face folder",
+    tokenizers = prepare.add_mutually_exclusive_group(required=True)
+    prepare.note(
+        tokenizers.add_argument(
+            "--tokenizer",
+            metavar="FILE|bytes",
+            help="a tokenizer.json; or bytes, which makes each byte a token; with --kind answers "
+            "or chat also a Hugging Face folder",
+        )
+    )
+    prepare.note(
+        tokenizers.add_argument(
+            "--train-tokenizer",
+            metavar="N",
+            type=_vocabulary,
+            help="train a byte-level BPE of N tokens on the sources, write DIR/tokenizer.json and "
+            "DIR/tokenizer_config.json, and prepare with it",
+        )
     )
     prepare.add_argument(
         "--kind",
@@ -641,13 +654,15 @@ def _add_prepare_arguments(prepare: argparse.ArgumentParser) -> None:
     prepare.add_argument(
         "--eod",
         metavar="TOKEN",
-        help="token after each document; default: the usual one of the tokenizer",
+        help="token after each document; default: the usual one of the tokenizer, or <|endoftext|> "
+        "of one that is trained",
     )
     prepare.add_argument(
         "--field",
         metavar="KEY",
-        help="key of the text in a line of JSONL; default: text. With this option, a file of any "
-        "name is read as JSONL. With --kind chat: key of the messages; default: messages",
+        help="key of the text in a line of JSONL, or its column in a table; default: text. With "
+        "this option, a file of any other name is read as JSONL. With --kind chat: key of the "
+        "messages; default: messages",
     )
     prepare.add_argument(
         "--processes",
@@ -906,6 +921,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
+
+
+def _vocabulary(text: str) -> int:
+    number = _positive(text)
+    if not _LEAST_VOCAB <= number <= MOST_VOCAB:
+        raise argparse.ArgumentTypeError(
+            f"must be from {_LEAST_VOCAB} (the bytes, and the end of a document) to "
+            f"{MOST_VOCAB:,}, got {number}"
+        )
+    return number
 
 
 def _whole(text: str) -> int:

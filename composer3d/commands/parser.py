@@ -67,10 +67,13 @@ class Parser(argparse.ArgumentParser):
 
     def add_argument(self, *names: Any, **keywords: Any) -> argparse.Action:
         """Add an argument as argparse does. A wrong one of ``choices`` gets a suggestion."""
-        self.option_names += [name for name in names if name.startswith("-")]
         if "choices" in keywords and "type" not in keywords:
             keywords["type"] = choice_of(keywords["choices"])
-        argument = super().add_argument(*names, **keywords)
+        return self.note(super().add_argument(*names, **keywords))
+
+    def note(self, argument: argparse.Action) -> argparse.Action:
+        """Make an argument of a group of this parser known to its suggestions. Returns it."""
+        self.option_names += argument.option_strings
         self.arguments.append(argument)
         return argument
 

@@ -14,7 +14,8 @@ def run(
     *,
     sources: Sequence[str],
     out: str,
-    tokenizer: str,
+    tokenizer: str | None,
+    train_tokenizer: int | None,
     eod: str | None,
     field: str | None,
     processes: int | None,
@@ -33,7 +34,7 @@ def run(
     also prints a JSON object, as the last line. Returns the exit status 0.
 
     Raises:
-        DataError: an option belongs to another ``kind``.
+        DataError: an option does not belong to this ``kind``.
     """
     for option, value, its_kind in (
         ("--prompt-field", prompt_field, Answers.kind),
@@ -45,6 +46,11 @@ def run(
                 f"{option} is only used with --kind {its_kind}, and this is --kind {kind}; "
                 f"remove it, or give --kind {its_kind}"
             )
+    if train_tokenizer is not None and kind != "text":
+        raise DataError(
+            f"--train-tokenizer is not used with --kind {kind}, because examples are learned with "
+            "the tokenizer of a trained model; give --tokenizer"
+        )
     examples: Examples | None = None
     if kind == Answers.kind:
         if field is not None:
@@ -59,6 +65,7 @@ def run(
         sources,
         out,
         tokenizer=tokenizer,
+        train_tokenizer=train_tokenizer,
         eod=eod,
         field=field if examples is None else None,
         processes=processes,
@@ -80,6 +87,9 @@ def run(
         print(
             f"{one_line(out)}/{name}: {count['documents']:,} documents, {count['tokens']:,} tokens"
         )
+    if train_tokenizer is not None:
+        trained = one_line(written["trained_tokenizer"])
+        print(f"{trained}: trained on this text, {written['vocab']:,} tokens")
     if as_json:
         print(json.dumps({"ok": True, "out": out, **written, "seconds": seconds}))
     return 0

@@ -1,15 +1,17 @@
-"""Read documents one after another: text files, and the lines of JSONL files.
+"""Read documents one after another: text files, lines of JSONL files, and rows of tables.
 
 The order of the documents is the same on every machine.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import BinaryIO, Literal, NamedTuple, NoReturn
 
 from composer3d.data.compressed import DAMAGE, decompress, is_compressed, skip
+from composer3d.data.tables import TableKind, identify_dataset, read_rows
 from composer3d.recipe.values import one_line
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import open_plain
@@ -27,7 +29,8 @@ class Position(NamedTuple):
     Attributes:
         file: the index of the file.
         offset: bytes of its text before the place; of the decompressed text if it is compressed.
-        line: lines of its text before the place.
+            In a table, rows before the place.
+        line: lines of its text, or rows of the table, before the place.
     """
 
     file: int = 0
@@ -39,11 +42,19 @@ BEGINNING = Position()
 
 
 class SourceFile(NamedTuple):
-    """A file and what tells whether it has changed."""
+    """A file and what tells whether it has changed.
+
+    Attributes:
+        path: the file, or the folder of a dataset.
+        size: its size in bytes; of a dataset, that of all its files.
+        modified_ns: when it was modified; of a dataset, when the newest of its files was.
+        kind: what it holds: text or lines, or a table.
+    """
 
     path: Path
     size: int
     modified_ns: int
+    kind: Literal["text"] | TableKind = "text"
 
 
 class Document(NamedTuple):
@@ -53,7 +64,8 @@ class Document(NamedTuple):
         place: how messages name the document, such as ``a.txt`` or ``b.jsonl:7``.
         text: the bytes of the text.
         size: the number of bytes of the file or the JSONL line that holds the document. If the
-            file is compressed, the compressed bytes that were read since the document before.
+            file is compressed, the compressed bytes that were read since the document before. Each
+            row of a table has an equal part of its file.
         end: where reading goes on after the document.
     """
 
@@ -113,17 +125,19 @@ def read_documents(
     *,
     longest: int = LONGEST_TEXT,
     start: Position = BEGINNING,
-) -> Iterator[Document]:
+) -> Generator[Document, None, None]:
     """Yield the documents in ``files``, in order. Empty texts and blank lines are skipped.
+
+    Close the generator to end the process that reads a table.
 
     A file whose name ends with .gz or .zst is decompressed while it is read.
 
     Args:
-        files: text files, or JSONL files if ``field`` is given. A ``SourceFile`` must not have
-            changed.
-        field: the key of the text in the JSON object on each line; the text becomes UTF-8. Or a
-            function that reads such a line. None: each file is a document, whose bytes are not
-            changed.
+        files: text files, or JSONL files and tables if ``field`` is given. A ``SourceFile`` must
+            not have changed.
+        field: the key of the text in the JSON object on each line, or the column of the text in a
+            table; the text becomes UTF-8. Or a function that reads such a line. None: each file is
+            a document, whose bytes are not changed.
         longest: the largest size, in bytes, of a file that is one document.
         start: where to begin: the ``end`` of an earlier document of the same files.
 
@@ -138,9 +152,13 @@ def read_documents(
         path = file.path if isinstance(file, SourceFile) else file
         begin = start if number == start.file else Position(number)
         try:
+            if isinstance(file, SourceFile) and file.kind != "text":
+                assert isinstance(field, str)
+                yield from _read_table(file, file.kind, field, begin)
+                continue
             with open_plain(path) as content:
                 if isinstance(file, SourceFile):
-                    _require_unchanged(content, file)
+                    _require_unchanged(file, content)
                 text = decompress(content, path)
                 if field is not None:
                     yield from _read_lines(content, text, field, _shown(path), begin)
@@ -154,9 +172,14 @@ def read_documents(
             refuse_unreadable(error, path)
 
 
-def _require_unchanged(content: BinaryIO, file: SourceFile) -> None:
-    status = os.fstat(content.fileno())
-    if (status.st_size, status.st_mtime_ns) != (file.size, file.modified_ns):
+def _require_unchanged(file: SourceFile, content: BinaryIO | None) -> None:
+    """Raise DataError if a file, which is open as ``content``, or a dataset has changed."""
+    if content is None:
+        identity = identify_dataset(file.path)
+    else:
+        status = os.fstat(content.fileno())
+        identity = status.st_size, status.st_mtime_ns
+    if identity != (file.size, file.modified_ns):
         raise DataError(
             f"{_shown(file.path)}: has changed since prepare began; run the same command again"
         )
@@ -209,6 +232,22 @@ def _read_lines(
             yield Document(place, text, size, Position(file, offset, number))
 
 
+def _read_table(
+    file: SourceFile, kind: TableKind, field: str, begin: Position
+) -> Iterator[Document]:
+    """Yield the documents in the rows of a table."""
+    with contextlib.ExitStack() as stack:
+        content = None if kind == "dataset" else stack.enter_context(open_plain(file.path))
+        _require_unchanged(file, content)
+        rows = read_rows(kind, file.path, content, field, first=begin.offset)
+        for row in stack.enter_context(contextlib.closing(rows)):
+            if row.text:
+                # The parts of all rows sum to the size of the file.
+                size = file.size * row.number // row.of - file.size * (row.number - 1) // row.of
+                end = Position(begin.file, row.number, row.number)
+                yield Document(f"{_shown(file.path)} row {row.number}", row.text, size, end)
+
+
 def _parse_line(line: bytes, field: str, place: str) -> bytes:
     """Return the text in a line of JSONL. Raises DataError if there is none."""
     try:
@@ -255,16 +294,15 @@ def refuse_unreadable(error: OSError, file: Path) -> NoReturn:
     ) from error
 
 
-def identify(files: Iterable[Path]) -> list[SourceFile]:
-    """Return files with what tells whether they change. Raises DataError if one is unreadable."""
-    found = []
-    for file in files:
-        try:
-            status = file.stat()
-        except OSError as error:
-            refuse_unreadable(error, file)
-        found.append(SourceFile(file, status.st_size, status.st_mtime_ns))
-    return found
+def identify(file: Path, kind: Literal["text"] | TableKind) -> SourceFile:
+    """Return a file with what tells whether it changes. Raises DataError if it is unreadable."""
+    try:
+        if kind == "dataset":
+            return SourceFile(file, *identify_dataset(file), kind)
+        status = file.stat()
+    except OSError as error:
+        refuse_unreadable(error, file)
+    return SourceFile(file, status.st_size, status.st_mtime_ns, kind)
 
 
 def _shown(path: str | Path) -> str:

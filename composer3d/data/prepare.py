@@ -7,6 +7,7 @@ processes, not on the size of the source.
 
 import contextlib
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from composer3d.data.compressed import text_suffix
+from composer3d.data import train_tokenizer as train
+from composer3d.data.compressed import is_compressed, text_suffix
 from composer3d.data.documents import (
     Document,
     Position,
@@ -29,13 +31,24 @@ from composer3d.data.documents import (
     read_documents,
 )
 from composer3d.data.examples import Examples, open_example_tokenizer, settings_of
-from composer3d.data.tokenizer import Encoded, Tokenizer, TokenizerPool, open_tokenizer
+from composer3d.data.tables import PARQUET_SUFFIX, is_dataset, require_package
+from composer3d.data.tokenizer import (
+    DOCUMENT_BYTES,
+    FILE_BYTES,
+    Encoded,
+    Tokenizer,
+    TokenizerPool,
+    load_tokenizer,
+    open_tokenizer,
+)
 from composer3d.data.tokens import write_manifest
 from composer3d.data.unfinished import Piece, Shard, ShardWriter, Unfinished
 from composer3d.recipe.values import one_line
 from composer3d.runtime.files import write_atomic
+from composer3d.runtime.launch import usable_cores
 from composer3d.runtime.progress import Progress
 from composer3d.spec.errors import DataError
+from composer3d.spec.files import read_plain
 from composer3d.spec.token_manifest import MOST_SHARDS, TOKENIZER, digest_of, shard_files
 
 # Documents are tokenized in batches. A batch ends with the document that reaches one of these
@@ -52,7 +65,7 @@ _WHOLE, _TRAIN, _VALIDATION = "", "train", "validation"
 _JSON_SUFFIXES = (".json", ".ndjson")
 _JSON_ADVICE = "rename it to .jsonl if each line is an object, else convert it or move it away"
 _NO_TEXT = {
-    ".parquet": "convert it to JSONL",
+    ".arrow": "give the folder that save_to_disk of datasets made",
     ".json": _JSON_ADVICE,
     ".ndjson": _JSON_ADVICE,
     ".bz2": "decompress it",
@@ -64,7 +77,8 @@ def prepare(
     sources: Sequence[str],
     out: str,
     *,
-    tokenizer: str,
+    tokenizer: str | None = None,
+    train_tokenizer: int | None = None,
     eod: str | None = None,
     field: str | None = None,
     processes: int | None = None,
@@ -80,14 +94,18 @@ def prepare(
     main thread, because it handles SIGTERM.
 
     Args:
-        sources: text files, JSONL files, or folders; all of one kind. They may be compressed, and
-            are read in this order.
+        sources: text files; or JSONL files and tables, which are Parquet files and folders that
+            ``datasets`` saved; or folders of one kind of file. Text and JSONL may be compressed.
+            They are read in this order.
         out: the folder to make. It must not exist.
         tokenizer: "bytes", or the path of a tokenizer.json.
+        train_tokenizer: instead of ``tokenizer``: train a tokenizer of this number of tokens on the
+            sources (see ``train_tokenizer.train_tokenizer``). ``out`` gets its tokenizer.json and
+            its tokenizer_config.json, also with ``split``.
         eod: the name of the token that ends each document. None: a usual name that the tokenizer
-            has, such as "</s>". It must be None for "bytes".
-        field: the key of the text in JSONL. None: "text". If it is given, a single file is read as
-            JSONL, whatever its name.
+            has, such as "</s>"; of a trained one, "<|endoftext|>". It must be None for "bytes".
+        field: the key of the text in JSONL, or its column in a table. None: "text". If it is given,
+            a single file is read as JSONL, whatever its name, unless it is a table.
         processes: the processes that tokenize. None: one for each core of this process.
         shard_tokens: a shard ends with the document that reaches this number of tokens.
         split: make the folders ``train`` and ``validation`` in ``out``, with this share of the
@@ -98,18 +116,23 @@ def prepare(
 
     Returns:
         The facts in ``tokens.json``: the numbers of ``documents`` and ``tokens``, and with
-        ``examples`` of tokens that are ``learned``; ``vocab`` (the
-        size of the vocabulary), ``dtype``, ``end_of_document`` (a token) and ``tokenizer`` (its
-        name and digest); ``shards``, their number; ``source_bytes``, the number of bytes that were
-        read; and ``resumed_bytes``, the part of them that an earlier call had read. With ``split``,
-        ``splits`` has the numbers of documents, tokens and shards of each folder.
+        ``examples`` of tokens that are ``learned``; ``vocab`` (the size of the vocabulary),
+        ``dtype``, ``end_of_document`` (a token) and ``tokenizer`` (its name and digest);
+        ``shards``, their number; ``source_bytes``, the number of bytes that were read; and
+        ``resumed_bytes``, the part of them that an earlier call had read. With ``split``,
+        ``splits`` has the numbers of documents, tokens and shards of each folder. With
+        ``train_tokenizer``, ``trained_tokenizer`` is the path of the tokenizer.json.
 
     Raises:
-        DataError: the source or the tokenizer cannot be used, or ``out`` exists or cannot be
-            written, or ``OUT.partial`` is of another call or in use.
+        DataError: the source or the tokenizer cannot be used, or the text is too little to train
+            one, or ``out`` exists or cannot be written, or ``OUT.partial`` is of another call or in
+            use.
         SystemExit: SIGTERM has arrived.
     """
-    options = [*(("SRC", source) for source in sources), ("-o", out), ("--tokenizer", tokenizer)]
+    assert (tokenizer is None) != (train_tokenizer is None)
+    options = [*(("SRC", source) for source in sources), ("-o", out)]
+    if tokenizer is not None:
+        options.append(("--tokenizer", tokenizer))
     for option, path in options:
         _require_valid_path(option, path)
     target = Path(os.path.abspath(out))
@@ -118,17 +141,20 @@ def prepare(
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         files, field = _list_sources([Path(source) for source in sources], field)
-        with (
-            contextlib.closing(_open_tokenizer(tokenizer, eod, examples)) as opened,
-            contextlib.closing(TokenizerPool(opened, processes or _cores())) as pool,
-        ):
-            if examples is not None and field is None:
-                raise DataError(
-                    f"{one_line(sources[0])}: --kind {examples.kind} reads JSONL, and this is "
-                    "text; give .jsonl files"
-                )
-            work = _Work(target, files, field, opened, pool, shard_tokens, split, examples)
-            return work.run(" ".join(sources))
+        source = " ".join(sources)
+        if examples is not None and (field is None or any(file.kind != "text" for file in files)):
+            what = "text" if field is None else "a table"
+            raise DataError(
+                f"{one_line(source)}: --kind {examples.kind} reads JSONL, and this is {what}; give "
+                ".jsonl files"
+            )
+        processes = processes or usable_cores()
+        work = _Work(target, files, field, processes, shard_tokens, split, examples)
+        if train_tokenizer is not None:
+            return work.run_with_trained(source, train_tokenizer, eod or train.END)
+        assert tokenizer is not None
+        with contextlib.closing(_open_tokenizer(tokenizer, eod, examples)) as opened:
+            return work.run(source, opened)
     finally:
         signal.signal(signal.SIGTERM, handler)
 
@@ -137,11 +163,6 @@ def _open_tokenizer(name: str, eod: str | None, examples: Examples | None) -> To
     if examples is None:
         return open_tokenizer(name, eod)
     return open_example_tokenizer(name, eod, examples)
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _require_valid_path(option: str, path: str) -> None:
@@ -168,9 +189,8 @@ class _Work:
     Attributes:
         out: the folder to make.
         files: the files of the source.
-        field: the key of the text in JSONL; None for text files.
-        tokenizer: the tokenizer.
-        pool: as many of it as there are processes.
+        field: the key or the column of the text; None for text files.
+        processes: the number of processes that tokenize.
         shard_tokens: as in ``prepare``.
         split: as in ``prepare``.
         examples: as in ``prepare``.
@@ -179,8 +199,7 @@ class _Work:
     out: Path
     files: list[SourceFile]
     field: str | None
-    tokenizer: Tokenizer
-    pool: TokenizerPool
+    processes: int
     shard_tokens: int
     split: float | None
     examples: Examples | None
@@ -190,50 +209,103 @@ class _Work:
         """The names of the folders to make."""
         return (_WHOLE,) if self.split is None else (_TRAIN, _VALIDATION)
 
-    def run(self, source: str) -> dict[str, Any]:
+    def run(self, source: str, tokenizer: Tokenizer) -> dict[str, Any]:
         """Write the folder, and return what ``prepare`` returns. ``source`` is for messages."""
-        content = self.tokenizer.content
-        digest = None if content is None else digest_of(content)
-        settings = {
+        digest = None if tokenizer.content is None else digest_of(tokenizer.content)
+        settings = self._settings(digest, tokenizer.end)
+        if self.examples is not None:
+            settings["examples"] = settings_of(self.examples, tokenizer)
+        with (
+            self._reports_unwritable(),
+            Unfinished(self.out, settings, self.files, self.splits) as unfinished,
+        ):
+            return self._write(unfinished, source, tokenizer)
+
+    def run_with_trained(self, source: str, size: int, end: str) -> dict[str, Any]:
+        """Do as ``run``, with a tokenizer that is trained first.
+
+        The tokenizer depends on the whole source. So an unfinished folder is only of this call if
+        no file of the source has changed, and then its tokenizer is the one to use.
+        """
+        identities = [[os.fsencode(file.path).hex(), *file[1:]] for file in self.files]
+        trained = {"size": size, "sources": digest_of(json.dumps(identities).encode())}
+        settings = self._settings(trained, end)
+        with (
+            self._reports_unwritable(),
+            Unfinished(
+                self.out, settings, self.files, self.splits, keeps_tokenizer=True
+            ) as unfinished,
+        ):
+            path = unfinished.folder / TOKENIZER
+            if os.path.lexists(path):
+                content = read_plain(path, limit=FILE_BYTES, follow_links=False)
+                shown = _shown(unfinished.folder)
+                print(f"{shown}: goes on with the tokenizer that it holds", file=sys.stderr)
+            else:
+                documents = read_documents(self.files, self.field, longest=DOCUMENT_BYTES)
+                with contextlib.closing(documents):
+                    content = train.train_tokenizer(
+                        documents,
+                        size=size,
+                        end=end,
+                        source_bytes=sum(file.size for file in self.files),
+                        processes=self.processes,
+                    )
+                write_atomic(path, content)
+            write_atomic(unfinished.folder / train.CONFIG, train.make_config(end))
+            name = f"{TOKENIZER} (trained)"
+            with contextlib.closing(load_tokenizer(name, content, end)) as tokenizer:
+                result = self._write(unfinished, source, tokenizer)
+        return {**result, "trained_tokenizer": str(self.out / TOKENIZER)}
+
+    def _settings(self, tokenizer: Any, end: int | str) -> dict[str, Any]:
+        """Return all that determines the output, besides the source."""
+        return {
             "format": "composer3d prepare",
             "version": 1,
-            "tokenizer": digest,
-            "eod": self.tokenizer.end,
+            "tokenizer": tokenizer,
+            "eod": end,
             "field": self.field,
             "shard tokens": self.shard_tokens,
             "split": self.split,
         }
-        if self.examples is not None:
-            settings["examples"] = settings_of(self.examples, self.tokenizer)
-        facts: dict[str, Any] = {
-            "dtype": self.tokenizer.dtype.name,
-            "vocab": self.tokenizer.vocab,
-            "end_of_document": self.tokenizer.end,
-            "tokenizer": {"name": self.tokenizer.name, "digest": digest},
-        }
+
+    @contextlib.contextmanager
+    def _reports_unwritable(self) -> Iterator[None]:
+        """Raise DataError if the body cannot write the folder."""
         try:
-            with Unfinished(self.out, settings, self.files, self.splits) as unfinished:
-                resumed_bytes = unfinished.source_bytes
-                self._write_pieces(unfinished)
-                counts = {name: _count(unfinished.shards_of(name)) for name in self.splits}
-                if not unfinished.pieces:
-                    raise DataError(
-                        f"{one_line(source)}: all files are empty; give a path that holds text"
-                    )
-                for name, count in counts.items():
-                    if not count["documents"]:
-                        raise DataError(
-                            f"--split {self.split} leaves no document for {name}; use another "
-                            "--split, or give more documents"
-                        )
-                    _finish_folder(
-                        unfinished.folder / name, facts, unfinished.shards_of(name), content
-                    )
-                unfinished.publish()
+            yield
         except OSError as error:
             raise DataError(
                 f"{_shown(self.out)} cannot be written: {error.strerror}; give another -o"
             ) from error
+
+    def _write(self, unfinished: Unfinished, source: str, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Write what is missing in the unfinished folder, and give it its name."""
+        content = tokenizer.content
+        facts: dict[str, Any] = {
+            "dtype": tokenizer.dtype.name,
+            "vocab": tokenizer.vocab,
+            "end_of_document": tokenizer.end,
+            "tokenizer": {
+                "name": tokenizer.name,
+                "digest": None if content is None else digest_of(content),
+            },
+        }
+        resumed_bytes = unfinished.source_bytes
+        with contextlib.closing(TokenizerPool(tokenizer, self.processes)) as pool:
+            self._write_pieces(unfinished, pool, longest=tokenizer.longest)
+        counts = {name: _count(unfinished.shards_of(name)) for name in self.splits}
+        if not unfinished.pieces:
+            raise DataError(f"{one_line(source)}: all files are empty; give a path that holds text")
+        for name, count in counts.items():
+            if not count["documents"]:
+                raise DataError(
+                    f"--split {self.split} leaves no document for {name}; use another --split, or "
+                    "give more documents"
+                )
+            _finish_folder(unfinished.folder / name, facts, unfinished.shards_of(name), content)
+        unfinished.publish()
         keys = [key for key in _COUNTS if key != "learned" or self.examples is not None]
         whole = {key: sum(count[key] for count in counts.values()) for key in keys}
         return {
@@ -244,12 +316,12 @@ class _Work:
             **({} if self.split is None else {"splits": counts}),
         }
 
-    def _write_pieces(self, unfinished: Unfinished) -> None:
+    def _write_pieces(self, unfinished: Unfinished, pool: TokenizerPool, *, longest: int) -> None:
         """Tokenize what is left of the source, and add it to the folder piece by piece."""
         documents = read_documents(
             self.files,
             self.field if self.examples is None else self.examples.parse,
-            longest=self.tokenizer.longest,
+            longest=longest,
             start=unfinished.end,
         )
         source_bytes = unfinished.source_bytes
@@ -262,7 +334,7 @@ class _Work:
 
         try:
             with Progress("prepare", total_bytes, "B") as progress:
-                for batch, (tokens, lengths, mask) in self._encode(_batches(documents)):
+                for batch, (tokens, lengths, mask) in _encode(pool, _batches(documents)):
                     is_held_out = np.array([self._is_held_out(document) for document in batch])
                     # A piece ends within the batch, at a document.
                     first, first_token = 0, 0
@@ -293,6 +365,7 @@ class _Work:
             if writers:
                 unfinished.add(_finish_piece(writers, end, source_bytes))
         finally:
+            documents.close()
             for writer in writers.values():
                 writer.remove()
 
@@ -317,35 +390,36 @@ class _Work:
         digest = hashlib.blake2b(document.text, digest_size=8, person=b"split").digest()
         return int.from_bytes(digest, "big") < self.split * 2**64
 
-    def _encode(self, batches: Iterator[list[Document]]) -> Iterator[_EncodedBatch]:
-        """Tokenize batches in parallel; yield them in order.
 
-        Errors are raised in the order of the documents, whatever the processes do. The bytes of
-        text that are in work are bounded, so that memory is.
-        """
-        pending: deque[tuple[list[Document], Future[Encoded], int]] = deque()
-        budget = 2 * _BATCH_BYTES * self.pool.processes
-        error: DataError | None = None
-        while True:
-            batch: list[Document] = []
-            try:
-                batch = next(batches, [])
-            except DataError as reading_error:
-                # A document before the one that cannot be read may have an error of its own.
-                error = reading_error
-            size = sum(len(document.text) for document in batch)
-            while pending and (
-                not batch
-                or len(pending) >= 2 * self.pool.processes
-                or sum(entry[2] for entry in pending) + size > budget
-            ):
-                done, future, _ = pending.popleft()
-                yield _EncodedBatch(done, future.result())
-            if error is not None:
-                raise error
-            if not batch:
-                return
-            pending.append((batch, self.pool.encode(batch), size))
+def _encode(pool: TokenizerPool, batches: Iterator[list[Document]]) -> Iterator[_EncodedBatch]:
+    """Tokenize batches in parallel; yield them in order.
+
+    Errors are raised in the order of the documents, whatever the processes do. The bytes of
+    text that are in work are bounded, so that memory is.
+    """
+    pending: deque[tuple[list[Document], Future[Encoded], int]] = deque()
+    budget = 2 * _BATCH_BYTES * pool.processes
+    error: DataError | None = None
+    while True:
+        batch: list[Document] = []
+        try:
+            batch = next(batches, [])
+        except DataError as reading_error:
+            # A document before the one that cannot be read may have an error of its own.
+            error = reading_error
+        size = sum(len(document.text) for document in batch)
+        while pending and (
+            not batch
+            or len(pending) >= 2 * pool.processes
+            or sum(entry[2] for entry in pending) + size > budget
+        ):
+            done, future, _ = pending.popleft()
+            yield _EncodedBatch(done, future.result())
+        if error is not None:
+            raise error
+        if not batch:
+            return
+        pending.append((batch, pool.encode(batch), size))
 
 
 # What is counted of a folder.
@@ -422,39 +496,47 @@ def _list_sources(
 ) -> tuple[list[SourceFile], str | None]:
     """Return the files of all sources, and the key of the text, which is None for text files.
 
-    Raises DataError as ``_list_source``, or if the sources are not of one kind.
+    Raises DataError as ``_list_source``, or if one source is text and another one is not.
     """
-    files, fields = [], []
+    files: list[SourceFile] = []
+    fields = []
     for source in sources:
         found, field_of_source = _list_source(source, field)
         files += found
         fields.append(field_of_source)
         if field_of_source != fields[0]:
             raise DataError(
-                f"{_shown(sources[0])} and {_shown(source)}: one is text and the other is JSONL; "
-                "give sources of one kind, and prepare the others into a folder of their own"
+                f"{_shown(sources[0])} and {_shown(source)}: one is text and the other is JSONL "
+                "or a table; give sources of one kind, and prepare the others into a folder of "
+                "their own"
             )
-    return identify(files), fields[0]
+    return files, fields[0]
 
 
-def _list_source(source: Path, field: str | None) -> tuple[list[Path], str | None]:
+def _list_source(source: Path, field: str | None) -> tuple[list[SourceFile], str | None]:
     """Return the files of a source, and the key of the text, which is None for text files.
 
-    A single file of any name is JSONL if ``field`` is given.
+    A single file of any name is JSONL if ``field`` is given, unless it is Parquet. A folder that
+    ``datasets`` saved is one "file".
 
-    Raises DataError if there are no files, or they are not all text or all JSONL.
+    Raises DataError if there are no files, or they are not all of one kind.
     """
     if not os.path.exists(source):
         raise DataError(
             f"{_shown(source)} does not exist; "
-            "give a text file, a .jsonl file or a folder of one kind"
+            "give a text file, a .jsonl or .parquet file, or a folder of one kind"
         )
+    key = "text" if field is None else field
+    if is_dataset(source):
+        require_package("dataset", source)
+        return [identify(source, "dataset")], key
     files = list_files(source)
     if not files:
         raise DataError(f"{_shown(source)}: no files found; give a path that holds text")
 
     examples = {text_suffix(file): file for file in files}  # a file of each suffix
-    is_jsonl_by_field = field is not None and files == [source]
+    is_parquet = PARQUET_SUFFIX in examples
+    is_jsonl_by_field = field is not None and files == [source] and not is_parquet
     for suffix, file in examples.items():
         is_accepted = suffix not in _NO_TEXT or (is_jsonl_by_field and suffix in _JSON_SUFFIXES)
         if not is_accepted:
@@ -462,20 +544,27 @@ def _list_source(source: Path, field: str | None) -> tuple[list[Path], str | Non
                 f"{_shown(file)}: a {one_line(suffix)} file is not read as text; {_NO_TEXT[suffix]}"
             )
 
-    if is_jsonl_by_field or ".jsonl" in examples:
-        others = [file for suffix, file in examples.items() if suffix != ".jsonl"]
-        if len(examples) > 1:
+    for suffix, kind in ((".jsonl", "JSONL"), (PARQUET_SUFFIX, "Parquet")):
+        others = [file for other, file in examples.items() if other != suffix]
+        if suffix in examples and others:
             raise DataError(
-                f"{_shown(source)} holds JSONL and other files, such as {_shown(others[0])}; "
+                f"{_shown(source)} holds {kind} and other files, such as {_shown(others[0])}; "
                 "give a folder of one kind"
             )
-        return files, "text" if field is None else field
+    if is_parquet:
+        compressed = [file for file in files if is_compressed(file)]
+        if compressed:
+            raise DataError(f"{_shown(compressed[0])}: Parquet is compressed inside; decompress it")
+        require_package("parquet", source)
+        return [identify(file, "parquet") for file in files], key
+    if is_jsonl_by_field or ".jsonl" in examples:
+        return [identify(file, "text") for file in files], key
     if field is not None:
         raise DataError(
-            f"--field {one_line(field)} is only read with JSONL, and {_shown(source)} holds no "
-            ".jsonl file; remove it"
+            f"--field {one_line(field)} is only read with JSONL and tables, and {_shown(source)} "
+            "holds neither a .jsonl nor a .parquet file; remove it"
         )
-    return files, None
+    return [identify(file, "text") for file in files], None
 
 
 def _shown(path: Path) -> str:

@@ -34,9 +34,10 @@ from composer3d.spec.files import read_plain
 from composer3d.spec.ranges import MOST_VOCAB
 
 FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have half of that
+WORKER = Path(__file__).with_name("tokenizer_worker.py")
 
 # The tokenizers library encodes a whole document at once, and takes this much memory for each byte.
-_DOCUMENT_BYTES = 16 << 20
+DOCUMENT_BYTES = 16 << 20
 _MEMORY_PER_BYTE = 156
 
 # Limits of the worker process. CPU time is limited, not wall-clock time, so that the limits do not
@@ -241,6 +242,20 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
     return Tokenizer()
 
 
+def load_tokenizer(name: str, content: bytes, end: str) -> Tokenizer:
+    """Start the tokenizer in the content of a tokenizer.json. The caller must close it.
+
+    Args:
+        name: for messages and the manifest.
+        content: of the tokenizer.json.
+        end: the name of the token after each document.
+
+    Raises:
+        DataError: as ``open_tokenizer``.
+    """
+    return FileTokenizer(one_line(name), content, end)
+
+
 def read_tokenizer(path: str) -> bytes:
     """Read a tokenizer.json. Raises DataError if it cannot be read or is too large."""
     try:
@@ -278,7 +293,7 @@ class FileTokenizer(Tokenizer):
     ) -> None:
         self.name = name
         self.content = content
-        self.longest = _DOCUMENT_BYTES
+        self.longest = DOCUMENT_BYTES
         ends = (end,) if end is not None else USUAL_ENDS
         self._worker = TokenizerProcess(content, ends, special_as_text=special_as_text, chat=chat)
         try:
@@ -315,7 +330,7 @@ class FileTokenizer(Tokenizer):
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         for document in documents:
-            _check_text(document)
+            check_text(document)
         try:
             counts, tokens = self._worker.encode([document.text for document in documents])
         except TokenizerFailure as error:
@@ -426,10 +441,9 @@ class TokenizerProcess:
         adds_special_tokens: bool = False,
         chat: ChatSettings | None = None,
     ) -> None:
-        program = Path(__file__).with_name("tokenizer_worker.py")
         # -P keeps the folder of the program out of sys.path, so that its modules hide no others.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(program)],
+            [sys.executable, "-P", str(WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # Rust prints its panics there
@@ -476,8 +490,7 @@ class TokenizerProcess:
             counts: the number of tokens of each text: int64, 1-D.
             tokens: the tokens of all texts: int64, 1-D.
         """
-        header = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts))
-        request = (b"p" if as_prompts else b"e") + header + b"".join(texts)
+        request = (b"p" if as_prompts else b"e") + pack(texts)
         cpu_s = _ENCODE_S + len(request) / 1e6 * _ENCODE_S_PER_MB
         answer = self._ask([request], cpu_s, f"on {sum(map(len, texts)):,} bytes of text")
         if answer[:1] != b"+":
@@ -603,10 +616,16 @@ class TokenizerProcess:
         return bytes(content)
 
 
-def _check_text(document: Document) -> None:
-    """Raise DataError if a text is too long for a tokenizer, or is not UTF-8."""
-    if len(document.text) > _DOCUMENT_BYTES:
-        refuse_long(document.place, len(document.text), _DOCUMENT_BYTES)
+def pack(texts: Sequence[bytes]) -> bytes:
+    """Return a batch of texts as the worker reads it: number, lengths, then the texts."""
+    header = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts))
+    return header + b"".join(texts)
+
+
+def check_text(document: Document) -> None:
+    """Raise DataError if a text is too long for a tokenizer.json, or is not UTF-8."""
+    if len(document.text) > DOCUMENT_BYTES:
+        refuse_long(document.place, len(document.text), DOCUMENT_BYTES)
     try:
         document.text.decode()
     except UnicodeDecodeError as error:

@@ -21,6 +21,10 @@ Each request and each answer is a frame: its length in 8 bytes, little-endian, t
   with it. The number is -1 if the tokenizer fails.
 - Or it is b"d" and tokens (uint32). The answer is b"+" and their text in UTF-8; or b"-" and the
   text of an error. b"D" in place of b"d" keeps special tokens.
+
+If the settings have ``train``, a tokenizer is trained instead. The requests after the settings are
+batches of texts, as after b"e", and at last b".". The one answer is b"+" and a tokenizer.json; or
+b"-" and the text of an error.
 """
 
 import array
@@ -31,8 +35,11 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
+
+LONGEST_WORD = 256  # bytes of a word that a tokenizer is trained on
 
 
 def main() -> None:
@@ -42,6 +49,13 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     settings = json.loads(read_frame(requests))
+    if "train" in settings:
+        try:
+            answer_bytes = b"+" + train(settings["train"], read_batches(requests))
+        except BaseException as error:
+            answer_bytes = b"-" + explain(error).encode(errors="replace")
+        write_frame(answers, answer_bytes)
+        return
     content = read_frame(requests)
 
     limit(settings, "load", len(content))
@@ -117,8 +131,8 @@ def encode(tokenizer: Any, batch: bytes, *, adds_special: bool) -> bytes:
 
     With ``adds_special``, each text gets the special tokens that the tokenizer adds.
     """
+    texts = unpack(batch)
     counts, tokens = [], array.array("I")
-    texts = split_batch(batch)
     for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special):
         ids = encoding.ids
         counts.append(len(ids))
@@ -131,7 +145,7 @@ def encode(tokenizer: Any, batch: bytes, *, adds_special: bool) -> bytes:
 def encode_chats(tokenizer: Any, template: Any, batch: bytes, settings: dict[str, Any]) -> bytes:
     """Render and encode a batch of conversations. Returns a whole answer, also of an error."""
     rendered = []
-    for number, conversation in enumerate(split_batch(batch)):
+    for number, conversation in enumerate(unpack(batch)):
         try:
             rendered.append(template.render(json.loads(conversation)))
         except Exception as error:
@@ -172,7 +186,7 @@ def mask_of(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> byt
     return mask
 
 
-def split_batch(batch: bytes) -> list[str]:
+def unpack(batch: bytes) -> list[str]:
     """Return the texts of a batch, in the format of the module."""
     (count,) = struct.unpack_from("<q", batch)
     lengths = struct.unpack_from(f"<{count}q", batch, 8)
@@ -203,6 +217,72 @@ def decode(tokenizer: Any, content: bytes, *, skips_special: bool) -> bytes:
     tokens = struct.unpack(f"<{len(content) // 4}I", content)
     text: str = tokenizer.decode(tokens, skip_special_tokens=skips_special)
     return text.encode(errors="replace")
+
+
+def read_batches(requests: BinaryIO) -> Iterator[str]:
+    """Yield the texts to train on. Raises EOFError if the parent has ended before the last one."""
+    while (batch := read_frame(requests)) != b".":
+        if not batch:
+            raise EOFError("there is no end of the texts")
+        yield from unpack(batch)
+
+
+def train(wanted: dict[str, Any], texts: Iterator[str]) -> bytes:
+    """Train a byte-level BPE, and return its tokenizer.json.
+
+    The texts are cut into words by GPT-2's pattern, and tokens do not go beyond a word. Longer ones
+    than ``LONGEST_WORD``, such as runs of blanks or encoded data, are cut further. Equal texts
+    give equal bytes, in any order and with any number of threads: the trainer takes the pair that
+    occurs most often, and of those that occur equally often the one with the smallest tokens.
+
+    Args:
+        wanted: ``size``, the number of tokens, and ``end``, the name of the token that ends a
+            document, which gets the number 0. Its 256 successors are the bytes.
+        texts: what to train on.
+
+    Raises:
+        ValueError: the texts give fewer tokens, or they could become ``end``.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # No token goes beyond a word, so no text becomes a token that consists of several words.
+    if len(words.pre_tokenize_str(wanted["end"])) < 2:
+        raise ValueError(
+            f"a text could become {wanted['end']}, which is to end a document; give another --eod, "
+            "such as <|endoftext|>"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    # Merging a pair takes a time in proportion to the square of the length of a word.
+    pieces = pre_tokenizers.Split(Regex(f".{{{LONGEST_WORD}}}"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pieces])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=wanted["size"],
+        # A pair that occurs once makes no token.
+        min_frequency=2,
+        special_tokens=[wanted["end"]],
+        initial_alphabet=words.alphabet(),
+        show_progress=False,
+    )
+    characters = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal characters
+        for text in texts:
+            characters += len(text)
+            yield text
+
+    tokenizer.train_from_iterator(counted(), trainer)
+    reached = tokenizer.get_vocab_size()
+    if reached < wanted["size"]:
+        raise ValueError(
+            f"a text of {characters:,} characters gives only {reached:,} tokens; give more text, "
+            "or a lower number"
+        )
+    tokenizer.pre_tokenizer = words
+    text: str = tokenizer.to_str()
+    return text.encode()
 
 
 def limit(settings: dict[str, Any], request: Literal["load", "encode"], size: int) -> None:

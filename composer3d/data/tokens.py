@@ -34,6 +34,7 @@ import numpy as np
 
 from composer3d.runtime import log
 from composer3d.runtime.files import sync, write_atomic
+from composer3d.runtime.launch import usable_cores
 from composer3d.spec import token_manifest
 from composer3d.spec.errors import DataError
 from composer3d.spec.token_manifest import (
@@ -52,6 +53,7 @@ from composer3d.spec.token_manifest import (
 _BLOCK_TOKENS = 1 << 18  # tokens that are compared at a time, so that they fit into a cache
 _START_BYTES = 8  # in an entry of documents.bin
 _MOST_CHUNKS = 16  # that a rank verifies when it opens a folder
+_MOST_THREADS = 8  # of a rank that verifies; each holds a chunk in memory
 MOST_MAPS = 128  # shards of a folder that are mapped at once; each map holds an open file
 
 
@@ -183,9 +185,10 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
     else.
 
     The LOCAL_WORLD_SIZE ranks of a node share the chunks: each verifies its part, or 16 random
-    chunks of it (1 GiB) if it has more. ``find_damage`` can verify all chunks. So all ranks must
-    call this function, and all must stop if one of them fails (see ``process_group.on_all``). This
-    function runs no collective. A process without LOCAL_WORLD_SIZE has all chunks as its part.
+    chunks of it (1 GiB) if it has more, in a thread for each of its cores. ``find_damage`` can
+    verify all chunks. So all ranks must call this function, and all must stop if one of them fails
+    (see ``process_group.on_all``). This function runs no collective. A process without
+    LOCAL_WORLD_SIZE has all chunks as its part.
 
     Args:
         folder: a folder that ``composer3d prepare`` made.
@@ -210,8 +213,15 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
             f"each node verifies {ranks * _MOST_CHUNKS} at random; "
             f"composer3d inspect {folder} --full verifies all"
         )
-    for file_name, number in own:
-        _verify_chunk(manifest, file_name, number)
+    threads = max(1, min(_MOST_THREADS, usable_cores() // ranks))
+    with ThreadPoolExecutor(threads) as pool:
+        verified = [pool.submit(_verify_chunk, manifest, *chunk) for chunk in own]
+        try:
+            for chunk in verified:
+                chunk.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
     shards = manifest.shards
     files = [shard.tokens_file for shard in shards]

@@ -27,7 +27,7 @@ from composer3d.runtime.files import append_whole, open_own, sync, write_atomic
 from composer3d.spec import token_manifest
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import parse_json, read_plain
-from composer3d.spec.token_manifest import mask_file, shard_files
+from composer3d.spec.token_manifest import TOKENIZER, mask_file, shard_files
 
 _JOURNAL, _LOCK = "journal.jsonl", "lock"
 _OUR_NAMES = re.compile(r"(tokens|documents|mask)(-\d+)?\.bin|token(s|izer)\.json|\..*\.tmp")
@@ -81,12 +81,15 @@ class Unfinished:
     """The unfinished folder of a ``prepare`` that runs.
 
     Use it as a context. At its end, the folder is removed if no piece is finished; else it stays.
+    It also stays after an interrupt, if the tokenizer in it has been trained.
 
     Args:
         out: the folder to make. Its parent exists.
         settings: everything besides the source that determines the output. JSON values.
         sources: the files of the source.
         splits: the names of the subfolders to make, or "" for the folder itself.
+        keeps_tokenizer: whether the folder's tokenizer.json was made here, from the same source
+            and settings, and is kept for the next attempt.
 
     Attributes:
         folder: the folder.
@@ -104,10 +107,13 @@ class Unfinished:
         settings: Mapping[str, Any],
         sources: Sequence[SourceFile],
         splits: Sequence[str],
+        *,
+        keeps_tokenizer: bool = False,
     ) -> None:
         self.folder = out.with_name(f"{out.name}.partial")
         self.pieces: list[Piece] = []
         self._out, self._splits = out, splits
+        self._kept_tokenizer = self.folder / TOKENIZER if keeps_tokenizer else None
         self._sources = _SourceDigests(sources)
         self._is_published = self._is_other_source = False
 
@@ -156,11 +162,14 @@ class Unfinished:
     def __enter__(self) -> "Unfinished":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._is_published:
-            if self.pieces:
+            is_interrupt = kind is not None and not issubclass(kind, Exception)
+            has_tokenizer = self._kept_tokenizer is not None and self._kept_tokenizer.is_file()
+            if self.pieces or (is_interrupt and has_tokenizer):
+                parts = f"{len(self.pieces)} finished parts" if self.pieces else "its tokenizer"
                 print(
-                    f"{one_line(str(self.folder))} keeps {len(self.pieces)} finished parts; "
+                    f"{one_line(str(self.folder))} keeps {parts}; "
                     "run the same command again to go on, or remove it",
                     file=sys.stderr,
                 )
@@ -237,7 +246,7 @@ class Unfinished:
 
     def _remove_unknown_files(self) -> None:
         """Remove files of pieces that are not kept, and make the folders of the splits."""
-        kept = {self.folder / _JOURNAL, self.folder / _LOCK}
+        kept = {self.folder / _JOURNAL, self.folder / _LOCK, self._kept_tokenizer}
         for split in self._splits:
             folder = self.folder / split
             for number, shard in enumerate(self.shards_of(split)):

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from composer3d.data.tokens import find_damage
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import PRESETS
-from tools.bench import jobs, plain
+from composer3d.spec.token_manifest import CHUNK_BYTES, read_manifest
+from tools.bench import jobs, plain, shards
 from tools.bench.commands import LAYOUTS, main
 from tools.bench.host import titan_step_ms
 from tools.bench.jobs import SHAPE, Job, JobError, measure
@@ -194,3 +196,11 @@ def test_counts_names_an_unknown_layout(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["counts", "--only", "fsdp3"])
     assert "fsdp3: use one; one, bf16; " in capsys.readouterr().err
+
+
+def test_the_sparse_shards_of_the_bench_are_whole(tmp_path: Path) -> None:
+    for count, tokens in ((1, CHUNK_BYTES // 2 + 5), (3, 1000)):
+        shards.make_shards(tmp_path / str(count), count, shard_tokens=tokens)
+        manifest = read_manifest(tmp_path / str(count))
+        assert find_damage(manifest, full=True) == []
+        assert (manifest.tokens, len(manifest.shards)) == (count * tokens, count)

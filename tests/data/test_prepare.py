@@ -402,14 +402,14 @@ def test_a_file_that_changes_while_prepare_runs_is_refused(
         (tmp_path / "in" / name).write_text(name)
     whole = prepare.identify
 
-    def slow(files: list[Path]) -> Any:
-        found = whole(files)
-        (tmp_path / "in" / "b").write_text("later")
+    def slow(file: Path, kind: Any) -> Any:
+        found = whole(file, kind)
+        file.write_text("later")
         return found
 
     monkeypatch.setattr(prepare, "identify", slow)
     line = refused(capsys, tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes")
-    assert line.endswith("in/b: has changed since prepare began; run the same command again")
+    assert line.endswith("in/a: has changed since prepare began; run the same command again")
 
 
 @pytest.mark.parametrize("shard_tokens", ["50", "1000000"])
@@ -610,7 +610,8 @@ def test_several_sources_are_read_in_their_order(
     (tmp_path / "t.txt").write_text("t")
     out[1] += "2"
     assert cli.main(["prepare", *sources, str(tmp_path / "t.txt"), *out]) == 2
-    assert "one is text and the other is JSONL; give sources of one" in capsys.readouterr().err
+    error = "one is text and the other is JSONL or a table; give sources of one kind"
+    assert error in capsys.readouterr().err
 
 
 def test_an_existing_folder_is_never_replaced(
@@ -687,7 +688,7 @@ def test_progress_is_printed_now_and_then(
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        ({}, [], "in does not exist; give a text file, a .jsonl file or a folder of one kind"),
+        ({}, [], "in does not exist; give a text file, a .jsonl or .parquet file, or a folder of"),
         ({"in/.a": b"x"}, [], "in: no files found; give a path that holds text"),
         ({"in/a": b"", "in/b": b""}, [], "in: all files are empty; give a path that holds text"),
         (
@@ -698,7 +699,8 @@ def test_progress_is_printed_now_and_then(
         (
             {"in/a": b"x"},
             ["--field", "body"],
-            r"--field body is only read with JSONL, and \S+/in holds no .jsonl file; remove it",
+            r"--field body is only read with JSONL and tables, and \S+/in holds neither a .jsonl "
+            "nor a .parquet file; remove it",
         ),
         (
             {"in/a": b"x"},
@@ -727,9 +729,9 @@ def test_progress_is_printed_now_and_then(
         ),
         ({"in/a.xz": b"x"}, [], "in/a.xz: a .xz file is not read as text; decompress it"),
         (
-            {"in/a.parquet": b"x"},
+            {"in/a.arrow": b"x"},
             [],
-            "in/a.parquet: a .parquet file is not read as text; convert it to JSONL",
+            "in/a.arrow: a .arrow file is not read as text; give the folder that save_to_disk of",
         ),
         ({"in/a": b"x\0y"}, [], "in/a: byte 0 at offset 1 would end a document there;"),
         (
@@ -863,7 +865,7 @@ def test_a_document_that_would_take_all_memory_is_refused(
         f"{tmp_path / 'big.txt'}: one document has 16_777_217 bytes, but at most 16_777_216 are "
         "read into memory; cut it into several documents, each in a file or JSONL line of its own"
     )
-    monkeypatch.setattr(tokenizer, "_DOCUMENT_BYTES", 5)
+    monkeypatch.setattr(tokenizer, "DOCUMENT_BYTES", 5)
     lines = write_lines(tmp_path / "x.jsonl", ["abcde", "abcdef"])
     assert f"{lines}:3: one document has 6 bytes" in refused(
         capsys, lines, tmp_path / "out", *named
@@ -891,7 +893,7 @@ def test_a_path_that_is_too_long_or_empty_is_refused(
 ) -> None:
     line = refused(capsys, tmp_path / ("x" * 300), tmp_path / "out", "--tokenizer", "bytes")
     assert line.endswith(
-        "xxx does not exist; give a text file, a .jsonl file or a folder of one kind"
+        "xxx does not exist; give a text file, a .jsonl or .parquet file, or a folder of one kind"
     )
     source = write_lines(tmp_path / "x.jsonl", ["a"])
     line = refused(capsys, source, tmp_path / ("x" * 300), "--tokenizer", "bytes")

@@ -25,7 +25,16 @@ from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
-from tools.bench import experts, generation, operators, quickstarts, sequence, tokenize, watching
+from tools.bench import (
+    experts,
+    generation,
+    operators,
+    quickstarts,
+    sequence,
+    shards,
+    tokenize,
+    watching,
+)
 from tools.bench import host as launches
 from tools.bench.jobs import (
     CPU_RECIPE,
@@ -569,6 +578,15 @@ def _parser() -> argparse.ArgumentParser:
     prepare_parser.add_argument("--json", action="store_true", help="print one JSON object too")
     prepare_parser.add_argument(
         "--copies", metavar="N", type=_count, default=2, help="copies of the text; default: 2"
+    )
+
+    start_parser = add_plain_command(
+        shards.start, "the start of a training on many shards against the start on one"
+    )
+    add_repeats(start_parser)
+    start_parser.add_argument("--json", action="store_true", help="print one JSON object too")
+    start_parser.add_argument(
+        "--shards", metavar="N", type=_count, default=1000, help="shards; default: 1,000"
     )
 
     gpu_parser = add_command(gpu, "bfloat16 and float32 on one GPU against the hand-written loop")

@@ -196,10 +196,13 @@ def watch(folder: Path, touched: list[str]) -> None:
         elif event in ("os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"):
             paths = list(arguments[:1])
         elif event == "subprocess.Popen" and list(arguments[1][:2]) == [sys.executable, "-P"]:
-            # A tokenizer runs in a process, which must run our own file and nothing else.
-            if (
-                not str(arguments[1][2]).endswith("composer3d/data/tokenizer_worker.py")
-                or len(arguments[1]) != 3
+            # Tokenizers and tables have processes, which must run our own files and nothing else.
+            program = str(arguments[1][2])
+            is_tokenizer = program.endswith("composer3d/data/tokenizer_worker.py")
+            is_table = program.endswith("composer3d/data/table_worker.py")
+            if (len(arguments[1]), is_tokenizer, is_table) not in (
+                (3, True, False),
+                (4, False, True),  # with its settings
             ):
                 touched.append(f"{event} {arguments!r:.200}")
             return

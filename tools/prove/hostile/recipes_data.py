@@ -1088,4 +1088,62 @@ def _deep_rules() -> bytes:
     )
 
 
-CASES = [*_values(), *_texts(), *_files(), *_tokens(), *_sources(), *_tokenizers()]
+# Tables.
+
+
+def parquet(make: Callable[[Path], object]) -> Callable[[Path], list[str]]:
+    def source(where: Path) -> list[str]:
+        make(where / "a.parquet")
+        return prepare(where, where / "a.parquet")
+
+    return source
+
+
+def dataset(
+    state: bytes, make: Callable[[Path], object] = lambda path: None
+) -> Callable[[Path], list[str]]:
+    """A folder that looks like one of datasets, with a state.json, and ``make`` a.arrow in it."""
+
+    def source(where: Path) -> list[str]:
+        (where / "set").mkdir()
+        write(where / "set" / "state.json", state)
+        write(where / "set" / "dataset_info.json", "{}")
+        make(where / "set" / "a.arrow")
+        return prepare(where, where / "set")
+
+    return source
+
+
+def _tables() -> list[case.Case]:
+    unreadable = r"/a\.parquet: cannot be read: .*; copy it again, or move it away"
+    cases = [
+        Case(f"Parquet of {name}", parquet(lambda path, text=text: write(path, text)), unreadable)
+        for name, text in (
+            ("nothing", b""),
+            ("a magic number", b"PAR1"),
+            ("two of them", b"PAR1" * 2),
+            ("a long footer", b"PAR1" + b"x" * 99 + b"\xff\xff\xff\x7fPAR1"),
+            ("a footer of lists", b"PAR1" + b"\x19" * 9_999 + b"\x0f\x27\0\0PAR1"),
+        )
+    ]
+    cases += [
+        Case("Parquet of a terabyte", parquet(lambda path: sparse(path, 1 << 40)), unreadable),
+        Case("Parquet of a pipe", parquet(pipe), "cannot be read: is a named pipe, not a plain"),
+    ]
+    no_file = "its state.json names .*, which is no file of the folder"
+    entry = '{"_data_files": [{"filename": "%s"}]}'
+    states: dict[str, tuple[str, Callable[[Path], object], str]] = {
+        "a path out of it": (entry % "../../outside/secret.txt", lambda path: None, no_file),
+        "a whole path": (entry % "/etc/passwd", lambda path: None, no_file),
+        "a pipe": (entry % "a.arrow", pipe, no_file),
+        "brackets": ("[" * 100_000, lambda path: None, "/set: cannot be read: "),
+        "no files": ("{}", lambda path: None, "/set: cannot be read: "),
+    }
+    cases += [
+        Case(f"a dataset of {name}", dataset(state.encode(), make), reason)
+        for name, (state, make, reason) in states.items()
+    ]
+    return cases
+
+
+CASES = [*_values(), *_texts(), *_files(), *_tokens(), *_sources(), *_tokenizers(), *_tables()]
