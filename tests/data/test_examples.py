@@ -355,6 +355,13 @@ def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     command[1] = str(tmp_path / "x.txt")
     assert cli.main([*command, "--kind", "answers"]) == 2
     assert "--kind answers reads JSONL, and this is text" in capsys.readouterr().err
+    (tmp_path / "x.parquet").write_text("a")
+    command[1] = str(tmp_path / "x.parquet")
+    assert cli.main([*command, "--kind", "chat"]) == 2
+    assert "--kind chat reads JSONL, and this is a table" in capsys.readouterr().err
+    trains = ["prepare", str(source), "-o", str(tmp_path / "out"), "--train-tokenizer", "300"]
+    assert cli.main([*trains, "--kind", "chat"]) == 2
+    assert "--train-tokenizer is not used with --kind chat" in capsys.readouterr().err
     (tmp_path / "tok/tokenizer_config.json").write_text("[")
     command[1] = str(source)
     assert cli.main([*command, "--kind", "chat"]) == 2
