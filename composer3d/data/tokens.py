@@ -53,7 +53,7 @@ from composer3d.spec.token_manifest import (
 _BLOCK_TOKENS = 1 << 18  # tokens that are compared at a time, so that they fit into a cache
 _START_BYTES = 8  # in an entry of documents.bin
 _MOST_CHUNKS = 16  # that a rank verifies when it opens a folder
-_MOST_THREADS = 8  # of a rank that verifies; each holds a chunk in memory
+_MOST_THREADS = 4  # of a rank that verifies; each holds a chunk in memory
 MOST_MAPS = 128  # shards of a folder that are mapped at once; each map holds an open file
 
 

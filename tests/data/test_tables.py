@@ -106,10 +106,15 @@ def test_a_saved_dataset_gives_the_tokens_of_jsonl(
     assert "tokens.bin', which is no file of the folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rows", [40, 130])  # of a group: some groups are passed over, or none
 def test_an_interrupted_prepare_goes_on_in_the_middle_of_a_table(
-    arrow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arrow: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rows: int,
 ) -> None:
-    source = write_parquet(tmp_path / "x.parquet", {"text": TEXTS}, row_group_size=40)
+    source = write_parquet(tmp_path / "x.parquet", {"text": TEXTS}, row_group_size=rows)
     monkeypatch.setattr(prepare, "_BATCH_BYTES", 100)
     options = ["--shard-tokens", "1500"]
     assert cli.main(command(source, tmp_path / "whole", *options)) == 0
