@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -121,23 +122,32 @@ class Store:
     def newest(self) -> Path | None:
         """Return the checkpoint with the highest step that is not known to be damaged, or None.
 
-        Waits for a save in the background to end.
+        Waits for a save in the background to end. It is for messages: a folder that cannot be read
+        has none.
         """
         if self._pending_save is not None:
             self._pending_save.exception()
-        return max(self._usable_folders(), default=None)
+        # An error here would hide the one that the message is about.
+        with suppress(OSError):
+            return max(self._usable_folders(), default=None)
+        return None
 
     def _step_folders(self, folder: Path | None = None) -> list[Path]:
         """List the folders named after a step in ``folder``, lowest first. None: the run's own.
 
         Anything under another name belongs to the user. Links, pipes and files are left out as
         well: a link could lead to a checkpoint of another user.
+
+        Raises OSError if the folder is there and cannot be read. ``Path.glob`` would find nothing,
+        and a run would start anew beside its checkpoints.
         """
-        return sorted(
-            path
-            for path in (folder or self.folder).glob("step-*")
-            if _STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-        )
+        place = folder or self.folder
+        try:
+            names = os.listdir(place)
+        except FileNotFoundError:
+            return []
+        paths = [place / name for name in sorted(names) if _STEP_FOLDER.fullmatch(name)]
+        return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
     def _usable_folders(self) -> list[Path]:
         """List the step folders that have a manifest and are not known to be damaged."""
@@ -264,7 +274,10 @@ class Store:
         lines = [
             f"step {step} could not be saved in {staging}: {cause}" for cause in _causes(error)
         ]
-        kept = max(self._usable_folders(), default=None)
+        try:
+            kept = max(self._usable_folders(), default=None)
+        except OSError as reason:
+            return [*lines, f"{self.folder} cannot be read: {reason.strerror or reason}"]
         if kept is None:
             lines.append(f"there is no checkpoint in {self.folder}: the same command starts anew")
         else:
@@ -308,16 +321,22 @@ class Store:
         self._remove_old(final)
 
     def _remove_old(self, saved: Path) -> None:
-        """Keep ``saved`` and the newest other usable checkpoints, and remove all other usable ones.
+        """Keep ``saved`` and the newest older checkpoints, ``keep`` in all, and remove the others.
 
-        Damaged checkpoints that are older than all kept ones are removed as well. Newer damaged
-        checkpoints are left to the user.
+        Damaged checkpoints that are older than all kept ones are removed as well. Newer ones than
+        ``saved`` are never removed. This run did not go on from them, so they are damaged, or were
+        out of sight when it started: then they hold more training than all that is kept.
         """
-        others = [path for path in self._usable_folders() if path != saved]
-        newest_first = others[::-1]
-        kept = [saved, *newest_first[: self._keep - 1]]
-        for path in self._step_folders():
-            if path not in kept and (path in others or path < min(kept)):
+        try:
+            folders = self._step_folders()
+            older = [path for path in self._usable_folders() if path < saved]
+        except OSError as error:
+            # The new checkpoint is whole: a failure here must not end a healthy run.
+            log.get().warning(f"cannot look for old checkpoints in {self.folder}: {error}")
+            return
+        kept = [saved, *older[::-1][: self._keep - 1]]
+        for path in folders:
+            if path not in kept and (path in older or path < min(kept)):
                 _remove(path)
 
     # Loading.
@@ -357,7 +376,8 @@ class Store:
 
         Raises:
             CheckpointError: all checkpoints are damaged. Every rank raises it.
-            UserError: a later version of composer3d wrote a manifest. Every rank raises it.
+            UserError: a later version of composer3d wrote a manifest, or the folder cannot be read.
+                Every rank raises it.
         """
         place = folder or self.folder
         if dist.get_rank() == 0:

@@ -129,6 +129,9 @@ def run_rank(
             lines = [prefix + line for line in error.lines]
             print(*lines, sep="\n", file=sys.stderr, flush=True)
             log.keep(lines)
+        if isinstance(error, LostPeersError) and STORE_VARIABLE in os.environ:
+            # The launcher of this machine may start all ranks again.
+            return launch.LOST_PEERS
         return error.status
 
 

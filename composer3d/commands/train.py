@@ -73,8 +73,9 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     """Run ``train_rank`` on all ranks, and again if one is lost: ``reliability.restarts`` times.
 
     A rank is lost if it died, hung until its peers gave up, or raised an error that is no
-    UserError. After a UserError the next start would fail in the same way, and a signal asked the
-    job to stop: neither starts it again.
+    UserError. A collective that failed although all ranks are there is a loss too. After another
+    UserError the next start would fail in the same way, and a signal asked the job to stop: neither
+    starts it again.
 
     Args:
         recipe: the recipe of the job.
@@ -95,8 +96,7 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
         for line in lines:
             print(line, file=sys.stderr)
         _keep_in_log(recipe, [*result.traceback.splitlines(), *lines])
-        is_lost = result.status == 1 and (result.died or result.stuck or result.raised)
-        if not is_lost or restart == most:
+        if not result.is_lost or restart == most:
             break
         print(f"starting all ranks again, {restart + 1} of at most {most} times", file=sys.stderr)
         if newest_checkpoint(recipe) is not None:

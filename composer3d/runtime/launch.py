@@ -47,6 +47,9 @@ Task = Callable[..., Any] | str
 # The environment variable with the time (Unix) at which the ranks of a job were asked for.
 START_VARIABLE = "COMPOSER3D_START"
 
+# What a rank returns to ``run_ranks`` after a LostPeersError. The job's exit status is then 1.
+LOST_PEERS = 64
+
 # Importing this module runs all slow imports of a rank.
 _PRELOAD = "composer3d.training.loop"
 
@@ -290,6 +293,9 @@ class JobResult:
             value is the signal that ended the rank, or minus its exit status.
         stuck: the ranks that were killed because they still ran after a failure or a signal.
         raised: whether a rank raised an error that is no UserError.
+        lost_peers: whether every rank that failed says that a collective failed: a rank hung and
+            went on too late, or the network was gone for a while.
+        stopped_by: the signal that was forwarded to the ranks; 0 if there was none.
         traceback: the traceback of the lowest such rank, which was printed; "" if there is none.
     """
 
@@ -297,7 +303,15 @@ class JobResult:
     died: dict[int, int] = field(default_factory=dict)
     stuck: list[int] = field(default_factory=list)
     raised: bool = False
+    lost_peers: bool = False
+    stopped_by: int = 0
     traceback: str = ""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the same job may do better if it is started again, and nobody has stopped it."""
+        was_lost = self.died or self.stuck or self.raised or self.lost_peers
+        return self.status == 1 and bool(was_lost) and not self.stopped_by
 
 
 def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> JobResult:
@@ -346,7 +360,7 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
                 answer = worker.answer()
                 answers[worker.rank] = answer
                 deadline_s = min(deadline_s, now_s + _patience_s(worker, answer))
-    return _job_result(workers, answers, stuck, stop.number)
+    return _job_result(workers, answers, stuck, stop.numbers)
 
 
 def _patience_s(worker: _Worker, answer: Answer | None) -> float:
@@ -372,7 +386,7 @@ def _job_result(
     workers: list[_Worker],
     answers: Mapping[int, Answer | None],
     stuck: list[int],
-    stop_signal: int,
+    stop_signals: Sequence[int],
 ) -> JobResult:
     """Combine how the ranks ended. Print the traceback of the lowest rank that raised an error.
 
@@ -380,8 +394,11 @@ def _job_result(
         workers: all ranks, by rank.
         answers: the answers of the ranks that ended by themselves, in the order of their ends.
         stuck: the other ranks, which were killed.
-        stop_signal: the signal that was forwarded to the ranks; 0 if there was none.
+        stop_signals: the signals that were forwarded to the ranks, in the order of their arrival.
     """
+    stop_signal = stop_signals[0] if stop_signals else 0
+    # Schedulers send several signals: a later one can end a rank that has saved and is leaving.
+    ends_by_stop = {end for number in stop_signals for end in (-number, 128 + number)}
     died: dict[int, int] = {}
     tracebacks: list[str] = []
     for worker in workers:
@@ -389,17 +406,18 @@ def _job_result(
             continue
         answer = answers[worker.rank]
         if answer is None:
-            ended_by_stop = stop_signal and worker.exit_code in (-stop_signal, 128 + stop_signal)
-            if not ended_by_stop:
+            if worker.exit_code not in ends_by_stop:
                 died[worker.rank] = -(worker.exit_code or 0)
         elif not answer.succeeded:
             tracebacks.append(str(answer.value).strip())
 
-    statuses = [
+    failures = [
         answer.value
         for answer in answers.values()
         if answer is not None and answer.succeeded and answer.value
     ]
+    lost_peers = bool(failures) and all(status == LOST_PEERS for status in failures)
+    statuses = [1 if status == LOST_PEERS else status for status in failures]
     was_stopped = stop_signal and (statuses or stuck or None in answers.values())
     # If the save after the signal failed, the job must not look as if it had stopped and saved.
     has_other_failure = died or any(status != 128 + stop_signal for status in statuses)
@@ -414,22 +432,33 @@ def _job_result(
     else:
         status = statuses[0] if statuses else 0
     return JobResult(
-        status, died, stuck, raised=bool(tracebacks), traceback=tracebacks[0] if tracebacks else ""
+        status,
+        died,
+        stuck,
+        raised=bool(tracebacks),
+        lost_peers=lost_peers,
+        stopped_by=stop_signal,
+        traceback=tracebacks[0] if tracebacks else "",
     )
 
 
 class _StopRequest:
-    """The signal that asks this process to stop, and the ranks to which it is forwarded."""
+    """The signals that ask this process to stop, and the ranks to which they are forwarded."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.numbers: list[int] = []
         self.since_s = 0.0
         self.is_forwarded = False
         self.workers: list[_Worker] = []
 
+    @property
+    def number(self) -> int:
+        """The first signal; 0 if there was none."""
+        return self.numbers[0] if self.numbers else 0
+
     def receive(self, number: int, frame: Any) -> None:
-        if not self.number:
-            self.number = number
+        self.numbers.append(number)
+        if len(self.numbers) == 1:
             self.since_s = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self.since_s > _INSIST_S:
             # The user does not want to wait any longer: end the time for the shutdown. Schedulers

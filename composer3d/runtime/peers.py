@@ -201,13 +201,15 @@ class PeerWatch:
                 return LostPeersError([])
             situations = self._collect_situations()
             finding = self._find(situations, first_error.text)
-            report = self._report(finding, situations, advice)
+            report = self._report_in_time(finding, situations, advice)
             with self._lock:
                 self._store.set("spoken", "1")
         except Exception:
             return self._store_is_gone(advice)
         if report is not None:
             finding += f"; what each rank did is in {report}"
+        elif self._write_report is not None:
+            finding += "; the report of what each rank did could not be written"
         return LostPeersError(f"{finding}; {advice}")
 
     def _find(self, situations: Mapping[int, Situation], cause: str) -> str:
@@ -225,6 +227,24 @@ class PeerWatch:
             )
             return f"a collective failed: {shown} did not join it ({cause})"
         return f"a collective failed, although all ranks are running ({cause})"
+
+    def _report_in_time(
+        self, finding: str, situations: Mapping[int, Situation], advice: str
+    ) -> str | None:
+        """Return the path of the report, or None if it fails or takes too long.
+
+        The file system may be what hangs. The line on the console must come all the same.
+        """
+        paths: list[str | None] = []
+
+        def write() -> None:
+            with suppress(Exception):
+                paths.append(self._report(finding, situations, advice))
+
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        thread.join(2 * GRACE_S)
+        return paths[0] if paths else None
 
     def _report(self, finding: str, situations: Mapping[int, Situation], advice: str) -> str | None:
         """Write what all ranks did, and return the path of the file, or None."""
@@ -264,7 +284,8 @@ class PeerWatch:
         A launcher ends the other ranks soon after the first one ends. So no rank may end before
         the speaker has finished.
         """
-        deadline_s = time.monotonic() + self._every_s + 3 * GRACE_S
+        # The speaker collects for every_s + GRACE_S, and writes its report for 2 * GRACE_S.
+        deadline_s = time.monotonic() + self._every_s + 4 * GRACE_S
         while time.monotonic() < deadline_s and not self._store.check(["spoken"]):
             time.sleep(0.2)
 

@@ -245,8 +245,13 @@ class Metrics:
         if values:
             self._write(step, values)
         if self._tensorboard is not None:
-            # A line break of Markdown.
-            self._tensorboard.add_text(tag, "  \n".join(lines), step)
+            try:
+                # A line break of Markdown.
+                self._tensorboard.add_text(tag, "  \n".join(lines), step)
+            except OSError as error:
+                # A full disk must not end this rank alone.
+                log.get().warning(f"TensorBoard's text of step {step} was not written: {error}")
+                self._tensorboard = None
 
     def describe(
         self, texts: Mapping[str, str], hparams: Mapping[str, Any], *, has_experts: bool

@@ -1,5 +1,6 @@
 """The store: which checkpoints it keeps, which one it uses, and its errors."""
 
+import errno
 import logging
 import os
 import pickle
@@ -21,7 +22,7 @@ from composer3d.checkpoint.store import gather_state
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import CheckpointError
+from composer3d.spec.errors import CheckpointError, UserError
 from tests.checkpoint.store_jobs import SHAPE, full_state, make_job, make_manifest, names
 
 State = dict[str, list[float]]
@@ -73,12 +74,40 @@ def test_the_newest_checkpoints_are_kept(pool: Pool, tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000010", "step-00000100", "step-00000101", "step-00000102"]
 
 
-def test_the_last_save_is_never_removed(pool: Pool, tmp_path: Path) -> None:
-    """A run that goes back to an earlier checkpoint saves lower steps than there are already."""
-    pool.run(save, {"folder": tmp_path, "steps": [5, 15, 20], "keep": 3}, world_size=1)
+def test_neither_the_last_save_nor_a_newer_one_is_removed(pool: Pool, tmp_path: Path) -> None:
+    """A run that did not see newer checkpoints when it started must not remove them."""
+    pool.run(save, {"folder": tmp_path, "steps": [5, 7, 15, 20], "keep": 4}, world_size=1)
     (tmp_path / "step-00000001-mine").mkdir()
     pool.run(save, {"folder": tmp_path, "steps": [10], "keep": 2}, world_size=1)
-    assert names(tmp_path) == ["step-00000001-mine", "step-00000010", "step-00000020"]
+    left = ["step-00000001-mine", *(f"step-{step:08d}" for step in (7, 10, 15, 20))]
+    assert names(tmp_path) == left
+    pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 1}, world_size=1)
+    assert names(tmp_path) == ["step-00000001", *left]
+
+
+def look_into_an_unreadable_folder(folder: Path) -> str:
+    """Return the error of a start whose file system fails when it lists the checkpoints."""
+
+    def fail(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    with pool_world(), pytest.MonkeyPatch.context() as patch:
+        looking = Store(folder, keep=1)
+        for function in ("listdir", "scandir"):
+            patch.setattr(os, function, fail)
+        assert looking.newest() is None
+        with pytest.raises(UserError) as caught:
+            looking.newest_whole()
+    return str(caught.value)
+
+
+def test_a_run_does_not_start_anew_beside_checkpoints_that_it_cannot_list(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "step-00000005").mkdir()
+    errors = pool.run(look_into_an_unreadable_folder, {"folder": tmp_path}, world_size=2)
+    line = f"checkpoint: [Errno {errno.EACCES}] Permission denied: '{tmp_path}'"
+    assert errors == [line] * 2
 
 
 def find_and_save(folder: Path, step: int, keep: int) -> tuple[str, list[str]]:

@@ -225,3 +225,29 @@ def test_the_last_collectives_of_a_rank_are_kept_in_the_runs_folder(tmp_path: Pa
     path = tmp_path / "a" / "nccl-trace-20260101T000000Z-rank-3"
     assert train._write_trace(recipe, 3, b"trace", "20260101T000000Z") == str(path)
     assert path.read_bytes() == b"trace"
+
+
+@pytest.mark.parametrize(
+    ("result", "starts"),
+    [
+        (launch.JobResult(1, {0: 9}), 3),
+        # A collective failed although all ranks are there: one slept, or the network was gone.
+        (launch.JobResult(1, lost_peers=True), 3),
+        (launch.JobResult(1), 1),
+        (launch.JobResult(2, lost_peers=True), 1),
+        # A signal asked the job to stop, and then a rank died in its save.
+        (launch.JobResult(1, {0: 9}, stopped_by=15), 1),
+        (launch.JobResult(143, stopped_by=15), 1),
+    ],
+)
+def test_only_what_was_lost_and_not_stopped_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: launch.JobResult, starts: int
+) -> None:
+    (tmp_path / "r.toml").write_text(
+        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[reliability]\nrestarts = 2\n'
+    )
+    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    results: list[launch.JobResult] = []
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: results.append(result) or result)
+    assert train.run_with_restarts(recipe, "r.toml", [], 2) == result.status
+    assert len(results) == starts

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composer3d.runtime.launch import Pool, WorkerError, run_ranks
+from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import MeshError
 
@@ -190,6 +190,42 @@ def test_a_signal_while_ranks_are_forked_reaches_all_of_them(number: int) -> Non
             assert time.monotonic() - begin_s < 60
     finally:
         signal.signal(signal.SIGALRM, previous)
+
+
+def save_and_be_ended_by_another_signal() -> int:
+    """As rank 0, save after SIGUSR1 and leave; rank 1 is ended by SIGTERM when it has saved."""
+    seen: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    while not seen:
+        time.sleep(0.02)
+    if os.environ["RANK"] == "1":
+        time.sleep(100)
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    while len(seen) < 2:
+        time.sleep(0.02)
+    return 128 + signal.SIGUSR1
+
+
+def test_the_second_signal_of_a_scheduler_does_not_look_like_a_lost_rank() -> None:
+    numbers = iter([signal.SIGUSR1, signal.SIGTERM])
+    previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), next(numbers)))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+        result = run_ranks(save_and_be_ended_by_another_signal, {}, processes=2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert (result.status, result.died) == (128 + signal.SIGUSR1, {})
+    assert (result.stopped_by, result.is_lost) == (signal.SIGUSR1, False)
+
+
+def lose_the_network() -> int:
+    return LOST_PEERS
+
+
+def test_a_collective_that_failed_on_all_ranks_is_a_loss_with_status_1() -> None:
+    result = run_ranks(lose_the_network, {}, processes=2)
+    assert (result.status, result.died, result.is_lost) == (1, {}, True)
 
 
 def test_nohup_reaches_ranks(tmp_path: Path) -> None:

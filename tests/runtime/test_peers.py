@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer3d.reliability.signals import STOP_SIGNALS
 from composer3d.runtime import peers
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import on_all, open_store, pool_world
@@ -158,3 +160,36 @@ def test_the_report_names_the_last_collectives_of_each_rank(tmp_path: Path) -> N
         ("rank 2", ""),
     ]
     assert {path.name for path in tmp_path.iterdir()} == {f"{moment}-rank-{n}" for n in (0, 1)}
+
+
+def hang(text: str) -> str:
+    time.sleep(30.0)
+    return "late.txt"
+
+
+def fail(text: str) -> str:
+    raise UnicodeEncodeError("utf-8", "", 0, 1, "a name that is no text")
+
+
+@pytest.mark.parametrize("write_report", [hang, fail])
+def test_a_report_that_hangs_or_fails_does_not_hide_the_missing_rank(
+    write_report: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system may be what hangs, and then the store is not what is gone."""
+    monkeypatch.setattr(peers, "GRACE_S", 0.3)
+    store = dist.HashStore()
+    watch = peers.PeerWatch(
+        store, rank=0, size=2, describe=lambda rank: f"rank {rank}", write_report=write_report
+    )
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        lines = watch.explain(RuntimeError("gloo: timed out"), advice="try again").lines
+    finally:
+        watch.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert lines == (
+        "rank 1 does not answer: it has died, or is stopped; "
+        "the report of what each rank did could not be written; try again",
+    )
+    assert store.check(["spoken"])
