@@ -21,12 +21,13 @@ from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import job
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.changes import changes
+from composer3d.recipe.machine import tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import launch, log
 from composer3d.runtime.files import write_atomic
 from composer3d.runtime.ranks import describe_rank
-from composer3d.spec.errors import UserError
+from composer3d.spec.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
     from composer3d.training.metrics import Metrics
@@ -63,10 +64,18 @@ def run(recipe: str, sets: Sequence[str]) -> int:
         )
         return 0
 
+    _require_trackers(resolved)
     resolved, processes = job.count_processes(resolved, recipe, sets)
     if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
     return run_with_restarts(resolved.recipe, recipe, sets, processes)
+
+
+def _require_trackers(resolved: Resolved) -> None:
+    """Raise RecipeError if a service that gets the metrics lacks its packages."""
+    problems = list(tracker_problems(resolved.recipe))
+    if problems:
+        raise RecipeError([f"{resolved.place(key)}: {text}" for key, text in problems])
 
 
 def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes: int) -> int:
@@ -272,6 +281,8 @@ def _train(resolved: Resolved, rank: int) -> int:
     from composer3d.training.loop import train
 
     recipe = resolved.recipe
+    # Under torchrun, nobody has checked it.
+    _require_trackers(resolved)
     timeout_s = 60 * recipe.run.timeout_minutes
     advice = partial(resume_advice, recipe)
     joined = job.join(

@@ -8,7 +8,7 @@ from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from composer3d.training.tensorboard import TOKENS_FOLDER, TensorBoard, tag_of
+from composer3d.training.tensorboard import TOKENS_FOLDER, TensorBoard
 
 TOKENS = 1000
 
@@ -74,9 +74,3 @@ def test_recipe_and_hyperparameters_are_there(shown: EventMultiplexer) -> None:
     info = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
     assert info.hparams["optim.lr"].number_value == 0.1
     assert info.hparams["parallel.schedule"].string_value == "1F1B"
-
-
-def test_other_metrics_have_a_tag() -> None:
-    assert tag_of("loss") == "loss/train"
-    assert tag_of("expert_load/blocks.3") == "expert_load/blocks.3"
-    assert tag_of("new") == "other/new"
