@@ -70,7 +70,9 @@ def _check_machine(resolved: Resolved, *, will_train_here: bool) -> None:
             'use --gpus N to check for another machine, or run.device = "auto" or "cpu"'
         )
     if will_train_here:
-        lines += [f"{resolved.place(key)}: {text}" for key, text in tracker_problems(resolved.recipe)]
+        lines += [
+            f"{resolved.place(key)}: {text}" for key, text in tracker_problems(resolved.recipe)
+        ]
     if lines:
         raise RecipeError(lines)
 

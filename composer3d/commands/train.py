@@ -254,26 +254,54 @@ def train_rank(recipe: str, sets: Sequence[str]) -> int:
 
 
 def _describe(resolved: Resolved, metrics: "Metrics") -> None:
-    """Give TensorBoard the recipe and the layout as texts, and the recipe as hyperparameters."""
-    from composer3d.draw import layout_text
+    """Give TensorBoard the recipe as text and hyperparameters, and drawings of its layout."""
+    from composer3d.draw import layout_svg, layout_text
     from composer3d.draw.layout import make_layout
+    from composer3d.draw.png import png_of
     from composer3d.draw.terminal import Style
     from composer3d.models.registry import is_ours
 
     recipe = resolved.recipe
+    if not recipe.metrics.tensorboard:
+        return
     texts = {"run/recipe": resolved.to_toml()}
+    drawings = {}
     # The layout of an architecture of a user's own needs its model: composer3d layout builds it.
     if is_ours(recipe.model.architecture):
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.world_size))
         style = Style(width=120, has_colours=False, has_unicode=True)
-        texts["run/layout"] = layout_text.render(make_layout(recipe, per_node), style)
+        layout = make_layout(recipe, per_node)
+        texts["run/layout"] = layout_text.render(layout, style)
+        drawings["run/layout"] = layout_svg.draw(layout, heading=recipe.run.name, notes=[])
+    if recipe.mesh.pp > 1:
+        drawings |= _pipeline_drawing(recipe)
+    images = {tag: png_of(svg) for tag, svg in drawings.items()}
     hparams = {
         f"{table}.{key}": value
         for table in ("model", "mesh", "parallel", "data", "optim", "precision", "memory")
         for key, value in asdict(getattr(recipe, table)).items()
         if isinstance(value, bool | int | float | str)
     }
-    metrics.describe(texts, hparams, has_experts=recipe.model.experts > 0)
+    shown = {tag: png for tag, png in images.items() if png is not None}
+    metrics.describe(texts, shown, hparams, has_experts=recipe.model.experts > 0)
+
+
+def _pipeline_drawing(recipe: Recipe) -> dict[str, str]:
+    """Return the drawing of the recipe's pipeline by its tag; empty if it is too long to draw."""
+    from composer3d.commands.timeline import MOST_ACTIONS, UNIT_NOTE, of_recipe
+    from composer3d.draw import timeline
+
+    mesh, per_rank = recipe.mesh, recipe.parallel.stages_per_rank
+    if 3 * mesh.pp * per_rank * recipe.micro_batches > MOST_ACTIONS:
+        return {}
+    drawing = timeline.draw(
+        [of_recipe(recipe, None)],
+        heading=f"{recipe.run.name}: {mesh.pp} pipeline ranks, {recipe.micro_batches} "
+        "micro-batches",
+        notes=[UNIT_NOTE],
+        unit=timeline.UNITS,
+    )
+    return {"run/pipeline": drawing}
 
 
 def _train(resolved: Resolved, rank: int) -> int:

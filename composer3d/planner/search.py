@@ -142,11 +142,17 @@ class ScalePoint(NamedTuple):
 
 
 def scaling(
-    recipe: Recipe, device: Device, sizes: Sequence[int], choices: Choices | None = None
+    recipe: Recipe,
+    device: Device,
+    sizes: Sequence[int],
+    choices: Choices | None = None,
+    *,
+    report: Callable[[str], None] = lambda phase: None,
 ) -> list[ScalePoint]:
     """Return the fastest layout for each number of devices, in ascending order.
 
     The batch stays, unless it cannot be cut evenly over the devices: then each has one sample.
+    ``report`` is called as in ``search``, with the number of devices as well.
     """
     found: list[ScalePoint] = []
     base_tokens_s: float | None = None
@@ -154,7 +160,15 @@ def scaling(
         scaled = recipe
         if recipe.data.global_batch % gpus:
             scaled = replace(recipe, data=replace(recipe.data, global_batch=max(gpus, 8)))
-        plans = search(scaled, gpus, device, 1, choices).plans
+        found_here = search(
+            scaled,
+            gpus,
+            device,
+            1,
+            choices,
+            report=lambda phase, gpus=gpus: report(f"{phase} on {gpus:,} devices"),
+        )
+        plans = found_here.plans
         plan = plans[0] if plans else None
         efficiency = None
         if plan is not None and plan.prediction.fits:

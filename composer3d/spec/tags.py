@@ -60,7 +60,6 @@ _TAGS = {
 _PART_OF_NORM = "Norm of the gradients of this part of the model, over all ranks, before clipping."
 
 
-
 def tag_of(metric: str) -> Tag:
     """Return the tag of a metric, with an empty description if nothing is known about it."""
     known = _TAGS.get(metric)

@@ -265,13 +265,18 @@ class Metrics:
             self._tensorboard.add_text(tag, "  \n".join(lines), step)
 
     def describe(
-        self, texts: Mapping[str, str], hparams: Mapping[str, Any], *, has_experts: bool
+        self,
+        texts: Mapping[str, str],
+        images: Mapping[str, bytes],
+        hparams: Mapping[str, Any],
+        *,
+        has_experts: bool,
     ) -> None:
         """Tell TensorBoard what is the same for all steps; see ``TensorBoard.describe``."""
         if self._tensorboard is None:
             return
         try:
-            self._tensorboard.describe(texts, hparams, has_experts=has_experts)
+            self._tensorboard.describe(texts, images, hparams, has_experts=has_experts)
         except OSError as error:
             log.get().warning(f"the description of the run could not be written: {error}")
 

@@ -7,6 +7,7 @@ tells TensorBoard to forget all points of a folder from some step on. They need 
 too: one chart cannot show steps and tokens.
 """
 
+import struct
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from torch.utils.tensorboard import summary as summaries
 from composer3d.spec.tags import Tag, tag_of
 
 TOKENS_FOLDER = "by_tokens"
+
+_RGB = 3  # a code of TensorBoard
 
 # Metrics that have a curve by tokens.
 _BY_TOKENS = {
@@ -125,12 +128,18 @@ class TensorBoard:
         self._curves.add_summary(summaries.text(tag, text), step)
 
     def describe(
-        self, texts: Mapping[str, str], hparams: Mapping[str, Any], *, has_experts: bool
+        self,
+        texts: Mapping[str, str],
+        images: Mapping[str, bytes],
+        hparams: Mapping[str, Any],
+        *,
+        has_experts: bool,
     ) -> None:
-        """Write what is the same for all steps: the dashboard, texts and the hyperparameters.
+        """Write what is the same for all steps: the dashboard, texts, images and hyperparameters.
 
         Args:
             texts: plain texts by tag, shown in a font of fixed width.
+            images: PNG files by tag.
             hparams: numbers, bools and texts by key.
             has_experts: whether the dashboard has the charts of experts.
         """
@@ -140,6 +149,14 @@ class TensorBoard:
             # Indented lines are code in Markdown, whatever they contain.
             code = "\n".join(f"    {line}" for line in text.splitlines())
             self.add_text(tag, code, self._start_step)
+        for tag, png in images.items():
+            # The first chunk of a PNG file has its size.
+            width, height = struct.unpack(">II", png[16:24])
+            image = Summary.Image(
+                encoded_image_string=png, width=width, height=height, colorspace=_RGB
+            )
+            value = Summary.Value(tag=tag, image=image)
+            self._curves.add_summary(Summary(value=[value]), self._start_step)
         metrics = {"loss/train": 0.0, "loss/validation": 0.0}
         for part in summaries.hparams(dict(hparams), metrics):
             self._curves.add_summary(part)

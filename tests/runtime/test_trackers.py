@@ -3,7 +3,6 @@
 import json
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +87,20 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeService:
 
 
 @pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     logger = logging.getLogger("test_trackers")
     monkeypatch.setattr(logger, "warning", found.append)
     monkeypatch.setattr(log, "get", lambda: logger)
-    yield found
+    return found
 
 
 def _metrics(tmp_path: Path, *, start_step: int = 0, service: str = "wandb") -> Metrics:
     run_dir = tmp_path / "runs" / "small"
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "recipe.toml").write_text('[run]\nsteps = 9\n[optim]\nlr = 0.1\ntrain = ["a", "b"]\n')
+    (run_dir / "recipe.toml").write_text(
+        '[run]\nsteps = 9\n[optim]\nlr = 0.1\ntrain = ["a", "b"]\n'
+    )
     table = MetricsTable(every=1, tensorboard=False, **{service: True})
     return Metrics(
         run_dir,
@@ -238,6 +239,8 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert b"optim.lr" in contents[0]
 
 
+# MLflow's own use of SQLAlchemy warns.
+@pytest.mark.filterwarnings("ignore")
 def test_mlflow_in_a_local_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("mlflow", "sqlalchemy", "alembic"):
         pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)

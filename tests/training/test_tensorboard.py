@@ -1,5 +1,6 @@
 """What TensorBoard shows of a run: described curves by steps and by tokens, a dashboard."""
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,15 @@ from composer3d.training.tensorboard import TOKENS_FOLDER, TensorBoard
 
 TOKENS = 1000
 
+# The beginning of a PNG file of 3 x 2 pixels.
+PNG = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 3, 2)
+
 
 def write(run_dir: Path, steps: range, *, start_step: int = 0) -> None:
     board = TensorBoard(run_dir, start_step=start_step, tokens_per_step=TOKENS)
     texts = {"run/recipe": "[run]\n# <b>&"}
-    board.describe(texts, {"optim.lr": 0.1, "parallel.schedule": "1F1B"}, has_experts=True)
+    hparams = {"optim.lr": 0.1, "parallel.schedule": "1F1B"}
+    board.describe(texts, {"run/layout": PNG}, hparams, has_experts=True)
     for step in steps:
         board.add_scalar("loss", 10.0 / step, step)
         board.add_scalar("grad_norm/head", 1.0, step)
@@ -65,6 +70,11 @@ def test_the_dashboard_begins_with_what_matters(shown: EventMultiplexer) -> None
     assert [category.title for category in layout.category] == ["What matters", "Time", "Experts"]
     first = layout.category[0].chart[0]
     assert list(first.multiline.tag) == ["^loss/train$", "^loss/validation$"]
+
+
+def test_drawings_are_images_with_their_size(shown: EventMultiplexer) -> None:
+    image = shown.Images("run", "run/layout")[0]
+    assert (image.encoded_image_string, image.width, image.height) == (PNG, 3, 2)
 
 
 def test_recipe_and_hyperparameters_are_there(shown: EventMultiplexer) -> None:
