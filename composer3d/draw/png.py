@@ -1,6 +1,12 @@
 """Pictures as PNG, for programs that cannot show SVG. It needs the package resvg-py."""
 
-_PROBE = '<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16">{}</svg>'
+from composer3d.draw.svg import FONT
+
+# With the fonts of the pictures: the renderer has no other font in place of its default one.
+_PROBE = (
+    f'<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16" font-family="{FONT}">'
+    "{}</svg>"
+)
 
 
 def png_of(svg: str) -> bytes | None:

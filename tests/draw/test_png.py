@@ -2,6 +2,7 @@
 
 import struct
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,10 @@ SVG = (
 
 def test_a_picture_has_its_size() -> None:
     pytest.importorskip("resvg_py", reason="resvg-py is not installed")
+    if not Path("/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf").exists():
+        pytest.skip("this machine may have no font of the pictures")
     png = png_of(SVG)
-    if png is None:
-        pytest.skip("this machine has no font")
+    assert png is not None
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", png[16:24]) == (60, 30)
 
