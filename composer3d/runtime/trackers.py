@@ -251,7 +251,7 @@ class _MLflow:
         self._client.set_terminated(self.run_id, "FINISHED" if is_whole else "KILLED")
 
 
-_SERVICES = {"wandb": _Wandb, "mlflow": _MLflow}
+_SERVICES: dict[str, type[_Wandb] | type[_MLflow]] = {"wandb": _Wandb, "mlflow": _MLflow}
 
 
 def serve(task_json: str) -> None:
