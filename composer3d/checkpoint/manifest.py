@@ -7,7 +7,6 @@ torch nor pickle.
 """
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -391,6 +390,7 @@ def find_damage(
     names: Collection[str] | None = None,
     *,
     list_folder: bool = True,
+    report: Callable[[int], None] = lambda n_bytes: None,
 ) -> list[str]:
     """Compare the files of a checkpoint with its manifest. Each checked file is read whole.
 
@@ -399,6 +399,7 @@ def find_damage(
         manifest: the manifest of the checkpoint.
         names: the files in the manifest to check; None means all.
         list_folder: whether to report files that are not in the manifest.
+        report: is called with the number of bytes after each piece of a file.
 
     Returns:
         One line for each file that is missing, cannot be read, or has another size or digest. At
@@ -418,7 +419,7 @@ def find_damage(
                 size = os.fstat(file.fileno()).st_size
                 if size != entry.size:
                     lines.append(f"{path} has {size} bytes, but the manifest says {entry.size}")
-                elif _digest_of(file) != entry.digest:
+                elif _digest_of(file, report) != entry.digest:
                     lines.append(f"{path} has another digest than the manifest says")
         except OSError as error:
             lines.append(f"{path} cannot be read ({error.strerror})")
@@ -504,5 +505,10 @@ def digest_file(path: Path) -> str:
         return _digest_of(file)
 
 
-def _digest_of(file: BinaryIO) -> str:
-    return hashlib.file_digest(cast(Any, file), xxhash.xxh3_128).hexdigest()
+def _digest_of(file: BinaryIO, report: Callable[[int], None] = lambda n_bytes: None) -> str:
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(1 << 20))
+    while size := cast(Any, file).readinto(buffer):
+        digest.update(buffer[:size])
+        report(size)
+    return digest.hexdigest()

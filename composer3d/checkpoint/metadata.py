@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BytesIO
@@ -544,11 +544,18 @@ class CheckedReader(StorageReader):
     Args:
         folder: the checkpoint.
         metadata: as ``read_metadata`` returned it. The file is not read again.
+        report: is called with the number of bytes of each part that is in its tensor.
     """
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        metadata: Metadata,
+        report: Callable[[int], None] = lambda n_bytes: None,
+    ) -> None:
         self._folder = folder
         self._metadata = metadata
+        self._report = report
         # For each tensor by name, the sizes of its parts by their keys.
         self._part_sizes: dict[str, dict[str, torch.Size]] = {}
 
@@ -612,6 +619,7 @@ class CheckedReader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(part[_slices(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)
+            self._report(target.nbytes)
 
 
 def _refused_object(name: str) -> CheckpointError:

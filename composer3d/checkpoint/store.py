@@ -13,9 +13,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -54,6 +54,7 @@ from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.runtime import log
 from composer3d.runtime import process_group as distributed
 from composer3d.runtime.files import publish, sync
+from composer3d.runtime.progress import Progress
 from composer3d.runtime.torch_private import offset_of
 from composer3d.spec.errors import CheckpointError, TrainingError, UserError
 
@@ -354,7 +355,11 @@ class Store:
         rank = dist.get_rank()
         share = sorted(manifest.files)[rank :: dist.get_world_size()]
         # A list of the folder has a name for each rank of the job that saved: one rank reads it.
-        own_problems = manifests.find_damage(path, manifest, share, list_folder=rank == 0)
+        n_bytes = sum(manifest.files[name].size for name in share)
+        with _progress("check of the checkpoint", n_bytes) as report:
+            own_problems = manifests.find_damage(
+                path, manifest, share, list_folder=rank == 0, report=report
+            )
         problems = distributed.gather_objects(own_problems, self._group)
         lines = None
         if problems is not None:  # on rank 0
@@ -575,9 +580,21 @@ def _read_tensors(path: Path, metadata: Metadata, state: dict[str, Tensor]) -> N
     planner = TensorLoadPlanner()
     planner.set_up_planner(state, metadata)
     try:
-        CheckedReader(path, metadata).read_data(planner.create_local_plan(), planner)
+        with _progress("load", sum(local_shard(each).nbytes for each in state.values())) as report:
+            reader = CheckedReader(path, metadata, report)
+            reader.read_data(planner.create_local_plan(), planner)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}") from None
+
+
+@contextmanager
+def _progress(what: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Say on rank 0 how far its share of the work is; yield what to call with the bytes done."""
+    if dist.get_rank() > 0:
+        yield lambda n_bytes: None
+        return
+    with Progress(what, n_bytes, "B") as progress:
+        yield progress.advance
 
 
 def _clear(path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from composer3d.models.registry import architecture, resolve
-from composer3d.recipe.machine import folder_problem, shows_a_gpu
+from composer3d.recipe.machine import folder_problem, shows_a_gpu, tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import schema_text
@@ -69,6 +69,10 @@ def _check_machine(resolved: Resolved, *, will_train_here: bool) -> None:
             f'{resolved.place("run.device")}: run.device = "cuda", but this machine shows no GPU; '
             'use --gpus N to check for another machine, or run.device = "auto" or "cpu"'
         )
+    if will_train_here:
+        lines += [
+            f"{resolved.place(key)}: {text}" for key, text in tracker_problems(resolved.recipe)
+        ]
     if lines:
         raise RecipeError(lines)
 

@@ -27,6 +27,10 @@ _OWN_ARCHITECTURE = (
     "The architecture is your own: memory and time are those of a Llama of the same sizes. "
     "MFU uses your flops_per_token."
 )
+_FROZEN = (
+    "optim.train: gradients and the state of the optimizer are those of what it trains; "
+    "activations and time are those of training all parameters, so they are upper bounds."
+)
 _MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
 
 
@@ -69,6 +73,8 @@ def run(
         resolved = load(recipe, sets, check_files=False, world_size=gpus)
     if not is_ours(resolved.recipe.model.architecture) and not as_json:
         print(_OWN_ARCHITECTURE)
+    elif resolved.recipe.optim.train is not None and not as_json:
+        print(_FROZEN)
     if memory:
         return _memory(resolved.recipe, device, as_json)
 
@@ -99,7 +105,13 @@ def run(
     }
     table = []
     if scale:
-        table = scaling(resolved.recipe, device, _SCALING)
+        with Progress("plan --scale", 0, "predictions") as progress:
+            table = scaling(
+                resolved.recipe,
+                device,
+                _SCALING,
+                report=lambda what: progress.advance(note=f"{what}, of each layout"),
+            )
         answer["scaling"] = [_scale_json(point) for point in table]
     if as_json:
         print(json.dumps(answer))

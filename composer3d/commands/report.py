@@ -7,7 +7,7 @@ from typing import Any
 
 from composer3d.commands.layout import mesh_words, note_of
 from composer3d.commands.plan import find_device
-from composer3d.commands.timeline import UNIT_NOTE, of_recipe, page_of_run
+from composer3d.commands.timeline import MOST_ACTIONS, UNIT_NOTE, of_recipe, page_of_run
 from composer3d.draw import layout_svg, timeline
 from composer3d.draw.layout import make_layout
 from composer3d.models.registry import architecture, resolve
@@ -21,9 +21,6 @@ from composer3d.report.page import Difference, Forecast, Picture, Subject
 from composer3d.runtime.files import write_atomic
 from composer3d.spec import hardware, trace
 from composer3d.spec.errors import UserError
-
-# Actions of a pipeline that are drawn. Each takes about 200 bytes of the page.
-_MOST_ACTIONS = 6_000
 
 
 def run(
@@ -190,7 +187,7 @@ def _pipeline(run: RunFolder) -> Picture:
         return Picture(title, "", "mesh.pp = 1, so there is no pipeline.")
     parallel = recipe.parallel
     actions = 3 * recipe.mesh.pp * parallel.stages_per_rank * recipe.micro_batches
-    if actions > _MOST_ACTIONS:
+    if actions > MOST_ACTIONS:
         words = f"No drawing: up to {actions:,} actions are too many for a page; "
         return Picture(title, "", words + "composer3d timeline draws them.")
     problem = ""
@@ -200,7 +197,7 @@ def _pipeline(run: RunFolder) -> Picture:
             drawing = timeline.draw(
                 found.timelines, heading=found.heading, notes=found.notes, unit=found.unit
             )
-            if sum(len(row) for entry in found.timelines for row in entry.spans) <= _MOST_ACTIONS:
+            if sum(len(row) for entry in found.timelines for row in entry.spans) <= MOST_ACTIONS:
                 return Picture(title, drawing, "")
             problem = "The trace has too many actions for a page."
         except UserError as error:

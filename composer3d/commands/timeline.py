@@ -25,6 +25,9 @@ from composer3d.spec import trace
 from composer3d.spec.errors import PlanError, UserError
 from composer3d.spec.schedules import SCHEDULES, Cell
 
+# Actions of a pipeline that pages and TensorBoard show. Each takes about 200 bytes of SVG.
+MOST_ACTIONS = 6_000
+
 UNIT_NOTE = (
     "1 unit: the forward of one micro-batch through all layers of a rank. A backward takes 2 units,"
     " 1 for the gradients of inputs and 1 for those of weights. All stages are equal, and messages"

@@ -21,12 +21,13 @@ from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import job
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.changes import changes
+from composer3d.recipe.machine import tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import collector, launch, log
 from composer3d.runtime.files import write_atomic
 from composer3d.runtime.ranks import describe_rank
-from composer3d.spec.errors import UserError
+from composer3d.spec.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
     from composer3d.training.metrics import Metrics
@@ -63,10 +64,18 @@ def run(recipe: str, sets: Sequence[str]) -> int:
         )
         return 0
 
+    _require_trackers(resolved)
     resolved, processes = job.count_processes(resolved, recipe, sets)
     if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
     return run_with_restarts(resolved.recipe, recipe, sets, processes)
+
+
+def _require_trackers(resolved: Resolved) -> None:
+    """Raise RecipeError if a service that gets the metrics lacks its packages."""
+    problems = list(tracker_problems(resolved.recipe))
+    if problems:
+        raise RecipeError([f"{resolved.place(key)}: {text}" for key, text in problems])
 
 
 def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes: int) -> int:
@@ -245,26 +254,54 @@ def train_rank(recipe: str, sets: Sequence[str]) -> int:
 
 
 def _describe(resolved: Resolved, metrics: "Metrics") -> None:
-    """Give TensorBoard the recipe and the layout as texts, and the recipe as hyperparameters."""
-    from composer3d.draw import layout_text
+    """Give TensorBoard the recipe as text and hyperparameters, and drawings of its layout."""
+    from composer3d.draw import layout_svg, layout_text
     from composer3d.draw.layout import make_layout
+    from composer3d.draw.png import png_of
     from composer3d.draw.terminal import Style
     from composer3d.models.registry import is_ours
 
     recipe = resolved.recipe
+    if not recipe.metrics.tensorboard:
+        return
     texts = {"run/recipe": resolved.to_toml()}
+    drawings = {}
     # The layout of an architecture of a user's own needs its model: composer3d layout builds it.
     if is_ours(recipe.model.architecture):
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.world_size))
         style = Style(width=120, has_colours=False, has_unicode=True)
-        texts["run/layout"] = layout_text.render(make_layout(recipe, per_node), style)
+        layout = make_layout(recipe, per_node)
+        texts["run/layout"] = layout_text.render(layout, style)
+        drawings["run/layout"] = layout_svg.draw(layout, heading=recipe.run.name, notes=[])
+    if recipe.mesh.pp > 1:
+        drawings |= _pipeline_drawing(recipe)
+    images = {tag: png_of(svg) for tag, svg in drawings.items()}
     hparams = {
         f"{table}.{key}": value
         for table in ("model", "mesh", "parallel", "data", "optim", "precision", "memory")
         for key, value in asdict(getattr(recipe, table)).items()
         if isinstance(value, bool | int | float | str)
     }
-    metrics.describe(texts, hparams, has_experts=recipe.model.experts > 0)
+    shown = {tag: png for tag, png in images.items() if png is not None}
+    metrics.describe(texts, shown, hparams, has_experts=recipe.model.experts > 0)
+
+
+def _pipeline_drawing(recipe: Recipe) -> dict[str, str]:
+    """Return the drawing of the recipe's pipeline by its tag; empty if it is too long to draw."""
+    from composer3d.commands.timeline import MOST_ACTIONS, UNIT_NOTE, of_recipe
+    from composer3d.draw import timeline
+
+    mesh, per_rank = recipe.mesh, recipe.parallel.stages_per_rank
+    if 3 * mesh.pp * per_rank * recipe.micro_batches > MOST_ACTIONS:
+        return {}
+    drawing = timeline.draw(
+        [of_recipe(recipe, None)],
+        heading=f"{recipe.run.name}: {mesh.pp} pipeline ranks, {recipe.micro_batches} "
+        "micro-batches",
+        notes=[UNIT_NOTE],
+        unit=timeline.UNITS,
+    )
+    return {"run/pipeline": drawing}
 
 
 def _train(resolved: Resolved, rank: int) -> int:
@@ -274,6 +311,8 @@ def _train(resolved: Resolved, rank: int) -> int:
         from composer3d.training.loop import train
 
     recipe = resolved.recipe
+    # Under torchrun, nobody has checked it.
+    _require_trackers(resolved)
     timeout_s = 60 * recipe.run.timeout_minutes
     advice = partial(resume_advice, recipe)
     joined = job.join(

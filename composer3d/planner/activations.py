@@ -7,6 +7,7 @@ width of a value in computation. The stream has micro_batch x tokens x dim value
 from typing import NamedTuple
 
 from composer3d.planner.setup import Setup
+from composer3d.planner.trained import Share
 
 _WIDE = 4.0  # bytes of a float32
 
@@ -19,11 +20,14 @@ class Unit(NamedTuple):
         shard: the share of them that a rank holds all the time.
         ahead: those that are gathered while the unit before it runs. A group of one rank copies its
             parameters only when they are needed.
+        trained, trained_shard: those of ``elements`` and of ``shard`` that have gradients.
     """
 
     elements: float
     shard: float
     ahead: float
+    trained: float
+    trained_shard: float
 
 
 class BlockBytes(NamedTuple):
@@ -87,15 +91,26 @@ def stream_of(setup: Setup) -> Stream:
     return Stream(whole, whole, whole)
 
 
-def unit_of(setup: Setup, dense: float, experts: float = 0.0) -> Unit:
-    """Return the unit of parameters that a tp rank holds: ``dense`` ones, and those of experts."""
+def unit_of(setup: Setup, dense: float, experts: float, share: Share) -> Unit:
+    """Return the unit of parameters that a tp rank holds: ``dense`` ones, and those of experts.
+
+    ``share`` says how many of both train.
+    """
     layout = setup.layout
+    trained, trained_experts = share.dense * dense, share.experts * experts
     if layout.zero == 0:
-        return Unit(dense + experts, dense + experts, 0.0)
+        whole = trained + trained_experts
+        return Unit(dense + experts, dense + experts, 0.0, whole, whole)
     ranks = layout.dp_shard * layout.cp
     expert_ranks = max(1, ranks * layout.tp // layout.ep)
     ahead = (dense if ranks > 1 else 0.0) + (experts if expert_ranks > 1 else 0.0)
-    return Unit(dense + experts, dense / ranks + experts / expert_ranks, ahead)
+    return Unit(
+        dense + experts,
+        dense / ranks + experts / expert_ranks,
+        ahead,
+        trained + trained_experts,
+        trained / ranks + trained_experts / expert_ranks,
+    )
 
 
 def gradient_width(setup: Setup) -> float:
@@ -124,7 +139,9 @@ class _Sizes(NamedTuple):
     matrix: float
 
 
-def block_bytes(setup: Setup, *, has_experts: bool, splits_backward: bool) -> BlockBytes:
+def block_bytes(
+    setup: Setup, *, has_experts: bool, splits_backward: bool, share: Share
+) -> BlockBytes:
     """Return the bytes of a block.
 
     Without checkpointing, a block keeps the inputs and outputs of both norms (the outputs as they
@@ -135,6 +152,7 @@ def block_bytes(setup: Setup, *, has_experts: bool, splits_backward: bool) -> Bl
         setup: what runs.
         has_experts: whether the feed-forward layer has experts.
         splits_backward: whether the gradients of weights are computed later.
+        share: how many of its parameters train. Its activations are those of training all.
     """
     sizes, layout, software = setup.sizes, setup.layout, setup.software
     tp, e, local = layout.tp, setup.precision.gathered, setup.tokens / layout.tp
@@ -191,7 +209,7 @@ def block_bytes(setup: Setup, *, has_experts: bool, splits_backward: bool) -> Bl
         again=again,
         extra=_backward_extra(setup, part, splits_backward),
         deferred=4 * stream.inner + 2 * part.query + 2 * part.kv + 3 * part.width,
-        unit=unit_of(setup, linear, experts),
+        unit=unit_of(setup, linear, experts, share),
         linear=linear,
     )
 

@@ -24,6 +24,7 @@ from composer3d.planner.activations import (
 from composer3d.planner.setup import BlockKind, Setup
 from composer3d.planner.states import Counts, State, states_of_ranks
 from composer3d.planner.time import rank_of
+from composer3d.planner.trained import Share
 from composer3d.spec.schedules import SCHEDULES
 
 
@@ -88,6 +89,14 @@ class _Stage(NamedTuple):
     def shard(self) -> float:
         return sum(unit.shard for unit in self.units)
 
+    @property
+    def trained(self) -> float:
+        return sum(unit.trained for unit in self.units)
+
+    @property
+    def trained_shard(self) -> float:
+        return sum(unit.trained_shard for unit in self.units)
+
 
 def peak_moment(setup: Setup, rank: int) -> tuple[Always, Moment]:
     """Return what pipeline rank ``rank`` always holds, and the rest at its largest moment.
@@ -129,7 +138,7 @@ class _Rank:
         )
         self.splits_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
 
-        self._blocks: dict[BlockKind, BlockBytes] = {}
+        self._blocks: dict[tuple[BlockKind, Share], BlockBytes] = {}
         self.stages: dict[int, _Stage] = {}
         begin = 0
         for number, count in enumerate(layout.stage_blocks):
@@ -144,20 +153,25 @@ class _Rank:
         kind = BlockKind(
             bool(sizes.expert_blocks) and sizes.has_experts(layer), self.setup.recompute_of(place)
         )
-        if kind not in self._blocks:
-            self._blocks[kind] = block_bytes(
+        share = self.setup.trained.of_block(layer)
+        if (kind, share) not in self._blocks:
+            self._blocks[kind, share] = block_bytes(
                 replace(self.setup, recompute=kind.recompute),
                 has_experts=kind.has_experts,
                 splits_backward=self.splits_backward,
+                share=share,
             )
-        return self._blocks[kind]
+        return self._blocks[kind, share]
 
     def _stage(self, number: int, blocks: tuple[BlockBytes, ...]) -> _Stage:
         setup, layout, sizes = self.setup, self.setup.layout, self.setup.sizes
         is_first, is_last = number == 0, number == layout.stages - 1
         is_one_unit = sizes.tied and is_first and is_last
-        embedding = unit_of(setup, sizes.embedding_parameters / layout.tp)
-        head = unit_of(setup, sizes.head_parameters / layout.tp)
+        trained = setup.trained
+        embedding = unit_of(
+            setup, sizes.embedding_parameters / layout.tp, 0.0, Share(trained.first)
+        )
+        head = unit_of(setup, sizes.head_parameters / layout.tp, 0.0, Share(trained.last))
         neighbours = (not is_first) + (not is_last)
         # Since torch 2.15 a buffer is made for each message, and what arrived belongs to the stage.
         keeps_buffers = not setup.software.since_torch_2_15
@@ -175,10 +189,11 @@ class _Rank:
         """Return the shards. The optimizer does not update the copy of a tied head."""
         if self.setup.software.offloads:
             return Always(0.0, 0.0)
-        shard = updated = sum(stage.shard for stage in self.stages.values())
+        shard = sum(stage.shard for stage in self.stages.values())
+        updated = sum(stage.trained_shard for stage in self.stages.values())
         if self.setup.sizes.tied and self.setup.layout.stages > 1:
             copies = [stage.last for stage in self.stages.values() if stage.last is not None]
-            updated -= sum(copy.shard for copy in copies)
+            updated -= sum(copy.trained_shard for copy in copies)
         # The optimizer's width includes that of the parameters.
         return Always(self.wide * shard, (self.setup.precision.optimizer - self.wide) * updated)
 
@@ -231,14 +246,14 @@ class _MicroBatch:
 
         sums = self._earlier_sums()
         # The buffer of the unit that the micro-batch before has reduced last.
-        buffer = wide * self.end.elements if self.repeats and not self.sums_whole else 0.0
+        buffer = wide * self.end.trained if self.repeats and not self.sums_whole else 0.0
         at_loss = self._gathered(1, last.elements)
         # The gradient of a chunk is as narrow as the computation. ``head.gradient`` has their sum.
         of_head = written if rank.setup.loss_chunks == 1 else rank.narrow
         moments = [
             Moment(sums, at_loss, buffer, held + head.kept, head.loss),
             Moment(
-                sums + of_head * last.elements,
+                sums + of_head * last.trained,
                 at_loss,
                 buffer,
                 held + head.kept + head.input_gradient,
@@ -247,15 +262,15 @@ class _MicroBatch:
         ]
 
         # The head's gradient is reduced now, or together with that of the embedding it is tied to.
-        head_gradient = 0.0 if wide == written and self.sums_whole else written * last.elements
+        head_gradient = 0.0 if wide == written and self.sums_whole else written * last.trained
         if self.reduces:
-            sums += rank.sharded_gradients(last.shard)
+            sums += rank.sharded_gradients(last.trained_shard)
             if self.sums_whole and self.repeats:
-                sums -= wide * last.elements
+                sums -= wide * last.trained
         if self.is_tied:
-            sums += written * last.elements
+            sums += written * last.trained
         else:
-            buffer = wide * last.elements if self.reduces else 0.0
+            buffer = wide * last.trained if self.reduces else 0.0
             gathered = self._gathered(1, 0.0)
             moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
             moments += self._exchange(sums, gathered, last, held + rank.stream)
@@ -263,18 +278,18 @@ class _MicroBatch:
         for nth, each in enumerate(reversed(stage.blocks[-2:])):
             running = held - nth * block.kept + each.again + each.extra
             moments.append(Moment(sums, self._gathered(2, 0.0), buffer, running))
-            buffer = wide * unit.elements if self.reduces else 0.0
+            buffer = wide * unit.trained if self.reduces else 0.0
 
         # A gradient of the width of the sum is added to it as soon as it is written.
         adds_at_once = wide == written and self.sums_whole and self.repeats
-        written_of_block = 0.0 if adds_at_once else written * unit.elements
-        reduced = sums + written_of_block + rank.sharded_gradients(unit.shard)
+        written_of_block = 0.0 if adds_at_once else written * unit.trained
+        reduced = sums + written_of_block + rank.sharded_gradients(unit.trained_shard)
         left = held - block.kept + rank.stream
         moments.append(Moment(reduced, self._gathered(1, 0.0), buffer, left))
-        shards = sums + rank.sharded_gradients(unit.shard)
+        shards = sums + rank.sharded_gradients(unit.trained_shard)
         moments += self._exchange(shards, self._gathered(1, 0.0), unit, left)
-        end_buffer = wide * self.end.elements if self.reduces else 0.0
-        end_sums = sums if self.is_tied else sums + written * self.end.elements
+        end_buffer = wide * self.end.trained if self.reduces else 0.0
+        end_sums = sums if self.is_tied else sums + written * self.end.trained
         end_gathered = self._gathered(0, self.end.elements)
         moments.append(Moment(end_sums, end_gathered, end_buffer, rank.stream))
         moments += self._exchange(sums, end_gathered, self.end, rank.stream)
@@ -291,7 +306,7 @@ class _MicroBatch:
         rank = self.rank
         if not self.reduces or not rank.exchanged:
             return []
-        buffers = (rank.wide + rank.exchanged) * unit.elements
+        buffers = (rank.wide + rank.exchanged) * unit.trained
         return [Moment(sums, gathered, buffers, activations)]
 
     def _earlier_sums(self) -> float:
@@ -299,8 +314,8 @@ class _MicroBatch:
         if not self.repeats:
             return 0.0
         if self.sums_whole:
-            return self.rank.wide * self.stage.elements
-        return self.rank.sharded_gradients(self.stage.shard)
+            return self.rank.wide * self.stage.trained
+        return self.rank.sharded_gradients(self.stage.trained_shard)
 
     def _gathered(self, blocks: int, ends: float) -> float:
         """Return what is gathered when ``blocks`` and ``ends`` elements of first and last are.
@@ -366,8 +381,8 @@ class _PipelineRank:
         """Return the moments of an action."""
         rank, stage = self.rank, self.rank.stages[state.stage]
         held = _sum(state.held, self.held) + _sum(state.deferred, self.deferred)
-        sums = rank.wide * sum(rank.stages[of].elements for of in state.summed)
-        sums += rank.sharded_gradients(sum(rank.stages[of].shard for of in state.reduced))
+        sums = rank.wide * sum(rank.stages[of].trained for of in state.summed)
+        sums += rank.sharded_gradients(sum(rank.stages[of].trained_shard for of in state.reduced))
         gathered = self._gathered(state.gathered)
         if state.kind == "R":
             return self._reduction(state, stage, sums, gathered, held)
@@ -378,7 +393,7 @@ class _PipelineRank:
         gathered_after = self._gathered(state.gathered | {state.stage})
         sums_after = sums
         if state.stage not in state.summed:
-            sums_after += rank.wide * stage.elements
+            sums_after += rank.wide * stage.trained
         moments = []
         if state.kind in "BI":
             moments += self._backward_begins(state, stage, sums, held)
@@ -389,7 +404,7 @@ class _PipelineRank:
             if state.kind == "B":
                 held += self.deferred[state.stage] - self.held[state.stage]
             # The gradient of the embedding is computed by itself.
-            embedding = 0.0 if stage.first is None else rank.narrow * stage.first.elements
+            embedding = 0.0 if stage.first is None else rank.narrow * stage.first.trained
             written = max(linear, embedding)
             moments.append(Moment(sums_after + written, gathered_after, self.messages, held))
         return moments
@@ -417,9 +432,9 @@ class _PipelineRank:
         if not rank.setup.software.since_torch_2_15:
             # All parameters are still gathered when the first units are reduced. The gradients of
             # a unit are held beside the buffer that leaves and the shard that arrives.
-            largest = max(stage.units, key=lambda unit: unit.elements)
-            sums += rank.sharded_gradients(largest.shard)
-            buffer = (rank.wide + rank.exchanged) * largest.elements
+            largest = max(stage.units, key=lambda unit: unit.trained)
+            sums += rank.sharded_gradients(largest.trained_shard)
+            buffer = (rank.wide + rank.exchanged) * largest.trained
             return [Moment(sums, gathered, self.messages + buffer, held)]
 
         # Since torch 2.15 the last unit is the first to be reduced. Before its reduction, its
@@ -431,10 +446,10 @@ class _PipelineRank:
                 continue
             if unit is not stage.first or rank.setup.layout.zero < 3:
                 gathered -= rank.narrow * unit.elements
-            buffer = self.messages + rank.wide * unit.elements
+            buffer = self.messages + rank.wide * unit.trained
             moments.append(Moment(sums, gathered, buffer, held))
-            sums += rank.sharded_gradients(unit.shard) - rank.wide * unit.elements
-            buffer += rank.exchanged * unit.elements
+            sums += rank.sharded_gradients(unit.trained_shard) - rank.wide * unit.trained
+            buffer += rank.exchanged * unit.trained
             moments.append(Moment(sums, gathered, buffer, held))
         return moments
 
@@ -445,6 +460,7 @@ class _PipelineRank:
         rank, block = self.rank, stage.blocks[-1]
         at_loss = at_block = self._gathered(state.gathered)
         last = 0.0 if stage.last is None else stage.last.elements
+        last_trained = 0.0 if stage.last is None else stage.last.trained
         if rank.has_fsdp and state.stage not in state.gathered:
             unit = block.unit
             at_loss += rank.narrow * (last + unit.elements)
@@ -456,7 +472,7 @@ class _PipelineRank:
             moments += [
                 Moment(sums, at_loss, self.messages, held, head.loss - head.saved),
                 Moment(
-                    sums + rank.written * last,
+                    sums + rank.written * last_trained,
                     at_loss,
                     self.messages,
                     held + head.input_gradient,
@@ -475,15 +491,15 @@ class _PipelineRank:
             others += self.deferred[state.stage] - block.deferred
         running = others + block.kept + block.again + block.extra
         done = others + rank.stream
-        written = self._written(block.unit.elements)
+        written = self._written(block.unit.trained)
         if stage.first is not None and not rank.splits_backward:
             # The embedding's gradient is one tensor, however it is added.
-            written = max(written, rank.narrow * stage.first.elements)
+            written = max(written, rank.narrow * stage.first.trained)
         # The first backward has not made the gradients of the first units yet.
         made = sums
         if state.stage not in state.summed:
-            embedding = 0.0 if stage.first is None else stage.first.elements
-            made -= rank.wide * (block.unit.elements + embedding)
+            embedding = 0.0 if stage.first is None else stage.first.trained
+            made -= rank.wide * (block.unit.trained + embedding)
         return [
             Moment(made, gathered, self.messages, running),
             Moment(sums + written, gathered, self.messages, done),

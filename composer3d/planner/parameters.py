@@ -25,13 +25,15 @@ class Parameter(NamedTuple):
         name: within its unit: "attn.wq.weight" in a block.
         shape: of the whole parameter.
         cut: what tensor parallelism does with it.
-        trains: whether it has a gradient; the bias of a router has none.
+        trains: whether it can have a gradient; the bias of a router cannot.
+        is_frozen: whether ``optim.train`` leaves it out, so that it has no gradient.
     """
 
     name: str
     shape: tuple[int, ...]
     cut: Cut
     trains: bool = True
+    is_frozen: bool = False
 
     @property
     def elements(self) -> int:

@@ -18,6 +18,7 @@ from composer3d.planner.setup import (
 from composer3d.planner.stages import stage_ranges
 from composer3d.planner.time import StepTime, predict_time
 from composer3d.planner.torch_facts import is_since_2_15
+from composer3d.planner.trained import trained_of
 from composer3d.recipe.schema import Recipe
 from composer3d.spec.errors import DeviceError
 from composer3d.spec.hardware import Hardware
@@ -181,6 +182,7 @@ def of_recipe(
         recompute=recompute[memory.checkpointing.mode],
         recompute_every=memory.checkpointing.every,
         loss_chunks=memory.loss_chunks,
+        trained=trained_of(recipe),
     )
 
 

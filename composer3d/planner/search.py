@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from composer3d.planner.layouts import Choices, layouts
@@ -142,11 +143,17 @@ class ScalePoint(NamedTuple):
 
 
 def scaling(
-    recipe: Recipe, device: Device, sizes: Sequence[int], choices: Choices | None = None
+    recipe: Recipe,
+    device: Device,
+    sizes: Sequence[int],
+    choices: Choices | None = None,
+    *,
+    report: Callable[[str], None] = lambda phase: None,
 ) -> list[ScalePoint]:
     """Return the fastest layout for each number of devices, in ascending order.
 
     The batch stays, unless it cannot be cut evenly over the devices: then each has one sample.
+    ``report`` is called as in ``search``, with the number of devices as well.
     """
     found: list[ScalePoint] = []
     base_tokens_s: float | None = None
@@ -154,7 +161,8 @@ def scaling(
         scaled = recipe
         if recipe.data.global_batch % gpus:
             scaled = replace(recipe, data=replace(recipe.data, global_batch=max(gpus, 8)))
-        plans = search(scaled, gpus, device, 1, choices).plans
+        say = partial(_say_gpus, report, gpus)
+        plans = search(scaled, gpus, device, 1, choices, report=say).plans
         plan = plans[0] if plans else None
         efficiency = None
         if plan is not None and plan.prediction.fits:
@@ -162,6 +170,10 @@ def scaling(
             efficiency = plan.prediction.tokens_s / base_tokens_s
         found.append(ScalePoint(gpus, plan, efficiency))
     return found
+
+
+def _say_gpus(report: Callable[[str], None], gpus: int, phase: str) -> None:
+    report(f"{phase} on {gpus:,} devices")
 
 
 def work_share(prediction: Prediction) -> float:

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
+from composer3d.planner.trained import EVERYTHING, Trained
 from composer3d.spec.errors import PlanError
 from composer3d.spec.hardware import Hardware
 
@@ -349,6 +350,8 @@ class Setup:
         recompute_every: ``recompute`` holds for the first of every so many blocks of a stage. The
             other blocks repeat nothing.
         loss_chunks: the number of parts of a micro-batch whose logits exist at once.
+        trained: the parameters that train. Only ``moments`` reads it: the gradients and the state
+            of the optimizer are theirs. Activations and time are those of training all.
     """
 
     sizes: Sizes
@@ -360,6 +363,7 @@ class Setup:
     recompute: Recompute = "none"
     recompute_every: int = 1
     loss_chunks: int = 1
+    trained: Trained = EVERYTHING
 
     def __post_init__(self) -> None:
         layout, sizes = self.layout, self.sizes

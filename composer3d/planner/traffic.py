@@ -24,6 +24,7 @@ from composer3d.planner.parameters import (
 )
 from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
+from composer3d.planner.trained import is_trained
 from composer3d.recipe.schema import Recipe
 from composer3d.spec.schedules import Cell
 
@@ -289,7 +290,7 @@ class _Rank:
         for stage in self.stages:
             for unit in self._units(stage):
                 for parameter in unit.parameters:
-                    if parameter.cut == "whole_partial":
+                    if parameter.cut == "whole_partial" and not parameter.is_frozen:
                         shards, _ = self._shard_sizes(parameter)
                         elements += self._gathered_elements(parameter, shards) // shards
         if elements:
@@ -443,6 +444,10 @@ class _Rank:
         )
         for phase, count in phases:
             self._add(shard_axis, "all_gather", phase, words, count, elements * self.e, shards)
+        trained = [parameter for parameter in parameters if not parameter.is_frozen]
+        if not trained:
+            return
+        elements = sum(self._gathered_elements(parameter, shards) for parameter in trained)
         count, words = self._reductions(), f"gradients of {words}"
         operation: Operation = "reduce_scatter" if self.g == self.p else "all_to_all"
         self._add(shard_axis, operation, "backward", words, count, elements * self.g, shards)
@@ -506,15 +511,18 @@ class _Rank:
         units = [
             _Unit(
                 f"block {layer}",
-                block_parameters(
-                    shape, layer, tp=self.mesh.tp, sequence_parallel=sequence_parallel
+                self._marked(
+                    f"blocks.{layer}",
+                    block_parameters(
+                        shape, layer, tp=self.mesh.tp, sequence_parallel=sequence_parallel
+                    ),
                 ),
                 drops=True,
             )
             for layer in stage.blocks
         ]
-        first = first_parameters(shape)
-        last = last_parameters(shape, sequence_parallel=sequence_parallel)
+        first = self._marked("first", first_parameters(shape))
+        last = self._marked("last", last_parameters(shape, sequence_parallel=sequence_parallel))
         if shape.tied and stage.has_first and stage.has_last:
             # The head is the embedding: it is gathered once for both.
             return [*units, _Unit("stage", [*first, last[0]], drops=False)]
@@ -523,6 +531,13 @@ class _Rank:
         if stage.has_last:
             units.append(_Unit("last", last, drops=False))
         return units
+
+    def _marked(self, unit: str, parameters: list[Parameter]) -> list[Parameter]:
+        """Mark the parameters that the recipe does not train."""
+        return [
+            parameter._replace(is_frozen=not is_trained(self.recipe, f"{unit}.{parameter.name}"))
+            for parameter in parameters
+        ]
 
     # --- the world ---
 

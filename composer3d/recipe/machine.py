@@ -5,6 +5,7 @@ same problems only after all its processes have started. No torch here.
 """
 
 import fcntl
+import importlib.util
 import os
 import re
 import sysconfig
@@ -81,6 +82,30 @@ def owner_of(folder: Path) -> str | None:
         finally:
             os.close(descriptor)
     return None
+
+
+def tracker_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the key of each service that gets the metrics but whose packages are missing, and why.
+
+    The packages are not imported: that takes seconds.
+    """
+    needed = {"wandb": ["wandb"], "mlflow": ["mlflow"]}
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        needed["mlflow"] += ["sqlalchemy", "alembic"]
+    for service in recipe.metrics.trackers:
+        missing = [name for name in needed[service] if not _is_installed(name)]
+        if missing:
+            yield (
+                f"metrics.{service}",
+                f"metrics.{service} = true needs {' and '.join(missing)}: pip install "
+                f"composer3d[{service}], or set metrics.{service} = false",
+            )
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package is there. A mere folder with its name does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def shows_a_gpu() -> bool:

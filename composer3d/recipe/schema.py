@@ -469,6 +469,8 @@ class MetricsTable:
 
     every: int = key(10, "steps between console lines and TensorBoard points", STEPS)
     tensorboard: bool = key(True, "write TensorBoard event files to the folder of the run")
+    wandb: bool = key(False, "send the metrics to Weights & Biases; needs composer3d[wandb]")
+    mlflow: bool = key(False, "send the metrics to MLflow; needs composer3d[mlflow]")
     timeline_steps: tuple[int, int] | None = key(
         None,
         "with pp > 1: the first and the last step whose actions are timed, for composer3d timeline "
@@ -483,6 +485,11 @@ class MetricsTable:
     profile_ranks: tuple[int, ...] = key(
         (0,), "with profile_steps: the ranks whose steps are recorded", RANKS
     )
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The services that get the metrics."""
+        return tuple(name for name in ("wandb", "mlflow") if getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,9 @@ polyline.c4 { stroke: var(--c4); } circle.c4 { fill: var(--c4); }
 .wide { overflow-x: auto; background: #ffffff; border: 1px solid var(--edge);
   border-radius: 8px; }
 .wide svg { display: block; min-width: 900px; width: 100%; height: auto; }
+@media (max-width: 940px) { .wide::before { content: "Scroll sideways for the whole drawing.";
+  display: inline-block; position: sticky; left: 0; padding: 8px 14px 0; font-size: 13px;
+  color: #59636e; } }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: 4px 12px 4px 0;

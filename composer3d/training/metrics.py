@@ -1,5 +1,7 @@
 """Write the metrics of logged steps to the console, to a JSON Lines file and to TensorBoard.
 
+Other services get them from processes of their own, which read that file (``runtime.trackers``).
+
 Loss, gradient norm and learning rate are those of the logged step itself, so they do not depend
 on where a run was resumed. Throughput and seconds are averages over the steps since the last
 logged one. Validation and checkpoints do not count as training time.
@@ -26,6 +28,7 @@ import torch
 from composer3d.recipe.schema import MetricsTable
 from composer3d.runtime import log, process_group
 from composer3d.runtime.files import append_whole, open_own, write_atomic
+from composer3d.runtime.trackers import Tracker
 from composer3d.spec import events
 from composer3d.spec.errors import UserError
 from composer3d.spec.files import open_plain, parse_json
@@ -92,6 +95,7 @@ class Metrics:
         self._logged_step = self.start_step
         self._logged_at_s = self._first_step_at_s = time.perf_counter()
         self._tensorboard: TensorBoard | None = None
+        self._trackers: list[Tracker] = []
         if not self.main:
             return
 
@@ -105,6 +109,18 @@ class Metrics:
             self._tensorboard = tensorboard.TensorBoard(
                 self.run_dir, start_step=self.start_step, tokens_per_step=self.tokens_per_step
             )
+        for service in self.table.trackers:
+            try:
+                self._trackers.append(
+                    Tracker(
+                        service,
+                        self.run_dir,
+                        start_step=self.start_step,
+                        tokens_per_step=self.tokens_per_step,
+                    )
+                )
+            except OSError as error:
+                _warn_of_tracker(service, str(error))
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -254,13 +270,18 @@ class Metrics:
                 self._tensorboard = None
 
     def describe(
-        self, texts: Mapping[str, str], hparams: Mapping[str, Any], *, has_experts: bool
+        self,
+        texts: Mapping[str, str],
+        images: Mapping[str, bytes],
+        hparams: Mapping[str, Any],
+        *,
+        has_experts: bool,
     ) -> None:
         """Tell TensorBoard what is the same for all steps; see ``TensorBoard.describe``."""
         if self._tensorboard is None:
             return
         try:
-            self._tensorboard.describe(texts, hparams, has_experts=has_experts)
+            self._tensorboard.describe(texts, images, hparams, has_experts=has_experts)
         except OSError as error:
             log.get().warning(f"the description of the run could not be written: {error}")
 
@@ -277,6 +298,10 @@ class Metrics:
         }
         if tail:
             self._write(self._logged_step, tail)
+        for tracker in self._trackers:
+            problem = tracker.close()
+            if problem is not None:
+                _warn_of_tracker(tracker.service, problem)
         try:
             if self._tensorboard is not None:
                 self._tensorboard.close()
@@ -302,6 +327,11 @@ class Metrics:
             # A full disk must not end a healthy run, nor hide why a save failed.
             log.get().warning(f"the metrics of step {step} could not be written: {error}")
             self._tensorboard = None
+        for tracker in [*self._trackers]:
+            problem = tracker.problem()
+            if problem is not None:
+                _warn_of_tracker(tracker.service, problem)
+                self._trackers.remove(tracker)
 
     def _progress(self, step: int) -> str:
         total = str(self.total_steps)
@@ -328,6 +358,13 @@ class Metrics:
             f"left {left}",
         ]
         return "  ".join(parts)
+
+
+def _warn_of_tracker(service: str, problem: str) -> None:
+    log.get().warning(
+        f"metrics.{service}: {problem}; the training does not need it, and its next start sends "
+        f"what {service} has missed"
+    )
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

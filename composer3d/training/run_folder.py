@@ -37,7 +37,7 @@ def claim_folder(folder: Path) -> Claim | None:
 
 
 def _refuse_foreign_links(folder: Path) -> None:
-    names = ("checkpoints", trace.FOLDER, "by_tokens", "profile")
+    names = ("checkpoints", trace.FOLDER, "by_tokens", "profile", "wandb", "mlflow")
     for path in (folder, *(folder / name for name in names)):
         try:
             files.refuse_foreign_link(path)

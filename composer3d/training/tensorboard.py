@@ -7,10 +7,11 @@ tells TensorBoard to forget all points of a folder from some step on. They need 
 too: one chart cannot show steps and tokens.
 """
 
+import struct
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # Imported only on the rank that writes: it takes a second.
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -19,69 +20,16 @@ from tensorboard.plugins.scalar.metadata import create_summary_metadata
 from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard import summary as summaries
 
+from composer3d.spec.tags import Tag, tag_of
+
 TOKENS_FOLDER = "by_tokens"
 
-
-class _Tag(NamedTuple):
-    """The tag of a metric, and what TensorBoard says about it."""
-
-    name: str
-    description: str
-
-
-# Any other metric has the tag NAME if it contains a "/", or else "other/NAME".
-_TAGS = {
-    "loss": _Tag("loss/train", "Mean loss of the batch of this step, in nats per valid token."),
-    "validation_loss": _Tag("loss/validation", "Mean loss on held-out data, in nats per token."),
-    "grad_norm": _Tag("optim/grad_norm", "Norm of all gradients of the job, before clipping."),
-    "lr": _Tag("optim/lr", "Learning rate of this step."),
-    "tokens_per_s": _Tag(
-        "speed/tokens_per_s",
-        "Tokens per second over all ranks, since the last point. Without validation and saves.",
-    ),
-    "tokens_per_s_per_rank": _Tag("speed/tokens_per_s_per_rank", "The same, for each rank."),
-    "tflops_per_rank": _Tag(
-        "speed/tflops_per_rank", "FLOPs of the model's forward and backward, in TFLOP/s."
-    ),
-    "mfu": _Tag("speed/mfu", "The same, as a share of the device's peak."),
-    "cp_balance": _Tag(
-        "speed/cp_balance", "Attention scores of the busiest rank of cp over their mean; 1 at best."
-    ),
-    "expert_load": _Tag(
-        "experts/load", "Tokens of the busiest expert of a layer over the mean; 1 at best."
-    ),
-    "dropped_tokens": _Tag("experts/dropped_tokens", "Choices that no expert computed; always 0."),
-    "router_entropy": _Tag("experts/router_entropy", "Entropy of the routers, in nats."),
-    "balance_loss": _Tag("experts/balance_loss", "What balancing adds to the loss."),
-    "z_loss": _Tag("experts/z_loss", "What large logits of routers add to the loss."),
-    "step_s": _Tag("time/step_s", "Seconds of a step, the mean since the last point."),
-    "data_s": _Tag("time/data_s", "Seconds of a step in which the rank waited for data."),
-    "validation_s": _Tag("time/validation_s", "Seconds of validation since the last point."),
-    "checkpoint_s": _Tag("time/checkpoint_s", "Seconds stopped for saves since the last point."),
-    "left_out_steps": _Tag("optim/left_out_steps", "Steps whose batches were left out so far."),
-    "straggler_rank": _Tag("ranks/straggler_rank", "The slowest rank, where one is slow."),
-    "straggler_factor": _Tag("ranks/straggler_factor", "Its own time over that of its peers."),
-    "corrupt_rank": _Tag("ranks/corrupt_rank", "A rank whose bits differ from its replicas'."),
-    "memory_gib": _Tag(
-        "memory/peak_gib",
-        "On a GPU, the peak of torch's tensors, the largest over ranks. On a CPU, the peak of the "
-        "main process.",
-    ),
-    "memory_reserved_gib": _Tag(
-        "memory/peak_reserved_gib", "Peak of what torch's allocator has taken, largest over ranks."
-    ),
-    "memory_retries": _Tag(
-        "memory/retries",
-        "How often the allocator found no room at first, the largest over ranks. If it grows, the "
-        "job hardly fits.",
-    ),
-}
-_PART_OF_NORM = "Norm of the gradients of this part of the model, over all ranks, before clipping."
+_RGB = 3  # a code of TensorBoard
 
 # Metrics that have a curve by tokens.
 _BY_TOKENS = {
-    "loss": _Tag("loss_by_tokens/train", "loss/train; the horizontal axis counts tokens."),
-    "validation_loss": _Tag(
+    "loss": Tag("loss_by_tokens/train", "loss/train; the horizontal axis counts tokens."),
+    "validation_loss": Tag(
         "loss_by_tokens/validation", "loss/validation; the horizontal axis counts tokens."
     ),
 }
@@ -108,14 +56,6 @@ _DASHBOARD_OF_EXPERTS = {
         "router entropy": ["Multiline", ["^experts/router_entropy$", "^router_entropy/"]],
     },
 }
-
-
-def tag_of(metric: str) -> str:
-    """Return the tag of a metric."""
-    tag = _TAGS.get(metric)
-    if tag is not None:
-        return tag.name
-    return metric if "/" in metric else f"other/{metric}"
 
 
 class _Curves:
@@ -171,31 +111,35 @@ class TensorBoard:
 
     def add_scalar(self, metric: str, value: float, step: int) -> None:
         """Add a point to the curve of a metric, and to its curve by tokens if it has one."""
-        known = _TAGS.get(metric)
-        description = known.description if known is not None else ""
-        if metric.startswith("grad_norm/"):
-            description = _PART_OF_NORM
-        self._curves.add(tag_of(metric), value, step, description)
+        tag = tag_of(metric)
+        self._curves.add(tag.name, value, step, tag.description)
 
-        tag = _BY_TOKENS.get(metric)
-        if tag is None:
+        by_tokens = _BY_TOKENS.get(metric)
+        if by_tokens is None:
             return
         if self._by_tokens is None:
             first_tokens = self._start_step * self._tokens_per_step + 1 if self._start_step else 0
             self._by_tokens = _Curves(self._run_dir / TOKENS_FOLDER, first_tokens)
-        self._by_tokens.add(tag.name, value, step * self._tokens_per_step, tag.description)
+        tokens = step * self._tokens_per_step
+        self._by_tokens.add(by_tokens.name, value, tokens, by_tokens.description)
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Add a text in Markdown."""
         self._curves.add_summary(summaries.text(tag, text), step)
 
     def describe(
-        self, texts: Mapping[str, str], hparams: Mapping[str, Any], *, has_experts: bool
+        self,
+        texts: Mapping[str, str],
+        images: Mapping[str, bytes],
+        hparams: Mapping[str, Any],
+        *,
+        has_experts: bool,
     ) -> None:
-        """Write what is the same for all steps: the dashboard, texts and the hyperparameters.
+        """Write what is the same for all steps: the dashboard, texts, images and hyperparameters.
 
         Args:
             texts: plain texts by tag, shown in a font of fixed width.
+            images: PNG files by tag.
             hparams: numbers, bools and texts by key.
             has_experts: whether the dashboard has the charts of experts.
         """
@@ -205,6 +149,14 @@ class TensorBoard:
             # Indented lines are code in Markdown, whatever they contain.
             code = "\n".join(f"    {line}" for line in text.splitlines())
             self.add_text(tag, code, self._start_step)
+        for tag, png in images.items():
+            # The first chunk of a PNG file has its size.
+            width, height = struct.unpack(">II", png[16:24])
+            image = Summary.Image(
+                encoded_image_string=png, width=width, height=height, colorspace=_RGB
+            )
+            value = Summary.Value(tag=tag, image=image)
+            self._curves.add_summary(Summary(value=[value]), self._start_step)
         metrics = {"loss/train": 0.0, "loss/validation": 0.0}
         for part in summaries.hparams(dict(hparams), metrics):
             self._curves.add_summary(part)

@@ -334,6 +334,13 @@ def test_each_kind_of_damage_is_named(folder: Path) -> None:
     assert find_damage(folder, manifest, ["b"]) == [f"{folder / 'c'} is not in the manifest"]
 
 
+def test_each_piece_of_a_checked_file_is_reported(folder: Path) -> None:
+    pieces: list[int] = []
+    manifest = read(folder)
+    assert find_damage(folder, manifest, report=pieces.append) == []
+    assert sum(pieces) == sum(entry.size for entry in manifest.files.values()) > 0
+
+
 def test_links_and_pipes_are_reported_and_never_opened(folder: Path) -> None:
     """Even a link to the same content is refused: a file elsewhere can change at any time."""
     manifest = read(folder)

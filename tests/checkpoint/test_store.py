@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -158,6 +158,44 @@ def test_state_is_loaded_bit_for_bit(pool: Pool, tmp_path: Path, saving: int, lo
         {"at": 7},
         0.1,
     )
+
+
+class Recorder:
+    """Stands in for ``Progress``."""
+
+    works: ClassVar[list["Recorder"]] = []
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self.what, self.total, self.unit, self.done = what, total, unit, 0
+        self.works.append(self)
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def advance(self, amount: int) -> None:
+        self.done += amount
+
+
+def load_with_progress(path: Path) -> list[tuple[str, int, int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "Progress", Recorder)
+        patch.setattr(Recorder, "works", [])
+        load(path)
+        return [(work.what, work.total, work.done) for work in Recorder.works]
+
+
+def test_rank_0_says_how_far_a_load_is(pool: Pool, tmp_path: Path) -> None:
+    pool.run(save, {"folder": tmp_path, "steps": [7], "keep": 1}, world_size=2)
+    path = tmp_path / "step-00000007"
+    first, second = pool.run(load_with_progress, {"path": path}, world_size=2)
+    (check, checked, n_checked), (read, to_read, n_read) = first
+    assert (check, read) == ("check of the checkpoint", "load")
+    assert checked == n_checked > 0
+    assert to_read == n_read > 0
+    assert second == []
 
 
 def test_leftovers_of_a_crash_are_removed(pool: Pool, tmp_path: Path) -> None:

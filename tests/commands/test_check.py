@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -465,6 +466,39 @@ def test_check_finds_a_device_that_is_not_there(
         assert check(capsys, "run.device=cuda") == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert len(check(capsys, "run.device=cuda")) == 1
+
+
+def test_check_and_train_find_a_service_whose_package_is_missing(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"mlflow"}
+    find_spec = machine.importlib.util.find_spec
+
+    def find(name: str) -> object:
+        # A folder of runs with the name of the package is no package.
+        if name == "wandb":
+            return SimpleNamespace(origin=None)
+        if name in ("mlflow", "sqlalchemy", "alembic"):
+            return SimpleNamespace(origin="x.py") if name in installed else None
+        return find_spec(name)
+
+    monkeypatch.setattr(machine.importlib.util, "find_spec", find)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    expected = (
+        "--set metrics.wandb=true: metrics.wandb = true needs wandb: pip install "
+        "composer3d[wandb], or set metrics.wandb = false"
+    )
+    assert check(capsys, "metrics.wandb=true") == [expected]
+    assert check(capsys, "metrics.wandb=true", options=["--gpus", "1"]) == []
+    assert cli.main(["train", "x.toml", "--set", "metrics.wandb=true"]) == 2
+    assert capsys.readouterr().err.splitlines() == [expected]
+    assert not (here / "runs").exists()
+
+    (line,) = check(capsys, "metrics.mlflow=true")
+    assert "needs sqlalchemy and alembic: pip install composer3d[mlflow]" in line
+    # A server keeps the runs, so that no database is needed here.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    assert check(capsys, "metrics.mlflow=true") == []
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart.toml", "recipes/quickstart.toml"])

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from composer3d import cli
+from composer3d.commands import plan as plan_command
 from composer3d.commands.plan import scale_line
 from composer3d.planner import predict
 from composer3d.planner.layouts import variant
 from composer3d.planner.search import Device, ScalePoint, price, scaling
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
+from composer3d.runtime.progress import Progress
 from composer3d.spec import hardware
 from tools.prove.paths import ROOT
 
@@ -89,6 +91,37 @@ def test_text_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "legal layouts on 8 x H100-80GB SXM" in text
     assert "bound by" in text
     assert "the fastest layout as devices grow" in text
+
+
+def test_a_part_that_trains_is_said_and_needs_less(capsys: pytest.CaptureFixture[str]) -> None:
+    def memory(*sets: str) -> tuple[str, float]:
+        overrides = [word for one in sets for word in ("--set", one)]
+        command = ["plan", "llama3-8b-8-fsdp", "--memory", *overrides]
+        assert cli.main(command) in (0, 1)
+        text = capsys.readouterr().out
+        assert cli.main([*command, "--json"]) in (0, 1)
+        return text, json.loads(capsys.readouterr().out)["ranks"][0]["optimizer"]
+
+    text, of_all = memory()
+    assert "optim.train" not in text
+    text, of_some = memory('optim.train=["blocks.*.attn.*"]')
+    assert text.startswith("optim.train: gradients and the state of the optimizer are those of")
+    assert 0.1 * of_all < of_some < 0.3 * of_all
+
+
+def test_the_table_of_scale_has_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes: dict[str, set[str]] = {}
+
+    class Recorder(Progress):
+        def advance(self, amount: int = 1, note: str = "") -> None:
+            notes.setdefault(self._what, set()).add(note)
+
+    monkeypatch.setattr(plan_command, "Progress", Recorder)
+    assert cli.main(["plan", "quickstart", "--gpus", "8", "--scale"]) == 0
+    assert notes["plan"] == {"memory of each layout", "time of each layout"}
+    assert "memory on 2,048 devices, of each layout" in notes["plan --scale"]
 
 
 # The command of docs/plan.md whose table this file checks.

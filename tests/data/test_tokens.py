@@ -327,12 +327,12 @@ def test_changes_of_the_manifest_are_found(folder: Path) -> None:
         (b"[]", r"t/tokens\.json cannot be used \(it must be an object, not a list\); make"),
         (b"{}", r"t/tokens\.json cannot be used \(it lacks version\); make"),
         (
-            b'{"version": 3, "digest": ""}',
-            r"t/tokens\.json cannot be used \(.* version 3, but this composer3d reads 1 and 2\)",
+            b'{"version": 4, "digest": ""}',
+            r"t/tokens\.json cannot be used \(.* version 4, but this composer3d reads 1, 2 and 3\)",
         ),
         (
             b'{"version": true}',
-            r"cannot be used \(it has version true, but this composer3d reads 1 and 2\)",
+            r"cannot be used \(it has version true, but this composer3d reads 1, 2 and 3\)",
         ),
         (
             b'{"version": Infinity}',

@@ -242,7 +242,8 @@ def test_the_weights_of_another_run_start_a_new_one(
     """Other data and another seed: it begins at step 0, like a copy of the weights alone."""
     monkeypatch.chdir(trained)
     assert cli.main(["convert", "runs/small", "start", "--to", "dcp", "--weights-only"]) == 0
-    new = ["data.path=other.txt", "run.seed=9", "data.seed=2", "run.steps=2"]
+    new = ["data.path=other.txt", "run.seed=9", "data.seed=2", "optim.warmup=1"]
+    new += ["optim.decay=3", "run.steps=2"]
     tuned = train(trained, *new, "run.out_dir=tuned", "checkpoint.init=runs/small")
     assert tuned.returncode == 0, tuned.stderr
     path = "runs/small/checkpoints/step-00000005"

@@ -144,6 +144,8 @@ TABLES: dict[str, dict[str, Any]] = {
     "metrics": {
         "every": _STEPS,
         "tensorboard": bool,
+        "wandb": bool,
+        "mlflow": bool,
         "timeline_steps": list,
         "profile_steps": list,
         "profile_ranks": list,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composer3d.runtime.launch import Pool
+from composer3d.runtime.progress import Progress
 from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
 from tools.prove.matrix import report
@@ -77,7 +78,11 @@ def _range_of(text: str) -> tuple[int, int]:
 def prove(rows: list[Row], first: int = 1) -> list[Verdict]:
     """Prove all rows, and print a line for each. ``first`` is the number of the first row."""
     verdicts = []
-    with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-matrix-") as folder:
+    with (
+        Pool() as pool,
+        tempfile.TemporaryDirectory(prefix="composer3d-matrix-") as folder,
+        Progress("matrix", len(rows), "layouts") as progress,
+    ):
         for number, row in enumerate(rows, first):
             begin = time.monotonic()
             verdict = verify_layout(
@@ -86,10 +91,13 @@ def prove(rows: list[Row], first: int = 1) -> list[Verdict]:
             verdicts.append(verdict)
             word = "exact" if verdict.passed else "WRONG"
             duration = f"{time.monotonic() - begin:.1f} s"
-            print(
-                f"{number:>3} {word} {duration:>7}  {verdict.max_grad_rel_err}  {verdict.layout}",
-                flush=True,
-            )
-            if not verdict.passed:
-                print(f"    {verdict.error}\n    {' '.join(sets(row))}", flush=True)
+            with progress.paused():
+                print(
+                    f"{number:>3} {word} {duration:>7}  {verdict.max_grad_rel_err}  "
+                    f"{verdict.layout}",
+                    flush=True,
+                )
+                if not verdict.passed:
+                    print(f"    {verdict.error}\n    {' '.join(sets(row))}", flush=True)
+            progress.advance()
     return verdicts

@@ -1,0 +1,70 @@
+"""The tags of metrics, and what each metric is: for TensorBoard and for trackers. No torch here."""
+
+from typing import NamedTuple
+
+
+class Tag(NamedTuple):
+    """The tag of a metric, and what it is."""
+
+    name: str
+    description: str
+
+
+# Any other metric has the tag NAME if it contains a "/", or else "other/NAME".
+_TAGS = {
+    "loss": Tag("loss/train", "Mean loss of the batch of this step, in nats per valid token."),
+    "validation_loss": Tag("loss/validation", "Mean loss on held-out data, in nats per token."),
+    "grad_norm": Tag("optim/grad_norm", "Norm of all gradients of the job, before clipping."),
+    "lr": Tag("optim/lr", "Learning rate of this step."),
+    "tokens_per_s": Tag(
+        "speed/tokens_per_s",
+        "Tokens per second over all ranks, since the last point. Without validation and saves.",
+    ),
+    "tokens_per_s_per_rank": Tag("speed/tokens_per_s_per_rank", "The same, for each rank."),
+    "tflops_per_rank": Tag(
+        "speed/tflops_per_rank", "FLOPs of the model's forward and backward, in TFLOP/s."
+    ),
+    "mfu": Tag("speed/mfu", "The same, as a share of the device's peak."),
+    "cp_balance": Tag(
+        "speed/cp_balance", "Attention scores of the busiest rank of cp over their mean; 1 at best."
+    ),
+    "expert_load": Tag(
+        "experts/load", "Tokens of the busiest expert of a layer over the mean; 1 at best."
+    ),
+    "dropped_tokens": Tag("experts/dropped_tokens", "Choices that no expert computed; always 0."),
+    "router_entropy": Tag("experts/router_entropy", "Entropy of the routers, in nats."),
+    "balance_loss": Tag("experts/balance_loss", "What balancing adds to the loss."),
+    "z_loss": Tag("experts/z_loss", "What large logits of routers add to the loss."),
+    "step_s": Tag("time/step_s", "Seconds of a step, the mean since the last point."),
+    "data_s": Tag("time/data_s", "Seconds of a step in which the rank waited for data."),
+    "validation_s": Tag("time/validation_s", "Seconds of validation since the last point."),
+    "checkpoint_s": Tag("time/checkpoint_s", "Seconds stopped for saves since the last point."),
+    "left_out_steps": Tag("optim/left_out_steps", "Steps whose batches were left out so far."),
+    "straggler_rank": Tag("ranks/straggler_rank", "The slowest rank, where one is slow."),
+    "straggler_factor": Tag("ranks/straggler_factor", "Its own time over that of its peers."),
+    "corrupt_rank": Tag("ranks/corrupt_rank", "A rank whose bits differ from its replicas'."),
+    "memory_gib": Tag(
+        "memory/peak_gib",
+        "On a GPU, the peak of torch's tensors, the largest over ranks. On a CPU, the peak of the "
+        "main process.",
+    ),
+    "memory_reserved_gib": Tag(
+        "memory/peak_reserved_gib", "Peak of what torch's allocator has taken, largest over ranks."
+    ),
+    "memory_retries": Tag(
+        "memory/retries",
+        "How often the allocator found no room at first, the largest over ranks. If it grows, the "
+        "job hardly fits.",
+    ),
+}
+_PART_OF_NORM = "Norm of the gradients of this part of the model, over all ranks, before clipping."
+
+
+def tag_of(metric: str) -> Tag:
+    """Return the tag of a metric, with an empty description if nothing is known about it."""
+    known = _TAGS.get(metric)
+    if known is not None:
+        return known
+    if "/" not in metric:
+        return Tag(f"other/{metric}", "")
+    return Tag(metric, _PART_OF_NORM if metric.startswith("grad_norm/") else "")

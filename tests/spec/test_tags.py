@@ -1,0 +1,10 @@
+"""The tags of metrics."""
+
+from composer3d.spec.tags import tag_of
+
+
+def test_every_metric_has_a_tag() -> None:
+    assert tag_of("loss").name == "loss/train"
+    assert "this part of the model" in tag_of("grad_norm/head").description
+    assert tag_of("expert_load/blocks.3") == ("expert_load/blocks.3", "")
+    assert tag_of("new") == ("other/new", "")
