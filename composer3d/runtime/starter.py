@@ -15,6 +15,7 @@ import ctypes
 import os
 import pickle
 import pkgutil
+import select
 import selectors
 import shutil
 import signal
@@ -24,8 +25,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
@@ -123,6 +124,33 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+@contextmanager
+def _ending_with(owner: socket.socket) -> Iterator[None]:
+    """End this process at once if the owner ends within the block, which reads no requests."""
+    done_read, done_write = os.pipe()
+    poller = select.poll()
+    poller.register(owner, 0)  # the end of the other side is always told
+    poller.register(done_read, select.POLLIN)
+
+    def watch() -> None:
+        if all(descriptor == done_read for descriptor, _ in poller.poll()):
+            return
+        while (request := _receive_request(owner)) is not None:
+            if request.kind == REMOVE_AT_END:
+                shutil.rmtree(request.path, ignore_errors=True)
+        os._exit(1)
+
+    watcher = threading.Thread(target=watch, daemon=True, name="owner")
+    watcher.start()
+    try:
+        yield
+    finally:
+        os.close(done_write)
+        # No process may be forked while there is a second thread.
+        watcher.join()
+        os.close(done_read)
+
+
 def _exit_after_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
@@ -154,7 +182,7 @@ def serve(control: int, preload: str) -> None:
         signal.signal(number, signal.SIG_IGN)
 
     owner = socket.socket(fileno=control)
-    with collector.importing():
+    with _ending_with(owner), collector.importing():
         import_module(preload)
 
     # The end of a child wakes the selector through this pipe.

@@ -5,6 +5,7 @@ Answers come by rank. Failures are quick and complete, and they name the cause.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
 from composer3d.runtime.process_group import pool_world
+from composer3d.runtime.starter import REMOVE_AT_END, REQUEST
 from composer3d.spec.errors import MeshError
 
 
@@ -389,3 +391,34 @@ def kill_my_parent() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(100)
+
+
+def test_the_starter_ends_with_its_owner_while_it_imports(tmp_path: Path) -> None:
+    """The import of torch takes seconds, in which nothing reads the socket."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(60)\n"
+    )
+    ours, theirs = socket.socketpair()
+    paths = [str(tmp_path), *sys.path]
+    code = (
+        f"import sys; sys.path[:] = {paths!r}; from composer3d.runtime.starter import serve; "
+        f"serve({theirs.fileno()}, 'slow_to_import')"
+    )
+    with theirs, ours:
+        starter = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], cwd=tmp_path
+        )
+        # What waits to be read does not hide the end.
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+        path = os.fsencode(temporary)
+        ours.send(REQUEST.pack(REMOVE_AT_END, len(path)) + path)
+        while not (tmp_path / "begun").exists():
+            assert starter.poll() is None
+            time.sleep(0.05)
+    try:
+        assert starter.wait(10) == 1
+        assert not temporary.exists()
+    finally:
+        starter.kill()
+        starter.wait()
