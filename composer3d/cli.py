@@ -364,7 +364,6 @@ def _parser() -> TopParser:
             group=_TRAIN,
             examples=[
                 "composer3d prepare corpus/ -o data/train --tokenizer tokenizer.json",
-                "composer3d prepare book.txt -o data/book --tokenizer bytes",
                 "composer3d prepare chats.jsonl -o data/chats --tokenizer llama-hf --kind chat",
                 "composer3d prepare wiki.parquet -o data/wiki --train-tokenizer 32000",
             ],

@@ -329,6 +329,7 @@ class FileTokenizer(Tokenizer):
         self._worker.close()
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
+        """Turn documents into tokens, as ``Tokenizer.encode`` does."""
         for document in documents:
             check_text(document)
         try:

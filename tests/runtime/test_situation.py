@@ -1,7 +1,9 @@
 """What a process says about itself when its job has failed."""
 
+import ast
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -100,9 +102,10 @@ def test_a_wait_for_a_message_is_no_place(tmp_path: Path) -> None:
 
 def test_local_variables_tell_the_step_and_the_micro_batch() -> None:
     step = compiled(
-        "class Run:\n    step = 6\n\ndef _step(pause, inner):\n    run = Run()\n    inner(pause)\n",
+        "class Run:\n    step = 6\n\n"
+        "def do_step(pause, inner):\n    run = Run()\n    inner(pause)\n",
         PACKAGE / "training/loop.py",
-        "_step",
+        "do_step",
     )
     inner = compiled(
         "def forward_backward(pause):\n    index = 2\n    pause()\n",
@@ -112,8 +115,16 @@ def test_local_variables_tell_the_step_and_the_micro_batch() -> None:
     assert situation_in(step, inner).details == "step 7, micro-batch 2"
 
 
+@pytest.mark.parametrize(("file", "function"), situation._DETAILS)
+def test_the_functions_whose_variables_are_told_exist(file: str, function: str) -> None:
+    package, _, rest = file.partition("/")
+    source = (Path(import_module(package).__file__ or "").parent / rest).read_text()
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    assert function in [node.name for node in functions]
+
+
 def test_a_variable_that_is_not_set_yet_is_left_out() -> None:
-    step = compiled("def _step(pause):\n    pause()\n", PACKAGE / "training/loop.py", "_step")
+    step = compiled("def do_step(pause):\n    pause()\n", PACKAGE / "training/loop.py", "do_step")
     found = situation_in(step)
     assert (found.details, found.place) == ("", "training/loop.py:2")
 
