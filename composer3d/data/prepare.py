@@ -300,6 +300,7 @@ class _Work:
             raise DataError(f"{one_line(source)}: all files are empty; give a path that holds text")
         for name, count in counts.items():
             if not count["documents"]:
+                unfinished.discard()
                 raise DataError(
                     f"--split {self.split} leaves no document for {name}; use another --split, or "
                     "give more documents"

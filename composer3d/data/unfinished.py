@@ -150,6 +150,11 @@ class Unfinished:
         sync(self.folder / _JOURNAL)
         self.pieces.append(piece)
 
+    def discard(self) -> None:
+        """Do not keep the folder: the same command would fail again."""
+        self.pieces.clear()
+        self._kept_tokenizer = None
+
     def publish(self) -> None:
         """Give the folder its final name. All of it must be on the disk."""
         sync(self.folder)

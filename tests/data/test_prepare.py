@@ -591,7 +591,11 @@ def test_a_split_without_a_document_is_refused(
     command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer", "bytes"]
     assert cli.main([*command, "--split", "0.001"]) == 2
     error = "--split 0.001 leaves no document for validation; use another --split, or give more"
-    assert error in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert error in shown
+    # The same command would fail again, and another may not go on from its files.
+    assert "run the same command again" not in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
     for wrong in ("0", "1", "nan", "x", "-1"):
         assert cli.main([*command, f"--split={wrong}"]) == 2
     assert "argument --split: must be above 0 and below 1, got 0" in capsys.readouterr().err
