@@ -5,11 +5,13 @@ training or, in parts that training does not read at its start, by ``composer3d 
 computes the digests again: what is then accepted must at least agree with itself.
 """
 
+import contextlib
 import json
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,48 +21,96 @@ from composer3d.spec.errors import DataError
 from tools.prove.fuzz.child import Case, WrongError, command
 from tools.prove.fuzz.mutate import change_json, flip, odd_like, replace_file, written
 
-# Each folder has a name, a dtype, and the bytes of a chunk. Of many small chunks, training checks
-# only some at its start, as it does with a corpus above 1 GiB.
-_LARGE = token_manifest.CHUNK_BYTES
+
+class _Kind(NamedTuple):
+    """What a sound folder is like.
+
+    Attributes:
+        dtype: of the tokens.
+        vocab: the size of the vocabulary.
+        chunk_bytes: the bytes of a chunk. Of many small chunks, training checks only some at its
+            start, as it does with a corpus above 1 GiB.
+        documents: the number of documents in each shard.
+        has_masks: whether only some tokens are learned.
+    """
+
+    dtype: str
+    vocab: int
+    chunk_bytes: int = token_manifest.CHUNK_BYTES
+    documents: tuple[int, ...] = (40,)
+    has_masks: bool = False
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the names of the files have the number of their shard."""
+        return len(self.documents) > 1 or self.has_masks
+
+
 _FOLDERS = {
-    "bytes": ("uint16", 256, _LARGE),
-    "wide": ("uint32", 70_000, _LARGE),
-    "chunks": ("uint16", 300, 256),
-    "many-chunks": ("uint16", 300, 64),
+    "bytes": _Kind("uint16", 256),
+    "wide": _Kind("uint32", 70_000),
+    "chunks": _Kind("uint16", 300, 256),
+    "many-chunks": _Kind("uint16", 300, 64),
+    "shards": _Kind("uint16", 300, 256, documents=(25, 1, 14)),
+    "masks": _Kind("uint16", 300, 256, has_masks=True),
+    "masks-and-shards": _Kind("uint32", 300, documents=(20, 20), has_masks=True),
 }
 _MANIFEST = token_manifest.MANIFEST
+_TOKENIZER = token_manifest.TOKENIZER
 _END = 7  # the token that ends a document
 
 
 def make_base(base: Path) -> None:
     """Write the sound folders."""
-    for name, (dtype, vocab, chunk_bytes) in _FOLDERS.items():
+    for name, kind in _FOLDERS.items():
         generator = np.random.default_rng(len(name))
-        lengths = generator.integers(1, 60, size=40)
-        stops = np.cumsum(lengths)
-        tokens = generator.integers(8, vocab, size=stops[-1])
-        tokens[stops - 1] = _END
         folder = base / f"tokens-{name}"
         folder.mkdir()
-        (folder / "tokens.bin").write_bytes(
-            tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
-        )
-        (folder / "documents.bin").write_bytes(np.array([0, *stops], dtype="<i8").tobytes())
-        (folder / "tokenizer.json").write_text('{"model": {}}')
-        digest = token_manifest.digest_of((folder / "tokenizer.json").read_bytes())
-        token_manifest.CHUNK_BYTES = chunk_bytes
-        token_files.write_manifest(
-            folder,
-            {
-                "dtype": dtype,
-                "vocab": vocab,
-                "tokens": int(stops[-1]),
-                "documents": len(lengths),
-                "end_of_document": _END,
-                "tokenizer": {"name": "tokenizer.json", "digest": digest},
-            },
-        )
-        token_manifest.CHUNK_BYTES = _LARGE
+        shards, learned = [], 0
+        for number, documents in enumerate(kind.documents):
+            stops = np.cumsum(generator.integers(1, 60, size=documents))
+            tokens = generator.integers(8, kind.vocab, size=stops[-1])
+            tokens[stops - 1] = _END
+            tokens_name, documents_name = token_manifest.shard_files(
+                number if kind.is_numbered else None
+            )
+            (folder / tokens_name).write_bytes(tokens.astype(_little(kind.dtype)).tobytes())
+            (folder / documents_name).write_bytes(np.array([0, *stops], dtype="<i8").tobytes())
+            if kind.has_masks:
+                mask = generator.integers(0, 2, size=len(tokens), dtype=np.uint8)
+                (folder / token_manifest.mask_file(number)).write_bytes(mask.tobytes())
+                learned += int(mask.sum())
+            shards.append({"tokens": len(tokens), "documents": documents})
+
+        (folder / _TOKENIZER).write_text('{"model": {}}')
+        digest = token_manifest.digest_of((folder / _TOKENIZER).read_bytes())
+        facts = {
+            "dtype": kind.dtype,
+            "vocab": kind.vocab,
+            "tokens": sum(shard["tokens"] for shard in shards),
+            "documents": sum(kind.documents),
+            "end_of_document": _END,
+            "tokenizer": {"name": _TOKENIZER, "digest": digest},
+        }
+        if kind.is_numbered:
+            facts["shards"] = shards
+        if kind.has_masks:
+            facts["learned"] = learned
+        with _chunks_of(kind.chunk_bytes):
+            token_files.write_manifest(folder, facts)
+
+
+def _little(dtype: str) -> np.dtype[Any]:
+    return np.dtype(dtype).newbyteorder("<")
+
+
+@contextlib.contextmanager
+def _chunks_of(size: int) -> Iterator[None]:
+    usual, token_manifest.CHUNK_BYTES = token_manifest.CHUNK_BYTES, size
+    try:
+        yield
+    finally:
+        token_manifest.CHUNK_BYTES = usual
 
 
 def make(base: Path, draw: random.Random) -> Case:
@@ -68,7 +118,7 @@ def make(base: Path, draw: random.Random) -> Case:
     name = draw.choice(list(_FOLDERS))
     sound, evil = base / f"tokens-{name}", Path("evil")
     shutil.copytree(sound, evil)
-    token_manifest.CHUNK_BYTES = _FOLDERS[name][2]
+    token_manifest.CHUNK_BYTES = _FOLDERS[name].chunk_bytes
     ways = (_flip_file, _flip_file, _flip_file, _replace, _manifest, _manifest, _values, _values)
     changes = [draw.choice(ways)(evil, base, draw)]
     if draw.random() < 0.15:
@@ -79,9 +129,24 @@ def make(base: Path, draw: random.Random) -> Case:
     return Case(f"{name}: {'; '.join(changes)}", lambda: _act(evil, sound, is_forged=is_forged))
 
 
+def _draw_file(evil: Path, draw: random.Random, *kinds: str) -> str:
+    """The name of a file of the folder, of one of these kinds: "tokens", "mask", ..."""
+    kinds = kinds or ("tokens", "tokens", "mask", "mask", "documents", "tokenizer", "manifest")
+    names = sorted(path.name for path in evil.iterdir())
+    while True:
+        kind = draw.choice(kinds)
+        if kind in ("tokenizer", "manifest"):
+            return _TOKENIZER if kind == "tokenizer" else _MANIFEST
+        found = [name for name in names if name.startswith(kind) and name.endswith(".bin")]
+        if found:
+            return draw.choice(found)
+        # Not every folder has a mask, and an earlier change may have removed a file.
+        kinds = tuple(other for other in kinds if other != kind) or ("manifest",)
+
+
 def _flip_file(evil: Path, base: Path, draw: random.Random) -> str:
     """Change bytes of a file, which an earlier change may have replaced."""
-    name = draw.choice(("tokens.bin", "tokens.bin", "documents.bin", "tokenizer.json", _MANIFEST))
+    name = _draw_file(evil, draw)
     path = evil / name
     if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 20:
         return f"{name} left alone"
@@ -90,7 +155,7 @@ def _flip_file(evil: Path, base: Path, draw: random.Random) -> str:
 
 
 def _replace(evil: Path, base: Path, draw: random.Random) -> str:
-    name = draw.choice(("tokens.bin", "documents.bin", "tokenizer.json", _MANIFEST))
+    name = _draw_file(evil, draw)
     return f"{name}: {replace_file(evil / name, base.parent / 'outside', draw)}"
 
 
@@ -109,7 +174,8 @@ def _manifest(evil: Path, base: Path, draw: random.Random) -> str:
     if not isinstance(document, dict):
         return "the manifest left alone"
     if draw.random() < 0.5:
-        key = draw.choice(("dtype", "vocab", "tokens", "documents", "end_of_document"))
+        keys = ("dtype", "vocab", "tokens", "documents", "end_of_document", "learned", "version")
+        key = draw.choice([key for key in keys if key in document] or ["tokens"])
         document[key] = odd_like(document.get(key), draw)
         shown = f"{key} to {str(document[key])[:40]!r}"
         if key == "dtype" and draw.random() < 0.7:
@@ -122,14 +188,20 @@ def _manifest(evil: Path, base: Path, draw: random.Random) -> str:
 
 def _values(evil: Path, base: Path, draw: random.Random) -> str:
     """Write tokens or ends of documents that cannot be."""
-    way = draw.choice(("token beyond", "end inside", "no end", "order", "ends", "negative", "last"))
-    is_of_tokens = way in ("token beyond", "end inside", "no end")
-    path = evil / ("tokens.bin" if is_of_tokens else "documents.bin")
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 20:
+    ways = {
+        "tokens": ("token beyond", "end inside", "no end"),
+        "documents": ("order", "ends", "negative", "last"),
+        "mask": ("learned or not", "neither"),
+    }
+    name = _draw_file(evil, draw, *ways)
+    kind = next((kind for kind in ways if name.startswith(kind)), None)
+    path = evil / name
+    if kind is None or path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 20:
         return "values left alone"
     document = _read_manifest(evil)
     is_wide = isinstance(document, dict) and document.get("dtype") == "uint32"
-    dtype = np.dtype(("<u4" if is_wide else "<u2") if is_of_tokens else "<i8")
+    dtypes = {"tokens": "<u4" if is_wide else "<u2", "documents": "<i8", "mask": "u1"}
+    way, dtype = draw.choice(ways[kind]), np.dtype(dtypes[kind])
     content = path.read_bytes()
     values = np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype).copy()
     if len(values) < 3:
@@ -147,6 +219,10 @@ def _values(evil: Path, base: Path, draw: random.Random) -> str:
         values[[at, at - 1]] = values[[at - 1, at]]
     elif way == "ends":
         values[at] = values[at - 1]
+    elif way == "learned or not":
+        values[at] ^= 1
+    elif way == "neither":
+        values[at] = draw.choice((2, 128, 255))
     elif way == "negative":
         values[at] = draw.choice((-1, -(2**63), 2**62))
     else:
@@ -175,7 +251,7 @@ def _seal(evil: Path) -> bool:
         ]
         if type(entry.get("bytes")) is int and entry["bytes"] > 0:
             entry["bytes"] = len(content)
-        if name == "tokenizer.json" and isinstance(document.get("tokenizer"), dict):
+        if name == _TOKENIZER and isinstance(document.get("tokenizer"), dict):
             document["tokenizer"]["digest"] = entry["digests"][0] if entry["digests"] else None
     try:
         document["digest"] = token_manifest.digest_of_manifest(document)
@@ -207,43 +283,82 @@ def _act(evil: Path, sound: Path, *, is_forged: bool) -> str:
         raise WrongError("check refuses what training opens")
 
     expected = token_files.open_tokens(sound, name="sound")
-    is_same = (
-        np.array_equal(corpus.tokens, expected.tokens)
+    has_same_tokens = (
+        np.array_equal(_whole(corpus.tokens), _whole(expected.tokens))
         and corpus.tokens.dtype == expected.tokens.dtype
         and corpus.end_of_document == expected.end_of_document
         and corpus.n_documents == expected.n_documents
     )
+    is_same = has_same_tokens and np.array_equal(_mask_of(corpus), _mask_of(expected))
     if is_same and inspected.status == 0:
         return "the same tokens"
     if is_forged and inspected.status == 0:
         _require_agreement(evil, corpus)
         return "forged, and in agreement with itself"
+    if is_forged and has_same_tokens and inspected.status == 1:
+        # Training does not add up the masks: each rank reads a part of them.
+        return "forged masks; inspect finds that their sum is another"
     if inspected.status == 1 and len(expected.tokens) * 2 > 16 * token_manifest.CHUNK_BYTES:
         return "in a part that a start does not read; inspect finds it"
     raise WrongError("damage was accepted, and inspect does not find it")
+
+
+def _mask_of(corpus: token_files.Corpus) -> np.ndarray:
+    """Which tokens are learned: uint8, as long as the tokens."""
+    if corpus.mask is None:
+        return np.ones(len(corpus.tokens), np.uint8)
+    return _whole(corpus.mask)
+
+
+def _whole(values: np.ndarray | token_files.ShardedTokens) -> np.ndarray:
+    return values[np.arange(len(values))]
 
 
 def _require_agreement(evil: Path, corpus: token_files.Corpus) -> None:
     """Compare the files with each other, without code of the package."""
     document = json.loads((evil / _MANIFEST).read_bytes())
     itemsize = {"uint16": 2, "uint32": 4}[document["dtype"]]
-    tokens = np.frombuffer((evil / "tokens.bin").read_bytes(), f"<u{itemsize}")
-    starts = np.frombuffer((evil / "documents.bin").read_bytes(), "<i8")
+    all_tokens, all_masks, n_documents = [], [], 0
+    for number, shard in enumerate(document.get("shards", [None])):
+        ending = ".bin" if shard is None else f"-{number:05}.bin"
+        tokens = np.frombuffer((evil / f"tokens{ending}").read_bytes(), f"<u{itemsize}")
+        starts = np.frombuffer((evil / f"documents{ending}").read_bytes(), "<i8")
+        must = {
+            "documents ascend": starts[0] == 0
+            and starts[-1] == len(tokens)
+            and bool((np.diff(starts) > 0).all()),
+            "documents end where their end of document stands": np.array_equal(
+                np.flatnonzero(tokens == document["end_of_document"]) + 1, starts[1:]
+            ),
+        }
+        if shard is not None:
+            must["the numbers of the shard are right"] = (
+                len(tokens) == shard["tokens"] and len(starts) == shard["documents"] + 1
+            )
+        _require(must)
+        all_tokens.append(tokens)
+        n_documents += len(starts) - 1
+        if document["version"] == 3:
+            all_masks.append(np.frombuffer((evil / f"mask{ending}").read_bytes(), np.uint8))
+
+    tokens = np.concatenate(all_tokens)
     must = {
-        "the tokens are those of the file": np.array_equal(tokens, corpus.tokens),
+        "the tokens are those of the files": np.array_equal(tokens, _whole(corpus.tokens)),
         "all tokens are in the vocabulary": int(tokens.max()) < document["vocab"],
         "the numbers of the manifest are right": len(tokens) == document["tokens"]
-        and len(starts) == document["documents"] + 1,
-        "documents ascend": starts[0] == 0
-        and starts[-1] == len(tokens)
-        and bool((np.diff(starts) > 0).all()),
+        and n_documents == document["documents"],
     }
-    for rule, holds in must.items():
+    if all_masks:
+        mask = np.concatenate(all_masks)
+        must["the masks are those of the files"] = np.array_equal(mask, _mask_of(corpus))
+        must["masks are 0 or 1"] = int(mask.max()) <= 1
+        must["the number of learned tokens is right"] = int(mask.sum()) == document["learned"]
+    else:
+        must["there are no masks"] = corpus.mask is None
+    _require(must)
+
+
+def _require(rules: dict[str, bool]) -> None:
+    for rule, holds in rules.items():
         if not holds:
             raise WrongError(f"a forged folder was accepted, although not: {rule}")
-    ends = np.flatnonzero(tokens == document["end_of_document"]) + 1
-    if not np.array_equal(ends, starts[1:]):
-        raise WrongError(
-            "a forged folder was accepted, although its end of document is elsewhere in the tokens "
-            "than documents.bin says"
-        )
