@@ -19,9 +19,9 @@ from composer3d.spec.errors import TrainingError
 from composer3d.training import loop
 from composer3d.training.build import Run, build
 from composer3d.training.step import compute_gradients, update
-from tests.training.jobs import CUBE, DATA, RECIPE, SINGLE
+from tests.training.jobs import DATA, RECIPE, SINGLE
 
-LAYOUTS = {"single": (SINGLE, 1), "dp": (DATA, 2), "pp, dp, tp": (CUBE, 8)}
+LAYOUTS = {"single": (SINGLE, 1), "dp": (DATA, 2), "pp, tp": ("pp = 2\ntp = 2", 4)}
 SETS = ("run.steps=9", "metrics.every=1", "checkpoint.every=4")
 SKIP = (*SETS, "reliability.on_bad_step=skip")
 ROLLBACK = (*SETS, "reliability.on_bad_step=rollback")

@@ -99,5 +99,6 @@ def test_a_slow_rank_is_named_within_20_steps(
 
 @pytest.mark.parametrize("sets", [[], ["reliability.straggler_factor=0"]], ids=["on", "off"])
 def test_healthy_ranks_are_not_named(pool: Pool, folder: Path, sets: list[str]) -> None:
-    sets = ["run.steps=30", "optim.decay=30", *sets]
+    # 200 steps are a proof of their own: tools/prove/run watch.
+    sets = ["run.steps=15", "optim.decay=15", *sets]
     assert run_all(pool, folder, "dp_shard = 2", *sets, world_size=2, slow_rank=None) == [[], []]

@@ -512,7 +512,7 @@ def context() -> list[Row]:
     return [row for row in rows if is_legal(row)]
 
 
-def slice_of(rows: Iterable[Row], budget: float = 90.0) -> list[Row]:
+def slice_of(rows: Iterable[Row], budget: float = 50.0) -> list[Row]:
     """The fixed slice that the tests prove.
 
     It holds values with each schedule, in ``budget`` seconds, and a cheap row of each ep.
