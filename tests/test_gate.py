@@ -1,4 +1,4 @@
-"""Rules for the whole package: recipes load, imports have no circles, names are documented."""
+"""Rules for the whole package: recipes load, imports have no circles, no work is unfinished."""
 
 import ast
 import importlib
@@ -173,42 +173,6 @@ def test_public_names_are_those_of_all(name: str) -> None:
     } - {"TYPE_CHECKING", "Any"}
     assert public_names == set(module.__all__)
     assert len(module.__all__) == len(set(module.__all__))
-
-
-def undocumented(node: ast.Module | ast.ClassDef, place: str) -> list[str]:
-    """The public classes and functions without a docstring that need one."""
-    names: list[str] = []
-    for definition in node.body:
-        if not isinstance(definition, ast.ClassDef | Function) or definition.name.startswith("_"):
-            continue
-        name = f"{place}.{definition.name}"
-        if isinstance(definition, ast.ClassDef):
-            names += undocumented(definition, name)
-        if not explains_itself(definition) and not ast.get_docstring(definition):
-            names.append(name)
-    return names
-
-
-def explains_itself(definition: ast.ClassDef | Function) -> bool:
-    """Whether a public definition needs no docstring.
-
-    Functions of one or two statements need none. The class of a ``forward`` explains it, and the
-    keys of a recipe's table explain the table.
-    """
-    if isinstance(definition, Function):
-        return len(definition.body) <= 2 or definition.name == "forward"
-    fields = [entry.value for entry in definition.body if isinstance(entry, ast.AnnAssign)]
-    return bool(fields) and all(
-        isinstance(value, ast.Call) and ast.unparse(value.func) == "key" for value in fields
-    )
-
-
-def test_public_names_have_docstrings() -> None:
-    assert not [
-        name
-        for path in FILES
-        for name in undocumented(parse(path), path.relative_to(ROOT).as_posix())
-    ]
 
 
 def test_no_file_has_unfinished_work() -> None:

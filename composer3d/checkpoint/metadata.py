@@ -535,6 +535,11 @@ class TensorLoadPlanner(dcp.DefaultLoadPlanner):
     """A load planner that refuses objects: torch's own planner would unpickle them."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """Refuse an object.
+
+        Raises:
+            CheckpointError: always.
+        """
         raise _refused_object(read_item.dest_index.fqn)
 
 
@@ -560,23 +565,27 @@ class CheckedReader(StorageReader):
         self._part_sizes: dict[str, dict[str, torch.Size]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+        """Do nothing: the reader stays with its folder."""
 
     # If this signature had ``**kwargs``, torch would also ask for the metadata of single ranks.
     def read_metadata(self) -> Metadata:
+        """Return the metadata that the reader was made with."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        pass
+        """Do nothing: the reader has the metadata already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan of this rank unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans of all ranks unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accept every name: the reader has its folder already."""
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:

@@ -463,14 +463,18 @@ class Store:
 def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """Return this rank's parameters and optimizer state by global name, to save or to load into.
 
-    The names are ``model.NAME`` and those of ``optimizer_state``. The tensors are live: they share
-    memory with the parameters and the optimizer. There is no collective.
+    The names are ``model.NAME`` and those of ``optimizer_state``. A tensor has the shape and the
+    placements of its parameter, except for the scalars ``optim.NAME.step``. The tensors are live:
+    they share memory with the parameters and the optimizer. There is no collective.
     """
     return gather_weights(stages) | optimizer_state(optimizer, stages.named_parameters())
 
 
 def gather_weights(stages: Stages) -> dict[str, Tensor]:
-    """Return this rank's parameters as ``model.NAME``, as ``gather_state`` does."""
+    """Return this rank's parameters as ``model.NAME``, with their shapes, as ``gather_state`` does.
+
+    The tensors are detached and live. There is no collective.
+    """
     return {f"model.{name}": parameter.detach() for name, parameter in stages.named_parameters()}
 
 

@@ -149,7 +149,7 @@ def read_tensor(file: BinaryIO, begin: int, size: int) -> Tensor:
         size: the size of this output, in bytes.
 
     Returns:
-        The tensor on the CPU, in new memory.
+        The tensor on the CPU, in new memory, with the shape and the dtype that the file gives.
 
     Raises:
         ValueError: these bytes are not the output of ``torch.save`` for one tensor. It is a

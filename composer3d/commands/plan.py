@@ -130,7 +130,11 @@ def _larger_batch(batch: int, world_size: int, gpus: int) -> int:
 
 
 def find_device(name: str) -> hardware.Hardware:
-    """Return the row with this name, or the row in this TOML file."""
+    """Return the row with this name, or the row in this TOML file.
+
+    Raises:
+        DeviceError: no row has this name, or the file cannot be used.
+    """
     if name.endswith(".toml"):
         return hardware.read_row(name)
     row = hardware.by_name(name)

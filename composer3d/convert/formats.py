@@ -954,12 +954,15 @@ def nbytes(spec: TensorSpec) -> int:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Return the XXH3-128 digest of the elements of a CPU tensor, in hexadecimal."""
+    """Return the XXH3-128 digest of the elements of a CPU tensor of any shape, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor in row-major order. A contiguous tensor is not copied."""
+    """Return the bytes of a CPU tensor of any shape, in row-major order.
+
+    Those of a contiguous tensor are not copied.
+    """
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

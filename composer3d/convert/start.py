@@ -45,7 +45,13 @@ def _open(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Source:
 def read_shards(source: Source, parameters: Mapping[str, Tensor]) -> None:
     """Read this rank's shard of each parameter from a checkpoint, in place. No collective.
 
-    Raises CheckpointError if a tensor cannot be read.
+    Args:
+        source: the checkpoint.
+        parameters: by global name, with the shapes of the checkpoint. A plain tensor is read
+            whole, and a DTensor as the shard that its placements give this rank.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
     """
     for name, parameter in parameters.items():
         local, offset = local_part(parameter)

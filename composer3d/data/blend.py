@@ -47,10 +47,12 @@ class Blend:
 
     @property
     def name(self) -> str:
+        """The names of all corpora, for messages."""
         return f"blend of {', '.join(corpus.name for corpus in self.corpora)}"
 
     @property
     def end_of_document(self) -> int:
+        """The token that ends each document of every corpus."""
         return self.corpora[0].end_of_document
 
     @property
@@ -92,7 +94,11 @@ def samples_before(weights: Sequence[int], count: int) -> list[int]:
 
 
 def sources_of(weights: Sequence[int], first: int, count: int) -> np.ndarray:
-    """Return the corpus of each of the global samples ``first`` to ``first + count - 1``: int64."""
+    """Return the corpus of each of the global samples ``first`` to ``first + count - 1``.
+
+    Returns:
+        int64, (count,): places in ``weights``.
+    """
     if len(weights) == 1:
         return np.zeros(count, dtype=np.int64)
     return np.array(_merge(weights, samples_before(weights, first), count), dtype=np.int64)

@@ -27,6 +27,7 @@ def text_suffix(path: PurePath) -> str:
 
 
 def is_compressed(path: PurePath) -> bool:
+    """Return whether the name of a file ends in one of ``SUFFIXES``, in any case."""
     return path.suffix.lower() in SUFFIXES
 
 
@@ -47,7 +48,11 @@ def decompress(content: BinaryIO, path: Path) -> BinaryIO:
 
 
 def skip(content: BinaryIO, count: int) -> None:
-    """Read ``count`` bytes and forget them. A file that is not compressed is not read."""
+    """Read ``count`` bytes and forget them. A file that is not compressed is not read.
+
+    Raises:
+        EOFError: a compressed file holds fewer bytes.
+    """
     if isinstance(content, io.BufferedReader) and not isinstance(content.raw, _ZstdReader):
         content.seek(count)
         return

@@ -58,7 +58,12 @@ def main() -> None:
 
 
 def write_texts(settings: dict[str, Any]) -> None:
-    """Write the number of rows, and the text of each row from ``first`` on."""
+    """Write the number of rows, and the text of each row from ``first`` on.
+
+    Raises:
+        RefusedError: the file has no such column of text, or another number of rows than it says;
+            or a row has no text, or a text longer than ``longest``.
+    """
     field, number = settings["field"], settings["first"]
     limit_processor_time()
     if settings["kind"] == "parquet":
@@ -98,7 +103,11 @@ def write_texts(settings: dict[str, Any]) -> None:
 
 
 def open_parquet(field: str, first: int) -> tuple[int, Iterator[Any]]:
-    """Return the number of rows, and the texts from row ``first`` on, some rows at a time."""
+    """Return the number of rows, and the texts from row ``first`` on, some rows at a time.
+
+    Raises:
+        RefusedError: the table has no column of text named ``field``.
+    """
     import pyarrow
     from pyarrow import parquet
 
@@ -131,7 +140,12 @@ def open_parquet(field: str, first: int) -> tuple[int, Iterator[Any]]:
 
 
 def open_dataset(path: str, field: str, first: int) -> tuple[int, Iterator[Any]]:
-    """Return the number of rows, and the texts from row ``first`` on, some rows at a time."""
+    """Return the number of rows, and the texts from row ``first`` on, some rows at a time.
+
+    Raises:
+        RefusedError: the folder names a file outside of it, or the table has no column of text
+            named ``field``.
+    """
     with open(os.path.join(path, "state.json"), "rb") as file:
         state = json.load(file)
     for entry in state["_data_files"]:
@@ -207,6 +221,7 @@ def explain(error: BaseException) -> str:
 
 
 def write_batch(texts: list[bytes]) -> None:
+    """Write a frame with a batch of texts."""
     header = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts))
     write_frame(b"t" + header + b"".join(texts))
 

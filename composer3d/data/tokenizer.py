@@ -152,11 +152,12 @@ class Decoder:
             raise
 
     def decode(self, tokens: np.ndarray, *, skips_special: bool = True) -> str:
-        """Return the text of some tokens. What is not UTF-8 is replaced.
+        """Return the text of some tokens: integers, 1-D. What is not UTF-8 is replaced.
 
         ``skips_special`` leaves special tokens out.
 
-        Raises DataError if the tokenizer fails.
+        Raises:
+            DataError: the tokenizer fails.
         """
         if self._worker is None:
             return bytes(tokens.astype(np.uint8)).decode(errors="replace")
@@ -329,7 +330,11 @@ class FileTokenizer(Tokenizer):
         self._worker.close()
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
-        """Turn documents into tokens, as ``Tokenizer.encode`` does."""
+        """Turn documents into tokens, as ``Tokenizer.encode`` does.
+
+        Raises:
+            DataError: as ``Tokenizer.encode``.
+        """
         for document in documents:
             check_text(document)
         try:
@@ -422,8 +427,6 @@ class _Vocabulary(NamedTuple):
 class TokenizerProcess:
     """The process that runs a tokenizer.json, and the requests to it.
 
-    Methods raise TokenizerFailure if the tokenizer refuses the input, or its process ends.
-
     Args:
         content: the content of the tokenizer.json.
         ends: names of tokens that may end a document, best first.
@@ -469,7 +472,11 @@ class TokenizerProcess:
         self._first_requests = [json.dumps(settings).encode(), content]
 
     def load(self) -> _Vocabulary:
-        """Load the tokenizer, and return the facts about its vocabulary."""
+        """Load the tokenizer, and return the facts about its vocabulary.
+
+        Raises:
+            TokenizerFailure: the tokenizer.json is refused, or the process ends.
+        """
         cpu_s = _LOAD_S + self._size / 1e6 * _LOAD_S_PER_MB
         answer = json.loads(self._ask(self._first_requests, cpu_s, "when it is loaded"))
         if "error" in answer:
@@ -490,6 +497,9 @@ class TokenizerProcess:
         Returns:
             counts: the number of tokens of each text: int64, 1-D.
             tokens: the tokens of all texts: int64, 1-D.
+
+        Raises:
+            TokenizerFailure: the tokenizer refuses a text, or the process ends.
         """
         request = (b"p" if as_prompts else b"e") + pack(texts)
         cpu_s = _ENCODE_S + len(request) / 1e6 * _ENCODE_S_PER_MB
@@ -515,6 +525,7 @@ class TokenizerProcess:
 
         Raises:
             ChatFailure: a conversation cannot be rendered.
+            TokenizerFailure: the tokenizer refuses a conversation, or the process ends.
         """
         header = struct.pack(
             f"<{len(conversations) + 1}q", len(conversations), *map(len, conversations)
@@ -540,6 +551,9 @@ class TokenizerProcess:
         """Return the text of tokens, which must be below 2**32.
 
         ``skips_special`` leaves special tokens out.
+
+        Raises:
+            TokenizerFailure: the tokenizer refuses the tokens, or the process ends.
         """
         request = (b"d" if skips_special else b"D") + struct.pack(f"<{len(tokens)}I", *tokens)
         cpu_s = _ENCODE_S + len(request) / 1e6 * _ENCODE_S_PER_MB

@@ -282,7 +282,13 @@ class ShardWriter:
     def write(
         self, tokens: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None = None
     ) -> None:
-        """Add documents: all their tokens, the number of tokens of each, and their mask."""
+        """Add documents. The 1-D arrays are those of ``tokenizer.Encoded``.
+
+        Args:
+            tokens: the tokens of all documents, in the dtype of the files.
+            lengths: the number of tokens of each document.
+            mask: uint8, 1 for each token that is learned; None for a shard without a mask.
+        """
         starts = self.tokens + np.cumsum(lengths) - lengths
         self._tokens_file.write(tokens)
         self._documents_file.write(starts.astype("<i8"))

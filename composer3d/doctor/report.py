@@ -88,10 +88,12 @@ class Report:
 
     @property
     def nodes(self) -> int:
+        """The number of nodes with ranks."""
         return len({rank.node for rank in self.ranks})
 
     @property
     def is_measured(self) -> bool:
+        """Whether speeds were measured."""
         return self.slowest_rank is not None
 
 

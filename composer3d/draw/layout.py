@@ -47,6 +47,7 @@ class AxisTraffic(NamedTuple):
 
     @property
     def forward_bytes(self) -> float:
+        """Bytes sent in forward."""
         return sum(flow.sent_bytes for flow in self.flows if flow.phase == "forward")
 
     @property
@@ -56,6 +57,7 @@ class AxisTraffic(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
+        """Bytes sent in a step."""
         return self.forward_bytes + self.backward_bytes
 
     @property
@@ -88,10 +90,12 @@ class Layout:
 
     @property
     def knows_traffic(self) -> bool:
+        """Whether the traffic is known: that of our own architectures."""
         return self.own_cut is None
 
     @cached_property
     def stages(self) -> list[StageLayers]:
+        """What each pipeline stage holds, in the order of stages."""
         return stage_layers(self.recipe, self.own_cut)
 
     @property
@@ -120,6 +124,7 @@ class Layout:
 
     @property
     def nodes(self) -> int:
+        """The number of nodes. The last one may not be full."""
         return -(-self.recipe.world_size // self.gpus_per_node)
 
     def place_of(self, rank: int) -> str:

@@ -27,18 +27,22 @@ class Box(NamedTuple):
 
     @property
     def right(self) -> float:
+        """The x of the right edge."""
         return self.x + self.width
 
     @property
     def bottom(self) -> float:
+        """The y of the lower edge."""
         return self.y + self.height
 
     @property
     def middle_x(self) -> float:
+        """The x of the centre."""
         return self.x + self.width / 2
 
     @property
     def middle_y(self) -> float:
+        """The y of the centre."""
         return self.y + self.height / 2
 
 

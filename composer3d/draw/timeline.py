@@ -46,6 +46,7 @@ class Unit(NamedTuple):
     seconds: float
 
     def of(self, time_s: float) -> float:
+        """Convert seconds to this unit."""
         return time_s / self.seconds
 
 
@@ -82,10 +83,12 @@ class Timeline:
 
     @property
     def bubble(self) -> Bubble:
+        """The share of time in which ranks wait."""
         return bubble(self.spans)
 
     @property
     def end_s(self) -> float:
+        """The end of the last cell."""
         return step_s(self.spans)
 
     @cached_property

@@ -150,7 +150,10 @@ def message_of(operator: Any, arguments: Sequence[Any]) -> Message | None:
 
 
 def tensors_in(argument: Any) -> Iterable[Tensor]:
-    """Iterate over a tensor, or over the tensors of nested lists. Anything else gives nothing."""
+    """Iterate over a tensor of any shape, or over the tensors of nested lists and tuples.
+
+    Anything else gives nothing.
+    """
     if isinstance(argument, Tensor):
         yield argument
     elif isinstance(argument, list | tuple):
@@ -237,6 +240,7 @@ class CountCollectives(DispatchMode):
 
     @property
     def traffic(self) -> Traffic:
+        """The collectives counted so far, by axis and operation."""
         return self._counter.traffic
 
     def __torch_dispatch__(

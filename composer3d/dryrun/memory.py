@@ -60,6 +60,8 @@ class _Held:
 class MemoryLedger:
     """The storages of a rank that are alive, their bytes by kind, and the peaks.
 
+    Tensors may have any shape: only the size of their storage counts.
+
     Args:
         offload: parameters, gradients and the optimizer's state are in host memory, and do not
             count in the peak.

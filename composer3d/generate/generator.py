@@ -35,10 +35,12 @@ class Model(Protocol):
     blocks: nn.ModuleDict
 
     @property
-    def first(self) -> Any: ...
+    def first(self) -> Any:
+        """The embedding, which turns tokens into the residual stream."""
 
     @property
-    def last(self) -> Any: ...
+    def last(self) -> Any:
+        """The norm and the head after the last block."""
 
 
 class Completion(NamedTuple):

@@ -38,14 +38,17 @@ class Checkpoint:
 
     @property
     def architecture(self) -> Architecture:
+        """The architecture of the model: one of ours, or the user's own."""
         return architecture(self.source.architecture)
 
     @property
     def shape(self) -> DecoderShape:
+        """The sizes of the model."""
         return self.source.shape
 
     @property
     def plan(self) -> ShardingPlan:
+        """The sharding plan of the architecture for this shape."""
         plan: ShardingPlan = resolve(self.architecture.plan)(self.shape)
         return plan
 

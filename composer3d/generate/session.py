@@ -164,6 +164,7 @@ class Result(NamedTuple):
 
     @property
     def new_tokens(self) -> int:
+        """The number of tokens in all completions."""
         return sum(len(completion.tokens) for completion in self.completions)
 
 

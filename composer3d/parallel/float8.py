@@ -153,7 +153,7 @@ class _Product(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer with its output and its input gradient in float8."""
+    """A linear layer with its output and its input gradient in float8: (..., K) to (..., M)."""
 
     def __init__(self, linear: nn.Linear) -> None:
         # These parameters are replaced by those of ``linear``.

@@ -36,7 +36,7 @@ def local_grad_norm_sq_by_part(
 ) -> list[Tensor]:
     """Compute ``local_grad_norm_sq`` of each of ``PARTS``, in their order; 0 for an absent part.
 
-    No collective.
+    Each is a float64 scalar on the mesh's device. No collective.
     """
     members: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS}
     for name, parameter in named_parameters:

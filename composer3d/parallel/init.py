@@ -42,7 +42,14 @@ def initialise(stage: nn.Module, plan: ShardingPlan, seed: int, skip: Collection
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's shard of ``parameter``, and the global index of its first element."""
+    """Return this rank's shard of ``parameter``, and the global index of its first element.
+
+    A plain tensor is its own shard.
+
+    Returns:
+        shard: a plain tensor of the shard's shape, detached. Writing to it changes ``parameter``.
+        index: one number for each dim.
+    """
     data = parameter.detach()
     if not isinstance(data, DTensor):
         return data, (0,) * data.dim()
@@ -82,7 +89,15 @@ def fill_normal(
 
 
 def normal_of(index: Tensor, key: int) -> Tensor:
-    """Compute the standard normal numbers (float64) of flat global indices (int64)."""
+    """Compute the standard normal numbers of flat global indices.
+
+    Args:
+        index: int64, of any shape.
+        key: distinguishes the tensors of a run.
+
+    Returns:
+        float64, of the shape of ``index``.
+    """
     bits = _splitmix64(index, key)
     # Adding 0.5 keeps ``uniform`` above 0, so that its logarithm is finite.
     uniform = ((bits >> 38) & 0x3FFFFFF).to(torch.float64).add_(0.5).mul_(2.0**-26)

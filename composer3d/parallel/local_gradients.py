@@ -64,7 +64,8 @@ def taken(
 
     Args:
         stages: by number.
-        see: is called in backward. A parameter can have several gradients, which add up.
+        see: is called in backward, with a plain tensor of the shape of this rank's shard over tp.
+            A parameter can have several gradients, which add up.
         keeps_gathered: as in ``fsdp.without_reduction``.
     """
     with ExitStack() as context:

@@ -25,7 +25,7 @@ from composer3d.runtime.torch_private import cut_by_pipelines
 
 
 class HostTensor:
-    """A tensor in host memory, as an input of a module that FSDP shards.
+    """A tensor (B, T) in host memory, as an input of a module that FSDP shards.
 
     FSDP moves tensors among a module's inputs to the GPU, and looks for them in lists, tuples and
     dicts, but not in this object. torch's pipelines do look into it (``cut_by_pipelines``): they

@@ -36,6 +36,7 @@ class Group(NamedTuple):
         return max(1, min(self.ranks, machine.devices_per_node // self.stride))
 
     def crosses_nodes(self, machine: Machine) -> bool:
+        """Return whether the ranks are on several nodes."""
         return self.ranks * self.stride > machine.devices_per_node and self.ranks > 1
 
 

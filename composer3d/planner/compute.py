@@ -97,6 +97,7 @@ class Work(NamedTuple):
 
     @property
     def backward_s(self) -> float:
+        """Seconds of backward, with what it computes again."""
         return self.input_s + self.weight_s + self.recompute_s
 
 
@@ -116,12 +117,15 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
+        """Floating-point operations of all copies; a multiply-add counts as 2."""
         return 2.0 * self.rows * self.columns * self.depth * self.copies
 
     def input_gradient(self) -> "Product":
+        """Return the product that gives the gradient of the inputs: (M, N) x (N, K)."""
         return Product(self.rows, self.depth, self.columns, self.copies)
 
     def weight_gradient(self) -> "Product":
+        """Return the product that gives the gradient of the weights: (N, M) x (M, K)."""
         return Product(self.columns, self.depth, self.rows, self.copies)
 
 

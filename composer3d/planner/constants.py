@@ -32,6 +32,7 @@ class Constants:
     slack_share: float
 
     def as_dict(self) -> dict[str, float]:
+        """Return the values by name."""
         return asdict(self)
 
 

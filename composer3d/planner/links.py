@@ -26,6 +26,7 @@ class Group(NamedTuple):
 
     @property
     def ranks(self) -> list[int]:
+        """The global ranks, in ascending order."""
         return [self.first + self.stride * index for index in range(self.size)]
 
 

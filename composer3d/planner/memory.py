@@ -55,10 +55,12 @@ class RankMemory:
 
     @property
     def reserved_bytes(self) -> float:
+        """What torch's allocator reserves: all but the context."""
         return self.device_bytes - self.context
 
     @property
     def device_bytes(self) -> float:
+        """All bytes of the rank on its device."""
         return sum(getattr(self, entry.name) for entry in fields(self))
 
 

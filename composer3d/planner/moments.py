@@ -54,6 +54,7 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> float:
+        """The sum of all kinds, in bytes."""
         return sum(self)
 
 

@@ -38,6 +38,11 @@ class Device:
     nic_bytes_s: float | None = None
 
     def setup(self, recipe: Recipe) -> Setup:
+        """Return the setup of a resolved recipe on this device.
+
+        Raises:
+            DeviceError: the links of the device are not known.
+        """
         return of_recipe(recipe, self.hardware, self.per_node, self.nic_bytes_s)
 
 

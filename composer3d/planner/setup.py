@@ -61,6 +61,7 @@ class Sizes:
 
     @property
     def query_width(self) -> int:
+        """The width of the queries of all heads."""
         return self.heads * self.head_width
 
     @property
@@ -75,6 +76,7 @@ class Sizes:
 
     @property
     def ffn_matrices(self) -> int:
+        """The number of matrices in a feed-forward layer."""
         return 3 if self.gated else 2
 
     @property
@@ -94,6 +96,7 @@ class Sizes:
 
     @property
     def embedding_parameters(self) -> int:
+        """The parameters of the embeddings of tokens and positions."""
         return (self.vocab + self.positions) * self.dim
 
     @property
@@ -156,6 +159,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.batch_ranks * self.cp * self.tp * self.pp
 
     @property
@@ -165,6 +169,7 @@ class Layout:
 
     @property
     def stages(self) -> int:
+        """The number of stages of the whole pipeline."""
         return self.pp * self.stages_per_rank
 
     def ranks_of(self, axis: str) -> AxisRanks:
@@ -352,6 +357,10 @@ class Setup:
         loss_chunks: the number of parts of a micro-batch whose logits exist at once.
         trained: the parameters that train. Only ``moments`` reads it: the gradients and the state
             of the optimizer are theirs. Activations and time are those of training all.
+
+    Raises:
+        PlanError: ``layout.stage_blocks`` does not have a number for each stage, or its sum is not
+            ``sizes.layers``.
     """
 
     sizes: Sizes
@@ -402,6 +411,7 @@ class Setup:
 
     @property
     def is_multi_node(self) -> bool:
+        """Whether the ranks need more than one node."""
         return self.layout.world_size > self.machine.devices_per_node
 
 

@@ -65,6 +65,7 @@ class Send(NamedTuple):
 
     @property
     def is_gradient(self) -> bool:
+        """Whether the message carries gradients, to the previous stage."""
         return self.to_stage < self.from_stage
 
 
@@ -271,6 +272,7 @@ class ClosedForm(NamedTuple):
 
     @property
     def of_total(self) -> float:
+        """Idle time of a rank, as a share of the time of the step."""
         return self.of_ideal / (1 + self.of_ideal)
 
 

@@ -305,6 +305,10 @@ def _scattered_s(setup: Setup, constants: Constants, group: Group, parameters: f
 
 
 def rank_of(pp: int, stage: int, schedule: str) -> int:
+    """Return the pipeline rank that holds a stage.
+
+    Under a V schedule, rank r holds the stages r and 2 * pp - 1 - r; else r, r + pp, and so on.
+    """
     if schedule in ("ZBVZeroBubble", "DualPipeV"):
         return stage if stage < pp else 2 * pp - 1 - stage
     return stage % pp

@@ -188,6 +188,7 @@ class MeshTable:
 
     @property
     def world_size(self) -> int:
+        """The number of processes. It is meaningless while ``dp_shard`` is -1."""
         return prod(getattr(self, axis) for axis in AXES)
 
     @property
@@ -587,6 +588,7 @@ class Recipe:
 
     @property
     def world_size(self) -> int:
+        """The number of processes."""
         return self.mesh.world_size
 
     @property

@@ -39,6 +39,7 @@ class Limits(NamedTuple):
 
     @property
     def are_finite(self) -> bool:
+        """Whether a spike of the loss or of the norm makes a step bad."""
         return math.isfinite(self.loss) or math.isfinite(self.norm)
 
     def problem(self, loss: float, norm: float) -> str | None:

@@ -75,7 +75,10 @@ class GradientDigests:
         self._sums: dict[Unit, Tensor] = {}
 
     def add(self, unit: Unit, index: int, gradient: Tensor) -> None:
-        """Add a gradient of the parameter ``index`` of ``unit``. No collective, and no wait."""
+        """Add a gradient, of any shape, of the parameter ``index`` of ``unit``.
+
+        No collective, and no wait.
+        """
         # Swapped gradients are seen as well, because each parameter has its own weight. Sums of
         # integers do not depend on the order in which backward comes to the parameters.
         weight = _wrap((2 * index + 1) * _SPREAD)

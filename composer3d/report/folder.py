@@ -107,10 +107,12 @@ class RunFolder:
 
     @property
     def starts(self) -> list[RunEvent]:
+        """The starts of the job among ``events``."""
         return [event for event in self.events if event.kind == "start"]
 
     @property
     def bad_steps(self) -> list[RunEvent]:
+        """The bad steps among ``events``."""
         return [event for event in self.events if event.kind == "bad steps"]
 
 

@@ -144,6 +144,7 @@ class Curves:
     is_cut: bool = False
 
     def of(self, name: str) -> Series:
+        """Return the values of a metric; an empty series if the run has none."""
         return self.series.get(name) or Series()
 
 

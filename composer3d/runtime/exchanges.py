@@ -96,7 +96,17 @@ def all_collectives(axis: str, parallel: ParallelTable) -> tuple[Collective, ...
 
 
 def output_of(collective: Collective, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensor into which ``call`` writes; for "all_reduce", a copy of ``x``."""
+    """Return the tensor into which ``call`` writes; for "all_reduce", a copy of ``x``.
+
+    Args:
+        collective: which one.
+        x: as for ``call``, of shape (n).
+        group: the ranks.
+
+    Returns:
+        A tensor like ``x``: of n x size elements for "all_gather", of n / size for
+        "reduce_scatter", and else of n.
+    """
     if collective == "all_reduce":
         return x.clone()
     if collective == "all_gather":

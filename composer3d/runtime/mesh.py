@@ -74,6 +74,7 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
+        """The number of processes."""
         return self.sizes.world_size
 
     @property
@@ -135,6 +136,9 @@ class Mesh:
 
         efsdp x ep is dp_shard x cp x tp, with adjacent ranks along ep: an expert is on one rank of
         ep, and sharded over efsdp. Collective at its first use: it forms groups.
+
+        Raises:
+            MeshError: ep does not divide dp_shard x cp x tp.
         """
         sizes = self.sizes
         ranks = sizes.dp_shard * sizes.cp * sizes.tp
@@ -188,7 +192,7 @@ class Mesh:
         return self.device_mesh.get_group("pp")
 
     def sum_over_world(self, *values: Tensor | float) -> list[float]:
-        """Return the sums of ``start_sum_over_world``. On a GPU, the host waits for them."""
+        """Return the sums of scalars, as ``start_sum_over_world``. On a GPU, the host waits."""
         return self.start_sum_over_world(*values).tolist()
 
     def start_sum_over_world(self, *values: Tensor | float) -> Tensor:

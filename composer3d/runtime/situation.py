@@ -110,6 +110,7 @@ class Situation(NamedTuple):
     threads: dict[str, list[str]]
 
     def to_json(self) -> str:
+        """Return the situation as text that ``parse`` reads."""
         return json.dumps(self._asdict())
 
 

@@ -105,7 +105,10 @@ def unflatten_mesh(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str])
 
 
 def offset_of(tensor: DTensor) -> tuple[int, ...]:
-    """Return the global index of the first element of this rank's shard, one number per dim."""
+    """Return the global index of the first element of this rank's shard, one number per dim.
+
+    ``tensor`` may have any shape and placements.
+    """
     _, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -142,12 +145,18 @@ def cut_by_pipelines(holder: type, attribute: str) -> None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the live dict of the parameters of ``module`` itself, without its submodules."""
+    """Return the live dict of the parameters of ``module`` itself, without its submodules.
+
+    They are plain tensors or DTensors of any shape. None: the module has no such parameter, as a
+    linear layer without a bias.
+    """
     return cast("dict[str, Tensor | None]", module._parameters)
 
 
 def part_of_this_rank(parameter: Tensor) -> Tensor:
     """Return this rank's part of a DTensor as a plain tensor, whose gradient has its placements.
+
+    The plain tensor has the shape of the shard, and shares its memory.
 
     It is what ``to_local`` returns, in a third of the time: the gradient takes the description of
     the parameter, where ``to_local`` computes a new one.
@@ -238,14 +247,20 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> bool:
 
 
 def fusible_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather the ranks' shards along ``dim``, in the form that ``FUSE_TP`` finds in a graph."""
+    """Gather the ranks' shards along ``dim``, in the form that ``FUSE_TP`` finds in a graph.
+
+    Collective: one all-gather, from (..., N / n, ...) to (..., N, ...) with n ranks.
+    """
     gathered = all_gather_single(x.contiguous(), 0, group)
     # Torch's own ``dim`` takes a view instead of ``cat`` for one row, which FUSE_TP does not find.
     return torch.cat(gathered.chunk(group.size()), dim)
 
 
 def fusible_scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the ranks and keep this rank's shard along ``dim``, in a form for ``FUSE_TP``."""
+    """Sum over the ranks and keep this rank's shard along ``dim``, in a form for ``FUSE_TP``.
+
+    Collective: one reduce-scatter, from (..., N, ...) to (..., N / n, ...) with n ranks.
+    """
     return cast(Tensor, reduce_scatter_single(x, "sum", dim, group))
 
 
@@ -293,12 +308,18 @@ def in_fake_tensors() -> bool:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Return whether a tensor has data: it is neither fake (``fake_tensors``) nor a meta tensor."""
+    """Return whether a tensor of any shape has data.
+
+    Fake tensors (``fake_tensors``) and meta tensors have none.
+    """
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
 def fake_mode_of(tensor: Tensor) -> object | None:
-    """Return what all tensors of one context of ``fake_tensors`` share; None for other tensors."""
+    """Return what all tensors of one context of ``fake_tensors`` share; None for other tensors.
+
+    The shape does not matter.
+    """
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 

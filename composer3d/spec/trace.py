@@ -54,6 +54,7 @@ class Event(NamedTuple):
 
     @property
     def is_action(self) -> bool:
+        """Whether the event is an action. Otherwise it is a wait."""
         return self.name not in WAITS
 
     @property
@@ -111,6 +112,7 @@ class StepTrace(NamedTuple):
 
 
 def file_of(run: Path, pp_rank: int) -> Path:
+    """Return the path of the trace of a pipeline rank. The file need not exist."""
     return run / FOLDER / f"pp{pp_rank}.jsonl"
 
 

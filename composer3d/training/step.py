@@ -203,6 +203,9 @@ def validate(
 def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:
     """Compute this rank's shares of a batch's summed loss and of its number of valid tokens.
 
+    Returns:
+        Two scalars on the mesh's device: the loss in float64, and the number in int64.
+
     Collectives: those of ``Stages.evaluate``. ``Mesh.sum_over_world`` adds up the shares.
     """
     tokens_BT, labels_BT, positions_BT, documents_BT, local_valid = move_to_device(stages, batch)

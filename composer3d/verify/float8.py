@@ -43,11 +43,11 @@ class Rounding:
         self.closest = float("inf")
 
     def rows(self, x: Tensor) -> Tensor:
-        """Round each row with its own scale."""
+        """Round each row of x, (..., K), with its own scale. The result is (..., K) in float64."""
         return self._round(x, x.abs().amax(-1, keepdim=True))
 
     def whole(self, x: Tensor) -> Tensor:
-        """Round a matrix with one scale."""
+        """Round a matrix, (M, K), with one scale. The result is (M, K) in float64."""
         return self._round(x, x.abs().amax())
 
     def _round(self, x: Tensor, amax: Tensor) -> Tensor:

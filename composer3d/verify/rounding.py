@@ -50,7 +50,7 @@ def measure_noise(
 
     Args:
         model: a float64 model, with weights that float32 can hold. It is not changed.
-        exact: the gradients of ``model`` in float64, by name.
+        exact: the gradients of ``model`` in float64, by name, with the shapes of the parameters.
         gradients_of: a function of a model and a number of samples. It returns the model's
             gradients by name, computed from that many samples at a time; 0 means all at once.
 
@@ -119,7 +119,8 @@ class AdamWReplay:
 
         Args:
             step: the step, counted from 0.
-            gradients: tensors or DTensors by the name of the parameter; None for no gradient.
+            gradients: tensors or DTensors by the name of the parameter, with its shape and
+                placements; None for no gradient.
         """
         norm, max_norm = self._norms[step], self._clipped[step]
         scale = max_norm / norm if max_norm < norm else 1.0

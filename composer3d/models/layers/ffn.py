@@ -5,7 +5,10 @@ from torch import Tensor, nn
 
 
 class FeedForward(nn.Module):
-    """SwiGLU without biases (Shazeer 2020, arXiv 2002.05202): ``w2(silu(w1(x)) * w3(x))``."""
+    """SwiGLU without biases (Shazeer 2020, arXiv 2002.05202): ``w2(silu(w1(x)) * w3(x))``.
+
+    Input and output are (B, T, C), where C is ``dim``.
+    """
 
     def __init__(self, dim: int, ffn: int) -> None:
         super().__init__()

@@ -48,14 +48,21 @@ def rope_table(rope: Rope, positions_BT: Tensor, dtype: torch.dtype) -> Table:
 
 
 def shared_rope_table(rope: Rope, seq: SequenceInfo, dtype: torch.dtype) -> Table:
-    """Return the ``rope_table`` of the positions in ``seq``; compute it if no block has yet."""
+    """Return the ``rope_table`` of the positions in ``seq``; compute it if no block has yet.
+
+    Both tensors are (B, T, 1, D) in ``dtype``.
+    """
     if (rope, dtype) not in seq.shared:
         seq.shared[rope, dtype] = rope_table(rope, seq.positions_BT, dtype)
     return seq.shared[rope, dtype]
 
 
 def rotate(x_BTHD: Tensor, table: Table) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) by a ``rope_table``, as Hugging Face pairs them."""
+    """Rotate the pairs (x[i], x[i + D/2]) by a ``rope_table``, as Hugging Face pairs them.
+
+    Returns:
+        A tensor of the shape of ``x_BTHD``.
+    """
     cos_BT1D, sin_BT1D = table
     rolled_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BTHD * cos_BT1D, rolled_BTHD, sin_BT1D)

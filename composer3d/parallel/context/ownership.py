@@ -49,7 +49,7 @@ def shard_sequence(
     """Cut this rank's tokens out of ``x``, which every rank holds whole. No collective.
 
     Args:
-        x: the tensor, with a whole sequence along ``dim``.
+        x: (..., T, ...), with a whole sequence along ``dim``.
         dim: the dim of the sequence.
         group: the ranks to cut over.
         balanced: whether to cut in balanced (zigzag) or in contiguous order.
@@ -58,7 +58,7 @@ def shard_sequence(
             padding is a document of its own.
 
     Returns:
-        A copy of this rank's tokens: T / size along ``dim``, after padding.
+        A copy of this rank's tokens, (..., T / size, ...), where T counts the padding.
 
     Raises:
         ValueError: the chunks do not divide the sequence, and there is no ``fill``.
@@ -87,14 +87,14 @@ def unshard_sequence(
     """Put the whole sequence together from the ranks' parts: the inverse of ``shard_sequence``.
 
     Args:
-        x: this rank's part.
+        x: this rank's part, (..., T / size, ...), with its tokens along ``dim``.
         dim: the dim of the sequence.
         group: the ranks that hold the parts.
         balanced: whether the parts are in balanced (zigzag) or in contiguous order.
         length: tokens of the sequence without its padding; None: there is no padding.
 
     Returns:
-        The whole sequence, without a gradient.
+        The whole sequence, (..., T, ...) or (..., length, ...), without a gradient.
 
     Collectives: one all-gather; this rank sends (size - 1) times the bytes of ``x``.
 

@@ -57,7 +57,7 @@ class Call(NamedTuple):
         return _ALL_ROWS
 
     def segments(self, offsets: Tensor) -> Segments:
-        """Return what the kernel needs; ``offsets`` are those of ``Plan.offsets_on``."""
+        """Return what the kernel needs; ``offsets``, 1-D, are those of ``Plan.offsets_on``."""
         of_queries, of_keys = self.offsets
         return Segments(
             offsets[of_queries],
@@ -83,7 +83,7 @@ class Plan:
         self._offsets: Tensor | None = None
 
     def offsets_on(self, like: Tensor) -> Tensor:
-        """Return the offsets of all calls, int32, on the device of ``like``.
+        """Return the offsets of all calls, int32, 1-D, on the device of ``like``.
 
         The first call copies them there, without a wait. Later ones return the same tensor.
         """

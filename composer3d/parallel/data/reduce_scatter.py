@@ -20,7 +20,10 @@ class WithPlainBuffers(ReduceScatter):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a buffer for FSDP's input or output of a call, in the dtype of its sums."""
+        """Return a buffer for FSDP's input or output of a call, in the dtype of its sums.
+
+        Its shape is ``size``, and its values are not set.
+        """
         return torch.empty(*size, dtype=dtype, device=device)
 
 

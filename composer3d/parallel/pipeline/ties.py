@@ -168,7 +168,10 @@ class Ties:
 
 
 def local_shard(tensor: Tensor | None) -> Tensor:
-    """Return this rank's elements of ``tensor``, detached. Writing to them changes ``tensor``."""
+    """Return this rank's elements of ``tensor``, detached. Writing to them changes ``tensor``.
+
+    A DTensor gives a plain tensor of its shard's shape; a plain tensor gives all its elements.
+    """
     assert tensor is not None
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -23,7 +23,10 @@ Work = Callable[[], None]
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer whose backward appends the work for its weight and bias to ``deferred``."""
+    """A linear layer whose backward appends the work for its weight and bias to ``deferred``.
+
+    The input is (..., K), and the output (..., M).
+    """
 
     def __init__(self, linear: nn.Linear, deferred: list[Work]) -> None:
         # These parameters are replaced by those of ``linear``.

@@ -116,8 +116,8 @@ class Local(ParallelStyle):
         sums_gradients: whether the ranks see different tokens or heads, so that the gradient of
             each rank is a part of the sum. ``Stages.finish_gradients`` adds the parts up.
         pre_collective, post_collective: applied to the input and to the output.
-        select: returns the part of a local parameter that the module computes with; None: all of
-            it.
+        select: takes this rank's shard of a parameter, a plain tensor of the shard's shape, and
+            returns the part that the module computes with; None: all of it.
         make_forward: called once with the module before it is cut, and with the tp ranks. It
             returns the forward to run; None: the forward of the module's class.
     """

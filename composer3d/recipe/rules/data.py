@@ -47,6 +47,7 @@ def data_is_named_once(recipe: Recipe) -> Iterator[str]:
 
 @rule("validation.every", "data.source", "validation.path")
 def validation_has_a_path(recipe: Recipe) -> Iterator[str]:
+    """Validation needs files of its own if the data are read from files."""
     validation, source = recipe.validation, recipe.data.source
     if source in PATHS and validation.every and validation.path is None:
         yield (
@@ -57,6 +58,7 @@ def validation_has_a_path(recipe: Recipe) -> Iterator[str]:
 
 @rule("checkpoint.init", "model.hf")
 def weights_come_from_one_place(recipe: Recipe) -> Iterator[str]:
+    """At most one of checkpoint.init and model.hf gives the first weights."""
     if recipe.checkpoint.init is not None and recipe.model.hf is not None:
         yield "<checkpoint.init> and <model.hf> both give the first weights; remove one"
 

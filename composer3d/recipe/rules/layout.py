@@ -24,6 +24,7 @@ from composer3d.spec.schedules import (
 
 @rule("mesh.tp", "model.n_heads")
 def tp_divides_heads(recipe: Recipe) -> Iterator[str]:
+    """All ranks of tp hold equally many query heads."""
     if recipe.model.n_heads % recipe.mesh.tp:
         yield f"<mesh.tp> must divide <model.n_heads>; {_suggest_tp(recipe)}"
 
@@ -39,6 +40,7 @@ def tp_fits_kv_heads(recipe: Recipe) -> Iterator[str]:
 
 @rule("mesh.tp", "model.ffn")
 def tp_divides_ffn(recipe: Recipe) -> Iterator[str]:
+    """All ranks of tp hold equal parts of the width of a feed-forward layer."""
     if recipe.model.ffn % recipe.mesh.tp:
         yield f"<mesh.tp> must divide <model.ffn>; {_suggest_tp(recipe)}"
 
@@ -153,6 +155,7 @@ def ep_divides_ranks(recipe: Recipe) -> Iterator[str]:
 
 @rule("mesh.ep", "model.architecture")
 def ep_needs_experts(recipe: Recipe) -> Iterator[str]:
+    """Only a model with experts can share them between ranks."""
     if recipe.mesh.ep > 1 and not recipe.model.experts:
         yield (
             "<mesh.ep> shares experts between ranks, but a model of <model.architecture> has none; "
@@ -216,6 +219,7 @@ def experts_are_sharded_evenly(recipe: Recipe) -> Iterator[str]:
 
 @rule("mesh.tp", "model.shared_ffn")
 def tp_divides_shared_ffn(recipe: Recipe) -> Iterator[str]:
+    """All ranks of tp hold equal parts of the width of the shared expert."""
     if value_of(recipe, "model.shared_ffn") % recipe.mesh.tp:
         yield f"<mesh.tp> must divide <model.shared_ffn>; {_suggest_tp(recipe)}"
 
@@ -225,6 +229,7 @@ def tp_divides_shared_ffn(recipe: Recipe) -> Iterator[str]:
 
 @rule(*(f"mesh.{axis}" for axis in AXES))
 def world_can_be_started(recipe: Recipe) -> Iterator[str]:
+    """A world has at most ``MOST_RANKS`` processes."""
     if recipe.world_size > MOST_RANKS:
         axes = " x ".join(f"<mesh.{axis}>" for axis in AXES)
         yield (
@@ -340,6 +345,7 @@ def schedule_accepts_micro_batches(recipe: Recipe) -> Iterator[str]:
 
 @rule("parallel.zero", "mesh.dp_shard", "mesh.dp_replicate")
 def zero_0_does_not_shard(recipe: Recipe) -> Iterator[str]:
+    """With parallel.zero = 0, all ranks hold whole parameters, so dp_shard must be 1."""
     if recipe.parallel.zero == 0 and recipe.mesh.dp_shard > 1:
         yield (
             "<parallel.zero> keeps whole parameters, but <mesh.dp_shard> shards them; use "
@@ -350,6 +356,7 @@ def zero_0_does_not_shard(recipe: Recipe) -> Iterator[str]:
 
 @rule("parallel.zero", "mesh.pp")
 def pipeline_reduces_once(recipe: Recipe) -> Iterator[str]:
+    """With pp, gradients stay whole until the last micro-batch, which zero = 2 contradicts."""
     if recipe.parallel.zero == 2 and recipe.mesh.pp > 1:
         yield (
             "<parallel.zero> reduces gradients after each micro-batch, but with <mesh.pp> they "

@@ -26,6 +26,7 @@ def heads_divide_dim(recipe: Recipe) -> Iterator[str]:
 
 @rule("model.n_kv_heads", "model.n_heads")
 def kv_heads_divide_heads(recipe: Recipe) -> Iterator[str]:
+    """Equally many query heads share each key-value head."""
     heads, kv_heads = recipe.model.n_heads, recipe.model.n_kv_heads
     if heads % kv_heads:
         way_out = suggest(divisors(heads), kv_heads)
@@ -34,6 +35,7 @@ def kv_heads_divide_heads(recipe: Recipe) -> Iterator[str]:
 
 @rule("model.expert_groups", "model.experts")
 def groups_divide_experts(recipe: Recipe) -> Iterator[str]:
+    """All groups have equally many experts."""
     model: Any = recipe.model
     if model.experts % model.expert_groups:
         way_out = suggest(divisors(model.experts), model.expert_groups)
@@ -61,6 +63,7 @@ def tokens_find_experts(recipe: Recipe) -> Iterator[str]:
 
 @rule("model.dense_layers", "model.moe_every", "model.n_layers")
 def some_layer_has_experts(recipe: Recipe) -> Iterator[str]:
+    """At least one block of a "moe" model has experts."""
     model: Any = recipe.model
     if model.moe_layers == 0:
         yield (
