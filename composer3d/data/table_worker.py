@@ -143,8 +143,8 @@ def open_dataset(path: str, field: str, first: int) -> tuple[int, Iterator[Any]]
     """Return the number of rows, and the texts from row ``first`` on, some rows at a time.
 
     Raises:
-        RefusedError: the folder names a file outside of it, or the table has no column of text
-            named ``field``.
+        RefusedError: state.json names something that is no file of the folder, or the table has no
+            column of text named ``field``.
     """
     with open(os.path.join(path, "state.json"), "rb") as file:
         state = json.load(file)
