@@ -1,8 +1,8 @@
 """Generate tokens after prompts, many prompts at a time, with a cache of keys and values.
 
-Each prompt is read alone, in one call or in consecutive parts. Then the prompts of a batch go on
-together, one token a call. A prompt that is done leaves its place to the next one. Nothing is
-padded, and a sequence never sees another one.
+Prompts of the same length are read together, in one call or in consecutive parts. Then the prompts
+of a batch go on together, one token a call. A prompt that is done leaves its place to the next one.
+Nothing is padded, and a sequence never sees another one.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """
@@ -160,7 +160,8 @@ class Generator:
             max_tokens: the most tokens that follow a prompt.
             sampling: how tokens are chosen; by default the most likely one.
             batch: the most prompts that go on together.
-            prefill_tokens: a longer prompt is read in parts of this many tokens.
+            prefill_tokens: the most tokens of prompts in a call, over all rows. A longer prompt is
+                read in parts.
             on_token: is called with the number of a prompt and its next token.
             on_done: is called with the number of a prompt and its completion, when it is done.
 
@@ -212,36 +213,49 @@ class Generator:
 
         # The rows of the cache from 0 on, without gaps.
         running: list[_Sequence] = []
+
+        def add_from(first: int, logits_BV: Tensor) -> None:
+            """Add a token to the sequences from row ``first`` on; close the gaps of those done."""
+            tokens = self._choose(logits_BV, running[first:], sampling)
+            are_done = [add(*pair) for pair in zip(running[first:], tokens, strict=True)]
+            for row in reversed([first + row for row, is_done in enumerate(are_done) if is_done]):
+                final = len(running) - 1
+                if row < final:
+                    cache.move_row(final, row)
+                    running[row] = running[final]
+                running.pop()
+
         while waiting or running:
             while waiting and len(running) < cache.rows:
-                one = waiting.popleft()
-                logits_1V = self._read_prompt(cache, len(running), one, prompts[one.prompt])
-                (token,) = self._choose(logits_1V, [one], sampling)
-                if not add(one, token):
-                    running.append(one)
+                first = len(running)
+                length = len(prompts[waiting[0].prompt])
+                most = min(cache.rows - first, max(1, prefill_tokens // length))
+                while waiting and most and len(prompts[waiting[0].prompt]) == length:
+                    running.append(waiting.popleft())
+                    most -= 1
+                add_from(first, self._read_prompts(cache, first, running[first:], prompts))
             if running:
-                tokens = self._choose(self._next_logits(cache, running), running, sampling)
-                are_done = [add(*pair) for pair in zip(running, tokens, strict=True)]
-                for row in reversed([row for row, is_done in enumerate(are_done) if is_done]):
-                    final = len(running) - 1
-                    if row < final:
-                        cache.move_row(final, row)
-                        running[row] = running[final]
-                    running.pop()
+                add_from(0, self._next_logits(cache, running))
         return [completion for completion in completions if completion is not None]
 
-    def _read_prompt(
-        self, cache: KeyValueCache, row: int, one: _Sequence, prompt: Sequence[int]
+    def _read_prompts(
+        self,
+        cache: KeyValueCache,
+        first_row: int,
+        sequences: Sequence[_Sequence],
+        prompts: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Put a prompt into a row of the cache, and return the logits (1, V) of what follows it."""
-        logits_1V = None
-        while one.seen < len(prompt):
-            part = prompt[one.seen : one.seen + cache.longest_call]
-            seq = CachedSequence(cache, row, [one.seen], len(part), self._device)
-            one.seen += len(part)
-            logits_1V = self._run(torch.tensor([list(part)]), seq, one.seen == len(prompt))
-        assert logits_1V is not None
-        return logits_1V
+        """Put prompts of one length into rows of the cache; return the logits (B, V) after them."""
+        prompts_BT = torch.tensor([list(prompts[one.prompt]) for one in sequences])
+        logits_BV = None
+        for part_BT in prompts_BT.split(cache.longest_call, dim=1):
+            starts_B, length = [one.seen for one in sequences], part_BT.shape[1]
+            seq = CachedSequence(cache, first_row, starts_B, length, self._device)
+            for one in sequences:
+                one.seen += length
+            logits_BV = self._run(part_BT, seq, sequences[0].seen == prompts_BT.shape[1])
+        assert logits_BV is not None
+        return logits_BV
 
     def _next_logits(self, cache: KeyValueCache, running: Sequence[_Sequence]) -> Tensor:
         """Put the last token of each sequence into the cache, and return the next logits (B, V)."""

@@ -64,6 +64,42 @@ def test_the_cache_changes_nothing(window: int, prefill_tokens: int) -> None:
     assert [completion.tokens for completion in found] == expected
 
 
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize(
+    ("prefill_tokens", "shapes"),
+    [
+        (64, [(3, 5), (1, 2), (1, 5), (1, 5)]),
+        (10, [(2, 5), (1, 5), (1, 2), (1, 5), (1, 5)]),
+        (3, [(1, 3), (1, 2)] * 3 + [(1, 2)] + [(1, 3), (1, 2)] * 2),
+    ],
+)
+def test_prompts_of_one_length_are_read_together(
+    window: int, prefill_tokens: int, shapes: list[tuple[int, int]]
+) -> None:
+    """As many as have a place; also if one of them ends with its first token."""
+    numbers = torch.Generator().manual_seed(6)
+    given = [
+        torch.randint(1, 131, (length,), generator=numbers).tolist()
+        for length in (5, 5, 5, 2, 5, 5)
+    ]
+    shape = ModelShape(**{**vars(SHAPE), "window": window})
+    free = make_generator(shape).generate(given, max_tokens=9, batch=1)
+    end = free[1].tokens[0]
+
+    model = random_model("llama", shape, torch.float64)
+    generator = Generator(model, sharding_plan(shape), device=CPU, end_tokens=[end])
+    calls: list[tuple[int, int]] = []
+    first: Any = model.first
+    first.register_forward_pre_hook(lambda _, inputs: calls.append(tuple(inputs[0].shape)))
+    alone = generator.generate(given, max_tokens=9, batch=1)
+    assert alone[1] == ([end], "end")
+    assert sum(len(one.tokens) == 9 for one in alone) >= 3
+    calls.clear()
+    found = generator.generate(given, max_tokens=9, batch=4, prefill_tokens=prefill_tokens)
+    assert found == alone
+    assert [call for call in calls if call[1] > 1] == shapes
+
+
 def test_a_window_bounds_the_memory() -> None:
     from composer3d.generate.cache import KeyValueCache
 
