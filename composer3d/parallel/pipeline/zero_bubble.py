@@ -61,6 +61,9 @@ class _Call:
         assert grad is not None, "the gradient of an output comes before that of its input"
         self.grad = None
 
+        # The input belongs to the graph of its micro-batch. Without ``no_grad``, the products would
+        # add to this graph.
+        @torch.no_grad()
         def compute_weight_grads() -> None:
             grad_rows = grad.flatten(0, -2)
             # ``weight`` may be a slice of the parameter, or the local part of a DTensor. Only

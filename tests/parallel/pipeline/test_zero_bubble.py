@@ -57,3 +57,20 @@ def test_weight_gradients_are_computed_when_the_deferred_work_runs(recompute: bo
     torch.testing.assert_close(
         deferring[0].b.weight.grad, plain[0].b.weight.grad, rtol=1e-13, atol=1e-13
     )
+
+
+def test_the_deferred_work_adds_nothing_to_the_graph_of_its_inputs() -> None:
+    deferring = nn.ModuleList([Three()])
+    requires_grad: list[bool] = []
+
+    def look(grad: Tensor | None) -> None:
+        # The first backward comes without a gradient.
+        if grad is not None:
+            requires_grad.append(grad.requires_grad)
+
+    for parameter in (deferring[0].a.weight, deferring[0].a.bias, deferring[0].b.weight):
+        parameter.register_hook(look)
+    dw_builder = zero_bubble.defer_weight_grads(deferring, deferring)
+    deferring[0](torch.randn(2, 3, requires_grad=True)).sum().backward()
+    dw_builder()()
+    assert requires_grad == [False] * 3
