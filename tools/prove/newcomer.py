@@ -191,7 +191,8 @@ def install(made: Path, environment: Path | None) -> Path:
 
 
 def _pip(python: str, *arguments: str) -> None:
-    command = [python, "-m", "pip", "-q", "--disable-pip-version-check", *arguments]
+    # -I: a composer3d in PYTHONPATH would count as installed.
+    command = [python, "-I", "-m", "pip", "-q", "--disable-pip-version-check", *arguments]
     subprocess.run(command, check=True, timeout=LIMIT_S)
 
 
