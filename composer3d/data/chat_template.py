@@ -58,7 +58,8 @@ class ChatTemplate:
         self._begin, self._end = f"\0<{nonce}", f"\0>{nonce}"
         environment.extend(generation_marks=(self._begin, self._end), has_generation_tag=False)
         self._template = environment.from_string(source)
-        self._has_generation_tag: bool = environment.has_generation_tag  # type: ignore[attr-defined]
+        has_tag: bool = environment.has_generation_tag  # type: ignore[attr-defined]
+        self._has_generation_tag = has_tag
         self._tokens = tokens
 
     def render(self, conversation: dict[str, Any]) -> tuple[str, Spans]:

@@ -144,7 +144,7 @@ def read_rows(
     assert answers is not None
     number, rows = first, 0
     try:
-        while (frame := _read_frame(answers)) != b".":
+        while (frame := read_frame(answers)) != b".":
             match frame[:1]:
                 case b"n":
                     (rows,) = struct.unpack_from("<q", frame, 1)
@@ -168,8 +168,8 @@ def read_rows(
         process.wait()
 
 
-def _read_frame(answers: IO[bytes]) -> bytes:
-    """Return the next frame. It is empty if the process has ended."""
+def read_frame(answers: IO[bytes]) -> bytes:
+    """Return the next frame of what a process answers. It is empty if the process has ended."""
     header = answers.read(8)
     if len(header) < 8:
         return b""

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import IO
 
 from composer3d.data.documents import Document
+from composer3d.data.tables import read_frame
 from composer3d.data.tokenizer import WORKER, check_text, pack
 from composer3d.runtime.progress import Progress
 from composer3d.spec.errors import DataError
@@ -141,9 +142,4 @@ def _wait(answers: IO[bytes]) -> bytes:
     with Progress("train the tokenizer", 0, "s") as progress:
         while not select.select([answers], [], [], _NOTICE_S)[0]:
             progress.advance()
-    header = answers.read(8)
-    if len(header) < 8:
-        return b""
-    (length,) = struct.unpack("<q", header)
-    content = answers.read(length)
-    return content if len(content) == length else b""
+    return read_frame(answers)

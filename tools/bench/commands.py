@@ -480,9 +480,7 @@ def _parser() -> argparse.ArgumentParser:
         command: Callable[[argparse.Namespace], int], description: str
     ) -> argparse.ArgumentParser:
         new = add_plain_command(command, description)
-        new.add_argument(
-            "--json", action="store_true", help="print one JSON object as the last line"
-        )
+        add_json(new)
         new.add_argument(
             "--set", metavar="TABLE.KEY=VALUE", action="append", default=[], help="override a value"
         )
@@ -494,6 +492,11 @@ def _parser() -> argparse.ArgumentParser:
             help="steps of a run; the first 3 are not timed",
         )
         return new
+
+    def add_json(command_parser: argparse.ArgumentParser) -> None:
+        command_parser.add_argument(
+            "--json", action="store_true", help="print one JSON object as the last line"
+        )
 
     def add_repeats(command_parser: argparse.ArgumentParser) -> None:
         command_parser.add_argument(
@@ -575,7 +578,7 @@ def _parser() -> argparse.ArgumentParser:
         tokenize.prepare, "the rate of prepare against the tokenizers library's own batch rate"
     )
     add_repeats(prepare_parser)
-    prepare_parser.add_argument("--json", action="store_true", help="print one JSON object too")
+    add_json(prepare_parser)
     prepare_parser.add_argument(
         "--copies", metavar="N", type=_count, default=2, help="copies of the text; default: 2"
     )
@@ -584,7 +587,7 @@ def _parser() -> argparse.ArgumentParser:
         shards.start, "the start of a training on many shards against the start on one"
     )
     add_repeats(start_parser)
-    start_parser.add_argument("--json", action="store_true", help="print one JSON object too")
+    add_json(start_parser)
     start_parser.add_argument(
         "--shards", metavar="N", type=_count, default=1000, help="shards; default: 1,000"
     )
