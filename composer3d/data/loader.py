@@ -17,18 +17,25 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from composer3d.data.blend import Blend, samples_before, sources_of, whole_weights
 from composer3d.data.order import ORDERS, Order, sample_order
+from composer3d.data.rows import FILLING, EvenRows, Rows, WholeDocumentRows
 from composer3d.data.tokens import Corpus
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.spec.errors import DataError
 
+Packing = Literal["none", "documents", "whole_documents"]
+
 # The order of samples depends on these fields, so a checkpoint cannot be resumed with other values.
-# It can be resumed with another packing, which does not change the samples. A later stage of
-# training may change the packing on purpose.
+# It can be resumed with packing "documents" in place of "none" or the reverse, which does not
+# change the samples: a later stage of training may do so on purpose.
 _ORDER_FIELDS = ("seq_len", "global_batch", "seed")
 
 # The name of the seed in a state that has the field "order". A composer3d that knows no orders
 # would otherwise go on with the samples of "shuffle"; so it finds no seed and refuses the state.
 _ORDER_SEED = "order_seed"
+
+# What follows the name of the order in a state of samples of whole documents. A composer3d that
+# knows no such samples knows no such order either, and refuses the state.
+_OF_WHOLE_DOCUMENTS = " of whole documents"
 
 
 class Batch(NamedTuple):
@@ -41,7 +48,8 @@ class Batch(NamedTuple):
         tokens_BT: the inputs.
         labels_BT: the token that follows each input, or ``IGNORE_INDEX`` where the mask of the
             corpus says that this token is not learned. If rows are split into documents, the last
-            token of a document has the label ``IGNORE_INDEX`` too.
+            token of a document has the label ``IGNORE_INDEX`` too. So has each token that fills a
+            row up.
         positions_BT: the position of each input in its row; if rows are split into documents, in
             the part of its document that lies in the row. It starts at 0.
         documents_BT: the number of each token's document within the row, from 0. It covers whole
@@ -55,19 +63,35 @@ class Batch(NamedTuple):
 
 
 class _Pick(NamedTuple):
-    """The rows of a batch that come from one corpus, and their samples in it."""
+    """The rows of a batch that come from one corpus.
+
+    Attributes:
+        corpus: the corpus.
+        rows: the numbers of the rows in the batch.
+        places: the place of each token in the corpus, or ``FILLING``: int64, (rows, seq_len).
+    """
 
     corpus: Corpus
     rows: np.ndarray
-    samples: np.ndarray
+    places: np.ndarray
 
 
 class Epochs(NamedTuple):
-    """A corpus, the number of its samples, and how often they are all seen."""
+    """How often the samples of a corpus are all seen.
+
+    Attributes:
+        name: the name of the corpus.
+        n_samples: the number of its samples.
+        epochs: how often they are seen.
+        filled: the part of the samples that documents fill, or None if nothing else does.
+        n_cut: the number of documents that are cut although samples hold whole documents.
+    """
 
     name: str
     n_samples: int
     epochs: float
+    filled: float | None = None
+    n_cut: int = 0
 
 
 def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +111,11 @@ def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return starts_BT.cumsum(1), places_T - start_places_BT
 
 
+def _shifted(pick: _Pick, columns: np.ndarray, shift: int) -> np.ndarray:
+    """Return the places of some columns of a pick's rows, moved, within the corpus."""
+    return np.clip(pick.places[:, columns] + shift, 0, len(pick.corpus.tokens) - 1)
+
+
 @dataclass(eq=False)
 class Loader(Dataset[Batch]):
     """An endless iterator over the batches of one rank.
@@ -94,7 +123,9 @@ class Loader(Dataset[Batch]):
     A rank gets global_batch / batch_ranks rows in each step. ``loader[step]`` is the batch of any
     step. The loader reads only this rank's rows, and of each row only this rank's tokens. With
     packing "documents", it reads whole rows and splits them after each token that ends a document.
-    The samples are the same. There are no collectives.
+    The samples are the same. With packing "whole_documents", it splits rows too, but they are cut
+    otherwise, and filled up with a last document that has no labels (see ``rows``). There are no
+    collectives.
 
     The state counts steps of the global batch, so training continues exactly with any number of
     batch ranks.
@@ -107,7 +138,8 @@ class Loader(Dataset[Batch]):
         seed: the seed of the order of samples, at least 0.
         batch_rank: this rank's index among the ranks that hold different rows.
         batch_ranks: the number of ranks that hold different rows.
-        packing: "documents" splits rows into documents; "none" does not.
+        packing: "documents" splits rows into documents, and so does "whole_documents", whose rows
+            cut none that fits; "none" does not.
         owned_ranges: the ranges of each row's tokens that this rank holds with context
             parallelism, each as (first, count), in order. None: whole rows.
         next_step: the step of the next batch.
@@ -115,7 +147,8 @@ class Loader(Dataset[Batch]):
             checkpoint.
 
     Raises:
-        DataError: a corpus is too small for one sample.
+        DataError: a corpus is too small for one sample; or with packing "whole_documents", a file
+            of documents cannot be read.
     """
 
     corpus: Corpus | Blend
@@ -125,7 +158,7 @@ class Loader(Dataset[Batch]):
     seed: int
     batch_rank: int
     batch_ranks: int
-    packing: Literal["none", "documents"] = "none"
+    packing: Packing = "none"
     owned_ranges: Sequence[tuple[int, int]] | None = None
     next_step: int = 0
     order: Order = "feistel"
@@ -135,15 +168,8 @@ class Loader(Dataset[Batch]):
         assert remainder == 0  # a rule of recipes
         blend = self.corpus if isinstance(self.corpus, Blend) else Blend((self.corpus,), (1.0,))
         self._corpora, self._weights = blend.corpora, whole_weights(blend.weights)
-        for corpus in self._corpora:
-            if len(corpus.tokens) <= self.seq_len:
-                raise DataError(
-                    f"corpus {corpus.name} has {len(corpus.tokens)} tokens: too few for "
-                    f"data.seq_len = {self.seq_len}, which needs {self.seq_len + 1}; shorten "
-                    "data.seq_len or give more text"
-                )
-        # Sample i of a corpus is tokens[i * seq_len : i * seq_len + seq_len + 1].
-        self._n_samples = [(len(corpus.tokens) - 1) // self.seq_len for corpus in self._corpora]
+        self._cuts = [self._cut(corpus) for corpus in self._corpora]
+        self._n_samples = [len(cut) for cut in self._cuts]
 
         # A DataLoader draws a seed for its workers when it starts. With a generator of its own, it
         # does not change the state of torch's global generator.
@@ -159,6 +185,24 @@ class Loader(Dataset[Batch]):
             )
         self._batches: Iterator[Batch] = iter(loader)
 
+    def _cut(self, corpus: Corpus) -> Rows:
+        """Return how a corpus is cut into samples. Raises DataError if it has none."""
+        if self.packing == "whole_documents":
+            whole = WholeDocumentRows.of(corpus, self.seq_len)
+            if len(whole) == 0:
+                raise DataError(
+                    f"corpus {corpus.name} has no whole document, which data.packing = "
+                    "whole_documents needs; give more text"
+                )
+            return whole
+        if len(corpus.tokens) <= self.seq_len:
+            raise DataError(
+                f"corpus {corpus.name} has {len(corpus.tokens)} tokens: too few for "
+                f"data.seq_len = {self.seq_len}, which needs {self.seq_len + 1}; shorten "
+                "data.seq_len or give more text"
+            )
+        return EvenRows.of(corpus, self.seq_len)
+
     def _steps(self) -> Iterator[int]:
         while True:
             self.next_step += 1
@@ -168,19 +212,29 @@ class Loader(Dataset[Batch]):
         first_sample = step * self.global_batch + self.batch_rank * self._rows
         picks = self._pick(first_sample)
         ranges = self.owned_ranges or [(0, self.seq_len)]
-        places = np.concatenate([np.arange(first, first + count) for first, count in ranges])
-        tokens_BT = self._gather(picks, places)
-        labels_BT = self._gather(picks, places + 1)
+        columns = np.concatenate([np.arange(first, first + count) for first, count in ranges])
+        tokens_BT = self._gather(picks, columns)
+        labels_BT = self._gather(picks, columns, shift=1)
         if any(pick.corpus.mask is not None for pick in picks):
-            labels_BT.masked_fill_(~self._learned(picks, places + 1), IGNORE_INDEX)
+            labels_BT.masked_fill_(~self._learned(picks, columns, shift=1), IGNORE_INDEX)
         if self.packing == "none":
-            return Batch(tokens_BT, labels_BT, torch.from_numpy(places).repeat(self._rows, 1))
+            return Batch(tokens_BT, labels_BT, torch.from_numpy(columns).repeat(self._rows, 1))
 
         whole_rows = self._gather(picks, np.arange(self.seq_len))
         ends_BT = whole_rows == self.corpus.end_of_document
-        documents_BT, positions_BT = number_documents(ends_BT)
-        labels_BT = labels_BT.masked_fill_(ends_BT[:, places], IGNORE_INDEX)
-        return Batch(tokens_BT, labels_BT, positions_BT[:, places], documents_BT)
+        if self.packing == "documents":
+            documents_BT, positions_BT = number_documents(ends_BT)
+            labels_BT = labels_BT.masked_fill_(ends_BT[:, columns], IGNORE_INDEX)
+            return Batch(tokens_BT, labels_BT, positions_BT[:, columns], documents_BT)
+
+        is_filling_BT = self._is_filling(picks)
+        # What fills a row up is one document. Its tokens are ends of a document, which never have a
+        # label.
+        documents_BT, positions_BT = number_documents(ends_BT & ~is_filling_BT)
+        has_no_label_BT = (ends_BT | is_filling_BT)[:, columns]
+        tokens_BT = tokens_BT.masked_fill_(is_filling_BT[:, columns], self.corpus.end_of_document)
+        labels_BT = labels_BT.masked_fill_(has_no_label_BT, IGNORE_INDEX)
+        return Batch(tokens_BT, labels_BT, positions_BT[:, columns], documents_BT)
 
     def _pick(self, first_sample: int) -> list[_Pick]:
         """Return the samples of this rank's rows, of which ``first_sample`` is the first."""
@@ -192,31 +246,46 @@ class Loader(Dataset[Batch]):
             samples = sample_order(
                 self._n_samples[number], self.seed, before[number], len(rows), self.order
             )
-            picks.append(_Pick(self._corpora[number], rows, samples))
+            places = self._cuts[number].places(samples)
+            picks.append(_Pick(self._corpora[number], rows, places))
         return picks
 
-    def _gather(self, picks: list[_Pick], places: np.ndarray) -> torch.Tensor:
-        """Copy the tokens at ``places`` of the samples: int64, shape (rows, places)."""
-        tokens_BT = np.empty((self._rows, len(places)), dtype=np.int64)
-        for corpus, rows, samples in picks:
-            tokens_BT[rows] = corpus.tokens[samples[:, None] * self.seq_len + places]
+    def _gather(self, picks: list[_Pick], columns: np.ndarray, shift: int = 0) -> torch.Tensor:
+        """Copy the tokens of some columns of the rows, or of the corpus ``shift`` tokens behind.
+
+        Returns:
+            int64, (rows, columns). Where ``_is_filling``, any tokens.
+        """
+        tokens_BT = np.empty((self._rows, len(columns)), dtype=np.int64)
+        for pick in picks:
+            tokens_BT[pick.rows] = pick.corpus.tokens[_shifted(pick, columns, shift)]
         return torch.from_numpy(tokens_BT)
 
-    def _learned(self, picks: list[_Pick], places: np.ndarray) -> torch.Tensor:
-        """Return whether the tokens at ``places`` of the samples are learned, in the same shape."""
-        learned_BT = np.ones((self._rows, len(places)), dtype=np.bool_)
-        for corpus, rows, samples in picks:
-            if corpus.mask is not None:
-                learned_BT[rows] = corpus.mask[samples[:, None] * self.seq_len + places]
+    def _learned(self, picks: list[_Pick], columns: np.ndarray, shift: int) -> torch.Tensor:
+        """Return whether the tokens that ``_gather`` copies are learned, in the same shape."""
+        learned_BT = np.ones((self._rows, len(columns)), dtype=np.bool_)
+        for pick in picks:
+            if pick.corpus.mask is not None:
+                learned_BT[pick.rows] = pick.corpus.mask[_shifted(pick, columns, shift)]
         return torch.from_numpy(learned_BT)
+
+    def _is_filling(self, picks: list[_Pick]) -> torch.Tensor:
+        """Return which tokens of the rows fill them up: bool, (rows, seq_len)."""
+        is_filling_BT = np.empty((self._rows, self.seq_len), dtype=np.bool_)
+        for pick in picks:
+            is_filling_BT[pick.rows] = pick.places == FILLING
+        return torch.from_numpy(is_filling_BT)
 
     def epochs_in(self, n_steps: int) -> list[Epochs]:
         """Return how often each corpus is seen in the first ``n_steps`` steps, in its order."""
         counts = samples_before(self._weights, n_steps * self.global_batch)
-        return [
-            Epochs(corpus.name, n_samples, count / n_samples)
-            for corpus, n_samples, count in zip(self._corpora, self._n_samples, counts, strict=True)
-        ]
+        epochs = []
+        for corpus, cut, count in zip(self._corpora, self._cuts, counts, strict=True):
+            entry = Epochs(corpus.name, len(cut), count / len(cut))
+            if isinstance(cut, WholeDocumentRows):
+                entry = entry._replace(filled=cut.filled, n_cut=cut.n_cut)
+            epochs.append(entry)
+        return epochs
 
     def epochs_begun(self, step: int) -> list[tuple[str, int]]:
         """Return the corpora of which ``step`` begins another epoch, with its number from 0.
@@ -247,10 +316,14 @@ class Loader(Dataset[Batch]):
         It has the keys ``next_step`` and ``digest`` (of the corpus), and what determines the order
         of samples: ``seq_len``, ``global_batch``, ``order`` and ``order_seed``. With the order
         "shuffle" it has ``seed`` in place of the last two, as it had before there were others.
+        With packing "whole_documents", ``order`` says so.
         """
         fields = {name: getattr(self, name) for name in _ORDER_FIELDS}
-        if self.order != "shuffle":
+        if self.packing == "whole_documents":
+            fields["order"] = self.order + _OF_WHOLE_DOCUMENTS
+        elif self.order != "shuffle":
             fields["order"] = self.order
+        if "order" in fields:
             fields[_ORDER_SEED] = fields.pop("seed")
         return {"next_step": self.next_step, "digest": self.corpus.digest, **fields}
 
@@ -263,13 +336,14 @@ class Loader(Dataset[Batch]):
             DataError: it was saved with other tokens, or with another order of samples.
             KeyError: an entry is missing.
         """
-        order = state.get("order", "shuffle")
+        name = str(state.get("order", "shuffle"))
+        order = name.removesuffix(_OF_WHOLE_DOCUMENTS)
         if order not in ORDERS:
             raise DataError(
                 f"the checkpoint was made with the order of samples {order!r:.60}, and this "
                 f"composer3d knows {' and '.join(ORDERS)}; use a newer composer3d"
             )
-        if order != "shuffle":
+        if "order" in state:
             state = {**state, "seed": state[_ORDER_SEED]}
         if state["digest"] != self.corpus.digest:
             raise DataError(
@@ -284,6 +358,12 @@ class Loader(Dataset[Batch]):
             for name in _ORDER_FIELDS
             if state[name] != getattr(self, name)
         ]
+        if (name != order) != (self.packing == "whole_documents"):
+            changed.append(
+                f"data.packing = {self.packing}, but the checkpoint was made with "
+                f"{'whole_documents' if name != order else 'documents or none'}, whose samples are "
+                "others; set it back, or start a new run under another run.name"
+            )
         if changed:
             raise DataError(changed)
         # Without workers, the DataLoader takes one step of the sampler for each batch and never

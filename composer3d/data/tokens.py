@@ -124,6 +124,7 @@ class Corpus:
         name: the name of the corpus, for messages.
         mask: uint8, as long as ``tokens`` and indexed in the same way: 1 where a token is learned,
             and else 0. None: all tokens are learned.
+        manifest: the manifest of the folder of the tokens. None: they are only in memory.
     """
 
     tokens: np.ndarray | ShardedTokens
@@ -132,6 +133,7 @@ class Corpus:
     n_documents: int
     name: str
     mask: np.ndarray | ShardedTokens | None = None
+    manifest: TokenManifest | None = None
 
 
 def write_manifest(
@@ -239,7 +241,35 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
         mask = ShardedTokens(manifest, most_maps, masks=True) if has_mask else None
     digests = [digest for name_of_file in files for digest in manifest.files[name_of_file].digests]
     digest = digest_of("".join(digests).encode())
-    return Corpus(tokens, manifest.end_of_document, digest, manifest.documents, name, mask)
+    return Corpus(
+        tokens, manifest.end_of_document, digest, manifest.documents, name, mask, manifest
+    )
+
+
+def document_bounds(corpus: Corpus) -> np.ndarray:
+    """Return the first token of each document, and the token after the last document.
+
+    For a folder of token files, the files of documents are read, and no tokens.
+
+    Returns:
+        int64, (documents + 1,), ascending from 0.
+
+    Raises:
+        DataError: a file of documents is missing, or is not what ``prepare`` wrote.
+    """
+    if corpus.manifest is None:
+        assert isinstance(corpus.tokens, np.ndarray)
+        ends = np.flatnonzero(corpus.tokens == corpus.end_of_document)
+        return np.concatenate([[0], ends + 1])
+    parts, first_token = [np.zeros(1, dtype=np.int64)], 0
+    for shard in corpus.manifest.shards:
+        with corpus.manifest.open(shard.documents_file) as file:
+            content = file.read()
+        path = corpus.manifest.folder / shard.documents_file
+        _check_starts(shard, path, content, is_first=True, is_last=True)
+        parts.append(np.frombuffer(content, dtype="<i8")[1:] + first_token)
+        first_token += shard.tokens
+    return np.concatenate(parts)
 
 
 def _map_shard(manifest: TokenManifest, shard: Shard) -> np.ndarray:

@@ -89,7 +89,7 @@ def default_windows(checkpoint: Checkpoint) -> Windows:
     if isinstance(data, dict):
         if type(data.get("seq_len")) is int and 0 < data["seq_len"] <= (checkpoint.longest or 0):
             seq_len = data["seq_len"]
-        if data.get("packing") == "documents":
+        if data.get("packing") in ("documents", "whole_documents"):
             packing = "documents"
     return Windows(seq_len=seq_len, packing="documents" if packing == "documents" else "none")
 

@@ -386,10 +386,10 @@ class DataTable:
     seq_len: int = key(256, "tokens in a sample", between(1, MOST_TOKENS))
     global_batch: int = key(8, "samples in an optimizer step, over all ranks", between(1, 1 << 30))
     micro_batch: int = key(1, "samples that a rank processes at once", between(1, 1 << 20))
-    packing: Literal["none", "documents"] = key(
+    packing: Literal["none", "documents", "whole_documents"] = key(
         "none",
-        "documents: attention and positions restart at each document; none: a sample is one "
-        "sequence",
+        "documents: attention and positions restart at each document; whole_documents: also, no "
+        "sample cuts a document that fits into it; none: a sample is one sequence",
     )
     seed: int = key(0, "seed of the order of samples", SEED)
 

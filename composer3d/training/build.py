@@ -147,7 +147,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         profiler = process_group.on_all(
             "profile", lambda: make_profiler(recipe, stages, groups, folder)
         )
-    has_documents = recipe.data.packing == "documents"
+    has_documents = recipe.data.packing != "none"
     peers = peer_groups(recipe.mesh, recipe.parallel, has_documents=has_documents)
     log.say_phases()
     return Run(
@@ -236,11 +236,13 @@ def _log_attention(recipe: Recipe, device: torch.device) -> None:
 
 def _log_epochs(recipe: Recipe, loader: Loader) -> None:
     """Log how often the whole run sees each part of the training data."""
-    for name, n_samples, epochs in loader.epochs_in(recipe.run.steps):
-        log.get().info(
-            f"data: {name} has {n_samples:,} samples of {recipe.data.seq_len} tokens; "
-            f"{recipe.run.steps:,} steps see it {epochs:.2f} times"
-        )
+    for seen in loader.epochs_in(recipe.run.steps):
+        line = f"data: {seen.name} has {seen.n_samples:,} samples of {recipe.data.seq_len} tokens"
+        if seen.filled is not None:
+            line += f", of which documents fill {seen.filled:.1%}"
+        if seen.n_cut:
+            line += f"; documents that are longer than a sample, and cut: {seen.n_cut:,}"
+        log.get().info(f"{line}; {recipe.run.steps:,} steps see it {seen.epochs:.2f} times")
 
 
 def describe_attention(recipe: Recipe, device: torch.device) -> str | None:

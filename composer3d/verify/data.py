@@ -89,10 +89,11 @@ def reference_learning_rate(recipe: Recipe, step: int) -> float:
 def make_corpus(recipe: Recipe, split: str) -> Corpus:
     """Make a text of random tokens, in documents of uneven lengths.
 
-    A document has from 1 to 2 * seq_len + 1 tokens. An epoch has 1.5 times as many samples as a
+    A document has up to 2.5 times seq_len tokens. An epoch has 1.5 times as many samples as a
     global batch (rounded up), but at least 3. So with a global batch above 1, the second batch
     reaches into the second epoch. Which samples the two batches share depends on the seed. The last
-    tokens of the text do not fill a sample.
+    tokens of the text do not fill a sample. Samples of whole documents are more, as some are not
+    full.
 
     Args:
         recipe: its ``data.seq_len``, ``data.global_batch`` and ``model.vocab`` are used.
@@ -101,7 +102,11 @@ def make_corpus(recipe: Recipe, split: str) -> Corpus:
     length, vocab = recipe.data.seq_len, recipe.model.vocab
     generator = random.Random(f"{split} of a proof")
     samples = max(3, recipe.data.global_batch + (recipe.data.global_batch + 1) // 2)
-    sizes = (1, 2, 3, length // 3, length - 1, length, length + 1, 2 * length + 1)
+    sizes: tuple[int, ...] = (1, 2, 3, length // 3, length - 1, length, length + 1, 2 * length + 1)
+    if recipe.data.packing == "whole_documents":
+        # None is short enough to fill the space that the others leave in a sample.
+        half = length // 2 + 1
+        sizes = (length // 3, half, half, length, 2 * length + half)
     end = min(_END_OF_DOCUMENT, vocab - 1)
     others = [token for token in range(vocab) if token != end] or [end]
 
@@ -122,9 +127,10 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
     """Make the global batch of a step that the loaders of all ranks together must draw.
 
     An epoch has n samples. Global sample g is sample g % n in the order of epoch g // n, that of
-    ``sample_at``. Sample i of the corpus starts at token i * seq_len; a label is the token that
-    follows. With packing, positions start from 0 in each document, and the last token of a document
-    has no label.
+    ``sample_at``. Sample i of the corpus starts at token i * seq_len, or is that of
+    ``whole_document_samples``; a label is the token that follows. With packing, positions start
+    from 0 in each document, and the last token of a document has no label. What fills a sample up
+    is a document of end-of-document tokens without labels.
 
     Args:
         recipe: its table ``[data]`` is used.
@@ -137,27 +143,36 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
         without packing.
     """
     length, rows = recipe.data.seq_len, recipe.data.global_batch
-    is_packed = recipe.data.packing == "documents"
-    samples = (len(corpus.tokens) - 1) // length
+    is_packed = recipe.data.packing != "none"
+    if recipe.data.packing == "whole_documents":
+        spans = whole_document_samples(corpus, length)
+    else:
+        n_samples = (len(corpus.tokens) - 1) // length
+        spans = [list(range(sample * length, (sample + 1) * length)) for sample in range(n_samples)]
     all_tokens, all_labels, all_positions, all_documents = [], [], [], []
 
     for global_sample in range(step * rows, (step + 1) * rows):
-        epoch, place = divmod(global_sample, samples)
-        first = sample_at(place, samples, seed, epoch) * length
+        epoch, place = divmod(global_sample, len(spans))
+        span = spans[sample_at(place, len(spans), seed, epoch)]
 
         tokens, labels, positions, documents = [], [], [], []
         position = document = 0
-        for index in range(first, first + length):
-            token, next_token = int(corpus.tokens[index]), int(corpus.tokens[index + 1])
+        for index in span:
+            token = int(corpus.tokens[index])
             ends_document = is_packed and token == corpus.end_of_document
             tokens.append(token)
-            labels.append(IGNORE_INDEX if ends_document else next_token)
+            labels.append(IGNORE_INDEX if ends_document else int(corpus.tokens[index + 1]))
             positions.append(position)
             documents.append(document)
             if ends_document:
                 position, document = 0, document + 1
             else:
                 position += 1
+        n_filling = length - len(span)
+        tokens += [corpus.end_of_document] * n_filling
+        labels += [IGNORE_INDEX] * n_filling
+        positions += range(n_filling)
+        documents += [document] * n_filling
 
         all_tokens.append(tokens)
         all_labels.append(labels)
@@ -170,6 +185,35 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
         positions_BT=torch.tensor(all_positions),
         documents_BT=torch.tensor(all_documents) if is_packed else None,
     )
+
+
+def whole_document_samples(corpus: Corpus, length: int) -> list[list[int]]:
+    """Return the tokens of each sample of whole documents, as indices of the corpus.
+
+    Documents are cut every ``length`` tokens if they are longer. The pieces are taken from the
+    longest to the shortest, and in the order of the corpus if they are equal. Each is added to the
+    sample with the least space that has enough of it, the first of them if there are several, or
+    else to a new one. Tokens after the last end of a document are in no sample.
+    """
+    pieces, last_end = [], -1
+    first = 0
+    for index in range(len(corpus.tokens)):
+        is_end = int(corpus.tokens[index]) == corpus.end_of_document
+        if is_end:
+            last_end = index
+        if is_end or index + 1 - first == length:
+            pieces.append(range(first, index + 1))
+            first = index + 1
+    pieces = [piece for piece in pieces if piece[-1] <= last_end]
+
+    samples: list[list[int]] = []
+    for piece in sorted(pieces, key=len, reverse=True):
+        fitting = [sample for sample in samples if len(sample) + len(piece) <= length]
+        if fitting:
+            max(fitting, key=len).extend(piece)
+        else:
+            samples.append(list(piece))
+    return [sorted(sample) for sample in samples]
 
 
 def sample_at(place: int, samples: int, seed: int, epoch: int) -> int:

@@ -113,6 +113,17 @@ def test_batches_of_documents_have_uneven_numbers_of_labels() -> None:
     assert len(set(first.tolist())) > 3
 
 
+def test_samples_of_whole_documents_are_filled_up_in_every_batch() -> None:
+    recipe = recipe_of("data.packing=whole_documents")
+    corpus = make_corpus(recipe, "train")
+    for step in range(3):
+        batch = corpus_batch(recipe, corpus, seed=recipe.data.seed, step=step)
+        filling = (batch.tokens_BT == corpus.end_of_document) & (batch.positions_BT > 0)
+        # An end of a document is followed by another document, or else by what fills up.
+        assert (filling[:, 1:] & filling[:, :-1]).any(1).sum() > 1
+        assert (batch.labels_BT[:, -1] != IGNORE_INDEX).any()  # a document that is cut
+
+
 def test_a_batch_without_a_label_has_a_reference(tmp_path: Path) -> None:
     sets = ("data.seq_len=1", "data.packing=documents", "data.global_batch=1", "data.micro_batch=1")
     (recipe,) = shrink(recipe_of(*sets))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from composer3d.data import Batch, Loader, loader, order
+from composer3d.data.rows import EvenRows
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.recipe.schema import OptimTable
 from composer3d.training import batches, build, loop, optim
@@ -96,11 +97,28 @@ def leave_out_a_token_between_samples() -> None:
     """Loader: a sample begins seq_len + 1 tokens after the previous one."""
 
     def change(self: Loader) -> None:
-        tokens = self.corpus.tokens
-        count = (len(tokens) - 1) // (self.seq_len + 1)
-        self._samples = tokens[: count * (self.seq_len + 1)].reshape(count, -1)
+        stride = self.seq_len + 1
+        self._cuts = [EvenRows.of(corpus, stride) for corpus in self._corpora]
+        self._n_samples = [len(cut) for cut in self._cuts]
 
     _change_loaders(change)
+
+
+def cut_documents_in_samples_of_whole_ones() -> None:
+    """Loader: samples of whole documents are cut every seq_len tokens."""
+
+    def change(self: Loader) -> None:
+        self._cuts = [EvenRows.of(corpus, self.seq_len) for corpus in self._corpora]
+        self._n_samples = [len(cut) for cut in self._cuts]
+
+    _change_loaders(change)
+
+
+def learn_what_fills_samples_up() -> None:
+    """Loader: what fills up a sample of whole documents belongs to its last document."""
+    Loader._is_filling = lambda self, picks: torch.zeros(  # type: ignore[method-assign]
+        self._rows, self.seq_len, dtype=torch.bool
+    )
 
 
 def take_the_sample_after() -> None:

@@ -68,6 +68,7 @@ _V = "mesh.pp=2 parallel.schedule=ZBVZeroBubble"
 _TIED = "mesh.pp=2 model.tied=true"
 _NARROW = "precision.reduce=bfloat16"
 _PACKED = "data.packing=documents"
+_WHOLE = "data.packing=whole_documents"
 _FLOAT8 = "precision.compute=bfloat16 precision.matmul=float8"
 
 FAULTS = [
@@ -300,6 +301,8 @@ FAULTS = [
     Fault(data.forget_the_seed_of_the_order, "mesh.dp_shard=2"),
     Fault(data.begin_documents_with_the_end_of_the_last, f"mesh.dp_shard=2 {_PACKED}"),
     Fault(data.learn_what_follows_a_document, f"mesh.tp=2 {_PACKED}"),
+    Fault(data.cut_documents_in_samples_of_whole_ones, f"mesh.dp_shard=2 {_WHOLE}"),
+    Fault(data.learn_what_fills_samples_up, f"mesh.dp_shard=2 {_WHOLE}"),
     # validation
     Fault(data.repeat_the_first_order, "mesh.dp_shard=2", "^validation loss is off"),
     Fault(data.hand_out_a_batch_twice, "mesh.dp_shard=2", "^validation loss is off"),

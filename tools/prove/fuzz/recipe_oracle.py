@@ -116,7 +116,7 @@ TABLES: dict[str, dict[str, Any]] = {
         "seq_len": _ints(1, _TOKENS),
         "global_batch": _ints(1, 2**30),
         "micro_batch": _ints(1, 2**20),
-        "packing": ("none", "documents"),
+        "packing": ("none", "documents", "whole_documents"),
         "seed": _SEED,
     },
     "optim": {
