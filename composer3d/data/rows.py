@@ -70,8 +70,6 @@ class WholeDocumentRows:
     sample with the least space left in which it fits, and of equal ones to the oldest; or to a new
     sample, if it fits in none. Within a sample, pieces are in the order of the corpus.
 
-    It takes about a second for a million documents.
-
     Args:
         bounds: the first token of each document, and at the end the number of tokens: int64,
             (documents + 1,), ascending from 0.
