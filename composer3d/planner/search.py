@@ -200,7 +200,7 @@ _LEVERS = {
     "tp": "less tp, or sequences of more tokens a rank",
     "cp": "less cp, or ulysses",
     "ep": "ep inside a node",
-    "dp": "more tokens in a micro-batch, or replicas of smaller shards (dp_replicate)",
+    "dp": "more tokens in a micro-batch, or shards over fewer ranks (dp_replicate)",
     "bubble": "more micro-batches, more stages a rank, or a zero-bubble schedule",
     "recompute": "less checkpointing, if memory allows it",
     "optimizer": "more tokens in a step",
