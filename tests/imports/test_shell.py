@@ -33,6 +33,16 @@ def words(text: str) -> list[str]:
         ("if [ $X ]; then\nrun inside\nfi", ["run", "inside"]),
         ("run 'not closed", ["run", "not closed"]),
         ("A=$A$A\nrun $A", ["run", "$A$A"]),
+        # Expansions nest, with quotes inside of quotes.
+        (
+            'D="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nA=1\nrun $A "$D"',
+            ["run", "1", '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'],
+        ),
+        ("A=$((2 * (3+4))) B=$(( (4 + 4) / 2 ))\nrun $A $B", ["run", "14", "4"]),
+        ("A=1 E=\nrun ${A:-${B}} ${C:-$A} ${E:-2} ${C:-$B}", ["run", "1", "1", "2", "$B"]),
+        ("declare -a A=(--x 1)\nlocal -r B=2\nrun ${A[@]} $B", ["run", "--x", "1", "2"]),
+        ("run a > log 2>&1", ["run", "a"]),
+        ("run a 2>/dev/null b 2 >> log c2 <in", ["run", "a", "b", "2", "c2"]),
     ],
 )
 def test_words_of_a_command(text: str, expected: list[str]) -> None:
@@ -110,6 +120,11 @@ def test_variables_that_grow_without_end_are_refused(text: str) -> None:
     "text",
     [
         "$((" * 20000,
+        "$(" * 20000,
+        "$('" * 20000,
+        "${A:-" * 9999,
+        "${A:-" * 9999 + "}" * 9999,
+        "> " * 20000,
         "${" * 20000,
         '"' * 9999,
         "A=(" * 9999,
