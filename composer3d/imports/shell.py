@@ -110,10 +110,18 @@ class _Reader:
     # (None: not known), and whether an earlier one has run.
     branches: list[tuple[bool | None, bool | None]] = field(default_factory=list)
     follows: bool = False  # the statement before ended with && or ||
+    # The statements of a condition up to ``then``, and whether an earlier branch has run.
+    condition: list[_Statement] = field(default_factory=list)
+    earlier: bool | None = False
     total: int = 0
 
     def add(self, statement: _Statement) -> None:
         """Evaluate one statement."""
+        if self.condition:
+            if not statement.words or _plain(statement.words[0]) != "then":
+                self.condition.append(statement)
+                return
+            self._enter()
         is_conditional = self.follows
         self.follows = statement.end in "&|" and bool(statement.end)
         words = list(statement.words)
@@ -150,24 +158,44 @@ class _Reader:
 
     def _branch(self, keyword: str, condition: list[_Word], statement: _Statement) -> None:
         """Enter or leave a branch of ``if`` or ``case``."""
-        if keyword in ("if", "case"):
-            verdict = self._verdict(condition, statement) if keyword == "if" else None
-            self.branches.append((verdict, verdict))
+        if keyword == "if":
+            self.condition, self.earlier = [statement._replace(words=condition)], False
+        elif keyword == "case":
+            self.branches.append((None, None))
         elif not self.branches:
             return
         elif keyword in ("fi", "esac"):
             self.branches.pop()
         else:
             _, earlier = self.branches.pop()
-            verdict = True if keyword == "else" else self._verdict(condition, statement)
-            if earlier is not False:
-                verdict = False if earlier else None
-            self.branches.append((verdict, True if verdict else earlier))
+            if keyword == "elif":
+                self.condition, self.earlier = [statement._replace(words=condition)], earlier
+            else:
+                self.branches.append((None if earlier is None else not earlier, True))
 
-    def _verdict(self, condition: list[_Word], statement: _Statement) -> bool | None:
+    def _enter(self) -> None:
+        """Enter the branch whose condition has been read."""
+        verdict, operator = None, ""
+        for statement in self.condition:
+            one = self._verdict(statement)
+            pair = (verdict, one)
+            if operator == "&":
+                verdict = False if False in pair else (None if None in pair else True)
+            elif operator == "|":
+                verdict = True if True in pair else (None if None in pair else False)
+            else:
+                verdict = one
+            operator = statement.end
+        self.condition, self.follows = [], False
+        if self.earlier is False:
+            self.branches.append((verdict, verdict))
+        else:
+            self.branches.append((False if self.earlier else None, self.earlier))
+
+    def _verdict(self, statement: _Statement) -> bool | None:
         """Return whether ``[ A = B ]``, ``[ -n A ]`` and the like hold; None: not known."""
-        texts = [self._joined(word, statement.line) for word in condition]
-        if statement.end in ("&", "|") or any("$" in text or "`" in text for text in texts):
+        texts = [self._joined(word, statement.line) for word in statement.words]
+        if any("$" in text or "`" in text for text in texts):
             return None
         if len(texts) < 3 or texts[0] not in ("[", "[[") or texts[-1] not in ("]", "]]"):
             return None

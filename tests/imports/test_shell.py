@@ -57,6 +57,10 @@ def test_words_of_a_command(text: str, expected: list[str]) -> None:
         ('[ "$SIZE" != "8b" ]', "4096"),
         ('[ -n "$SIZE" ]', "4096"),
         ("[ -z $SIZE ]", "5120"),
+        ('[[ "$SIZE" == "7b" ]] || [[ -n "$UNSET" ]]', "4096"),
+        ("[ -f x ] || [ $SIZE = 7b ]", "4096"),
+        ("[ $SIZE = 7b ] && [ -n $SIZE ] && [ $SIZE != 8b ]", "4096"),
+        ("[ $SIZE = 8b ] && [ -f x ]", "5120"),
     ],
 )
 def test_known_conditions_are_decided(condition: str, value: str) -> None:
@@ -68,7 +72,16 @@ def test_known_conditions_are_decided(condition: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "condition", ["[ -f data ]", '[ "$UNSET" = 1 ]', '[ "$A" = 1 ] && [ -f x ]', "grep -q x y"]
+    "condition",
+    [
+        "[ -f data ]",
+        '[ "$UNSET" = 1 ]',
+        '[ "$A" = 1 ] && [ -f x ]',
+        '[ "$A" = 2 ] || [ -f x ]',
+        "[ -f x ] && [ $A = 1 ] || [ -f y ]",
+        "(( A > 0 ))",
+        "grep -q x y",
+    ],
 )
 def test_other_conditions_leave_a_variable_as_it_is(condition: str) -> None:
     script = read_script(f"A=1\nH=1\nif {condition}; then\n  H=2\nfi\nrun $H", "x.sh")
@@ -88,6 +101,11 @@ def test_elif_and_nested_conditions() -> None:
     text = "S=b\nif [ $S = a ]; then H=1\nelif [ $S = b ]; then\n"
     text += " if [ $S = c ]; then H=9; fi\n H=2\nelse H=3\nfi\nrun $H"
     assert words(text) == ["run", "2"]
+
+
+def test_else_after_an_undecided_branch_is_not_decided() -> None:
+    text = "S=b H=1\nif [ $S = a ]; then H=2\nelif [ -f x ]; then H=3\nelse H=4\nfi\nrun $H"
+    assert words(text) == ["run", "1"]
 
 
 def test_here_documents_are_texts_with_variables() -> None:
