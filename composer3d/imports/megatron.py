@@ -444,13 +444,15 @@ def _set_schedule(made: Translation) -> None:
     elif warmup is not None:
         made.take("optim.warmup", warmup, "lr_warmup_iters", "lr_warmup_samples")
     made.ignore("lr_warmup_iters", "lr_warmup_samples")
-    final = made.number("lr_wsd_decay_iters")
+    final = _steps(made, "lr_wsd_decay_iters", "lr_wsd_decay_samples", batch)
     if final is not None and style == "wsd":
-        made.take("optim.decay_steps", final, "lr_wsd_decay_iters")
+        made.take("optim.decay_steps", final, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
     shape = made.text("lr_wsd_decay_style")
+    if style == "wsd" and shape is None:
+        made.lose("the decay of wsd is linear, theirs by default exponential")
     if style == "wsd":
         note_linear_decay(made, shape, "lr_wsd_decay_style")
-    made.ignore("lr_wsd_decay_style", "lr_wsd_decay_iters")
+    made.ignore("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
 
 def _steps(made: Translation, iterations: str, samples: str, batch: int) -> int | None:

@@ -290,6 +290,7 @@ MEGATRON = [
     _computed("lr_decay_iters", "optim.decay", "the step that reaches min_lr"),
     _computed("lr_decay_samples", "optim.decay", "over the global batch"),
     _computed("lr_wsd_decay_iters", "optim.decay_steps", "with WSD"),
+    _computed("lr_wsd_decay_samples", "optim.decay_steps", "over the global batch, with WSD"),
     _computed("lr_wsd_decay_style", "", "the decay of ours is linear"),
     _computed("lr_warmup_iters", "optim.warmup", "steps", "warmup_steps", "warmup_iters"),
     _computed("lr_warmup_fraction", "optim.warmup", "of the steps of the decay"),

@@ -160,6 +160,11 @@ def test_a_script_with_a_deepspeed_json() -> None:
             "bfloat16",
         ),
         ("'lr_warmup_fraction': 0.1, 'train_iters': 500", "optim.warmup", 50),
+        (
+            "'lr_decay_style': 'WSD', 'lr_wsd_decay_samples': 640, 'global_batch_size': 64",
+            "optim.decay_steps",
+            10,
+        ),
         ("'train_samples': 800, 'global_batch_size': 8", "run.steps", 100),
         ("'train_tokens': 409600, 'global_batch_size': 8", "run.steps", 100),
         ("'lr_decay_style': 'WSD', 'lr_wsd_decay_iters': 20", "optim.decay_steps", 20),
