@@ -218,6 +218,11 @@ def _set_vocabulary(made: Translation, tp: int) -> None:
         vocab = -(-max(1, size) // unit) * unit
         note = f"{size:,} padded to a multiple of {unit:,}" if vocab != size else ""
         made.take("model.vocab", vocab, source, note=note)
+    elif made.model is None and tokenizer and "model.vocab" not in made.overridden:
+        made.problems.append(
+            f"{made.file}: {made.words('tokenizer_type')} does not tell the vocabulary; give it "
+            "with --set model.vocab=N"
+        )
     elif made.model is None:
         vocab = -(-_GPT2_VOCAB // unit) * unit
         made.assume(

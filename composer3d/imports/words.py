@@ -197,7 +197,11 @@ MEGATRON = [
     _computed("vocab_size", "model.vocab", "padded as make_vocab_size_divisible_by says"),
     _computed("padded_vocab_size", "model.vocab", "as it is", "vocab_size_padded"),
     _computed("make_vocab_size_divisible_by", "model.vocab", "128 if absent, times tp"),
-    _computed("tokenizer_type", "model.vocab", "a GPT-2 or Llama 2 tokenizer tells the vocabulary"),
+    _computed(
+        "tokenizer_type",
+        "model.vocab",
+        "a GPT-2 or Llama 2 tokenizer tells the vocabulary; another needs --set model.vocab=N",
+    ),
     _computed("normalization", "", "ours is RMSNorm", "norm_type"),
     _copied("norm_epsilon", "model.norm_eps", "layernorm_epsilon", "rms_norm_eps"),
     _computed("position_embedding_type", "", "ours is rope"),

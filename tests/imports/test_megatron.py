@@ -286,6 +286,14 @@ def test_a_refusal(tmp_path: Path, more: str, message: str) -> None:
     assert all("/composer3d-import-" not in line for line in error.value.lines)
 
 
+def test_another_tokenizer_does_not_tell_the_vocabulary(tmp_path: Path) -> None:
+    text = MEGATRON.replace("--bf16", "--bf16 --tokenizer-type HuggingFaceTokenizer")
+    with pytest.raises(RecipeError, match="HuggingFaceTokenizer does not tell the vocabulary"):
+        imported(tmp_path, "x.sh", text)
+    recipe = imported(tmp_path, "x.sh", text, ["model.vocab=128256"]).resolved.recipe
+    assert recipe.model.vocab == 128256
+
+
 def test_set_gives_what_a_script_leaves_open(tmp_path: Path) -> None:
     text = MEGATRON.replace("TP=2", "TP=$1").replace("--bf16", "--fp16")
     with pytest.raises(RecipeError) as error:
