@@ -22,7 +22,6 @@ from composer3d.runtime.files import write_atomic
 from composer3d.spec import hardware, trace
 from composer3d.spec.errors import UserError
 
-
 # Of a pipeline, so that a recipe of somebody else takes seconds: stages whose speed is predicted,
 # and actions whose traffic the drawing of the layout counts.
 _MOST_STAGES = 256
