@@ -246,7 +246,7 @@ def test_experts_on_ranks_need_shards(tmp_path: Path) -> None:
             "'moe_router_topk': 2, 'moe_ffn_hidden_size': 9",
             "moe_ffn_hidden_size = 9 without --num-experts: there are no experts",
         ),
-        ("'lr': 1e-4, 'learning_rate': 2e-4", "the last is used"),
+        ("'lr': 1e-4, 'learning_rate': 2e-4", ": learning_rate = 0.0002 is used"),
         ("'num_virtual_stages_per_pipeline_rank': 2", "there is one pipeline rank: it is dropped"),
     ],
 )
