@@ -933,6 +933,9 @@ def _vocabulary(text: str) -> int:
 
 
 def _whole(text: str) -> int:
+    if text.startswith("-") or not text.isdecimal():
+        words = f"must be a whole number of at least 0, got {one_line(text[:_MOST_DIGITS])}"
+        raise argparse.ArgumentTypeError(words)
     return 0 if text == "0" else _positive(text)
 
 

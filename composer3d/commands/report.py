@@ -22,6 +22,11 @@ from composer3d.runtime.files import write_atomic
 from composer3d.spec import hardware, trace
 from composer3d.spec.errors import UserError
 
+# Of a pipeline, so that a recipe of somebody else takes seconds: stages whose speed is predicted,
+# and actions whose traffic the drawing of the layout counts.
+_MOST_STAGES = 256
+_MOST_COUNTED = 2_000_000
+
 
 def run(
     *,
@@ -99,8 +104,8 @@ def _as_json(subject: Subject) -> dict[str, Any]:
     curves, forecast = subject.run.curves, subject.forecast
 
     def last(name: str) -> float | None:
-        point = curves.of(name).last
-        return None if point is None else point.value
+        series = curves.of(name)
+        return series.last.value if series.last is not None and series.ends_finite else None
 
     return {
         "name": subject.label,
@@ -150,6 +155,10 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
     if row is None:
         words = one_line(run.device or "")
         return Forecast(None, None, f"Nothing is predicted: there is no row for {words}; {way_out}")
+    stages = run.recipe.mesh.pp * run.recipe.parallel.stages_per_rank
+    if stages > _MOST_STAGES:
+        words = f"{stages:,} pipeline stages would take too long; composer3d plan predicts them."
+        return Forecast(None, None, f"Nothing is predicted: {words}")
     try:
         found = price(run.recipe, Device(hardware=row, per_node=per_node)).prediction
     except UserError as error:
@@ -169,6 +178,12 @@ def _layout(run: RunFolder, per_node: int) -> Picture:
     title = "Layout"
     if run.recipe is None:
         return Picture(title, "", f"No drawing: {run.recipe_problem}.")
+    parallel, pp = run.recipe.parallel, run.recipe.mesh.pp
+    # The drawing lists the actions of all pipeline ranks, once for each of them.
+    actions = 2 * pp * pp * parallel.stages_per_rank * run.recipe.micro_batches
+    if actions > _MOST_COUNTED:
+        words = f"No drawing: counting the traffic of {actions:,} actions would take too long; "
+        return Picture(title, "", words + "composer3d layout draws them.")
     try:
         layout = make_layout(run.recipe, per_node, None)
         heading = f"{one_line(run.name)}: {mesh_words(run.recipe)}"

@@ -54,7 +54,8 @@ def read_prompts(texts: Sequence[str], path: str | None) -> list[Prompt]:
 def _read_file(path: str) -> list[Prompt]:
     shown = f"--prompts {one_line(path)}"
     try:
-        content = read_plain(path, limit=_FILE_BYTES).decode()
+        # Some editors begin a file with a byte order mark, which is no part of its text.
+        content = read_plain(path, limit=_FILE_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{shown}: byte 0x{error.object[error.start]:02x} at offset {error.start} is not "

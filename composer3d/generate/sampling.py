@@ -15,6 +15,9 @@ from torch import Tensor
 # faster than all tokens are sorted.
 _LIKELY = 1024
 
+# A lower temperature chooses as this one does. As float32 it could be 0, or the quotients infinite.
+_LEAST_TEMPERATURE = 1e-30
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -49,7 +52,10 @@ class Sampler:
     def choose(self, logits_V: Tensor) -> int:
         """Choose a random token by its logits, which must be on the CPU."""
         wide_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
-        probability_V = torch.softmax(wide_V / self._sampling.temperature, dim=-1).double()
+        # No quotient is above 0, so none becomes infinite but those of probability 0.
+        below_V = wide_V - wide_V.max()
+        temperature = max(self._sampling.temperature, _LEAST_TEMPERATURE)
+        probability_V = torch.softmax(below_V / temperature, dim=-1).double()
         tokens = None
         if self._sampling.top_p < 1:
             probability_V, tokens = _most_likely(probability_V, self._sampling.top_p)

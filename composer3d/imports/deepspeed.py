@@ -111,8 +111,11 @@ def _set_optimizer(made: Translation) -> None:
         made.assume("optim.clip", 0.0, "gradient_clipping is absent: no clipping")
     if kind is not None:
         made.assume("optim.betas", (0.9, 0.999), "the default of the optimizer")
-        default = 0.01 if kind.lower() == "adamw" else 0.0
-        made.assume("optim.weight_decay", default, f"the default of {kind}")
+        # DeepSpeed's own Adam has no decay unless it is given; torch's AdamW has.
+        is_torch = kind.lower() == "adamw" and made.flag("optimizer.params.torch_adam")
+        made.assume("optim.weight_decay", 0.01 if is_torch else 0.0, f"the default of {kind}")
+        if "optimizer.params.lr" not in made.settings:
+            made.assume("optim.lr", 1e-3, f"the default of {kind}")
 
     peak = made.real("scheduler.params.warmup_max_lr")
     lr = made.value("optim.lr")
@@ -124,6 +127,7 @@ def _set_optimizer(made: Translation) -> None:
     if peak is not None:
         made.take("optim.lr", peak, "scheduler.params.warmup_max_lr")
     name = made.text("scheduler.type")
+    _set_warmup(made, name)
     if name is None:
         made.assume("optim.schedule", "constant", "there is no scheduler")
     elif name.lower() in _SCHEDULES:
@@ -132,7 +136,28 @@ def _set_optimizer(made: Translation) -> None:
         made.lose('not there: optim.schedule = "cosine"', "scheduler.type")
         made.drop("optim.schedule")
     made.take_number("run.steps", "scheduler.params.total_num_steps")
-    ratio = made.real("scheduler.params.cos_min_ratio")
-    if ratio is not None and name is not None and name.lower() == "warmupcosinelr":
+    word = "scheduler.params.cos_min_ratio"
+    ratio = made.real(word)
+    if name is not None and name.lower() == "warmupcosinelr":
         base = made.value("optim.lr", 3e-4)
-        made.take("optim.min_lr", ratio * base, "scheduler.params.cos_min_ratio")
+        if ratio is not None:
+            made.take("optim.min_lr", ratio * base, word)
+        elif word not in made.settings:
+            made.assume("optim.min_lr", 1e-4 * base, "1e-4 of the peak, the default")
+
+
+def _set_warmup(made: Translation, scheduler: str | None) -> None:
+    """Set what a scheduler does in its warmup if the file does not say it."""
+    if scheduler is None or scheduler.lower() not in _SCHEDULES:
+        return
+    word = "scheduler.params.warmup_num_steps"
+    if word not in made.settings:
+        made.assume("optim.warmup", 1000, f"the default of {scheduler}")
+    word = "scheduler.params.warmup_max_lr"
+    if scheduler.lower() == "warmupdecaylr" and word not in made.settings:
+        lr = made.words("optimizer.params.lr")
+        if lr and made.value("optim.lr") != 1e-3:
+            made.contradict(f"{lr}, but {scheduler} without warmup_max_lr has 0.001: {lr} is used")
+    word = "scheduler.params.warmup_type"
+    if word not in made.settings and made.value("optim.warmup", 0) > 0:
+        made.lose(f"the warmup is linear, that of {scheduler} without warmup_type a logarithm")

@@ -206,7 +206,8 @@ def _set_zero(made: Translation, layout: Layout, dp: int) -> None:
         )
         replicas = 1
     is_said = bool(made.words(*names))
-    made.take("parallel.zero", zero, *names, note="" if is_said else "no sharding is asked for")
+    reason = "the default" if zero else "no sharding is asked for"
+    made.take("parallel.zero", zero, *names, note="" if is_said else reason)
     made.ignore(*layout.names_of("replicas"))
     shown = made.words(*layout.names_of("dp", "world"))
     ranks = f"{shown}: {dp} data-parallel ranks" if shown else f"{dp} data-parallel ranks"

@@ -218,6 +218,11 @@ def _set_vocabulary(made: Translation, tp: int) -> None:
         vocab = -(-max(1, size) // unit) * unit
         note = f"{size:,} padded to a multiple of {unit:,}" if vocab != size else ""
         made.take("model.vocab", vocab, source, note=note)
+    elif made.model is None and tokenizer and "model.vocab" not in made.overridden:
+        made.problems.append(
+            f"{made.file}: {made.words('tokenizer_type')} does not tell the vocabulary; give it "
+            "with --set model.vocab=N"
+        )
     elif made.model is None:
         vocab = -(-_GPT2_VOCAB // unit) * unit
         made.assume(
@@ -444,13 +449,15 @@ def _set_schedule(made: Translation) -> None:
     elif warmup is not None:
         made.take("optim.warmup", warmup, "lr_warmup_iters", "lr_warmup_samples")
     made.ignore("lr_warmup_iters", "lr_warmup_samples")
-    final = made.number("lr_wsd_decay_iters")
+    final = _steps(made, "lr_wsd_decay_iters", "lr_wsd_decay_samples", batch)
     if final is not None and style == "wsd":
-        made.take("optim.decay_steps", final, "lr_wsd_decay_iters")
+        made.take("optim.decay_steps", final, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
     shape = made.text("lr_wsd_decay_style")
+    if style == "wsd" and shape is None:
+        made.lose("the decay of wsd is linear, theirs by default exponential")
     if style == "wsd":
         note_linear_decay(made, shape, "lr_wsd_decay_style")
-    made.ignore("lr_wsd_decay_style", "lr_wsd_decay_iters")
+    made.ignore("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
 
 def _steps(made: Translation, iterations: str, samples: str, batch: int) -> int | None:

@@ -15,7 +15,7 @@ from composer3d.recipe.values import one_line
 from composer3d.spec.errors import RecipeError
 
 _MOST_CHARACTERS = 1 << 16  # of an expanded word: A=$A$A doubles with each line
-_MOST_ARITHMETIC = 200  # characters; it may nest
+_MOST_NESTED = 200  # characters of arithmetic, or of a default value: both may nest
 _MOST_TOTAL = 1 << 22  # of all expanded words together
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -23,9 +23,11 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 
 _REFERENCE = re.compile(
     r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<name>[A-Za-z_]\w*|[0-9])(?P<array>\[[@*]\])?"
-    r"(?P<default>:?[-=][^}]*)?\})"
+    r"(?P<default>:?[-=].*)?\})",
+    re.DOTALL,
 )
 _HERE = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
+_REDIRECTION = re.compile(r"(?:<<<|[<>]{1,2}[&|]?)[ \t]*")
 _KEYWORDS = frozenset(("then", "do", "done", "{", "}", "!", "time", "exec", "for"))
 _DECLARING = frozenset(("export", "local", "readonly", "declare", "typeset"))
 
@@ -108,19 +110,30 @@ class _Reader:
     # (None: not known), and whether an earlier one has run.
     branches: list[tuple[bool | None, bool | None]] = field(default_factory=list)
     follows: bool = False  # the statement before ended with && or ||
+    # The statements of a condition up to ``then``, and whether an earlier branch has run.
+    condition: list[_Statement] = field(default_factory=list)
+    earlier: bool | None = False
     total: int = 0
 
     def add(self, statement: _Statement) -> None:
         """Evaluate one statement."""
+        if self.condition:
+            if not statement.words or _plain(statement.words[0]) != "then":
+                self.condition.append(statement)
+                return
+            self._enter()
         is_conditional = self.follows
         self.follows = statement.end in "&|" and bool(statement.end)
         words = list(statement.words)
+        is_declared = False
         while words and (plain := _plain(words[0])) is not None:
             if plain in ("if", "elif", "else", "case", "fi", "esac"):
                 self._branch(plain, words[1:], statement)
                 if plain not in ("else", "fi", "esac"):
                     return
-            elif plain not in _KEYWORDS and plain not in _DECLARING:
+            elif plain in _DECLARING:
+                is_declared = True
+            elif not (is_declared and plain.startswith("-")) and plain not in _KEYWORDS:
                 break
             del words[0]
         runs = [branch[0] for branch in self.branches]
@@ -145,24 +158,44 @@ class _Reader:
 
     def _branch(self, keyword: str, condition: list[_Word], statement: _Statement) -> None:
         """Enter or leave a branch of ``if`` or ``case``."""
-        if keyword in ("if", "case"):
-            verdict = self._verdict(condition, statement) if keyword == "if" else None
-            self.branches.append((verdict, verdict))
+        if keyword == "if":
+            self.condition, self.earlier = [statement._replace(words=condition)], False
+        elif keyword == "case":
+            self.branches.append((None, None))
         elif not self.branches:
             return
         elif keyword in ("fi", "esac"):
             self.branches.pop()
         else:
             _, earlier = self.branches.pop()
-            verdict = True if keyword == "else" else self._verdict(condition, statement)
-            if earlier is not False:
-                verdict = False if earlier else None
-            self.branches.append((verdict, True if verdict else earlier))
+            if keyword == "elif":
+                self.condition, self.earlier = [statement._replace(words=condition)], earlier
+            else:
+                self.branches.append((None if earlier is None else not earlier, True))
 
-    def _verdict(self, condition: list[_Word], statement: _Statement) -> bool | None:
+    def _enter(self) -> None:
+        """Enter the branch whose condition has been read."""
+        verdict, operator = None, ""
+        for statement in self.condition:
+            one = self._verdict(statement)
+            pair = (verdict, one)
+            if operator == "&":
+                verdict = False if False in pair else (None if None in pair else True)
+            elif operator == "|":
+                verdict = True if True in pair else (None if None in pair else False)
+            else:
+                verdict = one
+            operator = statement.end
+        self.condition, self.follows = [], False
+        if self.earlier is False:
+            self.branches.append((verdict, verdict))
+        else:
+            self.branches.append((False if self.earlier else None, self.earlier))
+
+    def _verdict(self, statement: _Statement) -> bool | None:
         """Return whether ``[ A = B ]``, ``[ -n A ]`` and the like hold; None: not known."""
-        texts = [self._joined(word, statement.line) for word in condition]
-        if statement.end in ("&", "|") or any("$" in text or "`" in text for text in texts):
+        texts = [self._joined(word, statement.line) for word in statement.words]
+        if any("$" in text or "`" in text for text in texts):
             return None
         if len(texts) < 3 or texts[0] not in ("[", "[[") or texts[-1] not in ("]", "]]"):
             return None
@@ -237,9 +270,12 @@ class _Reader:
         while (start := text.find("$", position)) >= 0:
             pieces.append(text[position:start])
             if text.startswith("$((", start):
-                end = text.find("))", start)
-                end = len(text) if end < 0 else end + 2
+                end = _end_of_expansion(text, start)
                 pieces.append(self._arithmetic(text[start:end], line))
+            elif text.startswith("${", start):
+                end = _end_of_expansion(text, start)
+                match = _REFERENCE.fullmatch(text, start, end)
+                pieces.append(self._value(match, line) if match else text[start:end])
             elif match := _REFERENCE.match(text, start):
                 end = match.end()
                 pieces.append(self._value(match, line))
@@ -253,16 +289,18 @@ class _Reader:
     def _value(self, match: re.Match[str], line: int) -> str:
         values = self.script.variables.get(match["plain"] or match["name"])
         default = match["default"]
+        if default is not None and default.startswith(":") and values == [""]:
+            values = None
         if values is not None and (match["array"] or len(values) == 1):
             return " ".join(values)
         if values:
             return values[0]  # of an array, as bash does
-        if default is not None and "$" not in default:
-            return default.lstrip(":-=").strip("\"'")
+        if default is not None and len(default) <= _MOST_NESTED:
+            return self.expand(default.removeprefix(":")[1:].strip("\"'"), line)
         return match[0]
 
     def _arithmetic(self, text: str, line: int) -> str:
-        if len(text) > _MOST_ARITHMETIC:
+        if len(text) > _MOST_NESTED:
             return text
         inner = self.expand(text[3:-2], line)
 
@@ -280,6 +318,36 @@ class _Reader:
 def _plain(word: _Word) -> str | None:
     """Return the text of a word that has no quotes and no variables."""
     return word[0].text if len(word) == 1 and not word[0].is_quoted else None
+
+
+def _end_of_expansion(text: str, start: int) -> int:
+    """Return where the ``$(...)``, ``${...}`` or backticks at ``start`` end; all three may nest.
+
+    A ``$`` before anything else ends by itself, and what is not closed ends with the text.
+    """
+    closing: list[str] = []  # the closing characters that are still to come
+    position = start
+    while position < len(text):
+        char = text[position]
+        if char == "\\":
+            position += 1
+        elif closing and char == closing[-1]:
+            closing.pop()
+        elif text.startswith(("$(", "${"), position):
+            position += 1
+            closing.append(")" if text[position] == "(" else "}")
+        elif char in '`"':
+            closing.append(char)
+        elif char == "(" and closing[-1:] == [")"]:
+            closing.append(")")
+        elif char == "'" and closing[-1:] == [")"]:
+            position = text.find("'", position + 1)
+            if position < 0:
+                break
+        position += 1
+        if not closing:
+            return position
+    return len(text)
 
 
 def _short(values: list[str]) -> str:
@@ -301,7 +369,7 @@ class _Tokenizer:
         text = self.text
         words: list[_Word] = []
         array: list[_Word] | None = None
-        line = 1
+        line, ended = 1, -1
         while self.position < len(text):
             char = text[self.position]
             if char == "#" and (self.position == 0 or text[self.position - 1] in " \t\n;("):
@@ -327,11 +395,14 @@ class _Tokenizer:
                 words, array = [], None
                 self._is_open = False
             elif char in "<>":
+                if words and self.position == ended and (_plain(words[-1]) or "").isdecimal():
+                    del words[-1]  # the 2 of ``2>&1``
                 self._redirect()
             else:
                 if not words:
                     line = self._line_here()
                 word = self._word()
+                ended = self.position
                 (words if array is None or not self._is_open else array).append(word)
                 opens = text.startswith("(", self.position) and word and not word[-1].is_quoted
                 if opens and array is None and word[-1].text.endswith("="):
@@ -357,8 +428,11 @@ class _Tokenizer:
         if match and not self.text.startswith("<<<", self.position):
             self._pending.append((match[3], not match[2], bool(match[1])))
             self.position = match.end()
-        else:
-            self.position += 1
+            return
+        match = _REDIRECTION.match(self.text, self.position)
+        self.position = match.end() if match else self.position + 1
+        if self.text[self.position : self.position + 1] not in ("", *" \t\r\n;&|()<>"):
+            self._word()  # the file
 
     def _read_documents(self) -> None:
         for word, expands, strips in self._pending:
@@ -427,10 +501,5 @@ class _Tokenizer:
     def _dollar(self) -> str:
         """Return the text of a ``$`` or a backtick, up to its closing bracket."""
         start = self.position
-        for opening, closing in (("$((", "))"), ("$(", ")"), ("${", "}"), ("`", "`")):
-            if self.text.startswith(opening, start):
-                end = self.text.find(closing, start + len(opening))
-                self.position = len(self.text) if end < 0 else end + len(closing)
-                return self.text[start : self.position]
-        self.position += 1
+        self.position = _end_of_expansion(self.text, start)
         return self.text[start : self.position]

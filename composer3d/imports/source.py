@@ -256,6 +256,11 @@ def _read_yaml(text: str, name: str) -> Source:
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         reason = one_line(" ".join(str(error).split())[:300]) or "it nests too deep"
         raise RecipeError(f"{name}: cannot be read as YAML: {reason}") from None
+    except (AttributeError, LookupError, TypeError):
+        # PyYAML does not check the text after a tag, as in ``!!int ""``.
+        raise RecipeError(
+            f"{name}: cannot be read as YAML: a value does not fit its tag (!!...)"
+        ) from None
     if not isinstance(tree, dict):
         raise RecipeError(f"{name}: {_NO_WORDS}")
     if not {"parallelism", "tokens"} & tree.keys():

@@ -58,8 +58,12 @@ def translate(made: Translation, gpus: int | None) -> None:
         made: has the settings.
         gpus: the number of GPUs; None: what the mesh says.
     """
-    # These have -1 for "not given" or "the rest", which is no size.
-    for name in ("parallelism.data_parallel_shard_degree", "training.global_batch_size"):
+    # These have -1 for "not given", "the rest" or "all", which is no size.
+    for name in (
+        "parallelism.data_parallel_shard_degree",
+        "training.global_batch_size",
+        "validation.steps",
+    ):
         found = made.settings.get(name)
         if found is not None and found.value == -1:
             made.ignore(name)
@@ -190,6 +194,8 @@ def _set_precision(made: Translation) -> None:
         made.take("precision.reduce", "bfloat16", "training.mixed_precision_reduce")
     converters = made.get("model.converters")
     names: Any = converters.value if converters is not None else []
+    if isinstance(names, str):
+        names = [name.strip() for name in names.split(",") if name.strip()]  # 0.1 cuts it so
     if isinstance(names, list) and names:
         if any("float8" in str(name) for name in names):
             made.take("precision.matmul", "float8", "model.converters")
@@ -271,7 +277,9 @@ def _set_run(made: Translation) -> None:
         made.lose("a run always saves, at its end at least (checkpoint.every)", word)
     every, steps = made.number("validation.freq"), made.number("validation.steps")
     if made.flag("validation.enable"):
-        if every is not None:
-            made.take("validation.every", every, "validation.enable", "validation.freq")
+        every = 10 if every is None else every  # their default
+        made.take("validation.every", every, "validation.enable", "validation.freq")
         if steps is not None and steps > 0:
             made.take("validation.steps", steps, "validation.steps")
+        else:
+            made.assume("validation.steps", 10, "theirs reads the whole data")

@@ -373,7 +373,8 @@ def canonical(
         before = result.get(name)
         if before is not None and str(before.value) != str(one.value):
             contradictions.append(
-                f"{before.shown} ({before.place}) and {one.shown} ({one.place}): the last is used"
+                f"{before.shown} ({before.place}) and {one.shown} ({one.place}): "
+                f"{one.shown} is used"
             )
         result[name] = one._replace(name=name)
     return result

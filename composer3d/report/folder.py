@@ -148,7 +148,8 @@ def read(path: str) -> RunFolder:
 
 def _read_recipe(run: RunFolder) -> None:
     try:
-        content = read_plain(run.path / "recipe.toml", limit=_RECIPE_LIMIT)
+        # The page shows its text. A link could name any file of the reader, such as a key.
+        content = read_plain(run.path / "recipe.toml", limit=_RECIPE_LIMIT, follow_links=False)
         run.recipe_toml = content.decode()
     except FileNotFoundError:
         run.recipe_problem = "the folder has no recipe.toml"

@@ -256,9 +256,15 @@ def final_numbers(run: RunFolder) -> dict[str, str]:
     if run.tokens_per_step is not None:
         numbers["tokens seen"] = f"{curves.last_step * run.tokens_per_step:,}"
     for name, words in (("loss", "training loss"), ("validation_loss", "validation loss")):
-        point = curves.of(name).last
-        if point is not None:
+        series = curves.of(name)
+        point = series.last
+        if point is None:
+            if series.not_finite:
+                numbers[words] = "never finite"
+        elif series.ends_finite:
             numbers[words] = f"{point.value:.4f}"
+        else:
+            numbers[words] = f"{point.value:.4f} (step {point.step:,}; not finite at the end)"
     best = curves.of("validation_loss").least
     if best is not None:
         numbers["best validation loss"] = f"{best.value:.4f} (step {best.step:,})"

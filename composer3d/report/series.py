@@ -63,12 +63,14 @@ class Series:
 
     Attributes:
         not_finite: how many values were null, or too large to be drawn.
+        last_not_finite: the largest step of such a value; -1 if there is none.
     """
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
         self._width = 1  # steps of a bucket
         self.not_finite = 0
+        self.last_not_finite = -1
 
     def add(self, step: int, value: object) -> None:
         """Add a value as it stands in a line. Text, lists and the like are left out."""
@@ -78,6 +80,7 @@ class Series:
         # NaN fails the comparison.
         if value is None or not abs(value) <= _MOST_VALUE:  # type: ignore[arg-type]
             self.not_finite += 1
+            self.last_not_finite = max(self.last_not_finite, step)
             return
         number = float(value) if abs(value) >= _LEAST_VALUE else 0.0  # type: ignore[arg-type]
         self._put(Point(step, number))
@@ -105,6 +108,11 @@ class Series:
     def last(self) -> Point | None:
         """The point of the largest step."""
         return max((bucket.last for bucket in self._buckets.values()), default=None)
+
+    @property
+    def ends_finite(self) -> bool:
+        """Whether the last value is a number. Only numbers are among the points."""
+        return self.last_not_finite < (self.last.step if self.last is not None else 0)
 
     @property
     def least(self) -> Point | None:

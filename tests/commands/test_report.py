@@ -38,6 +38,41 @@ def test_json_has_the_final_numbers(run: Path, capsys: pytest.CaptureFixture[str
     assert out.exists()
 
 
+def test_a_loss_that_is_not_finite_at_the_end_is_no_final_loss(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "loss": null}\n')
+    assert cli.main(["report", str(run)]) == 0
+    assert "training loss 2.4060 (step 40; not finite at the end)" in capsys.readouterr().out
+    assert cli.main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"][0]["loss"] is None
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
+    assert cli.main(["report", str(run)]) == 0
+    assert "training loss never finite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["data.global_batch=1073741824"], "counting the traffic of"),
+        (
+            ["mesh.pp=1024", "model.n_layers=1024", "data.global_batch=8192"],
+            "1,024 pipeline stages would take too long",
+        ),
+    ],
+)
+def test_a_huge_recipe_takes_no_memory_and_no_time(
+    tmp_path: Path, sets: list[str], words: str
+) -> None:
+    alone = ["mesh.dp_shard=1", "mesh.tp=1", "mesh.cp=1", "mesh.pp=1", "data.micro_batch=1"]
+    run = make_run(tmp_path / "huge", sets=(*alone, *sets))
+    code = f"from composer3d.cli import main; main(['report', {str(run)!r}, '--gpu', 'H100'])"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
+    subprocess.run([sys.executable, "-c", limit + code], check=True, timeout=300)
+    assert words in (run / "report.html").read_text()
+
+
 def test_two_runs_are_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = make_run(run.parent / "other", sets=("optim.lr=1e-3",))
     assert cli.main(["report", str(run), str(other)]) == 0

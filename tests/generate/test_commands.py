@@ -169,7 +169,7 @@ def test_files_of_strangers_give_the_longest_sequence_and_the_ends(
         (["--temperature", "-1"], "must be from 0 to 1000, got -1"),
         (["--top-p", "0"], "must be above 0 and at most 1, got 0"),
         (["--top-p", "nan"], "must be a number, got nan"),
-        (["--seed", "-3"], "must be a whole number above 0"),
+        (["--seed", "-3"], "must be a whole number of at least 0, got -3"),
         (["--max-tokens", "0"], "must be a whole number above 0"),
         ([], "there is no prompt; give one"),
         (["--prompt", "a", "--recipe", "none.toml"], "none.toml"),

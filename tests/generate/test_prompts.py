@@ -10,7 +10,7 @@ from composer3d.spec.errors import DataError
 
 def test_prompts_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
-    text.write_bytes("one\r\n\n  two é\n".encode())
+    text.write_bytes("\ufeffone\r\n\n  two é\n".encode())  # with a byte order mark
     lines.write_text('{"prompt": "a\\nb\u2028", "id": 3}\n\n{"prompt": [4, 0]}\n')
     assert read_prompts(["x", "y"], str(text)) == [
         Prompt("--prompt number 1", "x"),

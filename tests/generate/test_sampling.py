@@ -38,6 +38,19 @@ def test_temperature_divides_the_logits() -> None:
     assert shares(0.5, 1.0) == pytest.approx(squared.tolist(), abs=0.06)
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 5e-324])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_lowest_temperatures_choose_the_most_likely_token(
+    temperature: float, dtype: torch.dtype
+) -> None:
+    # 5 / 1e-40 is infinite in float32, and 5e-324 is 0.
+    sampler = Sampler(Sampling(temperature=temperature), [1])
+    logits = torch.tensor([-2.0, 1e30, 5.0, 3.0], dtype=dtype)
+    assert sampler.choose(logits) == 1
+    assert sampler.choose(logits.clamp(max=5.0)) in (1, 2)
+    assert sampler.choose(-logits) == 0
+
+
 def test_samplers_of_other_prompts_and_seeds_are_independent() -> None:
     def draws(seed: int, prompt: list[int]) -> list[int]:
         sampler = Sampler(Sampling(temperature=1.0, seed=seed), prompt)

@@ -44,7 +44,7 @@ DEEPSPEED = """\
   "bf16": {"enabled": true},
   "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": "auto"}},
   "scheduler": {"type": "WarmupDecayLR",
-                "params": {"warmup_num_steps": 100, "total_num_steps": 5000}}
+                "params": {"warmup_num_steps": 100, "warmup_max_lr": 1e-4, "total_num_steps": 5000}}
 }
 """
 

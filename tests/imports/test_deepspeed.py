@@ -78,6 +78,19 @@ def test_it_has_no_model(tmp_path: Path) -> None:
         ({"communication_data_type": "bfp16"}, "precision.reduce", "bfloat16"),
         ({"sequence_parallel_size": 2}, "parallel.cp_method", "ulysses"),
         ({"optimizer": {"type": "Adam", "params": {}}}, "optim.weight_decay", 0.0),
+        # DeepSpeed's AdamW is its own FusedAdam, whose default is 0.
+        ({"optimizer": {"type": "AdamW", "params": {}}}, "optim.weight_decay", 0.0),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}},
+            "optim.weight_decay",
+            0.01,
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {}}, "scheduler": {"type": "WarmupLR"}},
+            "optim.lr",
+            1e-3,
+        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "optim.warmup", 1000),
         ({"fp16": {"enabled": False}}, "precision.compute", "bfloat16"),
     ],
 )
@@ -85,6 +98,19 @@ def test_a_key(tmp_path: Path, entries: Any, key: str, value: object) -> None:
     made = imported(tmp_path, "x.json", changed(**entries), gpus=4, model="llama3-8b")
     table, name = key.split(".")
     assert getattr(getattr(made.resolved.recipe, table), name) == value
+
+
+def test_a_scheduler_tells_its_defaults(tmp_path: Path) -> None:
+    text = changed(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}})
+    made = imported(tmp_path, "ds.json", text, gpus=32, model="llama3-8b").made
+    assert "optim.warmup = 1000: the default of WarmupDecayLR" in made.assumed
+    assert any("without warmup_max_lr has 0.001" in line for line in made.contradictions)
+    assert any("WarmupDecayLR without warmup_type a logarithm" in line for line in made.lost)
+    params = {"total_num_steps": 5000, "warmup_num_steps": "auto", "warmup_max_lr": "auto"}
+    text = changed(scheduler={"type": "WarmupCosineLR", "params": params})
+    made = imported(tmp_path, "ds.json", text, gpus=32, model="llama3-8b").made
+    assert "optim.warmup" not in made.values
+    assert made.value("optim.min_lr") == pytest.approx(1e-8)
 
 
 def test_float16_is_refused(tmp_path: Path) -> None:

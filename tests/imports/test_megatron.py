@@ -160,6 +160,11 @@ def test_a_script_with_a_deepspeed_json() -> None:
             "bfloat16",
         ),
         ("'lr_warmup_fraction': 0.1, 'train_iters': 500", "optim.warmup", 50),
+        (
+            "'lr_decay_style': 'WSD', 'lr_wsd_decay_samples': 640, 'global_batch_size': 64",
+            "optim.decay_steps",
+            10,
+        ),
         ("'train_samples': 800, 'global_batch_size': 8", "run.steps", 100),
         ("'train_tokens': 409600, 'global_batch_size': 8", "run.steps", 100),
         ("'lr_decay_style': 'WSD', 'lr_wsd_decay_iters': 20", "optim.decay_steps", 20),
@@ -241,7 +246,7 @@ def test_experts_on_ranks_need_shards(tmp_path: Path) -> None:
             "'moe_router_topk': 2, 'moe_ffn_hidden_size': 9",
             "moe_ffn_hidden_size = 9 without --num-experts: there are no experts",
         ),
-        ("'lr': 1e-4, 'learning_rate': 2e-4", "the last is used"),
+        ("'lr': 1e-4, 'learning_rate': 2e-4", ": learning_rate = 0.0002 is used"),
         ("'num_virtual_stages_per_pipeline_rank': 2", "there is one pipeline rank: it is dropped"),
     ],
 )
@@ -279,6 +284,14 @@ def test_a_refusal(tmp_path: Path, more: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as error:
         recipe_of(tmp_path, more)
     assert all("/composer3d-import-" not in line for line in error.value.lines)
+
+
+def test_another_tokenizer_does_not_tell_the_vocabulary(tmp_path: Path) -> None:
+    text = MEGATRON.replace("--bf16", "--bf16 --tokenizer-type HuggingFaceTokenizer")
+    with pytest.raises(RecipeError, match="HuggingFaceTokenizer does not tell the vocabulary"):
+        imported(tmp_path, "x.sh", text)
+    recipe = imported(tmp_path, "x.sh", text, ["model.vocab=128256"]).resolved.recipe
+    assert recipe.model.vocab == 128256
 
 
 def test_set_gives_what_a_script_leaves_open(tmp_path: Path) -> None:

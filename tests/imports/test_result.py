@@ -99,7 +99,7 @@ def test_words_of_theirs_stay_on_one_line(tmp_path: Path) -> None:
         with pytest.raises(RecipeError) as error:
             imported(tmp_path, "b.json", wrong, gpus=8, model="debug-tiny")
         assert all(line.isprintable() and len(line) < 500 for line in error.value.lines)
-    evil = MEGATRON.replace("--lr 3.0e-4", '--lr 3e-4 --tokenizer-type "a\n[run]\nsteps = 5"')
+    evil = MEGATRON.replace("--lr 3.0e-4", '--lr 3e-4 --data-path "a\n[run]\nsteps = 5"')
     made = imported(tmp_path, "a.sh", evil)
     assert made.resolved.recipe.run.steps == 1000
 

@@ -33,6 +33,16 @@ def words(text: str) -> list[str]:
         ("if [ $X ]; then\nrun inside\nfi", ["run", "inside"]),
         ("run 'not closed", ["run", "not closed"]),
         ("A=$A$A\nrun $A", ["run", "$A$A"]),
+        # Expansions nest, with quotes inside of quotes.
+        (
+            'D="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nA=1\nrun $A "$D"',
+            ["run", "1", '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'],
+        ),
+        ("A=$((2 * (3+4))) B=$(( (4 + 4) / 2 ))\nrun $A $B", ["run", "14", "4"]),
+        ("A=1 E=\nrun ${A:-${B}} ${C:-$A} ${E:-2} ${C:-$B}", ["run", "1", "1", "2", "$B"]),
+        ("declare -a A=(--x 1)\nlocal -r B=2\nrun ${A[@]} $B", ["run", "--x", "1", "2"]),
+        ("run a > log 2>&1", ["run", "a"]),
+        ("run a 2>/dev/null b 2 >> log c2 <in", ["run", "a", "b", "2", "c2"]),
     ],
 )
 def test_words_of_a_command(text: str, expected: list[str]) -> None:
@@ -47,6 +57,10 @@ def test_words_of_a_command(text: str, expected: list[str]) -> None:
         ('[ "$SIZE" != "8b" ]', "4096"),
         ('[ -n "$SIZE" ]', "4096"),
         ("[ -z $SIZE ]", "5120"),
+        ('[[ "$SIZE" == "7b" ]] || [[ -n "$UNSET" ]]', "4096"),
+        ("[ -f x ] || [ $SIZE = 7b ]", "4096"),
+        ("[ $SIZE = 7b ] && [ -n $SIZE ] && [ $SIZE != 8b ]", "4096"),
+        ("[ $SIZE = 8b ] && [ -f x ]", "5120"),
     ],
 )
 def test_known_conditions_are_decided(condition: str, value: str) -> None:
@@ -58,7 +72,16 @@ def test_known_conditions_are_decided(condition: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "condition", ["[ -f data ]", '[ "$UNSET" = 1 ]', '[ "$A" = 1 ] && [ -f x ]', "grep -q x y"]
+    "condition",
+    [
+        "[ -f data ]",
+        '[ "$UNSET" = 1 ]',
+        '[ "$A" = 1 ] && [ -f x ]',
+        '[ "$A" = 2 ] || [ -f x ]',
+        "[ -f x ] && [ $A = 1 ] || [ -f y ]",
+        "(( A > 0 ))",
+        "grep -q x y",
+    ],
 )
 def test_other_conditions_leave_a_variable_as_it_is(condition: str) -> None:
     script = read_script(f"A=1\nH=1\nif {condition}; then\n  H=2\nfi\nrun $H", "x.sh")
@@ -78,6 +101,11 @@ def test_elif_and_nested_conditions() -> None:
     text = "S=b\nif [ $S = a ]; then H=1\nelif [ $S = b ]; then\n"
     text += " if [ $S = c ]; then H=9; fi\n H=2\nelse H=3\nfi\nrun $H"
     assert words(text) == ["run", "2"]
+
+
+def test_else_after_an_undecided_branch_is_not_decided() -> None:
+    text = "S=b H=1\nif [ $S = a ]; then H=2\nelif [ -f x ]; then H=3\nelse H=4\nfi\nrun $H"
+    assert words(text) == ["run", "1"]
 
 
 def test_here_documents_are_texts_with_variables() -> None:
@@ -110,6 +138,11 @@ def test_variables_that_grow_without_end_are_refused(text: str) -> None:
     "text",
     [
         "$((" * 20000,
+        "$(" * 20000,
+        "$('" * 20000,
+        "${A:-" * 9999,
+        "${A:-" * 9999 + "}" * 9999,
+        "> " * 20000,
         "${" * 20000,
         '"' * 9999,
         "A=(" * 9999,

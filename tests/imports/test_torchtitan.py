@@ -64,6 +64,20 @@ def test_a_change(tmp_path: Path, old: str, new: str, key: str, value: object) -
     assert getattr(getattr(recipe, table), name) == value
 
 
+def test_a_validation_of_the_whole_data(tmp_path: Path) -> None:
+    off = "[validation]\nenable = false\nfreq = 500\nsteps = -1\n"
+    recipe = imported(tmp_path, "off.toml", TORCHTITAN + off).resolved.recipe
+    assert recipe.validation.every == 0
+    made = imported(tmp_path, "on.toml", TORCHTITAN + "[validation]\nenable = true\nsteps = -1\n")
+    assert made.resolved.recipe.validation.every == 10  # the default of torchtitan
+    assert "validation.steps = 10: theirs reads the whole data" in made.made.assumed
+
+
+def test_converters_of_0_1_are_one_text(tmp_path: Path) -> None:
+    text = TORCHTITAN.replace('["float8"]', '"float8"')
+    assert imported(tmp_path, "x.toml", text).resolved.recipe.precision.matmul == "float8"
+
+
 def test_a_file_of_0_1(tmp_path: Path) -> None:
     text = "[model]\nflavor = '405B'\n[training]\ncompile = true\n[lr_scheduler]\nlr_min = 0.1\n"
     made = imported(tmp_path, "x.toml", text, gpus=8)

@@ -172,6 +172,18 @@ def test_files_that_a_recipe_names_are_not_opened(tmp_path: Path) -> None:
     assert "which a report does not open" in found.pictures[1].note
 
 
+def test_no_link_brings_another_file_into_the_page(tmp_path: Path) -> None:
+    secret = tmp_path / "key"
+    secret.write_text("a secret\n")
+    run = make_run(tmp_path / "run")
+    for name in ("recipe.toml", "lost-ranks-20260101T000000Z.txt", events.FILE, "metrics.jsonl"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(secret)
+    found = subject_of(run)
+    assert found.run.recipe_problem.startswith("recipe.toml cannot be read")
+    assert "a secret" not in page.render([found], None)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
