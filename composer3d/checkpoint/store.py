@@ -264,6 +264,9 @@ class Store:
             # The folder belongs to another job now: nothing in it may be removed.
             raise
         except (UserError, CheckpointException) as error:
+            # Every rank has this error. It may come from a folder that was replaced, in which
+            # another job writes now.
+            self._on_rank_0(self._require_own_folder)
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise CheckpointError(self._describe_failure(manifest.step, staging, error)) from error

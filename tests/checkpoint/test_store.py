@@ -19,10 +19,11 @@ import torch.distributed.checkpoint as dcp
 from composer3d.checkpoint import Store, manifest, store
 from composer3d.checkpoint.manifest import digest_file, file_entry, read
 from composer3d.checkpoint.store import gather_state
+from composer3d.reliability.lock import Claim
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import CheckpointError, UserError
+from composer3d.spec.errors import CheckpointError, TrainingError, UserError
 from tests.checkpoint.store_jobs import SHAPE, full_state, make_job, make_manifest, names
 
 State = dict[str, list[float]]
@@ -504,6 +505,38 @@ def test_save_that_fails_on_one_rank_fails_on_all(
     ]
     assert names(tmp_path) == ["step-00000001"]
     assert pool.run(newest, {"folder": tmp_path}, world_size=1) == [["step-00000001"] * 2]
+
+
+def save_while_the_folder_is_replaced(folder: Path) -> None:
+    """Save, while the run's folder is moved away, and another job saves the same step there."""
+    with pool_world():
+        own = Store(folder, keep=2)
+        if dist.get_rank() == 0:
+            own.guard = Claim(folder.parent).require_held
+
+        def replace_folder(staging: Path) -> None:
+            if dist.get_rank() == 0:
+                folder.parent.rename(folder.parent.with_name("moved"))
+                staging.mkdir(parents=True)
+                (staging / "of another job").touch()
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(staging))
+
+        store._sync_own_files = replace_folder  # type: ignore[assignment]
+        own.save(make_manifest(2), *make_job(seed=0))
+
+
+def test_a_save_in_a_folder_that_is_replaced_says_so_and_removes_nothing(
+    pool: Pool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    with pytest.raises(WorkerError) as caught:
+        pool.run(save_while_the_folder_is_replaced, {"folder": folder}, world_size=2)
+    errors = caught.value.failures
+    assert {rank: type(error) for rank, error in errors.items()} == dict.fromkeys(
+        range(2), TrainingError
+    )
+    assert "was removed or replaced while this job ran" in str(errors[1])
+    assert names(folder / "step-00000002.tmp") == ["of another job"]
 
 
 def test_file_where_a_folder_should_be(pool: Pool, tmp_path: Path) -> None:
