@@ -45,6 +45,7 @@ class ChatTemplate:
             extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = _to_json
+        del environment.filters["random"]  # the same conversation must give the same tokens
         # Templates test whether strftime_now is defined. It is not: the tokens of a conversation
         # must not depend on the day.
         environment.globals = {
@@ -54,8 +55,8 @@ class ChatTemplate:
             "raise_exception": _raise_exception,
         }
         # No content can hold these marks, because they are drawn anew.
-        nonce = secrets.token_hex(16)
-        self._begin, self._end = f"\0<{nonce}", f"\0>{nonce}"
+        self._nonce = secrets.token_hex(16)
+        self._begin, self._end = f"\0<{self._nonce}", f"\0>{self._nonce}"
         environment.extend(generation_marks=(self._begin, self._end), has_generation_tag=False)
         self._template = environment.from_string(source)
         has_tag: bool = environment.has_generation_tag  # type: ignore[attr-defined]
@@ -112,14 +113,22 @@ class ChatTemplate:
             "add_generation_prompt": asks_for_answer,
         }
         pieces, length = [], 0
-        for piece in self._template.generate(variables):
-            pieces.append(piece)
-            length += len(piece)
-            if length > limit:
-                raise ValueError(
-                    f"the chat template makes more than {limit:,} characters of it; give another "
-                    "template"
-                )
+        try:
+            for piece in self._template.generate(variables):
+                pieces.append(piece)
+                length += len(piece)
+                if length > limit:
+                    raise ValueError(
+                        f"the chat template makes more than {limit:,} characters of it; give "
+                        "another template"
+                    )
+        except jinja2.TemplateError as error:
+            if len(messages) == len(conversation["messages"]):
+                raise ValueError(f"the chat template fails: {error}") from None
+            raise ValueError(
+                f"the chat template fails on the first {len(messages)} messages alone: {error}; "
+                "give a template with {% generation %} around what is learned, by --chat-template"
+            ) from None
         return "".join(pieces)
 
     def _find_marks(self, marked: str) -> tuple[str, Spans]:
@@ -136,6 +145,11 @@ class ChatTemplate:
                     spans.append((begin, len(text)))
             else:
                 text += piece
+        if depth or self._nonce in text.lower():
+            raise ValueError(
+                "the chat template changes a text after {% generation %} has marked it, so the "
+                "assistant's part is unknown; put {% generation %} around the text that it prints"
+            )
         return text, spans
 
     def _find_turns(self, conversation: dict[str, Any], text: str, limit: int) -> Spans:
@@ -147,13 +161,22 @@ class ChatTemplate:
                 continue
             before = self._render(conversation, messages[:number], limit, asks_for_answer=True)
             until = self._render(conversation, messages[: number + 1], limit)
-            if not (until.startswith(before) and text.startswith(until)):
+            if until.startswith(before) and text.startswith(until):
+                spans.append((len(before), len(until)))
+                continue
+            without_prompt = self._render(conversation, messages[:number], limit)
+            if until.startswith(without_prompt) and text.startswith(until):
                 raise ValueError(
-                    f"the chat template renders the turns up to message {number + 1} otherwise "
-                    "when others follow, so the assistant's part is unknown; give a template with "
-                    "{% generation %} around what is learned, by --chat-template"
+                    f"the chat template does not begin message {number + 1} with what it puts "
+                    "before an answer (add_generation_prompt), so the assistant's part is unknown; "
+                    "give a template with {% generation %} around what is learned, by "
+                    "--chat-template"
                 )
-            spans.append((len(before), len(until)))
+            raise ValueError(
+                f"the chat template renders the turns up to message {number + 1} otherwise "
+                "when others follow, so the assistant's part is unknown; give a template with "
+                "{% generation %} around what is learned, by --chat-template"
+            )
         return spans
 
 

@@ -91,7 +91,7 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
         skip: names of folders that are skipped.
 
     Raises:
-        DataError: a folder cannot be read.
+        DataError: a folder cannot be read, or a link leads to no file.
     """
     if not os.path.isdir(path):
         return [path]
@@ -114,8 +114,14 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
             if entry.is_dir(follow_symlinks=False):
                 if entry.name not in skip:
                     pending.append(entry.path)
-            elif entry.name.lower().endswith(suffix) and os.path.isfile(entry.path):
-                files.append(Path(entry.path))
+            elif entry.name.lower().endswith(suffix):
+                if os.path.isfile(entry.path):
+                    files.append(Path(entry.path))
+                elif entry.is_symlink() and not os.path.exists(entry.path):
+                    raise DataError(
+                        f"{_shown(entry.path)}: is a link that leads nowhere; restore the file "
+                        "that it names, or remove the link"
+                    )
     return sorted(files, key=Path.as_posix)
 
 
@@ -164,6 +170,8 @@ def read_documents(
                     yield from _read_lines(content, text, field, _shown(path), begin)
                 elif document := _read_text(content, text, path, longest, begin):
                     yield document
+                if isinstance(file, SourceFile):
+                    _require_unchanged(file, content)
         except DAMAGE as error:
             raise DataError(
                 f"{_shown(path)}: cannot be decompressed: {error}; copy it again, or move it away"
@@ -246,6 +254,7 @@ def _read_table(
                 size = file.size * row.number // row.of - file.size * (row.number - 1) // row.of
                 end = Position(begin.file, row.number, row.number)
                 yield Document(f"{_shown(file.path)} row {row.number}", row.text, size, end)
+        _require_unchanged(file, content)
 
 
 def _parse_line(line: bytes, field: str, place: str) -> bytes:

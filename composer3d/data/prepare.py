@@ -42,7 +42,13 @@ from composer3d.data.tokenizer import (
     open_tokenizer,
 )
 from composer3d.data.tokens import write_manifest
-from composer3d.data.unfinished import Piece, Shard, ShardWriter, Unfinished
+from composer3d.data.unfinished import (
+    Piece,
+    Shard,
+    ShardWriter,
+    Unfinished,
+    unfinished_folder,
+)
 from composer3d.recipe.values import one_line
 from composer3d.runtime.files import write_atomic
 from composer3d.runtime.launch import usable_cores
@@ -140,7 +146,8 @@ def prepare(
         raise DataError(f"{_shown(target)} exists; remove it, or give another -o")
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        files, field = _list_sources([Path(source) for source in sources], field)
+        unfinished = unfinished_folder(target)
+        files, field = _list_sources([Path(source) for source in sources], field, unfinished)
         source = " ".join(sources)
         if examples is not None and (field is None or any(file.kind != "text" for file in files)):
             what = "text" if field is None else "a table"
@@ -493,16 +500,18 @@ def _finish_folder(
 
 
 def _list_sources(
-    sources: Sequence[Path], field: str | None
+    sources: Sequence[Path], field: str | None, unfinished: Path
 ) -> tuple[list[SourceFile], str | None]:
     """Return the files of all sources, and the key of the text, which is None for text files.
+
+    Files in the folder ``unfinished`` are left out: prepare writes them.
 
     Raises DataError as ``_list_source``, or if one source is text and another one is not.
     """
     files: list[SourceFile] = []
     fields = []
     for source in sources:
-        found, field_of_source = _list_source(source, field)
+        found, field_of_source = _list_source(source, field, unfinished)
         files += found
         fields.append(field_of_source)
         if field_of_source != fields[0]:
@@ -514,8 +523,12 @@ def _list_sources(
     return files, fields[0]
 
 
-def _list_source(source: Path, field: str | None) -> tuple[list[SourceFile], str | None]:
+def _list_source(
+    source: Path, field: str | None, unfinished: Path
+) -> tuple[list[SourceFile], str | None]:
     """Return the files of a source, and the key of the text, which is None for text files.
+
+    Files in the folder ``unfinished`` are left out.
 
     A single file of any name is JSONL if ``field`` is given, unless it is Parquet. A folder that
     ``datasets`` saved is one "file".
@@ -531,7 +544,8 @@ def _list_source(source: Path, field: str | None) -> tuple[list[SourceFile], str
     if is_dataset(source):
         require_package("dataset", source)
         return [identify(source, "dataset")], key
-    files = list_files(source)
+    own = source / os.path.relpath(os.path.realpath(unfinished), os.path.realpath(source))
+    files = [file for file in list_files(source) if not file.is_relative_to(own)]
     if not files:
         raise DataError(f"{_shown(source)}: no files found; give a path that holds text")
 

@@ -479,6 +479,11 @@ class TokenizerProcess:
         """
         cpu_s = _LOAD_S + self._size / 1e6 * _LOAD_S_PER_MB
         answer = json.loads(self._ask(self._first_requests, cpu_s, "when it is loaded"))
+        if answer.get("part") == "template":
+            raise TokenizerFailure(
+                f"the chat template cannot be used: {answer['error']}; correct it, or give another "
+                "by --chat-template"
+            )
         if "error" in answer:
             raise TokenizerFailure(
                 f"{answer['error']}; give bytes, or the path of a tokenizer.json"

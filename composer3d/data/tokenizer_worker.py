@@ -10,7 +10,7 @@ beside it. It is run as a script, because an import of its package would import 
 Each request and each answer is a frame: its length in 8 bytes, little-endian, then its content.
 
 - The first request is the settings (JSON), the second the tokenizer.json. The answer to both is
-  JSON: ``{"error": TEXT}``, or what ``describe`` returns.
+  JSON: ``{"error": TEXT, "part": "tokenizer" or "template"}``, or what ``describe`` returns.
 - A further request may be b"e" and a batch of texts: their number and their lengths in bytes, all
   int64, then the texts in UTF-8. The answer is b"+", the number of tokens of each text (int64),
   and all tokens (uint32); or b"-" and the text of an error.
@@ -60,13 +60,16 @@ def main() -> None:
 
     limit(settings, "load", len(content))
     tokenizer = template = None
+    part = "tokenizer"
     try:
         if settings["chat"] is not None:
+            part = "template"
             template = load_template(settings["chat"])
+            part = "tokenizer"
         tokenizer = load(content, special_as_text=settings["special_as_text"])
         answer = describe(tokenizer, settings["ends"])
     except BaseException as error:
-        answer = {"error": explain(error)}
+        answer = {"error": explain(error), "part": part}
     write_frame(answers, json.dumps(answer).encode())
 
     while tokenizer is not None:

@@ -34,6 +34,11 @@ _OUR_NAMES = re.compile(r"(tokens|documents|mask)(-\d+)?\.bin|token(s|izer)\.jso
 _MOST_JOURNAL_BYTES = 256 << 20
 
 
+def unfinished_folder(out: Path) -> Path:
+    """Return the folder in which ``prepare`` works until the folder ``out`` is whole."""
+    return out.with_name(f"{out.name}.partial")
+
+
 class FileEntry(NamedTuple):
     """A file of a shard: its size, and the digest of each chunk."""
 
@@ -110,7 +115,7 @@ class Unfinished:
         *,
         keeps_tokenizer: bool = False,
     ) -> None:
-        self.folder = out.with_name(f"{out.name}.partial")
+        self.folder = unfinished_folder(out)
         self.pieces: list[Piece] = []
         self._out, self._splits = out, splits
         self._kept_tokenizer = self.folder / TOKENIZER if keeps_tokenizer else None

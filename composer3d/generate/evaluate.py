@@ -146,7 +146,7 @@ def evaluate(recipe: Recipe, device: torch.device, src: str, recipe_file: str | 
         The result, the same on all ranks.
 
     Raises:
-        UserError: the checkpoint or the data cannot be used.
+        UserError: the checkpoint or the data cannot be used, or no token is learned.
         CheckpointError: the loss is not finite.
     """
     mesh = Mesh.build(recipe.mesh, device)
@@ -159,6 +159,9 @@ def evaluate(recipe: Recipe, device: torch.device, src: str, recipe_file: str | 
     process_group.on_all("the weights", lambda: read_shards(checkpoint.source, parameters))
 
     batches = _Batches(recipe, mesh, corpus)
+    expected = batches.predicted_tokens()
+    if expected == 0:
+        raise DataError(f"{folder} has no token that is learned after another one; give other text")
     started_s = shown_s = time.perf_counter()
     loss = torch.zeros((), dtype=torch.float64, device=device)
     valid = torch.zeros((), dtype=torch.int64, device=device)
@@ -173,10 +176,9 @@ def evaluate(recipe: Recipe, device: torch.device, src: str, recipe_file: str | 
     seconds = time.perf_counter() - started_s
 
     tokens = round(count)
-    expected = batches.predicted_tokens()
     if tokens != expected:
         raise AssertionError(f"{tokens} tokens are predicted instead of {expected}")
-    mean = total / max(tokens, 1)
+    mean = total / tokens
     if not math.isfinite(mean):
         raise CheckpointError(
             "the loss is not finite; the weights are damaged, or --dtype cannot hold the model's "

@@ -13,6 +13,7 @@ from composer3d.data.order import Order
 from composer3d.parallel import Stages, grad_norm
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.bad_steps import NO_LIMITS, Limits
+from composer3d.spec.errors import DataError
 from composer3d.training.batches import make_loader, move_to_device
 from composer3d.training.optim import apply_gradients, set_lr
 
@@ -183,6 +184,9 @@ def validate(
     Returns:
         Nats per valid token, the same on all ranks; None if the validation was cut off.
 
+    Raises:
+        DataError: no token is valid.
+
     Collectives: those of ``Stages.evaluate`` for each batch, and one all-reduce over all ranks.
     """
     loader = make_loader(recipe, stages.mesh, held_out, seed=0, order=order)
@@ -197,7 +201,12 @@ def validate(
         valid_tokens.append(local_valid)
     batches.close()
     loss, tokens = stages.mesh.sum_over_world(sum(losses), sum(valid_tokens))
-    return loss / max(tokens, 1.0)
+    if tokens == 0:
+        raise DataError(
+            f"validation.steps = {recipe.validation.steps}: no token of these batches of "
+            f"{held_out.name} is learned; use more steps, or other text"
+        )
+    return loss / tokens
 
 
 def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -392,8 +392,29 @@ def test_an_old_jinja_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}%s{% endfor %}{% endfor %}"
 HOSTILE: dict[str, tuple[str, str]] = {
-    "syntax": ("{% for %}", "Expected"),
-    "an error": ("{{ raise_exception('no system\nhere') }}", "x.jsonl:1: no system here"),
+    "syntax": ("{% for %}", "the chat template cannot be used: Expected"),
+    "an error": (
+        "{{ raise_exception('no system\nhere') }}",
+        "x.jsonl:1: the chat template fails: no system here",
+    ),
+    "an error on some turns": (
+        "{% if messages | length == 1 %}{{ messages[9].role }}{% endif %}x",
+        "x.jsonl:1: the chat template fails on the first 1 messages alone: list object has no",
+    ),
+    "chance": ("{{ messages | random }}", "the chat template cannot be used: No filter named"),
+    "changed marks": (
+        "{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x | upper }}",
+        "changes a text after {% generation %} has marked it",
+    ),
+    "cut marks": (
+        "{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x[:-9] }}"
+        "{% generation %}b{% endgeneration %}",
+        "changes a text after {% generation %} has marked it",
+    ),
+    "another prompt": (
+        PLAIN.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>' }}{% endif %}"),
+        "does not begin message 2 with what it puts before an answer",
+    ),
     "a missing name": ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
     "an endless loop": (LOOP.replace("%s", ""), "s of processor time with its chat template"),
     "endless output": (

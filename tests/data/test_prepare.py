@@ -384,6 +384,24 @@ def test_what_a_crash_has_damaged_is_made_again(
     assert cli.main(["inspect", str(tmp_path / "out"), "--full"]) == 0
 
 
+@pytest.mark.parametrize("name", ["in", "link"])
+def test_a_prepare_into_its_own_source_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_lines(tmp_path / "in" / "a.jsonl", [str(number) for number in range(30)])
+    (tmp_path / "link").symlink_to("in")
+    out = tmp_path / "in" / "deep" / "out"
+    command = ["prepare", str(tmp_path / name), "-o", str(out), "--tokenizer", "bytes"]
+    command += ["--shard-tokens", "3", "--processes", "1"]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, KeyboardInterrupt(), 20)
+        assert cli.main(command) == 130
+    assert cli.main(command) == 0
+    assert "goes on after" in capsys.readouterr().err
+    texts = [bytes(document.tolist()) for document in shards_of(out)]
+    assert texts == [str(number).encode() for number in range(30)]
+
+
 def test_a_prepare_at_work_is_not_disturbed(
     tmp_path: Path, left: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -410,6 +428,27 @@ def test_a_file_that_changes_while_prepare_runs_is_refused(
     monkeypatch.setattr(prepare, "identify", slow)
     line = refused(capsys, tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes")
     assert line.endswith("in/a: has changed since prepare began; run the same command again")
+
+
+@pytest.mark.parametrize("name", ["a", "a.jsonl", "a.jsonl.gz"])
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    file = tmp_path / "in" / name
+    file.parent.mkdir()
+    content = b'{"text": "a"}\n'
+    file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    batches = prepare._batches
+
+    def slow(documents: Any) -> Any:
+        for batch in batches(documents):
+            os.utime(file, ns=(0, 0))
+            yield batch
+
+    monkeypatch.setattr(prepare, "_batches", slow)
+    monkeypatch.setattr(prepare, "_BATCH_BYTES", 1)
+    line = refused(capsys, tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes")
+    assert line.endswith(f"in/{name}: has changed since prepare began; run the same command again")
 
 
 @pytest.mark.parametrize("shard_tokens", ["50", "1000000"])

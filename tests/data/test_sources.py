@@ -325,6 +325,18 @@ def test_a_line_is_read_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.Monk
         open_corpus("jsonl", tmp_path, split="train")
 
 
+def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    """Its text would be missing, and nothing would say so."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / ".hidden").symlink_to("missing")
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    assert len(list_files(tmp_path)) == 2
+    (tmp_path / "c.txt").symlink_to("missing")
+    with pytest.raises(DataError, match=r"c\.txt: is a link that leads nowhere; restore the file"):
+        list_files(tmp_path)
+    assert list_files(tmp_path, ".jsonl") == []
+
+
 def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     write(tmp_path, {"a": b"x", "b": b"y"})
     remaining = documents.read_documents(list_files(tmp_path), None)

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -379,6 +380,20 @@ def test_only_learned_tokens_count(
         answer = answer_of(results[0][1])
         assert answer["loss"] == pytest.approx(loss, rel=1e-12)
         assert answer["tokens"] == count
+
+
+def test_an_evaluation_in_which_nothing_is_learned_is_refused(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its loss would be 0, as if the model were perfect."""
+    (tmp_path / "x.jsonl").write_text('{"prompt": "", "answer": ""}\n' * 2)
+    command = ["prepare", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "empty")]
+    assert cli.main([*command, "--tokenizer", "bytes", "--kind", "answers"]) == 0
+    # After an error, the group of ranks is left to the end of its process.
+    command = evaluate(checkpoint, tmp_path / "empty", "--packing", "documents")
+    done = subprocess.run([sys.executable, "-m", "composer3d", *command], capture_output=True)
+    assert done.returncode == 2
+    assert b"empty has no token that is learned after another one" in done.stderr
 
 
 def test_windows_are_those_of_the_run_unless_given(tmp_path: Path, tokens: Path) -> None:

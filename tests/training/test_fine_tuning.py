@@ -1,6 +1,7 @@
 """Fine-tuning with masks equals a plain loop of transformers; a step may have no label at all."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
+from composer3d.spec.errors import DataError
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
 from composer3d.training.optim import build_optimizer
-from composer3d.training.step import compute_gradients, update
+from composer3d.training.step import compute_gradients, update, validate
 from tests.data.sample_chats import END, TEXT, write_lines, write_tokenizer
 
 STEPS, SEQ_LEN, ROWS, LR, DECAY = 20, 48, 4, 3e-3, 0.1
@@ -211,3 +213,24 @@ def test_a_step_without_labels_changes_nothing(pool: Pool, folder: Path, layout:
     arguments = {"folder": str(folder), "sets": sets}
     for result in pool.run(step_without_labels, arguments, world_size=world):
         assert result == {"loss": 0.0, "norm": 0.0, "is_zero": True, "is_same": True}
+
+
+def validate_without_labels(folder: str) -> str:
+    """Validate on text of which nothing is learned; return the error."""
+    sets = ["validation.every=1", "validation.steps=2", f"validation.path={folder}/data"]
+    recipe = load(f"{folder}/recipe.toml", sets, check_files=False).recipe
+    with pool_world() as device:
+        stages = build_stages(recipe, Mesh.build(recipe.mesh, device))
+        _, corpus = open_data(recipe)
+        assert corpus is not None
+        held_out = replace(corpus, mask=np.zeros(len(corpus.tokens), dtype=np.uint8))
+        with pytest.raises(DataError) as caught:
+            validate(recipe, stages, held_out, order="feistel", must_stop=lambda: False)
+        return str(caught.value)
+
+
+def test_a_validation_in_which_nothing_is_learned_is_refused(pool: Pool, folder: Path) -> None:
+    """Its loss would be 0, as if the model were perfect."""
+    (error,) = pool.run(validate_without_labels, {"folder": str(folder)}, world_size=1)
+    assert "validation.steps = 2: no token of these batches of" in error
+    assert "data (validation) is learned; use more steps, or other text" in error
