@@ -146,7 +146,8 @@ def evaluate(recipe: Recipe, device: torch.device, src: str, recipe_file: str | 
         The result, the same on all ranks.
 
     Raises:
-        UserError: the checkpoint or the data cannot be used, or no token is learned.
+        UserError: the checkpoint or the data cannot be used.
+        DataError: no token is learned.
         CheckpointError: the loss is not finite.
     """
     mesh = Mesh.build(recipe.mesh, device)
