@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from tools.prove.faults import (
     convert,
@@ -56,20 +56,22 @@ def _moe(plant: Callable[[], None], layout: str, message: str = r" is off by .*"
     return Fault(plant, layout, message, recipe=MOE_RECIPE)
 
 
+# Final: a second use of a name would change the layouts of the faults above it unnoticed.
+
 # The experts of a layer on two ranks.
-_EP = "mesh.dp_shard=2 mesh.ep=2"
-_SIGMOID = f"{_EP} model.router=sigmoid model.router_bias=true"
-_GROUPS = f"{_SIGMOID} model.expert_groups=4 model.groups_per_token=2 model.router_scale=2.5"
+_EP: Final = "mesh.dp_shard=2 mesh.ep=2"
+_SIGMOID: Final = f"{_EP} model.router=sigmoid model.router_bias=true"
+_GROUPS: Final = f"{_SIGMOID} model.expert_groups=4 model.groups_per_token=2 model.router_scale=2.5"
 
 # tp with a residual stream that is whole on all ranks.
-_WHOLE = "mesh.tp=2 parallel.sequence_parallel=false"
-_SHARED = "mesh.tp=2 model.n_kv_heads=1"
-_V = "mesh.pp=2 parallel.schedule=ZBVZeroBubble"
-_TIED = "mesh.pp=2 model.tied=true"
-_NARROW = "precision.reduce=bfloat16"
-_PACKED = "data.packing=documents"
-_WHOLE = "data.packing=whole_documents"
-_FLOAT8 = "precision.compute=bfloat16 precision.matmul=float8"
+_NO_SP: Final = "mesh.tp=2 parallel.sequence_parallel=false"
+_SHARED: Final = "mesh.tp=2 model.n_kv_heads=1"
+_V: Final = "mesh.pp=2 parallel.schedule=ZBVZeroBubble"
+_TIED: Final = "mesh.pp=2 model.tied=true"
+_NARROW: Final = "precision.reduce=bfloat16"
+_PACKED: Final = "data.packing=documents"
+_WHOLE_DOCUMENTS: Final = "data.packing=whole_documents"
+_FLOAT8: Final = "precision.compute=bfloat16 precision.matmul=float8"
 
 FAULTS = [
     # tp
@@ -77,10 +79,10 @@ FAULTS = [
     Fault(exchanges.gather_the_sequence_backwards, "mesh.tp=2"),
     Fault(exchanges.keep_own_part_of_the_sum, "mesh.tp=2"),
     Fault(exchanges.reduce_scatter_twice, "mesh.tp=2"),
-    Fault(exchanges.drop_sum_of_gradients, _WHOLE),
-    Fault(exchanges.sum_gradients_twice, _WHOLE),
-    Fault(exchanges.drop_sum_of_outputs, _WHOLE),
-    Fault(exchanges.reduce_over_the_wrong_group, f"{_WHOLE} mesh.dp_shard=2"),
+    Fault(exchanges.drop_sum_of_gradients, _NO_SP),
+    Fault(exchanges.sum_gradients_twice, _NO_SP),
+    Fault(exchanges.drop_sum_of_outputs, _NO_SP),
+    Fault(exchanges.reduce_over_the_wrong_group, f"{_NO_SP} mesh.dp_shard=2"),
     Fault(
         exchanges.drop_reduction_of_norms,
         "mesh.tp=2",
@@ -88,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         exchanges.drop_reduction_of_norms,
-        f"{_WHOLE} model.qk_norm=true",
+        f"{_NO_SP} model.qk_norm=true",
         r"are off: blocks\.\*\.attn\.k_norm",
     ),
     Fault(exchanges.leave_out_a_norm, "mesh.tp=2", r"gradient of .*norm.* are off|is off"),
@@ -301,8 +303,8 @@ FAULTS = [
     Fault(data.forget_the_seed_of_the_order, "mesh.dp_shard=2"),
     Fault(data.begin_documents_with_the_end_of_the_last, f"mesh.dp_shard=2 {_PACKED}"),
     Fault(data.learn_what_follows_a_document, f"mesh.tp=2 {_PACKED}"),
-    Fault(data.cut_documents_in_samples_of_whole_ones, f"mesh.dp_shard=2 {_WHOLE}"),
-    Fault(data.learn_what_fills_samples_up, f"mesh.dp_shard=2 {_WHOLE}"),
+    Fault(data.cut_documents_in_samples_of_whole_ones, f"mesh.dp_shard=2 {_WHOLE_DOCUMENTS}"),
+    Fault(data.learn_what_fills_samples_up, f"mesh.dp_shard=2 {_WHOLE_DOCUMENTS}"),
     # validation
     Fault(data.repeat_the_first_order, "mesh.dp_shard=2", "^validation loss is off"),
     Fault(data.hand_out_a_batch_twice, "mesh.dp_shard=2", "^validation loss is off"),

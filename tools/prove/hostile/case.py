@@ -188,9 +188,12 @@ def watch(folder: Path, touched: list[str]) -> None:
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
+        # All calls but most of ``open`` act on a link itself, not on what it names.
+        follows_links = False
         if event == "open":
             path, _, flags = arguments
             paths = [path] if isinstance(flags, int) and flags & writing else []
+            follows_links = not (isinstance(flags, int) and flags & os.O_NOFOLLOW)
         elif event in ("os.rename", "os.link", "os.symlink"):
             paths = list(arguments[:2])
         elif event in ("os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"):
@@ -220,6 +223,9 @@ def watch(folder: Path, touched: list[str]) -> None:
         for path in paths:
             if isinstance(path, str | bytes | os.PathLike):
                 real_path = os.path.realpath(os.fsdecode(path))
+                if not follows_links:
+                    parent, name = os.path.split(os.fsdecode(path))
+                    real_path = os.path.join(os.path.realpath(parent), name)
                 is_thread_name = re.fullmatch(r"/proc/\d+/(task/\d+/)?comm", real_path)
                 is_cache = "__pycache__" in real_path
                 if not (real_path.startswith(allowed) or is_thread_name or is_cache):

@@ -873,9 +873,14 @@ def _sources() -> list[case.Case]:
     def links(where: Path) -> list[str]:
         (where / "in").mkdir()
         (where / "in" / "self").symlink_to(".")
-        (where / "in" / "a.txt").symlink_to("a.txt")
         (where / "in" / "zero").symlink_to("/dev/zero")
         pipe(where / "in" / "pipe")
+        return prepare(where, where / "in")
+
+    def link_to_itself_inside(where: Path) -> list[str]:
+        (where / "in").mkdir()
+        write(where / "in" / "a.txt", "a")
+        (where / "in" / "b.txt").symlink_to("b.txt")
         return prepare(where, where / "in")
 
     def link_to_itself(where: Path) -> list[str]:
@@ -912,6 +917,11 @@ def _sources() -> list[case.Case]:
             "links, a device and a pipe",
             links,
             r"/in: no files found; give a path that holds text$",
+        ),
+        Case(
+            "a folder with a text that links to itself",
+            link_to_itself_inside,
+            r"/in/b\.txt: is a link that leads nowhere; restore the file that it names, or remove",
         ),
         Case(
             "a text that links to itself",
