@@ -13,7 +13,7 @@ from tests.dryrun.jobs import recipe_of
 from tools.prove.paths import ROOT
 
 BASE = ROOT / "recipes" / "debug-1-single.toml"
-SIZES = ("model.n_layers=16", "data.seq_len=32", "data.micro_batch=1", "mesh.dp_shard=2")
+SIZES = ("model.n_layers=8", "data.seq_len=32", "data.micro_batch=1", "mesh.dp_shard=2")
 
 
 @pytest.mark.parametrize(
