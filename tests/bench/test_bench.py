@@ -19,7 +19,8 @@ from composer3d.models.llama.shape import PRESETS
 from composer3d.spec.token_manifest import CHUNK_BYTES, read_manifest
 from tools.bench import jobs, plain, shards
 from tools.bench.commands import LAYOUTS, main
-from tools.bench.host import titan_step_ms
+from tools.bench.host import SETS, TITAN_LAYOUTS, titan_step_ms
+from tools.bench.host import LAYOUTS as HOST_LAYOUTS
 from tools.bench.jobs import SHAPE, Job, JobError, measure
 from tools.fake_cuda import device
 
@@ -168,12 +169,39 @@ def test_host_reads_torchtitans_figure(tmp_path: Path, capsys: pytest.CaptureFix
     assert "| 1000000.5 | " in table
     called = (tmp_path / "arguments").read_text()
     assert called.startswith("2 ")
-    assert "titan_host.py 3 8 32 32 --module peerbench" in called
+    assert "titan_host.py 3 1 32 32 --module peerbench" in called
     assert "--parallelism.tensor-parallel-degree 2" in called
 
     python.write_text("#!/bin/sh\necho broken\n")
     with pytest.raises(JobError, match="no figure: broken"):
         titan_step_ms(tmp_path, "one", 3)
+
+
+@pytest.mark.parametrize("name", HOST_LAYOUTS)
+def test_host_gives_torchtitan_the_same_batch(name: str) -> None:
+    sets = dict(pair.split("=") for pair in (*SETS, *HOST_LAYOUTS[name]))
+    words = TITAN_LAYOUTS[name].split()
+    peer = dict(zip(words[::2], words[1::2], strict=True))
+    local_batch = int(peer["--training.local-batch-size"])
+    assert local_batch * int(sets.get("mesh.dp_shard", 1)) == int(sets["data.global_batch"])
+    micro_batch = peer.get("--parallelism.pipeline-parallel-microbatch-size", local_batch)
+    assert int(micro_batch) == int(sets["data.micro_batch"])
+
+
+def test_torchtitans_host_program_starts(root: Path, tmp_path: Path) -> None:
+    # It runs as a program, so a module beside it can hide one of Python's own, such as tokenize.
+    program = root / "tools/bench/titan_host.py"
+    (tmp_path / "titan_cpu.py").write_text("import linecache; print('reached', linecache.tokenize)")
+    result = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "reached" in result.stdout, result.stderr
+    assert str(program.parent) not in result.stdout
 
 
 @pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")

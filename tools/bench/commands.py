@@ -32,7 +32,7 @@ from tools.bench import (
     quickstarts,
     sequence,
     shards,
-    tokenize,
+    tokenizing,
     watching,
 )
 from tools.bench import host as launches
@@ -575,7 +575,7 @@ def _parser() -> argparse.ArgumentParser:
     generation.add_arguments(generate_parser)
 
     prepare_parser = add_plain_command(
-        tokenize.prepare, "the rate of prepare against the tokenizers library's own batch rate"
+        tokenizing.prepare, "the rate of prepare against the tokenizers library's own batch rate"
     )
     add_repeats(prepare_parser)
     add_json(prepare_parser)

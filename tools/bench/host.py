@@ -1,9 +1,9 @@
 """What a GPU would wait for: the time in which the host launches a step.
 
-The arithmetic is negligible (dim 32, 32 layers, 32 tokens) and so is the communication: one process
-is the first rank of a fake world, in which collectives return at once. What is left of a step is
-Python, torch's dispatch and the kernels' own overhead. It is measured as time of the processor,
-which does not count the time that other processes take.
+The arithmetic is negligible (dim 32, 32 layers, micro-batches of one row of 32 tokens) and so is
+the communication: one process is the first rank of a fake world, in which collectives return at
+once. What is left of a step is Python, torch's dispatch and the kernels' own overhead. It is
+measured as time of the processor, which does not count the time that other processes take.
 """
 
 import os
@@ -38,30 +38,31 @@ SETS = (
     "model.n_kv_heads=2",
     "model.ffn=64",
     "data.seq_len=32",
-    "data.global_batch=8",
+    # With eight rows, kernels would take more than half of the step of one process.
+    "data.micro_batch=1",
 )
 LAYOUTS = {
-    "one": ("data.micro_batch=8",),
-    "fsdp2": ("mesh.dp_shard=2", "data.micro_batch=4"),
-    "tp2": ("mesh.tp=2", "data.micro_batch=8"),
-    "pp2": ("mesh.pp=2", "data.micro_batch=2"),
-    "dp2xtp2": ("mesh.dp_shard=2", "mesh.tp=2", "data.micro_batch=4"),
+    "one": ("data.global_batch=1",),
+    "fsdp2": ("data.global_batch=2", "mesh.dp_shard=2"),
+    "tp2": ("data.global_batch=1", "mesh.tp=2"),
+    "pp2": ("data.global_batch=4", "mesh.pp=2"),
+    "dp2xtp2": ("data.global_batch=2", "mesh.dp_shard=2", "mesh.tp=2"),
 }
 
 
 # The same layouts as torchtitan's arguments; its local batch is that of a data-parallel rank.
 TITAN_LAYOUTS = {
-    "one": "--training.local-batch-size 8",
-    "fsdp2": "--training.local-batch-size 4",
-    "tp2": "--training.local-batch-size 8 --parallelism.tensor-parallel-degree 2",
-    "pp2": "--training.local-batch-size 8 --parallelism.pipeline-parallel-degree 2 "
-    "--parallelism.pipeline-parallel-microbatch-size 2",
-    "dp2xtp2": "--training.local-batch-size 4 --parallelism.tensor-parallel-degree 2",
+    "one": "--training.local-batch-size 1",
+    "fsdp2": "--training.local-batch-size 1",
+    "tp2": "--training.local-batch-size 1 --parallelism.tensor-parallel-degree 2",
+    "pp2": "--training.local-batch-size 4 --parallelism.pipeline-parallel-degree 2 "
+    "--parallelism.pipeline-parallel-microbatch-size 1",
+    "dp2xtp2": "--training.local-batch-size 1 --parallelism.tensor-parallel-degree 2",
 }
 # Its metrics are not logged: composer3d's are not either.
 _TITAN_ARGUMENTS = (
     "--module peerbench --config bench --comm.mode fake_backend --metrics.log-freq 1000000 "
-    "--dump-folder ./out_bench --training.seq-len 32 --training.global-batch-size 8"
+    "--dump-folder ./out_bench --training.seq-len 32"
 )
 _TITAN_SHAPE = {"DIM": 32, "LAYERS": 32, "HEADS": 2, "KV": 2, "FFN": 64}
 _TITAN_LIMIT_S = 600.0

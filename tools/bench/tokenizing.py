@@ -89,7 +89,7 @@ def _train(text: Path, tokenizer: Path) -> None:
 
 def _library_s(python: str, folder: Path) -> float:
     """Return the seconds that the library takes, in a process of its own."""
-    return float(_run([python, "-m", "tools.bench.tokenize", str(folder)]).split()[-1])
+    return float(_run([python, "-m", "tools.bench.tokenizing", str(folder)]).split()[-1])
 
 
 def _prepare_s(python: str, folder: Path, repeat: int) -> float:
