@@ -45,7 +45,9 @@ LAYOUTS = {
     "one": ("data.global_batch=1",),
     "fsdp2": ("data.global_batch=2", "mesh.dp_shard=2"),
     "tp2": ("data.global_batch=1", "mesh.tp=2"),
-    "pp2": ("data.global_batch=4", "mesh.pp=2"),
+    # torchtitan cuts layers so. By default, composer3d's first stage would have 18 of them here,
+    # because the other one has the head.
+    "pp2": ("data.global_batch=4", "mesh.pp=2", "parallel.stages=[16, 16]"),
     "dp2xtp2": ("data.global_batch=2", "mesh.dp_shard=2", "mesh.tp=2"),
 }
 
