@@ -149,8 +149,14 @@ BLOCKS = ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]
             False,
             [["last", "blocks.3", "blocks.0", "first"]] * 2 + [["blocks.2", "blocks.1"]] * 2,
         ),
+        (
+            {"dp_shard": 2},
+            {"parallel": {"fsdp_blocks": 3}, "precision": {"compute": "bfloat16"}},
+            False,
+            [["last", "blocks.3", "blocks.0 to blocks.2", "first"]] * 2,
+        ),
     ],
-    ids=["checkpointed", "tied", "offload", "zero bubble"],
+    ids=["checkpointed", "tied", "offload", "zero bubble", "several blocks a unit"],
 )
 def test_local_gradients_add_up_to_those_of_a_step(
     pool: Pool,
