@@ -271,7 +271,17 @@ def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp, both blocks a unit", "hsdp", "hsdp, gradients in bfloat16", "tp", "cp ring", "pp", "ep"]
+    "name",
+    [
+        "fsdp",
+        "fsdp, both blocks a unit",
+        "hsdp",
+        "hsdp, gradients in bfloat16",
+        "tp",
+        "cp ring",
+        "pp",
+        "ep",
+    ],
 )
 def test_real_processes_send_what_the_dry_run_counts(name: str, pool: Pool) -> None:
     layout = LAYOUTS[name]
