@@ -113,23 +113,28 @@ def test_a_unit_of_several_blocks_is_gathered_and_reduced_at_once(
 
 
 def order_of_gathers() -> list[str]:
-    """Take a step of zero 3: the units, of two blocks, in the order in which they are gathered."""
-    gathered: list[str] = []
-    unshard = FSDPParamGroup.unshard
+    """Take a step of zero 3: which unit, of two blocks, is gathered or begins its backward."""
+    events: list[str] = []
+    unshard, pre_backward = FSDPParamGroup.unshard, FSDPParamGroup.pre_backward
 
-    def watched(self: FSDPParamGroup, async_op: bool = False) -> None:
+    def gather(self: FSDPParamGroup, async_op: bool = False) -> None:
         is_there = self.is_unsharded or self._all_gather_result is not None
         unshard(self, async_op)
         if not is_there and self._all_gather_result is not None:
-            gathered.append(str(self._module_fqn))
+            events.append(f"gather {self._module_fqn}")
+
+    def begin_backward(self: FSDPParamGroup, *arguments: Any) -> None:
+        events.append(f"backward of {self._module_fqn}")
+        pre_backward(self, *arguments)
 
     with pool_world() as device, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(FSDPParamGroup, "unshard", watched)
+        monkeypatch.setattr(FSDPParamGroup, "unshard", gather)
+        monkeypatch.setattr(FSDPParamGroup, "pre_backward", begin_backward)
         mesh = Mesh.build(MeshTable(dp_shard=2), device)
         stages = compose_layers(5, mesh, 1, parallel=ParallelTable(fsdp_blocks=2))
         tokens = torch.arange(8).view(1, 8)
         stages.forward_backward(tokens, tokens, tokens, 8)
-    return gathered
+    return events
 
 
 def compose_layers(n_layers: int, mesh: Mesh, micro_batches: int, **tables: Any) -> Stages:
@@ -140,9 +145,18 @@ def compose_layers(n_layers: int, mesh: Mesh, micro_batches: int, **tables: Any)
 
 def test_backward_gathers_the_unit_before_the_one_that_runs(pool: Pool) -> None:
     units = ["blocks.0, blocks.1", "blocks.2, blocks.3", "blocks.4"]
-    for gathered in pool.run(order_of_gathers, {}, world_size=2):
+    for events in pool.run(order_of_gathers, {}, world_size=2):
         # `last` stays gathered, and `first` is not read again.
-        assert gathered == ["first", *units, "last", *reversed(units)]
+        assert events == [
+            *(f"gather {unit}" for unit in ("first", *units, "last")),
+            "backward of last",
+            *(
+                event
+                for unit in reversed(units)
+                for event in (f"gather {unit}", f"backward of {unit}")
+            ),
+            "backward of first",
+        ]
 
 
 def sizes_of_units(fsdp_blocks: int, tied: bool) -> list[int]:
