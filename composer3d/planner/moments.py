@@ -290,9 +290,10 @@ class _MicroBatch:
             moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
             moments += self._exchange(sums, gathered, last, held + rank.stream)
 
-        # A gradient of the width of the sum is added to it as soon as it is written.
+        # A gradient of the width of the sum is added to it as soon as it is written. One that is
+        # reduced before it is added stays as narrow as the computation.
         adds_at_once = wide == written and self.sums_whole and self.repeats
-        kept_width = 0.0 if adds_at_once else written
+        kept_width = 0.0 if adds_at_once else rank.narrow
         # The last unit may be smaller than the two before it.
         for nth, (group, unit) in enumerate(zip(groups[:3], units, strict=False)):
             # The buffer of the all-gather, and the parameters copied from it.
