@@ -59,6 +59,7 @@ SELECTIVE = "memory.activation_checkpoint=selective"
 FULL = "memory.activation_checkpoint=full"
 EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
 EVERY_3 = "memory.activation_checkpoint=every 3 blocks"
+BY_2, BY_4 = "parallel.fsdp_blocks=2", "parallel.fsdp_blocks=4"
 # With a small vocabulary, the peak is in the blocks and not in the loss.
 BLOCKS = "model.vocab=4096"
 LARGE_HEAD = "model.vocab=128256"
@@ -98,6 +99,16 @@ CASES: dict[str, tuple[str, ...]] = {
     "zero3-selective": _dense(FSDP, "parallel.zero=3", BF16, SELECTIVE, BLOCKS, batch(16)),
     "zero3-every-2-blocks": _dense(FSDP, "parallel.zero=3", BF16, EVERY_2, BLOCKS, batch(16)),
     "every-3-blocks": _dense(FSDP, BF16, EVERY_3, BLOCKS, "model.n_layers=7", batch(16)),
+    "zero3-2-blocks-a-unit": _dense(FSDP, BF16, BY_2, FULL, BLOCKS, "model.n_layers=7", batch(16)),
+    "zero3-4-blocks-a-unit": _dense(FSDP, BF16, BY_4, BLOCKS, "model.n_layers=9", batch(16)),
+    "zero3-one-unit": _dense(FSDP, BF16, BY_4, FULL, BLOCKS, "data.seq_len=512", batch(16)),
+    "zero3-2-blocks-a-unit-narrow": _dense(
+        FSDP, BF16, BY_2, FULL, NARROW, BLOCKS, "data.seq_len=512", batch(16)
+    ),
+    "zero1-2-blocks-a-unit": _dense(FSDP, "parallel.zero=1", BF16, BY_2, BLOCKS, batch(16)),
+    "zero2-2-blocks-a-unit": _dense(
+        FSDP, "parallel.zero=2", BF16, BY_2, FULL, BLOCKS, "model.n_layers=7", batch(16)
+    ),
     "micro-batch-of-4": _dense(FSDP, "data.micro_batch=4", BF16, FULL, batch(64)),
     "hsdp": _dense(
         "mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3", BF16, SELECTIVE, batch(16)
@@ -123,6 +134,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "1f1b-zero3": _dense(*PP2, "parallel.zero=3", BF16, batch(16)),
     "1f1b-narrow": _dense(*PP2, BF16, FULL, NARROW, LARGE_HEAD, batch(16)),
     "1f1b-zero1-full": _dense(*PP2_TP2, "parallel.zero=1", BF16, FULL, BLOCKS),
+    "1f1b-2-blocks-a-unit": _dense(
+        *PP2, "model.n_layers=8", BF16, BY_2, FULL, BLOCKS, "data.seq_len=512", batch(16)
+    ),
+    "1f1b-one-unit": _dense(*PP2, BF16, BY_4, FULL, BLOCKS, batch(16)),
     "interleaved": _dense(
         *PP2_TP2, "parallel.schedule=Interleaved1F1B", "parallel.zero=1", BF16, SELECTIVE
     ),
@@ -137,6 +152,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "breadth-first": _dense(*PP2, "parallel.schedule=LoopedBFS", BF16, FULL, batch(16)),
     "zbv": _dense(*PP2, "parallel.schedule=ZBVZeroBubble", BF16, batch(16)),
     "zbv-blocks": _dense(*PP2, "parallel.schedule=ZBVZeroBubble", BF16, BLOCKS, batch(16)),
+    "zbv-2-blocks-a-unit": _dense(
+        *(*PP2, "parallel.schedule=ZBVZeroBubble", BF16, BY_2, BLOCKS, "model.n_layers=12"),
+        batch(16),
+    ),
+    "zbv-one-unit": _dense(
+        *(*PP2, "parallel.schedule=ZBVZeroBubble", BF16, BY_4, BLOCKS, "model.n_layers=12"),
+        *("data.seq_len=512", batch(16)),
+    ),
     "zero-bubble": _dense(*PP2_TP2, "parallel.schedule=InterleavedZeroBubble", BF16, SELECTIVE),
     "dualpipev": _dense(*PP2, "parallel.schedule=DualPipeV", BF16, FULL, batch(16)),
     "dualpipev-selective": _dense(
@@ -151,6 +174,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "ep": _experts(FSDP, "mesh.ep=8", BF16, batch(16)),
     "ep-full": _experts(FSDP, "mesh.ep=4", BF16, FULL, batch(16)),
     "ep-every-2-blocks": _experts(FSDP, "mesh.ep=4", BF16, EVERY_2, batch(16)),
+    "ep-2-blocks-a-unit": _experts(FSDP, "mesh.ep=4", BF16, BY_2, FULL, batch(16)),
     "ep-tp-selective": _experts(
         "mesh.dp_shard=4", "mesh.tp=2", "mesh.ep=8", BF16, SELECTIVE, batch(8)
     ),
@@ -171,6 +195,7 @@ SLICE = (
     "zero1-blocks",
     "zero3-narrow",
     "every-3-blocks",
+    "zero3-2-blocks-a-unit",
     "tp-selective",
     "zbv-blocks",
     "ep-full",

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.pipeline.ties import local_shard
-from composer3d.runtime.torch_private import gathered_parameters
+from composer3d.runtime.torch_private import gathered_parameters, modules_of_unit
 
 # The unit that is a whole stage holds parameters only if the embedding is also the head.
 _OF_STAGE = "first and last"
 
 
 class Unit(NamedTuple):
-    """A part of the model: ``first``, a block, or ``last``.
+    """A part of the model: ``first``, a block or several, or ``last``.
 
     Backward comes to the largest ``(stage, place)`` first.
 
     Attributes:
         stage: the number of its pipeline stage.
         place: its number in the stage.
-        name: its global name, such as "blocks.3".
+        name: its global name, such as "blocks.3", or "blocks.4 to blocks.7" for several blocks.
     """
 
     stage: int
@@ -48,10 +48,14 @@ def units_of(stage_number: int, stage: nn.Module) -> dict[Unit, list[nn.Paramete
     stage, both are one unit. It comes first, as the embedding does.
     """
     names = {module: name for name, module in stage.named_modules()}
-    return {
-        Unit(stage_number, place, names[unit] or _OF_STAGE): gathered_parameters(unit)
-        for place, unit in enumerate(fsdp.units(stage))
-    }
+    found = {}
+    for place, unit in enumerate(fsdp.units(stage)):
+        modules = modules_of_unit(unit)
+        name = names[modules[0]] or _OF_STAGE
+        if len(modules) > 1:
+            name = f"{name} to {names[modules[-1]]}"
+        found[Unit(stage_number, place, name)] = gathered_parameters(unit)
+    return found
 
 
 @contextmanager

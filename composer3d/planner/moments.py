@@ -4,11 +4,12 @@
 Here the order is that of ``parallel.compose``: FSDP gathers the unit that runs and the next one,
 reduces a unit as soon as its gradients are there (with a pipeline: once, at the end), and backward
 frees a block before it begins the next. So the logits, the last block's backward and the reduction
-of its gradients are never in memory together, and the peak is that of the largest moment.
+of its unit's gradients are never in memory together, and the peak is that of the largest moment.
 
 All numbers are bytes of one rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -63,6 +64,7 @@ class _Stage(NamedTuple):
 
     Attributes:
         blocks: in order.
+        groups: the units of FSDP that hold them, in order: one or several blocks each.
         first, last: the units of embedding and head. None: the stage has none, or they are tied
             and ``last`` is the unit of both.
         output: the stream that it sends on, which stays until its gradient arrives.
@@ -71,6 +73,7 @@ class _Stage(NamedTuple):
     """
 
     blocks: tuple[BlockBytes, ...]
+    groups: tuple[tuple[BlockBytes, ...], ...]
     first: Unit | None
     last: Unit | None
     output: float
@@ -80,7 +83,7 @@ class _Stage(NamedTuple):
     @property
     def units(self) -> list[Unit]:
         ends = [unit for unit in (self.first, self.last) if unit is not None]
-        return [block.unit for block in self.blocks] + ends
+        return [_unit_of(group) for group in self.groups] + ends
 
     @property
     def elements(self) -> float:
@@ -97,6 +100,13 @@ class _Stage(NamedTuple):
     @property
     def trained_shard(self) -> float:
         return sum(unit.trained_shard for unit in self.units)
+
+
+def _unit_of(blocks: tuple[BlockBytes, ...]) -> Unit:
+    """Return the unit of FSDP that holds ``blocks``."""
+    if len(blocks) == 1:
+        return blocks[0].unit
+    return Unit(*map(sum, zip(*(block.unit for block in blocks), strict=True)))
 
 
 def peak_moment(setup: Setup, rank: int) -> tuple[Always, Moment]:
@@ -179,6 +189,10 @@ class _Rank:
         buffers = setup.batch.micro_batches if keeps_buffers else 1
         return _Stage(
             blocks=blocks,
+            groups=tuple(
+                blocks[begin : begin + layout.fsdp_blocks]
+                for begin in range(0, len(blocks), layout.fsdp_blocks)
+            ),
             first=embedding if is_first and not is_one_unit else None,
             last=head if is_last else None,
             output=0.0 if is_last else self.stream,
@@ -241,14 +255,14 @@ class _MicroBatch:
         """Return the moments: loss, head, and the backward of blocks and embedding."""
         rank, stage, last, head = self.rank, self.stage, self.last, self.rank.head
         wide, written = rank.wide, rank.written
-        *_, block = stage.blocks
-        unit = block.unit
+        groups = stage.groups[::-1]
+        units = [_unit_of(group) for group in groups[:4]]
         held = sum(each.kept for each in stage.blocks)
 
         sums = self._earlier_sums()
         # The buffer of the unit that the micro-batch before has reduced last.
         buffer = wide * self.end.trained if self.repeats and not self.sums_whole else 0.0
-        at_loss = self._gathered(1, last.elements)
+        at_loss = self._gathered(units[:1], last.elements)
         # The gradient of a chunk is as narrow as the computation. ``head.gradient`` has their sum.
         of_head = written if rank.setup.loss_chunks == 1 else rank.narrow
         moments = [
@@ -272,26 +286,38 @@ class _MicroBatch:
             sums += written * last.trained
         else:
             buffer = wide * last.trained if self.reduces else 0.0
-            gathered = self._gathered(1, 0.0)
+            gathered = self._gathered(units[:1])
             moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
             moments += self._exchange(sums, gathered, last, held + rank.stream)
 
-        for nth, each in enumerate(reversed(stage.blocks[-2:])):
-            running = held - nth * block.kept + each.again + each.extra
-            moments.append(Moment(sums, self._gathered(2, 0.0), buffer, running))
-            buffer = wide * unit.trained if self.reduces else 0.0
-
-        # A gradient of the width of the sum is added to it as soon as it is written.
+        # A gradient of the width of the sum is added to it as soon as it is written. One that is
+        # reduced before it is added stays as narrow as the computation.
         adds_at_once = wide == written and self.sums_whole and self.repeats
-        written_of_block = 0.0 if adds_at_once else written * unit.trained
-        reduced = sums + written_of_block + rank.sharded_gradients(unit.trained_shard)
-        left = held - block.kept + rank.stream
-        moments.append(Moment(reduced, self._gathered(1, 0.0), buffer, left))
-        shards = sums + rank.sharded_gradients(unit.trained_shard)
-        moments += self._exchange(shards, self._gathered(1, 0.0), unit, left)
+        kept_width = 0.0 if adds_at_once else rank.narrow
+        # The last unit may be smaller than the two before it.
+        for nth, (group, unit) in enumerate(zip(groups[:3], units, strict=False)):
+            # The buffer of the all-gather, and the parameters copied from it.
+            copied = self._gathered([unit, unit])
+            moments.append(Moment(sums, copied, buffer, held))
+            whole = 0.0
+            for block in reversed(group):
+                running = held + block.again + block.extra
+                gathered = self._gathered(units[nth : nth + 2])
+                moments.append(Moment(sums + whole, gathered, buffer, running))
+                whole += kept_width * block.unit.trained
+                held -= block.kept
+            moments.append(Moment(sums + whole, gathered, buffer, held + rank.stream))
+            if self.reduces:
+                # They are added to the sum, or copied to the buffer and freed.
+                shard = rank.sharded_gradients(unit.trained_shard)
+                copied = sums if self.sums_whole and self.repeats else sums + max(whole, shard)
+                gathered = self._gathered(units[nth + 1 : nth + 2])
+                buffer = wide * unit.trained
+                moments.append(Moment(copied, gathered, buffer, held + rank.stream))
+                moments += self._exchange(sums + shard, gathered, unit, held + rank.stream)
         end_buffer = wide * self.end.trained if self.reduces else 0.0
         end_sums = sums if self.is_tied else sums + written * self.end.trained
-        end_gathered = self._gathered(0, self.end.elements)
+        end_gathered = self._gathered([], self.end.elements)
         moments.append(Moment(end_sums, end_gathered, end_buffer, rank.stream))
         moments += self._exchange(sums, end_gathered, self.end, rank.stream)
         return moments
@@ -318,18 +344,18 @@ class _MicroBatch:
             return self.rank.wide * self.stage.trained
         return self.rank.sharded_gradients(self.stage.trained_shard)
 
-    def _gathered(self, blocks: int, ends: float) -> float:
-        """Return what is gathered when ``blocks`` and ``ends`` elements of first and last are.
+    def _gathered(self, units: Sequence[Unit], ends: float = 0.0) -> float:
+        """Return what is gathered when ``units`` and ``ends`` elements of first and last are.
 
-        A second block is gathered ahead. Only zero = 3 drops parameters. A tied unit stays
+        A second unit is gathered ahead. Only zero = 3 drops parameters. A tied unit stays
         gathered.
         """
         if not self.rank.has_fsdp:
             return 0.0
         if not self.drops:
             return self.rank.narrow * self.stage.elements
-        unit = self.stage.blocks[-1].unit
-        of_blocks = (0.0, unit.elements, unit.elements + unit.ahead)[blocks]
+        of_blocks = sum(unit.elements for unit in units[:1])
+        of_blocks += sum(unit.ahead for unit in units[1:])
         ends = self.last.elements if self.is_tied else ends
         return self.rank.narrow * (of_blocks + ends)
 
@@ -430,19 +456,15 @@ class _PipelineRank:
         rank = self.rank
         if not rank.has_fsdp:
             return []
-        if not rank.setup.software.since_torch_2_15:
-            # All parameters are still gathered when the first units are reduced. The gradients of
-            # a unit are held beside the buffer that leaves and the shard that arrives.
-            largest = max(stage.units, key=lambda unit: unit.trained)
-            sums += rank.sharded_gradients(largest.trained_shard)
-            buffer = (rank.wide + rank.exchanged) * largest.trained
-            return [Moment(sums, gathered, self.messages + buffer, held)]
-
-        # Since torch 2.15 the last unit is the first to be reduced. Before its reduction, its
-        # parameters are dropped. Its gradients are freed when the buffer has them.
+        # Before the reduction of a unit, its parameters are dropped. Its gradients are freed when
+        # the buffer has them. Before torch 2.15, the last one is freed after the reduction. Of the
+        # embedding and of the head, it is almost all.
         moments = []
-        blocks = [block.unit for block in reversed(stage.blocks)]
-        for unit in (stage.last, *blocks, stage.first):
+        units = [stage.first, *(_unit_of(group) for group in stage.groups), stage.last]
+        frees_at_once = rank.setup.software.since_torch_2_15
+        if frees_at_once:
+            units.reverse()
+        for unit in units:
             if unit is None:
                 continue
             if unit is not stage.first or rank.setup.layout.zero < 3:
@@ -451,7 +473,9 @@ class _PipelineRank:
             moments.append(Moment(sums, gathered, buffer, held))
             sums += rank.sharded_gradients(unit.trained_shard) - rank.wide * unit.trained
             buffer += rank.exchanged * unit.trained
-            moments.append(Moment(sums, gathered, buffer, held))
+            is_end = unit is stage.first or unit is stage.last
+            late = rank.wide * unit.trained if is_end and not frees_at_once else 0.0
+            moments.append(Moment(sums + late, gathered, buffer, held))
         return moments
 
     def _backward_begins(
@@ -459,15 +483,19 @@ class _PipelineRank:
     ) -> list[Moment]:
         """Return the moments of the loss, of the head, and of the last block."""
         rank, block = self.rank, stage.blocks[-1]
+        moments = []
         at_loss = at_block = self._gathered(state.gathered)
         last = 0.0 if stage.last is None else stage.last.elements
         last_trained = 0.0 if stage.last is None else stage.last.trained
         if rank.has_fsdp and state.stage not in state.gathered:
-            unit = block.unit
+            unit = _unit_of(stage.groups[-1])
+            ahead = 0.0 if len(stage.groups) == 1 else _unit_of(stage.groups[-2]).ahead
+            # The buffer of the all-gather, and the parameters copied from it.
+            copied = at_block + rank.narrow * (last + unit.elements + unit.ahead)
+            moments.append(Moment(sums, copied, self.messages, held))
             at_loss += rank.narrow * (last + unit.elements)
-            both = last + unit.elements + unit.ahead
-            at_block += rank.narrow * min(both, stage.elements)
-        moments = [Moment(sums, at_block, self.messages, held + block.again + block.extra)]
+            at_block += rank.narrow * (last + unit.elements + ahead)
+        moments.append(Moment(sums, at_block, self.messages, held + block.again + block.extra))
         if stage.last is not None:
             head = rank.head
             moments += [
@@ -486,13 +514,13 @@ class _PipelineRank:
         self, state: State, stage: _Stage, sums: float, gathered: float, held: float
     ) -> list[Moment]:
         """Return the moments of the first block, and after it."""
-        rank, block = self.rank, stage.blocks[0]
+        rank, block, unit = self.rank, stage.blocks[0], _unit_of(stage.groups[0])
         others = held - self.held[state.stage] + stage.output
         if rank.splits_backward:
             others += self.deferred[state.stage] - block.deferred
         running = others + block.kept + block.again + block.extra
         done = others + rank.stream
-        written = self._written(block.unit.trained)
+        written = self._written(unit.trained)
         if stage.first is not None and not rank.splits_backward:
             # The embedding's gradient is one tensor, however it is added.
             written = max(written, rank.narrow * stage.first.trained)
@@ -500,7 +528,10 @@ class _PipelineRank:
         made = sums
         if state.stage not in state.summed:
             embedding = 0.0 if stage.first is None else stage.first.trained
-            made -= rank.wide * (block.unit.trained + embedding)
+            # Gradients of another width are added to the sums when all of their unit are there.
+            added = block.unit if rank.wide == rank.written else unit
+            made -= rank.wide * (added.trained + embedding)
+        made += self._written(unit.trained - block.unit.trained)
         return [
             Moment(made, gathered, self.messages, running),
             Moment(sums + written, gathered, self.messages, done),

@@ -144,6 +144,7 @@ def of_recipe(
             dp_shard=mesh.dp_shard,
             dp_replicate=mesh.dp_replicate,
             zero=parallel.zero,
+            fsdp_blocks=parallel.fsdp_blocks,
             pp=mesh.pp,
             stages_per_rank=stages_per_rank,
             schedule=parallel.schedule,

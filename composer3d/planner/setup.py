@@ -133,6 +133,7 @@ class Layout:
     Attributes:
         stage_blocks: the blocks of each pipeline stage, in order.
         zero: 0 replicates over dp_shard; 1 shards optimizer state; 2 also gradients; 3 parameters.
+        fsdp_blocks: consecutive blocks of a stage that FSDP gathers and reduces together.
         schedule: a name of ``spec.schedules``, or ``ZeroBubble`` with ``in_flight``.
         in_flight: micro-batches that the first rank holds at once under ``ZeroBubble``, as a
             multiple of pp: 1 for the memory of 1F1B, 2 for twice as much.
@@ -149,6 +150,7 @@ class Layout:
     dp_shard: int = 1
     dp_replicate: int = 1
     zero: Zero = 3
+    fsdp_blocks: int = 1
     pp: int = 1
     stages_per_rank: int = 1
     schedule: str = "1F1B"
@@ -171,6 +173,12 @@ class Layout:
     def stages(self) -> int:
         """The number of stages of the whole pipeline."""
         return self.pp * self.stages_per_rank
+
+    @property
+    def blocks_of_unit(self) -> float:
+        """The blocks of a unit of FSDP, on average: the last one of a stage may have fewer."""
+        units = sum(-(-count // self.fsdp_blocks) for count in self.stage_blocks)
+        return sum(self.stage_blocks) / units if units else 1.0
 
     def ranks_of(self, axis: str) -> AxisRanks:
         """Return the number and the distance of the ranks of an axis, or of axes together.

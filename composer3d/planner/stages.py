@@ -55,6 +55,14 @@ def stage_layers(recipe: Recipe, cut: Sequence[range] | None = None) -> list[Sta
     ]
 
 
+def units_of_blocks(blocks: range, size: int) -> list[range]:
+    """Cut the blocks of a stage into units of ``size``; the last one may be smaller.
+
+    As ``parallel.data.fsdp.apply``.
+    """
+    return [blocks[begin : begin + size] for begin in range(0, len(blocks), size)]
+
+
 def stage_ranges(recipe: Recipe) -> tuple[range, ...]:
     """Return the blocks of each stage, in the order of stages.
 

@@ -267,8 +267,12 @@ def _held_parameters(setup: Setup, *, has_experts: bool) -> float:
 def _sharding_s(
     setup: Setup, constants: Constants, axis_groups: dict[str, Group], *, has_experts: bool
 ) -> tuple[float, float]:
-    """Return the seconds of a block's gather and of its reduction, for one micro-batch."""
+    """Return the seconds of a block's gather and of its reduction, for one micro-batch.
+
+    They are its share of those of its unit, whose blocks share a collective.
+    """
     layout, precision, machine = setup.layout, setup.precision, setup.machine
+    blocks = layout.blocks_of_unit
     ranks = axis_groups["fsdp"].ranks
     if layout.zero < 2 or ranks * layout.dp_replicate == 1:
         return 0.0, 0.0
@@ -279,7 +283,8 @@ def _sharding_s(
         experts /= layout.tp if layout.expert_tp else 1
         parts = [(held - experts, axis_groups["fsdp"]), (experts, axis_groups["efsdp"])]
     gather_s = reduce_s = replicas_s = 0.0
-    for parameters, group in parts:
+    for of_block, group in parts:
+        parameters = blocks * of_block
         gather_s += collective_s(
             "all_gather", group, precision.gathered * parameters, machine, constants
         )
@@ -287,6 +292,9 @@ def _sharding_s(
         replicas = axis_groups["dp_replicate"]
         shard_bytes = precision.reduced * parameters / group.ranks
         replicas_s += collective_s("all_reduce", replicas, shard_bytes, machine, constants)
+    gather_s, reduce_s, replicas_s = (
+        seconds / blocks for seconds in (gather_s, reduce_s, replicas_s)
+    )
     once = setup.batch.micro_batches
     if layout.zero == 2:
         gather_s /= once
@@ -434,6 +442,22 @@ def stage_parameters(setup: Setup) -> list[tuple[float, float]]:
     return found
 
 
+def _first_unit_s(setup: Setup, constants: Constants, axis_groups: dict[str, Group]) -> float:
+    """Return the visible seconds of a step that a first unit of several blocks adds.
+
+    Nothing runs until all of them are gathered, and when their gradients are reduced, nothing is
+    left to run. Of a first unit of one block, nothing is counted.
+    """
+    has_experts = setup.sizes.expert_blocks > 0
+    one_block = replace(setup, layout=replace(setup.layout, fsdp_blocks=1))
+    of_unit, of_block = (
+        sum(_sharding_s(each, constants, axis_groups, has_experts=has_experts))
+        for each in (setup, one_block)
+    )
+    added_s = setup.layout.blocks_of_unit * of_unit - of_block
+    return setup.batch.micro_batches * added_s
+
+
 def _largest_rank(setup: Setup) -> tuple[float, float]:
     """Return the parameters, dense and of experts, of the pipeline rank that holds most."""
     layout = setup.layout
@@ -462,11 +486,13 @@ def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> 
         ) + _scattered_s(setup, constants, fsdp, held)
         shard_bytes = precision.reduced * held / fsdp.ranks
         replicas_s = collective_s("all_reduce", replicas, shard_bytes, machine, constants)
-        return seconds * (setup.batch.micro_batches if layout.pp == 1 else 1) + replicas_s
+        seconds *= setup.batch.micro_batches if layout.pp == 1 else 1
+        return seconds + replicas_s + _first_unit_s(setup, constants, axis_groups)
 
     dense, experts = _largest_rank(setup)
     reduce_s = gather_s = 0.0
-    blocks_on_rank = max(1, max(layout.stage_blocks) * layout.stages_per_rank)
+    units_of_stage = -(-max(layout.stage_blocks) // layout.fsdp_blocks)
+    units_on_rank = max(1, units_of_stage * layout.stages_per_rank)
     for held, shard in ((dense, axis_groups["fsdp"]), (experts, axis_groups["efsdp"])):
         if not held:
             continue
@@ -480,7 +506,7 @@ def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> 
                 constants,
             )
             # A block has about nine tensors.
-            messages = blocks_on_rank * (9 if software.gathers_tensors else 1)
+            messages = units_on_rank * (9 if software.gathers_tensors else 1)
             gather_s += collective_s(
                 "all_gather", shard, precision.gathered * held, machine, constants, messages
             )

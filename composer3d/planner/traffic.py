@@ -23,7 +23,7 @@ from composer3d.planner.parameters import (
     last_parameters,
 )
 from composer3d.planner.schedule import recipe_actions
-from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
+from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank, units_of_blocks
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.schema import Recipe
 from composer3d.spec.schedules import Cell
@@ -506,20 +506,15 @@ class _Rank:
         return _pipeline_gathers(self.cells, stage.stage, unit._replace(drops=drops), has_windows)
 
     def _units(self, stage: StageLayers) -> list[_Unit]:
-        """Return the units of a stage: ``first``, blocks, ``last``; tied ones are one unit."""
+        """Return the units of a stage: ``first``, those of blocks, ``last``; tied are one unit."""
         shape, sequence_parallel = self.shape, self.parallel.sequence_parallel
         units = [
             _Unit(
-                f"block {layer}",
-                self._marked(
-                    f"blocks.{layer}",
-                    block_parameters(
-                        shape, layer, tp=self.mesh.tp, sequence_parallel=sequence_parallel
-                    ),
-                ),
+                f"blocks {layers[0]} to {layers[-1]}",
+                [parameter for layer in layers for parameter in self._of_block(layer)],
                 drops=True,
             )
-            for layer in stage.blocks
+            for layers in units_of_blocks(stage.blocks, self.parallel.fsdp_blocks)
         ]
         first = self._marked("first", first_parameters(shape))
         last = self._marked("last", last_parameters(shape, sequence_parallel=sequence_parallel))
@@ -531,6 +526,14 @@ class _Rank:
         if stage.has_last:
             units.append(_Unit("last", last, drops=False))
         return units
+
+    def _of_block(self, layer: int) -> list[Parameter]:
+        """Return the parameters of a block."""
+        sequence_parallel = self.parallel.sequence_parallel
+        parameters = block_parameters(
+            self.shape, layer, tp=self.mesh.tp, sequence_parallel=sequence_parallel
+        )
+        return self._marked(f"blocks.{layer}", parameters)
 
     def _marked(self, unit: str, parameters: list[Parameter]) -> list[Parameter]:
         """Mark the parameters that the recipe does not train."""

@@ -211,6 +211,12 @@ class ParallelTable:
         "0: replicate parameters; 1: shard them, gather and reduce once a step; "
         "2: reduce after each micro-batch; 3: also gather for each micro-batch",
     )
+    fsdp_blocks: int = key(
+        1,
+        "consecutive blocks of a stage that FSDP gathers and reduces together, as one unit; the "
+        "last unit of a stage may have fewer",
+        between(1, MOST_LAYERS),
+    )
     sequence_parallel: bool = key(
         True, "with tp > 1: shard the residual stream along the sequence between layers"
     )

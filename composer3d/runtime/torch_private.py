@@ -199,6 +199,11 @@ class AdamWOfShards(torch.optim.AdamW):
         return has_complex
 
 
+def modules_of_unit(unit: FSDPModule) -> tuple[nn.Module, ...]:
+    """Return the modules that FSDP gathers and reduces together with ``unit``, in order."""
+    return unit._get_fsdp_state()._modules
+
+
 def accumulate_unsharded_grads(unit: FSDPModule) -> None:
     """Add the gradients that were computed outside of a backward to FSDP's sum of micro-batches.
 

@@ -164,6 +164,8 @@ def describe(small: Recipe) -> str:
             words.append(f"{parallel.stages_per_rank} stages a rank")
     if mesh.cp > 1:
         words.append(f"{parallel.cp_method} {parallel.cp_balance}")
+    if parallel.fsdp_blocks > 1:
+        words.append(f"{parallel.fsdp_blocks} blocks a unit")
     if memory.activation_checkpoint != "none":
         words.append(f"checkpoint {memory.activation_checkpoint}")
     if memory.loss_chunks > 1:

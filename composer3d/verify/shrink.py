@@ -13,6 +13,7 @@ from composer3d.spec.errors import UserError
 from composer3d.spec.schedules import micro_batch_requirement
 
 LIMIT = 16  # processes on one machine
+_UNIT = 2  # blocks of a unit of FSDP that has several
 HERE_LIMIT = 1024  # processes of a job that proves its own mesh; one process is the reference
 
 # How FSDP shards the rows of a tensor. "even": all ranks hold the same number of rows. "short": the
@@ -37,6 +38,7 @@ def shrink(full: Recipe) -> list[Recipe]:
     - the sequence: one token, or an odd number of tokens; packing;
     - the window: one token, at most one chunk of the sequence, or a window that reaches one chunk
       or several chunks back;
+    - FSDP: one block of a unit or several, and one unit of a stage or several;
     - memory: chunks of the loss, activation checkpointing, compilation and offload;
     - float8 products, which are emulated in float64;
     - the pipeline: layers that the stages divide or not; an uneven explicit cut; one micro-batch or
@@ -325,7 +327,12 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         model=shape,
         mesh=mesh,
         # The same layout without async_tp sends and computes the same, on a CPU as well.
-        parallel=replace(full.parallel, stages=stages, async_tp=False),
+        parallel=replace(
+            full.parallel,
+            stages=stages,
+            fsdp_blocks=min(_UNIT, full.parallel.fsdp_blocks),
+            async_tp=False,
+        ),
         # Without shards, there is nothing that could be sent narrow.
         precision=replace(
             full.precision, reduce=full.precision.reduce if mesh.dp_shard * mesh.cp > 1 else None
@@ -349,9 +356,9 @@ def _count_stages(full: Recipe, pp: int) -> int:
 
 
 def _layers(full: Recipe, mesh: MeshTable) -> int:
-    """Return one or two layers a stage, plus one layer if ``full`` cannot cut its layers evenly."""
+    """Return few layers a stage, plus one layer if ``full`` cannot cut its layers evenly."""
     full_layers, full_stages = full.model.n_layers, _count_stages(full, full.mesh.pp)
-    per_stage = min(2, max(1, full_layers // full_stages))
+    per_stage = _layers_of_stage(full, max(1, full_layers // full_stages))
     extra = 1 if full_layers % full_stages else 0
     layers = _count_stages(full, mesh.pp) * per_stage + extra
     # At least one layer with experts, after one without.
@@ -359,10 +366,20 @@ def _layers(full: Recipe, mesh: MeshTable) -> int:
     return max(layers, expert_sizes.get("dense_layers", 0) + 1, expert_sizes.get("moe_every", 1))
 
 
+def _layers_of_stage(full: Recipe, layers: int) -> int:
+    """Return one or two layers for a stage of ``layers``, or three if it has several units.
+
+    The units of FSDP then have two blocks and one.
+    """
+    has_units = 1 < full.parallel.fsdp_blocks < layers
+    return 1 + _UNIT if has_units else min(2, layers)
+
+
 def _small_stages(full: Recipe, mesh: MeshTable) -> tuple[int, ...] | None:
     """Return the number of layers of each stage, or None without an explicit cut or a pipeline.
 
-    A stage has one layer if it is as small as the smallest stage of ``full``, and two otherwise.
+    A stage has few layers if it is as small as the smallest stage of ``full``, and one more
+    otherwise. Few is one; if FSDP's units have several blocks, it is as ``_layers_of_stage`` says.
     """
     stages = full.parallel.stages
     if stages is None or mesh.pp == 1:
@@ -371,7 +388,8 @@ def _small_stages(full: Recipe, mesh: MeshTable) -> tuple[int, ...] | None:
     if len(stages) != count:
         # This keeps the largest and the smallest stage.
         stages = (max(stages), *sorted(stages))[:count]
-    return tuple(2 if layers > min(stages) else 1 for layers in stages)
+    few = 1 if full.parallel.fsdp_blocks == 1 else _layers_of_stage(full, min(stages))
+    return tuple(few + 1 if layers > min(stages) else few for layers in stages)
 
 
 def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:
@@ -502,8 +520,8 @@ def _expert_sizes(full: Recipe, mesh: MeshTable) -> dict[str, Any]:
     dense_layers = min(1, model.dense_layers)
     layers_per_stage = full.model.n_layers // _count_stages(full, full.mesh.pp)
     if mesh.pp > 1 and model.dense_layers >= layers_per_stage:
-        # A pipeline rank without experts. Small stages have one layer or two (``_layers``).
-        dense_layers = min(2, layers_per_stage)
+        # A pipeline rank without experts. Small stages have as many layers (``_layers``).
+        dense_layers = _layers_of_stage(full, layers_per_stage)
 
     # A multiple of 4 elements, so that a float32 proof runs the kernel of training.
     width = math.lcm(_expert_shards(full, mesh), 4)

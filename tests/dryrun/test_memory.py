@@ -27,6 +27,13 @@ LAYOUTS = {
         "data.global_batch=4",
         'memory.activation_checkpoint="full"',
     ),
+    "two blocks a unit": (
+        "mesh.dp_shard=8",
+        "parallel.zero=3",
+        "parallel.fsdp_blocks=2",
+        "model.n_layers=5",
+        "precision.compute=bfloat16",
+    ),
     "every second block recomputed": (
         "mesh.dp_shard=8",
         "parallel.zero=3",

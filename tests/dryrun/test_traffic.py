@@ -101,6 +101,17 @@ LAYOUTS = {
             ("fsdp", "reduce_scatter"): Row(L + 2, gathered(ALL, 8)),
         },
     ),
+    "fsdp, both blocks a unit": Layout(
+        ("mesh.dp_shard=8", "parallel.zero=3", "parallel.fsdp_blocks=2"),
+        {
+            # As many bytes as with a unit for each block.
+            ("fsdp", "all_gather"): Row(
+                2 * (1 + 2 + 1),
+                2 * (gathered(EMBED, 8) + 2 * gathered(L * BLOCK, 8) + gathered(HEAD, 8)),
+            ),
+            ("fsdp", "reduce_scatter"): Row(2 * 3, 2 * gathered(ALL, 8)),
+        },
+    ),
     "hsdp": Layout(
         ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=1"),
         {
@@ -260,7 +271,17 @@ def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp", "hsdp", "hsdp, gradients in bfloat16", "tp", "cp ring", "pp", "ep"]
+    "name",
+    [
+        "fsdp",
+        "fsdp, both blocks a unit",
+        "hsdp",
+        "hsdp, gradients in bfloat16",
+        "tp",
+        "cp ring",
+        "pp",
+        "ep",
+    ],
 )
 def test_real_processes_send_what_the_dry_run_counts(name: str, pool: Pool) -> None:
     layout = LAYOUTS[name]
@@ -283,6 +304,14 @@ MIXED = {
         "parallel.schedule=ZBVZeroBubble",
         "memory.cpu_offload=true",
         "precision.compute=bfloat16",
+    ),
+    "zero bubble, several blocks a unit": (
+        "mesh.pp=2",
+        "mesh.dp_shard=2",
+        "mesh.tp=2",
+        "model.n_layers=12",
+        "parallel.schedule=ZBVZeroBubble",
+        "parallel.fsdp_blocks=2",
     ),
     "interleaved, cp, documents, checkpointing": (
         "mesh.pp=2",
@@ -311,6 +340,7 @@ NARROW = {
     "fsdp": ("mesh.dp_shard=8", "parallel.zero=2"),
     "hsdp": ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3"),
     "pp, tp": ("mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2", "precision.compute=bfloat16"),
+    "both blocks a unit": ("mesh.dp_shard=8", "parallel.zero=3", "parallel.fsdp_blocks=2"),
 }
 
 

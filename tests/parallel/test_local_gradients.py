@@ -78,10 +78,7 @@ def compare_with_a_step(
             if mesh.device_mesh[axis].size() > 1
         ]
         for unit, by_index in taken.items():
-            prefix = "" if unit.name == "first and last" else f"{unit.name}."
-            names = [name for name in expected if name.startswith(prefix)]
-            if not prefix:
-                names = [name for name in names if not name.startswith("blocks.")]
+            names = [name for name in expected if is_in_unit(name, unit.name)]
             assert len(names) == len(by_index)
             for name, (_, local) in zip(names, sorted(by_index.items()), strict=True):
                 dist.all_reduce(local, group=group)
@@ -102,6 +99,17 @@ def compare_with_a_step(
         for name, gradient in gradients_of(stages).items():
             assert torch.equal(gradient, expected[name])
     return [unit.name for unit in taken]
+
+
+def is_in_unit(name: str, unit: str) -> bool:
+    """Whether a parameter belongs to a unit: one module, several blocks, or both ends."""
+    if unit == "first and last":
+        return not name.startswith("blocks.")
+    first, _, last = unit.partition(" to ")
+    if not last:
+        return name.startswith(f"{unit}.")
+    block = name.split(".")[1] if name.startswith("blocks.") else "-1"
+    return int(first.split(".")[1]) <= int(block) <= int(last.split(".")[1])
 
 
 def gradients_of(stages: Any) -> dict[str, Tensor]:
@@ -149,8 +157,14 @@ BLOCKS = ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]
             False,
             [["last", "blocks.3", "blocks.0", "first"]] * 2 + [["blocks.2", "blocks.1"]] * 2,
         ),
+        (
+            {"dp_shard": 2},
+            {"parallel": {"fsdp_blocks": 3}, "precision": {"compute": "bfloat16"}},
+            False,
+            [["last", "blocks.3", "blocks.0 to blocks.2", "first"]] * 2,
+        ),
     ],
-    ids=["checkpointed", "tied", "offload", "zero bubble"],
+    ids=["checkpointed", "tied", "offload", "zero bubble", "several blocks a unit"],
 )
 def test_local_gradients_add_up_to_those_of_a_step(
     pool: Pool,

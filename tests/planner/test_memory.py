@@ -110,3 +110,20 @@ def test_profiles_follow_the_schedule() -> None:
     most = max(sum(held for _, held in moment) for moment in first)
     assert most == (2 - 1) * 4 + 2 * 3 + 1
     assert max(sum(held for _, held in moment) for moment in last) == 4 + 1
+
+
+def test_the_blocks_of_a_unit_are_gathered_and_reduced_together() -> None:
+    own = replace(setup_of(dp_shard=4, zero=3), recompute="full")
+    own = replace(own, software=replace(own.software, frees_by_block=True))
+    one, two, four, eight = (
+        peak(replace(own, layout=replace(own.layout, fsdp_blocks=blocks)), PLAIN)
+        for blocks in (1, 2, 4, 8)
+    )
+    for few, many, blocks in ((one, two, 1), (two, four, 2)):
+        # The unit that runs and the next one, or the gradients and the buffer of one.
+        added = many.allocated_bytes - few.allocated_bytes
+        assert added >= 2 * 2 * blocks * BLOCK
+        assert many.weights == few.weights
+        assert many.optimizer == few.optimizer
+    # No other unit is gathered ahead.
+    assert four.allocated_bytes < eight.allocated_bytes

@@ -256,3 +256,38 @@ def test_messages_in_float32_have_twice_the_bytes() -> None:
         setup = replace(narrow, machine=machine, precision=precision)
         seconds.append(predict_time(setup, FREE).exposed_s["tp"])
     assert seconds[1] == pytest.approx(2 * seconds[0], rel=1e-6)
+
+
+def with_units_of(blocks: int, setup: Setup) -> Setup:
+    return replace(setup, layout=replace(setup.layout, fsdp_blocks=blocks))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_small_blocks_of_one_unit_share_a_latency(zero: int) -> None:
+    tiny = replace(SIZES, dim=64, heads=1, kv_heads=1, ffn=256)
+    setup = setup_of(sizes=tiny, dp_shard=512, zero=zero)
+    exposed = [
+        predict_time(with_units_of(blocks, setup), FREE).exposed_s["dp"] for blocks in (1, 2, 4)
+    ]
+    assert exposed[0] > exposed[1] > exposed[2] > 0
+
+
+def test_nothing_hides_the_first_unit_of_large_blocks() -> None:
+    setup = big(dp_shard=8, zero=3)
+    exposed = [
+        predict_time(with_units_of(blocks, setup), FREE).exposed_s["dp"] for blocks in (1, 2, 8, 99)
+    ]
+    assert exposed[0] < exposed[1] < exposed[2]
+    assert exposed[2] == exposed[3]  # there are eight blocks
+
+
+def test_units_of_several_blocks_change_nothing_on_one_rank() -> None:
+    setup = big(zero=3)
+    assert predict_time(with_units_of(4, setup), FREE) == predict_time(setup, FREE)
+
+
+def test_the_last_unit_of_a_stage_may_be_smaller() -> None:
+    layout = replace(big(zero=3).layout, stage_blocks=(5, 3), pp=2, fsdp_blocks=2)
+    assert layout.blocks_of_unit == 8 / 5
+    assert replace(layout, fsdp_blocks=1).blocks_of_unit == 1
+    assert replace(layout, fsdp_blocks=10).blocks_of_unit == 4

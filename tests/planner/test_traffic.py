@@ -153,6 +153,7 @@ FULL = "memory.activation_checkpoint=full"
 SELECTIVE = "memory.activation_checkpoint=selective"
 EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
 NARROW = "precision.reduce=bfloat16"
+BY_2 = "parallel.fsdp_blocks=2"
 CASES = [
     Case(DENSE, f"mesh.pp=1 mesh.dp_shard=4 parallel.zero=2 {BF16} {NARROW}"),
     Case(DENSE, f"mesh.dp_replicate=2 mesh.tp=1 parallel.zero=3 {NARROW}"),
@@ -197,6 +198,16 @@ CASES = [
     ),
     Case(DENSE, f"mesh.pp=2 mesh.cp=2 mesh.tp=2 {NO_DP} model.n_layers=5 {EVERY_2}"),
     Case(DENSE, f"mesh.pp=1 mesh.cp=2 mesh.tp=2 mesh.dp_shard=2 model.n_layers=3 {EVERY_2}"),
+    Case(DENSE, f"mesh.pp=1 mesh.dp_shard=4 model.n_layers=5 {BY_2} parallel.zero=3 {BF16}"),
+    Case(DENSE, f"mesh.pp=1 mesh.dp_replicate=2 model.n_layers=5 {BY_2} parallel.zero=2 {NARROW}"),
+    Case(DENSE, f"mesh.pp=1 mesh.dp_replicate=4 {NO_DP} model.n_layers=3 {BY_2} parallel.zero=0"),
+    Case(DENSE, f"parallel.zero=3 model.n_layers=6 {BY_2} {FULL}"),
+    Case(
+        DENSE, f"parallel.zero=3 parallel.schedule=ZBVZeroBubble model.n_layers=12 {BY_2} {NARROW}"
+    ),
+    Case(DENSE, f"parallel.zero=1 parallel.schedule=Interleaved1F1B model.n_layers=12 {BY_2}"),
+    Case(MOE, f"mesh.pp=1 mesh.dp_replicate=2 model.n_layers=5 {BY_2} {BF16}"),
+    Case(MOE, f"mesh.pp=2 model.n_layers=6 model.moe_every=2 {BY_2}"),
     Case(MOE, f"model.balance_loss=0.01 {FULL}"),
     Case(MOE, f"mesh.pp=2 model.n_layers=6 {EVERY_2}"),
     Case(MOE, f"mesh.pp=1 mesh.ep=2 mesh.dp_replicate=2 parallel.zero=2 {BF16} {SELECTIVE}"),

@@ -75,6 +75,11 @@ LAYOUTS = [
         ["x.toml:4: parallel.virtual_stages = 0 must be from 1 to 10_000"],
     ),
     Wrong(
+        "no block of a unit",
+        TINY + "[parallel]\nfsdp_blocks = 0\n",
+        ["x.toml:4: parallel.fsdp_blocks = 0 must be from 1 to 10_000"],
+    ),
+    Wrong(
         "more virtual stages than layers",
         TINY + '[mesh]\npp = 4\n[parallel]\nschedule = "Interleaved1F1B"\n',
         [

@@ -536,6 +536,27 @@ def test_gathered_parameters_are_those_of_the_unit() -> None:
     assert weight.shape == (16, 8)
 
 
+@pytest.mark.usefixtures("fake_world")
+def test_modules_that_are_sharded_together_are_one_unit() -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    stage = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    first, second, third = stage
+    fully_shard([first, second], mesh=mesh)
+    fully_shard(third, mesh=mesh)
+    fully_shard(stage, mesh=mesh)
+    for module, modules in (
+        (first, (first, second)),
+        (second, (first, second)),
+        (third, (third,)),
+        (stage, (stage,)),
+    ):
+        assert isinstance(module, FSDPModule)
+        assert torch_private.modules_of_unit(module) == modules
+    stage(torch.ones(2, 8))
+    assert torch_private.gathered_parameters(first) == torch_private.gathered_parameters(second)
+    assert len(torch_private.gathered_parameters(first)) == 2
+
+
 def configured_allocator() -> tuple[str, str]:
     before = torch._C._accelerator_getAllocatorSettings()
     torch_private.set_allocator("expandable_segments:True")

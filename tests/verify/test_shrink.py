@@ -163,6 +163,40 @@ def test_a_small_mesh_without_data_parallel_ranks_compares_none() -> None:
     assert any(recipe.mesh.batch_ranks == 1 for recipe in small)
 
 
+@pytest.mark.parametrize(
+    ("pp", "layers", "stages", "fsdp_blocks", "small_layers", "small_stages"),
+    [
+        (1, 32, None, 1, 2, None),
+        (1, 32, None, 4, 3, None),  # a unit of two blocks, and one of one
+        (1, 33, None, 100, 2, None),  # one unit of several blocks
+        (1, 1, None, 2, 1, None),
+        (2, 32, None, 4, 6, None),
+        (2, 16, (10, 6), 4, 7, (4, 3)),
+        (2, 16, (10, 6), 8, 5, (3, 2)),
+        (2, 16, (10, 6), 1, 3, (2, 1)),
+    ],
+)
+def test_a_small_recipe_has_units_of_several_blocks(
+    pp: int,
+    layers: int,
+    stages: tuple[int, ...] | None,
+    fsdp_blocks: int,
+    small_layers: int,
+    small_stages: tuple[int, ...] | None,
+) -> None:
+    full = replace(
+        BASE,
+        mesh=MeshTable(pp=pp, dp_shard=2),
+        model=replace(BASE.model, n_layers=layers),
+        parallel=replace(BASE.parallel, stages=stages, fsdp_blocks=fsdp_blocks),
+    )
+    assert not violations(full)
+    (small,) = shrink(full)
+    assert small.model.n_layers == small_layers
+    assert small.parallel.stages == small_stages
+    assert small.parallel.fsdp_blocks == min(2, fsdp_blocks)
+
+
 def test_a_window_over_a_whole_sequence_is_kept() -> None:
     full = replace(BASE, model=replace(BASE.model, window=13), data=replace(BASE.data, seq_len=16))
     (small,) = shrink(full)

@@ -44,6 +44,12 @@ SETS = (
 LAYOUTS = {
     "one": ("data.global_batch=1",),
     "fsdp2": ("data.global_batch=2", "mesh.dp_shard=2"),
+    # No comma: names are listed with commas.
+    "fsdp2 with 4 blocks a unit": (
+        "data.global_batch=2",
+        "mesh.dp_shard=2",
+        "parallel.fsdp_blocks=4",
+    ),
     "tp2": ("data.global_batch=1", "mesh.tp=2"),
     # torchtitan cuts layers so. By default, composer3d's first stage would have 18 of them here,
     # because the other one has the head.
@@ -56,6 +62,8 @@ LAYOUTS = {
 TITAN_LAYOUTS = {
     "one": "--training.local-batch-size 1",
     "fsdp2": "--training.local-batch-size 1",
+    # torchtitan has a unit for each block, and so has the hand-written loop.
+    "fsdp2 with 4 blocks a unit": "--training.local-batch-size 1",
     "tp2": "--training.local-batch-size 1 --parallelism.tensor-parallel-degree 2",
     "pp2": "--training.local-batch-size 4 --parallelism.pipeline-parallel-degree 2 "
     "--parallelism.pipeline-parallel-microbatch-size 1",

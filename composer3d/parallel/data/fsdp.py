@@ -30,6 +30,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import (
     ReduceScatter,
     accumulate_unsharded_grads,
+    modules_of_unit,
     shard_over,
 )
 
@@ -89,10 +90,11 @@ def apply(
 ) -> None:
     """Shard ``stage`` in place over the last dims of ``meshes``, and replicate it over the first.
 
-    FSDP gathers and reduces one unit at a time. Units are ``first``, every block, and ``last``. If
-    ``first`` and ``last`` share a parameter, the stage itself is the unit of both. The experts of a
-    block are a part of its unit, with collectives of their own. The biases of routers
-    belong to no unit: every rank holds them whole, in their own dtype.
+    FSDP gathers and reduces one unit at a time. Units are ``first``, every
+    ``parallel.fsdp_blocks`` consecutive blocks, and ``last``. The last unit of blocks may have
+    fewer. If ``first`` and ``last`` share a parameter, the stage itself is the unit of both. The
+    experts of a unit have collectives of their own. The biases of routers belong to no unit: every
+    rank holds them whole, in their own dtype.
 
     Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before
     their tp placement. It is ``Shard(1)`` if tp cuts the rows unevenly, and for experts, because a
@@ -102,7 +104,7 @@ def apply(
     before it is sent to the ranks that shard (``SendNarrow``). Recipes with experts do not have
     that key: FSDP takes no such reduce-scatter for a unit with two meshes.
 
-    Collectives of a unit in a step:
+    Collectives of a unit in a step, each of all its parameters at once:
         all-gather of parameters: one. With ``zero = 3``, two for each micro-batch: in forward and
             in backward. ``last``, and a stage that is itself a unit, keep their parameters for
             backward, and so have one. So has ``first``, if the plan says that its backward reads
@@ -112,9 +114,13 @@ def apply(
         all-reduce of gradients over the replicating dim: one, of the sum over micro-batches,
             always in ``precision.params``: FSDP lets nobody replace it.
 
+    Memory: a unit is gathered before the forward of its first block, and before the backward of its
+    last one. In backward, the unit before it is gathered at the same time, one unit ahead. The
+    gradients of a unit stay whole until the backward of its first block ends.
+
     Under pp, torch reduces gradients only after the last micro-batch, and does not drop gathered
     parameters after a backward, whatever ``zero`` is. With ``zero = 3``, the next forward of a
-    block drops its parameters.
+    unit drops its parameters.
 
     With ``memory.cpu_offload``, shards stay in host memory (pinned for a GPU). Parameters are
     copied to the device before each all-gather, and gradients to the host after each
@@ -133,8 +139,12 @@ def apply(
     first, last = children.get("first"), children.get("last")
     if find_ties(stage):
         first = last = None
-    modules = [first, *children["blocks"].children(), last]
-    in_order = [module for module in modules if module is not None]
+    blocks, size = list(children["blocks"].children()), parallel.fsdp_blocks
+    in_order = [blocks[begin : begin + size] for begin in range(0, len(blocks), size)]
+    if first is not None:
+        in_order.insert(0, [first])
+    if last is not None:
+        in_order.append([last])
     experts = {
         parameter
         for name, parameter in stage.named_parameters()
@@ -155,12 +165,12 @@ def apply(
     def place(parameter: nn.Parameter) -> Any:
         return of_experts if parameter in experts else _columns_if_rows_are_uneven(parameter)
 
-    for module in (*in_order, stage):
+    for modules in (*in_order, [stage]):
         # Backward starts with `last`. If its forward dropped its parameters, they would be gathered
         # again at once.
-        reshard = parallel.zero == 3 and module is not last and module is not stage
+        reshard = parallel.zero == 3 and modules[0] is not last and modules[0] is not stage
         fully_shard(
-            module,
+            modules,
             mesh=meshes.dense,
             reshard_after_forward=reshard,
             mp_policy=mp_policy,
@@ -172,8 +182,9 @@ def apply(
     # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is
     # the `last` of the previous micro-batch: a useless all-gather. So every unit is told which
     # unit to prefetch. The first one is told itself, which is gathered already.
-    for previous, module in zip((in_order[0], *in_order), in_order, strict=False):
-        cast(FSDPModule, module).set_modules_to_backward_prefetch([cast(FSDPModule, previous)])
+    in_forward = [cast(FSDPModule, modules[0]) for modules in in_order]
+    for previous, unit in zip((in_forward[0], *in_forward), in_forward, strict=False):
+        unit.set_modules_to_backward_prefetch([previous])
     if first is not None and plan.first_only_looks_up:
         cast(FSDPModule, first).set_unshard_in_backward(False)
     for unit in units(stage):
@@ -197,8 +208,16 @@ def _columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:
 
 
 def units(stage: nn.Module) -> list[FSDPModule]:
-    """Return the modules of ``stage`` that FSDP wraps. Without FSDP there are none."""
-    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+    """Return the first module of each unit of ``stage``. The stage itself is first.
+
+    All modules of a unit share its state, so what is set on one of them holds for the unit. Without
+    FSDP there are no units.
+    """
+    return [
+        module
+        for module in stage.modules()
+        if isinstance(module, FSDPModule) and modules_of_unit(module)[0] is module
+    ]
 
 
 def set_reduce_scatter(stage: nn.Module, reduce_scatter: ReduceScatter) -> None:

@@ -1,22 +1,28 @@
-"""FSDP: the number of its collectives, and offload. ``layouts.txt`` proves that it is exact."""
+"""FSDP: its units, the number of its collectives, and offload.
+
+``layouts.txt`` proves that it is exact.
+"""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
-from composer3d.parallel import StepShape, compose
+from composer3d.parallel import Stages, StepShape, compose
 from composer3d.parallel.data import fsdp
 from composer3d.recipe.schema import MemoryTable, MeshTable, ParallelTable, PrecisionTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
+from composer3d.runtime.torch_private import modules_of_unit
 from tests.parallel.small_model import MICRO_BATCHES, compose_small, take_a_step
 from tests.parallel.small_model import SHAPE as SMALL_SHAPE
 
@@ -28,7 +34,9 @@ SHAPE = ModelShape(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn=24, vocab=32
 UNITS = SMALL_SHAPE.n_layers + 2  # every block, and the two ends of the model
 
 
-def count_sends(zero: int, pp: int, compute: str | None) -> Counter[tuple[str, torch.dtype]]:
+def count_sends(
+    zero: int, pp: int, compute: str | None, fsdp_blocks: int = 1
+) -> Counter[tuple[str, torch.dtype]]:
     """Count this rank's collectives over fsdp in the second step, by kind and dtype."""
     counts: Counter[tuple[str, torch.dtype]] = Counter()
 
@@ -52,7 +60,7 @@ def count_sends(zero: int, pp: int, compute: str | None) -> Counter[tuple[str, t
         count_calls(name, "all-gather")
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(pp=pp, dp_shard=2), device)
-        parallel = ParallelTable(zero=zero)  # type: ignore[arg-type]
+        parallel = ParallelTable(zero=zero, fsdp_blocks=fsdp_blocks)  # type: ignore[arg-type]
         precision = PrecisionTable(compute=compute)  # type: ignore[arg-type]
         stages = compose_small(mesh, parallel=parallel, precision=precision)
         take_a_step(stages)
@@ -80,6 +88,213 @@ def test_zero_decides_the_number_of_gathers_and_reductions(
             ("all-gather", torch.bfloat16): gathers,
             ("reduce-scatter", torch.float32): reductions,
         }
+
+
+@pytest.mark.parametrize(
+    ("fsdp_blocks", "zero", "gathers", "reductions"),
+    [
+        # Of three blocks: two units, or one.
+        (2, 1, 4, 4),
+        (2, 2, 4, 4 * MICRO_BATCHES),
+        (2, 3, 6 * MICRO_BATCHES, 4 * MICRO_BATCHES),
+        (3, 3, 4 * MICRO_BATCHES, 3 * MICRO_BATCHES),
+        (8, 3, 4 * MICRO_BATCHES, 3 * MICRO_BATCHES),
+    ],
+)
+def test_a_unit_of_several_blocks_is_gathered_and_reduced_at_once(
+    pool: Pool, fsdp_blocks: int, zero: int, gathers: int, reductions: int
+) -> None:
+    arguments = {"zero": zero, "pp": 1, "compute": "bfloat16", "fsdp_blocks": fsdp_blocks}
+    for counts in pool.run(count_sends, arguments, world_size=2):
+        assert counts == {
+            ("all-gather", torch.bfloat16): gathers,
+            ("reduce-scatter", torch.float32): reductions,
+        }
+
+
+def order_of_gathers() -> list[str]:
+    """Take a step of zero 3: which unit, of two blocks, is gathered or begins its backward."""
+    events: list[str] = []
+    unshard, pre_backward = FSDPParamGroup.unshard, FSDPParamGroup.pre_backward
+
+    def gather(self: FSDPParamGroup, async_op: bool = False) -> None:
+        is_there = self.is_unsharded or self._all_gather_result is not None
+        unshard(self, async_op)
+        if not is_there and self._all_gather_result is not None:
+            events.append(f"gather {self._module_fqn}")
+
+    def begin_backward(self: FSDPParamGroup, *arguments: Any) -> None:
+        events.append(f"backward of {self._module_fqn}")
+        pre_backward(self, *arguments)
+
+    with pool_world() as device, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(FSDPParamGroup, "unshard", gather)
+        monkeypatch.setattr(FSDPParamGroup, "pre_backward", begin_backward)
+        mesh = Mesh.build(MeshTable(dp_shard=2), device)
+        stages = compose_layers(5, mesh, 1, parallel=ParallelTable(fsdp_blocks=2))
+        tokens = torch.arange(8).view(1, 8)
+        stages.forward_backward(tokens, tokens, tokens, 8)
+    return events
+
+
+def compose_layers(n_layers: int, mesh: Mesh, micro_batches: int, **tables: Any) -> Stages:
+    shape = replace(SHAPE, n_layers=n_layers)
+    step = StepShape(micro_batch=1, micro_batches=micro_batches, seq_len=8)
+    return compose(Llama(shape), sharding_plan(shape), mesh, step=step, seed=0, **tables)
+
+
+def test_backward_gathers_the_unit_before_the_one_that_runs(pool: Pool) -> None:
+    units = ["blocks.0, blocks.1", "blocks.2, blocks.3", "blocks.4"]
+    for events in pool.run(order_of_gathers, {}, world_size=2):
+        # `last` stays gathered, and `first` is not read again.
+        assert events == [
+            *(f"gather {unit}" for unit in ("first", *units, "last")),
+            "backward of last",
+            *(
+                event
+                for unit in reversed(units)
+                for event in (f"gather {unit}", f"backward of {unit}")
+            ),
+            "backward of first",
+        ]
+
+
+def sizes_of_units(fsdp_blocks: int, tied: bool) -> list[int]:
+    """The modules of each unit of a model of five blocks."""
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(dp_shard=2), device)
+        shape = replace(SHAPE, n_layers=5, tied=tied)
+        step = StepShape(micro_batch=1, micro_batches=1, seq_len=8)
+        parallel = ParallelTable(fsdp_blocks=fsdp_blocks)
+        stages = compose(
+            Llama(shape), sharding_plan(shape), mesh, parallel=parallel, step=step, seed=0
+        )
+        stage = stages.modules[0]
+        units = fsdp.units(stage)
+        assert units[0] is stage
+        held = [module for unit in units for module in modules_of_unit(unit)]
+        assert len(set(held)) == len(held)
+        assert all(unit is modules_of_unit(unit)[0] for unit in units)
+        return [len(modules_of_unit(unit)) for unit in units]
+
+
+@pytest.mark.parametrize(
+    ("fsdp_blocks", "tied", "sizes"),
+    [
+        (1, False, [1, 1, 1, 1, 1, 1, 1, 1]),  # the stage, first, five blocks, last
+        (2, False, [1, 1, 2, 2, 1, 1]),
+        (4, True, [1, 4, 1]),
+        (100, False, [1, 1, 5, 1]),
+    ],
+)
+def test_a_unit_has_as_many_blocks_as_the_recipe_says(
+    pool: Pool, fsdp_blocks: int, tied: bool, sizes: list[int]
+) -> None:
+    arguments = {"fsdp_blocks": fsdp_blocks, "tied": tied}
+    assert pool.run(sizes_of_units, arguments, world_size=2) == [sizes, sizes]
+
+
+def compare_units(axes: dict[str, int], tables: dict[str, dict[str, Any]], layers: int) -> None:
+    """Train with units of one block and of two: all gradients and losses have the same bits."""
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(**axes), device)
+        of_one, of_two = (run_with_units_of(blocks, mesh, tables, layers) for blocks in (1, 2))
+        assert of_one.keys() == of_two.keys()
+        for name, value in of_one.items():
+            assert torch.equal(value, of_two[name]), name
+
+
+def run_with_units_of(
+    fsdp_blocks: int, mesh: Mesh, tables: dict[str, dict[str, Any]], layers: int
+) -> dict[str, torch.Tensor]:
+    """Take two steps, and in between an evaluation and the gradients of one rank alone.
+
+    Returns:
+        The losses, and this rank's shards of all gradients, by name.
+    """
+    parallel = ParallelTable(fsdp_blocks=fsdp_blocks, **tables.get("parallel", {}))
+    stages = compose_layers(
+        layers,
+        mesh,
+        MICRO_BATCHES,
+        parallel=parallel,
+        memory=MemoryTable(**tables.get("memory", {})),
+        precision=PrecisionTable(**tables.get("precision", {})),
+    )
+    torch.manual_seed(dist.get_rank() // (mesh.sizes.world_size // mesh.sizes.pp))
+    tokens = torch.randint(SHAPE.vocab, (MICRO_BATCHES, 8))
+    positions = torch.arange(8).expand_as(tokens)
+    found = {}
+
+    def take_a_whole_step(name: str) -> None:
+        rows = torch.randint(SHAPE.vocab, (MICRO_BATCHES, 8))
+        found[f"loss of {name}"] = stages.forward_backward(rows, rows, positions, 64)
+        for parameter_name, parameter in stages.named_parameters():
+            assert isinstance(parameter.grad, DTensor), parameter_name
+            found[f"{parameter_name} of {name}"] = parameter.grad.to_local().clone()
+
+    def see(unit: Any, index: int, gradient: torch.Tensor) -> None:
+        sums[0] += gradient.double().abs().sum()
+
+    take_a_whole_step("step 1")
+    found["validation"] = stages.evaluate(tokens, tokens, positions)
+    sums = [torch.zeros((), dtype=torch.float64)]
+    if mesh.sizes.dp_shard > 1:
+        one = (tokens[:1], tokens[:1], positions[:1])
+        found["loss of one rank"] = stages.take_local_gradients(*one, see=see)
+        found["gradients of one rank"] = sums[0]
+    take_a_whole_step("step 2")
+    return found
+
+
+BF16 = {"precision": {"compute": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("axes", "tables", "layers"),
+    [
+        ({"dp_shard": 2}, BF16, 5),
+        ({"dp_shard": 2}, BF16 | {"memory": {"activation_checkpoint": "full"}}, 5),
+        ({"dp_shard": 2}, BF16 | {"memory": {"activation_checkpoint": "every 2 blocks"}}, 5),
+        ({"dp_shard": 2}, BF16 | {"memory": {"cpu_offload": True}}, 5),
+        (
+            {"dp_shard": 2},
+            {
+                "parallel": {"zero": 1},
+                "precision": {"compute": "bfloat16", "reduce": "bfloat16"},
+                "memory": {"activation_checkpoint": "selective"},
+            },
+            5,
+        ),
+        ({"dp_replicate": 2, "dp_shard": 2}, BF16 | {"parallel": {"zero": 2}}, 5),
+        ({"dp_replicate": 2, "dp_shard": 1}, BF16 | {"parallel": {"zero": 0}}, 5),
+        ({"pp": 2, "dp_shard": 2}, BF16, 6),
+        ({"pp": 2, "dp_shard": 2}, BF16 | {"parallel": {"schedule": "GPipe"}}, 6),
+        ({"pp": 2, "dp_shard": 2}, BF16 | {"parallel": {"schedule": "LoopedBFS"}}, 12),
+        ({"pp": 2, "dp_shard": 2}, BF16 | {"parallel": {"schedule": "Interleaved1F1B"}}, 12),
+        (
+            {"pp": 2, "dp_shard": 2},
+            BF16 | {"parallel": {"schedule": "InterleavedZeroBubble", "zero": 1}},
+            12,
+        ),
+        ({"pp": 2, "dp_shard": 2}, BF16 | {"parallel": {"schedule": "ZBVZeroBubble"}}, 12),
+        (
+            {"pp": 2, "dp_shard": 2},
+            BF16
+            | {
+                "parallel": {"schedule": "DualPipeV"},
+                "memory": {"activation_checkpoint": "full", "cpu_offload": True},
+            },
+            12,
+        ),
+    ],
+    ids=str,
+)
+def test_units_of_several_blocks_compute_the_same_bits(
+    pool: Pool, axes: dict[str, int], tables: dict[str, dict[str, Any]], layers: int
+) -> None:
+    arguments = {"axes": axes, "tables": tables, "layers": layers}
+    pool.run(compare_units, arguments, world_size=MeshTable(**axes).world_size)
 
 
 def test_a_pipeline_reduces_once_a_step_at_every_zero(pool: Pool) -> None:

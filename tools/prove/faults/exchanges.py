@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Replicate
 
 from composer3d.parallel import stages
@@ -318,6 +319,28 @@ def reduce_what_was_reduced() -> None:
                 parameter._unsharded_param.grad *= 2
 
     fsdp.begin_micro_batch = wrong
+
+
+def lose_units_of_several_blocks() -> None:
+    """FSDP: a unit of several blocks is none of those that are set up, and averages gradients."""
+    right = fsdp.units
+    fsdp.units = lambda stage: [
+        unit for unit in right(stage) if len(fsdp.modules_of_unit(unit)) == 1
+    ]
+
+
+def reduce_only_the_first_block_of_a_unit() -> None:
+    """FSDP: the gradients of the other blocks of a unit are left out of its sum."""
+    right = FSDPParamGroup.post_backward
+
+    def wrong(self: FSDPParamGroup, *arguments: Any) -> None:
+        of_first = set(self.modules[0].modules())
+        for parameter in self.fsdp_params:
+            if parameter._module_info.module not in of_first:
+                parameter._unsharded_param.grad = None
+        right(self, *arguments)
+
+    FSDPParamGroup.post_backward = wrong
 
 
 def _fsdp_parameters(units: Sequence[Any]) -> list[FSDPParam]:

@@ -68,6 +68,7 @@ _NO_SP: Final = "mesh.tp=2 parallel.sequence_parallel=false"
 _SHARED: Final = "mesh.tp=2 model.n_kv_heads=1"
 _V: Final = "mesh.pp=2 parallel.schedule=ZBVZeroBubble"
 _TIED: Final = "mesh.pp=2 model.tied=true"
+_UNITS: Final = "parallel.fsdp_blocks=2 model.n_layers=5"
 _NARROW: Final = "precision.reduce=bfloat16"
 _PACKED: Final = "data.packing=documents"
 _WHOLE_DOCUMENTS: Final = "data.packing=whole_documents"
@@ -155,6 +156,16 @@ FAULTS = [
     ),
     Fault(exchanges.reduce_only_the_last_micro_batch, "mesh.dp_shard=2 parallel.zero=2"),
     Fault(exchanges.reduce_what_was_reduced, "mesh.dp_shard=2 parallel.zero=1"),
+    Fault(
+        exchanges.lose_units_of_several_blocks,
+        f"mesh.dp_shard=2 {_UNITS}",
+        r"gradient of blocks\.0\..*0\.5 times the reference, suspect dp_shard",
+    ),
+    Fault(
+        exchanges.reduce_only_the_first_block_of_a_unit,
+        f"mesh.dp_shard=2 {_UNITS}",
+        r"gradient of blocks\.1\..* is missing on rank",
+    ),
     Fault(exchanges.untie_the_head, "mesh.tp=2 model.tied=true", "embed|head"),
     # cp
     Fault(exchanges.attend_to_own_tokens, "mesh.cp=2"),

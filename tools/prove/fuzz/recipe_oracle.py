@@ -77,6 +77,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "mesh": dict.fromkeys((*AXES, "ep"), _AXIS),
     "parallel": {
         "zero": _ints(0, 3),
+        "fsdp_blocks": _ints(1, 10_000),
         "sequence_parallel": bool,
         "loss_parallel": bool,
         "async_tp": bool,

@@ -74,6 +74,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "mixed": ("no", "yes"),
     "offload": ("no", "yes"),
     "compile": ("no", "yes"),
+    "unit": ("1 block", "2 blocks"),  # of FSDP; a stage then has a smaller unit too
     "ep": ("none", "1", "2", "4", "8"),  # "none": a model without experts
     "router": ("softmax", "softmax, not renormalised", "sigmoid with bias and groups"),
     "shared": ("no", "yes"),
@@ -148,6 +149,7 @@ def overrides(row: Row) -> dict[str, Any]:
         "parallel.cp_method": row["cp method"],
         "parallel.cp_balance": row["cp balance"],
         "parallel.zero": int(row["zero"]),
+        "parallel.fsdp_blocks": int(row["unit"].split()[0]),
         "parallel.sequence_parallel": row["sequence"] == "parallel",
         "parallel.loss_parallel": row["loss"] == "parallel",
         "memory.activation_checkpoint": row["checkpoint"],
@@ -156,7 +158,7 @@ def overrides(row: Row) -> dict[str, Any]:
         "compile.enabled": row["compile"] == "yes",
         "model.n_kv_heads": int(row["kv heads"].split()[0]),
         "model.vocab": int(row["vocabulary"]),
-        "model.n_layers": max(2, stages_of(row)) + (row["layers"] == "uneven"),
+        "model.n_layers": _layers(row),
         "model.tied": row["tied"] == "yes",
         "model.window": 0 if row["window"] == "none" else 20,
         "model.qk_norm": row["norms"] != "plain",
@@ -179,6 +181,12 @@ def overrides(row: Row) -> dict[str, Any]:
     if has_experts(row):
         out |= _overrides_of_experts(row)
     return out
+
+
+def _layers(row: Row) -> int:
+    """The number of layers: with units of two blocks, a stage has at least three."""
+    least = max(2, stages_of(row)) if row["unit"] == "1 block" else 3 * stages_of(row)
+    return least + (row["layers"] == "uneven")
 
 
 def _overrides_of_experts(row: Row) -> dict[str, Any]:
@@ -302,7 +310,7 @@ def makes_sense(row: Row) -> bool:
             return False
     elif any(row[column] != value for column, value in NO_EXPERTS):
         return False
-    if row["zero"] != "3" and not zero_matters(row):
+    if not zero_matters(row) and (row["zero"], row["unit"]) != ("3", "1 block"):
         return False
     if not has_tp and (row["sequence"], row["loss"]) != ("parallel", "parallel"):
         return False
@@ -382,7 +390,7 @@ def complete(fixed: Target, generator: random.Random) -> Row | None:
         for column, values in COLUMNS.items()
     }
     # Draw seldom what is slow, or goes together with little.
-    for column in ("window", "mixed", "offload", "compile"):
+    for column in ("window", "mixed", "offload", "compile", "unit"):
         if column not in fixed_values and generator.random() < 0.6:
             row[column] = COLUMNS[column][0]
     if "pp" not in fixed_values:
