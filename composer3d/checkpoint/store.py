@@ -372,11 +372,14 @@ class Store:
             raise CheckpointError(lines)
         return manifest
 
-    def newest_whole(self, folder: Path | None = None) -> tuple[Path, Manifest] | None:
+    def newest_whole(
+        self, folder: Path | None = None, *, before: int | None = None
+    ) -> tuple[Path, Manifest] | None:
         """Find and check the newest checkpoint that is whole, and warn of damaged ones it skips.
 
         Args:
             folder: the folder of the checkpoints, also of another run; None: the one of this store.
+            before: only checkpoints of steps below it count; None: all.
 
         Returns:
             The path and the manifest of the checkpoint, the same on every rank. None if there is
@@ -392,6 +395,8 @@ class Store:
             self._warn_of_links(place)
         # All ranks use the list of rank 0: another node may have an old list in its cache.
         folders = distributed.on_main("checkpoint", lambda: self._step_folders(place), self._group)
+        if before is not None:
+            folders = [path for path in folders if path.name < f"step-{before:08d}"]
         for path in reversed(folders):
             try:
                 return path, self.check(path)

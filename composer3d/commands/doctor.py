@@ -33,10 +33,16 @@ def run(*, recipe: str, sets: Sequence[str], write: str | None, as_json: bool) -
         checkpoints do not fit the disk, 2 if the recipe cannot be used.
 
     Raises:
-        UserError: the recipe or this machine cannot be used, or the file ``write`` exists.
+        UserError: the recipe or this machine cannot be used, or the file ``write`` exists or cannot
+            be made.
     """
     if write is not None and os.path.lexists(write):
         raise UserError(f"--write {write}: the file exists; name another one")
+    if write is not None and os.environ.get("RANK", "0") == "0":
+        # Before the minutes of measuring. Rank 0 alone writes the file.
+        folder = os.path.dirname(write) or "."
+        if not os.path.isdir(folder):
+            raise UserError(f"--write {write}: there is no folder {folder}; make it first")
     if "RANK" in os.environ:
         return examine_rank(recipe, sets, write, as_json)
     resolved = load(recipe, sets, check_files=False)

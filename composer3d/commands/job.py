@@ -16,7 +16,13 @@ from composer3d.recipe.resolve import Resolved, load
 from composer3d.runtime import launch, log
 from composer3d.runtime.ranks import describe_rank, identity
 from composer3d.runtime.starter import STORE_VARIABLE, die_with_parent
-from composer3d.spec.errors import DeviceError, LostPeersError, RecipeError, UserError
+from composer3d.spec.errors import (
+    DeviceError,
+    LostPeersError,
+    RankDataError,
+    RecipeError,
+    UserError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -141,9 +147,9 @@ def _must_report(error: UserError, rank: int) -> bool:
     Once there is a process group, all ranks raise an error together (``process_group.on_all``), and
     rank 0 prints it. Before that, the error may concern a single node or rank: then the first rank
     of each node prints it, and every rank prints its own DeviceError. Only one rank has a
-    LostPeersError with lines, so it always prints them.
+    LostPeersError with lines, so it always prints them. A RankDataError is known to no other rank.
     """
-    if rank == 0 or isinstance(error, LostPeersError):
+    if rank == 0 or isinstance(error, LostPeersError | RankDataError):
         return True
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():

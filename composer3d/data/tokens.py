@@ -36,7 +36,7 @@ from composer3d.runtime import log
 from composer3d.runtime.files import sync, write_atomic
 from composer3d.runtime.launch import usable_cores
 from composer3d.spec import token_manifest
-from composer3d.spec.errors import DataError
+from composer3d.spec.errors import DataError, RankDataError
 from composer3d.spec.token_manifest import (
     AGAIN,
     FORMAT,
@@ -84,7 +84,7 @@ class ShardedTokens:
         """Return copies of the tokens at ``index``: integers from 0 to len - 1, in any shape.
 
         Raises:
-            DataError: the file of a shard is missing, or has another size than before.
+            RankDataError: the file of a shard is missing, or has another size than before.
         """
         flat = np.asarray(index).reshape(-1)
         result = np.empty(flat.shape, self.dtype)
@@ -104,7 +104,11 @@ class ShardedTokens:
             self._maps.popitem(last=False)
         shard = self._manifest.shards[number]
         map_part = _map_mask if self._masks else _map_shard
-        self._maps[number] = map_part(self._manifest, shard)
+        try:
+            self._maps[number] = map_part(self._manifest, shard)
+        except DataError as error:
+            # Ranks read other shards, and at other times.
+            raise RankDataError(error.lines) from error
         return self._maps[number]
 
 

@@ -8,12 +8,19 @@ from composer3d.recipe.schema import Recipe
 def way_to_go_on(recipe: Recipe) -> str:
     """Return what continues a run that has checkpoints, as the beginning of "... from it".
 
-    The same command does, unless the recipe asks to begin anew or from a checkpoint of this run:
+    The same command does, unless ``refuses_newer_checkpoints``.
+    """
+    if refuses_newer_checkpoints(recipe):
+        return 'the same command with checkpoint.resume = "auto" goes on'
+    return "the same command goes on"
+
+
+def refuses_newer_checkpoints(recipe: Recipe) -> bool:
+    """Return whether the recipe asks to begin anew, or from a checkpoint of this run.
+
     ``training.resume`` then refuses to discard newer checkpoints.
     """
     resume = recipe.checkpoint.resume
     own_folder = os.path.join(recipe.run.out_dir, recipe.run.name, "checkpoints")
     is_own = os.path.dirname(os.path.realpath(resume)) == os.path.realpath(own_folder)
-    if resume == "none" or (resume != "auto" and is_own):
-        return 'the same command with checkpoint.resume = "auto" goes on'
-    return "the same command goes on"
+    return resume == "none" or (resume != "auto" and is_own)

@@ -26,6 +26,9 @@ FILE = "bad_steps.jsonl"
 # Bytes of the file: room for more than 100,000 lines.
 _FILE_LIMIT = 32 * MIB
 
+# The beginning of each line that ``Ledger.write`` writes.
+_LINE_START = b'{"step": '
+
 
 class Limits(NamedTuple):
     """The largest loss and gradient norm of a good step.
@@ -162,8 +165,9 @@ class Ledger:
     def begin(self, *, resumes: bool) -> list[BadStep]:
         """Return the lines of the file for a run that starts, and prepare the file for more.
 
-        A last line that was cut off is removed. A run that does not resume a checkpoint leaves out
-        nothing: the lines of a former run in this folder are removed. Only rank 0 calls this.
+        A last line that was cut off is removed. One that only lacks its line break, as some editors
+        leave it, counts. A run that does not resume a checkpoint leaves out nothing: the lines of a
+        former run in this folder are removed. Only rank 0 calls this.
 
         Raises:
             UserError: the file has anything but lines of this class, or cannot be read.
@@ -175,12 +179,13 @@ class Ledger:
             return []
         except OSError as error:
             raise self._unusable(f"{self.path} {error.strerror}") from None
-        whole = content[: content.rfind(b"\n") + 1] if resumes else b""
-        if whole != content:
-            write_atomic(self.path, whole)
-        return [
+        whole = _whole_lines(content) if resumes else b""
+        lines = [
             self._parse(number, line) for number, line in enumerate(whole.splitlines(), start=1)
         ]
+        if whole != content:
+            write_atomic(self.path, whole)
+        return lines
 
     def _parse(self, number: int, line: bytes) -> BadStep:
         try:
@@ -220,6 +225,19 @@ class Ledger:
     def left_out(self) -> int:
         """The number of steps whose batches were left out."""
         return len({step for entry in self.lines for step in range(entry.first, entry.step + 1)})
+
+
+def _whole_lines(content: bytes) -> bytes:
+    """Return the lines of the file, each with its line break, without a last one that was cut."""
+    begin_of_last = content.rfind(b"\n") + 1
+    last = content[begin_of_last:]
+    was_cut = last.startswith(_LINE_START) or _LINE_START.startswith(last)
+    if was_cut:
+        try:
+            parse_line(last)
+        except ValueError:
+            return content[:begin_of_last]
+    return content + b"\n"
 
 
 def parse_line(line: bytes) -> BadStep:

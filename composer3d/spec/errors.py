@@ -51,6 +51,10 @@ class DataError(UserError):
     """Training or validation data is missing, empty or too small, or it has changed."""
 
 
+class RankDataError(DataError):
+    """One rank cannot read its data while it trains. The other ranks do not know of it."""
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, incomplete or belongs to another model."""
 

@@ -393,7 +393,8 @@ def _leave_out(run: Run, problem: str) -> None:
         return
 
     run.store.wait()
-    found = run.store.newest_whole()
+    # A newer one was damaged or out of sight when the run started, and is not of this training.
+    found = run.store.newest_whole(before=run.step)
     if found is None:
         raise TrainingError(
             f'step {run.step}: {problem}; reliability.on_bad_step = "rollback", but there is no '

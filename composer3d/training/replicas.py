@@ -49,7 +49,10 @@ class ReplicaCheck:
         self._loader = make_common_loader(recipe, stages.mesh, corpus)
         # On a GPU, the backward of attention adds in another order each time by default.
         self._has_same_backward = stages.mesh.device.type == "cpu" or recipe.run.deterministic
+        # The last step before the first disagreement. Ranks that agree again later prove nothing:
+        # a machine may lie only now and then, and a checkpoint of wrong weights is one for all.
         self._agreed_step: int | None = None
+        self._has_disagreed = False
         self._has_said_what_is_compared = False
 
     def check(self, step: int) -> RankReport | None:
@@ -84,8 +87,10 @@ class ReplicaCheck:
                 log.get().info(f"reliability.digest_every: {line}")
         found = self._causes(disagreements(digests_of_ranks))
         if not found:
-            self._agreed_step = step
+            if not self._has_disagreed:
+                self._agreed_step = step
             return None
+        self._has_disagreed = True
         lines = [self._line(disagreement, names) for disagreement in found]
         certain = [rank for entry in found if entry.has_majority for rank in entry.suspects]
         return RankReport(lines, {"corrupt_rank": certain[0]} if certain else {})

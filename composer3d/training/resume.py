@@ -10,10 +10,12 @@ from composer3d.checkpoint.manifest import FILE, Manifest, model_of
 from composer3d.data import BatchesAhead
 from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
+from composer3d.recipe.advice import refuses_newer_checkpoints, way_to_go_on
 from composer3d.recipe.changes import Change, changes
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.bad_steps import StepHistory
 from composer3d.runtime import log, process_group
+from composer3d.runtime.starter import STORE_VARIABLE
 from composer3d.spec.errors import CheckpointError
 from composer3d.training.optim import learning_rate
 
@@ -50,6 +52,8 @@ def resume(
         DataError: the checkpoint was made with other data, or another order of samples.
     """
     found = _choose(recipe, store)
+    if stages.mesh.rank == 0:
+        _warn_of_refused_restarts(recipe)
     if found is None and recipe.checkpoint.init is not None:
         _start_from_weights(recipe, Path(recipe.checkpoint.init), store, stages)
         return 0
@@ -168,8 +172,25 @@ def _is_own(path: Path, store: Store) -> bool:
 def _would_discard(recipe: Recipe, store: Store, newest: Path, discarded: str) -> str:
     return (
         f'checkpoint.resume = "{recipe.checkpoint.resume}", but the newest checkpoint in '
-        f"{store.folder} is {newest.name}; give the run another run.name, or remove {discarded}"
+        f"{store.folder} is {newest.name}; {way_to_go_on(recipe)} from it; or give the run another "
+        f"run.name, or remove {discarded}"
     )
+
+
+def _warn_of_refused_restarts(recipe: Recipe) -> None:
+    """Warn if this job's restarts by torchrun would be refused once it has saved.
+
+    A rank that torchrun has restarted cannot tell its job's checkpoints from those before it.
+    """
+    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    is_of_torchrun = STORE_VARIABLE not in os.environ
+    if most != "0" and is_of_torchrun and refuses_newer_checkpoints(recipe):
+        log.get().warning(
+            f'checkpoint.resume = "{recipe.checkpoint.resume}": once the run has saved a newer '
+            f"checkpoint, each restart by torchrun (--max-restarts {most}) will be refused; set "
+            'checkpoint.resume = "auto", which takes the newest checkpoint, and begins anew if '
+            "there is none"
+        )
 
 
 def _require_same_model(path: Path, manifest: Manifest, recipe: Recipe) -> None:

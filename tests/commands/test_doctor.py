@@ -57,6 +57,10 @@ def test_it_prints_a_table_and_json_and_writes_a_row_for_plan(folder: Path) -> N
     again = composer3d(folder, "doctor", "--write", "row.toml")
     assert again.returncode == 2
     assert again.stderr == "--write row.toml: the file exists; name another one\n"
+    # A missing folder is told before anything is measured.
+    nowhere = composer3d(folder, "doctor", "--write", "none/row.toml")
+    assert (nowhere.returncode, nowhere.stdout) == (2, "")
+    assert nowhere.stderr == "--write none/row.toml: there is no folder none; make it first\n"
 
 
 def test_a_wrong_recipe_is_refused(folder: Path) -> None:

@@ -129,6 +129,24 @@ def test_a_cut_line_is_removed_and_a_run_that_starts_anew_leaves_out_nothing(
     assert ledger.path.read_bytes() == b""
 
 
+def test_a_last_line_without_a_line_break_counts_unless_it_was_cut(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.write(SKIP)
+    line = ledger.path.read_bytes()
+    ledger.path.write_bytes(line + json.dumps(ROLLBACK._asdict()).encode())
+    assert ledger.begin(resumes=True) == [SKIP, ROLLBACK]
+    ledger.write(SKIP)
+    assert ledger.begin(resumes=True) == [SKIP, ROLLBACK, SKIP]
+    for cut in range(1, len(line) - 1):
+        ledger.path.write_bytes(line + line[:cut])
+        assert ledger.begin(resumes=True) == [SKIP]
+        assert ledger.path.read_bytes() == line
+    ledger.path.write_bytes(line + b"step 9 too")
+    with pytest.raises(UserError, match=f"{FILE}:2: "):
+        ledger.begin(resumes=True)
+    assert ledger.path.read_bytes() == line + b"step 9 too"
+
+
 def test_a_ledger_is_not_written_once_the_folder_belongs_to_another_job(tmp_path: Path) -> None:
     def refuse() -> None:
         raise UserError("replaced")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,18 @@ def state_of(run: Run) -> str:
 
 
 def train_with_bad_gradients(
-    folder: str, sets: list[str], factors: dict[str, float], dies_after: int | None = None
+    folder: str,
+    sets: list[str],
+    factors: dict[str, float],
+    dies_after: int | None = None,
+    reappears: str | None = None,
 ) -> dict[str, Any]:
     """A task: train the recipe in ``folder``.
 
     Args:
         factors: by step, what the last rank multiplies its gradients with; NaN is possible.
         dies_after: the step after which all ranks end without a save.
+        reappears: a checkpoint of the run that is hidden while it starts, as by a failing disk.
 
     Returns:
         ``state``: the digest of this rank's state. ``error``: the line of a TrainingError.
@@ -59,6 +65,8 @@ def train_with_bad_gradients(
     with pool_world() as device:
         resolved = load("recipe.toml", sets, world_size=size)
         run = build(resolved.recipe, device, resolved.to_toml())
+        if reappears is not None and rank == 0:
+            Path(f"{reappears}-hidden").rename(run.store.folder / reappears)
         finish = run.stages.finish_gradients
 
         def finish_with_factor() -> None:
@@ -185,6 +193,23 @@ def test_a_run_goes_back_a_limited_number_of_times_and_only_to_a_checkpoint(
     (result,) = start(pool, folder, "single", "early", sets, factors={2: nan})
     assert "but there is no checkpoint to go back to; lower optim.lr or" in result["error"]
     assert not (folder / "early" / "small" / FILE).exists()
+
+
+def test_a_run_goes_back_to_no_checkpoint_of_a_later_step(pool: Pool, folder: Path) -> None:
+    start(pool, folder, "single", "runs", SETS)
+    saved, later = folder / "runs/small/checkpoints", "step-00000009"
+    (saved / later).rename(folder / f"{later}-hidden")
+    assert (saved / "step-00000008").is_dir()
+    sets = (*ROLLBACK, "run.steps=12", "checkpoint.every=20")
+    # It reappears after the start from step 8, and the next step would be step 9.
+    gone_back = start(
+        pool, folder, "single", "runs", sets, factors={9: float("nan")}, reappears=later
+    )
+    assert ledger(folder, "runs") == [(9, "rollback", 9)]
+    start(pool, folder, "single", "other", SETS)
+    shutil.rmtree(folder / "other/small/checkpoints" / later)
+    expected = start(pool, folder, "single", "other", sets, factors={9: float("nan")})
+    assert states(gone_back) == states(expected)
 
 
 def test_a_spike_is_found_by_the_same_limits_after_a_resume(pool: Pool, folder: Path) -> None:

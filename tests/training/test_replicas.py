@@ -39,6 +39,7 @@ def train_and_flip(
     Args:
         kind: what is off by one bit: "parameter"; "exp_avg"; "forward", the loss that this rank
             computes for the check; "forward alone", the same without a backward to compare;
+            "forward, parameter", the loss in one check, and the parameter after two more;
             "backward", from then on one gradient of the unit ``name``, before it is reduced; or
             "activation", from then on the gradient of the output of the unit ``name``.
 
@@ -78,6 +79,21 @@ def train_and_flip(
 
 
 def plant(run: Run, name: str, kind: str) -> None:
+    if kind == "forward, parameter":
+        honest = run.stages.take_local_gradients
+        checks = []
+
+        def lie_once(*arguments: Any, **keywords: Any) -> torch.Tensor:
+            loss = honest(*arguments, **keywords)
+            checks.append(loss)
+            if len(checks) == 1:
+                loss.view(torch.int64).bitwise_xor_(1)
+            if len(checks) == 3:
+                plant(run, name, "parameter")
+            return loss
+
+        run.stages.take_local_gradients = lie_once  # type: ignore[method-assign]
+        return
     if kind.startswith("forward"):
         method = "evaluate" if kind == "forward alone" else "take_local_gradients"
         compute = getattr(run.stages, method)
@@ -274,3 +290,24 @@ def test_the_log_says_what_is_not_compared(
     said = list(check_of(has_same_backward=has_same_backward)._omissions(of_ranks))
     assert len(said) == len(lines)
     assert all(map(str.startswith, said, lines))
+
+
+def test_ranks_that_agree_again_do_not_make_later_checkpoints_good(
+    pool: Pool, folder: Path
+) -> None:
+    """A wrong gradient of step 2 may be in all replicas, and in the checkpoints from then on."""
+    results = run_all(
+        pool,
+        folder,
+        "dp_replicate=3",
+        "reliability.digest_every=1",
+        "data.global_batch=6",
+        rank=1,
+        after=2,
+        kind="forward, parameter",
+        name="last.norm.weight",
+    )
+    found = results[0]["reports"]
+    assert [step for step, _, _ in found] == [2, 5, 6, 7]
+    for _, lines, _ in found:
+        assert all("; all agreed after step 1: resume from a checkpoint that" in x for x in lines)

@@ -75,7 +75,8 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> 
         (
             ["checkpoint.resume=none"],
             'checkpoint.resume = "none", but the newest checkpoint in runs/small/checkpoints is '
-            "step-00000005;",
+            'step-00000005; the same command with checkpoint.resume = "auto" goes on from it; or '
+            "give the run another run.name, or remove its checkpoints",
         ),
         (["run.name=other", "checkpoint.resume=."], "is not a checkpoint: it has no manifest.json"),
         (["run.name=other", "checkpoint.resume=empty"], "empty has no checkpoint (step-* or "),
@@ -231,9 +232,23 @@ def test_another_runs_checkpoint_starts_a_run_only_once(trained: Path) -> None:
         "checkpoint.resume=runs/second/checkpoints/step-00000008",
     )
     assert back.returncode == 2
-    assert (
-        "is step-00000010; give the run another run.name, or remove the newer ones" in back.stderr
-    )
+    assert 'is step-00000010; the same command with checkpoint.resume = "auto"' in back.stderr
+    assert "; or give the run another run.name, or remove the newer ones\n" in back.stderr
+
+
+def test_restarts_by_torchrun_that_would_be_refused_are_announced(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    sets = ("optim.warmup=1", "run.name=new", "run.steps=1")
+    warning = 'checkpoint.resume = "none": once the run has saved a newer checkpoint, each restart '
+    anew = train(trained, *sets, "checkpoint.resume=none").stderr
+    assert f"warning: {warning}by torchrun (--max-restarts 3) will be refused; set " in anew
+    assert "will be refused" not in train(trained, *sets, "run.steps=2").stderr  # resume = "auto"
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    again = train(trained, *sets, "run.name=another", "checkpoint.resume=none")
+    assert again.returncode == 0
+    assert "will be refused" not in again.stderr
 
 
 def test_the_weights_of_another_run_start_a_new_one(
