@@ -19,8 +19,8 @@ from composer3d.models.llama.shape import PRESETS
 from composer3d.spec.token_manifest import CHUNK_BYTES, read_manifest
 from tools.bench import jobs, plain, shards
 from tools.bench.commands import LAYOUTS, main
-from tools.bench.host import SETS, TITAN_LAYOUTS, titan_step_ms
 from tools.bench.host import LAYOUTS as HOST_LAYOUTS
+from tools.bench.host import SETS, TITAN_LAYOUTS, titan_step_ms
 from tools.bench.jobs import SHAPE, Job, JobError, measure
 from tools.fake_cuda import device
 
