@@ -84,14 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
+    except OSError:
         try:
             print(flush=True)
-        except BrokenPipeError:
+        except OSError as error:
             # Python flushes the output once more when it exits, which must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return NO_READER
-        raise  # The output works, so another pipe is broken.
+            if isinstance(error, BrokenPipeError):
+                return NO_READER
+            print(
+                f"standard output cannot be written ({error.strerror}); free space where it goes, "
+                "or send it elsewhere",
+                file=sys.stderr,
+            )
+            return UserError.status
+        raise  # The output works, so another pipe or file does not.
 
 
 def _run(argv: Sequence[str]) -> int:

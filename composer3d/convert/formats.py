@@ -162,6 +162,8 @@ class Source:
         carried: the contents of other files that belong to the model, such as its tokenizer, by
             file name.
         problems: the reasons why the checkpoint cannot be used, one line each.
+        is_other_model: whether one of the problems is that the checkpoint may be whole, but has
+            another model than one of ours or ``own``.
         notes: other facts that the user should know, one line each.
         read_counts: how often each of ``tensors`` was read.
     """
@@ -178,6 +180,7 @@ class Source:
     manifest: Manifest = field(init=False)
     carried: dict[str, bytes] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    is_other_model: bool = False
     notes: list[str] = field(default_factory=list)
     read_counts: Counter[str] = field(default_factory=Counter)
 
@@ -381,12 +384,17 @@ def open_source(path: Path, own: OwnModel | None = None) -> Source:
     """
     source = inspect_source(path, own)
     if source.problems:
-        lines = source.problems[:_SHOWN_PROBLEMS]
-        hidden = len(source.problems) - len(lines)
-        if hidden:
-            lines.append(f"{path}: {hidden} more problems")
-        raise CheckpointError(lines)
+        raise _refusal(source)
     return source
+
+
+def _refusal(source: Source) -> CheckpointError:
+    """Return the error that names the problems of a checkpoint."""
+    lines = source.problems[:_SHOWN_PROBLEMS]
+    hidden = len(source.problems) - len(lines)
+    if hidden:
+        lines.append(f"{source.path}: {hidden} more problems")
+    return CheckpointError(lines)
 
 
 def inspect_source(path: Path, own: OwnModel | None = None) -> Source:
@@ -399,7 +407,8 @@ def inspect_source(path: Path, own: OwnModel | None = None) -> Source:
             it, such a checkpoint has a problem: the module that it names is never imported.
 
     Raises:
-        CheckpointError: there is no checkpoint at ``path``, or no checkpoint of the run is whole.
+        CheckpointError: there is no checkpoint at ``path``, no checkpoint of the run is whole, or
+            the newest has another model than one of ours or ``own``.
         UserError: a later version of composer3d wrote the checkpoint. It is not damaged, so no
             older checkpoint of the run is used in its place.
     """
@@ -493,6 +502,9 @@ def _open_newest_of_run(folder: Path, own: OwnModel | None) -> Source:
             newest = f"{path} is the newest whole checkpoint of {folder}"
             source.notes = [*skipped, newest, *source.notes]
             return source
+        if source.is_other_model:
+            # So have the older checkpoints of the run.
+            raise _refusal(source)
         others = len(source.problems) - 1
         count = f" (and {others} more)" if others else ""
         skipped.append(f"{path} is skipped, because it is not whole: {source.problems[0]}{count}")
@@ -905,6 +917,7 @@ def _open_with_our_names(source: Source, manifest: Manifest) -> None:
         return
     if not registry.is_ours(architecture):
         # A checkpoint is untrusted, so the module that it names is not imported.
+        source.is_other_model = True
         raise CheckpointError(
             f"{source.path} has a model of the architecture {short_json(architecture)}: composer3d "
             "converts and inspects its own architectures only; generate and eval need its recipe, "
@@ -938,6 +951,7 @@ def _open_with_own_model(source: Source, manifest: Manifest, own: OwnModel) -> N
         if key.removeprefix("model.") in own.shape.training_fields:
             continue
         if expected.get(key) != manifest.model.get(key):
+            source.is_other_model = True
             source.problems.append(
                 f"{source.path} has {key} = {short_json(manifest.model.get(key))}, but the recipe "
                 f"has {short_json(expected.get(key))}; give the recipe of its run"

@@ -93,12 +93,18 @@ class _Starter:
                 "from composer3d.runtime.starter import serve; "
                 f"serve({theirs.fileno()}, {_PRELOAD!r})"
             )
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", code],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                )
+            # A Ctrl-C reaches the starter too. The starter inherits the mask, and takes it off when
+            # it ignores stop signals, so that none ends it with a traceback while it imports.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, starter.STOP_SIGNALS)
+            try:
+                with theirs:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-c", code],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                    )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             self._socket = ours
             atexit.register(self._close)
 

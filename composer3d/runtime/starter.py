@@ -52,7 +52,8 @@ STATUS = struct.Struct("!q")
 # The environment variable with the path of the world's store.
 STORE_VARIABLE = "COMPOSER3D_STORE"
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# The signals that ask a command to stop. The starter begins with all of them blocked.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 
 # The last characters of a traceback that are sent. A pipe can hold that many bytes unread, so the
@@ -178,8 +179,9 @@ def serve(control: int, preload: str) -> None:
 
     # A terminal sends its signals to the whole process group; only the owner decides when to
     # stop.
-    for number in _STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     owner = socket.socket(fileno=control)
     with _ending_with(owner), collector.importing():
@@ -284,31 +286,31 @@ def _fork(call_pipe: int, store: int | None, *, nohup: bool, close: Iterable[int
     """
     # The child inherits that stop signals are ignored. So they are blocked during the fork: a
     # signal for the child stays pending until the child has reset its handlers.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         for descriptor in close:
             os.close(descriptor)
         _run_child(parent, call_pipe, store, nohup=nohup)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return child
 
 
 def _run_child(parent: int, call_pipe: int, store: int | None, *, nohup: bool) -> NoReturn:
     """Run the call from ``call_pipe`` in a process that was just forked, and end the process.
 
-    ``_STOP_SIGNALS`` end it silently, unless the call installs handlers of its own. With
+    ``STOP_SIGNALS`` end it silently, unless the call installs handlers of its own. With
     ``nohup``, SIGHUP is ignored.
     """
     code = 1
     try:
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
-        for number in (*_STOP_SIGNALS, signal.SIGCHLD):
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
             ignored = nohup and number == signal.SIGHUP
             signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
         pipe = Connection(call_pipe)
         spawn.prepare(pickle.loads(pipe.recv_bytes()))

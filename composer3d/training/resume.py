@@ -13,6 +13,7 @@ from composer3d.parallel import Stages
 from composer3d.recipe.advice import refuses_newer_checkpoints, way_to_go_on
 from composer3d.recipe.changes import Change, changes
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import as_toml
 from composer3d.reliability.bad_steps import StepHistory
 from composer3d.runtime import log, process_group
 from composer3d.runtime.starter import STORE_VARIABLE
@@ -74,7 +75,7 @@ def resume(
             raise CheckpointError(
                 f"{path} was made with optim.train = {change.then}, but the recipe says "
                 f"{change.now}: it has the optimizer's state of the first only; set it back, or "
-                "start a new run from its weights, as composer3d convert --weights-only copies them"
+                f"start a run under another run.name with checkpoint.init = {as_toml(str(path))}"
             )
     if manifest.data is not None:
         # Before the weights are loaded: the loader refuses other data and another order of samples.

@@ -597,6 +597,29 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(unbuffered: str) -> None
         assert (program.stderr.read(), program.wait(60)) == (b"", 141)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["check", RECIPE], ["check", "no-such-recipe", "--json"]])
+def test_an_output_on_a_full_disk_is_an_error_of_one_line(
+    unbuffered: str, arguments: list[str]
+) -> None:
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "composer3d", *arguments],
+            env=env,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.stderr.splitlines()[-1] == (
+        "standard output cannot be written (No space left on device); free space where it goes, "
+        "or send it elsewhere"
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+
+
 def test_a_pipe_that_is_not_the_output_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")

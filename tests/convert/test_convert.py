@@ -427,6 +427,23 @@ def test_a_checkpoint_of_a_later_format_is_not_skipped(
     assert not (tmp_path / "b").exists()
 
 
+def test_a_run_of_another_architecture_is_not_called_damaged(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    steps = make_run(run)
+    for step in steps:
+        manifest = manifests.read(step)
+        model = manifest.model | {"model.architecture": "my_models.gpt:ARCHITECTURE"}
+        manifests.write(step, replace(manifest, model=model))
+    for command in (lambda: convert(run, tmp_path / "b", "hf"), lambda: inspect(run)):
+        with pytest.raises(CheckpointError) as caught:
+            command()
+        assert caught.value.lines == (
+            f'{steps[2]} has a model of the architecture "my_models.gpt:ARCHITECTURE": composer3d '
+            "converts and inspects its own architectures only; generate and eval need its recipe, "
+            "--recipe FILE",
+        )
+
+
 def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     steps = make_run(run)

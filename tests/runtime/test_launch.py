@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer3d.runtime import launch
 from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.starter import REMOVE_AT_END, REQUEST
@@ -422,3 +423,23 @@ def test_the_starter_ends_with_its_owner_while_it_imports(tmp_path: Path) -> Non
     finally:
         starter.kill()
         starter.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_stop_signal_ends_the_starter_while_it_begins(
+    number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A Ctrl-C of the terminal reaches the starter before it can ignore it."""
+    connection = launch._Starter()
+    connection.ensure_running()
+    process = connection._process
+    assert process is not None
+    try:
+        for _ in range(50):
+            process.send_signal(number)
+            time.sleep(0.01)
+        assert process.poll() is None
+    finally:
+        connection._close()
+    assert capfd.readouterr().err == ""
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {number}

@@ -70,7 +70,9 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> 
         ),
         (
             ['optim.train=["last.*"]'],
-            'was made with optim.train = absent, but the recipe says ["last.*"]: it has the',
+            'was made with optim.train = absent, but the recipe says ["last.*"]: it has the '
+            "optimizer's state of the first only; set it back, or start a run under another "
+            'run.name with checkpoint.init = "runs/small/checkpoints/step-00000005"',
         ),
         (
             ["checkpoint.resume=none"],
