@@ -165,7 +165,7 @@ def describe(small: Recipe) -> str:
     if mesh.cp > 1:
         words.append(f"{parallel.cp_method} {parallel.cp_balance}")
     if parallel.fsdp_blocks > 1:
-        words.append(f"{parallel.fsdp_blocks} blocks a unit")
+        words.append(f"units of {parallel.fsdp_blocks} blocks")
     if memory.activation_checkpoint != "none":
         words.append(f"checkpoint {memory.activation_checkpoint}")
     if memory.loss_chunks > 1:
