@@ -137,7 +137,9 @@ def test_a_killed_rank_costs_one_restart_on_two_nodes(
         assert [job.wait() for job in jobs] == [0, 0], [job.output() for job in jobs]
         output = "".join(job.output() for job in jobs)
         assert output.count("resumed from") == 1
-        assert output.count("Traceback") == 0
+        # At the end, the node with torchrun's store may leave before the other node has read that
+        # both are done. The agent of the other node then logs the lost store with a traceback.
+        assert output.count("Traceback") == output.count("Error waiting on exit barrier")
         assert kill_jobs.losses(folder) == expected
         assert [job.left_over() for job in jobs] == [[], []]
     finally:
