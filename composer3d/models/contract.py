@@ -218,10 +218,10 @@ class ShardingPlan:
         """Check that the plan fits the whole model, before it is cut.
 
         Raises:
-            PlanError: the plan does not fit. The error has a line for each glob without a match,
-                each parameter without a glob, each style that does not fit its module, a missing
-                ``kv_heads``, and each module that ``attend`` or ``experts`` should match or should
-                not match.
+            PlanError: the plan does not fit, or the model has buffers. The error has a line for
+                each glob without a match, each parameter without a glob, each buffer, each style
+                that does not fit its module, a missing ``kv_heads``, and each module that
+                ``attend`` or ``experts`` should match or should not match.
         """
         modules = [name for name, _ in model.named_modules()]
         parameters = [name for name, _ in model.named_parameters()]
@@ -251,6 +251,13 @@ class ShardingPlan:
                 )
             if self.init_of(name) is None:
                 lines.append(f"no glob of the plan's init table covers parameter {name!r}")
+
+        lines.extend(
+            f"buffer {name!r} would hold any values: a model is built without memory, and only its "
+            "parameters get values afterwards; compute it in `DecoderBlock.prepare`, and keep it "
+            "in `seq.shared`"
+            for name, _ in model.named_buffers()
+        )
 
         for name in modules:
             ancestors = name.split(".")

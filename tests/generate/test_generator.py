@@ -45,6 +45,23 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         assert [completion.tokens for completion in found] == expected, chosen
 
 
+@pytest.mark.parametrize("name", ["llama, tied", "qwen 3 moe"])
+def test_weights_lie_in_one_allocation(name: str, tmp_path: Path) -> None:
+    """Each at an address that torch itself would give; two names of a parameter stay one."""
+    greedy_of_transformers(name, tmp_path, [[1]], 1)
+    checkpoint = open_checkpoint(tmp_path)
+    model = load_model(checkpoint, dtype=torch.bfloat16, device=CPU)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    parameters = {id(parameter): parameter for parameter in named.values()}.values()
+    assert len(named) - len(parameters) == (name == "llama, tied")
+    assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 1
+    begins = {parameter.data_ptr() for parameter in parameters}
+    assert len(begins) == len(parameters)
+    assert all(begin % 64 == 0 for begin in begins)
+    for key, parameter in model.named_parameters():
+        assert torch.equal(parameter, checkpoint.source.read(f"model.{key}").bfloat16())
+
+
 def make_generator(shape: ModelShape = SHAPE, **options: Any) -> Generator:
     model = random_model("llama", shape, torch.float64)
     return Generator(model, sharding_plan(shape), device=CPU, **options)

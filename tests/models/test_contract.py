@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 from composer3d.models.contract import Constant, Normal
@@ -57,6 +58,14 @@ def test_a_plan_that_fits_is_accepted() -> None:
     plan = ShardingPlan(tensor=tensor, init={"*": Normal(1.0)})  # type: ignore[arg-type]
     plan.check(Tiny())
     assert [plan.style_of(name) for name in ("up", "down", "norm")] == ["column", "row", "norm"]
+
+
+def test_a_buffer_is_refused() -> None:
+    """Its values would be lost with the meta device, and a run would go on with any others."""
+    model = Llama(PRESETS["debug-tiny"], device="meta")
+    model.blocks["1"].register_buffer("angles", torch.arange(4.0), persistent=False)
+    with pytest.raises(PlanError, match=r"buffer 'blocks\.1\.angles' would hold any values"):
+        sharding_plan(PRESETS["debug-tiny"]).check(model)
 
 
 def test_only_embeddings_are_only_looked_up() -> None:
