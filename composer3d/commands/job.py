@@ -251,6 +251,7 @@ def join(
                     ),
                     is_first_of_node=os.environ.get("LOCAL_RANK", "0") == "0",
                     write_trace=keep_trace if keeps_traces else None,
+                    has_launcher=STORE_VARIABLE in os.environ,
                 )
                 joined.enter_context(peer_watch)
                 joined.enter_context(process_group.world(device, timeout_s=timeout_s, store=store))

@@ -100,8 +100,10 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     most = recipe.reliability.restarts
     arguments = {"recipe": path, "sets": tuple(sets)}
     for restart in range(most + 1):
+        earlier_reports = _lost_reports(recipe)
         result = launch.run_ranks(train_rank, arguments, processes=processes)
-        lines = describe_failures(result, recipe)
+        reports = sorted(_lost_reports(recipe) - earlier_reports)
+        lines = describe_failures(result, recipe, reports[-1] if reports else None)
         for line in lines:
             print(line, file=sys.stderr)
         _keep_in_log(recipe, [*result.traceback.splitlines(), *lines])
@@ -159,8 +161,19 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     return manifest.step
 
 
-def describe_failures(result: launch.JobResult, recipe: Recipe) -> list[str]:
-    """Describe the ranks that could not report their failure: those that died or were killed."""
+def describe_failures(
+    result: launch.JobResult, recipe: Recipe, report: Path | None = None
+) -> list[str]:
+    """Describe the ranks that could not report their failure: those that died or were killed.
+
+    Args:
+        result: how the ranks ended.
+        recipe: the recipe of the job.
+        report: what the other ranks have written about themselves, if they have.
+    """
+    advice = resume_advice(recipe)
+    if report is not None:
+        advice = f"what each rank did is in {report}; {advice}"
     lines = []
     ranks_by_end: dict[int, list[int]] = defaultdict(list)
     for rank, number in sorted(result.died.items()):
@@ -171,7 +184,12 @@ def describe_failures(result: launch.JobResult, recipe: Recipe) -> list[str]:
             end = f"{were} ended by {_describe_signal(number)}"
         else:
             end = f"ended with status {-number}"
-        lines.append(f"{_describe_ranks(ranks, recipe)} {end}; {resume_advice(recipe)}")
+        lines.append(f"{_describe_ranks(ranks, recipe)} {end}; {advice}")
+    if result.left:
+        lines.append(f"{_describe_ranks(result.left, recipe)} ended before the others; {advice}")
+    if result.raised and report is not None and not result.died:
+        # The traceback has been printed.
+        lines.append(advice)
 
     if result.stuck:
         ranks_text = _describe_ranks(result.stuck, recipe)
@@ -221,6 +239,11 @@ def _write_report(recipe: Recipe, text: str) -> str | None:
         # The line on the console must come all the same.
         return None
     return str(path)
+
+
+def _lost_reports(recipe: Recipe) -> set[Path]:
+    """Return the reports of lost ranks in the run's folder."""
+    return set((Path(recipe.run.out_dir) / recipe.run.name).glob("lost-ranks-*.txt"))
 
 
 def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | None:

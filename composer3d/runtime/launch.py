@@ -33,6 +33,10 @@ from composer3d.spec.errors import UserError
 # Seconds that ranks may take to finish their step and save, after a signal.
 SHUTDOWN_S = 120.0
 
+# Seconds that the other ranks may take to report what they did (``peers``), after a rank has ended.
+# In most cases they need about one.
+REPORT_S = 10.0
+
 # The signals that the ranks of a job get as well.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -298,9 +302,11 @@ class JobResult:
         died: the ranks that died without an answer, unless the forwarded signal ended them. The
             value is the signal that ended the rank, or minus its exit status.
         stuck: the ranks that were killed because they still ran after a failure or a signal.
-        raised: whether a rank raised an error that is no UserError.
+        raised: whether a rank raised an error that is no UserError. An error of a lost connection
+            does not count if a rank has died.
         lost_peers: whether every rank that failed says that a collective failed: a rank hung and
             went on too late, or the network was gone for a while.
+        left: the ranks that ended without an error although collectives of all others failed.
         stopped_by: the signal that was forwarded to the ranks; 0 if there was none.
         traceback: the traceback of the lowest such rank, which was printed; "" if there is none.
     """
@@ -310,6 +316,7 @@ class JobResult:
     stuck: list[int] = field(default_factory=list)
     raised: bool = False
     lost_peers: bool = False
+    left: list[int] = field(default_factory=list)
     stopped_by: int = 0
     traceback: str = ""
 
@@ -371,14 +378,11 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
 
 def _patience_s(worker: _Worker, answer: Answer | None) -> float:
     """Return how many seconds the other ranks may run on after ``worker`` has ended."""
-    if answer is None:
-        if worker.exit_code == -signal.SIGABRT:
-            # NCCL's watchdog aborts the ranks that waited too long, each at a different time.
-            return 30.0
-        # The other ranks may die of the same cause.
-        return 0.5
-    if not answer.succeeded:
-        return 1.0
+    if answer is None and worker.exit_code == -signal.SIGABRT:
+        # NCCL's watchdog aborts the ranks that waited too long, each at a different time.
+        return 30.0
+    if answer is None or not answer.succeeded:
+        return REPORT_S
     if answer.value == 0:
         return float("inf")
     if answer.value > 128:
@@ -416,6 +420,8 @@ def _job_result(
                 died[worker.rank] = -(worker.exit_code or 0)
         elif not answer.succeeded:
             tracebacks.append(str(answer.value).strip())
+    if died:
+        tracebacks = [text for text in tracebacks if not _LOST_PEER.search(text)]
 
     failures = [
         answer.value
@@ -423,6 +429,11 @@ def _job_result(
         if answer is not None and answer.succeeded and answer.value
     ]
     lost_peers = bool(failures) and all(status == LOST_PEERS for status in failures)
+    left = [
+        rank
+        for rank, answer in sorted(answers.items())
+        if answer is not None and answer.succeeded and answer.value == 0
+    ]
     statuses = [1 if status == LOST_PEERS else status for status in failures]
     was_stopped = stop_signal and (statuses or stuck or None in answers.values())
     # If the save after the signal failed, the job must not look as if it had stopped and saved.
@@ -443,6 +454,7 @@ def _job_result(
         stuck,
         raised=bool(tracebacks),
         lost_peers=lost_peers,
+        left=left if lost_peers else [],
         stopped_by=stop_signal,
         traceback=tracebacks[0] if tracebacks else "",
     )

@@ -5,12 +5,14 @@ The error of gloo names only a neighbour. That neighbour may have ended because 
 Every rank has a thread that looks for an alarm in the job's store. A rank whose collective failed
 raises the alarm. Every running rank then reports what it does (``situation``). A rank that does
 not report is dead or stopped. A rank that reports a line outside of a collective hangs there. One
-rank, the speaker, collects the reports in a file. Nothing is written to the store before the alarm.
+rank, the speaker, collects the reports in a file. Before the alarm, a rank writes nothing to the
+store but its process id, once, if one launcher has started all ranks on this machine.
 
 On GPUs, each of these ranks also keeps what torch's flight recorder knows of its last collectives.
 """
 
 import json
+import os
 import re
 import signal
 import threading
@@ -93,6 +95,8 @@ class PeerWatch:
         is_first_of_node: whether this rank reports for its node that the store is gone.
         write_trace: keeps the last collectives of this rank; None keeps none. All ranks have it, or
             none has.
+        has_launcher: whether one launcher has started all ranks, on this machine. Then nobody waits
+            for the answer of a process that has ended, and the launcher tells how it ended.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class PeerWatch:
         store_host: str = "the agent of its node",
         is_first_of_node: bool = True,
         write_trace: WriteTrace | None = None,
+        has_launcher: bool = False,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -115,11 +120,14 @@ class PeerWatch:
         self._store_host = store_host
         self._is_first_of_node = is_first_of_node
         self._write_trace = write_trace
+        self._has_launcher = has_launcher
         self._main_thread = threading.get_ident()
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         # The polling of thousands of ranks must not keep the store busy.
         self._every_s = max(1.0, size / 500)
+        if has_launcher:
+            store.set(f"process/{rank}", str(os.getpid()))
         self._thread = threading.Thread(target=self._answer_alarm, daemon=True, name="peers")
         self._thread.start()
 
@@ -161,7 +169,8 @@ class PeerWatch:
         Returns:
             On one rank, an error with one line. It names the ranks that are missing or hang, and
             ends with ``advice``. On the other ranks, an error without lines. If the store is gone,
-            the ranks cannot choose a speaker: then the first rank of each node has a line.
+            the ranks cannot choose a speaker: then the first rank of each node has a line. If the
+            launcher can name all missing ranks, there is no line.
         """
         # torchrun sends SIGTERM to the remaining ranks, and kills them some time later. The SIGTERM
         # must not end the search.
@@ -199,22 +208,27 @@ class PeerWatch:
             if not is_speaker:
                 self._wait_for_speaker()
                 return LostPeersError([])
-            situations = self._collect_situations()
-            finding = self._find(situations, first_error.text)
-            report = self._report_in_time(finding, situations, advice)
+            situations, ended = self._collect_situations()
+            finding = self._find(situations, ended, first_error.text)
+            report = self._report_in_time(finding, situations, ended, advice)
             with self._lock:
                 self._store.set("spoken", "1")
         except Exception:
             return self._store_is_gone(advice)
+        if ended and len(situations) + len(ended) == self._size:
+            return LostPeersError([])
         if report is not None:
             finding += f"; what each rank did is in {report}"
         elif self._write_report is not None:
             finding += "; the report of what each rank did could not be written"
         return LostPeersError(f"{finding}; {advice}")
 
-    def _find(self, situations: Mapping[int, Situation], cause: str) -> str:
+    def _find(self, situations: Mapping[int, Situation], ended: Sequence[int], cause: str) -> str:
         """Name the ranks that do not answer, or those that run outside of a collective."""
         absent = [rank for rank in range(self._size) if rank not in situations]
+        if ended and len(ended) == len(absent):
+            has = "has" if len(ended) == 1 else "have"
+            return f"{self._describe_all(ended)} {has} ended"
         elsewhere = {rank: found.place for rank, found in situations.items() if found.place}
         if len(absent) == 1:
             return f"{self._describe(absent[0])} does not answer: it has died, or is stopped"
@@ -229,7 +243,11 @@ class PeerWatch:
         return f"a collective failed, although all ranks are running ({cause})"
 
     def _report_in_time(
-        self, finding: str, situations: Mapping[int, Situation], advice: str
+        self,
+        finding: str,
+        situations: Mapping[int, Situation],
+        ended: Sequence[int],
+        advice: str,
     ) -> str | None:
         """Return the path of the report, or None if it fails or takes too long.
 
@@ -239,14 +257,20 @@ class PeerWatch:
 
         def write() -> None:
             with suppress(Exception):
-                paths.append(self._report(finding, situations, advice))
+                paths.append(self._report(finding, situations, ended, advice))
 
         thread = threading.Thread(target=write, daemon=True)
         thread.start()
         thread.join(2 * GRACE_S)
         return paths[0] if paths else None
 
-    def _report(self, finding: str, situations: Mapping[int, Situation], advice: str) -> str | None:
+    def _report(
+        self,
+        finding: str,
+        situations: Mapping[int, Situation],
+        ended: Sequence[int],
+        advice: str,
+    ) -> str | None:
         """Write what all ranks did, and return the path of the file, or None."""
         if self._write_report is None:
             return None
@@ -257,15 +281,17 @@ class PeerWatch:
             instant = datetime.fromtimestamp(error.time_s, UTC).isoformat(timespec="milliseconds")
             lines.append(f"  {instant}  {self._describe(rank)}: {error.text}")
         for rank in range(self._size):
-            lines += ["", *self._lines_of(rank, situations.get(rank), failed=rank in errors)]
+            lines.append("")
+            if rank in situations:
+                lines += self._lines_of(rank, situations[rank], failed=rank in errors)
+            else:
+                end = "has ended" if rank in ended else "does not answer"
+                lines.append(f"{self._describe(rank)} {end}")
             if traces.get(rank):
                 lines.append(f"  last collectives of NCCL: {traces[rank]}")
         return self._write_report("\n".join(lines) + "\n")
 
-    def _lines_of(self, rank: int, situation: Situation | None, *, failed: bool) -> list[str]:
-        name = self._describe(rank)
-        if situation is None:
-            return [f"{name} does not answer"]
+    def _lines_of(self, rank: int, situation: Situation, *, failed: bool) -> list[str]:
         if failed:
             doing = f"its collective failed: {situation.waits_for}"
         elif situation.waits_for:
@@ -273,7 +299,7 @@ class PeerWatch:
         else:
             doing = f"runs {situation.place or 'no line of composer3d'}"
         details = f" ({situation.details})" if situation.details else ""
-        lines = [f"{name} on {situation.host} {doing}{details}"]
+        lines = [f"{self._describe(rank)} on {situation.host}: {doing}{details}"]
         for thread, stack in situation.threads.items():
             lines += [f"  {thread}:", *(f"    {line}" for line in stack)]
         return lines
@@ -289,20 +315,44 @@ class PeerWatch:
         while time.monotonic() < deadline_s and not self._store.check(["spoken"]):
             time.sleep(0.2)
 
-    def _collect_situations(self) -> dict[int, Situation]:
-        """Wait for the answers to the alarm. Ranks that do not answer are left out."""
+    def _collect_situations(self) -> tuple[dict[int, Situation], list[int]]:
+        """Wait for the answers to the alarm.
+
+        Returns:
+            The answers; and the ranks without an answer whose processes have ended.
+        """
         deadline_s = time.monotonic() + self._every_s + GRACE_S
         waiting = set(range(self._size))
+        ended: set[int] = set()
         while waiting and time.monotonic() < deadline_s:
             time.sleep(0.1)
+            # In this order, a rank that answers and then ends has answered.
+            ended |= {rank for rank in waiting if self._has_ended(rank)}
             with self._lock:
-                waiting = {rank for rank in waiting if not self._store.check([f"here/{rank}"])}
+                answered = {rank for rank in waiting if self._store.check([f"here/{rank}"])}
+            ended -= answered
+            waiting -= answered | ended
         with self._lock:
-            return {
+            situations = {
                 rank: parse(self._store.get(f"here/{rank}").decode())
                 for rank in range(self._size)
-                if rank not in waiting
+                if rank not in waiting and rank not in ended
             }
+        return situations, sorted(ended)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Return whether the process of a rank has ended, as far as this process can know it."""
+        if not self._has_launcher:
+            return False
+        with self._lock:
+            if not self._store.check([f"process/{rank}"]):
+                return False
+            process = int(self._store.get(f"process/{rank}"))
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        return False
 
     def _collect_traces(self, ranks: Iterable[int]) -> dict[int, str]:
         """Wait until ``ranks`` have written their last collectives, and return the paths.
@@ -352,6 +402,7 @@ def explain_lost_peers(
     store_host: str = "the agent of its node",
     is_first_of_node: bool = True,
     write_trace: WriteTrace | None = None,
+    has_launcher: bool = False,
 ) -> Iterator[None]:
     """Turn the failure of a collective into a LostPeersError that names the missing ranks.
 
@@ -361,7 +412,7 @@ def explain_lost_peers(
         size: the number of ranks; with one, nothing is done.
         describe: returns the description of a rank.
         advice: returns the end of the error's line: what the user should do next.
-        write_report, store_host, is_first_of_node, write_trace: as in ``PeerWatch``.
+        write_report, store_host, is_first_of_node, write_trace, has_launcher: as in ``PeerWatch``.
 
     Raises:
         LostPeersError: a collective or the store failed inside the context. Which ranks have a line
@@ -379,6 +430,7 @@ def explain_lost_peers(
         store_host=store_host,
         is_first_of_node=is_first_of_node,
         write_trace=write_trace,
+        has_launcher=has_launcher,
     )
     try:
         yield

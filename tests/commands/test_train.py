@@ -45,6 +45,30 @@ def test_a_dead_rank_is_named_with_the_newest_checkpoint(
     assert deaths == expected[tuple(died)]
 
 
+def test_the_report_of_the_other_ranks_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
+    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    report = tmp_path / "a/lost-ranks-20260101T000000Z.txt"
+    advice = (
+        f"what each rank did is in {report}; there is no checkpoint in {tmp_path}/a/checkpoints: "
+        "the same command starts anew"
+    )
+    name = "rank 0 (pp0 dp0 cp0 tp0)"
+    for result, expected in (
+        (launch.JobResult(1, {0: -4}), [f"{name} ended with status 4; {advice}"]),
+        (launch.JobResult(1, raised=True), [advice]),
+        (launch.JobResult(1, {0: -4}, raised=True), [f"{name} ended with status 4; {advice}"]),
+        (
+            launch.JobResult(1, lost_peers=True, left=[0]),
+            [f"{name} ended before the others; {advice}"],
+        ),
+        # A rank has named it already, or the error is the user's.
+        (launch.JobResult(1, lost_peers=True), []),
+        (launch.JobResult(2), []),
+    ):
+        assert train.describe_failures(result, recipe, report) == expected
+
+
 def test_the_advice_obeys_the_choice_of_a_checkpoint(tmp_path: Path) -> None:
     """A run does not discard its newer checkpoints, so the same command would be refused."""
     own, other = tmp_path / "a/checkpoints", tmp_path / "b/checkpoints"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,11 @@ def test_a_job_that_loses_ranks_starts_them_again(killer: Killer) -> None:
         assert again == [f"starting all ranks again, {n} of at most 2 times" for n in (1, 2)]
         assert "Traceback" not in output
         assert losses(folder) == expected
+        reports = re.findall(r"; what each rank did is in (\S+/lost-ranks-\w+\.txt); ", output)
+        for report, ended in zip(reports, ("rank 0 (pp0 dp0", "rank 1 (pp0 dp1"), strict=True):
+            text = Path(report).read_text()
+            assert re.search(rf"^{re.escape(ended)} cp0 tp0\) has ended$", text, re.M)
+            assert " over dp (step " in text
         assert job.left_over() == []
     finally:
         job.end()

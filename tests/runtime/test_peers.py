@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,10 @@ import torch.distributed as dist
 
 from composer3d.reliability.signals import STOP_SIGNALS
 from composer3d.runtime import peers
-from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
 from composer3d.runtime.process_group import on_all, open_store, pool_world
 from composer3d.runtime.situation import Situation
+from composer3d.spec.errors import LostPeersError
 
 
 def lose_a_peer(event: str) -> None:
@@ -62,6 +65,84 @@ def test_the_missing_rank_is_named_once(pool: Pool, event: str, start: str) -> N
     assert "Traceback" not in lines[0]
     if event == "raises":
         assert "ValueError" in str(caught.value.failures[1])
+
+
+def end_before_an_all_reduce(folder: str, event: str) -> int:
+    rank = int(os.environ["RANK"])
+
+    def write_report(text: str) -> str:
+        path = Path(folder) / "report.txt"
+        path.write_text(text)
+        return str(path)
+
+    try:
+        watch = peers.explain_lost_peers(
+            open_store(),
+            rank=rank,
+            size=3,
+            describe=lambda peer: f"rank {peer} (x)",
+            advice=lambda: "try again",
+            write_report=write_report,
+            has_launcher=True,
+        )
+        with watch, pool_world(timeout_s=20.0):
+            dist.barrier()
+            if rank == 1:
+                if event == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if event == "raises":
+                    raise ValueError("boom")
+                return 0
+            dist.all_reduce(torch.ones(1))
+    except LostPeersError as error:
+        assert error.lines == ()
+        return LOST_PEERS
+    return 0
+
+
+@pytest.mark.parametrize("event", ["dies", "raises", "leaves"])
+def test_nobody_waits_for_a_rank_that_has_ended(
+    event: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher tells how it ended. The others say what they did, well within their 10 s."""
+    began_s = time.monotonic()
+    arguments = {"folder": str(tmp_path), "event": event}
+    result = run_ranks(end_before_an_all_reduce, arguments, processes=3)
+    # A rank that waits for an answer does so for 6 s.
+    assert time.monotonic() - began_s < 5.5
+    assert result.stuck == []
+    assert result.is_lost
+    found = (result.died, result.raised, result.left)
+    expected = {
+        "dies": ({1: signal.SIGKILL}, False, []),
+        "raises": ({}, True, []),
+        "leaves": ({}, False, [1]),
+    }
+    assert found == expected[event]
+    assert ("ValueError: boom" in capfd.readouterr().err) == (event == "raises")
+    finding, _, _, errors, *rest = (tmp_path / "report.txt").read_text().splitlines()
+    assert (finding, errors) == (
+        "rank 1 (x) has ended",
+        "Errors, by the clocks of the machines:",
+    )
+    assert "rank 1 (x) has ended" in rest
+    assert any(line.startswith(("rank 0 (x) on ", "rank 2 (x) on ")) for line in rest)
+
+
+def test_a_rank_that_has_ended_does_not_hide_one_that_is_stopped() -> None:
+    store = dist.HashStore()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(30.0)
+    store.set("process/1", str(ended.pid))
+    store.set("process/2", str(os.getpid()))
+    watch = peers.PeerWatch(
+        store, rank=0, size=3, describe=lambda rank: f"rank {rank}", has_launcher=True
+    )
+    try:
+        (line,) = watch._search(RuntimeError("gloo: timed out"), "try again").lines
+    finally:
+        watch.close()
+    assert line == ("rank 1, rank 2 do not answer: they have died, or are stopped; try again")
 
 
 def lines_of(failure: Any) -> tuple[str, ...]:

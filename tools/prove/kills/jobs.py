@@ -2,8 +2,8 @@
 
 A kill hits one rank, the launcher, or every process, under ``composer3d train`` and under torchrun
 with ``--max-restarts 3``. No process of the job and none of our temporary folders may be left 10 s
-later. The job must report the death of a rank in one line that names it, and torchrun must restart
-once and no more. The job that resumes must have bitwise the losses of an uninterrupted job.
+later. The job must report the death of a rank in one line that names it and the report of what each
+rank did, and torchrun must restart once and no more. The job that resumes must have bitwise the losses of an uninterrupted job.
 """
 
 import argparse
@@ -312,8 +312,10 @@ def check_report(case: Case, job: Job, status: int) -> list[str]:
     problems = []
     # The first checkpoint comes after step 5.
     must_name_checkpoint = case.step > 6
-    if len(lines) != 1 or (
-        must_name_checkpoint and "the same command goes on from it" not in lines[0]
+    if (
+        len(lines) != 1
+        or "what each rank did is in " not in lines[0]
+        or (must_name_checkpoint and "the same command goes on from it" not in lines[0])
     ):
         problems.append(f"it names the rank in {len(lines)} lines: {lines or output}")
     if case.launcher == "train":
