@@ -2,8 +2,9 @@
 
 A kill hits one rank, the launcher, or every process, under ``composer3d train`` and under torchrun
 with ``--max-restarts 3``. No process of the job and none of our temporary folders may be left 10 s
-later. The job must report the death of a rank in one line that names it and the report of what each
-rank did, and torchrun must restart once and no more. The job that resumes must have bitwise the losses of an uninterrupted job.
+later. The job must report the death of a rank in one line that names it, and the report of what
+each rank did. torchrun must restart once and no more. The job that resumes must have bitwise the
+losses of an uninterrupted job.
 """
 
 import argparse
