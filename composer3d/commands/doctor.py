@@ -11,7 +11,6 @@ from composer3d.doctor.report import Report, as_json_of, text_of
 from composer3d.doctor.row import row_of, toml_of
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.runtime import launch
-from composer3d.runtime.ranks import describe_rank
 from composer3d.spec.errors import UserError
 from composer3d.spec.hardware import read_row
 
@@ -51,9 +50,7 @@ def run(*, recipe: str, sets: Sequence[str], write: str | None, as_json: bool) -
         return examine_rank(recipe, sets, write, as_json)
     arguments = {"recipe": recipe, "sets": tuple(sets), "write": write, "as_json": as_json}
     result = launch.run_ranks(examine_rank, arguments, processes=processes)
-    for rank in [*result.died, *result.stuck]:
-        name = describe_rank(rank, resolved.recipe.mesh)
-        print(f"{name} died, or was killed because it hung", file=sys.stderr)
+    job.print_lost_ranks(result, resolved.recipe.mesh)
     return result.status
 
 

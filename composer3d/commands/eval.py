@@ -14,7 +14,6 @@ from composer3d.recipe.draft import Draft
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import AXES
 from composer3d.runtime import launch
-from composer3d.runtime.ranks import describe_rank
 from composer3d.spec.errors import UserError
 
 _TIMEOUT_S = 600.0
@@ -100,9 +99,7 @@ def run(
         if processes == 1:
             return evaluate_rank(**arguments)
         result = launch.run_ranks(evaluate_rank, arguments, processes=processes)
-    for rank in [*result.died, *result.stuck]:
-        name = describe_rank(rank, resolved.recipe.mesh)
-        print(f"{name} died, or was killed because it hung", file=sys.stderr)
+    job.print_lost_ranks(result, resolved.recipe.mesh)
     return result.status
 
 

@@ -15,7 +15,6 @@ from composer3d.generate.prompts import Prompt, read_prompts
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.values import one_line
 from composer3d.runtime import launch
-from composer3d.runtime.ranks import describe_rank
 from composer3d.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -132,9 +131,7 @@ def _run_ranks(request: "Request", tp: int, device: str, *, out: str | None, as_
         if device == "cpu" or not count_gpus():
             job.require_cores(resolved)
         result = launch.run_ranks(generate_rank, arguments, processes=tp)
-    for rank in [*result.died, *result.stuck]:
-        name = describe_rank(rank, resolved.recipe.mesh)
-        print(f"{name} died, or was killed because it hung", file=sys.stderr)
+    job.print_lost_ranks(result, resolved.recipe.mesh)
     return result.status
 
 

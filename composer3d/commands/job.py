@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from composer3d.recipe.resolve import Resolved, load
+from composer3d.recipe.schema import MeshTable
 from composer3d.runtime import launch, log
 from composer3d.runtime.ranks import describe_rank, identity
 from composer3d.runtime.starter import STORE_VARIABLE, die_with_parent
@@ -127,7 +128,7 @@ def run_rank(
         resolved = load(recipe, sets, world_size=world_size, check_files=check_files)
         return function(resolved, rank)
     except UserError as error:
-        if report is not None and rank == 0:
+        if report is not None and rank == 0 and error.lines:
             report(error)
         if error.lines and _must_report(error, rank):
             # A LostPeersError names its rank itself.
@@ -139,6 +140,15 @@ def run_rank(
             # The launcher of this machine may start all ranks again.
             return launch.LOST_PEERS
         return error.status
+
+
+def print_lost_ranks(result: launch.JobResult, mesh: MeshTable) -> None:
+    """Name the ranks that could not report their failure, on standard error."""
+    for rank in [*result.died, *result.stuck]:
+        name = describe_rank(rank, mesh)
+        print(f"{name} died, or was killed because it hung", file=sys.stderr)
+    for rank in result.left:
+        print(f"{describe_rank(rank, mesh)} ended before the others", file=sys.stderr)
 
 
 def _must_report(error: UserError, rank: int) -> bool:

@@ -11,9 +11,10 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,8 +103,8 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     for restart in range(most + 1):
         earlier_reports = _lost_reports(recipe)
         result = launch.run_ranks(train_rank, arguments, processes=processes)
-        reports = sorted(_lost_reports(recipe) - earlier_reports)
-        lines = describe_failures(result, recipe, reports[-1] if reports else None)
+        reports = _lost_reports(recipe) - earlier_reports
+        lines = describe_failures(result, recipe, next(iter(reports), None))
         for line in lines:
             print(line, file=sys.stderr)
         _keep_in_log(recipe, [*result.traceback.splitlines(), *lines])
@@ -175,18 +176,13 @@ def describe_failures(
     if report is not None:
         advice = f"what each rank did is in {report}; {advice}"
     lines = []
-    ranks_by_end: dict[int, list[int]] = defaultdict(list)
-    for rank, number in sorted(result.died.items()):
-        ranks_by_end[number].append(rank)
+    ranks_by_end = _ranks_by_end(result.died)
     for number, ranks in ranks_by_end.items():
-        if number > 0:
-            were = "was" if len(ranks) == 1 else "were"
-            end = f"{were} ended by {_describe_signal(number)}"
-        else:
-            end = f"ended with status {-number}"
+        end = _describe_end(number, len(ranks))
         lines.append(f"{_describe_ranks(ranks, recipe)} {end}; {advice}")
-    if result.left:
-        lines.append(f"{_describe_ranks(result.left, recipe)} ended before the others; {advice}")
+    for number, ranks in _ranks_by_end(result.left).items():
+        end = _describe_end(number, len(ranks)) if number else "ended"
+        lines.append(f"{_describe_ranks(ranks, recipe)} {end} before the others; {advice}")
     if result.raised and report is not None and not result.died:
         # The traceback has been printed.
         lines.append(advice)
@@ -203,6 +199,21 @@ def describe_failures(
             # NCCL aborts the ranks that waited too long, so a rank that still ran is the cause.
             lines.append(f"{ranks_text} {were} still running: look for the cause there first")
     return lines
+
+
+def _ranks_by_end(ends: Mapping[int, int]) -> dict[int, list[int]]:
+    ranks_by_end: dict[int, list[int]] = defaultdict(list)
+    for rank, number in sorted(ends.items()):
+        ranks_by_end[number].append(rank)
+    return ranks_by_end
+
+
+def _describe_end(number: int, ranks: int) -> str:
+    """Describe the end of some ranks: a signal, or minus an exit status."""
+    if number <= 0:
+        return f"ended with status {-number}"
+    were = "was" if ranks == 1 else "were"
+    return f"{were} ended by {_describe_signal(number)}"
 
 
 def _describe_signal(number: int) -> str:
@@ -232,8 +243,14 @@ def resume_advice(recipe: Recipe) -> str:
 def _write_report(recipe: Recipe, text: str) -> str | None:
     """Write the report of lost ranks into the run's folder, and return its path, or None."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    path = Path(recipe.run.out_dir) / recipe.run.name / f"lost-ranks-{now}.txt"
+    folder = Path(recipe.run.out_dir) / recipe.run.name
+    path = folder / f"lost-ranks-{now}.txt"
     try:
+        # Two starts of a small model can fail in the same second.
+        for number in count(2):
+            if not path.exists():
+                break
+            path = folder / f"lost-ranks-{now}_{number}.txt"
         write_atomic(path, text)
     except OSError:
         # The line on the console must come all the same.

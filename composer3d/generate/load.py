@@ -153,6 +153,6 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         )
         for parameter, begin in places
     }
-    names = model.named_parameters(remove_duplicate=False)
-    state = {name: allocated[id(parameter)] for name, parameter in names}
-    model.load_state_dict(state, assign=True)
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module).register_parameter(attribute, allocated[id(parameter)])

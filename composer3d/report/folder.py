@@ -34,7 +34,7 @@ _RECIPE_LIMIT = 256 << 10
 MOST_EVENTS = 300
 
 _MOST_LOST_REPORTS = 5
-_LOST_REPORT = re.compile(r"lost-ranks-(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)Z\.txt")
+_LOST_REPORT = re.compile(r"lost-ranks-(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)Z(?:_\d+)?\.txt")
 _LOST_REPORT_LIMIT = 64 << 10
 
 # A resolved recipe has the whole shape, so it needs neither a folder nor a preset for it.

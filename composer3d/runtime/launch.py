@@ -57,6 +57,9 @@ LOST_PEERS = 64
 # Importing this module runs all slow imports of a rank.
 _PRELOAD = "composer3d.training.loop"
 
+# What names the source of such a failure in a traceback: other programs lose connections too.
+_COLLECTIVE = re.compile(r"gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORECASE)
+
 # Matches the failure of a rank that only lost its peers, in the words of gloo, NCCL, the stores and
 # ``_collect``.
 _LOST_PEER = re.compile(
@@ -306,7 +309,8 @@ class JobResult:
             does not count if a rank has died.
         lost_peers: whether every rank that failed says that a collective failed: a rank hung and
             went on too late, or the network was gone for a while.
-        left: the ranks that ended without an error although collectives of all others failed.
+        left: if a rank says that a collective failed, the ranks that ended otherwise: with an exit
+            status, or by the forwarded signal. The values are those of ``died``.
         stopped_by: the signal that was forwarded to the ranks; 0 if there was none.
         traceback: the traceback of the lowest such rank, which was printed; "" if there is none.
     """
@@ -316,7 +320,7 @@ class JobResult:
     stuck: list[int] = field(default_factory=list)
     raised: bool = False
     lost_peers: bool = False
-    left: list[int] = field(default_factory=list)
+    left: dict[int, int] = field(default_factory=dict)
     stopped_by: int = 0
     traceback: str = ""
 
@@ -410,18 +414,26 @@ def _job_result(
     # Schedulers send several signals: a later one can end a rank that has saved and is leaving.
     ends_by_stop = {end for number in stop_signals for end in (-number, 128 + number)}
     died: dict[int, int] = {}
+    left: dict[int, int] = {}
+    ended_by_stop = False
     tracebacks: list[str] = []
     for worker in workers:
         if worker.rank in stuck:
             continue
         answer = answers[worker.rank]
         if answer is None:
-            if worker.exit_code not in ends_by_stop:
-                died[worker.rank] = -(worker.exit_code or 0)
+            end = -(worker.exit_code or 0)
+            if worker.exit_code in ends_by_stop:
+                ended_by_stop = True
+                left[worker.rank] = end
+            else:
+                died[worker.rank] = end
         elif not answer.succeeded:
             tracebacks.append(str(answer.value).strip())
+        elif answer.value != LOST_PEERS:
+            left[worker.rank] = -answer.value
     if died:
-        tracebacks = [text for text in tracebacks if not _LOST_PEER.search(text)]
+        tracebacks = [text for text in tracebacks if not _has_only_lost_a_peer(text)]
 
     failures = [
         answer.value
@@ -429,15 +441,14 @@ def _job_result(
         if answer is not None and answer.succeeded and answer.value
     ]
     lost_peers = bool(failures) and all(status == LOST_PEERS for status in failures)
-    left = [
-        rank
-        for rank, answer in sorted(answers.items())
-        if answer is not None and answer.succeeded and answer.value == 0
-    ]
     statuses = [1 if status == LOST_PEERS else status for status in failures]
     was_stopped = stop_signal and (statuses or stuck or None in answers.values())
     # If the save after the signal failed, the job must not look as if it had stopped and saved.
-    has_other_failure = died or any(status != 128 + stop_signal for status in statuses)
+    # But a rank that the signal has ended before the first step leaves peers without a connection.
+    has_other_failure = died or any(
+        status != 128 + stop_signal and not (status == LOST_PEERS and ended_by_stop)
+        for status in failures
+    )
 
     if tracebacks:
         print(tracebacks[0], file=sys.stderr)
@@ -454,10 +465,17 @@ def _job_result(
         stuck,
         raised=bool(tracebacks),
         lost_peers=lost_peers,
-        left=left if lost_peers else [],
+        left=left if LOST_PEERS in failures else {},
         stopped_by=stop_signal,
         traceback=tracebacks[0] if tracebacks else "",
     )
+
+
+def _has_only_lost_a_peer(text: str) -> bool:
+    """Return whether a traceback ends with the failure of a collective that lost a connection."""
+    # Notes may follow the line of the error.
+    end = "\n".join(text.splitlines()[-3:])
+    return bool(_LOST_PEER.search(end) and _COLLECTIVE.search(end))
 
 
 class _StopRequest:

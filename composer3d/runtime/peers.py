@@ -350,7 +350,8 @@ class PeerWatch:
             process = int(self._store.get(f"process/{rank}"))
         try:
             os.kill(process, 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
+            # With PermissionError, another user's process has got the id meanwhile.
             return True
         return False
 

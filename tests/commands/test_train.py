@@ -12,6 +12,7 @@ from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import train
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
+from composer3d.report.folder import read as read_run
 from composer3d.runtime import devices, launch, process_group
 from composer3d.spec.errors import MeshError, RecipeError
 
@@ -59,14 +60,36 @@ def test_the_report_of_the_other_ranks_is_named_once(tmp_path: Path) -> None:
         (launch.JobResult(1, raised=True), [advice]),
         (launch.JobResult(1, {0: -4}, raised=True), [f"{name} ended with status 4; {advice}"]),
         (
-            launch.JobResult(1, lost_peers=True, left=[0]),
+            launch.JobResult(1, lost_peers=True, left={0: 0}),
             [f"{name} ended before the others; {advice}"],
+        ),
+        (
+            launch.JobResult(2, left={0: -2}),
+            [f"{name} ended with status 2 before the others; {advice}"],
+        ),
+        (
+            launch.JobResult(143, left={0: 15}, stopped_by=15),
+            [f"{name} was ended by signal 15 (SIGTERM) before the others; {advice}"],
         ),
         # A rank has named it already, or the error is the user's.
         (launch.JobResult(1, lost_peers=True), []),
         (launch.JobResult(2), []),
     ):
         assert train.describe_failures(result, recipe, report) == expected
+
+
+def test_no_report_of_lost_ranks_is_overwritten(tmp_path: Path) -> None:
+    """A small model can fail twice in a second."""
+    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
+    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/metrics.jsonl").touch()
+    texts = [f"report {number}\n" for number in range(4)]
+    paths = [Path(str(train._write_report(recipe, text))) for text in texts]
+    assert [path.read_text() for path in paths] == texts
+    assert train._lost_reports(recipe) == set(paths)
+    shown = read_run(str(tmp_path / "a")).lost_ranks
+    assert sorted(lost.text for lost in shown) == texts
 
 
 def test_the_advice_obeys_the_choice_of_a_checkpoint(tmp_path: Path) -> None:

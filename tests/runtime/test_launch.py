@@ -271,6 +271,51 @@ def test_a_killed_rank_is_told_from_ranks_that_lose_a_peer(
     assert capfd.readouterr().err == ""
 
 
+def be_stopped_before_the_first_step(folder: str, launcher: int) -> int:
+    """Rank 1 does not catch the signal yet. The others do, and then lose their peer."""
+    rank = os.environ["RANK"]
+    if rank != "1":
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        (Path(folder) / rank).touch()
+    with pool_world():
+        dist.barrier()
+        if rank == "1":
+            while len(list(Path(folder).iterdir())) < 2:
+                time.sleep(0.05)
+            os.kill(launcher, signal.SIGTERM)
+            time.sleep(100.0)
+        with suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+            return 0
+    return LOST_PEERS
+
+
+def test_a_stop_signal_that_a_rank_does_not_catch_yet_stops_the_job(tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "launcher": os.getpid()}
+    result = run_ranks(be_stopped_before_the_first_step, arguments, processes=3)
+    assert (result.status, result.died, result.left) == (143, {}, {1: signal.SIGTERM})
+    assert result.stopped_by == signal.SIGTERM
+    assert not result.is_lost
+
+
+def raise_before_a_peer_dies(folder: str) -> int:
+    done = Path(folder) / "raised"
+    if os.environ["RANK"] == "0":
+        while not done.exists():
+            time.sleep(0.05)
+        os.abort()
+    done.touch()
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_the_lost_connection_of_something_else_is_shown_though_a_rank_died(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = run_ranks(raise_before_a_peer_dies, {"folder": str(tmp_path)}, processes=2)
+    assert (result.status, result.died, result.raised) == (1, {0: signal.SIGABRT}, True)
+    assert "ConnectionResetError: [Errno 104] Connection reset by peer" in capfd.readouterr().err
+
+
 def lose_a_peer_slowly() -> int:
     """As in a training: a rank that lost a peer needs some time before it reports that."""
     try:

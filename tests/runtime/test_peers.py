@@ -115,9 +115,9 @@ def test_nobody_waits_for_a_rank_that_has_ended(
     assert result.is_lost
     found = (result.died, result.raised, result.left)
     expected = {
-        "dies": ({1: signal.SIGKILL}, False, []),
-        "raises": ({}, True, []),
-        "leaves": ({}, False, [1]),
+        "dies": ({1: signal.SIGKILL}, False, {}),
+        "raises": ({}, True, {}),
+        "leaves": ({}, False, {1: 0}),
     }
     assert found == expected[event]
     assert ("ValueError: boom" in capfd.readouterr().err) == (event == "raises")
