@@ -57,14 +57,14 @@ LOST_PEERS = 64
 # Importing this module runs all slow imports of a rank.
 _PRELOAD = "composer3d.training.loop"
 
-# What names the source of such a failure in a traceback: other programs lose connections too.
-_COLLECTIVE = re.compile(r"gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORECASE)
-
 # Matches the failure of a rank that only lost its peers, in the words of gloo, NCCL, the stores and
 # ``_collect``.
 _LOST_PEER = re.compile(
     "Connection (closed|reset) by peer|no answer after|Timed out waiting|Read timeout"
 )
+
+# What must stand beside these words in a traceback: other programs lose connections too.
+_COLLECTIVE = re.compile(r"gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORECASE)
 
 
 def usable_cores() -> int:
