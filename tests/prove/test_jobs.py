@@ -72,7 +72,7 @@ def test_a_job_that_loses_ranks_starts_them_again(killer: Killer) -> None:
         for report, ended in zip(reports, ("rank 0 (pp0 dp0", "rank 1 (pp0 dp1"), strict=True):
             text = Path(report).read_text()
             assert re.search(rf"^{re.escape(ended)} cp0 tp0\) has ended$", text, re.M)
-            assert " over dp (step " in text
+            assert ": its collective failed: " in text
         assert job.left_over() == []
     finally:
         job.end()
