@@ -143,7 +143,7 @@ def run_rank(
 
 
 def print_lost_ranks(result: launch.JobResult, mesh: MeshTable) -> None:
-    """Name the ranks that could not report their failure, on standard error."""
+    """Name, on standard error, the ranks that died, were killed, or left the others."""
     for rank in [*result.died, *result.stuck]:
         name = describe_rank(rank, mesh)
         print(f"{name} died, or was killed because it hung", file=sys.stderr)

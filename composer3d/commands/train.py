@@ -165,12 +165,12 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
 def describe_failures(
     result: launch.JobResult, recipe: Recipe, report: Path | None = None
 ) -> list[str]:
-    """Describe the ranks that could not report their failure: those that died or were killed.
+    """Describe the ranks that did not report a failure: they died, were killed, or left the others.
 
     Args:
         result: how the ranks ended.
         recipe: the recipe of the job.
-        report: what the other ranks have written about themselves, if they have.
+        report: the file in which the other ranks say what they did; None if there is none.
     """
     advice = resume_advice(recipe)
     if report is not None:

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -210,7 +211,7 @@ class PeerWatch:
                 return LostPeersError([])
             situations, ended = self._collect_situations()
             finding = self._find(situations, ended, first_error.text)
-            report = self._report_in_time(finding, situations, ended, advice)
+            report = self._in_time(partial(self._report, finding, situations, ended, advice))
             with self._lock:
                 self._store.set("spoken", "1")
         except Exception:
@@ -242,14 +243,8 @@ class PeerWatch:
             return f"a collective failed: {shown} did not join it ({cause})"
         return f"a collective failed, although all ranks are running ({cause})"
 
-    def _report_in_time(
-        self,
-        finding: str,
-        situations: Mapping[int, Situation],
-        ended: Sequence[int],
-        advice: str,
-    ) -> str | None:
-        """Return the path of the report, or None if it fails or takes too long.
+    def _in_time(self, report: Callable[[], str | None]) -> str | None:
+        """Return the path of the report, or None if ``report`` fails or takes too long.
 
         The file system may be what hangs. The line on the console must come all the same.
         """
@@ -257,7 +252,7 @@ class PeerWatch:
 
         def write() -> None:
             with suppress(Exception):
-                paths.append(self._report(finding, situations, ended, advice))
+                paths.append(report())
 
         thread = threading.Thread(target=write, daemon=True)
         thread.start()
