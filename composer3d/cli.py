@@ -36,17 +36,17 @@ _MOST_DIGITS = 18  # of a number on the command line
 def enter() -> int:
     """Run one command with the arguments of this process: what the program ``composer3d`` does.
 
-    A process that leaves after an error still has its process groups. Threads of gloo may still
-    hold tensors of the last collective then. When they release one, they ask for the lock of an
-    interpreter that is ending, and torch aborts the process
-    (https://github.com/pytorch/pytorch/pull/179291). So such a process ends without ending the
-    interpreter, after all else that is done at the exit.
+    The threads of a gloo group run on while anything refers to the group, even after it was
+    destroyed. A thread may release the last tensor of a collective late. It then asks for the lock
+    of an interpreter that is ending, and torch aborts the process
+    (https://github.com/pytorch/pytorch/pull/179291). So a process that has had groups ends without
+    ending the interpreter, after all else that is done at the exit.
     """
     statuses = [1]  # of an error that ``main`` does not catch
 
     def leave() -> None:
-        distributed: Any = sys.modules.get("torch.distributed")
-        if distributed is None or not distributed.is_initialized():
+        process_group: Any = sys.modules.get("composer3d.runtime.process_group")
+        if process_group is None or not process_group.has_had_groups():
             return
         with contextlib.suppress(OSError):
             sys.stdout.flush()

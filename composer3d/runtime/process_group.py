@@ -41,6 +41,8 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # Python objects. None: there is no world, or the default group takes such tensors.
 _host_group: dist.ProcessGroup | None = None
 
+_has_had_groups = False
+
 
 def count_gpus() -> int:
     """Return the number of GPUs that this process may use."""
@@ -227,7 +229,8 @@ def world(
     Raises:
         DeviceError: two ranks have the same GPU (``devices.refuse_shared_gpus``).
     """
-    global _host_group
+    global _host_group, _has_had_groups
+    _has_had_groups = True
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -259,6 +262,11 @@ def world(
         # and would delay the report of the error.
         _host_group = None
         dist.destroy_process_group()
+
+
+def has_had_groups() -> bool:
+    """Return whether this process has entered ``world``. Threads of its groups may run on."""
+    return _has_had_groups
 
 
 def _group_for_host(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

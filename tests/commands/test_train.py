@@ -162,10 +162,9 @@ def test_a_rank_on_a_gpu_makes_and_says_its_settings_before_it_meets_the_others(
     assert capsys.readouterr().err == "GPU: its settings\nno rank answers\n"
 
 
-def test_a_process_with_groups_leaves_without_ending_the_interpreter(tmp_path: Path) -> None:
+def test_a_process_that_had_groups_does_not_end_the_interpreter(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(
         '[run]\nname = "a"\ndevice = "cpu"\nsteps = 1\n[model]\npreset = "debug-tiny"\n'
-        '[checkpoint]\nresume = "."\n'
     )
     # The interpreter calls __del__ of what it finds in the main module when it ends.
     code = """
@@ -192,9 +191,13 @@ sys.exit(enter())
             check=False,
         )
 
-    failed = call("train", "r.toml")
+    failed = call("train", "r.toml", "--set", "checkpoint.resume=.")
     assert (failed.returncode, failed.stdout) == (2, ""), failed.stderr
     assert ". is not a checkpoint" in failed.stderr
+    # The threads of the groups run on after the groups were destroyed.
+    trained = call("train", "r.toml")
+    assert (trained.returncode, trained.stdout) == (0, ""), trained.stderr
+    assert "step 1/1" in trained.stderr
     checked = call("check", "r.toml")
     assert checked.returncode == 0, checked.stderr
     assert checked.stdout.endswith("the interpreter ends\n")
