@@ -36,11 +36,10 @@ _MOST_DIGITS = 18  # of a number on the command line
 def enter() -> int:
     """Run one command with the arguments of this process: what the program ``composer3d`` does.
 
-    The threads of a gloo group run on while anything refers to the group, even after it was
-    destroyed. A thread may release the last tensor of a collective late. It then asks for the lock
-    of an interpreter that is ending, and torch aborts the process
-    (https://github.com/pytorch/pytorch/pull/179291). So a process that has had groups ends without
-    ending the interpreter, after all else that is done at the exit.
+    Threads of gloo still run when the interpreter ends, even if all groups were destroyed. If one
+    of them then releases a tensor, it asks for the lock of the ending interpreter, and the process
+    is aborted (https://github.com/pytorch/pytorch/pull/179291). So a process that has had groups
+    ends without ending the interpreter, after all else that is done at the exit.
     """
     statuses = [1]  # of an error that ``main`` does not catch
 

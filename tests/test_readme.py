@@ -135,6 +135,7 @@ def test_attention_runs_as_printed(pool: Pool, world_size: int) -> None:
     "program", [snippet for snippet in PYTHON if snippet.page != "README.md"], ids=str
 )
 def test_a_program_runs_as_printed(pool: Pool, program: Snippet) -> None:
+    # An exception in the program fails the test.
     run(pool, program.text, 1)
 
 

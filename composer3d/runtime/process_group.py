@@ -41,6 +41,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # Python objects. None: there is no world, or the default group takes such tensors.
 _host_group: dist.ProcessGroup | None = None
 
+# Whether ``world`` has formed groups in this process.
 _has_had_groups = False
 
 
@@ -230,7 +231,6 @@ def world(
         DeviceError: two ranks have the same GPU (``devices.refuse_shared_gpus``).
     """
     global _host_group, _has_had_groups
-    _has_had_groups = True
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -242,6 +242,7 @@ def world(
         devices.refuse_shared_gpus(store, devices.gpu_of(device), rank=rank, size=size)
     backend = _BACKENDS[device.type]
     timeout = timedelta(seconds=timeout_s)
+    _has_had_groups = True
     with default_timeout(timeout):
         dist.init_process_group(
             backend,
@@ -265,7 +266,10 @@ def world(
 
 
 def has_had_groups() -> bool:
-    """Return whether this process has entered ``world``. Threads of its groups may run on."""
+    """Return whether ``world`` has formed groups in this process, destroyed since or not.
+
+    Threads of gloo may still run then.
+    """
     return _has_had_groups
 
 

@@ -194,7 +194,7 @@ sys.exit(enter())
     failed = call("train", "r.toml", "--set", "checkpoint.resume=.")
     assert (failed.returncode, failed.stdout) == (2, ""), failed.stderr
     assert ". is not a checkpoint" in failed.stderr
-    # The threads of the groups run on after the groups were destroyed.
+    # Here the groups were destroyed, but threads of gloo still run.
     trained = call("train", "r.toml")
     assert (trained.returncode, trained.stdout) == (0, ""), trained.stderr
     assert "step 1/1" in trained.stderr
