@@ -27,21 +27,21 @@ _ROW_BYTES = 16
 class RouterStatistics:
     """What a router has seen of this rank's tokens since the step began.
 
-    Backward adds to it, not forward: a micro-batch has one backward, even if activation
-    checkpointing runs its forward twice, and an evaluation has none.
+    Forward adds to it, not backward: where all that comes before a router is frozen, no gradient
+    passes the router.
 
     Attributes:
         sums: float64 (E + 3): the tokens of each expert, then the balance loss and the z-loss, both
             times their coefficients and divided by the tokens of the step, then the entropy of the
-            routing probabilities, in nats, summed over tokens. None: no backward since the reset.
+            routing probabilities, in nats, summed over tokens. None: no forward since the reset.
     """
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
 
     def add(self, sums: Tensor) -> None:
-        """Add what one micro-batch has seen."""
-        self.sums = sums.clone() if self.sums is None else self.sums + sums
+        """Add what one micro-batch has seen. ``sums`` must not be changed afterwards."""
+        self.sums = sums if self.sums is None else self.sums + sums
 
     def reset(self) -> None:
         """Forget everything: a new step begins."""
@@ -175,20 +175,26 @@ class Router(nn.Module):
         rows: int,
         seq: SequenceInfo,
     ) -> Tensor:
-        """Return the weights; their backward adds the losses' gradients and the statistics."""
-        loss = balance = z = logits_NE.new_zeros(())
+        """Add to the statistics; return the weights, whose backward adds the losses' gradients."""
+        balance = z = logits_NE.new_zeros(())
         if self.balance_loss:
             balance = self.balance_loss * self._balance_loss(
                 probabilities_NE, experts_NK, rows, seq
             )
-            loss = loss + balance
         if self.z_loss:
             z = self.z_loss * logits_NE.logsumexp(-1).square().sum() / seq.step_tokens
-            loss = loss + z
-        with torch.no_grad():
-            entropy = torch.special.entr(probabilities_NE).sum()
-            sums = torch.cat((tokens_E.double(), torch.stack((balance, z, entropy)).double()))
-        return _WithLoss.apply(weights_NK, loss, sums, self.statistics)
+        if self.balance_loss or self.z_loss:
+            weights_NK = _WithLoss.apply(weights_NK, balance + z)
+
+        # A checkpointed block runs again in backward, with the same ``seq``: it counts once.
+        key = (self, "counted")
+        if key not in seq.shared:
+            seq.shared[key] = True
+            with torch.no_grad():
+                entropy = torch.special.entr(probabilities_NE).sum()
+                sums = torch.cat((tokens_E.double(), torch.stack((balance, z, entropy)).double()))
+            self.statistics.add(sums)
+        return weights_NK
 
     def _balance_loss(
         self, probabilities_NE: Tensor, experts_NK: Tensor, rows: int, seq: SequenceInfo
@@ -240,7 +246,7 @@ class Router(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return the weights. Backward adds a loss to the job's, and sums to the statistics.
+    """Return the weights. Backward adds a loss to the job's.
 
     The gradient of the job's loss with respect to a loss that is added to it is 1: nothing divides
     gradients later, neither by ranks nor by micro-batches. So a loss can be added where it is
@@ -248,18 +254,14 @@ class _WithLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, weights_NK: Tensor, loss: Tensor, sums: Tensor, statistics: RouterStatistics
-    ) -> Tensor:
-        ctx.save_for_backward(loss, sums)
-        ctx.statistics = statistics
+    def forward(ctx: Any, weights_NK: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
         return weights_NK.view_as(weights_NK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        loss, sums = ctx.saved_tensors
-        ctx.statistics.add(sums)
-        return grads[0], torch.ones_like(loss), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(loss)
 
 
 class Exchanged(NamedTuple):

@@ -185,6 +185,22 @@ def test_statistics_count_each_token_once() -> None:
     assert layer.router.statistics.sums[:EXPERTS].sum().item() == 2 * 14
 
 
+@pytest.mark.parametrize("trained", [[], ["experts.w2"], ["router.weight"]])
+def test_statistics_do_not_depend_on_what_trains(trained: list[str]) -> None:
+    """Where the input has no gradient and the router is frozen, no backward passes the router."""
+    from torch.utils.checkpoint import checkpoint
+
+    layer = make_moe()
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name in trained)
+    out = checkpoint(layer, inputs(), positions(2, 7), use_reentrant=False)
+    if trained:
+        out.sum().backward()
+    sums = layer.router.statistics.sums
+    assert sums is not None
+    assert sums[:EXPERTS].sum().item() == 2 * 14
+
+
 def test_biases_move_towards_experts_with_few_tokens() -> None:
     router = make_router(has_bias=True, bias_rate=0.25)
     move = router.bias_move(torch.tensor([4.0, 2.0, 3.0, 3.0, 6.0, 0.0]))

@@ -247,10 +247,9 @@ def permute_the_experts() -> None:
 def _change_loss(change: Callable[[Tensor], Tensor]) -> None:
     """Change the gradient of the losses that routers add."""
 
-    def wrong(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        loss, sums = ctx.saved_tensors
-        ctx.statistics.add(sums)
-        return grads[0], change(torch.ones_like(loss)), None, None
+    def wrong(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grads[0], change(torch.ones_like(loss))
 
     moe._WithLoss.backward = staticmethod(wrong)
 
@@ -281,16 +280,15 @@ def lose_losses_of_early_stages() -> None:
     """Only the last pipeline stage adds the losses of routers."""
     right = moe._WithLoss.forward
 
-    def wrong(ctx: Any, weights: Tensor, loss: Tensor, *arguments: Any) -> Tensor:
+    def wrong(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
         is_last = dist.get_rank() == dist.get_world_size() - 1
-        return right(ctx, weights, loss, *arguments) if is_last else weights.view_as(weights)
+        return right(ctx, weights, loss) if is_last else weights.view_as(weights)
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.saved_tensors:
-            return grads[0], None, None, None
-        loss, sums = ctx.saved_tensors
-        ctx.statistics.add(sums)
-        return grads[0], torch.ones_like(loss), None, None
+            return grads[0], None
+        (loss,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(loss)
 
     moe._WithLoss.forward = staticmethod(wrong)
     moe._WithLoss.backward = staticmethod(backward)
