@@ -14,9 +14,9 @@ from composer3d.draw.files import write_picture
 from composer3d.draw.layout import AxisTraffic, Layout, make_layout
 from composer3d.draw.terminal import style_of
 from composer3d.models.registry import architecture, is_ours
-from composer3d.planner.stages import n_stages_of
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
+from composer3d.recipe.stages import n_stages_of
 
 
 def run(

@@ -15,11 +15,11 @@ from composer3d.planner.setup import (
     Sizes,
     Software,
 )
-from composer3d.planner.stages import stage_ranges
 from composer3d.planner.time import StepTime, predict_time
 from composer3d.planner.torch_facts import is_since_2_15
 from composer3d.planner.trained import trained_of
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.stages import stage_ranges
 from composer3d.spec.errors import DeviceError
 from composer3d.spec.hardware import Hardware
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from composer3d.models.moe.shape import MoeShape
-from composer3d.planner.parameters import (
+from composer3d.models.parameters import (
     Parameter,
     block_parameters,
     first_parameters,

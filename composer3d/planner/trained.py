@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from composer3d.models.llama.shape import ModelShape
-from composer3d.planner.parameters import (
+from composer3d.models.parameters import (
     Parameter,
     block_parameters,
     first_parameters,

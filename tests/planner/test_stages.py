@@ -10,21 +10,23 @@ from composer3d.models.llama import counts
 from composer3d.models.llama.shape import PRESETS
 from composer3d.models.moe import counts as moe_counts
 from composer3d.models.moe.shape import PRESETS as MOE_PRESETS
+from composer3d.models.parameters import (
+    block_parameters,
+    first_parameters,
+    known_shape,
+    last_parameters,
+    trainable_names,
+)
 from composer3d.models.registry import architecture
 from composer3d.models.shape import DecoderShape
 from composer3d.parallel.compose import cut_into_stages
 from composer3d.parallel.pipeline.runtime import place_stages
 from composer3d.planner.links import Group, group_of, nic_share
-from composer3d.planner.parameters import (
-    block_parameters,
-    first_parameters,
-    known_shape,
-    last_parameters,
-)
-from composer3d.planner.stages import n_stages_of, stage_layers, stages_by_rank
+from composer3d.planner.stages import stage_layers, stages_by_rank
 from composer3d.planner.traffic import Axis
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, MeshTable
+from composer3d.recipe.stages import n_stages_of
 from composer3d.runtime.ranks import coordinates
 from composer3d.spec.errors import PlanError
 from tools.prove.paths import ROOT
@@ -50,7 +52,12 @@ def test_the_shapes_add_up_to_the_counts(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "presets"),
-    [("llama", "debug-tiny"), ("llama", "qwen3-0.6b"), ("moe", "debug-moe-shared")],
+    [
+        ("llama", "debug-tiny"),
+        ("llama", "qwen3-0.6b"),
+        ("moe", "debug-moe-shared"),
+        ("moe", "deepseek-v3-gqa"),
+    ],
 )
 def test_the_shapes_are_those_of_the_model(name: str, presets: str) -> None:
     shape = SHAPES[presets]
@@ -65,6 +72,8 @@ def test_the_shapes_are_those_of_the_model(name: str, presets: str) -> None:
         for p in block_parameters(shape, layer, tp=1, sequence_parallel=True):
             listed[f"blocks.{layer}.{p.name}"] = p.shape
     assert listed == found
+    trainable = [name for name, value in model.named_parameters() if value.requires_grad]
+    assert [name for unit in trainable_names(shape) for name in unit] == trainable
 
 
 def test_a_model_of_a_user_has_no_known_shapes() -> None:

@@ -329,4 +329,24 @@ LAYOUTS = [
             "parallel.async_tp = false, or parallel.sequence_parallel = true"
         ],
     ),
+    Wrong(
+        "globs that match nothing",
+        TINY + '[optim]\ntrain = ["last.*", "<mesh.tp>", "*.lora"]\n',
+        [
+            'x.toml:4: optim.train = ["last.*", "<mesh.tp>", "*.lora"] has a glob at place '
+            f"{place} that matches no parameter that can train; those are first.embed.weight, "
+            "blocks.0.attn_norm.weight, blocks.0.attn.wq.weight, blocks.0.attn.wk.weight, "
+            "blocks.0.attn.wv.weight, blocks.0.attn.wo.weight, ..."
+            for place in (2, 3)
+        ],
+    ),
+    Wrong(
+        "a stage that trains nothing",
+        TINY + '[mesh]\npp = 2\n[optim]\ntrain = ["blocks.1.*"]\n',
+        [
+            'x.toml:6: optim.train = ["blocks.1.*"] trains nothing in stage 1 of 2 of mesh.pp = 2 '
+            "(x.toml:4), with blocks 2 to 3; match a parameter of every stage, use mesh.pp = 1, or "
+            "another cut (parallel.stages)"
+        ],
+    ),
 ]

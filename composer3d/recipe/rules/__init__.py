@@ -5,7 +5,7 @@ each value came from. Code that proposes layouts calls ``violations`` too, so th
 proposes is legal.
 """
 
-from composer3d.recipe.rules import data, layout, model, reliability
+from composer3d.recipe.rules import data, layout, model, reliability, trained
 from composer3d.recipe.rules.data import PATHS
 from composer3d.recipe.rules.rule import Rule, Violation
 from composer3d.recipe.schema import Recipe
@@ -26,7 +26,13 @@ def _ranges(entries: Entries) -> dict[str, Range]:
 RANGES: dict[str, Range] = _ranges(FIELDS)
 
 # Violations are reported in this order.
-RULES: tuple[Rule, ...] = (*model.RULES, *data.RULES, *layout.RULES, *reliability.RULES)
+RULES: tuple[Rule, ...] = (
+    *model.RULES,
+    *data.RULES,
+    *layout.RULES,
+    *trained.RULES,
+    *reliability.RULES,
+)
 
 
 def _ranges_of(recipe: Recipe) -> dict[str, Range]:

@@ -4,6 +4,7 @@
 models.
 """
 
+from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -97,6 +98,31 @@ def block_parameters(
     if isinstance(shape, MoeShape) and shape.has_experts(layer):
         return found + _moe_parameters(shape)
     return found + _ffn_parameters("ffn", dim, shape.ffn)
+
+
+@cache
+def trainable_names(shape: ModelShape) -> tuple[tuple[str, ...], ...]:
+    """Return the global names of the parameters that can have a gradient, in the model's order.
+
+    Returns:
+        A tuple for the embedding, one for each block, and one for norm and head. A tied head is the
+        embedding, under the embedding's name.
+    """
+    first = [f"first.{parameter.name}" for parameter in first_parameters(shape)]
+    blocks = [
+        [
+            f"blocks.{layer}.{parameter.name}"
+            for parameter in block_parameters(shape, layer, tp=1, sequence_parallel=False)
+            if parameter.trains
+        ]
+        for layer in range(shape.n_layers)
+    ]
+    last = [
+        f"last.{parameter.name}"
+        for parameter in last_parameters(shape, sequence_parallel=False)
+        if not (shape.tied and parameter.name == "head.weight")
+    ]
+    return tuple(map(tuple, (first, *blocks, last)))
 
 
 def _norm_cut(sequence_parallel: bool) -> Cut:

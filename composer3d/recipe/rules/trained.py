@@ -1,0 +1,80 @@
+"""Rules about ``optim.train``: which parameters train.
+
+``parallel.compose`` refuses the same, but it needs torch and the whole job. A user's own
+architecture has no table of its parameters, so only ``compose`` can check it.
+"""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from composer3d.models.llama.shape import ModelShape
+from composer3d.models.parameters import trainable_names
+from composer3d.recipe.rules.rule import Rule, rule
+from composer3d.recipe.schema import Recipe
+from composer3d.recipe.stages import stage_ranges
+
+_SHOWN = 6  # names of parameters in a message
+
+
+@rule("optim.train")
+def globs_match_parameters(recipe: Recipe) -> Iterator[str]:
+    """Each glob of ``optim.train`` matches a parameter that can train."""
+    if recipe.optim.train is None or not isinstance(recipe.model, ModelShape):
+        return
+    names = [name for unit in trainable_names(recipe.model) for name in unit]
+    shown = ", ".join([*names[:_SHOWN], "..."])
+    for number, glob in enumerate(recipe.optim.train, 1):
+        if not _matches(names, [glob]):
+            # The glob may hold any characters, so the message does not repeat it.
+            place = "" if len(recipe.optim.train) == 1 else f" at place {number}"
+            yield (
+                f"<optim.train> has a glob{place} that matches no parameter that can train; those "
+                f"are {shown}"
+            )
+
+
+@rule(
+    "optim.train",
+    "mesh.pp",
+    "parallel.virtual_stages",
+    "parallel.schedule",
+    "parallel.stages",
+    "model.n_layers",
+)
+def every_stage_trains(recipe: Recipe) -> Iterator[str]:
+    """Each pipeline stage has a parameter that trains: torch asks every stage for gradients."""
+    globs, shape = recipe.optim.train, recipe.model
+    if globs is None or recipe.mesh.pp == 1 or not isinstance(shape, ModelShape):
+        return
+    if not _is_cut(recipe):
+        return  # other rules report it
+    first, *of_blocks, last = trainable_names(shape)
+    cut = stage_ranges(recipe)
+    for stage, blocks in enumerate(cut):
+        names = [name for block in blocks for name in of_blocks[block]]
+        if stage == 0:
+            names += first
+        if stage == len(cut) - 1:
+            names += last
+        if not _matches(names, globs):
+            yield (
+                f"<optim.train> trains nothing in stage {stage} of {len(cut)} of <mesh.pp>, with "
+                f"blocks {blocks.start} to {blocks.stop - 1}; match a parameter of every stage, "
+                "use mesh.pp = 1, or another cut (parallel.stages)"
+            )
+
+
+def _matches(names: Sequence[str], globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs for name in names)
+
+
+def _is_cut(recipe: Recipe) -> bool:
+    """Return whether the layers can be cut into the stages of the recipe."""
+    layers, stages = recipe.model.n_layers, recipe.parallel.stages
+    n_stages = recipe.mesh.pp * recipe.parallel.stages_per_rank
+    if stages is None:
+        return n_stages <= layers
+    return len(stages) == n_stages and min(stages) >= 1 and sum(stages) == layers
+
+
+RULES: tuple[Rule, ...] = (globs_match_parameters, every_stage_trains)
