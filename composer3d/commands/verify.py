@@ -44,8 +44,8 @@ def run(
         as_json: whether to print a JSON object as the last line.
 
     Returns:
-        The exit status: 0 if all layouts are exact, 1 if a layout is wrong or a layout of the file
-        is refused, 2 if the recipe's own layout is refused.
+        The exit status: 0 if all layouts are exact, 1 if a layout is wrong or not proven in time,
+        or a layout of the file is refused, 2 if the recipe's own layout is refused.
 
     Raises:
         UserError: the file ``layouts`` cannot be read, or has no layout; or ``here`` is true, but
@@ -154,6 +154,8 @@ def _print_verdict(verdict: Verdict, line: str) -> None:
     shown = line or verdict.layout
     if verdict.refused:
         print(f"refused {shown}", flush=True)
+    elif verdict.timed_out:
+        print(f"NO TIME {shown}", flush=True)
     else:
         errors = {
             "loss": verdict.loss_rel_err,

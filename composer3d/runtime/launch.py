@@ -527,10 +527,12 @@ class WorkerError(Exception):
     Attributes:
         failures: each failed rank, with its UserError or a text: the traceback of any other error,
             or that the process died or did not answer in time.
+        timed_out: whether time was the only limit: no rank failed, and some did not answer.
     """
 
-    def __init__(self, failures: Mapping[int, UserError | str]) -> None:
+    def __init__(self, failures: Mapping[int, UserError | str], *, timed_out: bool = False) -> None:
         self.failures = dict(failures)
+        self.timed_out = timed_out
         super().__init__("\n".join(f"rank {rank}: {failure}" for rank, failure in failures.items()))
 
     @property
@@ -587,10 +589,12 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     values: dict[int, Any] = {}
     failures: dict[int, UserError | str] = {}
+    timed_out = False
     deadline_s = time.monotonic() + limit_s
     while waiting:
         ready: list[Any] = wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
         if not ready:
+            timed_out = not failures
             for rank in waiting.values():
                 failures[rank] = f"no answer after {limit_s:.0f} s"
             break
@@ -616,5 +620,5 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
             for rank, failure in failures.items()
             if isinstance(failure, UserError) or not _LOST_PEER.search(failure)
         }
-        raise WorkerError(causes or failures)
+        raise WorkerError(causes or failures, timed_out=timed_out)
     return [values[rank] for rank in sorted(values)]

@@ -57,6 +57,7 @@ class Verdict:
         worst_parameter: the parameter that is closest to its bound or farthest beyond it. If
             ``error`` describes a parameter, it is this one.
         refused: whether loading, shrinking or running the recipe raised a UserError.
+        timed_out: whether the time for the run was over before it had an answer.
         error: why the layout is refused or wrong; None if it passed.
     """
 
@@ -70,6 +71,7 @@ class Verdict:
     max_weight_rel_err: float | None = None
     worst_parameter: str | None = None
     refused: bool = False
+    timed_out: bool = False
     error: str | None = None
 
 

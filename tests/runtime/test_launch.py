@@ -136,6 +136,7 @@ def test_a_rank_that_dies_halfway_through_its_answer_is_named(pool: Pool) -> Non
 def test_a_task_ends_at_its_limit_and_leaves_no_process(pool: Pool, tmp_path: Path) -> None:
     error, seconds = failing(pool, sleep, {"folder": tmp_path}, world_size=2, limit_s=3.0)
     assert error.failures == dict.fromkeys((0, 1), "no answer after 3 s")
+    assert error.timed_out
     assert 3.0 <= seconds < 30
     pids = [int(file.read_text()) for file in tmp_path.iterdir()]
     assert len(pids) == 2

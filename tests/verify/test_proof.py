@@ -18,6 +18,7 @@ from composer3d.recipe.schema import MeshTable, Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import coordinates
 from composer3d.spec.errors import UserError
+from composer3d.verify import proof
 from composer3d.verify.judge import RankErrors, ReferenceStats, ShardError, Verdict, judge
 from composer3d.verify.proof import badness, describe, verify_layout
 from composer3d.verify.shrink import shrink
@@ -361,17 +362,26 @@ def test_refused_layout_says_why(pool: Pool, references: Path) -> None:
     assert "mesh.tp = 3 must divide model.n_heads = 8" in verdict.error
 
 
-def test_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_one_json_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout that is not proven in time is not called wrong, and the next one is proven."""
+    monkeypatch.setattr(proof, "_LIMIT_COMPILED_S", 0.1)
     layouts = tmp_path / "layouts.txt"
-    layouts.write_text("# two\nmesh.dp_shard=2 data.global_batch=4\n\nmesh.tp=3\n")
+    layouts.write_text(
+        "# three\nmesh.dp_shard=2 data.global_batch=4 compile.enabled=true\n"
+        "mesh.dp_shard=2 data.global_batch=4\n\nmesh.tp=3\n"
+    )
     status = cli.main(["verify", RECIPE, "--steps", "1", "--layouts", str(layouts), "--json"])
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lines = capsys.readouterr().out.splitlines()
+    answer = json.loads(lines[-1])
     assert status == 1
     assert not answer["passed"]
-    assert [(r["passed"], r["refused"], r["world_size"]) for r in answer["results"]] == [
-        (True, False, 2),
-        (False, True, 0),
-    ]
+    states = [(r["passed"], r["refused"], r["timed_out"]) for r in answer["results"]]
+    assert states == [(False, False, True), (True, False, False), (False, True, False)]
+    assert [r["world_size"] for r in answer["results"]] == [2, 2, 0]
+    assert lines[0].startswith("NO TIME mesh.dp_shard=2")
+    assert "no answer after 0 s" in answer["results"][0]["error"]
     assert set(answer["results"][0]) == {
         "passed",
         "world_size",
@@ -383,6 +393,7 @@ def test_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFi
         "max_weight_rel_err",
         "worst_parameter",
         "refused",
+        "timed_out",
         "error",
     }
 
@@ -520,6 +531,7 @@ def test_the_worst_failure_stands_for_a_layout() -> None:
     ranked = [
         Verdict(passed=True, world_size=2, layout="exact", dtype="float64", max_grad_rel_err=0.0),
         Verdict(passed=False, world_size=2, layout="refused", dtype="float64", refused=True),
+        Verdict(passed=False, world_size=2, layout="slow", dtype="float64", timed_out=True),
         Verdict(passed=False, world_size=2, layout="off", dtype="float64", max_grad_rel_err=0.1),
         Verdict(passed=False, world_size=2, layout="not finite", dtype="float64"),
     ]
