@@ -31,6 +31,10 @@ _FROZEN = (
     "optim.train: gradients and the state of the optimizer are those of what it trains; "
     "activations and time are those of training all parameters, so they are upper bounds."
 )
+_NOT_FITTED = (
+    "{name}: no training run on it was among those that the planner was fitted to (A100, A800, "
+    "H100 and H200), so its times are less sure."
+)
 _MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
 
 
@@ -75,6 +79,8 @@ def run(
         print(_OWN_ARCHITECTURE)
     elif resolved.recipe.optim.train is not None and not as_json:
         print(_FROZEN)
+    if not device.hardware.is_fitted and not as_json and not memory:
+        print(_NOT_FITTED.format(name=device.hardware.name))
     if memory:
         return _memory(resolved.recipe, device, as_json)
 
@@ -99,6 +105,7 @@ def run(
     answer: dict[str, Any] = {
         "gpus": count,
         "gpu": device.hardware.name,
+        "gpu_is_fitted": device.hardware.is_fitted,
         "legal": found.legal,
         "fitting": found.fitting,
         "layouts": [_as_json(plan) for plan in found.plans],

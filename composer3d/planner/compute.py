@@ -135,7 +135,7 @@ def rates(setup: Setup, constants: Constants) -> Rates:
     is_new = machine.hardware.generation in _NEW_UNITS
     share = constants.matrix_share_hopper if is_new else constants.matrix_share_ampere
     clock = _clock_share(machine.power_share)
-    share *= clock
+    share *= clock * machine.hardware.sustained_share
     precision = setup.precision
     head_type = "bfloat16" if precision.matrix == "fp8" else precision.matrix
     weight_type = precision.weight_products or precision.matrix

@@ -22,6 +22,11 @@ from composer3d.spec import hardware
 from tools.prove.paths import ROOT
 
 RECIPE = "llama3-8b-8-fsdp"
+CLUSTER_RECIPES = [
+    path
+    for path in sorted((ROOT / "recipes").glob("*.toml"))
+    if load(path, check_files=False).recipe.run.device == "cuda"
+]
 KEYS = {
     "pp", "virtual_stages", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "schedule",
     "activation_checkpoint", "step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_gib", "fits",
@@ -83,6 +88,23 @@ def test_memory_of_the_recipe_as_it_is(capsys: pytest.CaptureFixture[str]) -> No
     assert totals[answer["largest_rank"]] == max(totals)
     # Stages of the end hold fewer micro-batches than those of the beginning.
     assert answer["ranks"][0]["activations"] > answer["ranks"][6]["activations"]
+
+
+@pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_for_clusters_fit(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, answer = plan(capsys, str(path), "--memory", "--gpu", "H100")
+    assert status == 0, f"{answer['ranks'][answer['largest_rank']]} of {answer['memory_gib']} GiB"
+
+
+@pytest.mark.parametrize(("gpu", "is_fitted"), [("H100", True), ("B200", False), ("CPU", False)])
+def test_a_device_of_which_no_run_was_fitted_is_said(
+    gpu: str, is_fitted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, answer = plan(capsys, "quickstart", "--gpu", gpu, "--top", "1")
+    assert status == 0
+    assert answer["gpu_is_fitted"] == is_fitted
+    assert cli.main(["plan", "quickstart", "--gpu", gpu, "--top", "1"]) == 0
+    assert ("no training run on it" in capsys.readouterr().out) != is_fitted
 
 
 def test_text_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,30 @@ def test_missing_optional_values_have_defaults(tmp_path: Path) -> None:
     assert row.memory_gib is None
 
 
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "measured"), [("1", "2", "4", "12054.81"), ("4", "1", "2", "11053.09")]
+)
+def test_runs_on_b200_are_not_predicted_too_fast(
+    tp: str, pp: str, dp: str, measured: str, tmp_path: Path
+) -> None:
+    """Rows of SimuMax v1.2. With the rate of a short product, they were 32% and 43% too fast."""
+    b200 = {"gpu": "B200", "n_layers": "12", "hidden": "8192", "n_heads": "64", "ffn": "28672"}
+    b200 |= {
+        "n_kv_heads": "8",
+        "gated": "1",
+        "vocab": "128256",
+        "seq_len": "4096",
+        "framework": "megatron-core 0.14 TE 2.11",
+    }
+    b200 |= {"tp": tp, "sp": "1", "pp": pp, "dp": dp, "schedule": "1F1B", "precision": "bf16"}
+    b200 |= {"sharding": "distributed optimizer (ZeRO-1)", "mbs": "1", "n_microbatches": "32"}
+    b200 |= {"gbs": str(32 * int(dp)), "tok_s_gpu_norm": measured}
+    path = write(tmp_path, {**ROW, **b200}, columns=f"{COLUMNS},n_kv_heads,gated")
+    outcomes, skipped = planner_eval.evaluate(read(path)[0], planner_eval.SHIPPED)
+    assert not skipped
+    assert abs(outcomes[0].tokens_error or 1.0) < 0.15
+
+
 def test_an_unknown_gpu_is_skipped_with_its_name(tmp_path: Path) -> None:
     rows, (skipped,) = read(write(tmp_path, {**ROW, "gpu": "TPU v5p"}))
     assert not rows
