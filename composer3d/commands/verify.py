@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Literal
 
 from composer3d.commands import job
-from composer3d.recipe.draft import split_overrides
+from composer3d.recipe.draft import key_of_override, split_overrides
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.values import one_line
 from composer3d.runtime.launch import Pool, temporary_folder
@@ -62,14 +62,16 @@ def run(
         Progress("verify", len(lines), "layouts") as progress,
     ):
         for line in lines:
+            overrides = split_overrides(line)
             verdict = verify_layout(
                 pool,
                 folder,
                 recipe,
-                [*sets, *split_overrides(line)],
+                [*sets, *overrides],
                 dtype=dtype,
                 steps=steps,
-                may_import=True,
+                # The user named the recipe and wrote ``sets``. The layouts may be a stranger's.
+                may_import="model.architecture" not in map(key_of_override, overrides),
             )
             verdicts.append(verdict)
             with progress.paused():

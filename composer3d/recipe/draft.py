@@ -154,8 +154,8 @@ class Draft:
                 name = table["architecture"]
                 place = document.place("model", "architecture")
         for text in sets:
-            key, _, raw = (part.strip() for part in text.partition("="))
-            if key == "model.architecture":
+            if key_of_override(text) == "model.architecture":
+                raw = text.partition("=")[2].strip()
                 name, place = _parse_override(raw, str), _place_of_override(text)
         if name == registry.DEFAULT or not isinstance(name, str) or not ARCHITECTURE.accepts(name):
             return  # the checks of types and ranges report a wrong value
@@ -325,6 +325,11 @@ def parse_document(content: bytes | str, name: str) -> Document:
 def split_overrides(line: str) -> list[str]:
     """Split a line of overrides, each ``table.key=value``. A value may contain spaces."""
     return re.split(r"\s+(?=\w+\.\w+=)", line.strip()) if line.strip() else []
+
+
+def key_of_override(text: str) -> str:
+    """Return the key of an override such as ``mesh.tp=2``."""
+    return text.partition("=")[0].strip()
 
 
 def _place_of_override(text: str) -> str:
