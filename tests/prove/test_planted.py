@@ -42,14 +42,14 @@ _AS_VALUE = json.dumps(f'a"\n[model]\n{_TABLE}\n#')
 # How the text of a recipe names the module: a part of the text, and what stands in its place.
 TEXTS = {
     "a key": (_OURS, _TABLE),
-    "a dotted key": ("[model]\n", f'[model]\na."b.c" = "{NAME}"\n"architecture" = "{NAME}"\n#'),
+    "an escaped key": (_OURS, f'"arch\\u0069tecture" = "{NAME}"'),
     "a base": ("[run]", 'base = "base.toml"\n[run]'),
-    "a key of an inline table": ("[mesh]", f"junk = {{ {_AS_KEY} = 1 }}\n[mesh]"),
+    "a key of an inline table": (_OURS, f"junk = {{ {_AS_KEY} = 1 }}"),
     "the name of a table": ("[run]", f"[{_AS_TABLE}]\na = 1\n[run]"),
     "a value": ('name = "victim"', f"name = {_AS_VALUE}"),
 }
 
-NAMED = ("a key", "a dotted key", "a base")  # with these, the recipe itself names the module
+NAMED = ("a key", "an escaped key", "a base")  # with these, the recipe itself names the module
 
 JOBS = ("train", "doctor", "eval")
 
@@ -134,7 +134,8 @@ def plant(folder: Path, old: str, new: str) -> None:
         (folder / path).write_text(code)
     text = (folder / RUN / "recipe.toml").read_text()
     assert old in text
-    hostile = text.replace(old, new)
+    # Without a value of its own, the recipe has that of a base, or one that is smuggled in.
+    hostile = text.replace(old, new).replace(_OURS, "#")
     for path in (folder / RUN / "recipe.toml", folder / RUN / "recipe-00000001.toml"):
         path.write_text(hostile)
     (folder / RUN / "base.toml").write_text(f"[model]\n{_TABLE}\n")
