@@ -193,7 +193,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         'model_type = ["llama"] is not supported; it must be llama, ',
     ),
     "digits": (f'"vocab_size": {HUGE}', "(401 characters)"),
-    "more digits": ('"vocab_size": 1' + "0" * 5000, "cannot be read (Exceeds the limit"),
+    "more digits": (
+        '"vocab_size": 1' + "0" * 5000,
+        "cannot be read (it holds an integer of 5,001 digits",
+    ),
     "depth": ('"x": ' + "[" * 100_000, "cannot be read (it nests too deep)"),
     "size": ('"x": "' + "x" * (1 << 20) + '"', "is larger than 1,048,576 bytes"),
     "encoding": ('"x": "\udcff"', "cannot be read ('utf-8' codec can't decode"),
