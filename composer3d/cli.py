@@ -21,7 +21,8 @@ from typing import Any
 import composer3d
 from composer3d.commands.completion import SHELLS
 from composer3d.commands.parser import Parser, TopParser, did_you_mean
-from composer3d.recipe.values import is_utf8, one_line
+from composer3d.recipe.values import one_line
+from composer3d.spec.bounds import is_utf8
 from composer3d.spec.errors import RecipeError, UserError
 from composer3d.spec.ranges import MOST_VOCAB
 

@@ -186,3 +186,51 @@ def test_no_file_has_unfinished_work() -> None:
         for word in words
         if word in path.read_text()
     ]
+
+
+# Files that parse what other processes of composer3d have sent, or a corpus, which has bounds of
+# its own. All other texts come from outside, and are parsed within the bounds of ``spec.bounds``.
+PARSERS = {
+    "spec": {"files.py", "statements.py", "toml.py"},
+    "runtime": {"peers.py", "situation.py", "trackers.py"},
+    "data": {
+        *("documents.py", "examples.py"),
+        *("tokenizer.py", "tokenizer_worker.py", "table_worker.py"),
+    },
+    "verify": {"proof.py"},
+}
+IMPORTERS = {"__init__.py", "cli.py", "models/registry.py", "recipe/draft.py", "recipe/schema.py"}
+IMPORTERS |= {"runtime/agreement.py", "runtime/starter.py"}
+
+
+def calls_of(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    """Yield each call with the name of what it calls, such as ``json.loads`` or ``load``."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def test_texts_from_outside_are_parsed_in_one_place() -> None:
+    allowed = {f"{folder}/{name}" for folder, names in PARSERS.items() for name in names}
+    parse_calls = {"json.load", "json.loads", "tomli.load", "tomli.loads", "tomllib.loads"}
+    package = ROOT / "composer3d"
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for name, _ in calls_of(path)
+        if name in parse_calls
+    }
+    assert found == allowed
+
+
+def test_only_commands_let_a_recipe_import() -> None:
+    package = ROOT / "composer3d"
+    importers = set()
+    for path in package.rglob("*.py"):
+        for name, call in calls_of(path):
+            words = [word for word in call.keywords if word.arg == "may_import"]
+            if any(not isinstance(word.value, ast.Name) for word in words):
+                assert path.parent == package / "commands", path
+            if name.rpartition(".")[2] in ("import_module", "__import__", "import_architecture"):
+                importers.add(str(path.relative_to(package)))
+    assert importers == IMPORTERS

@@ -158,15 +158,13 @@ def read(folder: Path) -> Manifest:
         problem = f"it {error.strerror}"
     except OSError as error:
         problem = error.strerror or str(error)
-    except RecursionError:
-        problem = "it nests too deep"
     except ValueError as error:
         problem = str(error)
     raise CheckpointError(f"{place} cannot be used: {problem}; copy the checkpoint again")
 
 
 def _read(place: Path) -> Manifest:
-    """Read the manifest at ``place``. Raises OSError, ValueError, RecursionError, or UserError."""
+    """Read the manifest at ``place``. Raises OSError, ValueError or UserError."""
     written = read_plain(place, limit=_MAX_BYTES, follow_links=False)
     if _count_values(written) > _MAX_VALUES:
         raise ValueError(f"it holds more than {_MAX_VALUES:,} values")

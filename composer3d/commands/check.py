@@ -39,7 +39,7 @@ def run(
         raise UserError(
             "composer3d check: name a RECIPE, or use --schema for the vocabulary of recipes"
         )
-    resolved = load(recipe, sets, world_size=gpus)
+    resolved = load(recipe, sets, world_size=gpus, may_import=True)
     _check_machine(resolved, will_train_here=gpus is None)
     if as_json:
         answer: dict[str, Any] = {

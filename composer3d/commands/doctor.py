@@ -44,8 +44,8 @@ def run(*, recipe: str, sets: Sequence[str], write: str | None, as_json: bool) -
             raise UserError(f"--write {write}: there is no folder {folder}; make it first")
     if "RANK" in os.environ:
         return examine_rank(recipe, sets, write, as_json)
-    resolved = load(recipe, sets, check_files=False)
-    resolved, processes = job.count_processes(resolved, recipe, sets, check_files=False)
+    resolved = load(recipe, sets, check_files=False, may_import=True)
+    resolved, processes = job.count_processes(resolved, partial(_load, recipe, sets))
     if processes == 1:
         return examine_rank(recipe, sets, write, as_json)
     arguments = {"recipe": recipe, "sets": tuple(sets), "write": write, "as_json": as_json}
@@ -62,7 +62,11 @@ def examine_rank(recipe: str, sets: Sequence[str], write: str | None, as_json: b
         if as_json:
             print(json.dumps({"passed": False, "problems": error.lines}), flush=True)
 
-    return job.run_rank(function, recipe, sets, check_files=False, report=report)
+    return job.run_rank(function, partial(_load, recipe, sets), report=report)
+
+
+def _load(recipe: str, sets: Sequence[str], world_size: int) -> Resolved:
+    return load(recipe, sets, world_size=world_size, check_files=False, may_import=True)
 
 
 def _examine(resolved: Resolved, rank: int, *, write: str | None, as_json: bool) -> int:

@@ -33,7 +33,7 @@ def run(
     Raises:
         UserError: the recipe cannot be used.
     """
-    resolved = load(recipe, sets, world_size=gpus, check_files=False).recipe
+    resolved = load(recipe, sets, world_size=gpus, check_files=False, may_import=True).recipe
     result = dry_run(resolved, skew=routing_skew)
     if as_json:
         print(json.dumps(result.as_json()))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.commands import job
-from composer3d.recipe.draft import Draft
-from composer3d.recipe.resolve import Resolved, load
-from composer3d.recipe.schema import AXES
+from composer3d.recipe.draft import Document, Draft
+from composer3d.recipe.resolve import Resolved
+from composer3d.recipe.schema import AXES, Recipe
 from composer3d.runtime import launch
 from composer3d.spec.errors import UserError
 
@@ -58,9 +58,10 @@ def run(
     # Imported here because these modules import torch.
     from composer3d.generate.evaluate import Windows, check_data, default_windows
     from composer3d.generate.load import open_checkpoint
-    from composer3d.generate.recipe import recipe_of
+    from composer3d.generate.recipe import document_of, load_document
 
-    checkpoint = open_checkpoint(Path(src), recipe)
+    own = job.own_recipe(recipe)
+    checkpoint = open_checkpoint(Path(src), own)
     usual = default_windows(checkpoint)
     chosen: Any = packing or usual.packing
     windows = Windows(seq_len=seq_len or usual.seq_len, packing=chosen)
@@ -86,29 +87,31 @@ def run(
             "micro_batch": batch,
         },
     }
-    with recipe_of("eval", checkpoint, tables) as path:
-        sets = [f"data.global_batch={_global_batch(path, sets, batch)}", *sets]
-        arguments: dict[str, Any] = {"recipe": path, "sets": tuple(sets), "src": src}
-        arguments |= {"recipe_file": recipe, "as_json": as_json}
-        if "RANK" in os.environ:
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            load(path, sets, world_size=world_size, check_files=False)
-            return evaluate_rank(**arguments)
-        resolved = load(path, sets, check_files=False)
-        resolved, processes = job.count_processes(resolved, path, sets, check_files=False)
-        if processes == 1:
-            return evaluate_rank(**arguments)
-        result = launch.run_ranks(evaluate_rank, arguments, processes=processes)
+    document = document_of("eval", checkpoint, tables)
+    sets = [f"data.global_batch={_global_batch(document, sets, batch)}", *sets]
+    arguments: dict[str, Any] = {"document": document, "sets": tuple(sets), "src": src}
+    arguments |= {"own": own, "as_json": as_json}
+
+    def resolve(world_size: int | None = None) -> Resolved:
+        return load_document(document, sets, world_size=world_size)
+
+    if "RANK" in os.environ:
+        resolve(int(os.environ.get("WORLD_SIZE", "1")))
+        return evaluate_rank(**arguments)
+    resolved, processes = job.count_processes(resolve(), resolve)
+    if processes == 1:
+        return evaluate_rank(**arguments)
+    result = launch.run_ranks(evaluate_rank, arguments, processes=processes)
     job.print_lost_ranks(result, resolved.recipe.mesh)
     return result.status
 
 
-def _global_batch(path: str, sets: Sequence[str], batch: int) -> int:
+def _global_batch(document: Document, sets: Sequence[str], batch: int) -> int:
     """Return the sequences of a call of all ranks, for the mesh that ``sets`` name.
 
     A mesh that is wrong is reported later, when the recipe is resolved.
     """
-    draft = Draft(path)
+    draft = Draft(document)
     draft.read(sets)
     sizes = {axis: draft.values["mesh"].get(axis, 1) for axis in AXES}
     if sizes["dp_shard"] == -1:
@@ -120,21 +123,24 @@ def _global_batch(path: str, sets: Sequence[str], batch: int) -> int:
 
 
 def evaluate_rank(
-    recipe: str, sets: Sequence[str], src: str, recipe_file: str | None, as_json: bool
+    document: Document, sets: Sequence[str], src: str, own: Recipe | None, as_json: bool
 ) -> int:
     """Evaluate as one rank of a job, and return its exit status. Rank 0 prints."""
-    function = partial(_evaluate, src=src, recipe_file=recipe_file, as_json=as_json)
+    from composer3d.generate.recipe import load_document
+
+    function = partial(_evaluate, src=src, own=own, as_json=as_json)
 
     def report(error: UserError) -> None:
         if as_json:
             print(json.dumps({"ok": False, "errors": error.lines}), flush=True)
 
-    return job.run_rank(function, recipe, sets, check_files=False, report=report)
+    def resolve(world_size: int) -> Resolved:
+        return load_document(document, sets, world_size=world_size)
+
+    return job.run_rank(function, resolve, report=report)
 
 
-def _evaluate(
-    resolved: Resolved, rank: int, *, src: str, recipe_file: str | None, as_json: bool
-) -> int:
+def _evaluate(resolved: Resolved, rank: int, *, src: str, own: Recipe | None, as_json: bool) -> int:
     from composer3d.generate.evaluate import evaluate
 
     def advice() -> str:
@@ -142,7 +148,7 @@ def _evaluate(
 
     recipe = resolved.recipe
     with job.join(resolved, rank, timeout_s=_TIMEOUT_S, advice=advice) as world:
-        found = evaluate(recipe, world.device, src, recipe_file)
+        found = evaluate(recipe, world.device, src, own)
     if rank > 0:
         return 0
     if as_json:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from composer3d.commands import job
 from composer3d.generate.prompts import Prompt, read_prompts
-from composer3d.recipe.resolve import Resolved, load
+from composer3d.recipe.draft import Document
+from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.values import one_line
 from composer3d.runtime import launch
 from composer3d.spec.errors import UserError
@@ -82,7 +83,7 @@ def run(
 
     request = Request(
         src=src,
-        recipe=recipe,
+        recipe=job.own_recipe(recipe),
         prompts=tuple(read),
         max_tokens=max_tokens,
         sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
@@ -105,7 +106,7 @@ def run(
 def _run_ranks(request: "Request", tp: int, device: str, *, out: str | None, as_json: bool) -> int:
     """Start the ranks of tp on this machine, or run as one of them."""
     from composer3d.generate.load import open_checkpoint
-    from composer3d.generate.recipe import recipe_of
+    from composer3d.generate.recipe import document_of, load_document
     from composer3d.runtime.process_group import count_gpus
 
     checkpoint = open_checkpoint(Path(request.src), request.recipe)
@@ -117,33 +118,38 @@ def _run_ranks(request: "Request", tp: int, device: str, *, out: str | None, as_
         # No data is read, and no sequence is cut: any length that tp divides passes the rules.
         "data": {"source": "tokens", "path": ".", "global_batch": 1, "seq_len": tp},
     }
-    with recipe_of("generate", checkpoint, tables) as path:
-        arguments: dict[str, Any] = {
-            "recipe": path,
-            "request": request,
-            "out": out,
-            "as_json": as_json,
-        }
-        world_size = int(os.environ.get("WORLD_SIZE", tp))
-        resolved = load(path, world_size=world_size, check_files=False)
-        if "RANK" in os.environ:
-            return generate_rank(**arguments)
-        if device == "cpu" or not count_gpus():
-            job.require_cores(resolved)
-        result = launch.run_ranks(generate_rank, arguments, processes=tp)
+    document = document_of("generate", checkpoint, tables)
+    arguments: dict[str, Any] = {
+        "document": document,
+        "request": request,
+        "out": out,
+        "as_json": as_json,
+    }
+    world_size = int(os.environ.get("WORLD_SIZE", tp))
+    resolved = load_document(document, world_size=world_size)
+    if "RANK" in os.environ:
+        return generate_rank(**arguments)
+    if device == "cpu" or not count_gpus():
+        job.require_cores(resolved)
+    result = launch.run_ranks(generate_rank, arguments, processes=tp)
     job.print_lost_ranks(result, resolved.recipe.mesh)
     return result.status
 
 
-def generate_rank(recipe: str, request: "Request", out: str | None, as_json: bool) -> int:
+def generate_rank(document: Document, request: "Request", out: str | None, as_json: bool) -> int:
     """Generate as one rank of tp, and return its exit status. Rank 0 prints."""
+    from composer3d.generate.recipe import load_document
+
     function = partial(_generate, request=request, out=out, as_json=as_json)
 
     def report(error: UserError) -> None:
         if as_json:
             print(json.dumps({"ok": False, "errors": error.lines}), flush=True)
 
-    return job.run_rank(function, recipe, (), check_files=False, report=report)
+    def resolve(world_size: int) -> Resolved:
+        return load_document(document, world_size=world_size)
+
+    return job.run_rank(function, resolve, report=report)
 
 
 def _generate(

@@ -7,13 +7,13 @@ can begin to import torch first.
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from composer3d.recipe.resolve import Resolved, load
-from composer3d.recipe.schema import MeshTable
+from composer3d.recipe.schema import MeshTable, Recipe
 from composer3d.runtime import launch, log
 from composer3d.runtime.ranks import describe_rank, identity
 from composer3d.runtime.starter import STORE_VARIABLE, die_with_parent
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 PROCESSES_PER_CORE = 16
 
 
-def count_processes(
-    resolved: Resolved, recipe: str, sets: Sequence[str], *, check_files: bool = True
-) -> tuple[Resolved, int]:
+# Loads the recipe of a job for a number of processes.
+Resolve = Callable[[int], Resolved]
+
+
+def count_processes(resolved: Resolved, resolve: Resolve) -> tuple[Resolved, int]:
     """Return the recipe for the devices of this machine, and the number of ranks to start on it.
 
     It starts the starter of ranks, unless there is one rank.
 
     Args:
-        resolved: the recipe as ``load`` returned it without a number of processes.
-        recipe: its file.
-        sets: overrides, each ``table.key=value``.
-        check_files: as in ``load``.
+        resolved: the recipe for no given number of processes.
+        resolve: loads it for one.
 
     Raises:
         RecipeError: the recipe needs too many processes for this machine.
@@ -62,7 +62,7 @@ def count_processes(
 
         gpus = count_gpus()
         if gpus and resolved.fills_world:
-            resolved = load(recipe, sets, world_size=gpus, check_files=check_files)
+            resolved = resolve(gpus)
             processes = gpus
         elif gpus < processes and (gpus or device == "cuda"):
             raise DeviceError(
@@ -93,12 +93,19 @@ def require_cores(resolved: Resolved) -> None:
         )
 
 
+def own_recipe(file: str | None) -> Recipe | None:
+    """Load the recipe that ``--recipe`` names, for ``generate.load.open_checkpoint``.
+
+    Raises:
+        RecipeError: the recipe cannot be used.
+    """
+    return None if file is None else load(file, check_files=False, may_import=True).recipe
+
+
 def run_rank(
     function: Callable[[Resolved, int], int],
-    recipe: str,
-    sets: Sequence[str],
+    resolve: Resolve,
     *,
-    check_files: bool = True,
     report: Callable[[UserError], None] | None = None,
 ) -> int:
     """Run ``function`` as the rank that RANK, LOCAL_RANK and WORLD_SIZE name.
@@ -108,9 +115,7 @@ def run_rank(
 
     Args:
         function: is called with the resolved recipe and the rank, and returns the exit status.
-        recipe: the recipe's file.
-        sets: overrides, each ``table.key=value``.
-        check_files: as in ``load``.
+        resolve: loads the recipe.
         report: is called on rank 0 with a UserError, before it is printed.
 
     Returns:
@@ -125,8 +130,7 @@ def run_rank(
         # The name that top and ps show, on Linux.
         Path("/proc/self/comm").write_text(f"c3d rank {rank}")
     try:
-        resolved = load(recipe, sets, world_size=world_size, check_files=check_files)
-        return function(resolved, rank)
+        return function(resolve(world_size), rank)
     except UserError as error:
         if report is not None and rank == 0 and error.lines:
             report(error)

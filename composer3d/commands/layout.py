@@ -44,7 +44,7 @@ def run(
     Raises:
         UserError: the recipe cannot be used, or the file cannot be written.
     """
-    chosen = load(recipe, sets, world_size=gpus).recipe
+    chosen = load(recipe, sets, world_size=gpus, may_import=True).recipe
     own_cut = None if is_ours(chosen.model.architecture) else _own_cut(chosen)
     layout = make_layout(chosen, gpus_per_node, own_cut)
     heading = f"{os.path.basename(recipe)}: {mesh_words(chosen)}"

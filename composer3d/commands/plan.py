@@ -72,9 +72,9 @@ def run(
         UserError: the recipe or the device cannot be used.
     """
     device = Device(hardware=find_device(gpu), per_node=gpus_per_node)
-    resolved = load(recipe, sets, check_files=False)
+    resolved = load(recipe, sets, check_files=False, may_import=True)
     if gpus is not None and resolved.fills_world:
-        resolved = load(recipe, sets, check_files=False, world_size=gpus)
+        resolved = load(recipe, sets, check_files=False, world_size=gpus, may_import=True)
     if not is_ours(resolved.recipe.model.architecture) and not as_json:
         print(_OWN_ARCHITECTURE)
     elif resolved.recipe.optim.train is not None and not as_json:

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tomli
-
 from composer3d.commands.parser import did_you_mean
 from composer3d.models.registry import architecture, resolve
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import one_line
 from composer3d.spec.errors import UserError
+from composer3d.spec.toml import parse_toml
 
 FOLDER = Path(__file__).parent.with_name("recipes")
 
@@ -216,7 +215,7 @@ def needed_files(path: Path) -> list[Path]:
     files: list[Path] = []
     place: Path | None = path
     while place is not None:
-        tables = tomli.loads(place.read_text(encoding="utf-8"))
+        tables = parse_toml(place.read_bytes())
         schedule = tables.get("parallel", {}).get("schedule_csv")
         if schedule is not None:
             files.append(place.with_name(schedule))

@@ -149,7 +149,7 @@ def _page_of_recipe(
 ) -> Page:
     """Return the simulated schedule of a recipe, and the one to compare it with."""
     device = None if gpu is None else Device(hardware=find_device(gpu), per_node=gpus_per_node)
-    chosen = load(recipe, sets, world_size=gpus, check_files=device is None).recipe
+    chosen = load(recipe, sets, world_size=gpus, check_files=device is None, may_import=True).recipe
     if chosen.mesh.pp == 1:
         raise UserError(
             f"{recipe}: mesh.pp = 1, so there is no pipeline to draw; try --set mesh.pp=4 "

@@ -54,7 +54,7 @@ def run(recipe: str, sets: Sequence[str]) -> int:
     if "RANK" in os.environ:
         return train_rank(recipe, sets)
 
-    resolved = load(recipe, sets)
+    resolved = load(recipe, sets, may_import=True)
     total_steps = resolved.recipe.run.steps
     finished_step = step_of_finished_run(resolved.recipe)
     if finished_step is not None:
@@ -66,7 +66,7 @@ def run(recipe: str, sets: Sequence[str]) -> int:
         return 0
 
     _require_trackers(resolved)
-    resolved, processes = job.count_processes(resolved, recipe, sets)
+    resolved, processes = job.count_processes(resolved, partial(_load, recipe, sets))
     if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
     return run_with_restarts(resolved.recipe, recipe, sets, processes)
@@ -290,7 +290,11 @@ def newest_checkpoint(recipe: Recipe) -> Path | None:
 
 def train_rank(recipe: str, sets: Sequence[str]) -> int:
     """Train as one rank of a job (``job.run_rank``), and return its exit status."""
-    return job.run_rank(_train, recipe, sets)
+    return job.run_rank(_train, partial(_load, recipe, sets))
+
+
+def _load(recipe: str, sets: Sequence[str], world_size: int) -> Resolved:
+    return load(recipe, sets, world_size=world_size, may_import=True)
 
 
 def _describe(resolved: Resolved, metrics: "Metrics") -> None:

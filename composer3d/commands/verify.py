@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Literal
 
 from composer3d.commands import job
-from composer3d.recipe.draft import split_overrides
-from composer3d.recipe.resolve import Resolved
+from composer3d.recipe.draft import key_of_override, split_overrides
+from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.values import one_line
 from composer3d.runtime.launch import Pool, temporary_folder
 from composer3d.runtime.progress import Progress
@@ -62,8 +62,16 @@ def run(
         Progress("verify", len(lines), "layouts") as progress,
     ):
         for line in lines:
+            overrides = split_overrides(line)
             verdict = verify_layout(
-                pool, folder, recipe, [*sets, *split_overrides(line)], dtype=dtype, steps=steps
+                pool,
+                folder,
+                recipe,
+                [*sets, *overrides],
+                dtype=dtype,
+                steps=steps,
+                # The user named the recipe and wrote ``sets``. The layouts may be a stranger's.
+                may_import="model.architecture" not in map(key_of_override, overrides),
             )
             verdicts.append(verdict)
             with progress.paused():
@@ -124,7 +132,10 @@ def _run_here(
             answer = {"passed": False, "refused": error.status == 2, "error": str(error)}
             print(json.dumps(answer), flush=True)
 
-    return job.run_rank(prove, recipe, sets, check_files=False, report=report)
+    def resolve(world_size: int) -> Resolved:
+        return load(recipe, sets, world_size=world_size, check_files=False, may_import=True)
+
+    return job.run_rank(prove, resolve, report=report)
 
 
 def _read_layouts(path: str) -> list[str]:

@@ -49,7 +49,7 @@ from composer3d.models.shape import DecoderShape
 from composer3d.models.untrusted import short_json
 from composer3d.recipe.changes import values_of
 from composer3d.spec.errors import CheckpointError
-from composer3d.spec.files import MIB, open_plain, read_json
+from composer3d.spec.files import MIB, open_plain, parse_json, read_json
 
 Format = Literal["hf", "meta", "torch", "dcp"]
 
@@ -667,7 +667,7 @@ def _refuse_duplicates(header: bytes, n_tensors: int) -> None:
             raise ValueError("its header has a name twice")
         return entries
 
-    json.loads(header, object_pairs_hook=unique)
+    parse_json(header, object_pairs_hook=unique)
 
 
 def _require_layers(source: Source) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tomli
 import torch
 
 from composer3d.convert.assets import make_byte_tokenizer
@@ -26,6 +25,7 @@ from composer3d.runtime import log, process_group
 from composer3d.runtime.mesh import Mesh
 from composer3d.spec.errors import CheckpointError, DataError
 from composer3d.spec.token_manifest import TOKENIZER, TokenManifest, digest_of, read_manifest
+from composer3d.spec.toml import TomlError, parse_toml
 from composer3d.training.batches import owned_ranges_of
 from composer3d.training.build import build_stages
 from composer3d.training.step import evaluate_batch
@@ -83,8 +83,8 @@ def default_windows(checkpoint: Checkpoint) -> Windows:
     """
     seq_len, packing = min(_USUAL_SEQ_LEN, checkpoint.longest or _USUAL_SEQ_LEN), "none"
     try:
-        data = tomli.loads(checkpoint.source.manifest.recipe).get("data")
-    except (tomli.TOMLDecodeError, RecursionError):
+        data = parse_toml(checkpoint.source.manifest.recipe).get("data")
+    except TomlError:
         data = None
     if isinstance(data, dict):
         if type(data.get("seq_len")) is int and 0 < data["seq_len"] <= (checkpoint.longest or 0):
@@ -134,13 +134,13 @@ def _notes_on_tokenizer(checkpoint: Checkpoint, manifest: TokenManifest) -> list
     ]
 
 
-def evaluate(recipe: Recipe, device: torch.device, src: str, recipe_file: str | None) -> Evaluation:
+def evaluate(recipe: Recipe, device: torch.device, src: str, own: Recipe | None) -> Evaluation:
     """Evaluate all tokens of ``data.path`` once, as one rank. Collective over all ranks.
 
     Args:
         recipe: gives the layout, and in [data] the tokens, the windows and the batch.
         device: the device of this rank.
-        src, recipe_file: as for ``open_checkpoint``.
+        src, own: the checkpoint and the recipe for ``open_checkpoint``.
 
     Returns:
         The result, the same on all ranks.
@@ -151,7 +151,7 @@ def evaluate(recipe: Recipe, device: torch.device, src: str, recipe_file: str | 
         CheckpointError: the loss is not finite.
     """
     mesh = Mesh.build(recipe.mesh, device)
-    checkpoint = process_group.on_all("SRC", lambda: open_checkpoint(Path(src), recipe_file))
+    checkpoint = process_group.on_all("SRC", lambda: open_checkpoint(Path(src), own))
     folder = Path(str(recipe.data.path))
     corpus = process_group.on_all("DATA", lambda: open_tokens(folder, name=str(folder)))
     process_group.check_same("DATA", {"digest": corpus.digest})

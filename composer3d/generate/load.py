@@ -12,7 +12,6 @@ from composer3d.convert.formats import OwnModel, Source, open_source
 from composer3d.models.contract import Decoder, ShardingPlan
 from composer3d.models.registry import OURS, Architecture, architecture, resolve
 from composer3d.models.shape import DecoderShape
-from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.spec.files import parse_json
 
@@ -60,19 +59,17 @@ class Checkpoint:
         return next(spec.dtype for name, spec in specs.items() if name.startswith(_NAME))
 
 
-def open_checkpoint(path: Path, recipe_file: str | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, recipe: Recipe | None = None) -> Checkpoint:
     """Open a checkpoint of any format.
 
     Args:
         path: as for ``convert.formats.open_source``.
-        recipe_file: the recipe of its run, if its model is of a user's own architecture: only a
-            recipe that the user names may have a module imported.
+        recipe: the recipe of its run, if its model is of a user's own architecture. The user gave
+            it to the command by name, so its module was imported.
 
     Raises:
         CheckpointError: the checkpoint cannot be used.
-        RecipeError, ModelError: the recipe cannot be used.
     """
-    recipe = None if recipe_file is None else load(recipe_file, check_files=False).recipe
     own = None
     if recipe is not None and recipe.model.architecture not in OURS:
         own = _own_model(recipe)
@@ -96,7 +93,7 @@ def open_checkpoint(path: Path, recipe_file: str | None = None) -> Checkpoint:
 
 
 def _own_model(recipe: Recipe) -> OwnModel:
-    """Describe the model of a recipe with a user's own architecture. Its module is imported."""
+    """Describe the model of a recipe with a user's own architecture."""
     chosen = architecture(recipe.model.architecture)
     shape = chosen.shape(
         **{entry.name: getattr(recipe.model, entry.name) for entry in fields(chosen.shape)}

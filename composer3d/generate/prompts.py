@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from composer3d.recipe.values import is_utf8, one_line
+from composer3d.recipe.values import one_line
+from composer3d.spec.bounds import is_utf8
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import parse_json, read_plain
 

@@ -46,7 +46,7 @@ class Request:
     """
 
     src: str
-    recipe: str | None
+    recipe: Recipe | None
     prompts: tuple[Prompt, ...]
     max_tokens: int
     sampling: Sampling
@@ -90,7 +90,7 @@ def open_session(request: Request) -> Iterator[Session]:
     """Open the checkpoint and the tokenizer of a request, and check its prompts.
 
     Raises:
-        CheckpointError, RecipeError, ModelError: as ``open_checkpoint``.
+        CheckpointError: as ``open_checkpoint``.
         DataError: there is no tokenizer, it fails, or a prompt is empty, too long for the model, or
             has a token that the model does not have. The error has a line for each prompt.
     """

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from composer3d.recipe.values import one_line
+from composer3d.spec.bounds import check_values
 from composer3d.spec.errors import RecipeError
 
 _MOST_EXPRESSION = 200  # characters of an arithmetic expression
@@ -100,7 +101,9 @@ def dicts_of(text: str, name: str) -> list[Entry]:
     """
     try:
         tree = _parse(text, "exec")
-        return list(_entries_of_module(tree))
+        entries = list(_entries_of_module(tree))
+        check_values({".".join(entry.path): entry.value for entry in entries})
+        return entries
     except SyntaxError as error:
         reason = one_line(str(error.msg))
         raise RecipeError(f"{name}:{error.lineno or 1}: not Python: {reason}") from None

@@ -1,23 +1,21 @@
 """Read a file of another program: find out which one, and list its words. Nothing is executed."""
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import tomli
-
 from composer3d.imports import deepspeed
 from composer3d.imports.literal import Entry, dicts_of
 from composer3d.imports.shell import Command, read_script
 from composer3d.imports.translation import Setting, canonical, setting
 from composer3d.imports.words import DEEPSPEED, MEGATRON, find_word, index_of
-from composer3d.recipe.statements import statements
 from composer3d.recipe.values import one_line
+from composer3d.spec.bounds import check_values
 from composer3d.spec.errors import RecipeError
-from composer3d.spec.files import read_plain
+from composer3d.spec.files import parse_json, read_plain
+from composer3d.spec.toml import parse_toml
 
 MOST_BYTES = 256 << 10
 _MOST_SETTINGS = 5000
@@ -97,9 +95,7 @@ def read(path: str) -> Source:
 
 def _read_dict_or_json(text: str, name: str, *, is_json: bool) -> Source:
     try:
-        tree = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_Pairs)
-    except RecursionError:
-        raise RecipeError(f"{name}: cannot be read as JSON: it nests too deep") from None
+        tree = parse_json(text, object_pairs_hook=_Pairs)
     except ValueError as error:
         if not is_json:
             return _read_python(text, name)
@@ -111,10 +107,6 @@ def _read_dict_or_json(text: str, name: str, *, is_json: bool) -> Source:
 
 class _Pairs(list[tuple[str, Any]]):
     """A JSON object, in which a key may stand twice."""
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"it holds {text}, which JSON does not have")
 
 
 def _entries_of(tree: Any, path: tuple[str, ...]) -> Iterator[Entry]:
@@ -217,9 +209,8 @@ def _together(
 
 def _read_toml(text: str, name: str) -> Source:
     try:
-        list(statements(text))  # refuses deep nesting, at which tomli would recurse
-        tree = tomli.loads(text)
-    except (ValueError, RecursionError) as error:
+        tree = parse_toml(text)
+    except ValueError as error:
         raise RecipeError(f"{name}: not TOML: {one_line(str(error))}") from None
     if "mesh" in tree or "base" in tree or "run" in tree:
         raise RecipeError(f"{name}: is a recipe of composer3d already; use composer3d check")
@@ -253,6 +244,7 @@ def _read_yaml(text: str, name: str) -> Source:
 
     try:
         tree = yaml.load(text, Loader)
+        check_values(tree)
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         reason = one_line(" ".join(str(error).split())[:300]) or "it nests too deep"
         raise RecipeError(f"{name}: cannot be read as YAML: {reason}") from None
@@ -302,8 +294,8 @@ def _read_shell(text: str, name: str) -> Source:
     ds: list[Setting] = []
     for line, document in script.documents:
         try:
-            tree = json.loads(document, parse_constant=_refuse_constant, object_pairs_hook=_Pairs)
-        except (ValueError, RecursionError):
+            tree = parse_json(document, object_pairs_hook=_Pairs)
+        except ValueError:
             continue
         if isinstance(tree, _Pairs):
             ds += [

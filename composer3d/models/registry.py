@@ -61,25 +61,54 @@ class Architecture:
         return resolve(self.model)(shape, **options)
 
 
-def architecture(name: str) -> Architecture:
-    """Return the architecture with this name.
+# Architectures of the user that this process has imported, by name.
+_imported: dict[str, Architecture] = {}
 
-    A name such as "package.module:NAME" imports the module, which runs its code. So the name must
-    come from a recipe that the user gives, never from a file inside a checkpoint.
+
+def architecture(name: str) -> Architecture:
+    """Return the architecture with this name: one of ours, or one that is imported already.
+
+    Nothing of the user is imported here, so a name in a stranger's file does no harm.
 
     Raises:
-        ModelError: there is no such architecture, it cannot be imported, or it is not an
-            ``Architecture`` with a shape derived from ``DecoderShape``.
+        ModelError: there is no such architecture, or ``import_architecture`` has not imported it.
     """
-    reference = OURS.get(name, name)
-    if ":" not in reference:
+    if name in _imported:
+        return _imported[name]
+    if name in OURS:
+        found: Architecture = resolve(OURS[name])
+        return found
+    _require_module(name)
+    raise ModelError(
+        f'the architecture "{name}" is not one of composer3d\'s own; its module is imported only '
+        "for a recipe that is given by name to a command that needs its model"
+    )
+
+
+def _require_module(name: str) -> None:
+    if ":" not in name:
         known = ", ".join(OURS)
         raise ModelError(
             f'there is no architecture "{name}"; use {known}, or "package.module:NAME" for one of '
             "your own"
         )
+
+
+def import_architecture(name: str) -> Architecture:
+    """Return the architecture with this name, and import the module of the user that defines it.
+
+    Importing a module runs its code. So the name must come from a recipe that the user gave by
+    name, never from a file in a checkpoint or in the folder of a run.
+
+    Raises:
+        ModelError: there is no such architecture, it cannot be imported, or it is not an
+            ``Architecture`` with a shape derived from ``DecoderShape``.
+    """
+    if name in OURS or name in _imported:
+        return architecture(name)
+    _require_module(name)
     try:
-        found = resolve(reference)
+        found = resolve(name)
     except ModelError:
         raise
     except Exception as error:  # whatever the user's module raises
@@ -95,6 +124,7 @@ def architecture(name: str) -> Architecture:
         raise ModelError(
             f'"{name}" has a shape that is not derived from composer3d.models.shape.DecoderShape'
         )
+    _imported[name] = found
     return found
 
 
@@ -116,7 +146,8 @@ def huggingface_model_types() -> dict[str, str]:
 def resolve(reference: Reference) -> Any:
     """Return the object that a reference names, or the reference itself if it is not a string.
 
-    Raises ModelError if the module does not have the name.
+    The reference must be one of an ``Architecture``, whose code runs in any case: its module is
+    imported. Raises ModelError if the module does not have the name.
     """
     if not isinstance(reference, str):
         return reference

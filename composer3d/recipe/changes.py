@@ -7,8 +7,6 @@ within limits, no path in it is read, and its values are only compared and shown
 from dataclasses import MISSING
 from typing import Any, NamedTuple
 
-import tomli
-
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import (
     FIELDS,
@@ -19,6 +17,7 @@ from composer3d.recipe.values import (
     type_of,
     value_of,
 )
+from composer3d.spec.toml import parse_toml
 
 _TEXT_LIMIT = 256 << 10  # characters; a resolved recipe has about 10,000
 _SHOWN_LIMIT = 80  # characters of a value
@@ -46,22 +45,18 @@ def values_of(text: str, entries: Entries = FIELDS) -> dict[str, Any]:
         entries: the fields whose types the values are converted to, by key.
 
     Returns:
-        The values by key. A value of the wrong type is returned as tomli parsed it. A key that is
+        The values by key. A value of the wrong type is returned as it was parsed. A key that is
         not in ``entries`` is left out, unless it is in [model]: shapes of other architectures have
         other keys.
 
     Raises:
-        ValueError: the text is not TOML, is longer than any recipe, or nests too deep.
+        ValueError: the text is longer than any recipe, or ``parse_toml`` refuses it.
     """
     if len(text) > _TEXT_LIMIT:
         raise ValueError(
             f"it has {len(text):,} characters, more than the {_TEXT_LIMIT:,} of any recipe"
         )
-    try:
-        document = tomli.loads(text)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
-
+    document = parse_toml(text)
     values: dict[str, Any] = {}
     for table, content in document.items():
         if not isinstance(content, dict):
@@ -108,10 +103,7 @@ def shown(value: object) -> str:
     """Return a value as TOML on one line, cut at 80 characters; None is "absent"."""
     if value is None:
         return "absent"
-    try:
-        text = as_toml(value)
-    except RecursionError:
-        return "a value that nests too deep"
+    text = as_toml(value)
     # Escape control characters, and those that change the direction of the text after them.
     text = "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)
     return text if len(text) <= _SHOWN_LIMIT else f"{text[:_SHOWN_LIMIT]}..."

@@ -3,47 +3,55 @@
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
-import tomli
-
 from composer3d.models import registry
 from composer3d.recipe.schema import ARCHITECTURE, PATH, TABLES, model_table
-from composer3d.recipe.statements import KeyPath, key_lines, statements
 from composer3d.recipe.values import (
     FIELDS,
     Entries,
     as_short_toml,
     coerce,
     entries_of,
-    is_utf8,
     join_with_or,
     one_line,
     type_of,
 )
+from composer3d.spec.bounds import cut, is_utf8
 from composer3d.spec.errors import ModelError, RecipeError
 from composer3d.spec.files import read_plain
+from composer3d.spec.statements import KeyPath, statements
+from composer3d.spec.toml import TomlBoundsError, TomlError, parse_toml, parse_toml_with_lines
 
 MOST_BYTES = 256 << 10  # in a recipe and its bases together; a long recipe has a few thousand
 MOST_BASES = 32
 MOST_PROBLEMS = 100  # reported for one recipe
+_VALUE = "value"  # the key of an override's value, while it is parsed
 
 
-class _Document(NamedTuple):
-    """One file of a recipe.
+class Document(NamedTuple):
+    """The parsed text of a recipe.
 
     Attributes:
         name: the path of the file, on one line, for messages.
         tables: the content, without ``base``.
-        lines: the line of each key and table, from 1.
+        lines: the line of each key and table, from 1; empty if nobody wrote the text.
     """
 
     name: str
-    tables: dict[str, Any]
-    lines: dict[KeyPath, int]
+    tables: Mapping[str, Any]
+    lines: Mapping[KeyPath, int]
+
+    def place(self, *path: str) -> str:
+        """Return the place of a key or a table, as the prefix of an error."""
+        line = self.lines.get(path)
+        return self.name if line is None else f"{self.name}:{line}"
+
+
+# What ``resolve.load`` reads: a file, or a document whose content was checked before.
+Source = str | os.PathLike[str] | Document
 
 
 @dataclass
@@ -51,7 +59,7 @@ class Draft:
     """The content of a recipe's files and overrides. ``resolve.load`` completes it.
 
     Attributes:
-        path: the recipe's file, as the user names it.
+        source: the recipe's file, as the user names it, or a document.
         values: the typed values of each table, by name.
         places: where each key or table is written, such as ``x.toml:4``, by key or table.
         origins: the origin of each value that was computed, or taken from a preset or config.json,
@@ -63,7 +71,7 @@ class Draft:
         entries: the fields of all tables, by key.
     """
 
-    path: str
+    source: Source
     values: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {table: {} for table in TABLES}
     )
@@ -74,12 +82,18 @@ class Draft:
     tables: dict[str, Any] = field(default_factory=lambda: TABLES)
     entries: Entries = field(default_factory=lambda: FIELDS)
 
+    @property
+    def name(self) -> str:
+        """The name of the recipe, for messages."""
+        source = self.source
+        return source.name if isinstance(source, Document) else one_line(os.fspath(source))
+
     def place(self, key: str) -> str:
         """Return the prefix of an error about ``key``.
 
         It is the place of the key, or of its table if no file gives the key, or else the file.
         """
-        return self.places.get(key) or self.places.get(key.split(".")[0]) or one_line(self.path)
+        return self.places.get(key) or self.places.get(key.split(".")[0]) or self.name
 
     def origin(self, key: str) -> str:
         """Return where the value of ``key`` came from, as messages show it."""
@@ -89,23 +103,28 @@ class Draft:
         """Add problems, each with the place of ``key`` as its prefix."""
         self.problems += [f"{self.place(key)}: {problem}" for problem in problems]
 
-    def read(self, sets: Sequence[str]) -> None:
+    def read(self, sets: Sequence[str], *, may_import: bool = False) -> None:
         """Read the file, its bases and the overrides ``sets``.
 
-        A base gives only the keys that no file before it gives. A later override wins.
+        A base gives only the keys that no file before it gives. A later override wins. The base of
+        a document is not read.
+
+        Args:
+            sets: overrides, each ``table.key=value``.
+            may_import: as in ``resolve.load``.
 
         Raises:
             RecipeError: a file cannot be read, the architecture cannot be imported, or there are
                 too many problems. The error includes the problems that were found before.
         """
-        documents: list[_Document] = []
+        documents: list[Document] = []
         unreadable: RecipeError | None = None
         try:
-            for document in _documents(self.path):
+            for document in _documents(self.source):
                 documents.append(document)
         except RecipeError as error:
             unreadable = error
-        self._choose_architecture(documents, sets)
+        self._choose_architecture(documents, sets, may_import)
         try:
             for document in documents:
                 self._add_document(document)
@@ -116,14 +135,16 @@ class Draft:
         except RecipeError as error:
             raise RecipeError([*self.problems, *error.lines]) from None
 
-    def _choose_architecture(self, documents: Sequence[_Document], sets: Sequence[str]) -> None:
+    def _choose_architecture(
+        self, documents: Sequence[Document], sets: Sequence[str], may_import: bool
+    ) -> None:
         """Set the fields of [model] to those of the architecture that the recipe names.
 
         This comes before any other key is read, because the architecture defines the keys of
-        [model]. A user's own architecture is imported.
+        [model]. A user's own architecture is imported only if ``may_import``.
 
         Raises:
-            RecipeError: there is no such architecture, or it cannot be imported.
+            RecipeError: there is no such architecture, or it cannot or may not be imported.
         """
         name: object = registry.DEFAULT
         place = ""
@@ -131,14 +152,16 @@ class Draft:
             table = document.tables.get("model")
             if isinstance(table, dict) and "architecture" in table:
                 name = table["architecture"]
-                place = f"{document.name}:{document.lines['model', 'architecture']}"
+                place = document.place("model", "architecture")
         for text in sets:
-            key, _, raw = (part.strip() for part in text.partition("="))
-            if key == "model.architecture":
-                name, place = _parse_override(raw, str), f"--set {one_line(text)}"
+            if key_of_override(text) == "model.architecture":
+                raw = text.partition("=")[2].strip()
+                name, place = _parse_override(raw, str), _place_of_override(text)
         if name == registry.DEFAULT or not isinstance(name, str) or not ARCHITECTURE.accepts(name):
             return  # the checks of types and ranges report a wrong value
         try:
+            if may_import:
+                registry.import_architecture(name)
             self.tables = {**TABLES, "model": model_table(name)}
         except ModelError as error:
             raise RecipeError(
@@ -146,9 +169,9 @@ class Draft:
             ) from None
         self.entries = entries_of(self.tables)
 
-    def _add_document(self, document: _Document) -> None:
+    def _add_document(self, document: Document) -> None:
         for table, content in document.tables.items():
-            place = f"{document.name}:{document.lines[table,]}"
+            place = document.place(table)
             if table not in TABLES:
                 self._refuse_unknown(table, place, "table" if isinstance(content, dict) else "key")
             elif not isinstance(content, dict):
@@ -160,19 +183,24 @@ class Draft:
             else:
                 self.places.setdefault(table, place)
                 for name, value in content.items():
-                    line = document.lines[table, name]
-                    self._add_value(f"{table}.{name}", value, f"{document.name}:{line}")
+                    self._add_value(f"{table}.{name}", value, document.place(table, name))
 
     def _add_override(self, text: str) -> None:
         key, equals, raw = (part.strip() for part in text.partition("="))
-        place = f"--set {one_line(text)}"
+        place = _place_of_override(text)
         if not is_utf8(text):
             self.problems.append(f"{place}: the text must be UTF-8")
         elif not equals or "." not in key:
             self.problems.append(f"{place}: write it as table.key=value")
         else:
             is_known = key in self.entries
-            value = _parse_override(raw, type_of(key, self.entries)) if is_known else raw
+            try:
+                value = _parse_override(raw, type_of(key, self.entries)) if is_known else raw
+            except TomlBoundsError as error:
+                problem = error.problem.replace(f"'{_VALUE}", f"'{key}", 1)
+                self.problems.append(f"{place}: {problem}")
+                self.invalid_keys.add(key)
+                return
             self._add_value(key, value, place, overrides=True)
 
     def _add_value(self, key: str, value: object, place: str, *, overrides: bool = False) -> None:
@@ -217,7 +245,7 @@ class Draft:
         else:
             advice = f"a recipe has base and the tables {', '.join(TABLES)}"
 
-        self.problems.append(f"{place}: unknown {noun} '{one_line(key)}'; {advice}")
+        self.problems.append(f"{place}: unknown {noun} '{cut(one_line(key))}'; {advice}")
         self.invalid_keys.update(meant_keys)
         if len(self.problems) >= MOST_PROBLEMS:
             raise RecipeError(
@@ -228,11 +256,15 @@ class Draft:
         return [key for key in self.entries if key.startswith(f"{table}.")]
 
 
-def _documents(path: str) -> Iterator[_Document]:
+def _documents(source: Source) -> Iterator[Document]:
     """Yield the recipe's file, then its base, then the base of that one, and so on.
 
     Raises RecipeError if a file cannot be read or a ``base`` is wrong.
     """
+    if isinstance(source, Document):
+        yield source
+        return
+    path = os.fspath(source)
     seen: set[str] = set()  # real paths
     total_bytes = 0
     blame = ""  # prefix of an error about a base: the place that names the base
@@ -250,13 +282,14 @@ def _documents(path: str) -> Iterator[_Document]:
             raise RecipeError(
                 f"{blame}{name}: the recipe and its bases are larger than {MOST_BYTES:_} bytes"
             )
-        tables, lines = _parse(content, name)
-        base = tables.pop("base", None)
-        yield _Document(name, tables, lines)
+        document = parse_document(content, name)
+        base = document.tables.get("base")
+        tables = {key: table for key, table in document.tables.items() if key != "base"}
+        yield document._replace(tables=tables)
         if base is None:
             return
 
-        place = f"{name}:{lines['base',]}"
+        place = document.place("base")
         shown_base = as_short_toml(base)
         if not isinstance(base, str) or not PATH.accepts(base):
             raise RecipeError(f"{place}: 'base' must be the path of one recipe, got {shown_base}")
@@ -271,28 +304,36 @@ def _documents(path: str) -> Iterator[_Document]:
             )
 
 
-def _parse(content: bytes, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Parse the file ``name``: return its tables and the lines of its keys.
+def parse_document(content: bytes | str, name: str) -> Document:
+    """Parse the text of a recipe. Nothing that it names is opened or imported.
 
-    Raises RecipeError if the content is not TOML.
+    Args:
+        content: the text.
+        name: the name of its file, for messages.
+
+    Raises:
+        RecipeError: the content is not TOML, or holds more than any recipe.
     """
     try:
-        text = content.decode("utf-8-sig")
-        # ``statements`` refuses deep nesting, so it runs before tomli, which would recurse.
-        found_statements = list(statements(text))
-        return tomli.loads(text), key_lines(found_statements)
-    except tomli.TOMLDecodeError as error:
-        raise RecipeError(
-            f"{name}:{error.lineno}: not TOML: {error.msg} (column {error.colno})"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        # The text is not UTF-8, nests too deep, or has a number with thousands of digits.
-        raise RecipeError(f"{name}: cannot be read as TOML: {error}") from None
+        return Document(name, *parse_toml_with_lines(content))
+    except TomlError as error:
+        if error.line is None:
+            raise RecipeError(f"{name}: cannot be read as TOML: {error.problem}") from None
+        raise RecipeError(f"{name}:{error.line}: {error.problem}") from None
 
 
 def split_overrides(line: str) -> list[str]:
     """Split a line of overrides, each ``table.key=value``. A value may contain spaces."""
     return re.split(r"\s+(?=\w+\.\w+=)", line.strip()) if line.strip() else []
+
+
+def key_of_override(text: str) -> str:
+    """Return the key of an override such as ``mesh.tp=2``."""
+    return text.partition("=")[0].strip()
+
+
+def _place_of_override(text: str) -> str:
+    return f"--set {cut(one_line(text))}"
 
 
 def _parse_override(raw: str, value_type: Any) -> object:
@@ -301,15 +342,18 @@ def _parse_override(raw: str, value_type: Any) -> object:
     If the type is str or a choice of strings, the value is the raw text without a pair of quotes
     around it. Otherwise the text is parsed as TOML. A text that is not exactly one TOML value is
     returned unchanged.
+
+    Raises TomlBoundsError if the value is out of bounds. The error calls it ``_VALUE``.
     """
     if value_type is str or str in map(type, get_args(value_type)):
         is_quoted = len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "\"'"
         return raw[1:-1] if is_quoted else raw
-    text = f"value = {raw}"
-    with suppress(ValueError, RecursionError):
+    text = f"{_VALUE} = {raw}"
+    try:
         # One statement and one key: an override must not smuggle in a second key.
-        if len(list(statements(text))) == 1:
-            document = tomli.loads(text)
-            if len(document) == 1:
-                return document["value"]
-    return raw
+        document = parse_toml(text) if len(list(statements(text))) == 1 else {}
+    except TomlBoundsError:
+        raise
+    except ValueError:
+        document = {}
+    return document[_VALUE] if len(document) == 1 else raw

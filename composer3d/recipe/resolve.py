@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from composer3d.models import registry
 from composer3d.models.llama.shape import PRESETS
-from composer3d.recipe.draft import Draft
+from composer3d.recipe.draft import Draft, Source
 from composer3d.recipe.machine import count_bytes
 from composer3d.recipe.rules import PATHS, Violation, violations
 from composer3d.recipe.schema import ARCHITECTURE, AXES, MODEL_KEYS, PATH, MeshTable, Model, Recipe
-from composer3d.recipe.values import as_short_toml, as_toml, mention, nearest_multiples
+from composer3d.recipe.values import as_short_toml, as_toml, mention, nearest_multiples, one_line
 from composer3d.spec.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.spec.schedules import check_csv, read_csv
 from composer3d.spec.token_manifest import MANIFEST, read_manifest
@@ -53,33 +53,38 @@ class Resolved:
             lines += ["", f"[{table}]"]
             for name, value in values.items():
                 statement = f"# {name} is absent" if value is None else f"{name} = {as_toml(value)}"
-                lines.append(f"{statement:<30} # {self.origins[f'{table}.{name}']}")
+                lines.append(f"{statement:<30} # {one_line(self.origins[f'{table}.{name}'])}")
         return "\n".join(lines[1:]) + "\n"
 
 
 def load(
-    path: str | os.PathLike[str],
+    source: Source,
     sets: Sequence[str] = (),
     *,
     world_size: int | None = None,
     check_files: bool = True,
+    may_import: bool = False,
 ) -> Resolved:
     """Read, check and resolve a recipe.
 
     Args:
-        path: the TOML file. Its ``base`` is relative to the file; all other paths are relative to
-            the working directory. ``parallel.schedule_csv`` may also be relative to the file.
+        source: the TOML file. Its ``base`` is relative to the file; all other paths are relative to
+            the working directory. ``parallel.schedule_csv`` may also be relative to the file. It
+            may also be a document, which ``draft.parse_document`` makes of a text.
         sets: overrides, each ``table.key=value``; a later one wins.
         world_size: number of processes, all of which the mesh must use. ``mesh.dp_shard = -1``
             becomes ``world_size`` divided by the other axes, or 1 if ``world_size`` is None.
         check_files: whether to check the files that the recipe names: the data, the pipeline
             schedule and the checkpoint. ``verify`` passes False: it needs no data or checkpoint.
+        may_import: whether ``model.architecture`` may name a module of the user, which is imported
+            and so runs. Only a command passes True, for the recipe that the user gave it by name.
+            A recipe in the folder of a run or in a checkpoint may be a stranger's.
 
     Raises:
         RecipeError: the recipe cannot be used. The error has one line for each problem.
     """
-    draft = Draft(os.fspath(path))
-    draft.read(sets)
+    draft = Draft(source)
+    draft.read(sets, may_import=may_import)
     _find_schedule(draft)
 
     tables = {

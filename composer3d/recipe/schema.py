@@ -614,10 +614,10 @@ def model_table(architecture: str) -> type:
     """Return the dataclass of the table [model]: the fields of a shape, and ``MODEL_KEYS``.
 
     Args:
-        architecture: "llama", or "package.module:NAME" of a user's own, which is imported.
+        architecture: "llama", or "package.module:NAME" of a user's own, which is imported already.
 
     Raises:
-        ModelError: there is no such architecture, or it cannot be imported.
+        ModelError: as ``registry.architecture``.
     """
     return Model if architecture == registry.DEFAULT else _model_table(architecture)
 
@@ -632,6 +632,8 @@ class _PickledByName:
 
 
 def _make_model(values: Mapping[str, Any]) -> Any:
+    # The pickle comes from another process of this job, which was allowed to import.
+    registry.import_architecture(values["architecture"])
     return model_table(values["architecture"])(**values)
 
 

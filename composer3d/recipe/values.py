@@ -1,6 +1,7 @@
 """Convert the values of a recipe to the types of their keys, to TOML text, and to messages."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -10,10 +11,12 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from composer3d.models.registry import OURS, architecture
 from composer3d.recipe.schema import TABLES, Model, Recipe
+from composer3d.spec.bounds import is_utf8
 
 _SHORT = 300  # characters of a value in a message
 _LINE = 4096  # characters of a path or a key in a message
 _MOST_DIVISOR = 65536
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 # The dataclass field of each key: "mesh.tp" -> the field ``tp`` of ``MeshTable``.
 Entries = Mapping[str, "Field[Any]"]
@@ -136,17 +139,12 @@ def nearest_multiples(number: int, unit: int) -> str:
     return join_with_or(multiple for multiple in (below, below + unit) if multiple)
 
 
-def is_utf8(value: str) -> bool:
-    """Return whether UTF-8 can encode the text.
-
-    It cannot encode a lone surrogate, with which Python represents a byte of the command line that
-    is not UTF-8.
-    """
-    return not any("\ud800" <= char <= "\udfff" for char in value)
-
-
 def as_toml(value: object) -> str:
-    """Return a value as TOML text."""
+    """Return a value as TOML text. The reader of TOML gets an equal value from it.
+
+    A dict or a dataclass becomes an inline table. Only a text with a lone surrogate has no form in
+    TOML. Its escape is meant for messages.
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -158,9 +156,14 @@ def as_toml(value: object) -> str:
     if isinstance(value, dict):
         if not value:
             return "{}"
-        entries = ", ".join(f"{name} = {as_toml(inner)}" for name, inner in value.items())
+        entries = ", ".join(f"{as_key(name)} = {as_toml(inner)}" for name, inner in value.items())
         return f"{{ {entries} }}"
     return str(value)
+
+
+def as_key(name: str) -> str:
+    """Return one part of a key as TOML text, in quotes unless TOML reads it without them."""
+    return name if _BARE_KEY.fullmatch(name) else as_toml(name)
 
 
 def as_short_toml(value: object) -> str:

@@ -6,7 +6,6 @@ somebody else must be as safe as looking at a picture.
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,12 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tomli
-
-from composer3d.models.registry import DEFAULT, OURS
+from composer3d.models.registry import DEFAULT, is_ours
+from composer3d.recipe.draft import parse_document
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import as_toml, one_line
+from composer3d.recipe.values import one_line
 from composer3d.reliability import bad_steps
 from composer3d.report import series
 from composer3d.spec import events
@@ -37,8 +35,8 @@ _MOST_LOST_REPORTS = 5
 _LOST_REPORT = re.compile(r"lost-ranks-(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)Z(?:_\d+)?\.txt")
 _LOST_REPORT_LIMIT = 64 << 10
 
-# A resolved recipe has the whole shape, so it needs neither a folder nor a preset for it.
-_LEFT_OUT = {"model.hf", "model.preset"}
+# Keys of [model]. A resolved recipe has the whole shape, so it needs no folder and no preset.
+_LEFT_OUT = {"hf", "preset"}
 
 
 class RunEvent(NamedTuple):
@@ -168,47 +166,22 @@ def recipe_of(text: str) -> Recipe:
     """Return the recipe of a resolved text. No file that it names is opened.
 
     Raises:
-        ValueError: the text is not TOML, or names an architecture that is not composer3d's own.
+        ValueError: the recipe names an architecture that is not composer3d's own.
         UserError: it is not a recipe of this version of composer3d.
     """
-    try:
-        document = tomli.loads(text)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
-    model = document.get("model")
-    architecture = model.get("architecture", DEFAULT) if isinstance(model, dict) else DEFAULT
-    if not isinstance(architecture, str) or architecture not in OURS:
+    document = parse_document(text, "recipe.toml")
+    tables = {key: table for key, table in document.tables.items() if isinstance(table, dict)}
+    model = tables.get("model", {})
+    if not is_ours(model.get("architecture", DEFAULT)):
         raise ValueError(
             "its architecture is not one of composer3d's own, whose code a report does not run"
         )
-    lines: list[str] = []
-    for table, content in document.items():
-        if not isinstance(content, dict):
-            continue
-        lines.append(f"[{_key(table)}]")
-        lines += [
-            f"{_key(name)} = {as_toml(value)}"
-            for name, value in content.items()
-            if f"{table}.{name}" not in _LEFT_OUT and not _is_datetime(value)
-        ]
-    with tempfile.TemporaryDirectory(prefix="composer3d-report-") as folder:
-        path = Path(folder) / "recipe.toml"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        try:
-            return load(path, check_files=False).recipe
-        except UserError as error:
-            # The place is that of a copy.
-            shown = [line.replace(str(path), "recipe.toml") for line in error.lines[:3]]
-            raise UserError("; ".join(shown)) from None
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else as_toml(name)
-
-
-def _is_datetime(value: object) -> bool:
-    """Return whether a value of TOML has no form in ``as_toml``; no key of a recipe is a date."""
-    return not isinstance(value, str | int | float | bool | list | dict)
+    if "model" in tables:
+        tables["model"] = {name: model[name] for name in model.keys() - _LEFT_OUT}
+    try:
+        return load(document._replace(tables=tables), check_files=False).recipe
+    except UserError as error:
+        raise UserError("; ".join(error.lines[:3])) from None
 
 
 def _read_events(run: RunFolder) -> None:

@@ -6,11 +6,19 @@ kind, with the place and what to change. The ``strerror`` of an OSError is text 
 
 import errno
 import json
+import math
 import os
+import re
 import stat
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from composer3d.spec.bounds import MOST_DEPTH, check_values, cut
+
 MIB = 1 << 20
+_MOST_DIGITS = 38  # of an integer in JSON; it has at most ``MOST_BITS``
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -96,20 +104,54 @@ def read_json(path: str | os.PathLike[str], *, limit: int = MIB, follow_links: b
     return parse_json(read_plain(path, limit=limit, follow_links=follow_links))
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON strictly: the names NaN and Infinity are refused.
+def parse_json(
+    text: str | bytes, *, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
+    """Parse JSON strictly. Every JSON text from outside is read here, but for those of a corpus.
 
-    Bytes may be UTF-8, UTF-16 or UTF-32. A number beyond the range of a float, such as 1e999,
-    becomes infinity.
+    Args:
+        text: the text. Bytes may be UTF-8, UTF-16 or UTF-32.
+        object_pairs_hook: makes the value of an object from its keys and values. It may return a
+            list of them.
 
     Raises:
-        ValueError: the text is not JSON, nests too deep, or contains NaN, Infinity or an integer
-            with thousands of digits.
+        ValueError: the text is not JSON or not UTF-8, nests deeper than 100 levels, or contains
+            NaN, Infinity, a number beyond the range of a float, an integer of more than 128 bits or
+            half of a surrogate pair.
     """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text))
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_bounded,
+            object_pairs_hook=object_pairs_hook,
+        )
     except RecursionError:
         raise ValueError("it nests too deep") from None
+    # Few texts have so many brackets or such an escape, and need a second pass.
+    if text.count("[") + text.count("{") > MOST_DEPTH or _SURROGATE.search(text):
+        check_values(value)
+    return value
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"it holds {text}, which JSON does not have")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"it holds {cut(text, 40)}, which is beyond the range of a float")
+    return value
+
+
+def _bounded(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"it holds an integer of {len(text):,} digits")
+    return int(text)
 
 
 def refuse_foreign_link(path: str | os.PathLike[str]) -> None:
@@ -165,7 +207,3 @@ def require_plain(descriptor: int, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise NotPlainFileError(errno.EINVAL, f"is {kind}, not a plain file", os.fspath(path))
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"it holds {text}, which JSON does not have")

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
-import tomli
-
 from composer3d.spec.errors import DeviceError
 from composer3d.spec.files import read_plain
+from composer3d.spec.toml import parse_toml
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cpu"]
 
@@ -371,12 +370,8 @@ def read_row(path: str) -> Hardware:
         DeviceError: the file cannot be read, or a key is missing, unknown or out of range.
     """
     try:
-        values = tomli.loads(read_plain(path, limit=_ROW_BYTES).decode())
-    except RecursionError:
-        raise DeviceError(
-            f"{path} cannot be read as a row of hardware (it nests too deep)"
-        ) from None
-    except (OSError, ValueError) as error:  # a TOML error is a ValueError
+        values = parse_toml(read_plain(path, limit=_ROW_BYTES))
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DeviceError(f"{path} cannot be read as a row of hardware ({reason})") from None
     problems = [f"{path}: the key '{key}' is missing" for key in _REQUIRED if key not in values]

@@ -46,6 +46,7 @@ def verify_layout(
     *,
     dtype: str,
     steps: int,
+    may_import: bool = False,
     **worker_arguments: Any,
 ) -> Verdict:
     """Prove one layout, or report why it is refused.
@@ -57,6 +58,7 @@ def verify_layout(
         sets: overrides of the recipe, each ``table.key=value``.
         dtype: "float64" or "float32", the dtype of the composed job.
         steps: the number of training steps.
+        may_import: as in ``recipe.resolve.load``.
         worker_arguments: further arguments of ``worker.run_composed``, with which tests plant
             faults.
 
@@ -65,7 +67,7 @@ def verify_layout(
         the recipe and of the ranks are part of the verdict, and are not raised.
     """
     try:
-        full = load(recipe, list(sets), check_files=False).recipe
+        full = load(recipe, list(sets), check_files=False, may_import=may_import).recipe
         small_recipes = shrink(full)
     except UserError as error:
         return Verdict(

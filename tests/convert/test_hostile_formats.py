@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "theta nan": ('"rope_theta": NaN', "cannot be read (it holds NaN"),
     "theta infinite": (
         '"rope_theta": 1e400',
-        "rope_theta = Infinity is not supported; it must be a number",
+        "cannot be read (it holds 1e400, which is beyond the range of a float)",
     ),
     "Infinity": ('"x": -Infinity', "cannot be read (it holds -Infinity"),
     "tied in words": (
@@ -192,8 +192,11 @@ REFUSED: dict[str, tuple[str, str]] = {
         '"model_type": ["llama"]',
         'model_type = ["llama"] is not supported; it must be llama, ',
     ),
-    "digits": (f'"vocab_size": {HUGE}', "(401 characters)"),
-    "more digits": ('"vocab_size": 1' + "0" * 5000, "cannot be read (Exceeds the limit"),
+    "digits": (f'"vocab_size": {HUGE}', "(it holds an integer of 401 digits)"),
+    "more digits": (
+        '"vocab_size": 1' + "0" * 5000,
+        "cannot be read (it holds an integer of 5,001 digits",
+    ),
     "depth": ('"x": ' + "[" * 100_000, "cannot be read (it nests too deep)"),
     "size": ('"x": "' + "x" * (1 << 20) + '"', "is larger than 1,048,576 bytes"),
     "encoding": ('"x": "\udcff"', "cannot be read ('utf-8' codec can't decode"),

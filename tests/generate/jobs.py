@@ -14,7 +14,7 @@ from composer3d.checkpoint.manifest import Manifest, TensorSpec, model_of
 from composer3d.convert.formats import Source, dtype_name
 from composer3d.convert.targets import write
 from composer3d.models.contract import Decoder, SequenceInfo
-from composer3d.models.registry import architecture
+from composer3d.models.registry import import_architecture
 from composer3d.models.shape import DecoderShape
 
 # The families of transformers that composer3d has, and settings of small models of them.
@@ -57,7 +57,7 @@ def answer_of(printed: str) -> dict[str, Any]:
 
 def random_model(name: str, shape: DecoderShape, dtype: torch.dtype = torch.float32) -> Decoder:
     """Build a model with weights that are the same in every call."""
-    model: Decoder = architecture(name).build(shape, dtype=dtype, device="cpu")
+    model: Decoder = import_architecture(name).build(shape, dtype=dtype, device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

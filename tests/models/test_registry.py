@@ -15,7 +15,7 @@ def test_an_error_in_the_users_module_is_shown(
     (tmp_path / "with_a_fault.py").write_text("import math\nmath.no_such_function()\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModelError) as caught:
-        registry.architecture("with_a_fault:ARCHITECTURE")
+        registry.import_architecture("with_a_fault:ARCHITECTURE")
     (line,) = caught.value.lines
     assert line.startswith(
         "\"with_a_fault:ARCHITECTURE\" cannot be imported: AttributeError: module 'math' has "

@@ -60,7 +60,7 @@ def test_a_key_and_a_value_of_another_version_are_no_error(resolved: Resolved) -
     [
         (r'"a\u001b[2J\u0007\u202e"', "a"),
         ('"' + "x" * 100_000 + '"', "x"),
-        ("[" * 50 + "]" * 50, "["),
+        ("[" * 15 + "]" * 15, "["),
         ("2020-01-01T00:00:00Z", "2020"),
         ("nan", "nan"),
         ("{ a = { b = 1 } }", "{ a"),

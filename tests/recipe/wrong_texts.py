@@ -40,7 +40,7 @@ TYPES = [
     Wrong(
         "int beyond float",
         TINY + f"[optim]\nlr = 1{'0' * 400}\n",
-        [f"x.toml:4: 'optim.lr' must be a finite float, got 1{'0' * 299}... (401 characters)"],
+        ["x.toml:4: 'optim.lr' must be an int of 64 bits, got one of 1,329 bits"],
     ),
     Wrong(
         "int beyond 64 bits",

@@ -54,13 +54,43 @@ def test_links_are_followed_only_on_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["NaN", '{"a": Infinity}', "[" * 100_000, "1" * 5000, "{", b"\xff".decode("latin-1")]
+    ("text", "words"),
+    [
+        ("NaN", "it holds NaN"),
+        ('{"a": Infinity}', "it holds Infinity"),
+        ('{"a": [1.5, -1e999]}', "it holds -1e999, which is beyond the range of a float"),
+        ("1" * 400 + ".5", r"it holds 1{40}\.\.\. \(402 characters\), which is beyond"),
+        ("1" * 39, "it holds an integer of 39 digits"),
+        ("1" * 5000, "it holds an integer of 5,000 digits"),
+        ("[" * 100_000, "it nests too deep"),
+        ("[" * 102 + "]" * 102, "nests deeper than 100 levels"),
+        ('{"a":' * 102 + "1" + "}" * 102, "'a' nests deeper than 100 levels"),
+        (r'{"a": ["x", "\ud800"]}', "'a.1' has a lone surrogate"),
+        (r'{"\uDFFFa": 1}', "has a key with a lone surrogate"),
+        ("{", "property name"),
+        (b"\xff", "can't decode byte 0xff"),
+        (b'"\xed\xa0\x80"', "can't decode byte 0xed"),
+        ('{"a\0": 1}', "Invalid control character"),
+    ],
+    ids=lambda value: str(value[:12]),
 )
-def test_json_is_strict(tmp_path: Path, text: str) -> None:
+def test_json_is_strict(tmp_path: Path, text: str | bytes, words: str) -> None:
     path = tmp_path / "file.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError):  # noqa: PT011  # callers rely on the type alone
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=words) as caught:
         read_json(path)
+    assert len(str(caught.value)) < 200
+
+
+def test_json_within_its_bounds_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    # transformers writes this length of a tokenizer that has none.
+    text = '{"model_max_length": 1000000000000000019884624838656, "a": "\\ud83d\\ude00"}'
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        path.write_bytes(text.encode(encoding))
+        assert read_json(path) == {"model_max_length": int(1e30), "a": "\U0001f600"}
+    path.write_text("[" * 101 + "]" * 101)
+    assert len(read_json(path)) == 1
 
 
 def test_an_impossible_path_is_a_value_error(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def _values() -> list[case.Case]:
         for value in values:
             message = (
                 rf"x\.toml(:\d+)?: ('?{key}'? (= \S+ |= \[.*\] )?must"
-                r"|cannot be read as TOML: Exceeds)"
+                r"|an integer has more than 64 bits)"
             )
             cases.append(Case(f"{key} = {value[:30]}", recipe(table_of(key, value)), message))
     products = {
@@ -303,6 +303,22 @@ def _texts() -> list[case.Case]:
             "x = { " + "a." * 9999 + "b = 1 }",
             unread + "line 1 nests the parts of a key",
         ),
+        "a deep key of texts with commas": (
+            ".".join(['"a,"'] * 900) + " = 1",
+            unread + "line 1 nests the parts of a key",
+        ),
+        "a deep key over several levels": (
+            f"{TINY}junk.a.b.c.d.e.f.g = {{ h.i.j.k.l.m.n.o = [[1]] }}\n",
+            r"x\.toml:3: 'model' nests deeper than 16 levels",
+        ),
+        "a long hex number": (
+            f"{TINY}[run]\nsteps = 0x{'f' * 4000}\n",
+            r"x\.toml:4: 'run\.steps' must be an int of 64 bits, got one of 16,000 bits",
+        ),
+        "a long number in a table of an array": (
+            f"{TINY}[data]\nsources = [{{ path = 'a', weight = 0b1{'0' * 70} }}]\n",
+            r"x\.toml:4: 'data\.sources\.0\.weight' must be an int of 64 bits",
+        ),
         "keys by the thousand": (
             "".join(f"k{number} = 1\n" for number in range(size // 14)),
             unread + "it has more than 4_000 statements",
@@ -329,7 +345,7 @@ def _texts() -> list[case.Case]:
             f"{TINY}[run]\nname = '{'x' * (size - 100)}'\n",
             r"x\.toml:4: run\.name = \"x{290,}\.\.\. ",
         ),
-        "a long number": ("x = " + "9" * (size - 8), unread + "Exceeds the limit"),
+        "a long number": ("x = " + "9" * (size - 8), r"x\.toml:1: an integer has more than 64 "),
         "a long exponent": (
             f"{TINY}[optim]\nlr = 1e{'9' * 9999}\n",
             r"x\.toml:4: 'optim\.lr' must be a finite float",
@@ -711,12 +727,12 @@ def _tokens() -> list[case.Case]:
         "null": ("null", "it must be an object, not null"),
         "Infinity": ('{"version": Infinity}', "it holds Infinity, which JSON does not have"),
         "NaN": ('{"version": NaN}', "it holds NaN, which JSON does not have"),
-        "1e999": ('{"version": 1e999}', "it has version Infinity"),
-        "400 digits": ('{"version": 1' + "0" * 400 + "}", "it has version 1000"),
-        "5,000 digits": ('{"version": ' + "9" * 5_000 + "}", "Exceeds the limit"),
+        "1e999": ('{"version": 1e999}', "it holds 1e999, which is beyond the range of a float"),
+        "400 digits": ('{"version": 1' + "0" * 400 + "}", "it holds an integer of 401 digits"),
+        "5,000 digits": ('{"version": ' + "9" * 5_000 + "}", "it holds an integer of 5,000 digits"),
         "no UTF-8": (b'{"version": "\xff"}', ".*codec can't decode"),
         "bytes": (bytes(range(128, 256)) * 99, "(.*codec can't decode|Expecting)"),
-        "half a pair": (r'{"version": "\ud800"}', r"it has version .*ud800"),
+        "half a pair": (r'{"version": "\ud800"}', "'version' has a lone surrogate"),
         "too much": (b" " * (65 << 20), "is larger than 67,108,864 bytes"),
         "a long text": ('{"version": "' + "x" * 999_999 + '"}', r"it has version .{100}"),
         "many lists": ("[" + "[]," * 999_999 + "[]]", "it must be an object, not a list"),

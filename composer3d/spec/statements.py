@@ -21,8 +21,9 @@ MOST_STATEMENTS = 4_000  # a recipe has fewer than a hundred
 _BLANK = r"(?:[ \t\r\n]|#[^\n]*(?=\n|\Z))*"
 _LEADING_BLANK = re.compile(_BLANK)
 
-# A quote, "#", bracket, dot or "=", or a line break with the blank lines and comments after it.
-_TOKEN = re.compile(rf"""\"{{3}}|'{{3}}|["'#\[\]{{}}.=]|\n{_BLANK}""")
+# A quote, "#", bracket, dot, comma or "=", or a line break with the blank lines and comments after
+# it.
+_TOKEN = re.compile(rf"""\"{{3}}|'{{3}}|["'#\[\]{{}}.,=]|\n{_BLANK}""")
 
 # What to search for inside a string, by the quotes that open it: an escape sequence, which is
 # skipped, or the end of the string. Up to two quotes may precede the three that end a multi-line
@@ -85,8 +86,7 @@ def _statement_ends(text: str) -> Iterator[tuple[int, int | None]]:
     """
     position = 0
     depth = 0  # of brackets
-    key_parts = 0  # dots of the dotted key that is being read
-    after_dot = 0  # the position after the last dot
+    key_parts = 0  # dots of the dotted key, or of the number, that is being read
     equals: int | None = None
     while token := _TOKEN.search(text, position):
         position = token.end()
@@ -96,11 +96,7 @@ def _statement_ends(text: str) -> Iterator[tuple[int, int | None]]:
         elif first_char == "#":
             position = _find_or_end(text, "\n", position)
         elif first_char == ".":
-            # This dot is in a key, or in a number of an array. A comma since the last dot starts a
-            # new element.
-            is_new = key_parts == 0 or text.find(",", after_dot, position) >= 0
-            key_parts = 1 if is_new else key_parts + 1
-            after_dot = position
+            key_parts += 1
         else:
             key_parts = 0
             if first_char in "[{":
