@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d.recipe.schema import Recipe
+from composer3d.runtime.meeting import wait_in_store
 from composer3d.runtime.torch_private import set_allocator
 from composer3d.spec.errors import DeviceError, RecipeError
 
@@ -151,9 +152,7 @@ def refuse_shared_gpus(store: dist.Store, gpu: Gpu, *, rank: int, size: int) -> 
     if first != rank:
         both = f"ranks {min(first, rank)} and {max(first, rank)}"
         store.set("composer3d/gpu/shared", f"{both} would share the GPU {gpu.uuid} of {gpu.host}")
-    if store.add("composer3d/gpu/ranks", 1) == size:
-        store.set("composer3d/gpu/all", "1")
-    store.wait(["composer3d/gpu/all"])
+    wait_in_store(store, "composer3d/gpu", size)
     if not store.check(["composer3d/gpu/shared"]):
         return
     if rank != 0:

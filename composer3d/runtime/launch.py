@@ -10,7 +10,6 @@ This module does not import torch: the starter imports it while this process goe
 import atexit
 import os
 import pickle
-import re
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composer3d.runtime import starter
+from composer3d.runtime.lost_words import tells_lost_peer
 from composer3d.runtime.starter import Answer, Call
 from composer3d.spec.errors import UserError
 
@@ -57,14 +57,8 @@ LOST_PEERS = 64
 # Importing this module runs all slow imports of a rank.
 _PRELOAD = "composer3d.training.loop"
 
-# Matches the failure of a rank that only lost its peers, in the words of gloo, NCCL, the stores and
-# ``_collect``.
-_LOST_PEER = re.compile(
-    "Connection (closed|reset) by peer|no answer after|Timed out waiting|Read timeout"
-)
-
-# What must stand beside these words in a traceback: other programs lose connections too.
-_COLLECTIVE = re.compile(r"gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORECASE)
+# The failure of a rank that was still running when ``_collect`` gave up.
+_NO_ANSWER = "no answer after"
 
 
 def usable_cores() -> int:
@@ -475,7 +469,7 @@ def _has_only_lost_a_peer(text: str) -> bool:
     """Return whether a traceback ends with the failure of a collective that lost a connection."""
     # Notes may follow the line of the error.
     end = "\n".join(text.splitlines()[-3:])
-    return bool(_LOST_PEER.search(end) and _COLLECTIVE.search(end))
+    return tells_lost_peer(end)
 
 
 class _StopRequest:
@@ -592,7 +586,7 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
         ready: list[Any] = wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
         if not ready:
             for rank in waiting.values():
-                failures[rank] = f"no answer after {limit_s:.0f} s"
+                failures[rank] = f"{_NO_ANSWER} {limit_s:.0f} s"
             break
         for pipe in ready:
             rank = waiting.pop(pipe)
@@ -614,7 +608,8 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
         causes = {
             rank: failure
             for rank, failure in failures.items()
-            if isinstance(failure, UserError) or not _LOST_PEER.search(failure)
+            if isinstance(failure, UserError)
+            or not (failure.startswith(_NO_ANSWER) or _has_only_lost_a_peer(failure))
         }
         raise WorkerError(causes or failures)
     return [values[rank] for rank in sorted(values)]

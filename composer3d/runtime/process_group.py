@@ -14,8 +14,10 @@ from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer3d.runtime import devices
+from composer3d.runtime.meeting import wait_in_store
 from composer3d.runtime.starter import STORE_VARIABLE
 from composer3d.runtime.torch_private import default_timeout
 from composer3d.spec.errors import DeviceError, MeshError, UserError
@@ -43,6 +45,9 @@ _host_group: dist.ProcessGroup | None = None
 
 # Whether ``world`` has formed groups in this process.
 _has_had_groups = False
+
+# A group of gloo with at most this many ranks connects all of its pairs when it is formed.
+_MOST_RANKS_ALL_PAIRS = 64
 
 
 def count_gpus() -> int:
@@ -219,7 +224,9 @@ def world(
     the groups are not destroyed.
 
     gloo connects two ranks when they first exchange something, unless TORCH_GLOO_LAZY_INIT=0 is
-    set. By default it would connect all pairs of ranks of each group when the group is formed.
+    set. A rank then waits for five time-outs for a peer that hangs. So the ranks meet in the store
+    first, with one time-out, and then connect (``_connect``). All further groups are formed by
+    ``form_group`` and ``form_mesh``, which do the same.
 
     Args:
         device: the device of this rank; the context yields it.
@@ -252,17 +259,94 @@ def world(
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        if backend == "gloo":
-            # gloo returns as soon as this rank is connected. If it left now, ranks that are still
-            # connecting to it would fail.
-            dist.barrier()
-        else:
+        if backend != "gloo":
+            # NCCL has connected all ranks by now, because it knows the device.
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
+        wait_in_store(store, "composer3d/world", size)
+        _connect(_host_group or dist.group.WORLD)
         yield device
         # After an error this is skipped: NCCL would wait for peers that are stuck in a collective,
         # and would delay the report of the error.
         _host_group = None
         dist.destroy_process_group()
+
+
+def form_group(
+    ranks: Sequence[int] | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> dist.ProcessGroup:
+    """Form a group, as ``torch.distributed.new_group`` does. Collective over all ranks.
+
+    A rank that does not come is noticed within the time-out of the world, whatever ``timeout_s``
+    is. See ``form_mesh`` for how.
+
+    Args:
+        ranks: the ranks of the group; None for all.
+        backend: None for that of the default group.
+        timeout_s: the time-out of the group's collectives; None for that of the world.
+
+    Returns:
+        The group. On a rank outside of it, what torch returns for such a rank.
+    """
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+
+    def form() -> dist.ProcessGroup:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        return cast(dist.ProcessGroup, group)
+
+    return _form(form, lambda group: [group])
+
+
+def form_mesh(make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """Return the mesh that ``make`` returns, of which it forms groups. Collective over all ranks.
+
+    The ranks meet before ``make``: NCCL waits without a limit for a rank that does not come to
+    the split of a communicator. Groups of gloo then connect in the world's time-out, instead of
+    in five of them at the first exchange of each group. Groups of NCCL are connected by the
+    split, so nothing is exchanged over them, and no GPU waits.
+
+    Args:
+        make: forms groups on all ranks, the same number on each.
+    """
+    return _form(make, lambda mesh: mesh.get_all_groups())
+
+
+def _form(make: Callable[[], T], groups_of: Callable[[T], Sequence[dist.ProcessGroup]]) -> T:
+    """Call ``make``, which forms groups on all ranks, and let the ranks of each group connect."""
+    if not _has_had_groups:
+        # The groups of a fake world connect nothing.
+        return make()
+    dist.barrier(_host_group)
+    made = make()
+    # A rank that hangs is noticed here, where the connections exist, within one time-out.
+    dist.barrier(_host_group)
+    for group in groups_of(made):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_backend(group) == "gloo":
+            _connect(group)
+    return made
+
+
+def _connect(group: dist.ProcessGroup | None) -> None:
+    """Connect the pairs of ranks of a gloo group that exchange something later.
+
+    Collective over the ranks of ``group``, None for the default one. All of them are there.
+
+    A small group connects all of its pairs. A large one connects each rank to those at distances
+    of 1, 2, 4 and so on, as gloo's rings and trees do, and to the first rank, which gathers. So
+    the number of connections of a world grows with n log n, not with the square of n.
+    """
+    size, group_rank = dist.get_world_size(group), dist.get_rank(group)
+    if size == 1:
+        return
+    dist.barrier(group)
+    own = torch.zeros(1)
+    if size <= _MOST_RANKS_ALL_PAIRS:
+        dist.all_to_all_single(torch.empty(size), own.expand(size).contiguous(), group=group)
+    else:
+        parts = [torch.empty(1) for _ in range(size)] if group_rank == 0 else None
+        dist.gather(own, parts, group=group, group_dst=0)
 
 
 def has_had_groups() -> bool:

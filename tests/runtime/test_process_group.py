@@ -229,28 +229,32 @@ def connections() -> int:
     return sum(row[3] == "01" and row[9] in inodes for row in rows)
 
 
-def count_connections() -> list[int]:
-    """A task: the connections of a world, with one more group, and after its use."""
+def count_connections(all_pairs: bool) -> list[int]:
+    """A task: the connections of a world, after one more group is formed, and after its use."""
+    if not all_pairs:
+        process_group._MOST_RANKS_ALL_PAIRS = 2
     with pool_world():
-        for _ in range(2):  # the second one finds all connections of the first
-            dist.barrier()
+        dist.barrier()
         counts = [connections()]
-        group = dist.new_group(backend="gloo")
+        group = process_group.form_group(backend="gloo")
+        dist.barrier()  # a rank may see a connection late, when its peer gets to it
         counts.append(connections())
-        for _ in range(2):
-            dist.barrier(group)
+        dist.barrier(group)
+        dist.all_reduce(torch.ones(1), group=group)
         counts.append(connections())
         dist.barrier()
         return counts
 
 
+@pytest.mark.parametrize("all_pairs", [True, False])
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").is_file(), reason="Linux has it")
-def test_ranks_connect_when_they_first_exchange_something(pool: Pool) -> None:
-    for formed, grouped, used in pool.run(count_connections, {}, world_size=8):
-        # A group would open 7 if it connected all pairs. A rank may see one of the world's own
-        # connections late, when its peer gets to it.
-        assert grouped < formed + 7
-        assert formed < used < formed + 7
+def test_the_ranks_of_a_group_connect_when_it_is_formed(pool: Pool, all_pairs: bool) -> None:
+    """A large group does not connect all of its pairs: their number grows with its square."""
+    counts = pool.run(count_connections, {"all_pairs": all_pairs}, world_size=8)
+    for rank, (formed, grouped, used) in enumerate(counts):
+        # Those at distances of 1, 2 and 4 on both sides, and rank 0.
+        expected = 7 if all_pairs or rank == 0 else len({1, 7, 2, 6, 4, rank})
+        assert (grouped - formed, used - grouped) == (expected, 0)
 
 
 def exchange_objects() -> list[object]:
