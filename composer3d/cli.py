@@ -22,12 +22,16 @@ import composer3d
 from composer3d.commands.completion import SHELLS
 from composer3d.commands.parser import Parser, TopParser, did_you_mean
 from composer3d.recipe.values import is_utf8, one_line
-from composer3d.spec.errors import RecipeError, UserError
+from composer3d.runtime import environment
+from composer3d.spec.errors import LaunchError, RecipeError, UserError
 from composer3d.spec.ranges import MOST_VOCAB
 
 # Exit statuses: 128 plus the number of the signal, SIGINT or SIGPIPE.
 INTERRUPTED = 130
 NO_READER = 141
+
+# The commands that may be a rank of a job, or start the ranks of one.
+_RANK_COMMANDS = frozenset({"doctor", "eval", "generate", "train", "verify"})
 
 _LEAST_VOCAB = 257
 _MOST_DIGITS = 18  # of a number on the command line
@@ -101,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    errors = sys.stderr if os.environ.get("RANK", "0") == "0" else io.StringIO()
+    errors = sys.stderr if environment.reports_usage() else io.StringIO()
     try:
         _check_sets(argv)
         with contextlib.redirect_stderr(errors):
@@ -115,6 +119,8 @@ def _run(argv: Sequence[str]) -> int:
     command = arguments.pop("command")
     try:
         _check_texts(arguments)
+        if command in _RANK_COMMANDS:
+            environment.check()
         if arguments.get("recipe") is not None:
             arguments["recipe"] = _find_recipe(arguments["recipe"])
         module: Any = import_module(f"composer3d.commands.{command}")
@@ -126,6 +132,9 @@ def _run(argv: Sequence[str]) -> int:
             if command == "verify":  # the keys of a verdict on a refused layout
                 answer = {"passed": False, "refused": True, "error": " | ".join(error.lines)}
             print(json.dumps(answer))
+        if isinstance(error, LaunchError):
+            # Another rank need not have this problem, and this one may not know its number.
+            errors = sys.stderr
         print(*error.lines, sep="\n", file=errors)
         return error.status
 

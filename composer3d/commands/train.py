@@ -5,7 +5,6 @@ import the modules that need torch when they need them, so that the starter of t
 to import torch first.
 """
 
-import os
 import re
 import signal
 import sys
@@ -25,7 +24,7 @@ from composer3d.recipe.changes import changes
 from composer3d.recipe.machine import tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
-from composer3d.runtime import collector, launch, log
+from composer3d.runtime import collector, environment, launch, log
 from composer3d.runtime.files import write_atomic
 from composer3d.runtime.ranks import describe_rank
 from composer3d.spec.errors import RecipeError, UserError
@@ -51,7 +50,7 @@ def run(recipe: str, sets: Sequence[str]) -> int:
         RecipeError: the recipe cannot be used, or needs too many processes for this machine.
         DeviceError: this machine has fewer GPUs than the recipe needs.
     """
-    if "RANK" in os.environ:
+    if environment.is_rank():
         return train_rank(recipe, sets)
 
     resolved = load(recipe, sets)
@@ -308,7 +307,7 @@ def _describe(resolved: Resolved, metrics: "Metrics") -> None:
     drawings = {}
     # The layout of an architecture of a user's own needs its model: composer3d layout builds it.
     if is_ours(recipe.model.architecture):
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.world_size))
+        per_node = environment.local_world_size()
         style = Style(width=120, has_colours=False, has_unicode=True)
         layout = make_layout(recipe, per_node)
         texts["run/layout"] = layout_text.render(layout, style)

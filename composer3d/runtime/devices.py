@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d.recipe.schema import Recipe
+from composer3d.runtime import environment
 from composer3d.runtime.meeting import wait_in_store
 from composer3d.runtime.torch_private import set_allocator
 from composer3d.spec.errors import DeviceError, RecipeError
@@ -109,11 +110,10 @@ def offload_threads(cores: int) -> int:
     Args:
         cores: the cores that this process may use. The LOCAL_WORLD_SIZE ranks of a node share them.
     """
-    chosen = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    if chosen > 1:
+    chosen = environment.threads()
+    if chosen is not None and chosen > 1:
         return chosen
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    return max(1, cores // local_ranks)
+    return max(1, cores // environment.local_world_size())
 
 
 class Gpu(NamedTuple):

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composer3d.runtime import starter
+from composer3d.runtime.environment import START_VARIABLE, STORE_VARIABLE
 from composer3d.runtime.lost_words import tells_lost_peer
 from composer3d.runtime.starter import Answer, Call
 from composer3d.spec.errors import UserError
@@ -47,9 +48,6 @@ _INSIST_S = 5.0
 # A function at the top of a module, or its name as ``module:function``. With a name, this process
 # does not import what the function's module imports.
 Task = Callable[..., Any] | str
-
-# The environment variable with the time (Unix) at which the ranks of a job were asked for.
-START_VARIABLE = "COMPOSER3D_START"
 
 # What a rank returns to ``run_ranks`` after a LostPeersError. The job's exit status is then 1.
 LOST_PEERS = 64
@@ -195,7 +193,7 @@ def _open_world(size: int) -> Iterator[_World]:
             os.close(store)
     else:
         with temporary_folder("composer3d-store-") as folder:
-            environment[starter.STORE_VARIABLE] = str(folder / "store")
+            environment[STORE_VARIABLE] = str(folder / "store")
             yield _World(environment, ())
 
 

@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
 from composer3d.runtime import collector
+from composer3d.runtime.environment import STORE_VARIABLE
 from composer3d.spec.errors import UserError
 
 # A request starts with its kind and the length of the path that follows.
@@ -48,9 +49,6 @@ REMOVE_AT_END = b"R"
 # The status pipe of a forked process carries two such numbers: its process id, and later its exit
 # code.
 STATUS = struct.Struct("!q")
-
-# The environment variable with the path of the world's store.
-STORE_VARIABLE = "COMPOSER3D_STORE"
 
 # The signals that ask a command to stop. The starter begins with all of them blocked.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

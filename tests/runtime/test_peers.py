@@ -72,7 +72,7 @@ def test_the_missing_rank_is_named_once(pool: Pool, event: str, start: str) -> N
 
 
 def hang_while_groups_are_formed(folder: Path, place: str) -> None:
-    """A task: rank 1 hangs at ``place``; who is told writes the line, and after how long it came."""
+    """A task: rank 1 hangs at ``place``. The others write what they are told, and how late."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     peers.GRACE_S = 2.0
 
@@ -164,10 +164,9 @@ def test_a_rank_that_hangs_before_the_first_exchange_of_a_group_is_named_in_one_
 )
 def test_the_errors_that_tell_of_a_lost_peer(error: BaseException, is_lost: bool) -> None:
     assert peers.is_lost_peer(error) == is_lost
-    try:
-        raise ValueError from error
-    except ValueError as outer:
-        assert peers.is_lost_peer(outer) == is_lost
+    outer = ValueError("of a thread")
+    outer.__cause__ = error
+    assert peers.is_lost_peer(outer) == is_lost
 
 
 def end_before_an_all_reduce(folder: str, event: str) -> int:
