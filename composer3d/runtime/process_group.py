@@ -351,7 +351,7 @@ def world(
             # NCCL has connected all ranks by now, because it knows the device.
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
         wait_in_store(store, "composer3d/world", size)
-        _connect(_host_group or dist.group.WORLD)
+        _connect(_host_group or cast(dist.ProcessGroup, dist.group.WORLD))
         yield device
         # After an error this is skipped: NCCL would wait for peers that are stuck in a collective,
         # and would delay the report of the error.
@@ -406,29 +406,38 @@ def _form(make: Callable[[], T], groups_of: Callable[[T], Sequence[dist.ProcessG
     if not _has_had_groups:
         # The groups of a fake world connect nothing.
         return make()
-    dist.barrier(_host_group)
+    world_group = _host_group or cast(dist.ProcessGroup, dist.group.WORLD)
+    _wait_for_all(world_group)
     made = make()
     # A rank that hangs is noticed here, where the connections exist, within one time-out.
-    dist.barrier(_host_group)
+    _wait_for_all(world_group)
     for group in groups_of(made):
         if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_backend(group) == "gloo":
             _connect(group)
     return made
 
 
-def _connect(group: dist.ProcessGroup | None) -> None:
+def _wait_for_all(group: dist.ProcessGroup) -> None:
+    """Wait until all ranks of a gloo group are here: a barrier of about log2(n) messages."""
+    options = dist.BarrierOptions()
+    # ``dist.barrier`` would take the GPU of a process that has one.
+    options.device = torch.device("cpu")
+    group.barrier(options).wait()
+
+
+def _connect(group: dist.ProcessGroup) -> None:
     """Connect the pairs of ranks of a gloo group that exchange something later.
 
-    Collective over the ranks of ``group``, None for the default one. All of them are there.
+    Collective over the ranks of ``group``. All of them are there.
 
     A small group connects all of its pairs. A large one connects each rank to those at distances
     of 1, 2, 4 and so on, as gloo's rings and trees do, and to the first rank, which gathers. So
     the number of connections of a world grows with n log n, not with the square of n.
     """
-    size, group_rank = dist.get_world_size(group), dist.get_rank(group)
+    size, group_rank = group.size(), group.rank()
     if size == 1:
         return
-    dist.barrier(group)
+    _wait_for_all(group)
     own = torch.zeros(1)
     if size <= _MOST_RANKS_ALL_PAIRS:
         dist.all_to_all_single(torch.empty(size), own.expand(size).contiguous(), group=group)

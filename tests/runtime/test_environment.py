@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ LEGAL: tuple[dict[str, str | None], ...] = (
 )
 
 
-def set_variables(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str | None]) -> None:
+def set_variables(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str | None]) -> None:
     for name in (*NUMBERS, *ODD_TEXTS):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -131,8 +132,8 @@ def test_what_launchers_set_is_taken(
         ["verify", "debug-1-single"],
         ["doctor", "debug-1-single"],
         ["generate", "nowhere", "--prompt", "a"],
-        ["eval", "nowhere", "--data", "nowhere"],
-        ["eval", "nowhere", "--data", "nowhere", "--json"],
+        ["eval", "nowhere", "nowhere"],
+        ["eval", "nowhere", "nowhere", "--json"],
     ],
     ids=lambda command: " ".join((command[0], *command[-1:])),
 )
@@ -197,7 +198,7 @@ def test_ranks_that_contradict_each_other_are_refused(
         for rank, size in zip(ranks, sizes, strict=True)
     ]
     try:
-        ended = []
+        ended: list[subprocess.Popen[str]] = []
         while not ended:
             ended = [job for job in jobs if job.poll() is not None]
             assert time.monotonic() - begin_s < 100

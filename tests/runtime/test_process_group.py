@@ -90,7 +90,7 @@ def test_a_store_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPa
     with pytest.raises(MeshError) as caught:
         open_store(timeout_s=0.5)
     (line,) = caught.value.lines
-    assert line.startswith("rank 1 did not meet all 2 ranks within 0 s at 127.0.0.1:")
+    assert line.startswith("rank 1 did not meet all 2 ranks within 0.5 s at 127.0.0.1:")
     assert line.endswith("on all of its nodes, and see that they can reach that address")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert not rank_0_holds_store()
