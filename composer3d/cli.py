@@ -22,7 +22,7 @@ import composer3d
 from composer3d.commands.completion import SHELLS
 from composer3d.commands.parser import Parser, TopParser, did_you_mean
 from composer3d.recipe.values import is_utf8, one_line
-from composer3d.runtime import environment
+from composer3d.runtime import console, environment
 from composer3d.spec.errors import LaunchError, RecipeError, UserError
 from composer3d.spec.ranges import MOST_VOCAB
 
@@ -45,6 +45,8 @@ def enter() -> int:
     is aborted (https://github.com/pytorch/pytorch/pull/179291). So a process that has had groups
     ends without ending the interpreter, after all else that is done at the exit.
     """
+    console.open_closed_descriptors()
+    console.steady_errors()
     statuses = [1]  # of an error that ``main`` does not catch
 
     def leave() -> None:

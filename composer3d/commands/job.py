@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import MeshTable
 from composer3d.runtime import environment, launch, log
+from composer3d.runtime.console import output_error, say, steady_output
 from composer3d.runtime.ranks import describe_rank, identity
 from composer3d.runtime.starter import die_with_parent
 from composer3d.spec.errors import (
@@ -125,8 +126,13 @@ def run_rank(
         # The name that top and ps show, on Linux.
         Path("/proc/self/comm").write_text(f"c3d rank {rank}")
     try:
+        # Before the groups are gone, a rank that could not print would be a lost peer of others.
+        steady_output()
         resolved = load(recipe, sets, world_size=world_size, check_files=check_files)
-        return function(resolved, rank)
+        status = function(resolved, rank)
+        if report is not None:
+            _require_output()
+        return status
     except UserError as error:
         if report is not None and rank == 0 and error.lines:
             report(error)
@@ -134,21 +140,31 @@ def run_rank(
             # A LostPeersError names its rank itself.
             prefix = f"rank {rank}: " if rank and not isinstance(error, LostPeersError) else ""
             lines = [prefix + line for line in error.lines]
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
             log.keep(lines)
+            say(lines)
         if isinstance(error, LostPeersError) and environment.has_launcher():
             # The launcher of this machine may start all ranks again.
             return launch.LOST_PEERS
         return error.status
 
 
+def _require_output() -> None:
+    """Raise UserError if a result could not be printed. A reader that has gone wants no result."""
+    error = output_error()
+    if error is not None and not isinstance(error, BrokenPipeError):
+        raise UserError(
+            f"standard output cannot be written ({error.strerror}); free space where it goes, or "
+            "send it elsewhere"
+        )
+
+
 def print_lost_ranks(result: launch.JobResult, mesh: MeshTable) -> None:
     """Name, on standard error, the ranks that died, were killed, or left the others."""
     for rank in [*result.died, *result.stuck]:
         name = describe_rank(rank, mesh)
-        print(f"{name} died, or was killed because it hung", file=sys.stderr)
+        say([f"{name} died, or was killed because it hung"])
     for rank in result.left:
-        print(f"{describe_rank(rank, mesh)} ended before the others", file=sys.stderr)
+        say([f"{describe_rank(rank, mesh)} ended before the others"])
 
 
 def _must_report(error: UserError, rank: int) -> bool:

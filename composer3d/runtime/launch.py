@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composer3d.runtime import starter
+from composer3d.runtime.console import say
 from composer3d.runtime.environment import START_VARIABLE, STORE_VARIABLE
 from composer3d.runtime.lost_words import tells_lost_peer
 from composer3d.runtime.starter import Answer, Call
@@ -39,7 +40,7 @@ SHUTDOWN_S = 120.0
 REPORT_S = 10.0
 
 # The signals that the ranks of a job get as well.
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 # A second Ctrl-C ends the ranks at once if it arrives more than this many seconds after the first
 # signal.
@@ -327,9 +328,10 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
     """Run ``task(**arguments)`` on every rank of a job on this machine.
 
     The environment of a rank has the variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE and GROUP_RANK. SIGINT, SIGTERM and SIGUSR1 are forwarded to the ranks, which
-    then have ``SHUTDOWN_S`` to finish their step and save. If a rank fails, the others get a short
-    time (``_patience_s``) to report a better reason or to end by themselves. Then they are killed.
+    LOCAL_WORLD_SIZE and GROUP_RANK. SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks,
+    which then have ``SHUTDOWN_S`` to finish their step and save. If a rank fails, the others get a
+    short time (``_patience_s``) to report a better reason or to end by themselves. Then they are
+    killed.
 
     Must be called from the main thread, because it installs signal handlers.
 
@@ -443,7 +445,7 @@ def _job_result(
     )
 
     if tracebacks:
-        print(tracebacks[0], file=sys.stderr)
+        say(tracebacks[:1])
         status = 1
     elif was_stopped and not has_other_failure:
         status = 128 + stop_signal
@@ -503,9 +505,16 @@ class _StopRequest:
 
 @contextmanager
 def _forward_signals() -> Iterator[_StopRequest]:
-    """Forward SIGINT, SIGTERM and SIGUSR1 to the ``workers`` of the yielded request."""
+    """Forward the signals of ``_FORWARDED`` to the ``workers`` of the yielded request.
+
+    After ``nohup``, SIGHUP stays ignored.
+    """
     stop = _StopRequest()
-    previous_handlers = {number: signal.signal(number, stop.receive) for number in _FORWARDED}
+    previous_handlers = {
+        number: signal.signal(number, stop.receive)
+        for number in _FORWARDED
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield stop
     finally:

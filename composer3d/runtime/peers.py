@@ -157,7 +157,8 @@ class PeerWatch:
     def explain(self, error: BaseException, *, advice: str) -> LostPeersError:
         """Raise the alarm after a collective raised ``error``, and find the missing ranks.
 
-        From then on, this process ignores SIGTERM, SIGINT and SIGUSR1, and does not answer alarms.
+        From then on, this process ignores SIGTERM, SIGINT, SIGUSR1 and SIGHUP, and does not answer
+        alarms.
 
         Returns:
             On one rank, an error with one line. It names the ranks that are missing or hang, and
@@ -167,7 +168,7 @@ class PeerWatch:
         """
         # torchrun sends SIGTERM to the remaining ranks, and kills them some time later. The SIGTERM
         # must not end the search.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
 
         self._is_over.set()

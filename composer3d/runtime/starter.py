@@ -32,7 +32,7 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
-from composer3d.runtime import collector
+from composer3d.runtime import collector, console
 from composer3d.runtime.environment import STORE_VARIABLE
 from composer3d.spec.errors import UserError
 
@@ -172,6 +172,7 @@ def serve(control: int, preload: str) -> None:
         control: the descriptor of the socket to the owner.
         preload: the module to import before the first fork.
     """
+    console.steady_errors()
     # After `nohup`, the forked processes ignore SIGHUP as well.
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
