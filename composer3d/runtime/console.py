@@ -73,8 +73,8 @@ def output_error() -> OSError | None:
     """Return why something could not be written to a steady ``sys.stdout``, or None."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    return raw.error if isinstance(raw, _Steady) else None
+    steady = _steady_part(sys.stdout)
+    return None if steady is None else steady.error
 
 
 def say(lines: Iterable[str]) -> None:
@@ -85,7 +85,7 @@ def say(lines: Iterable[str]) -> None:
 
 def _steady(stream: TextIO) -> TextIO:
     # A test, or a program that calls this package, may have put a stream of its own there.
-    if type(stream) is not io.TextIOWrapper or isinstance(stream.buffer.raw, _Steady):
+    if type(stream) is not io.TextIOWrapper or _steady_part(stream) is not None:
         return stream
     with suppress(OSError, ValueError):
         stream.flush()
@@ -94,4 +94,12 @@ def _steady(stream: TextIO) -> TextIO:
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering or stream is sys.__stderr__,
+        write_through=stream.write_through,
     )
+
+
+def _steady_part(stream: TextIO) -> _Steady | None:
+    """Return what ``_steady`` has put below a stream, or None."""
+    # With PYTHONUNBUFFERED, the buffer of a usual stream has no ``raw``.
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    return raw if isinstance(raw, _Steady) else None

@@ -74,6 +74,7 @@ def test_the_missing_rank_is_named_once(pool: Pool, event: str, start: str) -> N
 def hang_while_groups_are_formed(folder: Path, place: str) -> None:
     """A task: rank 1 hangs at ``place``. The others write what they are told, and how late."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    begin_s = time.monotonic()
 
     def hang_after(owner: Any, name: str) -> None:
         function = getattr(owner, name)
@@ -88,7 +89,6 @@ def hang_while_groups_are_formed(folder: Path, place: str) -> None:
 
         setattr(owner, name, run)
 
-    begin_s = time.monotonic()
     store: Any = open_store(timeout_s=TIMEOUT_S)
     watch = peers.explain_lost_peers(
         store.clone(),
