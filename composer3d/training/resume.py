@@ -59,6 +59,11 @@ def resume(
         return 0
     if found is None:
         log.get().info(f"no checkpoint in {store.folder}: starting from the beginning")
+        if stages.mesh.rank == 0 and environment.restart_count():
+            log.get().warning(
+                "torchrun has started the ranks again, but there is no checkpoint: if there was "
+                f"one, {store.folder} was removed or renamed"
+            )
         return None
     path, manifest = found
     _require_same_model(path, manifest, recipe)
