@@ -1,6 +1,7 @@
 """Variables of a launcher are refused in one line each, before anything waits."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -237,3 +238,12 @@ def test_a_store_that_nobody_opens_is_named_within_the_time_out(case: str) -> No
     assert reasons[case] in out
     # No frames of C++.
     assert (job.returncode, err) == (2, "")
+
+
+def test_the_variables_of_ranks_are_read_in_one_place() -> None:
+    read = re.compile(
+        r"""environ(\.get\(|\[)["']((LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|GROUP_\w+|MASTER_)"""
+    )
+    package = Path(environment.__file__).parents[1]
+    found = {path.name for path in package.rglob("*.py") if read.search(path.read_text())}
+    assert found == {"environment.py"}

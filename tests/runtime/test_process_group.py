@@ -1,6 +1,7 @@
 """The process group of a job: rounds of torchrun's store, time-outs, and errors on all ranks."""
 
 import os
+import re
 import socket
 import threading
 import time
@@ -255,6 +256,26 @@ def test_the_ranks_of_a_group_connect_when_it_is_formed(pool: Pool, all_pairs: b
         # Those at distances of 1, 2 and 4 on both sides, and rank 0.
         expected = 7 if all_pairs or rank == 0 else len({1, 7, 2, 6, 4, rank})
         assert (grouped - formed, used - grouped) == (expected, 0)
+
+
+def test_groups_are_formed_only_by_functions_that_connect_them() -> None:
+    """A group that is formed elsewhere would wait five time-outs for a rank that hangs."""
+    makers = re.compile(
+        r"\b(new_group|new_subgroups\w*|split_group|init_device_mesh|(un)?flatten_mesh)\("
+    )
+    package = Path(process_group.__file__).parents[1]
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if makers.search(line) and not line.lstrip().startswith(("#", "def "))
+    }
+    assert found == {"runtime/mesh.py", "runtime/process_group.py"}
+    # In the mesh, all of them are in a call of ``form_mesh``.
+    text = (package / "runtime/mesh.py").read_text()
+    calls = re.findall(r"(form_mesh\(\s*lambda: )?\b(init_device|flatten|unflatten)_mesh\(", text)
+    assert len(calls) == 4
+    assert all(is_formed for is_formed, _ in calls)
 
 
 def exchange_objects() -> list[object]:
