@@ -84,8 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
-        # A broken pipe must show here, where it is caught, and not when Python exits.
-        print(end="", flush=True)
+        # A broken pipe must show here, where it is caught, and not when Python exits. No ``print``:
+        # an unbuffered Python would write nothing, which a full disk refuses.
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
