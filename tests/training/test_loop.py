@@ -31,7 +31,7 @@ from tests.training.jobs import (
 @pytest.mark.parametrize(
     ("mesh", "number"),
     [(SINGLE, signal.SIGTERM), (DATA, signal.SIGUSR1), (DATA, signal.SIGHUP)],
-    ids=["single, SIGTERM", "dp, SIGUSR1"],
+    ids=["single, SIGTERM", "dp, SIGUSR1", "dp, SIGHUP"],
 )
 def test_signal_ends_the_step_saves_and_resumes(
     folder: Path, mesh: str, number: signal.Signals
