@@ -173,16 +173,15 @@ def test_a_signal_of_one_rank_ends_all_as_soon_as_the_state_is_saved(
 
 @pytest.mark.parametrize("moment", ["save", "validation"])
 def test_a_last_validation_that_was_cut_off_is_done_by_the_next_start(
-    pool: Pool, folder: Path, moment: Moment
+    pool: Pool, folder: Path, moment: Moment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sets = ["checkpoint.every=8", "validation.every=8"]
+    monkeypatch.chdir(folder)
+    sets = ["checkpoint.every=8", "validation.every=8", "validation.path=corpus.txt"]
     evaluated = 2 if moment == "validation" else 0
     stopped = end_by_a_signal(pool, folder, moment, sets)
     assert stopped == [Stopped(signal.SIGTERM, 8, evaluated)] * 2
     metrics = folder / "runs/small/metrics.jsonl"
-    recipe = load(
-        folder / "recipe.toml", ["run.steps=8", f"run.out_dir={folder}/runs", *sets], world_size=2
-    ).recipe
+    recipe = load("recipe.toml", ["run.steps=8", "data.micro_batch=4", *sets], world_size=2).recipe
     assert "validation_loss" not in metrics.read_text()
     assert step_of_finished_run(recipe) is None
 
