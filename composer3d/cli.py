@@ -22,13 +22,17 @@ import composer3d
 from composer3d.commands.completion import SHELLS
 from composer3d.commands.parser import Parser, TopParser, did_you_mean
 from composer3d.recipe.values import one_line
+from composer3d.runtime import console, environment
 from composer3d.spec.bounds import is_utf8
-from composer3d.spec.errors import RecipeError, UserError
+from composer3d.spec.errors import LaunchError, RecipeError, UserError
 from composer3d.spec.ranges import MOST_VOCAB
 
 # Exit statuses: 128 plus the number of the signal, SIGINT or SIGPIPE.
 INTERRUPTED = 130
 NO_READER = 141
+
+# The commands that may be a rank of a job, or start the ranks of one.
+_RANK_COMMANDS = frozenset({"doctor", "eval", "generate", "train", "verify"})
 
 _LEAST_VOCAB = 257
 _MOST_DIGITS = 18  # of a number on the command line
@@ -42,6 +46,8 @@ def enter() -> int:
     is aborted (https://github.com/pytorch/pytorch/pull/179291). So a process that has had groups
     ends without ending the interpreter, after all else that is done at the exit.
     """
+    console.open_closed_descriptors()
+    console.steady_errors()
     statuses = [1]  # of an error that ``main`` does not catch
 
     def leave() -> None:
@@ -79,8 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
-        # A broken pipe must show here, where it is caught, and not when Python exits.
-        print(end="", flush=True)
+        # A broken pipe must show here, where it is caught, and not when Python exits. No ``print``:
+        # an unbuffered Python would write nothing, which a full disk refuses.
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -102,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    errors = sys.stderr if os.environ.get("RANK", "0") == "0" else io.StringIO()
+    errors = sys.stderr if environment.reports_usage() else io.StringIO()
     try:
         _check_sets(argv)
         with contextlib.redirect_stderr(errors):
@@ -116,6 +124,8 @@ def _run(argv: Sequence[str]) -> int:
     command = arguments.pop("command")
     try:
         _check_texts(arguments)
+        if command in _RANK_COMMANDS:
+            environment.check()
         if arguments.get("recipe") is not None:
             arguments["recipe"] = _find_recipe(arguments["recipe"])
         module: Any = import_module(f"composer3d.commands.{command}")
@@ -127,6 +137,9 @@ def _run(argv: Sequence[str]) -> int:
             if command == "verify":  # the keys of a verdict on a refused layout
                 answer = {"passed": False, "refused": True, "error": " | ".join(error.lines)}
             print(json.dumps(answer))
+        if isinstance(error, LaunchError):
+            # Another rank need not have this problem, and this one may not know its number.
+            errors = sys.stderr
         print(*error.lines, sep="\n", file=errors)
         return error.status
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -98,7 +97,7 @@ class Store:
         self.loaded: Path | None = None
         self._keep = keep
         self._background = background
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = distributed.form_group(backend="gloo", timeout_s=timeout_s)
 
         # A new thread does not inherit the current GPU.
         select_gpu = None

@@ -10,7 +10,7 @@ from composer3d.commands import job
 from composer3d.doctor.report import Report, as_json_of, text_of
 from composer3d.doctor.row import row_of, toml_of
 from composer3d.recipe.resolve import Resolved, load
-from composer3d.runtime import launch
+from composer3d.runtime import environment, launch
 from composer3d.spec.errors import UserError
 from composer3d.spec.hardware import read_row
 
@@ -37,12 +37,12 @@ def run(*, recipe: str, sets: Sequence[str], write: str | None, as_json: bool) -
     """
     if write is not None and os.path.lexists(write):
         raise UserError(f"--write {write}: the file exists; name another one")
-    if write is not None and os.environ.get("RANK", "0") == "0":
+    if write is not None and environment.rank() == 0:
         # Before the minutes of measuring. Rank 0 alone writes the file.
         folder = os.path.dirname(write) or "."
         if not os.path.isdir(folder):
             raise UserError(f"--write {write}: there is no folder {folder}; make it first")
-    if "RANK" in os.environ:
+    if environment.is_rank():
         return examine_rank(recipe, sets, write, as_json)
     resolved = load(recipe, sets, check_files=False, may_import=True)
     resolved, processes = job.count_processes(resolved, partial(_load, recipe, sets))

@@ -1,7 +1,6 @@
 """``composer3d eval``: the loss of a checkpoint on token files, in one process or on any layout."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from composer3d.commands import job
 from composer3d.recipe.draft import Document, Draft
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.schema import AXES, Recipe
-from composer3d.runtime import launch
+from composer3d.runtime import environment, launch
 from composer3d.spec.errors import UserError
 
 _TIMEOUT_S = 600.0
@@ -67,13 +66,13 @@ def run(
     windows = Windows(seq_len=seq_len or usual.seq_len, packing=chosen)
     notes = check_data(checkpoint, data, windows)
     for note in (*checkpoint.source.notes, *notes):
-        if os.environ.get("RANK", "0") == "0":
+        if environment.rank() == 0:
             print(note, file=sys.stderr)
     dtype = dtype or checkpoint.dtype
     tables: dict[str, dict[str, Any]] = {
         "run": {"device": device},
         # All processes of torchrun, unless --set says otherwise.
-        "mesh": {"dp_shard": -1 if "RANK" in os.environ else 1},
+        "mesh": {"dp_shard": -1 if environment.is_rank() else 1},
         "parallel": {"schedule": "GPipe"},
         "precision": {
             "params": "float64" if dtype == "float64" else "float32",
@@ -95,8 +94,8 @@ def run(
     def resolve(world_size: int | None = None) -> Resolved:
         return load_document(document, sets, world_size=world_size)
 
-    if "RANK" in os.environ:
-        resolve(int(os.environ.get("WORLD_SIZE", "1")))
+    if environment.is_rank():
+        resolve(environment.world_size())
         return evaluate_rank(**arguments)
     resolved, processes = job.count_processes(resolve(), resolve)
     if processes == 1:
@@ -115,7 +114,7 @@ def _global_batch(document: Document, sets: Sequence[str], batch: int) -> int:
     draft.read(sets)
     sizes = {axis: draft.values["mesh"].get(axis, 1) for axis in AXES}
     if sizes["dp_shard"] == -1:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = environment.world_size()
         others = prod(size for axis, size in sizes.items() if axis != "dp_shard")
         sizes["dp_shard"] = world_size // others if others > 0 else 1
     micro_batches = _MICRO_BATCHES_PER_STAGE * sizes["pp"] if sizes["pp"] > 1 else 1

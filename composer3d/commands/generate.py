@@ -15,7 +15,7 @@ from composer3d.generate.prompts import Prompt, read_prompts
 from composer3d.recipe.draft import Document
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.values import one_line
-from composer3d.runtime import launch
+from composer3d.runtime import environment, launch
 from composer3d.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run(
         UserError: the checkpoint, the tokenizer, a prompt or the layout cannot be used.
     """
     read = read_prompts(prompt, prompts)
-    if out is not None and os.path.lexists(out) and os.environ.get("RANK", "0") == "0":
+    if out is not None and os.path.lexists(out) and environment.rank() == 0:
         raise UserError(f"--out {one_line(out)}: the file exists; name another one")
 
     # Imported here because these modules import torch.
@@ -92,9 +92,8 @@ def run(
         tokenizer=tokenizer,
         adds_special_tokens=not no_special_tokens,
     )
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if "RANK" in os.environ or (tp or 1) > 1:
-        return _run_ranks(request, tp or world_size, device, out=out, as_json=as_json)
+    if environment.is_rank() or (tp or 1) > 1:
+        return _run_ranks(request, tp or environment.world_size(), device, out=out, as_json=as_json)
 
     with open_session(request) as session, _Report(session, out, as_json) as report:
         chosen: Any = device
@@ -125,9 +124,9 @@ def _run_ranks(request: "Request", tp: int, device: str, *, out: str | None, as_
         "out": out,
         "as_json": as_json,
     }
-    world_size = int(os.environ.get("WORLD_SIZE", tp))
+    world_size = environment.world_size() if environment.is_rank() else tp
     resolved = load_document(document, world_size=world_size)
-    if "RANK" in os.environ:
+    if environment.is_rank():
         return generate_rank(**arguments)
     if device == "cpu" or not count_gpus():
         job.require_cores(resolved)

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import MeshTable, Recipe
-from composer3d.runtime import launch, log
+from composer3d.runtime import environment, launch, log
+from composer3d.runtime.console import output_error, say, steady_output
 from composer3d.runtime.ranks import describe_rank, identity
-from composer3d.runtime.starter import STORE_VARIABLE, die_with_parent
+from composer3d.runtime.starter import die_with_parent
 from composer3d.spec.errors import (
     DeviceError,
+    LaunchError,
     LostPeersError,
     RankDataError,
     RecipeError,
@@ -121,16 +123,20 @@ def run_rank(
     Returns:
         The exit status of this rank.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and STORE_VARIABLE not in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ and not environment.has_launcher():
         # The parent is torchrun's agent. If it is killed, nothing else ends this rank.
         die_with_parent(os.getppid())
-    rank = int(os.environ.get("RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = environment.rank(), environment.world_size()
     with suppress(OSError):
         # The name that top and ps show, on Linux.
         Path("/proc/self/comm").write_text(f"c3d rank {rank}")
     try:
-        return function(resolve(world_size), rank)
+        # Before the groups are gone, a rank that could not print would be a lost peer of others.
+        steady_output()
+        status = function(resolve(world_size), rank)
+        if report is not None:
+            _require_output()
+        return status
     except UserError as error:
         if report is not None and rank == 0 and error.lines:
             report(error)
@@ -138,21 +144,31 @@ def run_rank(
             # A LostPeersError names its rank itself.
             prefix = f"rank {rank}: " if rank and not isinstance(error, LostPeersError) else ""
             lines = [prefix + line for line in error.lines]
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
             log.keep(lines)
-        if isinstance(error, LostPeersError) and STORE_VARIABLE in os.environ:
+            say(lines)
+        if isinstance(error, LostPeersError) and environment.has_launcher():
             # The launcher of this machine may start all ranks again.
             return launch.LOST_PEERS
         return error.status
+
+
+def _require_output() -> None:
+    """Raise UserError if a result could not be printed. A reader that has gone wants no result."""
+    error = output_error()
+    if error is not None and not isinstance(error, BrokenPipeError):
+        raise UserError(
+            f"standard output cannot be written ({error.strerror}); free space where it goes, or "
+            "send it elsewhere"
+        )
 
 
 def print_lost_ranks(result: launch.JobResult, mesh: MeshTable) -> None:
     """Name, on standard error, the ranks that died, were killed, or left the others."""
     for rank in [*result.died, *result.stuck]:
         name = describe_rank(rank, mesh)
-        print(f"{name} died, or was killed because it hung", file=sys.stderr)
+        say([f"{name} died, or was killed because it hung"])
     for rank in result.left:
-        print(f"{describe_rank(rank, mesh)} ended before the others", file=sys.stderr)
+        say([f"{describe_rank(rank, mesh)} ended before the others"])
 
 
 def _must_report(error: UserError, rank: int) -> bool:
@@ -168,7 +184,7 @@ def _must_report(error: UserError, rank: int) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
         return False
-    return isinstance(error, DeviceError) or os.environ.get("LOCAL_RANK", "0") == "0"
+    return isinstance(error, DeviceError | LaunchError) or environment.local_rank() == 0
 
 
 class World(NamedTuple):
@@ -214,8 +230,9 @@ def join(
     from composer3d.runtime.torch_private import dump_nccl_trace
 
     recipe = resolved.recipe
-    if recipe.world_size > 1 or "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    threads = environment.threads()
+    if recipe.world_size > 1 or threads is not None:
+        torch.set_num_threads(threads or 1)
     device = process_group.pick_device(recipe.run.device)
     settings = None
     if device.type == "cpu":
@@ -225,9 +242,8 @@ def join(
 
     name = identity(rank, recipe.mesh, device.type)
     log.setup(name, main=rank == 0)
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts != "0" and STORE_VARIABLE not in os.environ:
-        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    restarts, most = environment.restart_count(), environment.most_restarts()
+    if restarts and not environment.has_launcher():
         log.get().info(f"restarted by torchrun, {restarts} of at most {most}")
     if _cannot_replace_nodes():
         log.get().info(
@@ -243,7 +259,7 @@ def join(
 
     keeps_traces = write_trace is not None and device.type == "cuda"
     with suppress(ValueError):
-        started_s = float(os.environ.get(launch.START_VARIABLE, "none"))
+        started_s = float(os.environ.get(environment.START_VARIABLE, "none"))
         log.add_phase("processes", max(0.0, time.time() - started_s))
     try:
         with ExitStack() as joined:
@@ -254,7 +270,7 @@ def join(
                     # ``clone``.
                     cast(Any, store).clone(),
                     rank=rank,
-                    size=int(os.environ.get("WORLD_SIZE", "1")),
+                    size=environment.world_size(),
                     describe=lambda peer: describe_rank(peer, recipe.mesh),
                     advice=advice,
                     write_report=write_report,
@@ -263,9 +279,9 @@ def join(
                         if process_group.rank_0_holds_store()
                         else "the agent of its node"
                     ),
-                    is_first_of_node=os.environ.get("LOCAL_RANK", "0") == "0",
+                    is_first_of_node=environment.local_rank() == 0,
                     write_trace=keep_trace if keeps_traces else None,
-                    has_launcher=STORE_VARIABLE in os.environ,
+                    has_launcher=environment.has_launcher(),
                 )
                 joined.enter_context(peer_watch)
                 joined.enter_context(process_group.world(device, timeout_s=timeout_s, store=store))
@@ -285,7 +301,7 @@ def _cannot_replace_nodes() -> bool:
     60 s. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, each round has a store of its own.
     """
     return (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-        and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+        environment.uses_store_of_agent()
+        and environment.nodes() > 1
+        and environment.most_restarts() > 0
     )

@@ -5,18 +5,17 @@ import the modules that need torch when they need them, so that the starter of t
 to import torch first.
 """
 
-import os
 import re
 import signal
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import job
@@ -25,10 +24,13 @@ from composer3d.recipe.changes import changes
 from composer3d.recipe.machine import tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
-from composer3d.runtime import collector, launch, log
+from composer3d.reliability.lock import describe_loss
+from composer3d.runtime import collector, environment, launch, log
+from composer3d.runtime.console import say
 from composer3d.runtime.files import write_atomic
 from composer3d.runtime.ranks import describe_rank
 from composer3d.spec.errors import RecipeError, UserError
+from composer3d.training.owed import METRICS, owes_validation
 
 if TYPE_CHECKING:
     from composer3d.training.metrics import Metrics
@@ -51,7 +53,7 @@ def run(recipe: str, sets: Sequence[str]) -> int:
         RecipeError: the recipe cannot be used, or needs too many processes for this machine.
         DeviceError: this machine has fewer GPUs than the recipe needs.
     """
-    if "RANK" in os.environ:
+    if environment.is_rank():
         return train_rank(recipe, sets)
 
     resolved = load(recipe, sets, may_import=True)
@@ -99,40 +101,57 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     log.setup("", main=True)
     log.get().info(f"starting {processes} ranks")
     most = recipe.reliability.restarts
-    arguments = {"recipe": path, "sets": tuple(sets)}
+    arguments: dict[str, Any] = {"recipe": path, "sets": tuple(sets)}
+    cleanup = ExitStack()
+    claimed = None
+    if most:
+        # The ranks tell here which folder they have, to start again only in the same one.
+        claimed = cleanup.enter_context(launch.temporary_folder("composer3d-train-")) / "claimed"
+        arguments["claimed"] = str(claimed)
     for restart in range(most + 1):
         earlier_reports = _lost_reports(recipe)
         result = launch.run_ranks(train_rank, arguments, processes=processes)
         reports = _lost_reports(recipe) - earlier_reports
         lines = describe_failures(result, recipe, next(iter(reports), None))
-        for line in lines:
-            print(line, file=sys.stderr)
+        is_over = not result.is_lost or restart == most
+        loss = None if is_over or claimed is None else describe_loss(claimed, run_folder(recipe))
+        if loss is not None:
+            lines.append(loss)
+        elif not is_over:
+            lines.append(f"starting all ranks again, {restart + 1} of at most {most} times")
+        # Before it is printed: nobody may read the output any more.
         _keep_in_log(recipe, [*result.traceback.splitlines(), *lines])
-        if not result.is_lost or restart == most:
+        say(lines)
+        if is_over or loss is not None:
             break
-        print(f"starting all ranks again, {restart + 1} of at most {most} times", file=sys.stderr)
         if newest_checkpoint(recipe) is not None:
             # The recipe may ask to begin anew, which was done.
             arguments["sets"] = (*sets, "checkpoint.resume=auto")
+    cleanup.close()
     return result.status
 
 
 def _keep_in_log(recipe: Recipe, lines: Sequence[str]) -> None:
     """Add lines to the log in the run's folder, if there is one: rank 0 may have died."""
-    path = Path(recipe.run.out_dir) / recipe.run.name / log.FILE
+    path = run_folder(recipe) / log.FILE
     if lines and path.is_file():
         log.setup("", main=True)
         log.keep_in(path, lambda: True)
         log.keep(lines)
 
 
+def run_folder(recipe: Recipe) -> Path:
+    """Return the folder of the run."""
+    return Path(recipe.run.out_dir) / recipe.run.name
+
+
 def step_of_finished_run(recipe: Recipe) -> int | None:
     """Return the step of the newest checkpoint if the run is finished, else None.
 
     This reads only the manifest and the sizes of the files, without torch. The result is also None
-    if ``checkpoint.resume`` is not "auto", if the checkpoint is damaged, or if the recipe has
-    changed the seed, the data or the model. Training then resumes as the recipe says, or reports
-    the error.
+    if ``checkpoint.resume`` is not "auto", if the checkpoint is damaged, if the last validation was
+    cut off, or if the recipe has changed the seed, the data or the model. Training then resumes as
+    the recipe says, or reports the error.
     """
     folder = checkpoint_folder(recipe)
     names = [path.name for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
@@ -158,6 +177,11 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     if any(manifest.model.get(key) != value for key, value in model.items()):
         return None
     if any(key == "run.seed" or key.startswith(("data.", "model.")) for key in changed_keys):
+        return None
+    metrics = run_folder(recipe) / METRICS
+    if manifest.step == recipe.run.steps and owes_validation(
+        metrics, recipe.validation, manifest.step
+    ):
         return None
     return manifest.step
 
@@ -243,7 +267,7 @@ def resume_advice(recipe: Recipe) -> str:
 def _write_report(recipe: Recipe, text: str) -> str | None:
     """Write the report of lost ranks into the run's folder, and return its path, or None."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    folder = Path(recipe.run.out_dir) / recipe.run.name
+    folder = run_folder(recipe)
     path = folder / f"lost-ranks-{now}.txt"
     try:
         # Two starts of a small model can fail in the same second.
@@ -260,7 +284,7 @@ def _write_report(recipe: Recipe, text: str) -> str | None:
 
 def _lost_reports(recipe: Recipe) -> set[Path]:
     """Return the reports of lost ranks in the run's folder."""
-    return set((Path(recipe.run.out_dir) / recipe.run.name).glob("lost-ranks-*.txt"))
+    return set(run_folder(recipe).glob("lost-ranks-*.txt"))
 
 
 def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | None:
@@ -268,7 +292,7 @@ def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | 
 
     The names are those that torch's ``torchfrtrace --prefix nccl-trace-TIME-rank- FOLDER`` reads.
     """
-    folder = Path(recipe.run.out_dir) / recipe.run.name
+    folder = run_folder(recipe)
     path = folder / f"nccl-trace-{moment}-rank-{rank}"
     try:
         write_atomic(path, trace)
@@ -279,7 +303,7 @@ def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | 
 
 def checkpoint_folder(recipe: Recipe) -> Path:
     """Return the folder of the run's checkpoints."""
-    return Path(recipe.run.out_dir) / recipe.run.name / "checkpoints"
+    return run_folder(recipe) / "checkpoints"
 
 
 def newest_checkpoint(recipe: Recipe) -> Path | None:
@@ -288,9 +312,15 @@ def newest_checkpoint(recipe: Recipe) -> Path | None:
     return max((path for path in whole if _STEP_FOLDER.fullmatch(path.name)), default=None)
 
 
-def train_rank(recipe: str, sets: Sequence[str]) -> int:
-    """Train as one rank of a job (``job.run_rank``), and return its exit status."""
-    return job.run_rank(_train, partial(_load, recipe, sets))
+def train_rank(recipe: str, sets: Sequence[str], claimed: str | None = None) -> int:
+    """Train as one rank of a job (``job.run_rank``), and return its exit status.
+
+    Args:
+        recipe: the recipe's file.
+        sets: overrides, each ``table.key=value``.
+        claimed: where rank 0 tells the launcher which folder it has claimed.
+    """
+    return job.run_rank(partial(_train, claimed=claimed), partial(_load, recipe, sets))
 
 
 def _load(recipe: str, sets: Sequence[str], world_size: int) -> Resolved:
@@ -312,7 +342,7 @@ def _describe(resolved: Resolved, metrics: "Metrics") -> None:
     drawings = {}
     # The layout of an architecture of a user's own needs its model: composer3d layout builds it.
     if is_ours(recipe.model.architecture):
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.world_size))
+        per_node = environment.local_world_size()
         style = Style(width=120, has_colours=False, has_unicode=True)
         layout = make_layout(recipe, per_node)
         texts["run/layout"] = layout_text.render(layout, style)
@@ -348,7 +378,7 @@ def _pipeline_drawing(recipe: Recipe) -> dict[str, str]:
     return {"run/pipeline": drawing}
 
 
-def _train(resolved: Resolved, rank: int) -> int:
+def _train(resolved: Resolved, rank: int, *, claimed: str | None) -> int:
     # Under torchrun, every rank imports torch.
     with collector.importing():
         from composer3d.training.build import build
@@ -368,7 +398,8 @@ def _train(resolved: Resolved, rank: int) -> int:
         write_trace=partial(_write_trace, recipe, rank),
     )
     with joined as world:
-        run = build(recipe, world.device, resolved.to_toml())
+        told = None if claimed is None else Path(claimed)
+        run = build(recipe, world.device, resolved.to_toml(), claimed=told)
         if rank == 0:
             _describe(resolved, run.metrics)
         signal_number = train(run)

@@ -1,7 +1,6 @@
 """``composer3d verify``: prove that layouts compute what one process computes."""
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from composer3d.commands import job
 from composer3d.recipe.draft import key_of_override, split_overrides
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.values import one_line
+from composer3d.runtime import environment
 from composer3d.runtime.launch import Pool, temporary_folder
 from composer3d.runtime.progress import Progress
 from composer3d.spec.errors import UserError
@@ -103,7 +103,7 @@ def _run_here(
     """Prove the recipe's mesh as one rank of this job. Rank 0 prints the verdict."""
     if layouts is not None:
         raise UserError("verify --here proves the recipe's own layout: leave out --layouts")
-    if "RANK" not in os.environ:
+    if not environment.is_rank():
         raise UserError(
             "verify --here is one rank of a job: start it as the training, with torchrun "
             f"--nproc-per-node N -m composer3d verify {one_line(recipe)} --here"

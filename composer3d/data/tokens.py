@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from composer3d.runtime import log
+from composer3d.runtime import environment, log
 from composer3d.runtime.files import sync, write_atomic
 from composer3d.runtime.launch import usable_cores
 from composer3d.spec import token_manifest
@@ -208,8 +208,8 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
     manifest.check_files()
 
     chunks = _chunks_of(manifest)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    rank = int(os.environ.get("LOCAL_RANK", "0")) % ranks
+    ranks = environment.local_world_size(default=1)
+    rank = environment.local_rank() % ranks
     own = chunks[rank::ranks]
     if len(own) > _MOST_CHUNKS:
         # Other ones at each start, and on each node. No global generator is used.

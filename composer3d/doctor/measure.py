@@ -16,7 +16,7 @@ from composer3d.runtime.exchanges import (
     call,
     output_of,
 )
-from composer3d.runtime.process_group import max_over_ranks
+from composer3d.runtime.process_group import form_group, max_over_ranks
 
 LATENCY_BYTES = 1 << 10  # of a message whose time is latency alone
 
@@ -129,7 +129,7 @@ def node_groups(rank: int, nodes: Sequence[int]) -> list[AxisGroup]:
         if min(map(len, all_ranks)) == 1 or sum(map(len, all_ranks)) < len(nodes):
             continue
         for ranks in all_ranks:
-            group = dist.new_group(ranks)
+            group = form_group(ranks)
             if rank in ranks:
                 found.append(AxisGroup(axis, ranks, group))
     return found

@@ -15,7 +15,7 @@ from composer3d.doctor.report import Disk, Report, make_report
 from composer3d.planner.memory import GIB
 from composer3d.planner.predict import sizes_of
 from composer3d.recipe.schema import Recipe
-from composer3d.runtime import process_group
+from composer3d.runtime import environment, process_group
 from composer3d.runtime.agreement import check_agreement, versions
 from composer3d.runtime.exchanges import all_collectives, check_exchanges, groups_of
 from composer3d.runtime.launch import usable_cores
@@ -99,7 +99,7 @@ def _number_nodes() -> list[int]:
 
     A node is an agent of torchrun on a host; without torchrun it is a host.
     """
-    own = (os.environ.get("GROUP_RANK", "0"), socket.gethostname())
+    own = (environment.node(), socket.gethostname())
     names = process_group.gather_objects(own)
     numbers = None
     if names is not None:

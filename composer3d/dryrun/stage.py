@@ -11,7 +11,6 @@ without data can have a value on the host beside it: that of a copy of a tensor 
 what is computed from such tensors.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -46,7 +45,7 @@ from composer3d.parallel.pipeline.runtime import place_stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.schema import CompileTable, Recipe
-from composer3d.runtime import collector
+from composer3d.runtime import collector, environment
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import (
     FAKE_TENSOR,
@@ -119,7 +118,7 @@ def describe_stages(recipe: Recipe) -> list[StageContent]:
 
 def tape_one_of(jobs: Sequence[tuple[Recipe, int]], skew: float) -> TapedStage:
     """Run the job of this worker: worker RANK has ``jobs[RANK]``, a recipe and a pipeline rank."""
-    recipe, pp_rank = jobs[int(os.environ["RANK"])]
+    recipe, pp_rank = jobs[environment.rank()]
     return tape_stage(recipe, pp_rank, skew)
 
 

@@ -6,6 +6,7 @@ says which job has the folder.
 """
 
 import fcntl
+import json
 import os
 import platform
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from composer3d.runtime import log
-from composer3d.runtime.files import open_own
+from composer3d.runtime.files import open_own, write_atomic
 from composer3d.spec.errors import TrainingError, UserError
 from composer3d.spec.files import read_plain
 
@@ -119,6 +120,12 @@ class Claim:
                 "start again, under another run.name if another job has it now"
             )
 
+    def tell(self, path: Path) -> None:
+        """Write into ``path`` which folder is claimed, for ``describe_loss``. Raises OSError."""
+        found = os.fstat(self._folder_descriptor)
+        told = {"folder": [found.st_dev, found.st_ino], "note": read_note(self.folder)}
+        write_atomic(path, json.dumps(told))
+
     def close(self) -> None:
         """Release the folder. A second call does nothing."""
         if self._folder_descriptor >= 0:
@@ -126,6 +133,31 @@ class Claim:
             self._folder_descriptor = -1
         if self._note is not None:
             self._note.close()
+
+
+def describe_loss(told: Path, folder: Path) -> str | None:
+    """Return a line if ``folder`` is no longer the one that ``Claim.tell`` wrote into ``told``.
+
+    None: it still is, or nothing was claimed. The number of a folder that is removed can be given
+    to a new one, so the note must be the same as well.
+    """
+    try:
+        content = json.loads(told.read_text())
+    except FileNotFoundError:
+        return None
+    problem = "was removed, renamed or replaced while this job ran"
+    try:
+        current = os.stat(folder)
+        if [current.st_dev, current.st_ino] == content["folder"]:
+            if read_note(folder) == content["note"]:
+                return None
+            problem = "was taken by another job, or its file lock was removed, while this job ran"
+    except OSError:
+        pass
+    return (
+        f"{folder} {problem}: the ranks are not started again, because they would begin anew; "
+        "put the folder back and start the same command, or start another run.name"
+    )
 
 
 def _lock_patiently(descriptor: int) -> None:

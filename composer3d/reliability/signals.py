@@ -1,4 +1,4 @@
-"""Let SIGTERM, SIGINT and SIGUSR1 end the training loop after the current step or the next."""
+"""Let a stop signal end the training loop after the current step or the next."""
 
 import signal
 import time
@@ -9,8 +9,8 @@ from typing import Any
 from composer3d.runtime import log
 
 # The signals that end the loop. If ranks get different ones, the first of these counts. Schedulers
-# announce the end of a job by SIGTERM or SIGUSR1.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# announce the end of a job by SIGTERM or SIGUSR1. A terminal that is closed sends SIGHUP.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # A terminal's Ctrl-C reaches a rank twice, directly and through the launcher. So a second Ctrl-C
 # counts only if it arrives more than this many seconds after the first signal.
@@ -32,11 +32,14 @@ class StopSignals:
     def catch(self) -> None:
         """Collect ``STOP_SIGNALS`` from now on. A second call does nothing.
 
+        After ``nohup``, SIGHUP stays ignored.
         Call it in the main thread, because no other thread can set handlers.
         """
         if not self._previous_handlers:
             self._previous_handlers = {
-                number: signal.signal(number, self._receive) for number in STOP_SIGNALS
+                number: signal.signal(number, self._receive)
+                for number in STOP_SIGNALS
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
             }
 
     def release(self) -> None:

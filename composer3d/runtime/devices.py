@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from composer3d.recipe.schema import Recipe
+from composer3d.runtime import environment
+from composer3d.runtime.meeting import wait_in_store
 from composer3d.runtime.torch_private import set_allocator
 from composer3d.spec.errors import DeviceError, RecipeError
 
@@ -108,11 +110,10 @@ def offload_threads(cores: int) -> int:
     Args:
         cores: the cores that this process may use. The LOCAL_WORLD_SIZE ranks of a node share them.
     """
-    chosen = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    if chosen > 1:
+    chosen = environment.threads()
+    if chosen is not None and chosen > 1:
         return chosen
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    return max(1, cores // local_ranks)
+    return max(1, cores // environment.local_world_size())
 
 
 class Gpu(NamedTuple):
@@ -151,9 +152,7 @@ def refuse_shared_gpus(store: dist.Store, gpu: Gpu, *, rank: int, size: int) -> 
     if first != rank:
         both = f"ranks {min(first, rank)} and {max(first, rank)}"
         store.set("composer3d/gpu/shared", f"{both} would share the GPU {gpu.uuid} of {gpu.host}")
-    if store.add("composer3d/gpu/ranks", 1) == size:
-        store.set("composer3d/gpu/all", "1")
-    store.wait(["composer3d/gpu/all"])
+    wait_in_store(store, "composer3d/gpu", size)
     if not store.check(["composer3d/gpu/shared"]):
         return
     if rank != 0:

@@ -10,7 +10,6 @@ This module does not import torch: the starter imports it while this process goe
 import atexit
 import os
 import pickle
-import re
 import signal
 import socket
 import subprocess
@@ -27,6 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composer3d.runtime import starter
+from composer3d.runtime.console import say
+from composer3d.runtime.environment import START_VARIABLE, STORE_VARIABLE
+from composer3d.runtime.lost_words import tells_lost_peer
 from composer3d.runtime.starter import Answer, Call
 from composer3d.spec.errors import UserError
 
@@ -38,7 +40,7 @@ SHUTDOWN_S = 120.0
 REPORT_S = 10.0
 
 # The signals that the ranks of a job get as well.
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 # A second Ctrl-C ends the ranks at once if it arrives more than this many seconds after the first
 # signal.
@@ -48,23 +50,14 @@ _INSIST_S = 5.0
 # does not import what the function's module imports.
 Task = Callable[..., Any] | str
 
-# The environment variable with the time (Unix) at which the ranks of a job were asked for.
-START_VARIABLE = "COMPOSER3D_START"
-
 # What a rank returns to ``run_ranks`` after a LostPeersError. The job's exit status is then 1.
 LOST_PEERS = 64
 
 # Importing this module runs all slow imports of a rank.
 _PRELOAD = "composer3d.training.loop"
 
-# Matches the failure of a rank that only lost its peers, in the words of gloo, NCCL, the stores and
-# ``_collect``.
-_LOST_PEER = re.compile(
-    "Connection (closed|reset) by peer|no answer after|Timed out waiting|Read timeout"
-)
-
-# What must stand beside these words in a traceback: other programs lose connections too.
-_COLLECTIVE = re.compile(r"gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORECASE)
+# The failure of a rank that was still running when ``_collect`` gave up.
+_NO_ANSWER = "no answer after"
 
 
 def usable_cores() -> int:
@@ -201,7 +194,7 @@ def _open_world(size: int) -> Iterator[_World]:
             os.close(store)
     else:
         with temporary_folder("composer3d-store-") as folder:
-            environment[starter.STORE_VARIABLE] = str(folder / "store")
+            environment[STORE_VARIABLE] = str(folder / "store")
             yield _World(environment, ())
 
 
@@ -335,9 +328,10 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
     """Run ``task(**arguments)`` on every rank of a job on this machine.
 
     The environment of a rank has the variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE and GROUP_RANK. SIGINT, SIGTERM and SIGUSR1 are forwarded to the ranks, which
-    then have ``SHUTDOWN_S`` to finish their step and save. If a rank fails, the others get a short
-    time (``_patience_s``) to report a better reason or to end by themselves. Then they are killed.
+    LOCAL_WORLD_SIZE and GROUP_RANK. SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks,
+    which then have ``SHUTDOWN_S`` to finish their step and save. If a rank fails, the others get a
+    short time (``_patience_s``) to report a better reason or to end by themselves. Then they are
+    killed.
 
     Must be called from the main thread, because it installs signal handlers.
 
@@ -451,7 +445,7 @@ def _job_result(
     )
 
     if tracebacks:
-        print(tracebacks[0], file=sys.stderr)
+        say(tracebacks[:1])
         status = 1
     elif was_stopped and not has_other_failure:
         status = 128 + stop_signal
@@ -475,7 +469,7 @@ def _has_only_lost_a_peer(text: str) -> bool:
     """Return whether a traceback ends with the failure of a collective that lost a connection."""
     # Notes may follow the line of the error.
     end = "\n".join(text.splitlines()[-3:])
-    return bool(_LOST_PEER.search(end) and _COLLECTIVE.search(end))
+    return tells_lost_peer(end)
 
 
 class _StopRequest:
@@ -511,9 +505,16 @@ class _StopRequest:
 
 @contextmanager
 def _forward_signals() -> Iterator[_StopRequest]:
-    """Forward SIGINT, SIGTERM and SIGUSR1 to the ``workers`` of the yielded request."""
+    """Forward the signals of ``_FORWARDED`` to the ``workers`` of the yielded request.
+
+    After ``nohup``, SIGHUP stays ignored.
+    """
     stop = _StopRequest()
-    previous_handlers = {number: signal.signal(number, stop.receive) for number in _FORWARDED}
+    previous_handlers = {
+        number: signal.signal(number, stop.receive)
+        for number in _FORWARDED
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield stop
     finally:
@@ -596,7 +597,7 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
         if not ready:
             timed_out = not failures
             for rank in waiting.values():
-                failures[rank] = f"no answer after {limit_s:.0f} s"
+                failures[rank] = f"{_NO_ANSWER} {limit_s:.0f} s"
             break
         for pipe in ready:
             rank = waiting.pop(pipe)
@@ -618,7 +619,8 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
         causes = {
             rank: failure
             for rank, failure in failures.items()
-            if isinstance(failure, UserError) or not _LOST_PEER.search(failure)
+            if isinstance(failure, UserError)
+            or not (failure.startswith(_NO_ANSWER) or _has_only_lost_a_peer(failure))
         }
         raise WorkerError(causes or failures, timed_out=timed_out)
     return [values[rank] for rank in sorted(values)]

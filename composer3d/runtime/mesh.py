@@ -5,6 +5,7 @@ A mesh is passed as an argument; there is no global one. Its axes, outermost to 
 most frequent and the hardest to overlap with computation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer3d.recipe.schema import AXES, MeshTable
+from composer3d.runtime.process_group import form_mesh
 from composer3d.runtime.ranks import coordinates, identity
 from composer3d.runtime.torch_private import flatten_mesh, unflatten_mesh
 from composer3d.spec.errors import MeshError
@@ -55,10 +57,12 @@ class Mesh:
                 f"{dist.get_world_size()}; start {sizes.world_size} processes, or change an axis "
                 "of [mesh]"
             )
-        device_mesh = init_device_mesh(
-            device.type,
-            (sizes.pp, sizes.dp_replicate, sizes.dp_shard * sizes.cp, sizes.tp),
-            mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+        device_mesh = form_mesh(
+            lambda: init_device_mesh(
+                device.type,
+                (sizes.pp, sizes.dp_replicate, sizes.dp_shard * sizes.cp, sizes.tp),
+                mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+            )
         )
         return cls(sizes=sizes, rank=dist.get_rank(), device=device, device_mesh=device_mesh)
 
@@ -108,16 +112,16 @@ class Mesh:
         The replicas are the ranks of dp_replicate, dp_shard and cp. FSDP replicates over the first
         dim, and "shards" over the second, which has one rank. Collective: it forms groups.
         """
-        flat = flatten_mesh(self.device_mesh["dp_replicate", "fsdp"], "replicas")
-        return unflatten_mesh(flat, (flat.size(), 1), ("replica", "whole"))
+        flat = _join(self.device_mesh["dp_replicate", "fsdp"], "replicas")
+        return _split(flat, (flat.size(), 1), ("replica", "whole"))
 
     def expert_replicas(self) -> DeviceMesh:
         """The ranks that hold the same experts if none of them shards: a mesh of (replicas, 1).
 
         Collective: it forms groups.
         """
-        flat = flatten_mesh(self.sparse["dp_replicate", "efsdp"], "expert_replicas")
-        return unflatten_mesh(flat, (flat.size(), 1), ("expert_replica", "whole_expert"))
+        flat = _join(self.sparse["dp_replicate", "efsdp"], "expert_replicas")
+        return _split(flat, (flat.size(), 1), ("expert_replica", "whole_expert"))
 
     @cached_property
     def cp_group(self) -> dist.ProcessGroup | None:
@@ -128,7 +132,7 @@ class Mesh:
         if self.sizes.cp == 1:
             return None
         sizes = (self.sizes.dp_shard, self.sizes.cp)
-        return unflatten_mesh(self.device_mesh["fsdp"], sizes, ("dp_shard", "cp"))["cp"].get_group()
+        return _split(self.device_mesh["fsdp"], sizes, ("dp_shard", "cp"))["cp"].get_group()
 
     @cached_property
     def sparse(self) -> DeviceMesh:
@@ -146,10 +150,12 @@ class Mesh:
             raise MeshError(
                 f"mesh.ep = {sizes.ep} must divide the {ranks} ranks of dp_shard x cp x tp"
             )
-        return init_device_mesh(
-            self.device.type,
-            (sizes.pp, sizes.dp_replicate, sizes.efsdp, sizes.ep),
-            mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+        return form_mesh(
+            lambda: init_device_mesh(
+                self.device.type,
+                (sizes.pp, sizes.dp_replicate, sizes.efsdp, sizes.ep),
+                mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+            )
         )
 
     @cached_property
@@ -161,8 +167,8 @@ class Mesh:
         sizes = self.sizes
         if sizes.cp * sizes.tp == 1:
             return None
-        flat = flatten_mesh(self.device_mesh["fsdp", "tp"], "batch_and_sequence")
-        split = unflatten_mesh(flat, (sizes.dp_shard, sizes.cp * sizes.tp), ("batch", "sequence"))
+        flat = _join(self.device_mesh["fsdp", "tp"], "batch_and_sequence")
+        split = _split(flat, (sizes.dp_shard, sizes.cp * sizes.tp), ("batch", "sequence"))
         return split["sequence"].get_group()
 
     def groups(self, *, has_experts: bool) -> dict[str, dist.ProcessGroup]:
@@ -216,3 +222,13 @@ class Mesh:
             return value.detach().to(torch.float64)
         # ``torch.tensor`` would copy the number from the host.
         return torch.full((), value, dtype=torch.float64, device=self.device)
+
+
+def _join(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Join all dims of ``mesh`` into one dim called ``name``. Collective over all ranks."""
+    return form_mesh(lambda: flatten_mesh(mesh, name))
+
+
+def _split(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Split the only dim of ``mesh``, as ``unflatten_mesh``. Collective over all ranks."""
+    return form_mesh(lambda: unflatten_mesh(mesh, sizes, names))

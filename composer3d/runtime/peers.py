@@ -13,7 +13,6 @@ On GPUs, each of these ranks also keeps what torch's flight recorder knows of it
 
 import json
 import os
-import re
 import signal
 import threading
 import time
@@ -26,21 +25,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from composer3d.runtime.lost_words import tells_lost_connection, tells_lost_peer
 from composer3d.runtime.situation import Situation, parse, situation_of, situation_of_error
 from composer3d.spec.errors import LostPeersError, UserError
 
 GRACE_S = 5.0  # how long a running rank may take to answer an alarm
-
-_LOST_CONNECTION = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|is closed)|"
-    r"timed out|time-?out|connectFullMesh|failed to (connect|recv|send)|unexpected (eof|close)|"
-    r"remote process|not reach|ncclRemoteError",
-    re.IGNORECASE,
-)
-
-# The error of a kernel or a compiler can mention a time-out too. These words identify the error of
-# a collective.
-_COLLECTIVE = re.compile("gloo|nccl|c10d|(tcp|file|hash|prefix)store", re.IGNORECASE)
 
 # An error names at most this many ranks.
 _NAMED_RANKS = 8
@@ -73,9 +62,12 @@ def is_lost_peer(error: BaseException) -> bool:
     """
     current: BaseException | None = error
     while current is not None:
+        if isinstance(current, dist.DistNetworkError | dist.DistStoreError):
+            return True
         text = str(current)
-        is_collective = isinstance(current, dist.DistError) or _COLLECTIVE.search(text)
-        if isinstance(current, RuntimeError) and is_collective and _LOST_CONNECTION.search(text):
+        if isinstance(current, dist.DistError) and tells_lost_connection(text):
+            return True
+        if isinstance(current, RuntimeError) and tells_lost_peer(text):
             return True
         current = current.__cause__ or current.__context__
     return False
@@ -165,7 +157,8 @@ class PeerWatch:
     def explain(self, error: BaseException, *, advice: str) -> LostPeersError:
         """Raise the alarm after a collective raised ``error``, and find the missing ranks.
 
-        From then on, this process ignores SIGTERM, SIGINT and SIGUSR1, and does not answer alarms.
+        From then on, this process ignores SIGTERM, SIGINT, SIGUSR1 and SIGHUP, and does not answer
+        alarms.
 
         Returns:
             On one rank, an error with one line. It names the ranks that are missing or hang, and
@@ -175,7 +168,7 @@ class PeerWatch:
         """
         # torchrun sends SIGTERM to the remaining ranks, and kills them some time later. The SIGTERM
         # must not end the search.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
 
         self._is_over.set()

@@ -4,7 +4,9 @@ import ctypes
 import hashlib
 import os
 import pickle
+import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +16,11 @@ from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from composer3d.runtime import devices
-from composer3d.runtime.starter import STORE_VARIABLE
+from composer3d.runtime import devices, environment
+from composer3d.runtime.environment import STORE_VARIABLE
+from composer3d.runtime.meeting import wait_for_host, wait_in_store
 from composer3d.runtime.torch_private import default_timeout
 from composer3d.spec.errors import DeviceError, MeshError, UserError
 
@@ -26,6 +30,9 @@ T = TypeVar("T")
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _NEVER = 2**31 - 1
+
+# Seconds for which rank 0 keeps the store after it is clear that the ranks do not fit together.
+_GOODBYE_S = 2.0
 
 # Of a value that ranks compare: two halves, each of which fits into an int64 with its sign.
 _DIGEST_BYTES = 14
@@ -43,6 +50,9 @@ _host_group: dist.ProcessGroup | None = None
 
 # Whether ``world`` has formed groups in this process.
 _has_had_groups = False
+
+# A group of gloo with at most this many ranks connects all of its pairs when it is formed.
+_MOST_RANKS_ALL_PAIRS = 64
 
 
 def count_gpus() -> int:
@@ -65,9 +75,8 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
             job of several nodes, where the other nodes might choose differently.
     """
     gpus = count_gpus()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if name == "auto" and gpus == 0 and world_size > local_world_size:
+    has_other_nodes = environment.world_size() > environment.local_world_size()
+    if name == "auto" and gpus == 0 and has_other_nodes:
         raise DeviceError(
             'run.device = "auto" found no GPU on this node, but other nodes may have GPUs; '
             'set run.device = "cuda" or "cpu" in a job of several nodes'
@@ -75,7 +84,7 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     if name == "cpu" or (name == "auto" and gpus == 0):
         return torch.device("cpu")
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = environment.local_rank()
     if gpus == 1:
         return torch.device("cuda", 0)
     if local_rank >= gpus:
@@ -112,33 +121,78 @@ def open_store(*, timeout_s: float = 600.0) -> dist.Store:
     Raises:
         MeshError: under torchrun, ranks or the store are missing after ``timeout_s``.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = environment.rank(), environment.world_size()
     timeout = timedelta(seconds=timeout_s)
 
-    if STORE_VARIABLE in os.environ:
+    if environment.has_launcher():
         file_store = dist.FileStore(os.environ[STORE_VARIABLE], size)
         file_store.set_timeout(timeout)
         return file_store
 
-    # This process is alone. The image of a cluster may nevertheless set one of the two variables.
-    if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
+    address = environment.store_address()
+    if address is None:  # this process is alone
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
         return dist.HashStore()
 
+    deadline_s = time.monotonic() + timeout_s
+    is_host = rank == 0 and not environment.uses_store_of_agent()
+    shown = f"{address[0]}:{address[1]}"
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-        prefix = agree_on_round(store, rank, size, timeout_s=timeout_s)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        wait_for_host(*address, is_host=is_host, deadline_s=deadline_s)
+        store = _connect_to_store(*address, is_host=is_host, size=size, timeout=timeout)
+        left_s = max(0.0, deadline_s - time.monotonic())
+        prefix = agree_on_round(store, rank, size, timeout_s=left_s)
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        if "EADDRINUSE" in reason:
+            raise MeshError(
+                f"rank 0 cannot open the job's store at {shown}: the port is in use, by another "
+                "job or by a second process with RANK = 0; set another MASTER_PORT, and give each "
+                "process a RANK of its own"
+            ) from error
         raise MeshError(
-            f"rank {rank} did not meet all {size} ranks within {timeout_s:.0f} s at {address}, the "
-            f"job's store: {str(error).splitlines()[0]}; start the job on all of its nodes, and "
-            "see that they can reach that address"
+            f"rank {rank} did not meet all {size} ranks within {timeout_s:g} s at {shown}, the "
+            f"job's store (MASTER_ADDR, MASTER_PORT): {reason}; start the job on all of its nodes, "
+            "and see that they can reach that address"
         ) from error
     return dist.PrefixStore(prefix, store)
+
+
+def _connect_to_store(
+    host: str, port: int, *, is_host: bool, size: int, timeout: timedelta
+) -> dist.Store:
+    """Return a client of the store at ``host``, which listens. ``is_host`` opens the store there.
+
+    Raises OSError, DistNetworkError or DistStoreError.
+    """
+    made: list[dist.Store | Exception] = []
+
+    def connect() -> None:
+        try:
+            # No rank waits for the others here: ``agree_on_round`` can name the missing ones.
+            store = dist.TCPStore(
+                host,
+                port,
+                size,
+                is_host,
+                timeout,
+                wait_for_workers=False,
+                multi_tenant=not environment.uses_store_of_agent(),
+            )
+        except Exception as error:
+            made.append(error)
+        else:
+            made.append(store)
+
+    # In a thread of its own: torch waits without a limit for a server that accepts and is silent.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + 1.0)
+    found = made[0] if made else TimeoutError(0, "what listens there is not the store of a job")
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def rank_0_holds_store() -> bool:
@@ -146,8 +200,7 @@ def rank_0_holds_store() -> bool:
 
     Otherwise it is in an agent of torchrun or in a file, or this process is the only rank.
     """
-    is_alone_or_local = STORE_VARIABLE in os.environ or "MASTER_ADDR" not in os.environ
-    return not is_alone_or_local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return environment.store_address() is not None and not environment.uses_store_of_agent()
 
 
 def agree_on_round(store: dist.Store, rank: int, size: int, *, timeout_s: float) -> str:
@@ -168,24 +221,29 @@ def agree_on_round(store: dist.Store, rank: int, size: int, *, timeout_s: float)
         timeout_s: how long to wait for the other ranks.
 
     Raises:
-        MeshError: ranks are missing after ``timeout_s``.
+        MeshError: ranks are missing after ``timeout_s``, or contradict each other.
     """
     own_word = uuid.uuid4().hex
+    place = f"process {os.getpid()} on {socket.gethostname()}"
+    own_greeting = f"{own_word} {size} {place}"
     deadline_s = time.monotonic() + timeout_s
     greeting_keys = [f"composer3d/greeting/{peer}" for peer in range(size)]
     answer_key = f"composer3d/answer/{rank}"
-    store.set(greeting_keys[rank], own_word)
+    # torchrun numbers the ranks, and old greetings are in its store. Elsewhere each one is of now.
+    is_of_script = "TORCHELASTIC_RUN_ID" not in os.environ
+    store.set(greeting_keys[rank], own_greeting)
 
-    answered_words: list[bytes] = []  # the words that rank 0 answered last, by rank
+    answered: list[bytes] = []  # the greetings that rank 0 answered last, by rank
     joined_name = ""
     while time.monotonic() < deadline_s:
         if rank == 0 and store.check(greeting_keys):
-            words = store.multi_get(greeting_keys)
-            if words != answered_words:
-                answered_words = words
+            greetings = store.multi_get(greeting_keys)
+            if greetings != answered:
+                answered = greetings
                 new_name = uuid.uuid4().hex
-                for peer, word in enumerate(words):
-                    store.set(f"composer3d/answer/{peer}", f"{new_name} {word.decode()}")
+                for peer, greeting in enumerate(greetings):
+                    word = greeting.split()[0].decode()
+                    store.set(f"composer3d/answer/{peer}", f"{new_name} {word}")
 
         if store.check([answer_key]):
             name, _, answered_word = store.get(answer_key).decode().partition(" ")
@@ -196,12 +254,48 @@ def agree_on_round(store: dist.Store, rank: int, size: int, *, timeout_s: float)
 
         if joined_name and store.check([f"composer3d/{joined_name}/all"]):
             return f"composer3d/{joined_name}"
+        if is_of_script:
+            _refuse_contradictions(store, rank, size, own_greeting)
         time.sleep(0.05 + size / 20_000)  # thousands of ranks must not keep the store busy
 
+    missing = [peer for peer, key in enumerate(greeting_keys) if not store.check([key])]
+    who = f": {describe_ranks(missing)} did not come" if missing else ""
     raise MeshError(
-        f"rank {rank} did not meet all {size} ranks within {timeout_s:.0f} s; "
+        f"rank {rank} did not meet all {size} ranks within {timeout_s:.0f} s{who}; "
         "start the job on all of its nodes"
     )
+
+
+def _refuse_contradictions(store: dist.Store, rank: int, size: int, own_greeting: str) -> None:
+    """Raise MeshError on all ranks if two have the same RANK, or another WORLD_SIZE than rank 0.
+
+    Every rank looks at its own greeting and at that of rank 0, in one or two requests.
+    """
+    key = "composer3d/contradiction"
+    found = store.get(f"composer3d/greeting/{rank}").decode()
+    if found != own_greeting:
+        _, _, other = found.split(" ", 2)
+        _, _, own = own_greeting.split(" ", 2)
+        store.compare_set(
+            key,
+            "",
+            f"RANK = {rank} is set for two processes, {own} and {other}: each needs a number of "
+            "its own; the script that starts the processes sets it",
+        )
+    elif rank != 0 and store.check(["composer3d/greeting/0"]):
+        size_of_0 = int(store.get("composer3d/greeting/0").split()[1])
+        if size_of_0 != size:
+            store.compare_set(
+                key,
+                "",
+                f"WORLD_SIZE = {size_of_0} on rank 0, but {size} on rank {rank}: all ranks need "
+                "the same number; the script that starts the processes sets it",
+            )
+    if store.check([key]):
+        line = store.get(key).decode()
+        if rank == 0:
+            time.sleep(_GOODBYE_S)  # the store is in this process: let the others read the line
+        raise MeshError(line)
 
 
 @contextmanager
@@ -219,7 +313,9 @@ def world(
     the groups are not destroyed.
 
     gloo connects two ranks when they first exchange something, unless TORCH_GLOO_LAZY_INIT=0 is
-    set. By default it would connect all pairs of ranks of each group when the group is formed.
+    set. A rank then waits for five time-outs for a peer that hangs. So the ranks meet in the store
+    first, with one time-out, and then connect (``_connect``). All further groups are formed by
+    ``form_group`` and ``form_mesh``, which do the same.
 
     Args:
         device: the device of this rank; the context yields it.
@@ -232,8 +328,7 @@ def world(
     """
     global _host_group, _has_had_groups
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    rank = int(os.environ.get("RANK", "0"))
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = environment.rank(), environment.world_size()
     if store is None:
         store = open_store(timeout_s=timeout_s)
     if device.type == "cuda":
@@ -252,17 +347,103 @@ def world(
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        if backend == "gloo":
-            # gloo returns as soon as this rank is connected. If it left now, ranks that are still
-            # connecting to it would fail.
-            dist.barrier()
-        else:
+        if backend != "gloo":
+            # NCCL has connected all ranks by now, because it knows the device.
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
+        wait_in_store(store, "composer3d/world", size)
+        _connect(_host_group or cast(dist.ProcessGroup, dist.group.WORLD))
         yield device
         # After an error this is skipped: NCCL would wait for peers that are stuck in a collective,
         # and would delay the report of the error.
         _host_group = None
         dist.destroy_process_group()
+
+
+def form_group(
+    ranks: Sequence[int] | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> dist.ProcessGroup:
+    """Form a group, as ``torch.distributed.new_group`` does. Collective over all ranks.
+
+    A rank that does not come is noticed within the time-out of the world, whatever ``timeout_s``
+    is. See ``form_mesh`` for how.
+
+    Args:
+        ranks: the ranks of the group; None for all.
+        backend: None for that of the default group.
+        timeout_s: the time-out of the group's collectives; None for that of the world.
+
+    Returns:
+        The group. On a rank outside of it, what torch returns for such a rank.
+    """
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+
+    def form() -> dist.ProcessGroup:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        return cast(dist.ProcessGroup, group)
+
+    return _form(form, lambda group: [group])
+
+
+def form_mesh(make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """Return the mesh that ``make`` returns, of which it forms groups. Collective over all ranks.
+
+    The ranks meet before ``make``: NCCL waits without a limit for a rank that does not come to
+    the split of a communicator. Groups of gloo then connect in the world's time-out, instead of
+    in five of them at the first exchange of each group. Groups of NCCL are connected by the
+    split, so nothing is exchanged over them, and no GPU waits.
+
+    Args:
+        make: forms groups on all ranks, the same number on each.
+    """
+    return _form(make, lambda mesh: mesh.get_all_groups())
+
+
+def _form(make: Callable[[], T], groups_of: Callable[[T], Sequence[dist.ProcessGroup]]) -> T:
+    """Call ``make``, which forms groups on all ranks, and let the ranks of each group connect."""
+    if not _has_had_groups:
+        # The groups of a fake world connect nothing.
+        return make()
+    world_group = _host_group or cast(dist.ProcessGroup, dist.group.WORLD)
+    _wait_for_all(world_group)
+    made = make()
+    # A rank that hangs is noticed here, where the connections exist, within one time-out.
+    _wait_for_all(world_group)
+    for group in groups_of(made):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_backend(group) == "gloo":
+            _connect(group)
+    return made
+
+
+def _wait_for_all(group: dist.ProcessGroup) -> None:
+    """Wait until all ranks of a gloo group are here: a barrier of about log2(n) messages."""
+    options = dist.BarrierOptions()
+    # ``dist.barrier`` would take the GPU of a process that has one.
+    options.device = torch.device("cpu")
+    group.barrier(options).wait()
+
+
+def _connect(group: dist.ProcessGroup) -> None:
+    """Connect the pairs of ranks of a gloo group that exchange something later.
+
+    Collective over the ranks of ``group``. All of them are there.
+
+    A small group connects all of its pairs. A large one connects each rank to those at distances
+    of 1, 2, 4 and so on, as gloo's rings and trees do, and to the first rank, which gathers. So
+    the number of connections of a world grows with n log n, not with the square of n.
+    """
+    size, group_rank = group.size(), group.rank()
+    if size == 1:
+        return
+    _wait_for_all(group)
+    own = torch.zeros(1)
+    if size <= _MOST_RANKS_ALL_PAIRS:
+        dist.all_to_all_single(torch.empty(size), own.expand(size).contiguous(), group=group)
+    else:
+        parts = [torch.empty(1) for _ in range(size)] if group_rank == 0 else None
+        dist.gather(own, parts, group=group, group_dst=0)
 
 
 def has_had_groups() -> bool:

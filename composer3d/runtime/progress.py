@@ -12,6 +12,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from composer3d.runtime.console import say
+
 # Seconds before a bar is shown, and between plain lines.
 _BAR_AFTER_S = 2.0
 _LINE_EVERY_S = 10.0
@@ -76,7 +78,7 @@ class Progress:
         # When all is done, the result follows.
         if now_s - self._said_s >= _LINE_EVERY_S and self._done != self._total:
             self._said_s = now_s
-            print(self._line(now_s, note), file=sys.stderr, flush=True)
+            say([self._line(now_s, note)])
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -3,9 +3,8 @@
 This module does not import torch, because the launcher describes ranks too.
 """
 
-import os
-
 from composer3d.recipe.schema import AXES, MeshTable
+from composer3d.runtime import environment
 
 
 def coordinates(rank: int, sizes: MeshTable) -> dict[str, int]:
@@ -57,9 +56,9 @@ def identity(rank: int, sizes: MeshTable, device_type: str = "cpu") -> str:
         sizes: the sizes of the mesh.
         device_type: the type of its device, such as "cuda"; "cpu" leaves out the GPU.
     """
-    host = f"node {os.environ.get('GROUP_RANK', '0')}"
+    host = f"node {environment.node()}"
     if device_type != "cpu":
-        host += f" gpu {os.environ.get('LOCAL_RANK', '0')}"
+        host += f" gpu {environment.local_rank()}"
     return f"rank {rank} ({_coordinates_text(rank, sizes)}, {host})"
 
 

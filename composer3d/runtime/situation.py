@@ -18,8 +18,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 # Functions in which a rank waits for other ranks, but without a frame of torch.distributed: the
-# wait is a copy from a GPU, the collective runs in another thread, or its time is measured.
-_WAITING = frozenset({"sum_over_world", "await_values", "result", "wait_and_tell"})
+# wait is a copy from a GPU or a meeting in the store, the collective runs in another thread, or its
+# time is measured.
+_WAITING = frozenset({"sum_over_world", "await_values", "result", "wait_and_tell", "wait_in_store"})
 
 # The axis, or the purpose, of a collective that is called below these folders and files. The
 # innermost one decides.
@@ -34,6 +35,7 @@ _AXES = (
     ("composer3d/checkpoint/", "the ranks of a checkpoint"),
     ("composer3d/runtime/mesh.py", "all ranks"),
     ("composer3d/runtime/process_group.py", "all ranks"),
+    ("composer3d/runtime/meeting.py", "all ranks"),
 )
 
 # Functions of torch.distributed that move data between ranks.

@@ -32,7 +32,8 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
-from composer3d.runtime import collector
+from composer3d.runtime import collector, console
+from composer3d.runtime.environment import STORE_VARIABLE
 from composer3d.spec.errors import UserError
 
 # A request starts with its kind and the length of the path that follows.
@@ -48,9 +49,6 @@ REMOVE_AT_END = b"R"
 # The status pipe of a forked process carries two such numbers: its process id, and later its exit
 # code.
 STATUS = struct.Struct("!q")
-
-# The environment variable with the path of the world's store.
-STORE_VARIABLE = "COMPOSER3D_STORE"
 
 # The signals that ask a command to stop. The starter begins with all of them blocked.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -174,6 +172,7 @@ def serve(control: int, preload: str) -> None:
         control: the descriptor of the socket to the owner.
         preload: the module to import before the first fork.
     """
+    console.steady_errors()
     # After `nohup`, the forked processes ignore SIGHUP as well.
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 

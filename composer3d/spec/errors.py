@@ -63,6 +63,10 @@ class MeshError(UserError):
     """The number of processes does not fit the mesh of the recipe, or ranks disagree."""
 
 
+class LaunchError(UserError):
+    """A variable that a launcher of ranks sets is wrong. Other ranks may have a right one."""
+
+
 class DeviceError(UserError):
     """A rank or a node lacks the device that it needs; other ranks may have theirs."""
 

@@ -75,13 +75,16 @@ class Run:
     step: int
 
 
-def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
+def build(
+    recipe: Recipe, device: torch.device, resolved_toml: str, *, claimed: Path | None = None
+) -> Run:
     """Build the run on this rank, and resume it if the recipe says so. Collective over all ranks.
 
     Args:
         recipe: the whole recipe.
         device: the device of this rank.
         resolved_toml: the recipe as text, kept in the run's folder and in its checkpoints.
+        claimed: as ``told`` of ``claim_folder``.
 
     Raises:
         UserError: the data or a checkpoint do not fit the recipe, or another job uses the folder;
@@ -95,7 +98,7 @@ def build(recipe: Recipe, device: torch.device, resolved_toml: str) -> Run:
         check_exchanges(mesh, groups, lambda axis: collectives_of_training(axis, recipe.parallel))
     is_main = mesh.rank == 0
     folder = Path(recipe.run.out_dir) / recipe.run.name
-    claim = claim_folder(folder)
+    claim = claim_folder(folder, claimed)
     if claim is not None:
         log.keep_in(folder / log.FILE, claim.is_held)
         versions = f"composer3d {composer3d.__version__}, torch {torch.__version__}"

@@ -24,6 +24,7 @@ from composer3d.runtime import collector, log, process_group
 from composer3d.spec.errors import TrainingError
 from composer3d.training.build import Run
 from composer3d.training.optim import learning_rate
+from composer3d.training.owed import METRICS, owes_validation
 from composer3d.training.step import compute_gradients, update, validate
 
 # How many flags travel with the loss of a step: one for each signal, a failed save, and the clock.
@@ -44,7 +45,8 @@ def train(run: Run) -> int:
         CheckpointError: a checkpoint could not be saved.
     """
     total_steps, first_step = run.recipe.run.steps, run.step
-    if run.step >= total_steps:
+    owes = process_group.on_main("metrics", lambda: _owes_validation(run))
+    if run.step >= total_steps and not owes:
         log.get().info(
             f"nothing to do: {run.step} of {total_steps} steps are done; raise run.steps to train "
             "on"
@@ -52,11 +54,15 @@ def train(run: Run) -> int:
     collector.set_aside()
     try:
         with stop_signals() as signals, run.stragglers.watching():
+            if owes:
+                # A signal ends the process at once: nothing is lost, and the next start does it.
+                log.get().info(f"the validation after step {run.step} was cut off: it is done now")
+                _validate(run, signals)
             stopped_by = _loop(run, total_steps, signals)
             _report(run, run.stragglers.finish())
             with run.metrics.timer("checkpoint"):
                 run.store.wait()
-            if run.step > first_step and run.step == total_steps:
+            if run.step == total_steps and (owes or run.step > first_step):
                 run.metrics.event(run.step, "end", f"all {total_steps} steps are done")
     except TrainingError as error:
         run.metrics.event(run.step, "stop", " ".join(error.lines))
@@ -162,6 +168,14 @@ def _save(run: Run, cadence: "Cadence") -> None:
     cadence.saved()
     stopped_s = round(time.perf_counter() - begin_s, 3)
     run.metrics.event(run.step, "save", f"checkpoint of step {run.step}", seconds=stopped_s)
+
+
+def _owes_validation(run: Run) -> bool:
+    """Return whether this run saved its last step, and then was ended before its validation."""
+    loaded = run.store.loaded
+    if run.step != run.recipe.run.steps or loaded is None or loaded.parent != run.store.folder:
+        return False
+    return owes_validation(run.metrics.run_dir / METRICS, run.recipe.validation, run.step)
 
 
 def _validate(run: Run, signals: StopSignals) -> bool:

@@ -32,11 +32,12 @@ from composer3d.runtime.trackers import Tracker
 from composer3d.spec import events
 from composer3d.spec.errors import UserError
 from composer3d.spec.files import open_plain, parse_json
+from composer3d.training.owed import METRICS
 
 if TYPE_CHECKING:
     from composer3d.training.tensorboard import TensorBoard
 
-FILE = "metrics.jsonl"
+FILE = METRICS
 
 # Bytes of metrics.jsonl: room for more than two million lines.
 _FILE_LIMIT = 1 << 30

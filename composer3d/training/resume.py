@@ -15,8 +15,7 @@ from composer3d.recipe.changes import Change, changes
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import as_toml
 from composer3d.reliability.bad_steps import StepHistory
-from composer3d.runtime import log, process_group
-from composer3d.runtime.starter import STORE_VARIABLE
+from composer3d.runtime import environment, log, process_group
 from composer3d.spec.errors import CheckpointError
 from composer3d.training.optim import learning_rate
 
@@ -60,6 +59,11 @@ def resume(
         return 0
     if found is None:
         log.get().info(f"no checkpoint in {store.folder}: starting from the beginning")
+        if stages.mesh.rank == 0 and environment.restart_count():
+            log.get().warning(
+                "torchrun has started the ranks again, but there is no checkpoint: if there was "
+                f"one, {store.folder} was removed or renamed"
+            )
         return None
     path, manifest = found
     _require_same_model(path, manifest, recipe)
@@ -183,9 +187,9 @@ def _warn_of_refused_restarts(recipe: Recipe) -> None:
 
     A rank that torchrun has restarted cannot tell its job's checkpoints from those before it.
     """
-    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    is_of_torchrun = STORE_VARIABLE not in os.environ
-    if most != "0" and is_of_torchrun and refuses_newer_checkpoints(recipe):
+    most = environment.most_restarts()
+    is_of_torchrun = not environment.has_launcher()
+    if most and is_of_torchrun and refuses_newer_checkpoints(recipe):
         log.get().warning(
             f'checkpoint.resume = "{recipe.checkpoint.resume}": once the run has saved a newer '
             f"checkpoint, each restart by torchrun (--max-restarts {most}) will be refused; set "

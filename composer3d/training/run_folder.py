@@ -13,10 +13,14 @@ from composer3d.spec import files, trace
 from composer3d.spec.errors import UserError
 
 
-def claim_folder(folder: Path) -> Claim | None:
+def claim_folder(folder: Path, told: Path | None = None) -> Claim | None:
     """Make the run's folder, lock it for this job, and check that all ranks see the same folder.
 
     Collective over all ranks.
+
+    Args:
+        folder: the run's folder.
+        told: where rank 0 tells the launcher of the job which folder it is (``Claim.tell``).
 
     Returns:
         The claim on rank 0, and None on the others.
@@ -27,7 +31,14 @@ def claim_folder(folder: Path) -> Claim | None:
     """
     process_group.on_all("run.out_dir", lambda: _refuse_foreign_links(folder))
     is_main = dist.get_rank() == 0
-    claim = process_group.on_all("run.out_dir", lambda: Claim(folder) if is_main else None)
+
+    def make_claim() -> Claim:
+        claim = Claim(folder)
+        if told is not None:
+            claim.tell(told)
+        return claim
+
+    claim = process_group.on_all("run.out_dir", lambda: make_claim() if is_main else None)
     try:
         note = read_note(folder)
     except OSError as error:

@@ -29,7 +29,7 @@ from composer3d.parallel.data import fsdp
 from composer3d.parallel.data.reduce_scatter import SendNarrow, WithPlainBuffers
 from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
 from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.process_group import pool_world
+from composer3d.runtime.process_group import form_group, pool_world
 from composer3d.runtime.torch_private import ReduceScatter
 from composer3d.training import batches
 from composer3d.training import step as train_step
@@ -431,7 +431,7 @@ def compare_steps(
     expected = find_reference(stages)
     # Training forms a group here too, for its checkpoints. If ranks had formed different groups
     # before, they would wait for each other.
-    dist.barrier(dist.new_group())
+    dist.barrier(form_group())
     for name, parameter in stages.named_parameters():
         _starve_first_expert(name, parameter, recipe.model.experts > 0)
     optimizer = build_optimizer(stages.named_parameters(), recipe.optim)

@@ -1,5 +1,6 @@
 """What the command ``train`` does before and after its ranks run."""
 
+import io
 import os
 import subprocess
 import sys
@@ -299,5 +300,14 @@ def test_only_what_was_lost_and_not_stopped_is_started_again(
     recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
     results: list[launch.JobResult] = []
     monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: results.append(result) or result)
+    # Nobody reads its lines.
+    monkeypatch.setattr(sys, "stderr", Unwritable())
     assert train.run_with_restarts(recipe, "r.toml", [], 2) == result.status
     assert len(results) == starts
+
+
+class Unwritable(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")

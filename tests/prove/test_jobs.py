@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -291,3 +292,90 @@ def test_a_second_job_is_refused_though_the_lock_is_removed(killer: Killer) -> N
         assert max(kill_jobs.losses(folder)) == 20
     finally:
         first.end()
+
+
+class Redirected(Job):
+    """A job whose output a shell sends elsewhere."""
+
+    def __init__(self, folder: Path, redirection: str, *sets: str) -> None:
+        self._redirection = redirection
+        super().__init__(folder, 2, "train", *sets)
+
+    def command(self) -> list[str]:
+        script = f'exec "$@" {self._redirection}'
+        return ["bash", "-c", script, "bash", *super().command()]
+
+
+@pytest.mark.parametrize(
+    "redirection", [">&- 2>&-", ">/dev/full 2>&1", "> >(:) 2> >(:)"], ids=["closed", "full", "pipe"]
+)
+def test_a_job_whose_output_cannot_be_written_starts_its_ranks_again(
+    killer: Killer, redirection: str
+) -> None:
+    expected = killer.uninterrupted_losses(2)
+    job = Redirected(killer.folder / uuid.uuid4().hex, redirection, "reliability.restarts=1")
+    try:
+        job.wait_for_step(8)
+        job.kill("rank", 1)
+        assert job.wait() == 0
+        assert losses(job.folder) == expected
+        log = (job.folder / "run" / "log.txt").read_text()
+        assert re.search(r" rank 1 \(pp0 dp1 cp0 tp0\) was ended by signal 9 ", log)
+        assert " starting all ranks again, 1 of at most 1 times\n" in log
+        assert job.left_over() == []
+    finally:
+        job.end()
+
+
+@pytest.mark.parametrize("event", ["renamed", "removed", "replaced"])
+def test_a_job_whose_folder_has_gone_does_not_begin_anew(killer: Killer, event: str) -> None:
+    sets = ("reliability.restarts=2", "run.steps=100000", "checkpoint.every=100000")
+    job = Job(killer.folder / uuid.uuid4().hex, 2, "train", *sets)
+    run = job.folder / "run"
+    try:
+        job.wait_for_step(3)
+        run.rename(job.folder / "moved")
+        if event == "removed":
+            shutil.rmtree(job.folder / "moved")
+        if event == "replaced":
+            shutil.copytree(job.folder / "moved", run)
+        job.kill("rank", 1)
+        assert job.wait(60.0) == 1
+        problem = f"{run} was removed, renamed or replaced while this job ran: the ranks are not"
+        assert job.output().count(problem) == 1, job.output()
+        assert "starting all ranks again" not in job.output()
+        assert "Traceback" not in job.output()
+        assert run.exists() == (event == "replaced")
+        assert job.left_over() == []
+    finally:
+        job.end()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_saves_and_ends_unless_it_is_ignored(
+    killer: Killer, ignored: bool
+) -> None:
+    folder = killer.folder / uuid.uuid4().hex
+    job = Nohup(folder, 2, "train") if ignored else Job(folder, 2, "train", "run.steps=100000")
+    try:
+        job.wait_for_step(3)
+        # A terminal sends it to the whole group, and a service manager to the first process.
+        os.killpg(job.process.pid, signal.SIGHUP)
+        job.process.send_signal(signal.SIGHUP)
+        status = job.wait()
+        assert status == (0 if ignored else 128 + signal.SIGHUP), job.output()
+        if ignored:
+            assert losses(job.folder) == killer.uninterrupted_losses(2)
+        else:
+            newest = job.folder / f"run/checkpoints/step-{max(losses(job.folder)):08}"
+            assert newest.is_dir()
+            assert f"stopped by signal {signal.SIGHUP:d} after step" in job.output()
+    finally:
+        job.end()
+
+
+class Nohup(Job):
+    """A job that goes on when its terminal is closed."""
+
+    def command(self) -> list[str]:
+        return ["nohup", *super().command()]

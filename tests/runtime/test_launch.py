@@ -181,7 +181,7 @@ def wait_to_be_ended() -> int:
     return 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_ranks_are_forked_reaches_all_of_them(number: int) -> None:
     """A new rank inherits that the starter ignores the signal. One that arrives then must count."""
     uncaught = signal.getsignal(number)

@@ -14,10 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer3d.checkpoint import Store
+from composer3d.recipe.schema import MeshTable
 from composer3d.reliability.signals import STOP_SIGNALS
 from composer3d.runtime import launch, peers
+from composer3d.runtime import mesh as meshes
 from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
-from composer3d.runtime.process_group import on_all, open_store, pool_world
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.process_group import on_all, open_store, pool_world, world
 from composer3d.runtime.situation import Situation
 from composer3d.spec.errors import LostPeersError
 
@@ -65,6 +69,99 @@ def test_the_missing_rank_is_named_once(pool: Pool, event: str, start: str) -> N
     assert "Traceback" not in lines[0]
     if event == "raises":
         assert "ValueError" in str(caught.value.failures[1])
+
+
+def hang_while_groups_are_formed(folder: Path, place: str) -> None:
+    """A task: rank 1 hangs at ``place``. The others write what they are told, and how late."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    begin_s = time.monotonic()
+
+    def hang_after(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            made = function(*arguments, **keywords)
+            nonlocal begin_s
+            begin_s = time.monotonic()
+            if rank == 1:
+                hang(folder)
+            return made
+
+        setattr(owner, name, run)
+
+    store: Any = open_store(timeout_s=TIMEOUT_S)
+    watch = peers.explain_lost_peers(
+        store.clone(),
+        rank=rank,
+        size=size,
+        describe=lambda peer: f"rank {peer}",
+        advice=lambda: "try again",
+    )
+    try:
+        with watch:
+            if place == "in the script" and rank == 1:
+                hang(folder)
+            with world(torch.device("cpu"), timeout_s=TIMEOUT_S, store=store):
+                if place == "mesh":
+                    hang_after(meshes, "flatten_mesh")
+                mesh = Mesh.build(MeshTable(dp_shard=2, tp=2, ep=2), torch.device("cpu"))
+                mesh.groups(has_experts=True)
+                mesh.replicas()
+                if place == "checkpoints":
+                    hang_after(dist, "new_group")
+                Store(folder / "checkpoints", keep=1, timeout_s=60.0)
+    except LostPeersError as error:
+        text = f"{time.monotonic() - begin_s}\n{error}"
+        (folder / f"{rank}{'-line' if error.lines else ''}").write_text(text)
+        raise
+
+
+def hang(folder: Path) -> None:
+    """Wait until the other three ranks know."""
+    until_s = time.monotonic() + 100
+    while len(list(folder.iterdir())) < 3 and time.monotonic() < until_s:
+        time.sleep(0.1)
+    os._exit(1)
+
+
+TIMEOUT_S = 6.0
+
+
+@pytest.mark.parametrize("place", ["in the script", "mesh", "checkpoints"])
+def test_a_rank_that_hangs_before_the_first_exchange_of_a_group_is_named_in_one_time_out(
+    pool: Pool, tmp_path: Path, place: str
+) -> None:
+    arguments = {"folder": tmp_path, "place": place}
+    with pytest.raises(WorkerError):
+        pool.run(hang_while_groups_are_formed, arguments, world_size=4, limit_s=100.0)
+    (told,) = tmp_path.glob("*-line")
+    seconds, line = told.read_text().splitlines()
+    assert line.startswith("a collective failed: rank 1 at ")
+    assert len(list(tmp_path.iterdir())) == 3
+    # One time-out and the time for answers; gloo itself would wait for five time-outs.
+    assert float(seconds) < 4 * TIMEOUT_S - 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("Wait timeout"), True),
+        (RuntimeError("Socket Timeout"), True),
+        (RuntimeError("[/x/gloo/transport/tcp/pair.h:311] Connect timeout [none]"), True),
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]"), True),
+        (dist.DistStoreError("wait timeout after 3000ms, keys: /composer3d/world/all"), True),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
+        (dist.DistBackendError("NCCL communicator: remote process exited"), True),
+        (dist.DistBackendError("NCCL error: invalid usage"), False),
+        (RuntimeError("the compiler timed out"), False),
+        (TimeoutError("Connection closed by peer"), False),
+    ],
+)
+def test_the_errors_that_tell_of_a_lost_peer(error: BaseException, is_lost: bool) -> None:
+    assert peers.is_lost_peer(error) == is_lost
+    outer = ValueError("of a thread")
+    outer.__cause__ = error
+    assert peers.is_lost_peer(outer) == is_lost
 
 
 def end_before_an_all_reduce(folder: str, event: str) -> int:
@@ -244,7 +341,7 @@ def test_the_report_names_the_last_collectives_of_each_rank(tmp_path: Path) -> N
     assert {path.name for path in tmp_path.iterdir()} == {f"{moment}-rank-{n}" for n in (0, 1)}
 
 
-def hang(text: str) -> str:
+def hang_in_a_write(text: str) -> str:
     time.sleep(30.0)
     return "late.txt"
 
@@ -253,7 +350,7 @@ def fail(text: str) -> str:
     raise UnicodeEncodeError("utf-8", "", 0, 1, "a name that is no text")
 
 
-@pytest.mark.parametrize("write_report", [hang, fail])
+@pytest.mark.parametrize("write_report", [hang_in_a_write, fail])
 def test_a_report_that_hangs_or_fails_does_not_hide_the_missing_rank(
     write_report: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

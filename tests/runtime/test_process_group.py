@@ -1,6 +1,7 @@
 """The process group of a job: rounds of torchrun's store, time-outs, and errors on all ranks."""
 
 import os
+import re
 import socket
 import threading
 import time
@@ -90,7 +91,7 @@ def test_a_store_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPa
     with pytest.raises(MeshError) as caught:
         open_store(timeout_s=0.5)
     (line,) = caught.value.lines
-    assert line.startswith("rank 1 did not meet all 2 ranks within 0 s at 127.0.0.1:")
+    assert line.startswith("rank 1 did not meet all 2 ranks within 0.5 s at 127.0.0.1:")
     assert line.endswith("on all of its nodes, and see that they can reach that address")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert not rank_0_holds_store()
@@ -229,28 +230,52 @@ def connections() -> int:
     return sum(row[3] == "01" and row[9] in inodes for row in rows)
 
 
-def count_connections() -> list[int]:
-    """A task: the connections of a world, with one more group, and after its use."""
+def count_connections(all_pairs: bool) -> list[int]:
+    """A task: the connections of a world, after one more group is formed, and after its use."""
+    if not all_pairs:
+        process_group._MOST_RANKS_ALL_PAIRS = 2
     with pool_world():
-        for _ in range(2):  # the second one finds all connections of the first
-            dist.barrier()
+        dist.barrier()
         counts = [connections()]
-        group = dist.new_group(backend="gloo")
+        group = process_group.form_group(backend="gloo")
+        dist.barrier()  # a rank may see a connection late, when its peer gets to it
         counts.append(connections())
-        for _ in range(2):
-            dist.barrier(group)
+        dist.barrier(group)
+        dist.all_reduce(torch.ones(1), group=group)
         counts.append(connections())
         dist.barrier()
         return counts
 
 
+@pytest.mark.parametrize("all_pairs", [True, False])
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").is_file(), reason="Linux has it")
-def test_ranks_connect_when_they_first_exchange_something(pool: Pool) -> None:
-    for formed, grouped, used in pool.run(count_connections, {}, world_size=8):
-        # A group would open 7 if it connected all pairs. A rank may see one of the world's own
-        # connections late, when its peer gets to it.
-        assert grouped < formed + 7
-        assert formed < used < formed + 7
+def test_the_ranks_of_a_group_connect_when_it_is_formed(pool: Pool, all_pairs: bool) -> None:
+    """A large group does not connect all of its pairs: their number grows with its square."""
+    counts = pool.run(count_connections, {"all_pairs": all_pairs}, world_size=8)
+    for rank, (formed, grouped, used) in enumerate(counts):
+        # Those at distances of 1, 2 and 4 on both sides, and rank 0.
+        expected = 7 if all_pairs or rank == 0 else len({1, 7, 2, 6, 4, rank})
+        assert (grouped - formed, used - grouped) == (expected, 0)
+
+
+def test_groups_are_formed_only_by_functions_that_connect_them() -> None:
+    """A group that is formed elsewhere would wait five time-outs for a rank that hangs."""
+    makers = re.compile(
+        r"\b(new_group|new_subgroups\w*|split_group|init_device_mesh|(un)?flatten_mesh)\("
+    )
+    package = Path(process_group.__file__).parents[1]
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if makers.search(line) and not line.lstrip().startswith(("#", "def "))
+    }
+    assert found == {"runtime/mesh.py", "runtime/process_group.py"}
+    # In the mesh, all of them are in a call of ``form_mesh``.
+    text = (package / "runtime/mesh.py").read_text()
+    calls = re.findall(r"(form_mesh\(\s*lambda: )?\b(init_device|flatten|unflatten)_mesh\(", text)
+    assert len(calls) == 4
+    assert all(is_formed for is_formed, _ in calls)
 
 
 def exchange_objects() -> list[object]:

@@ -1,5 +1,6 @@
 """The command ``train`` as a user runs it: signals, torchrun, layouts, and when it saves."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.commands.train import step_of_finished_run
+from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import CheckpointTable
 from composer3d.runtime.launch import Pool, WorkerError
 from tests.training.jobs import (
@@ -27,8 +30,8 @@ from tests.training.jobs import (
 
 @pytest.mark.parametrize(
     ("mesh", "number"),
-    [(SINGLE, signal.SIGTERM), (DATA, signal.SIGUSR1)],
-    ids=["single, SIGTERM", "dp, SIGUSR1"],
+    [(SINGLE, signal.SIGTERM), (DATA, signal.SIGUSR1), (DATA, signal.SIGHUP)],
+    ids=["single, SIGTERM", "dp, SIGUSR1", "dp, SIGHUP"],
 )
 def test_signal_ends_the_step_saves_and_resumes(
     folder: Path, mesh: str, number: signal.Signals
@@ -166,6 +169,30 @@ def test_a_signal_of_one_rank_ends_all_as_soon_as_the_state_is_saved(
     assert end_by_a_signal(pool, folder, moment, sets) == [stopped] * 2
     names = [path.name for path in (folder / "runs/small/checkpoints").iterdir()]
     assert names == [f"step-{stopped.step:08d}"]
+
+
+@pytest.mark.parametrize("moment", ["save", "validation"])
+def test_a_last_validation_that_was_cut_off_is_done_by_the_next_start(
+    pool: Pool, folder: Path, moment: Moment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    sets = ["checkpoint.every=8", "validation.every=8", "validation.path=corpus.txt"]
+    evaluated = 2 if moment == "validation" else 0
+    stopped = end_by_a_signal(pool, folder, moment, sets)
+    assert stopped == [Stopped(signal.SIGTERM, 8, evaluated)] * 2
+    metrics = folder / "runs/small/metrics.jsonl"
+    recipe = load("recipe.toml", ["run.steps=8", "data.micro_batch=4", *sets], world_size=2).recipe
+    assert "validation_loss" not in metrics.read_text()
+    assert step_of_finished_run(recipe) is None
+
+    (done, _) = end_by_a_signal(pool, folder, "step 3", sets)
+    assert (done.number, done.step) == (0, 8)
+    assert done.evaluated > 2
+    rows = [json.loads(text) for text in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows if "validation_loss" in row] == [8]
+    assert step_of_finished_run(recipe) == 8
+    # It is done once.
+    assert end_by_a_signal(pool, folder, "step 3", sets) == [Stopped(0, 8, 0)] * 2
 
 
 def test_a_signal_during_a_save_in_the_background_ends_after_the_save(
