@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,27 +24,35 @@ from composer3d.commands.completion import SHELLS
 from composer3d.commands.parser import Parser, TopParser, did_you_mean
 from composer3d.recipe.values import is_utf8, one_line
 from composer3d.spec.errors import RecipeError, UserError
+from composer3d.spec.interrupts import INTERRUPTED, Interrupts
 from composer3d.spec.ranges import MOST_VOCAB
 
-# Exit statuses: 128 plus the number of the signal, SIGINT or SIGPIPE.
-INTERRUPTED = 130
+# The exit status when nobody reads the output: 128 plus the number of SIGPIPE.
 NO_READER = 141
 
 _LEAST_VOCAB = 257
 _MOST_DIGITS = 18  # of a number on the command line
 
 
-def enter() -> int:
+def enter(interrupts: Interrupts | None = None) -> int:
     """Run one command with the arguments of this process: what the program ``composer3d`` does.
 
     Threads of gloo still run when the interpreter ends, even if all groups were destroyed. If one
     of them then releases a tensor, it asks for the lock of the ending interpreter, and the process
     is aborted (https://github.com/pytorch/pytorch/pull/179291). So a process that has had groups
     ends without ending the interpreter, after all else that is done at the exit.
+
+    Args:
+        interrupts: handles Ctrl-C already; None: from now on.
     """
+    if interrupts is None:
+        interrupts = Interrupts()
+        interrupts.catch()
     statuses = [1]  # of an error that ``main`` does not catch
 
     def leave() -> None:
+        # An ending interpreter gives up its handlers: Ctrl-C would end it with another status.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         process_group: Any = sys.modules.get("composer3d.runtime.process_group")
         if process_group is None or not process_group.has_had_groups():
             return
@@ -54,7 +63,12 @@ def enter() -> int:
 
     # Whatever is registered later runs earlier. Threads, such as that of a save, were waited for.
     atexit.register(leave)
-    statuses[0] = main()
+    try:
+        statuses[0] = main()
+        interrupts.leave()
+    except KeyboardInterrupt:
+        statuses[0] = INTERRUPTED
+        interrupts.leave()
     return statuses[0]
 
 

@@ -29,6 +29,7 @@ from composer3d.runtime import collector, launch, log
 from composer3d.runtime.files import write_atomic
 from composer3d.runtime.ranks import describe_rank
 from composer3d.spec.errors import RecipeError, UserError
+from composer3d.spec.interrupts import ending_at_once
 
 if TYPE_CHECKING:
     from composer3d.training.metrics import Metrics
@@ -51,6 +52,12 @@ def run(recipe: str, sets: Sequence[str]) -> int:
         RecipeError: the recipe cannot be used, or needs too many processes for this machine.
         DeviceError: this machine has fewer GPUs than the recipe needs.
     """
+    # Before the first step there is nothing to save.
+    with ending_at_once():
+        return _run(recipe, sets)
+
+
+def _run(recipe: str, sets: Sequence[str]) -> int:
     if "RANK" in os.environ:
         return train_rank(recipe, sets)
 

@@ -8,11 +8,12 @@ A training also keeps these lines of rank 0 in ``log.txt`` in the run's folder, 
 """
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from composer3d.runtime.files import LineFile
@@ -107,6 +108,18 @@ def keep_in(path: Path, may_write: Callable[[], bool]) -> None:
     for handler in get().handlers:
         if isinstance(handler, _RunFile):
             handler.open(path, may_write)
+
+
+def say_from_handler(line: str) -> None:
+    """Write a line to the console and the file from a handler of a signal.
+
+    The handler may have interrupted a write to the console, whose buffer takes no second one. A
+    process that does not log for its job says nothing.
+    """
+    if get().isEnabledFor(logging.INFO):
+        with suppress(OSError):
+            os.write(2, f"{line}\n".encode())
+        keep([line])
 
 
 def keep(lines: Sequence[str]) -> None:

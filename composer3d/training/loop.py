@@ -21,13 +21,16 @@ from composer3d.reliability.bad_steps import BadStep
 from composer3d.reliability.report import RankReport
 from composer3d.reliability.signals import STOP_SIGNALS, StopSignals, stop_signals
 from composer3d.runtime import collector, log, process_group
-from composer3d.spec.errors import TrainingError
+from composer3d.spec.errors import DataError, TrainingError, UserError
 from composer3d.training.build import Run
 from composer3d.training.optim import learning_rate
 from composer3d.training.step import compute_gradients, update, validate
 
 # How many flags travel with the loss of a step: one for each signal, a failed save, and the clock.
 FLAGS = len(STOP_SIGNALS) + 2
+
+# Characters of the reason of a failure in the run's events.
+_REASON_LIMIT = 1000
 
 
 def train(run: Run) -> int:
@@ -40,9 +43,14 @@ def train(run: Run) -> int:
 
     Raises:
         TrainingError: a step is bad and ``reliability.on_bad_step`` does not go on after it, or the
-            run's folder was removed or replaced.
-        CheckpointError: a checkpoint could not be saved.
+            run's folder was removed or replaced, or a file that the run needs cannot be written.
+        SaveError: a checkpoint could not be saved.
     """
+    with stop_signals() as signals:
+        return _train(run, signals)
+
+
+def _train(run: Run, signals: StopSignals) -> int:
     total_steps, first_step = run.recipe.run.steps, run.step
     if run.step >= total_steps:
         log.get().info(
@@ -51,15 +59,19 @@ def train(run: Run) -> int:
         )
     collector.set_aside()
     try:
-        with stop_signals() as signals, run.stragglers.watching():
+        with run.stragglers.watching():
             stopped_by = _loop(run, total_steps, signals)
             _report(run, run.stragglers.finish())
             with run.metrics.timer("checkpoint"):
                 run.store.wait()
             if run.step > first_step and run.step == total_steps:
                 run.metrics.event(run.step, "end", f"all {total_steps} steps are done")
-    except TrainingError as error:
-        run.metrics.event(run.step, "stop", " ".join(error.lines))
+    except Exception as error:
+        run.metrics.event(run.step, "stop", _reason(error))
+        # Whatever fails now is no wrong recipe. Data that has changed since the start is.
+        is_input = isinstance(error, UserError) and error.status == UserError.status
+        if is_input and not isinstance(error, DataError):
+            raise TrainingError(error.lines) from error
         raise
     finally:
         if run.profiler is not None:
@@ -69,6 +81,14 @@ def train(run: Run) -> int:
     if run.claim is not None:
         run.claim.close()
     return stopped_by
+
+
+def _reason(error: Exception) -> str:
+    """Return why a training has failed, in one line."""
+    if isinstance(error, UserError):
+        return " ".join(error.lines)[:_REASON_LIMIT]
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}"[:_REASON_LIMIT]
 
 
 def _loop(run: Run, total_steps: int, signals: StopSignals) -> int:
