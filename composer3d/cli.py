@@ -23,6 +23,7 @@ import composer3d
 from composer3d.commands.completion import SHELLS
 from composer3d.commands.parser import Parser, TopParser, did_you_mean
 from composer3d.recipe.values import is_utf8, one_line
+from composer3d.runtime.shortage import lacks_memory, no_memory
 from composer3d.spec.errors import RecipeError, UserError
 from composer3d.spec.interrupts import INTERRUPTED, Interrupts
 from composer3d.spec.ranges import MOST_VOCAB
@@ -134,7 +135,13 @@ def _run(argv: Sequence[str]) -> int:
         module: Any = import_module(f"composer3d.commands.{command}")
         status: int = module.run(**arguments)
         return status
-    except UserError as error:
+    except Exception as caught:
+        if isinstance(caught, UserError):
+            error = caught
+        elif lacks_memory(caught):
+            error = no_memory(f"composer3d {command}", caught)
+        else:
+            raise
         if arguments.get("as_json"):
             answer: dict[str, Any] = {"ok": False, "errors": error.lines}
             if command == "verify":  # the keys of a verdict on a refused layout

@@ -25,7 +25,7 @@ from composer3d.recipe.changes import changes
 from composer3d.recipe.machine import tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
-from composer3d.runtime import collector, launch, log
+from composer3d.runtime import collector, launch, log, shortage
 from composer3d.runtime.files import write_atomic
 from composer3d.runtime.ranks import describe_rank
 from composer3d.spec.errors import RecipeError, UserError
@@ -90,9 +90,10 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     """Run ``train_rank`` on all ranks, and again if one is lost: ``reliability.restarts`` times.
 
     A rank is lost if it died, hung until its peers gave up, or raised an error that is no
-    UserError. A collective that failed although all ranks are there is a loss too. After another
-    UserError the next start would fail in the same way, and a signal asked the job to stop: neither
-    starts it again.
+    UserError. A collective that failed although all ranks are there is a loss too. So is a rank
+    that lacked memory, if this start has saved a checkpoint: otherwise the next start would lack it
+    again. After another UserError the next start would fail in the same way, and a signal asked the
+    job to stop: neither starts it again.
 
     Args:
         recipe: the recipe of the job.
@@ -108,14 +109,24 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     most = recipe.reliability.restarts
     arguments = {"recipe": path, "sets": tuple(sets)}
     for restart in range(most + 1):
-        earlier_reports = _lost_reports(recipe)
+        earlier_reports, earlier_kills = _lost_reports(recipe), shortage.kernel_kills()
+        earlier_checkpoint = newest_checkpoint(recipe)
         result = launch.run_ranks(train_rank, arguments, processes=processes)
         reports = _lost_reports(recipe) - earlier_reports
+        was_killed = signal.SIGKILL in result.died.values()
+        if was_killed and shortage.kernel_kills() > earlier_kills:
+            result.lacked_memory += [rank for rank, end in result.died.items() if end == signal.SIGKILL]
         lines = describe_failures(result, recipe, next(iter(reports), None))
+        is_hopeless = result.lacked_memory and newest_checkpoint(recipe) == earlier_checkpoint
+        if is_hopeless and restart < most:
+            lines.append(
+                "the ranks are not started again: memory ran out before this start had saved "
+                f"anything, so the next one would end in the same way; {shortage.WAY_OUT}"
+            )
         for line in lines:
             print(line, file=sys.stderr)
         _keep_in_log(recipe, [*result.traceback.splitlines(), *lines])
-        if not result.is_lost or restart == most:
+        if not result.is_lost or is_hopeless or restart == most:
             break
         print(f"starting all ranks again, {restart + 1} of at most {most} times", file=sys.stderr)
         if newest_checkpoint(recipe) is not None:

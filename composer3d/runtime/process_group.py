@@ -19,7 +19,7 @@ from composer3d.runtime import devices
 from composer3d.runtime.shortage import lacks_memory, no_memory
 from composer3d.runtime.starter import STORE_VARIABLE
 from composer3d.runtime.torch_private import default_timeout
-from composer3d.spec.errors import DeviceError, MeshError, UserError, of_os_error
+from composer3d.spec.errors import DeviceError, MachineError, MeshError, UserError, of_os_error
 
 T = TypeVar("T")
 
@@ -476,7 +476,8 @@ def _try(what: str, function: Callable[[], T]) -> tuple[T | None, UserError | No
         return None, error
     except Exception as error:
         if lacks_memory(error):
-            return None, no_memory(what, error)
+            # All ranks will have it, and one of them prints it.
+            return None, MachineError(no_memory(what, error).lines)
         if isinstance(error, OSError):
             return None, of_os_error(what, error)
         raise

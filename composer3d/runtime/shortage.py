@@ -2,6 +2,7 @@
 
 import errno
 import re
+from pathlib import Path
 
 from composer3d.spec.errors import NoMemoryError
 
@@ -21,6 +22,18 @@ WAY_OUT = (
 )
 
 _SHOWN = 200  # characters of the library's own words
+
+
+def kernel_kills() -> int:
+    """Return how many processes the kernel has killed since its start because memory ran out.
+
+    0 if the system does not tell. In a container, it may count those of the whole machine.
+    """
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def lacks_memory(error: BaseException) -> bool:

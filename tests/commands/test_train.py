@@ -284,6 +284,8 @@ def test_the_last_collectives_of_a_rank_are_kept_in_the_runs_folder(tmp_path: Pa
         # A collective failed although all ranks are there: one slept, or the network was gone.
         (launch.JobResult(1, lost_peers=True), 3),
         (launch.JobResult(1), 1),
+        # It would lack memory again, because no start has saved anything.
+        (launch.JobResult(1, lacked_memory=[1]), 1),
         (launch.JobResult(2, lost_peers=True), 1),
         # A signal asked the job to stop, and then a rank died in its save.
         (launch.JobResult(1, {0: 9}, stopped_by=15), 1),
@@ -301,3 +303,31 @@ def test_only_what_was_lost_and_not_stopped_is_started_again(
     monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: results.append(result) or result)
     assert train.run_with_restarts(recipe, "r.toml", [], 2) == result.status
     assert len(results) == starts
+
+
+def test_a_start_that_lacks_memory_is_repeated_only_if_it_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.toml").write_text(
+        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[reliability]\nrestarts = 9\n'
+    )
+    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    kills = iter(range(100))
+    starts: list[int] = []
+
+    def run_ranks(*_: object, processes: int) -> launch.JobResult:
+        starts.append(processes)
+        if len(starts) < 3:
+            kept = tmp_path / f"a/checkpoints/step-0000000{len(starts)}"
+            kept.mkdir(parents=True)
+            (kept / "manifest.json").touch()
+        # The kernel has killed rank 1, because memory ran out.
+        return launch.JobResult(1, {1: 9})
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    monkeypatch.setattr(train.shortage, "kernel_kills", lambda: next(kills))
+    assert train.run_with_restarts(recipe, "r.toml", [], 2) == 1
+    assert len(starts) == 3
+    said = capsys.readouterr().err
+    assert said.count("rank 1 (") == 3
+    assert said.count("the ranks are not started again: memory ran out") == 1
