@@ -14,20 +14,21 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import job
-from composer3d.recipe.advice import way_to_go_on
+from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.changes import changes
 from composer3d.recipe.machine import tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import collector, launch, log, shortage
-from composer3d.runtime.files import write_atomic
+from composer3d.runtime.files import append_whole, write_atomic
 from composer3d.runtime.ranks import describe_rank
+from composer3d.runtime.starter import STORE_VARIABLE
+from composer3d.spec import events
 from composer3d.spec.errors import RecipeError, UserError
 from composer3d.spec.interrupts import ending_at_once
 
@@ -62,21 +63,24 @@ def _run(recipe: str, sets: Sequence[str]) -> int:
         return train_rank(recipe, sets)
 
     resolved = load(recipe, sets)
-    total_steps = resolved.recipe.run.steps
     finished_step = step_of_finished_run(resolved.recipe)
     if finished_step is not None:
         log.setup("", main=True)
-        log.get().info(
-            f"nothing to do: {finished_step} of {total_steps} steps are done; raise run.steps to "
-            "train on"
-        )
+        log.get().info(nothing_to_do(resolved.recipe, finished_step))
         return 0
 
+    # Torch takes seconds to import.
+    _say_what_begins(resolved.recipe)
     _require_trackers(resolved)
     resolved, processes = job.count_processes(resolved, recipe, sets)
     if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
     return run_with_restarts(resolved.recipe, recipe, sets, processes)
+
+
+def _say_what_begins(recipe: Recipe) -> None:
+    log.setup("", main=True)
+    log.get().info(f"training {recipe.run.name}: {recipe.run.steps:,} steps")
 
 
 def _require_trackers(resolved: Resolved) -> None:
@@ -262,18 +266,23 @@ def _write_report(recipe: Recipe, text: str) -> str | None:
     """Write the report of lost ranks into the run's folder, and return its path, or None."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder = Path(recipe.run.out_dir) / recipe.run.name
-    path = folder / f"lost-ranks-{now}.txt"
+    # The number keeps the order if the clocks of machines differ.
+    number = 1 + max(map(_number_of_report, _lost_reports(recipe)), default=0)
+    path = folder / f"lost-ranks-{now}_{number}.txt"
     try:
-        # Two starts of a small model can fail in the same second.
-        for number in count(2):
-            if not path.exists():
-                break
-            path = folder / f"lost-ranks-{now}_{number}.txt"
         write_atomic(path, text)
+        last = max((found.step for found in events.read(folder) if found is not None), default=0)
+        lost = events.Event(last, round(time.time(), 3), "lost ranks", path.name)
+        append_whole(folder / events.FILE, events.line(lost), begins_line=True)
     except OSError:
         # The line on the console must come all the same.
-        return None
+        return str(path) if path.exists() else None
     return str(path)
+
+
+def _number_of_report(path: Path) -> int:
+    found = re.search(r"_(\d{1,9})\.txt$", path.name)
+    return int(found[1]) if found else 1
 
 
 def _lost_reports(recipe: Recipe) -> set[Path]:
@@ -311,7 +320,7 @@ def train_rank(recipe: str, sets: Sequence[str]) -> int:
     return job.run_rank(_train, recipe, sets)
 
 
-def _describe(resolved: Resolved, metrics: "Metrics") -> None:
+def _describe(resolved: Resolved, metrics: "Metrics", *, is_on_cpu: bool) -> None:
     """Give TensorBoard the recipe as text and hyperparameters, and drawings of its layout."""
     from composer3d.draw import layout_svg, layout_text
     from composer3d.draw.layout import make_layout
@@ -328,7 +337,7 @@ def _describe(resolved: Resolved, metrics: "Metrics") -> None:
     if is_ours(recipe.model.architecture):
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.world_size))
         style = Style(width=120, has_colours=False, has_unicode=True)
-        layout = make_layout(recipe, per_node)
+        layout = make_layout(recipe, per_node, is_on_cpu=is_on_cpu)
         texts["run/layout"] = layout_text.render(layout, style)
         drawings["run/layout"] = layout_svg.draw(layout, heading=recipe.run.name, notes=[])
     if recipe.mesh.pp > 1:
@@ -363,6 +372,8 @@ def _pipeline_drawing(recipe: Recipe) -> dict[str, str]:
 
 
 def _train(resolved: Resolved, rank: int) -> int:
+    if rank == 0 and "RANK" in os.environ and STORE_VARIABLE not in os.environ:
+        _say_what_begins(resolved.recipe)
     # Under torchrun, every rank imports torch.
     with collector.importing():
         from composer3d.training.build import build
@@ -384,6 +395,6 @@ def _train(resolved: Resolved, rank: int) -> int:
     with joined as world:
         run = build(recipe, world.device, resolved.to_toml())
         if rank == 0:
-            _describe(resolved, run.metrics)
+            _describe(resolved, run.metrics, is_on_cpu=world.device.type == "cpu")
         signal_number = train(run)
     return 128 + signal_number if signal_number else 0

@@ -15,7 +15,7 @@ from composer3d.data.loader import number_documents
 from composer3d.parallel import Stages
 from composer3d.parallel.context.ownership import parts_of_all_ranks
 from composer3d.parallel.expert.balance import RouterLoad
-from composer3d.recipe.advice import way_to_go_on
+from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.schema import CheckpointTable, Recipe
 from composer3d.reliability.bad_steps import BadStep
 from composer3d.reliability.report import RankReport
@@ -53,10 +53,7 @@ def train(run: Run) -> int:
 def _train(run: Run, signals: StopSignals) -> int:
     total_steps, first_step = run.recipe.run.steps, run.step
     if run.step >= total_steps:
-        log.get().info(
-            f"nothing to do: {run.step} of {total_steps} steps are done; raise run.steps to train "
-            "on"
-        )
+        log.get().info(nothing_to_do(run.recipe, run.step))
     collector.set_aside()
     try:
         with run.stragglers.watching():

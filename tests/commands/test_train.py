@@ -14,6 +14,7 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.report.folder import read as read_run
 from composer3d.runtime import devices, launch, process_group
+from composer3d.spec import events as run_events
 from composer3d.spec.errors import MeshError, RecipeError
 
 
@@ -89,7 +90,12 @@ def test_no_report_of_lost_ranks_is_overwritten(tmp_path: Path) -> None:
     assert [path.read_text() for path in paths] == texts
     assert train._lost_reports(recipe) == set(paths)
     shown = read_run(str(tmp_path / "a")).lost_ranks
-    assert sorted(lost.text for lost in shown) == texts
+    assert [lost.text for lost in shown] == texts
+    # The clocks of machines differ, so the run's events have the order too.
+    found = [event for event in run_events.read(tmp_path / "a") if event is not None]
+    assert [(event.kind, event.text) for event in found] == [
+        ("lost ranks", path.name) for path in paths
+    ]
 
 
 def test_the_advice_obeys_the_choice_of_a_checkpoint(tmp_path: Path) -> None:
@@ -238,10 +244,13 @@ def test_a_finished_run_is_told_without_torch_or_ranks(tmp_path: Path, steps: in
     if steps == 4:
         assert (done.stdout, done.stderr) == (
             "0 False\n",
-            "nothing to do: 4 of 4 steps are done; raise run.steps to train on\n",
+            "nothing to do: 4 of 4 steps are done; raise run.steps to train on, and set "
+            "optim.decay, the step that ends the decay of the learning rate (now run.steps)\n",
         )
     else:
-        assert (done.stdout, done.stderr) == ("", "ranks would be started\n")
+        # What begins is said first.
+        said = "training a: 5 steps\nranks would be started\n"
+        assert (done.stdout, done.stderr) == ("", said)
 
 
 def test_the_launcher_adds_to_the_log_how_ranks_have_ended(
