@@ -1,6 +1,23 @@
+"""The program ``composer3d``. Ctrl-C is handled before anything else is imported."""
+
+import os
 import sys
 
-from composer3d.cli import enter
+from composer3d.spec.interrupts import INTERRUPTED, Interrupts
+
+
+def main() -> int:
+    """Run one command with the arguments of this process, and return its exit status."""
+    interrupts = Interrupts()
+    interrupts.catch()
+    try:
+        from composer3d.cli import enter
+
+        return enter(interrupts)
+    except KeyboardInterrupt:
+        # It came while modules were imported. There is nothing to clean up.
+        os._exit(INTERRUPTED)
+
 
 if __name__ == "__main__":
-    sys.exit(enter())
+    sys.exit(main())

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,12 +24,13 @@ from composer3d.commands.completion import SHELLS
 from composer3d.commands.parser import Parser, TopParser, did_you_mean
 from composer3d.recipe.values import one_line
 from composer3d.runtime import console, environment
+from composer3d.runtime.shortage import lacks_memory, no_memory
 from composer3d.spec.bounds import is_utf8
 from composer3d.spec.errors import LaunchError, RecipeError, UserError
+from composer3d.spec.interrupts import INTERRUPTED, Interrupts
 from composer3d.spec.ranges import MOST_VOCAB
 
-# Exit statuses: 128 plus the number of the signal, SIGINT or SIGPIPE.
-INTERRUPTED = 130
+# The exit status when nobody reads the output: 128 plus the number of SIGPIPE.
 NO_READER = 141
 
 # The commands that may be a rank of a job, or start the ranks of one.
@@ -38,19 +40,27 @@ _LEAST_VOCAB = 257
 _MOST_DIGITS = 18  # of a number on the command line
 
 
-def enter() -> int:
+def enter(interrupts: Interrupts | None = None) -> int:
     """Run one command with the arguments of this process: what the program ``composer3d`` does.
 
     Threads of gloo still run when the interpreter ends, even if all groups were destroyed. If one
     of them then releases a tensor, it asks for the lock of the ending interpreter, and the process
     is aborted (https://github.com/pytorch/pytorch/pull/179291). So a process that has had groups
     ends without ending the interpreter, after all else that is done at the exit.
+
+    Args:
+        interrupts: handles Ctrl-C already; None: from now on.
     """
+    if interrupts is None:
+        interrupts = Interrupts()
+        interrupts.catch()
     console.open_closed_descriptors()
     console.steady_errors()
     statuses = [1]  # of an error that ``main`` does not catch
 
     def leave() -> None:
+        # An ending interpreter gives up its handlers: Ctrl-C would end it with another status.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         process_group: Any = sys.modules.get("composer3d.runtime.process_group")
         if process_group is None or not process_group.has_had_groups():
             return
@@ -61,7 +71,12 @@ def enter() -> int:
 
     # Whatever is registered later runs earlier. Threads, such as that of a save, were waited for.
     atexit.register(leave)
-    statuses[0] = main()
+    try:
+        statuses[0] = main()
+        interrupts.leave()
+    except KeyboardInterrupt:
+        statuses[0] = INTERRUPTED
+        interrupts.leave()
     return statuses[0]
 
 
@@ -131,17 +146,23 @@ def _run(argv: Sequence[str]) -> int:
         module: Any = import_module(f"composer3d.commands.{command}")
         status: int = module.run(**arguments)
         return status
-    except UserError as error:
+    except Exception as caught:
+        if isinstance(caught, UserError):
+            failure = caught
+        elif lacks_memory(caught):
+            failure = no_memory(f"composer3d {command}", caught)
+        else:
+            raise
         if arguments.get("as_json"):
-            answer: dict[str, Any] = {"ok": False, "errors": error.lines}
+            answer: dict[str, Any] = {"ok": False, "errors": failure.lines}
             if command == "verify":  # the keys of a verdict on a refused layout
-                answer = {"passed": False, "refused": True, "error": " | ".join(error.lines)}
+                answer = {"passed": False, "refused": True, "error": " | ".join(failure.lines)}
             print(json.dumps(answer))
-        if isinstance(error, LaunchError):
+        if isinstance(failure, LaunchError):
             # Another rank need not have this problem, and this one may not know its number.
             errors = sys.stderr
-        print(*error.lines, sep="\n", file=errors)
-        return error.status
+        print(*failure.lines, sep="\n", file=errors)
+        return failure.status
 
 
 def _check_sets(argv: Sequence[str]) -> None:

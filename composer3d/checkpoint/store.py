@@ -9,6 +9,7 @@ tensor it holds, so a checkpoint can be loaded on another layout. No state of a 
 saved, because each step seeds its own generator.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -55,10 +56,12 @@ from composer3d.runtime import process_group as distributed
 from composer3d.runtime.files import publish, sync
 from composer3d.runtime.progress import Progress
 from composer3d.runtime.torch_private import offset_of
-from composer3d.spec.errors import CheckpointError, TrainingError, UserError
+from composer3d.spec.errors import CheckpointError, SaveError, TrainingError, UserError
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{8}")
 _LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")
+# The words of the operating system for a full disk, and for a quota that is used up.
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _ASSETS = "assets"  # a folder within a checkpoint
 
 
@@ -184,8 +187,8 @@ class Store:
             optimizer: the optimizer of these parameters.
 
         Raises:
-            CheckpointError: a rank cannot write. Every rank raises it. If the save is in the
-                background, the next ``wait`` or ``save`` raises it.
+            SaveError: a rank cannot write. Every rank raises it. If the save is in the background,
+                the next ``wait`` or ``save`` raises it.
             TrainingError: another job has taken the run's folder. It is raised in the same way.
         """
         began = time.perf_counter()
@@ -215,7 +218,7 @@ class Store:
         """Wait for the save in the background, if there is one, and raise its error.
 
         Raises:
-            CheckpointError: on every rank, if a rank could not write.
+            SaveError: on every rank, if a rank could not write.
             TrainingError: on every rank, if another job has taken the run's folder.
         """
         save, self._pending_save = self._pending_save, None
@@ -268,7 +271,11 @@ class Store:
             self._on_rank_0(self._require_own_folder)
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
-            raise CheckpointError(self._describe_failure(manifest.step, staging, error)) from error
+            lines = self._describe_failure(manifest.step, staging, error)
+            # All ranks have the same causes.
+            if any(words in cause for cause in _causes(error) for words in _FULL):
+                lines.insert(-1, self._describe_space(state))
+            raise SaveError(lines) from error
         log.get().info(f"saved {final} in {time.perf_counter() - began:.2f} s")
 
     def _describe_failure(
@@ -286,6 +293,20 @@ class Store:
         else:
             lines.append(f"the newest checkpoint is {kept}: {self.way_to_go_on} from it")
         return lines
+
+    def _describe_space(self, state: Mapping[str, Tensor]) -> str:
+        """Say how much a checkpoint needs, and how much rank 0 sees free. Collective."""
+        own = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
+        of_ranks = distributed.gather_objects(own, self._group)
+        text = None
+        if of_ranks is not None:
+            # A DTensor has the size of the whole tensor, on each rank that holds a part of it.
+            sizes = {name: size for of_rank in of_ranks for name, size in of_rank.items()}
+            text = f"a checkpoint needs about {sum(sizes.values()):,} bytes"
+            with suppress(OSError):
+                free = shutil.disk_usage(self.folder).free
+                text += f"; {free:,} bytes are free in {self.folder}"
+        return str(distributed.broadcast_object(text, self._group))
 
     def _on_rank_0(self, function: Callable[[], None]) -> None:
         """Run ``function`` on rank 0. If it fails, all ranks fail."""

@@ -17,11 +17,13 @@ from composer3d.recipe.schema import MeshTable, Recipe
 from composer3d.runtime import environment, launch, log
 from composer3d.runtime.console import output_error, say, steady_output
 from composer3d.runtime.ranks import describe_rank, identity
+from composer3d.runtime.shortage import lacks_memory, no_memory
 from composer3d.runtime.starter import die_with_parent
 from composer3d.spec.errors import (
     DeviceError,
     LaunchError,
     LostPeersError,
+    NoMemoryError,
     RankDataError,
     RecipeError,
     UserError,
@@ -113,7 +115,7 @@ def run_rank(
     """Run ``function`` as the rank that RANK, LOCAL_RANK and WORLD_SIZE name.
 
     Without these variables it is rank 0 of 1. A UserError is printed by the ranks that must report
-    it, and becomes the exit status. Any other exception is raised.
+    it, and becomes the exit status, and so is a lack of memory. Any other exception is raised.
 
     Args:
         function: is called with the resolved recipe and the rank, and returns the exit status.
@@ -130,25 +132,37 @@ def run_rank(
     with suppress(OSError):
         # The name that top and ps show, on Linux.
         Path("/proc/self/comm").write_text(f"c3d rank {rank}")
+    name = f"rank {rank}"
     try:
         # Before the groups are gone, a rank that could not print would be a lost peer of others.
         steady_output()
-        status = function(resolve(world_size), rank)
+        resolved = resolve(world_size)
+        name = describe_rank(rank, resolved.recipe.mesh)
+        status = function(resolved, rank)
         if report is not None:
             _require_output()
         return status
-    except UserError as error:
+    except Exception as caught:
+        if isinstance(caught, UserError):
+            error = caught
+        elif lacks_memory(caught):
+            error = no_memory(name, caught)
+        else:
+            raise
         if report is not None and rank == 0 and error.lines:
             report(error)
         if error.lines and _must_report(error, rank):
-            # A LostPeersError names its rank itself.
-            prefix = f"rank {rank}: " if rank and not isinstance(error, LostPeersError) else ""
+            # These name their ranks themselves.
+            names_rank = isinstance(error, LostPeersError | NoMemoryError)
+            prefix = f"rank {rank}: " if rank and not names_rank else ""
             lines = [prefix + line for line in error.lines]
             log.keep(lines)
             say(lines)
         if isinstance(error, LostPeersError) and environment.has_launcher():
             # The launcher of this machine may start all ranks again.
             return launch.LOST_PEERS
+        if isinstance(error, NoMemoryError) and environment.has_launcher():
+            return launch.NO_MEMORY
         return error.status
 
 
@@ -177,9 +191,9 @@ def _must_report(error: UserError, rank: int) -> bool:
     Once there is a process group, all ranks raise an error together (``process_group.on_all``), and
     rank 0 prints it. Before that, the error may concern a single node or rank: then the first rank
     of each node prints it, and every rank prints its own DeviceError. Only one rank has a
-    LostPeersError with lines, so it always prints them. A RankDataError is known to no other rank.
+    LostPeersError with lines, so it always prints them. Others are known to no other rank.
     """
-    if rank == 0 or isinstance(error, LostPeersError | RankDataError):
+    if rank == 0 or isinstance(error, LostPeersError | RankDataError | NoMemoryError):
         return True
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
@@ -259,8 +273,9 @@ def join(
 
     keeps_traces = write_trace is not None and device.type == "cuda"
     with suppress(ValueError):
+        # All processes of a machine have the same monotonic clock.
         started_s = float(os.environ.get(environment.START_VARIABLE, "none"))
-        log.add_phase("processes", max(0.0, time.time() - started_s))
+        log.add_phase("processes", max(0.0, time.monotonic() - started_s))
     try:
         with ExitStack() as joined:
             with log.phase("meeting of ranks"):

@@ -75,6 +75,9 @@ def run(
     for subject in subjects:
         numbers = page.final_numbers(subject.run)
         print(f"{subject.label}: {'; '.join(f'{key} {value}' for key, value in numbers.items())}")
+        if subject.run.hidden_lost_ranks:
+            n_all = len(subject.run.lost_ranks) + subject.run.hidden_lost_ranks
+            print(f"  {n_all} reports of lost ranks; the page has the newest")
         for problem in subject.run.problems:
             print(f"  {problem}")
     print(f"wrote {path}")
@@ -109,7 +112,9 @@ def _as_json(subject: Subject) -> dict[str, Any]:
 
     return {
         "name": subject.label,
-        "step": curves.last_step,
+        "step": subject.run.steps_done,
+        "last_logged_step": curves.last_step,
+        "lost_ranks": len(subject.run.lost_ranks) + subject.run.hidden_lost_ranks,
         "loss": last("loss"),
         "validation_loss": last("validation_loss"),
         "tokens_per_s": curves.of("tokens_per_s").median,
@@ -151,7 +156,7 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
     way_out = "name a device, or a row that composer3d doctor --write has made, with --gpu."
     if device is None and run.device is None:
         return Forecast(None, None, f"Nothing is predicted: the device is not known; {way_out}")
-    row = device or hardware.find(run.device or "")
+    row = device or (hardware.CPU if run.device == "cpu" else hardware.find(run.device or ""))
     if row is None:
         words = one_line(run.device or "")
         return Forecast(None, None, f"Nothing is predicted: there is no row for {words}; {way_out}")
@@ -174,6 +179,11 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
     )
 
 
+def _is_on_cpu(run: RunFolder) -> bool | None:
+    """Return whether a run was on CPUs; None if its events do not say it."""
+    return None if run.device is None else run.device == "cpu"
+
+
 def _layout(run: RunFolder, per_node: int) -> Picture:
     title = "Layout"
     if run.recipe is None:
@@ -185,7 +195,7 @@ def _layout(run: RunFolder, per_node: int) -> Picture:
         words = f"No drawing: counting the traffic of {actions:,} actions would take too long; "
         return Picture(title, "", words + "composer3d layout draws them.")
     try:
-        layout = make_layout(run.recipe, per_node, None)
+        layout = make_layout(run.recipe, per_node, None, is_on_cpu=_is_on_cpu(run))
         heading = f"{one_line(run.name)}: {mesh_words(run.recipe)}"
         return Picture(title, layout_svg.draw(layout, heading=heading, notes=[note_of(layout)]), "")
     except UserError as error:

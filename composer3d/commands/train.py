@@ -13,23 +13,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import job
-from composer3d.recipe.advice import way_to_go_on
+from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.changes import changes
 from composer3d.recipe.machine import tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.lock import describe_loss
-from composer3d.runtime import collector, environment, launch, log
+from composer3d.runtime import collector, environment, launch, log, shortage
 from composer3d.runtime.console import say
-from composer3d.runtime.files import write_atomic
+from composer3d.runtime.files import append_whole, write_atomic
 from composer3d.runtime.ranks import describe_rank
+from composer3d.spec import events
 from composer3d.spec.errors import RecipeError, UserError
+from composer3d.spec.interrupts import ending_at_once
 from composer3d.training.owed import METRICS, owes_validation
 
 if TYPE_CHECKING:
@@ -53,25 +54,34 @@ def run(recipe: str, sets: Sequence[str]) -> int:
         RecipeError: the recipe cannot be used, or needs too many processes for this machine.
         DeviceError: this machine has fewer GPUs than the recipe needs.
     """
+    # Before the first step there is nothing to save.
+    with ending_at_once():
+        return _run(recipe, sets)
+
+
+def _run(recipe: str, sets: Sequence[str]) -> int:
     if environment.is_rank():
         return train_rank(recipe, sets)
 
     resolved = load(recipe, sets, may_import=True)
-    total_steps = resolved.recipe.run.steps
     finished_step = step_of_finished_run(resolved.recipe)
     if finished_step is not None:
         log.setup("", main=True)
-        log.get().info(
-            f"nothing to do: {finished_step} of {total_steps} steps are done; raise run.steps to "
-            "train on"
-        )
+        log.get().info(nothing_to_do(resolved.recipe, finished_step))
         return 0
 
+    # Torch takes seconds to import.
+    _say_what_begins(resolved.recipe)
     _require_trackers(resolved)
     resolved, processes = job.count_processes(resolved, partial(_load, recipe, sets))
     if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
     return run_with_restarts(resolved.recipe, recipe, sets, processes)
+
+
+def _say_what_begins(recipe: Recipe) -> None:
+    log.setup("", main=True)
+    log.get().info(f"training {recipe.run.name}: {recipe.run.steps:,} steps")
 
 
 def _require_trackers(resolved: Resolved) -> None:
@@ -85,9 +95,10 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     """Run ``train_rank`` on all ranks, and again if one is lost: ``reliability.restarts`` times.
 
     A rank is lost if it died, hung until its peers gave up, or raised an error that is no
-    UserError. A collective that failed although all ranks are there is a loss too. After another
-    UserError the next start would fail in the same way, and a signal asked the job to stop: neither
-    starts it again.
+    UserError. A collective that failed although all ranks are there is a loss too. So is a rank
+    that lacked memory, if this start has saved a checkpoint: otherwise the next start would lack it
+    again. After another UserError the next start would fail in the same way, and a signal asked the
+    job to stop: neither starts it again.
 
     Args:
         recipe: the recipe of the job.
@@ -109,20 +120,32 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
         claimed = cleanup.enter_context(launch.temporary_folder("composer3d-train-")) / "claimed"
         arguments["claimed"] = str(claimed)
     for restart in range(most + 1):
-        earlier_reports = _lost_reports(recipe)
+        earlier_reports, earlier_kills = _lost_reports(recipe), shortage.kernel_kills()
+        earlier_checkpoint = newest_checkpoint(recipe)
         result = launch.run_ranks(train_rank, arguments, processes=processes)
         reports = _lost_reports(recipe) - earlier_reports
+        was_killed = signal.SIGKILL in result.died.values()
+        if was_killed and shortage.kernel_kills() > earlier_kills:
+            result.lacked_memory += [
+                rank for rank, end in result.died.items() if end == signal.SIGKILL
+            ]
         lines = describe_failures(result, recipe, next(iter(reports), None))
         is_over = not result.is_lost or restart == most
+        is_hopeless = result.lacked_memory and newest_checkpoint(recipe) == earlier_checkpoint
         loss = None if is_over or claimed is None else describe_loss(claimed, run_folder(recipe))
         if loss is not None:
             lines.append(loss)
+        elif is_hopeless and not is_over:
+            lines.append(
+                "the ranks are not started again: memory ran out before this start had saved "
+                f"anything, so the next one would end in the same way; {shortage.WAY_OUT}"
+            )
         elif not is_over:
             lines.append(f"starting all ranks again, {restart + 1} of at most {most} times")
         # Before it is printed: nobody may read the output any more.
         _keep_in_log(recipe, [*result.traceback.splitlines(), *lines])
         say(lines)
-        if is_over or loss is not None:
+        if is_over or is_hopeless or loss is not None:
             break
         if newest_checkpoint(recipe) is not None:
             # The recipe may ask to begin anew, which was done.
@@ -268,18 +291,23 @@ def _write_report(recipe: Recipe, text: str) -> str | None:
     """Write the report of lost ranks into the run's folder, and return its path, or None."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder = run_folder(recipe)
-    path = folder / f"lost-ranks-{now}.txt"
+    # The number keeps the order if the clocks of machines differ.
+    number = 1 + max(map(_number_of_report, _lost_reports(recipe)), default=0)
+    path = folder / f"lost-ranks-{now}_{number}.txt"
     try:
-        # Two starts of a small model can fail in the same second.
-        for number in count(2):
-            if not path.exists():
-                break
-            path = folder / f"lost-ranks-{now}_{number}.txt"
         write_atomic(path, text)
+        last = max((found.step for found in events.read(folder) if found is not None), default=0)
+        lost = events.Event(last, round(time.time(), 3), "lost ranks", path.name)
+        append_whole(folder / events.FILE, events.line(lost), begins_line=True)
     except OSError:
         # The line on the console must come all the same.
-        return None
+        return str(path) if path.exists() else None
     return str(path)
+
+
+def _number_of_report(path: Path) -> int:
+    found = re.search(r"_(\d{1,9})\.txt$", path.name)
+    return int(found[1]) if found else 1
 
 
 def _lost_reports(recipe: Recipe) -> set[Path]:
@@ -327,7 +355,7 @@ def _load(recipe: str, sets: Sequence[str], world_size: int) -> Resolved:
     return load(recipe, sets, world_size=world_size, may_import=True)
 
 
-def _describe(resolved: Resolved, metrics: "Metrics") -> None:
+def _describe(resolved: Resolved, metrics: "Metrics", *, is_on_cpu: bool) -> None:
     """Give TensorBoard the recipe as text and hyperparameters, and drawings of its layout."""
     from composer3d.draw import layout_svg, layout_text
     from composer3d.draw.layout import make_layout
@@ -344,7 +372,7 @@ def _describe(resolved: Resolved, metrics: "Metrics") -> None:
     if is_ours(recipe.model.architecture):
         per_node = environment.local_world_size()
         style = Style(width=120, has_colours=False, has_unicode=True)
-        layout = make_layout(recipe, per_node)
+        layout = make_layout(recipe, per_node, is_on_cpu=is_on_cpu)
         texts["run/layout"] = layout_text.render(layout, style)
         drawings["run/layout"] = layout_svg.draw(layout, heading=recipe.run.name, notes=[])
     if recipe.mesh.pp > 1:
@@ -379,6 +407,8 @@ def _pipeline_drawing(recipe: Recipe) -> dict[str, str]:
 
 
 def _train(resolved: Resolved, rank: int, *, claimed: str | None) -> int:
+    if rank == 0 and environment.is_rank() and not environment.has_launcher():
+        _say_what_begins(resolved.recipe)
     # Under torchrun, every rank imports torch.
     with collector.importing():
         from composer3d.training.build import build
@@ -401,6 +431,6 @@ def _train(resolved: Resolved, rank: int, *, claimed: str | None) -> int:
         told = None if claimed is None else Path(claimed)
         run = build(recipe, world.device, resolved.to_toml(), claimed=told)
         if rank == 0:
-            _describe(resolved, run.metrics)
+            _describe(resolved, run.metrics, is_on_cpu=world.device.type == "cpu")
         signal_number = train(run)
     return 128 + signal_number if signal_number else 0

@@ -67,9 +67,9 @@ class AxisTraffic(NamedTuple):
 
     @property
     def link(self) -> str:
-        """The link that carries the bytes: inside a node, between nodes, or both."""
+        """The link that carries the bytes: that inside a node, that between nodes, or both."""
         if self.nic_bytes == 0:
-            return "NVLink"
+            return "node"
         return "NIC" if self.node_bytes < 0.5 else "both"
 
 
@@ -82,11 +82,18 @@ class Layout:
         gpus_per_node: ranks of a node.
         own_cut: the blocks of each stage, if the architecture is a user's own. Its traffic is not
             known then.
+        is_on_cpu: whether the ranks are processes on CPUs, not GPUs.
     """
 
     recipe: Recipe
     gpus_per_node: int
     own_cut: Sequence[range] | None = None
+    is_on_cpu: bool = False
+
+    @property
+    def node_link(self) -> str:
+        """The name of the link inside a node."""
+        return "host" if self.is_on_cpu else "NVLink"
 
     @property
     def knows_traffic(self) -> bool:
@@ -129,8 +136,8 @@ class Layout:
 
     def place_of(self, rank: int) -> str:
         """Return the node of a rank, and its place in it."""
-        node, gpu = divmod(rank, self.gpus_per_node)
-        return f"node {node}, gpu {gpu}"
+        node, place = divmod(rank, self.gpus_per_node)
+        return f"node {node}, {'process' if self.is_on_cpu else 'gpu'} {place}"
 
     def stage_words(self, pp_rank: int) -> str:
         """Return the number of the stages that a pipeline rank holds."""
@@ -241,7 +248,11 @@ UNKNOWN_TRAFFIC = (
 
 
 def make_layout(
-    recipe: Recipe, gpus_per_node: int, own_cut: Sequence[range] | None = None
+    recipe: Recipe,
+    gpus_per_node: int,
+    own_cut: Sequence[range] | None = None,
+    *,
+    is_on_cpu: bool | None = None,
 ) -> Layout:
     """Return the layout of a recipe.
 
@@ -249,12 +260,15 @@ def make_layout(
         recipe: a resolved recipe.
         gpus_per_node: ranks of a node.
         own_cut: the blocks of each stage, for a user's own architecture.
+        is_on_cpu: whether the ranks are on CPUs; None: if the recipe says so.
 
     Raises:
         PlanError: the schedule cannot run; or the architecture is a user's own, and ``own_cut`` is
             None.
     """
-    layout = Layout(recipe, gpus_per_node, own_cut)
+    if is_on_cpu is None:
+        is_on_cpu = recipe.run.device == "cpu"
+    layout = Layout(recipe, gpus_per_node, own_cut, is_on_cpu)
     _ = layout.busiest  # raises here what the pictures would raise later
     return layout
 

@@ -416,7 +416,8 @@ def _stage_table(picture: Picture, layout: Layout, y: float) -> float:
 
 
 _COLUMNS = (("axis", 0.0), ("ranks", 190.0), ("operations in a step", 400.0))
-_NUMBERS = (("forward", 800.0), ("backward", 890.0), ("NVLink", 980.0), ("NIC", 1070.0))
+# Beside these, the places of the numbers: bytes in forward and backward, inside nodes and between.
+_NUMBERS = (800.0, 890.0, 980.0, 1070.0)
 
 
 def _traffic_table(picture: Picture, layout: Layout, y: float) -> float:
@@ -430,7 +431,8 @@ def _traffic_table(picture: Picture, layout: Layout, y: float) -> float:
     y += 22
     for words, x in _COLUMNS:
         picture.text(MARGIN + x, y, words, size=12, ink=QUIET_INK)
-    for words, x in _NUMBERS:
+    link = layout.node_link
+    for words, x in zip(("forward", "backward", link, "NIC"), _NUMBERS, strict=True):
         picture.text(MARGIN + x + 80, y, words, size=12, ink=QUIET_INK, anchor="end")
     y += 6
     picture.line(MARGIN, y, WIDTH - MARGIN, y, ink=FAINT)
@@ -439,14 +441,14 @@ def _traffic_table(picture: Picture, layout: Layout, y: float) -> float:
         picture.text(MARGIN, y, row.axis, size=12, bold=True, ink=INKS[row.axis])
         picture.text(MARGIN + _COLUMNS[1][1], y, _group_words(row), size=12)
         numbers = (row.forward_bytes, row.backward_bytes, row.node_bytes, row.nic_bytes)
-        for (_, x), count in zip(_NUMBERS, numbers, strict=True):
+        for x, count in zip(_NUMBERS, numbers, strict=True):
             picture.text(MARGIN + x + 80, y, _bytes_or_dash(count), size=12, anchor="end")
         lines = wrap(operation_words(row.flows), 12, 410)
         for index, line in enumerate(lines):
             y += 15 if index else 0
             picture.text(MARGIN + _COLUMNS[2][1], y, line, size=12)
     rules = (
-        "forward + backward = NVLink + NIC. Backward includes what is sent once a step. NVLink is "
+        f"forward + backward = {link} + NIC. Backward includes what is sent once a step. {link} is "
         "the link inside a node, NIC the one between nodes: the mean over the ranks of the group, "
         "whose collectives go round a ring in the order of ranks."
     )

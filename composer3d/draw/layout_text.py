@@ -69,7 +69,7 @@ def _traffic(layout: Layout) -> list[str]:
         title += f" (a rank of pp {layout.busiest}, which sends the most)"
     lines = [
         title,
-        f"{'axis':<16}{'ranks':>6}{'forward':>10}{'backward':>10}{'NVLink':>10}{'NIC':>10}",
+        f"{'axis':<16}{'ranks':>6}{'forward':>10}{'backward':>10}{layout.node_link:>10}{'NIC':>10}",
     ]
     for row in layout.traffic(layout.busiest):
         numbers = (row.forward_bytes, row.backward_bytes, row.node_bytes, row.nic_bytes)

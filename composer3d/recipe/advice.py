@@ -24,3 +24,19 @@ def refuses_newer_checkpoints(recipe: Recipe) -> bool:
     own_folder = os.path.join(recipe.run.out_dir, recipe.run.name, "checkpoints")
     is_own = os.path.dirname(os.path.realpath(resume)) == os.path.realpath(own_folder)
     return resume == "none" or (resume != "auto" and is_own)
+
+
+def nothing_to_do(recipe: Recipe, steps_done: int) -> str:
+    """Return what is said of a run whose steps are all done, and how to train on."""
+    text = f"nothing to do: {steps_done} of {recipe.run.steps} steps are done; raise run.steps"
+    if decays_over_run(recipe):
+        return (
+            f"{text} to train on, and set optim.decay, the step that ends the decay of the "
+            "learning rate (now run.steps)"
+        )
+    return f"{text} to train on"
+
+
+def decays_over_run(recipe: Recipe) -> bool:
+    """Return whether the learning rate of a step depends on ``run.steps``."""
+    return recipe.optim.schedule != "constant" and recipe.optim.decay is None

@@ -1,5 +1,6 @@
 """Let a stop signal end the training loop after the current step or the next."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -7,14 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from composer3d.runtime import log
+from composer3d.spec.interrupts import INSIST_S
 
 # The signals that end the loop. If ranks get different ones, the first of these counts. Schedulers
 # announce the end of a job by SIGTERM or SIGUSR1. A terminal that is closed sends SIGHUP.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-
-# A terminal's Ctrl-C reaches a rank twice, directly and through the launcher. So a second Ctrl-C
-# counts only if it arrives more than this many seconds after the first signal.
-_INSIST_S = 5.0
 
 
 class StopSignals:
@@ -43,7 +41,12 @@ class StopSignals:
             }
 
     def release(self) -> None:
-        """Restore the handlers that were there before ``catch``."""
+        """Restore the handlers that were there before ``catch``, unless a signal has come.
+
+        Then this process is about to end. A further signal must not change how.
+        """
+        if self.received:
+            return
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers = {}
@@ -52,18 +55,17 @@ class StopSignals:
         self.received.append(number)
         if len(self.received) == 1:
             self._first_s = time.monotonic()
-            log.get().info(
+            log.say_from_handler(
                 f"signal {number}: ending after this step or the next; Ctrl-C in "
-                f"{_INSIST_S:.0f} s or later ends at once"
+                f"{INSIST_S:.0f} s or later ends at once"
             )
-        elif number == signal.SIGINT and time.monotonic() - self._first_s > _INSIST_S:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+        elif number == signal.SIGINT and time.monotonic() - self._first_s > INSIST_S:
+            os._exit(128 + number)
 
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """Yield the ``StopSignals`` of a training loop. The handlers are restored on exit.
+    """Yield the ``StopSignals`` of a training loop. The handlers are released on exit.
 
     The loop calls ``catch`` after its first step: before that, there is nothing to save, and a
     signal ends the process at once, even while a block is compiled. Then the loop reads

@@ -32,7 +32,7 @@ _RECIPE_LIMIT = 256 << 10
 MOST_EVENTS = 300
 
 _MOST_LOST_REPORTS = 5
-_LOST_REPORT = re.compile(r"lost-ranks-(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)Z(?:_\d+)?\.txt")
+_LOST_REPORT = re.compile(r"lost-ranks-(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)Z(?:_(\d{1,9}))?\.txt")
 _LOST_REPORT_LIMIT = 64 << 10
 
 # Keys of [model]. A resolved recipe has the whole shape, so it needs no folder and no preset.
@@ -75,7 +75,9 @@ class RunFolder:
         hidden_events: how many older ones there are.
         saves: the saves.
         device: the name of the devices of the last start; None if it is not known.
-        lost_ranks: the newest reports of lost ranks.
+        lost_ranks: the newest reports of lost ranks, oldest first.
+        hidden_lost_ranks: how many older ones there are.
+        steps_done: the number of steps that the run has done, as far as its files say it.
         problems: what could not be read, in words.
     """
 
@@ -89,6 +91,8 @@ class RunFolder:
     saves: list[Event] = field(default_factory=list)
     device: str | None = None
     lost_ranks: list[LostRanks] = field(default_factory=list)
+    hidden_lost_ranks: int = 0
+    steps_done: int = 0
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -139,8 +143,8 @@ def read(path: str) -> RunFolder:
     if run.curves.is_cut:
         run.problems.append(f"{series.FILE} is longer than 1 GiB; its end is left out")
     _read_recipe(run)
-    _read_events(run)
     _read_lost_ranks(run)
+    _read_events(run)
     return run
 
 
@@ -186,12 +190,15 @@ def recipe_of(text: str) -> Recipe:
 
 def _read_events(run: RunFolder) -> None:
     found: list[RunEvent] = []
-    wrong = 0
+    wrong = done = 0
     try:
         for event in events.read(run.path):
             if event is None:
                 wrong += 1
-            elif event.kind == "save":
+                continue
+            # A start may go back to a checkpoint.
+            done = event.step if event.kind == "start" else max(done, event.step)
+            if event.kind == "save":
                 run.saves.append(event)
             else:
                 if event.device is not None:
@@ -202,18 +209,32 @@ def _read_events(run: RunFolder) -> None:
     if wrong:
         run.problems.append(f"{wrong:,} lines of {events.FILE} are not events, and left out")
 
+    # Only every metrics.every-th step has a line of metrics.
+    run.steps_done = max(done, run.curves.last_step)
     # A run of an older composer3d has no events: its other files say less, but not nothing.
     kinds = {event.kind for event in found}
+    others: list[RunEvent] = []
     if "bad steps" not in kinds:
-        found += _ledger(run)
+        others += _ledger(run)
     if "ranks" not in kinds:
         for metric, words in (("straggler_rank", "slow"), ("corrupt_rank", "wrong bits")):
-            found += [
+            others += [
                 RunEvent(point.step, "", "ranks", f"rank {point.value:.0f}: {words}")
                 for point in run.curves.of(metric).points
             ]
-    found += list(_former_recipes(run))
-    found.sort(key=lambda event: (event.when, -1 if event.step is None else event.step))
+    others += list(_former_recipes(run))
+    # The file has the order in which things happened. Clocks of machines differ.
+    for other in sorted(others, key=lambda event: event.step or 0):
+        later = (
+            index
+            for index, event in enumerate(found)
+            if event.when and (event.step or 0) >= (other.step or 0)
+        )
+        found.insert(next(later, len(found)), other)
+    if "lost ranks" not in kinds:
+        found += [
+            RunEvent(None, _when(lost.name), "lost ranks", lost.name) for lost in run.lost_ranks
+        ]
     run.hidden_events = max(0, len(found) - MOST_EVENTS)
     run.events = found[run.hidden_events :]
 
@@ -247,7 +268,9 @@ def _former_recipes(run: RunFolder) -> Iterator[RunEvent]:
 
 
 def _read_lost_ranks(run: RunFolder) -> None:
-    for name in _names(run.path, _LOST_REPORT)[-_MOST_LOST_REPORTS:]:
+    names = sorted(_names(run.path, _LOST_REPORT), key=_number_of)
+    run.hidden_lost_ranks = max(0, len(names) - _MOST_LOST_REPORTS)
+    for name in names[run.hidden_lost_ranks :]:
         try:
             with open_plain(run.path / name, follow_links=False) as file:
                 text = file.read(_LOST_REPORT_LIMIT).decode(errors="replace")
@@ -255,10 +278,16 @@ def _read_lost_ranks(run: RunFolder) -> None:
             run.problems.append(f"{name} cannot be read ({error})")
             continue
         run.lost_ranks.append(LostRanks(name, text))
-        year, month, day, hour, minute, second = _fields(name)
-        when = f"{year}-{month}-{day} {hour}:{minute}:{second}"
-        run.events.append(RunEvent(None, when, "lost ranks", f"{name}, see below"))
-    run.events.sort(key=lambda event: event.when)
+
+
+def _number_of(name: str) -> tuple[int, str]:
+    """Return what orders the names of reports: their number, which grows over the starts."""
+    return int(_fields(name)[-1] or 1), name
+
+
+def _when(name: str) -> str:
+    year, month, day, hour, minute, second, _ = _fields(name)
+    return f"{year}-{month}-{day} {hour}:{minute}:{second}"
 
 
 def _fields(name: str) -> tuple[Any, ...]:

@@ -252,9 +252,9 @@ def final_numbers(run: RunFolder) -> dict[str, str]:
     """Return where a run stands, by name: its step, losses, speed and memory."""
     curves = run.curves
     total = f" of {run.recipe.run.steps:,}" if run.recipe is not None else ""
-    numbers = {"steps done": f"{curves.last_step:,}{total}"}
+    numbers = {"steps done": f"{run.steps_done:,}{total}"}
     if run.tokens_per_step is not None:
-        numbers["tokens seen"] = f"{curves.last_step * run.tokens_per_step:,}"
+        numbers["tokens seen"] = f"{run.steps_done * run.tokens_per_step:,}"
     for name, words in (("loss", "training loss"), ("validation_loss", "validation loss")):
         series = curves.of(name)
         point = series.last
@@ -481,6 +481,10 @@ def _events(run: RunFolder) -> list[str]:
                 f"at most {max(seconds):.2f} s"
             )
         parts.append(f"<p>{escape(words)}.</p>")
+    if run.hidden_lost_ranks:
+        n_all = run.hidden_lost_ranks + len(run.lost_ranks)
+        words = f"{n_all:,} reports of lost ranks; the newest {len(run.lost_ranks)} follow"
+        parts.append(f'<p class="note">{words}, the others are in the folder.</p>')
     for lost in run.lost_ranks:
         parts.append(
             f"<details><summary>{escape(lost.name)}</summary><pre>{escape(lost.text)}</pre>"

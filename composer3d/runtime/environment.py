@@ -17,7 +17,7 @@ from composer3d.spec.errors import LaunchError
 # The path of the store of a world that ``launch`` has started.
 STORE_VARIABLE = "COMPOSER3D_STORE"
 
-# The time (Unix) at which the ranks of a job were asked for.
+# The time (``time.monotonic``) at which the ranks of a job were asked for.
 START_VARIABLE = "COMPOSER3D_START"
 
 MOST_RANKS = 1_000_000

@@ -6,7 +6,7 @@ Every function raises OSError. Its ``strerror`` states the reason in words that 
 import errno
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -96,15 +96,67 @@ def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:
     return os.fdopen(descriptor, "a+b" if append else "r+b")
 
 
-def append_whole(path: str | os.PathLike[str], content: bytes) -> None:
+def append_whole(
+    path: str | os.PathLike[str], content: bytes, *, begins_line: bool = False
+) -> None:
     """Add ``content`` to the end of a file, whole or not at all; a missing file is created.
+
+    Args:
+        path: the file.
+        content: the bytes to add.
+        begins_line: whether ``content`` must begin a line. A line break is added before it if the
+            last line of the file was cut off.
 
     Raises OSError, for example on a full disk.
     """
     with open_own(path, append=True) as file:
         descriptor = file.fileno()
         end = os.fstat(descriptor).st_size
+        if begins_line and end and os.pread(descriptor, 1, end - 1) != b"\n":
+            content = b"\n" + content
         # Bypass the file's buffer: closing the file would write the rest of a cut line.
         if os.write(descriptor, content) < len(content):
             os.ftruncate(descriptor, end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+class LineFile:
+    """A file that gets lines while a job runs. A disk that is full for a while does not end it.
+
+    Lines that cannot be written are lost. Two messages say so: one at the first lost line, and one
+    with their number as soon as a line can be written again.
+
+    Args:
+        path: the file; a missing one is created. A link is not followed.
+        tell: is called with each message.
+        may_write: returns whether the file still belongs to this process. If not, nothing is done.
+            An OSError of it counts as one of the file.
+    """
+
+    def __init__(
+        self, path: Path, tell: Callable[[str], None], may_write: Callable[[], bool]
+    ) -> None:
+        self._path = path
+        self._tell = tell
+        self._may_write = may_write
+        self._lost_lines = 0
+
+    def append(self, lines: bytes) -> bool:
+        """Add whole lines to the file, and return whether they were written."""
+        n_lines = lines.count(b"\n")
+        lost_before = self._lost_lines
+        try:
+            if not self._may_write():
+                return False
+            append_whole(self._path, lines, begins_line=True)
+        except OSError as error:
+            # First, because ``tell`` may write to this file.
+            self._lost_lines += n_lines
+            if not lost_before:
+                reason = error.strerror or error
+                self._tell(f"{self._path} cannot be written: {reason}; lines are lost until it can")
+            return False
+        self._lost_lines = 0
+        if lost_before:
+            self._tell(f"{self._path} can be written again; lines lost before this: {lost_before}")
+        return True

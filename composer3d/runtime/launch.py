@@ -29,8 +29,10 @@ from composer3d.runtime import starter
 from composer3d.runtime.console import say
 from composer3d.runtime.environment import START_VARIABLE, STORE_VARIABLE
 from composer3d.runtime.lost_words import tells_lost_peer
+from composer3d.runtime.shortage import no_memory
 from composer3d.runtime.starter import Answer, Call
 from composer3d.spec.errors import UserError
+from composer3d.spec.interrupts import INSIST_S
 
 # Seconds that ranks may take to finish their step and save, after a signal.
 SHUTDOWN_S = 120.0
@@ -42,16 +44,15 @@ REPORT_S = 10.0
 # The signals that the ranks of a job get as well.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-# A second Ctrl-C ends the ranks at once if it arrives more than this many seconds after the first
-# signal.
-_INSIST_S = 5.0
-
 # A function at the top of a module, or its name as ``module:function``. With a name, this process
 # does not import what the function's module imports.
 Task = Callable[..., Any] | str
 
 # What a rank returns to ``run_ranks`` after a LostPeersError. The job's exit status is then 1.
 LOST_PEERS = 64
+
+# What a rank returns to ``run_ranks`` after it has lacked memory. The job's exit status is then 1.
+NO_MEMORY = 65
 
 # Importing this module runs all slow imports of a rank.
 _PRELOAD = "composer3d.training.loop"
@@ -177,7 +178,7 @@ def _open_world(size: int) -> Iterator[_World]:
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "GROUP_RANK": "0",
-        START_VARIABLE: f"{time.time():.3f}",
+        START_VARIABLE: f"{time.monotonic():.3f}",
     }
 
     # By default gloo and NCCL listen on the interface that the host's name resolves to, which
@@ -233,7 +234,12 @@ class _Worker:
         return worker
 
     def wait_for_start(self) -> None:
-        self.pid = self._read_status()
+        """Wait until the process has its id. Raises NoMemoryError if it could not be forked."""
+        status = self._read_status()
+        if status < 0 and -status != signal.SIGKILL:
+            reason = OSError(-status, os.strerror(-status))
+            raise no_memory(f"the process of rank {self.rank} could not be started", reason)
+        self.pid = max(0, status)
 
     def has_ended(self) -> bool:
         """Return whether the process has ended, and set ``exit_code`` if it has."""
@@ -304,6 +310,7 @@ class JobResult:
             went on too late, or the network was gone for a while.
         left: if a rank says that a collective failed, the ranks that ended otherwise: with an exit
             status, or by the forwarded signal. The values are those of ``died``.
+        lacked_memory: the ranks that have ended because memory was refused. They have said so.
         stopped_by: the signal that was forwarded to the ranks; 0 if there was none.
         traceback: the traceback of the lowest such rank, which was printed; "" if there is none.
     """
@@ -314,13 +321,14 @@ class JobResult:
     raised: bool = False
     lost_peers: bool = False
     left: dict[int, int] = field(default_factory=dict)
+    lacked_memory: list[int] = field(default_factory=list)
     stopped_by: int = 0
     traceback: str = ""
 
     @property
     def is_lost(self) -> bool:
         """Whether the same job may do better if it is started again, and nobody has stopped it."""
-        was_lost = self.died or self.stuck or self.raised or self.lost_peers
+        was_lost = self.died or self.stuck or self.raised or self.lost_peers or self.lacked_memory
         return self.status == 1 and bool(was_lost) and not self.stopped_by
 
 
@@ -409,6 +417,7 @@ def _job_result(
     ends_by_stop = {end for number in stop_signals for end in (-number, 128 + number)}
     died: dict[int, int] = {}
     left: dict[int, int] = {}
+    lacked_memory: list[int] = []
     ended_by_stop = False
     tracebacks: list[str] = []
     for worker in workers:
@@ -424,6 +433,8 @@ def _job_result(
                 died[worker.rank] = end
         elif not answer.succeeded:
             tracebacks.append(str(answer.value).strip())
+        elif answer.value == NO_MEMORY:
+            lacked_memory.append(worker.rank)
         elif answer.value != LOST_PEERS:
             left[worker.rank] = -answer.value
     if died:
@@ -435,7 +446,7 @@ def _job_result(
         if answer is not None and answer.succeeded and answer.value
     ]
     lost_peers = bool(failures) and all(status == LOST_PEERS for status in failures)
-    statuses = [1 if status == LOST_PEERS else status for status in failures]
+    statuses = [1 if status in (LOST_PEERS, NO_MEMORY) else status for status in failures]
     was_stopped = stop_signal and (statuses or stuck or None in answers.values())
     # If the save after the signal failed, the job must not look as if it had stopped and saved.
     # But a rank that the signal has ended before the first step leaves peers without a connection.
@@ -459,7 +470,8 @@ def _job_result(
         stuck,
         raised=bool(tracebacks),
         lost_peers=lost_peers,
-        left=left if LOST_PEERS in failures else {},
+        left=left if LOST_PEERS in failures and not lacked_memory else {},
+        lacked_memory=lacked_memory,
         stopped_by=stop_signal,
         traceback=tracebacks[0] if tracebacks else "",
     )
@@ -490,7 +502,7 @@ class _StopRequest:
         self.numbers.append(number)
         if len(self.numbers) == 1:
             self.since_s = time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self.since_s > _INSIST_S:
+        elif number == signal.SIGINT and time.monotonic() - self.since_s > INSIST_S:
             # The user does not want to wait any longer: end the time for the shutdown. Schedulers
             # send several other signals, which must not cut off a save.
             self.since_s = float("-inf")

@@ -8,14 +8,15 @@ A training also keeps these lines of rank 0 in ``log.txt`` in the run's folder, 
 """
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from composer3d.runtime.files import append_whole
+from composer3d.runtime.files import LineFile
 
 FILE = "log.txt"
 
@@ -47,33 +48,23 @@ class _RunFile(logging.Handler):
         super().__init__()
         self.setFormatter(_IdentityFormatter(identity))
         self._early: list[bytes] = []
-        self._path: Path | None = None
-        self._may_write: Callable[[], bool] = lambda: True
+        self._file: LineFile | None = None
 
     def open(self, path: Path, may_write: Callable[[], bool]) -> None:
-        self._path, self._may_write = path, may_write
+        # What is told about this file comes back to it, and is written once this is possible.
+        self._file = LineFile(path, lambda text: get().warning(text), may_write)
         early, self._early = self._early, []
-        self._append(b"".join(early))
+        if early:
+            self._file.append(b"".join(early))
 
     def emit(self, record: logging.LogRecord) -> None:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
         lines = [f"{stamp} {line}\n" for line in self.format(record).splitlines()]
         content = "".join(lines).encode(errors="backslashreplace")
-        if self._path is not None:
-            self._append(content)
+        if self._file is not None:
+            self._file.append(content)
         elif len(self._early) < _MOST_EARLY:
             self._early.append(content)
-
-    def _append(self, content: bytes) -> None:
-        path = self._path
-        if path is None or not content or not self._may_write():
-            return
-        try:
-            append_whole(path, content)
-        except OSError as error:
-            # A full disk must not end a healthy run. The warning goes to the console alone.
-            self._path = None
-            get().warning(f"{path} cannot be written: {error.strerror or error}")
 
 
 def setup(identity: str, *, main: bool) -> None:
@@ -117,6 +108,18 @@ def keep_in(path: Path, may_write: Callable[[], bool]) -> None:
     for handler in get().handlers:
         if isinstance(handler, _RunFile):
             handler.open(path, may_write)
+
+
+def say_from_handler(line: str) -> None:
+    """Write a line to the console and the file from a handler of a signal.
+
+    The handler may have interrupted a write to the console, whose buffer takes no second one. A
+    process that does not log for its job says nothing.
+    """
+    if get().isEnabledFor(logging.INFO):
+        with suppress(OSError):
+            os.write(2, f"{line}\n".encode())
+        keep([line])
 
 
 def keep(lines: Sequence[str]) -> None:

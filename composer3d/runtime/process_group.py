@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer3d.runtime import devices, environment
 from composer3d.runtime.environment import STORE_VARIABLE
 from composer3d.runtime.meeting import wait_for_host, wait_in_store
+from composer3d.runtime.shortage import lacks_memory, no_memory
 from composer3d.runtime.torch_private import default_timeout
-from composer3d.spec.errors import DeviceError, MeshError, UserError
+from composer3d.spec.errors import DeviceError, MachineError, MeshError, UserError, of_os_error
 
 T = TypeVar("T")
 
@@ -615,8 +616,9 @@ def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None
         group: as in ``gather_objects``.
 
     Raises:
-        UserError: on every rank, if ``function`` raises a UserError or an OSError on any rank. The
-            class is that of the lowest failing rank's error. The lines of equal errors appear once.
+        UserError: on every rank, if ``function`` raises a UserError or an OSError on any rank, or
+            lacks memory there. The class is that of the lowest failing rank's error: a MachineError
+            if a machine fails or lacks something. The lines of equal errors appear once.
             They start with the numbers of the ranks that raised them, unless all ranks did.
     """
     value, error = _try(what, function)
@@ -648,13 +650,18 @@ def on_main(what: str, function: Callable[[], T], group: dist.ProcessGroup | Non
 
 
 def _try(what: str, function: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    """Return the value of ``function``, or its UserError or OSError as a UserError."""
+    """Return the value of ``function``, or its error as a UserError if it can be one."""
     try:
         return function(), None
     except UserError as error:
         return None, error
-    except OSError as error:
-        return None, UserError(f"{what}: {error}")
+    except Exception as error:
+        if lacks_memory(error):
+            # All ranks will have it, and one of them prints it.
+            return None, MachineError(no_memory(what, error).lines)
+        if isinstance(error, OSError):
+            return None, of_os_error(what, error)
+        raise
 
 
 def _report_of(errors: Sequence[UserError | None]) -> UserError:

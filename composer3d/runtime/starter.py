@@ -12,6 +12,7 @@ No process outlives the command that started it:
 """
 
 import ctypes
+import errno
 import os
 import pickle
 import pkgutil
@@ -47,7 +48,7 @@ FORK = b"F"
 REMOVE_AT_END = b"R"
 
 # The status pipe of a forked process carries two such numbers: its process id, and later its exit
-# code.
+# code. If there was no memory for it, the first one is minus the number of the error.
 STATUS = struct.Struct("!q")
 
 # The signals that ask a command to stop. The starter begins with all of them blocked.
@@ -213,14 +214,19 @@ def serve(control: int, preload: str) -> None:
                 continue
 
             call_pipe, status_pipe, *store = request.descriptors
-            child = _fork(
-                call_pipe,
-                store[0] if store else None,
-                nohup=nohup,
-                close=(control, wake_read, wake_write, status_pipe, *status_pipes.values()),
-            )
-            status_pipes[child] = status_pipe
-            _send_status(status_pipe, child)
+            try:
+                child = _fork(
+                    call_pipe,
+                    store[0] if store else None,
+                    nohup=nohup,
+                    close=(control, wake_read, wake_write, status_pipe, *status_pipes.values()),
+                )
+            except OSError as error:
+                _send_status(status_pipe, -(error.errno or errno.ENOMEM))
+                os.close(status_pipe)
+            else:
+                status_pipes[child] = status_pipe
+                _send_status(status_pipe, child)
             for descriptor in (call_pipe, *store):
                 os.close(descriptor)
 
@@ -282,12 +288,18 @@ def _fork(call_pipe: int, store: int | None, *, nohup: bool, close: Iterable[int
         store: the descriptor of the world's store.
         nohup: whether the process ignores SIGHUP.
         close: descriptors that the process must not keep open.
+
+    Raises OSError if there is no memory or no room for another process.
     """
     # The child inherits that stop signals are ignored. So they are blocked during the fork: a
     # signal for the child stays pending until the child has reset its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     parent = os.getpid()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        raise
     if child == 0:
         for descriptor in close:
             os.close(descriptor)

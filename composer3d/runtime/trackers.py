@@ -323,8 +323,12 @@ def _rounds(file: BinaryIO) -> Iterator[bytes]:
 
 def _points(lines: bytes, tokens_per_step: int) -> Iterator[_Point]:
     for line in lines.splitlines():
-        values: Mapping[str, Any] = parse_json(line)
-        step = values["step"]
+        try:
+            values: Mapping[str, Any] = parse_json(line)
+            step = values["step"]
+        except (ValueError, KeyError, TypeError):
+            # A full disk may leave a line that is cut off.
+            continue
         yield _Point(
             step,
             step * tokens_per_step,
@@ -348,5 +352,7 @@ def _read_state(folder: Path) -> tuple[str | None, int]:
 
 
 def _write_state(folder: Path, run_id: str, sent_bytes: int) -> None:
+    """Keep the state, unless the disk is full: then some points may be sent again later."""
     state = {"id": run_id, "sent_bytes": sent_bytes}
-    write_atomic(folder / _STATE, json.dumps(state) + "\n")
+    with suppress(OSError):
+        write_atomic(folder / _STATE, json.dumps(state) + "\n")

@@ -5,7 +5,21 @@ with the error's status, without a traceback. Any other exception that reaches t
 a bug of composer3d and keeps its traceback.
 """
 
+import errno
 from collections.abc import Sequence
+
+# What a machine lacks or fails in, whatever the user has asked for.
+_MACHINE_ERRORS = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+        errno.ESTALE,
+        errno.EMFILE,
+        errno.ENFILE,
+    }
+)
 
 
 def printable(text: str) -> str:
@@ -59,6 +73,22 @@ class CheckpointError(UserError):
     """A checkpoint is missing, incomplete or belongs to another model."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint cannot be written. The run was right, so this is no wrong input."""
+
+    status = 1
+
+
+class MachineError(UserError):
+    """A machine lacks something that the run needs: space on a disk, memory, open files."""
+
+    status = 1
+
+
+class NoMemoryError(MachineError):
+    """A process lacks memory. Other ranks may have theirs."""
+
+
 class MeshError(UserError):
     """The number of processes does not fit the mesh of the recipe, or ranks disagree."""
 
@@ -95,3 +125,14 @@ class ExchangeError(UserError):
     """A group of ranks has the wrong ranks, or a collective returned a wrong value."""
 
     status = 1
+
+
+def of_os_error(what: str, error: OSError) -> UserError:
+    """Return an error of the operating system as one of the machine, or of the user's input.
+
+    Args:
+        what: the start of its line.
+        error: the error.
+    """
+    kind = MachineError if error.errno in _MACHINE_ERRORS else UserError
+    return kind(f"{what}: {error}")

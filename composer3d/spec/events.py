@@ -14,9 +14,10 @@ from composer3d.spec.files import open_plain, parse_json
 
 FILE = "events.jsonl"
 
-# start: a job starts the run or goes on with it. save: a checkpoint. stop: a signal ended the job.
-# end: the last step is done. ranks and bad steps: what ``Metrics.report`` has told.
-Kind = Literal["start", "save", "stop", "end", "ranks", "bad steps"]
+# start: a job starts the run or goes on with it. save: a checkpoint. stop: a signal or an error
+# ended the job. lost ranks: the name of a report. end: the last step is done. ranks and bad steps:
+# what ``Metrics.report`` has told.
+Kind = Literal["start", "save", "stop", "lost ranks", "end", "ranks", "bad steps"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 # Bytes of the file that are read, and of a line.

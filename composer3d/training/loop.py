@@ -15,13 +15,13 @@ from composer3d.data.loader import number_documents
 from composer3d.parallel import Stages
 from composer3d.parallel.context.ownership import parts_of_all_ranks
 from composer3d.parallel.expert.balance import RouterLoad
-from composer3d.recipe.advice import way_to_go_on
+from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.schema import CheckpointTable, Recipe
 from composer3d.reliability.bad_steps import BadStep
 from composer3d.reliability.report import RankReport
 from composer3d.reliability.signals import STOP_SIGNALS, StopSignals, stop_signals
 from composer3d.runtime import collector, log, process_group
-from composer3d.spec.errors import TrainingError
+from composer3d.spec.errors import DataError, TrainingError, UserError
 from composer3d.training.build import Run
 from composer3d.training.optim import learning_rate
 from composer3d.training.owed import METRICS, owes_validation
@@ -29,6 +29,9 @@ from composer3d.training.step import compute_gradients, update, validate
 
 # How many flags travel with the loss of a step: one for each signal, a failed save, and the clock.
 FLAGS = len(STOP_SIGNALS) + 2
+
+# Characters of the reason of a failure in the run's events.
+_REASON_LIMIT = 1000
 
 
 def train(run: Run) -> int:
@@ -41,19 +44,21 @@ def train(run: Run) -> int:
 
     Raises:
         TrainingError: a step is bad and ``reliability.on_bad_step`` does not go on after it, or the
-            run's folder was removed or replaced.
-        CheckpointError: a checkpoint could not be saved.
+            run's folder was removed or replaced, or a file that the run needs cannot be written.
+        SaveError: a checkpoint could not be saved.
     """
+    with stop_signals() as signals:
+        return _train(run, signals)
+
+
+def _train(run: Run, signals: StopSignals) -> int:
     total_steps, first_step = run.recipe.run.steps, run.step
     owes = process_group.on_main("metrics", lambda: _owes_validation(run))
     if run.step >= total_steps and not owes:
-        log.get().info(
-            f"nothing to do: {run.step} of {total_steps} steps are done; raise run.steps to train "
-            "on"
-        )
+        log.get().info(nothing_to_do(run.recipe, run.step))
     collector.set_aside()
     try:
-        with stop_signals() as signals, run.stragglers.watching():
+        with run.stragglers.watching():
             if owes:
                 # A signal ends the process at once: nothing is lost, and the next start does it.
                 log.get().info(f"the validation after step {run.step} was cut off: it is done now")
@@ -64,8 +69,12 @@ def train(run: Run) -> int:
                 run.store.wait()
             if run.step == total_steps and (owes or run.step > first_step):
                 run.metrics.event(run.step, "end", f"all {total_steps} steps are done")
-    except TrainingError as error:
-        run.metrics.event(run.step, "stop", " ".join(error.lines))
+    except Exception as error:
+        run.metrics.event(run.step, "stop", _reason(error))
+        # Whatever fails now is no wrong recipe. Data that has changed since the start is.
+        if isinstance(error, UserError) and not isinstance(error, DataError):
+            if error.status == UserError.status:
+                raise TrainingError(error.lines) from error
         raise
     finally:
         if run.profiler is not None:
@@ -75,6 +84,14 @@ def train(run: Run) -> int:
     if run.claim is not None:
         run.claim.close()
     return stopped_by
+
+
+def _reason(error: Exception) -> str:
+    """Return why a training has failed, in one line."""
+    if isinstance(error, UserError):
+        return " ".join(error.lines)[:_REASON_LIMIT]
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}"[:_REASON_LIMIT]
 
 
 def _loop(run: Run, total_steps: int, signals: StopSignals) -> int:

@@ -27,7 +27,7 @@ import torch
 
 from composer3d.recipe.schema import MetricsTable
 from composer3d.runtime import log, process_group
-from composer3d.runtime.files import append_whole, open_own, write_atomic
+from composer3d.runtime.files import LineFile, open_own, write_atomic
 from composer3d.runtime.trackers import Tracker
 from composer3d.spec import events
 from composer3d.spec.errors import UserError
@@ -46,6 +46,9 @@ _FILE_LIMIT = 1 << 30
 _LINE_LIMIT = 64 << 10
 
 _LINE_START = b'{"step": '
+
+# Seconds after which a service whose process has failed is tried again.
+_TRACKER_RETRY_S = 300.0
 
 
 @dataclass
@@ -97,31 +100,29 @@ class Metrics:
         self._logged_at_s = self._first_step_at_s = time.perf_counter()
         self._tensorboard: TensorBoard | None = None
         self._trackers: list[Tracker] = []
+        # The services that have failed, with the time (monotonic) at which they are tried again.
+        self._tracker_retries: dict[str, float] = {}
         if not self.main:
             return
 
-        self._path = self.run_dir / FILE
-        _drop_lines_after(self._path, self.start_step)
+        may_write = self.may_write if self.may_write is not None else lambda: True
+        self._file = LineFile(self.run_dir / FILE, _warn, may_write)
+        self._events = LineFile(self.run_dir / events.FILE, _warn, may_write)
+        _drop_lines_after(self.run_dir / FILE, self.start_step)
         if self.table.tensorboard:
             # Imported here: it takes a second, and only one rank needs it.
             from composer3d.training import tensorboard
 
             _move_old_events(self.run_dir)
             self._tensorboard = tensorboard.TensorBoard(
-                self.run_dir, start_step=self.start_step, tokens_per_step=self.tokens_per_step
+                self.run_dir,
+                start_step=self.start_step,
+                tokens_per_step=self.tokens_per_step,
+                not_before_s=_latest_time(self.run_dir),
+                tell=_warn,
             )
         for service in self.table.trackers:
-            try:
-                self._trackers.append(
-                    Tracker(
-                        service,
-                        self.run_dir,
-                        start_step=self.start_step,
-                        tokens_per_step=self.tokens_per_step,
-                    )
-                )
-            except OSError as error:
-                _warn_of_tracker(service, str(error))
+            self._start_tracker(service, self.start_step)
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -232,13 +233,9 @@ class Metrics:
             step: the number of steps done.
             kind, text, device, seconds: as in ``events.Event``.
         """
-        if not self.main or (self.may_write is not None and not self.may_write()):
-            return
-        found = events.Event(step, round(time.time(), 3), kind, text, device, seconds)
-        try:
-            append_whole(self.run_dir / events.FILE, events.line(found))
-        except OSError as error:
-            log.get().warning(f"the event {kind!r} of step {step} could not be written: {error}")
+        if self.main:
+            found = events.Event(step, round(time.time(), 3), kind, text, device, seconds)
+            self._events.append(events.line(found))
 
     def report(
         self,
@@ -262,13 +259,9 @@ class Metrics:
         if values:
             self._write(step, values)
         if self._tensorboard is not None:
-            try:
-                # A line break of Markdown.
-                self._tensorboard.add_text(tag, "  \n".join(lines), step)
-            except OSError as error:
-                # A full disk must not end this rank alone.
-                log.get().warning(f"TensorBoard's text of step {step} was not written: {error}")
-                self._tensorboard = None
+            # A line break of Markdown.
+            self._tensorboard.add_text(tag, "  \n".join(lines), step)
+            self._tensorboard.flush()
 
     def describe(
         self,
@@ -279,12 +272,9 @@ class Metrics:
         has_experts: bool,
     ) -> None:
         """Tell TensorBoard what is the same for all steps; see ``TensorBoard.describe``."""
-        if self._tensorboard is None:
-            return
-        try:
+        if self._tensorboard is not None:
             self._tensorboard.describe(texts, images, hparams, has_experts=has_experts)
-        except OSError as error:
-            log.get().warning(f"the description of the run could not be written: {error}")
+            self._tensorboard.flush()
 
     def close(self) -> None:
         """Write the seconds of validation and checkpoints since the last line, and close the files.
@@ -303,36 +293,60 @@ class Metrics:
             problem = tracker.close()
             if problem is not None:
                 _warn_of_tracker(tracker.service, problem)
-        try:
-            if self._tensorboard is not None:
-                self._tensorboard.close()
-        except OSError as error:
-            log.get().warning(
-                f"the end of TensorBoard's file in {self.run_dir} could not be written: {error}"
-            )
 
     def _write(self, step: int, values: Mapping[str, float | None]) -> None:
-        if self.may_write is not None and not self.may_write():
+        if not self._owns_folder():
             # The next save raises an error with the reason, which ends the run.
             return
         finite = {
             key: value if value is not None and math.isfinite(value) else None
             for key, value in values.items()
         }
-        try:
-            append_whole(self._path, (json.dumps({"step": step, **finite}) + "\n").encode())
+        # A full disk must not end a healthy run, nor hide why a save failed.
+        self._file.append((json.dumps({"step": step, **finite}) + "\n").encode())
+        if self._tensorboard is not None:
             for name, value in values.items():
-                if value is not None and self._tensorboard is not None:
+                if value is not None:
                     self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        self._watch_trackers(step)
+
+    def _owns_folder(self) -> bool:
+        # A folder of which the file system says nothing may still be this job's own.
+        with suppress(OSError):
+            return self.may_write is None or self.may_write()
+        return True
+
+    def _start_tracker(self, service: str, step: int) -> None:
+        """Start the process of a service; step 0 begins a new run there."""
+        try:
+            tracker = Tracker(
+                service, self.run_dir, start_step=step, tokens_per_step=self.tokens_per_step
+            )
         except OSError as error:
-            # A full disk must not end a healthy run, nor hide why a save failed.
-            log.get().warning(f"the metrics of step {step} could not be written: {error}")
-            self._tensorboard = None
+            self._drop_tracker(service, str(error))
+        else:
+            self._trackers.append(tracker)
+
+    def _watch_trackers(self, step: int) -> None:
+        """Drop services whose process has failed, and try them again after a while."""
         for tracker in [*self._trackers]:
             problem = tracker.problem()
             if problem is not None:
-                _warn_of_tracker(tracker.service, problem)
                 self._trackers.remove(tracker)
+                self._drop_tracker(tracker.service, problem)
+        now_s = time.monotonic()
+        for service, retry_at_s in [*self._tracker_retries.items()]:
+            is_running = any(tracker.service == service for tracker in self._trackers)
+            if not is_running and now_s >= retry_at_s:
+                # Not 0: the run at the service has begun.
+                self._start_tracker(service, max(1, step))
+
+    def _drop_tracker(self, service: str, problem: str) -> None:
+        # The disk may have been full, or the network gone for a while. It is said once.
+        if service not in self._tracker_retries:
+            _warn_of_tracker(service, problem)
+        self._tracker_retries[service] = time.monotonic() + _TRACKER_RETRY_S
 
     def _progress(self, step: int) -> str:
         total = str(self.total_steps)
@@ -361,11 +375,22 @@ class Metrics:
         return "  ".join(parts)
 
 
+def _warn(text: str) -> None:
+    log.get().warning(text)
+
+
 def _warn_of_tracker(service: str, problem: str) -> None:
-    log.get().warning(
-        f"metrics.{service}: {problem}; the training does not need it, and its next start sends "
-        f"what {service} has missed"
+    _warn(
+        f"metrics.{service}: {problem}; the training does not need it; it is tried again every "
+        f"{_TRACKER_RETRY_S / 60:.0f} minutes, and then gets what it has missed"
     )
+
+
+def _latest_time(run_dir: Path) -> float:
+    """Return the latest time in the events of the run, in seconds since 1970; 0 without events."""
+    with suppress(OSError):
+        return max((found.unix_s for found in events.read(run_dir) if found is not None), default=0)
+    return 0.0
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
@@ -390,7 +415,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
         ) from None
     with file:
         is_too_large = os.fstat(file.fileno()).st_size > _FILE_LIMIT
-        if is_too_large or any(_step_of(line) is None for line in _complete_lines(file)):
+        if is_too_large or any(_is_foreign(line) for line in _complete_lines(file)):
             backup = _free_name(path)
             os.rename(path, backup)
             if is_too_large:
@@ -435,6 +460,18 @@ def _step_of(line: bytes) -> int | None:
     step = values.get("step") if isinstance(values, dict) else None
     # Not ``isinstance``: True is an int too.
     return step if type(step) is int and step >= 0 else None
+
+
+def _is_foreign(line: bytes) -> bool:
+    """Return whether a line is neither one of metrics nor a beginning of one.
+
+    A line stays cut off if the disk was full, and even its beginning could not be taken back.
+    """
+    text = line.rstrip(b"\n")
+    is_cut = not text.endswith(b"}") and (
+        text.startswith(_LINE_START) or _LINE_START.startswith(text)
+    )
+    return not is_cut and _step_of(line) is None
 
 
 def _free_name(path: Path) -> Path:

@@ -10,7 +10,7 @@ from composer3d.checkpoint.manifest import FILE, Manifest, model_of
 from composer3d.data import BatchesAhead
 from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
-from composer3d.recipe.advice import refuses_newer_checkpoints, way_to_go_on
+from composer3d.recipe.advice import decays_over_run, refuses_newer_checkpoints, way_to_go_on
 from composer3d.recipe.changes import Change, changes
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import as_toml
@@ -48,7 +48,8 @@ def resume(
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to another model; the run would
             resume its own checkpoint with another ``run.seed``; or ``checkpoint.resume`` would
-            discard newer checkpoints of the run.
+            discard newer checkpoints of the run; or another ``run.steps`` would raise the learning
+            rate, and ``optim.decay`` is not set.
         DataError: the checkpoint was made with other data, or another order of samples.
     """
     found = _choose(recipe, store)
@@ -81,6 +82,7 @@ def resume(
                 f"{change.now}: it has the optimizer's state of the first only; set it back, or "
                 f"start a run under another run.name with checkpoint.init = {as_toml(str(path))}"
             )
+    _refuse_reheating(manifest, recipe, changed)
     if manifest.data is not None:
         # Before the weights are loaded: the loader refuses other data and another order of samples.
         try:
@@ -223,6 +225,28 @@ def _changes_since(path: Path, manifest: Manifest, recipe: Recipe) -> list[Chang
         raise CheckpointError(
             f"{path}: the recipe in its manifest cannot be read: {error}"
         ) from None
+
+
+def _refuse_reheating(manifest: Manifest, recipe: Recipe, changed: list[Change]) -> None:
+    """Refuse a learning rate that rises because ``run.steps`` has changed, in or after its decay.
+
+    Raises:
+        CheckpointError: the rate rises, and the recipe does not say where the decay ends.
+    """
+    steps = next((change for change in changed if change.key == "run.steps"), None)
+    if steps is None or manifest.data is None or not decays_over_run(recipe):
+        return
+    if not steps.then.isdecimal():
+        return
+    before = learning_rate(manifest.step, recipe.optim, int(steps.then))
+    after = learning_rate(manifest.step, recipe.optim, recipe.run.steps)
+    if after > before:
+        raise CheckpointError(
+            f"run.steps: {steps.then} -> {steps.now}: the learning rate of step "
+            f"{manifest.step + 1} would rise from {before:.3g} to {after:.3g}, because its decay "
+            f"ends at run.steps; set optim.decay = {steps.then} to keep the old rate (then "
+            f"optim.min_lr), or optim.decay = {steps.now} to take the new one"
+        )
 
 
 def _warn_of_another_rate(manifest: Manifest, recipe: Recipe) -> None:

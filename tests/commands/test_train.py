@@ -15,6 +15,7 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.report.folder import read as read_run
 from composer3d.runtime import devices, launch, process_group
+from composer3d.spec import events as run_events
 from composer3d.spec.errors import MeshError, RecipeError
 
 
@@ -90,7 +91,12 @@ def test_no_report_of_lost_ranks_is_overwritten(tmp_path: Path) -> None:
     assert [path.read_text() for path in paths] == texts
     assert train._lost_reports(recipe) == set(paths)
     shown = read_run(str(tmp_path / "a")).lost_ranks
-    assert sorted(lost.text for lost in shown) == texts
+    assert [lost.text for lost in shown] == texts
+    # The clocks of machines differ, so the run's events have the order too.
+    found = [event for event in run_events.read(tmp_path / "a") if event is not None]
+    assert [(event.kind, event.text) for event in found] == [
+        ("lost ranks", path.name) for path in paths
+    ]
 
 
 def test_the_advice_obeys_the_choice_of_a_checkpoint(tmp_path: Path) -> None:
@@ -239,10 +245,13 @@ def test_a_finished_run_is_told_without_torch_or_ranks(tmp_path: Path, steps: in
     if steps == 4:
         assert (done.stdout, done.stderr) == (
             "0 False\n",
-            "nothing to do: 4 of 4 steps are done; raise run.steps to train on\n",
+            "nothing to do: 4 of 4 steps are done; raise run.steps to train on, and set "
+            "optim.decay, the step that ends the decay of the learning rate (now run.steps)\n",
         )
     else:
-        assert (done.stdout, done.stderr) == ("", "ranks would be started\n")
+        # What begins is said first.
+        said = "training a: 5 steps\nranks would be started\n"
+        assert (done.stdout, done.stderr) == ("", said)
 
 
 def test_the_launcher_adds_to_the_log_how_ranks_have_ended(
@@ -285,6 +294,8 @@ def test_the_last_collectives_of_a_rank_are_kept_in_the_runs_folder(tmp_path: Pa
         # A collective failed although all ranks are there: one slept, or the network was gone.
         (launch.JobResult(1, lost_peers=True), 3),
         (launch.JobResult(1), 1),
+        # It would lack memory again, because no start has saved anything.
+        (launch.JobResult(1, lacked_memory=[1]), 1),
         (launch.JobResult(2, lost_peers=True), 1),
         # A signal asked the job to stop, and then a rank died in its save.
         (launch.JobResult(1, {0: 9}, stopped_by=15), 1),
@@ -304,6 +315,34 @@ def test_only_what_was_lost_and_not_stopped_is_started_again(
     monkeypatch.setattr(sys, "stderr", Unwritable())
     assert train.run_with_restarts(recipe, "r.toml", [], 2) == result.status
     assert len(results) == starts
+
+
+def test_a_start_that_lacks_memory_is_repeated_only_if_it_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.toml").write_text(
+        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[reliability]\nrestarts = 9\n'
+    )
+    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    kills = iter(range(100))
+    starts: list[int] = []
+
+    def run_ranks(*_: object, processes: int) -> launch.JobResult:
+        starts.append(processes)
+        if len(starts) < 3:
+            kept = tmp_path / f"a/checkpoints/step-0000000{len(starts)}"
+            kept.mkdir(parents=True)
+            (kept / "manifest.json").touch()
+        # The kernel has killed rank 1, because memory ran out.
+        return launch.JobResult(1, {1: 9})
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    monkeypatch.setattr(train.shortage, "kernel_kills", lambda: next(kills))
+    assert train.run_with_restarts(recipe, "r.toml", [], 2) == 1
+    assert len(starts) == 3
+    said = capsys.readouterr().err
+    assert said.count("rank 1 (") == 3
+    assert said.count("the ranks are not started again: memory ran out") == 1
 
 
 class Unwritable(io.StringIO):

@@ -132,14 +132,14 @@ def test_shares_are_those_of_the_mesh() -> None:
 def test_bytes_are_on_the_link_that_carries_them() -> None:
     layout = make_layout(CASES["175b-1024"], 8)
     links = {row.axis: row.link for row in layout.traffic(1)}
-    assert links == {"tp": "NVLink", "fsdp": "NIC", "pp": "NIC", "world": "both"}
+    assert links == {"tp": "node", "fsdp": "NIC", "pp": "NIC", "world": "both"}
     for row in layout.traffic(1):
         assert row.node_bytes + row.nic_bytes == pytest.approx(row.sent_bytes)
     small = make_layout(CASES["quickstart"], 8)
-    assert {row.link for row in small.traffic(0)} == {"NVLink"}
+    assert {row.link for row in small.traffic(0)} == {"node"}
     # On nodes of 4, the pipeline of 2 x 4 ranks crosses nodes.
     links = {row.axis: row.link for row in make_layout(CASES["quickstart"], 4).traffic(0)}
-    assert (links["pp"], links["tp"], links["fsdp"]) == ("NIC", "NVLink", "NVLink")
+    assert (links["pp"], links["tp"], links["fsdp"]) == ("NIC", "node", "node")
 
 
 def test_the_arrow_of_the_pipeline_has_the_bytes_of_a_boundary() -> None:

@@ -82,10 +82,41 @@ def test_the_page_shows_what_happened(tmp_path: Path) -> None:
         "1 checkpoints, the last after step 10",
         "8 ranks = pp 2 x dp_shard 2 x tp 2",
         "1F1B: P = 2 ranks",
-        "Nothing is predicted: there is no row for cpu",
+        "Predicted as composer3d plan does, for CPU.",
+        "node 0, process 7",
+        "forward + backward = host + NIC.",
     ):
         assert words in text, words
     assert text.count('class="mark start"') == text.count('class="mark bad"') == 6
+
+
+def test_steps_and_order_do_not_come_from_clocks_or_logged_steps(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    slow = [
+        # The clock of the machine that goes on is a year behind.
+        Event(33, 1.6e9, "bad steps", "of the second start"),
+        Event(34, 1.6e9, "lost ranks", "lost-ranks-20200101T000000Z_17.txt"),
+        Event(30, 1.5e9, "start", "8 ranks on cpu, again", "cpu"),
+        Event(47, 1.4e9, "stop", "stopped by signal 15"),
+    ]
+    with (run / events.FILE).open("ab") as file:
+        file.writelines(map(events.line, slow))
+    for number in range(1, 19):
+        # Clocks go back from one failure to the next.
+        (run / f"lost-ranks-{2040 - number}0101T000000Z_{number}.txt").write_text(f"n {number}")
+    found = folder.read(str(run))
+    assert [event.text for event in found.events[-4:]] == [event.text for event in slow]
+    assert found.steps_done == 47  # the last line of metrics is of step 40
+    assert [lost.text for lost in found.lost_ranks] == [f"n {n}" for n in range(14, 19)]
+    assert found.hidden_lost_ranks == 13
+    text = page.render([subject_of(run)], None)
+    assert "47 of 250" in text
+    assert "18 reports of lost ranks; the newest 5 follow" in text
+
+    # A start goes back to a checkpoint, and ends before it logs a step.
+    with (run / events.FILE).open("ab") as file:
+        file.write(events.line(Event(45, 1.3e9, "start", "8 ranks on cpu, once more", "cpu")))
+    assert folder.read(str(run)).steps_done == 45
 
 
 def test_a_gpu_has_a_prediction(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def train_until_a_signal(folder: str, sets: list[str], moment: Moment) -> Stoppe
     """
     os.chdir(folder)
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    signals._INSIST_S = -1.0
+    signals.INSIST_S = -1.0
     evaluated = saves = 0
 
     def send(now: bool) -> None:

@@ -1,6 +1,7 @@
 """The metrics of a run: what is logged when, and files that are damaged, odd or full."""
 
 import json
+import logging
 import os
 import re
 import resource
@@ -233,7 +234,7 @@ def test_events_are_not_written_through_a_link_nor_into_a_lost_folder(
     metrics.event(1, "save", "checkpoint of step 1")
     assert victim.read_text() == "mine"
     assert len(warnings) == 1
-    assert warnings[0].startswith("the event 'save' of step 1 could not be written")
+    assert f"{run_events.FILE} cannot be written: is a symbolic link" in warnings[0]
 
 
 def test_a_metric_without_a_tag_of_its_own_goes_to_other(tmp_path: Path) -> None:
@@ -307,23 +308,57 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("room", [0, 10])
-def test_a_full_disk_does_not_end_a_run_nor_leaves_half_a_line(
-    tmp_path: Path, warnings: list[str], room: int
+@pytest.mark.parametrize("room", [1, 10])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 3, "lo'])
+def test_a_run_goes_on_after_a_full_disk(
+    tmp_path: Path, warnings: list[str], room: int, torn: bytes
 ) -> None:
-    metrics = _metrics(tmp_path, MetricsTable(every=1, tensorboard=True))
-    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
-    os.truncate(tmp_path / FILE, LARGE)
-    with files_end_at(LARGE + room):
-        for step in (2, 3):
-            metrics.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
-    assert (tmp_path / FILE).stat().st_size == LARGE
+    table = MetricsTable(every=1, tensorboard=True)
+    metrics = _metrics(tmp_path, table)
+    text_log = log._RunFile("")
+    text_log.open(tmp_path / log.FILE, lambda: True)
+
+    def step(number: int) -> None:
+        metrics.step(number, loss=1.0, grad_norm=1.0, lr=1.0)
+        metrics.event(number, "save", "a checkpoint")
+        text_log.handle(logging.makeLogRecord({"msg": f"step {number}", "levelno": 20}))
+
+    step(1)
+    with files_end_at(room):  # beyond the size of all files, or a few bytes into a new one
+        for number in (2, 3):
+            step(number)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(torn)
+    step(4)
     metrics.close()
-    assert [text.partition(" could not be written: ")[0] for text in warnings] == [
-        "the metrics of step 2",
-        "the metrics of step 3",
-    ]
-    assert ("File too large" if room == 0 else "No space left on device") in warnings[0]
+
+    # What was lost is said once, and how much.
+    files = [tmp_path / FILE, f"TensorBoard's files in {tmp_path}"]
+    files += [tmp_path / run_events.FILE, tmp_path / log.FILE]
+    for file in files:
+        begin, end = (text for text in warnings if text.startswith(f"{file} "))
+        assert "cannot be written: File too large; " in begin
+        lost = re.fullmatch(r".* can be written again; .*: (\d+)", end)
+        assert lost is not None
+        assert int(lost[1]) == 2 or "TensorBoard" in end
+    assert len(warnings) == 2 * len(files)
+
+    # Each line is whole, whatever stands before it.
+    lines = (tmp_path / FILE).read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines if line != torn] == [1, 4]
+    found = [event.step for event in run_events.read(tmp_path) if event is not None]
+    assert found == [1, 4]
+    steps = [line.split()[-1] for line in (tmp_path / log.FILE).read_text().splitlines()]
+    assert steps == ["1", "4"]
+    shown = EventMultiplexer()
+    shown.AddRunsFromDirectory(str(tmp_path))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars(".", "loss/train")] == [1, 4]
+
+    # A line that was cut off meanwhile is no reason to put the file aside.
+    _metrics(tmp_path, table, start_step=4).close()
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 4]
+    assert len(warnings) == 2 * len(files)
 
 
 def test_a_full_disk_at_the_start_is_an_error_and_loses_nothing(tmp_path: Path) -> None:

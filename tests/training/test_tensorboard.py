@@ -1,6 +1,7 @@
 """What TensorBoard shows of a run: described curves by steps and by tokens, a dashboard."""
 
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,14 @@ TOKENS = 1000
 PNG = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 3, 2)
 
 
-def write(run_dir: Path, steps: range, *, start_step: int = 0) -> None:
-    board = TensorBoard(run_dir, start_step=start_step, tokens_per_step=TOKENS)
+def write(run_dir: Path, steps: range, *, start_step: int = 0, not_before_s: float = 0.0) -> None:
+    board = TensorBoard(
+        run_dir,
+        start_step=start_step,
+        tokens_per_step=TOKENS,
+        not_before_s=not_before_s,
+        tell=pytest.fail,
+    )
     texts = {"run/recipe": "[run]\n# <b>&"}
     hparams = {"optim.lr": 0.1, "parallel.schedule": "1F1B"}
     board.describe(texts, {"run/layout": PNG}, hparams, has_experts=True)
@@ -27,13 +34,17 @@ def write(run_dir: Path, steps: range, *, start_step: int = 0) -> None:
         board.add_scalar("grad_norm/head", 1.0, step)
         if step % 2 == 0:
             board.add_scalar("validation_loss", 5.0, step)
-    board.close()
+    board.flush()
 
 
-@pytest.fixture
-def shown(tmp_path: Path) -> EventMultiplexer:
+@pytest.fixture(params=[0, -5 * 3600], ids=["", "on a machine whose clock is slow"])
+def shown(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> EventMultiplexer:
     write(tmp_path / "run", range(1, 9))
-    write(tmp_path / "run", range(5, 11), start_step=4)
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + request.param)
+    write(tmp_path / "run", range(5, 11), start_step=4, not_before_s=now_s)
     found = EventMultiplexer()
     found.AddRunsFromDirectory(str(tmp_path))
     found.Reload()
@@ -47,6 +58,8 @@ def test_losses_have_one_curve_by_steps_and_one_by_tokens(shown: EventMultiplexe
     assert steps == list(range(1, 11))
     points = shown.Scalars(by_tokens, "loss_by_tokens/train")
     assert [event.step for event in points] == [step * TOKENS for step in range(1, 11)]
+    times_s = [event.wall_time for event in points]
+    assert times_s == sorted(times_s)
     assert [event.value for event in points] == pytest.approx([10 / n for n in range(1, 11)])
     assert len(shown.Scalars(by_tokens, "loss_by_tokens/validation")) == 5
 
