@@ -298,8 +298,8 @@ def _require_room(entries: Collection[Any], n_stored: int, size: int) -> None:
     """
     if (len(entries) + n_stored) * _MIN_BYTES_PER_PART > size + _FREE_BYTES:
         raise PickleError(
-            f"it lists {len(entries):,} tensors and {n_stored:,} parts in {size:,} bytes, more than "
-            "any writer puts there"
+            f"it lists {len(entries):,} tensors and {n_stored:,} parts in {size:,} bytes, more "
+            "than any writer puts there"
         )
     n_parts = 0
     for entry in entries:

@@ -15,6 +15,7 @@ from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import AXES
 from composer3d.runtime import launch
 from composer3d.spec.errors import UserError
+from composer3d.spec.text import printable
 
 _TIMEOUT_S = 600.0
 
@@ -67,7 +68,7 @@ def run(
     notes = check_data(checkpoint, data, windows)
     for note in (*checkpoint.source.notes, *notes):
         if os.environ.get("RANK", "0") == "0":
-            print(note, file=sys.stderr)
+            print(printable(note), file=sys.stderr)
     dtype = dtype or checkpoint.dtype
     tables: dict[str, dict[str, Any]] = {
         "run": {"device": device},

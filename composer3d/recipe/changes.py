@@ -19,6 +19,7 @@ from composer3d.recipe.values import (
     type_of,
     value_of,
 )
+from composer3d.spec.text import printable
 
 _TEXT_LIMIT = 256 << 10  # characters; a resolved recipe has about 10,000
 _SHOWN_LIMIT = 80  # characters of a value
@@ -112,6 +113,5 @@ def shown(value: object) -> str:
         text = as_toml(value)
     except RecursionError:
         return "a value that nests too deep"
-    # Escape control characters, and those that change the direction of the text after them.
-    text = "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)
+    text = printable(text)
     return text if len(text) <= _SHOWN_LIMIT else f"{text[:_SHOWN_LIMIT]}..."

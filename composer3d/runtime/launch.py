@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from composer3d.runtime import starter
 from composer3d.runtime.starter import Answer, Call
 from composer3d.spec.errors import UserError
+from composer3d.spec.text import printable_lines
 
 # Seconds that ranks may take to finish their step and save, after a signal.
 SHUTDOWN_S = 120.0
@@ -451,7 +452,7 @@ def _job_result(
     )
 
     if tracebacks:
-        print(tracebacks[0], file=sys.stderr)
+        print(printable_lines(tracebacks[0]), file=sys.stderr)
         status = 1
     elif was_stopped and not has_other_failure:
         status = 128 + stop_signal

@@ -7,18 +7,7 @@ a bug of composer3d and keeps its traceback.
 
 from collections.abc import Sequence
 
-
-def printable(text: str) -> str:
-    """Return a text in which every character that is not printable is escaped, as in ``\\n``.
-
-    The names of files and tensors may come from a stranger. A line break in one would make two
-    lines of an error, and a control character could change what the terminal shows.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+from composer3d.spec.text import printable
 
 
 class UserError(Exception):

@@ -235,7 +235,7 @@ AMPLIFIED = {
     + b"h\x00Nsh\x01Ns" * 50_000
     + b".",
 }
-# Times the size of the pickle; the writers' own take up to 12 (``test_what_real_files_need`` in ``test_metadata.py``).
+# Times the size of the pickle. Those of torch take up to 12.
 MOST_MEMORY = 20
 
 
