@@ -157,9 +157,9 @@ def read_documents(
             holds more than 64 MiB of text.
 
     Raises:
-        DataError: a file cannot be read, expands too much, is damaged, is no plain file, has changed
-            or is too large; or a line is too long, or no JSON object with a text at ``field``. The
-            message names the file and the line.
+        DataError: a file cannot be read, expands too much, is damaged, is not a plain file, has
+            changed or is too large; or a line is too long, or is not a JSON object with a text at
+            ``field``. The message names the file and the line.
     """
     for number, file in enumerate(files):
         if number < start.file:
@@ -286,8 +286,8 @@ def _refuse_expansion(path: str, file_bytes: int, text_bytes: int, max_expansion
     if text_bytes > max(_FREE_TEXT, max_expansion * file_bytes):
         raise DataError(
             f"{path}: its {file_bytes:,} bytes hold more than {text_bytes - 1:,} bytes of text, "
-            f"over {max_expansion:,} times as many, as in a file that is made to fill the disk; if you "
-            f"trust it, raise --max-expansion of prepare (now {max_expansion:,})"
+            f"over {max_expansion:,} times as many, as in a file that is made to fill the disk; if "
+            f"you trust it, raise --max-expansion of prepare (now {max_expansion:,})"
         )
 
 
