@@ -725,6 +725,14 @@ def _add_prepare_arguments(prepare: Parser) -> None:
         help="a shard ends with the document that reaches N tokens; an interrupted prepare goes on "
         "after its last shard; default: %(default)s",
     )
+    prepare.add_argument(
+        "--max-expansion",
+        metavar="N",
+        type=_positive,
+        default=100,
+        help="refuse a compressed file or a table that holds more than N bytes of text for each of "
+        "its bytes, and over 64 MiB of text; default: %(default)s",
+    )
 
 
 def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:

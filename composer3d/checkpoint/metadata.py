@@ -9,10 +9,11 @@ import mmap
 import os
 import secrets
 import stat
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -43,8 +44,13 @@ from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import open_plain
 
 METADATA = ".metadata"
-# In bytes. Each part of a tensor takes about 200, and a 70B model on 1,024 ranks has 2.2 million.
-METADATA_LIMIT = 4 << 30
+# In bytes. Each part of a tensor takes 130 to 180. The largest job that this allows for: 405B
+# parameters on 16,384 ranks with pp = 4, so that 4,096 ranks share each of 3,411 tensors of weights
+# and moments. Its 14 million parts take 2.4 GB. (The published layout has pp = 16 and takes 0.6.)
+METADATA_LIMIT = 3 << 30
+# A file has at least this many bytes for each tensor and each part that it lists, besides a few kB.
+_MIN_BYTES_PER_PART = 64
+_FREE_BYTES = 4096
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -72,6 +78,8 @@ _NAMES = frozenset(
 )
 _LONGEST_NAME = 1000  # characters of a tensor's name
 _LONGEST_FILE_NAME = 255
+_LONGEST_KEY = 200  # of a part in a dict, in characters
+_SHOWN_OF_KEY = 100  # characters of the name in a key that is replaced by its digest
 _PRIME = 2**61 - 1
 
 Sizes = tuple[int, ...]
@@ -88,12 +96,13 @@ def read_metadata(folder: Path) -> Metadata:
     Raises CheckpointError if the metadata is wrong or cannot be read.
     """
     with reading(folder / METADATA), collector.paused():
-        state = _state_of(_parse(folder / METADATA), f"{_MODULE}.Metadata")
+        parsed, size = _parse(folder / METADATA)
+        state = _state_of(parsed, f"{_MODULE}.Metadata")
         raw_entries = _dict_in(state, "state_dict_metadata")
         raw_storage = _dict_in(state, "storage_data")
-        _require_room(raw_entries.values(), len(raw_storage))
+        _require_room(raw_entries.values(), len(raw_storage), size)
 
-        entries = {_check_name(name): _build_entry(name, raw) for name, raw in raw_entries.items()}
+        # The storage comes first: its entries must differ, so that no small file has many of them.
         storage: dict[str, StorageInfo] = {}
         for raw_index, raw_info in raw_storage.items():
             name, offsets = _read_index(raw_index)
@@ -101,13 +110,15 @@ def read_metadata(folder: Path) -> Metadata:
             if key in storage:
                 raise PickleError(f"it stores a part of {_shown(name)} twice")
             storage[key] = _build_storage_info(name, raw_info)
+        entries = {_check_name(name): _build_entry(name, raw) for name, raw in raw_entries.items()}
 
         _check_parts(entries, storage)
         _check_files(folder, storage.values())
     return Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
 
 
-def _parse(path: Path) -> Any:
+def _parse(path: Path) -> tuple[Any, int]:
+    """Return the value in the file, and the size of the file in bytes."""
     # The file is mapped instead of read, so that a large file of zeros fails at its first byte
     # without taking memory.
     with open_plain(path, follow_links=False) as file:
@@ -117,7 +128,8 @@ def _parse(path: Path) -> Any:
                 f"it has {size:,} bytes, and at least 1 and at most {METADATA_LIMIT:,} are read"
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            return pickles.parse(mapped, _NAMES, longest_text=4 * _LONGEST_NAME, all_texts=None)
+            value = pickles.parse(mapped, _NAMES, longest_text=4 * _LONGEST_NAME, all_texts=None)
+            return value, size
 
 
 def tensor_specs(metadata: Metadata, place: str) -> dict[str, TensorSpec]:
@@ -273,11 +285,22 @@ def _is_bytes_entry(entry: Any) -> bool:
     return type(entry) is Record and entry.path == f"{_MODULE}.BytesStorageMetadata"
 
 
-def _require_room(entries: Iterable[Any], n_stored: int) -> None:
-    """Refuse metadata that lists more parts than it stores, before any part is looked at.
+def _require_room(entries: Collection[Any], n_stored: int, size: int) -> None:
+    """Refuse metadata that lists more than it stores, before any part is looked at.
 
-    A small file can list a huge number of parts, because many names can share one long list.
+    A small file can list a huge number of parts, because many names can share one long list, and
+    many parts one record.
+
+    Args:
+        entries: what the file says of each tensor.
+        n_stored: the number of parts that it stores.
+        size: its size in bytes.
     """
+    if (len(entries) + n_stored) * _MIN_BYTES_PER_PART > size + _FREE_BYTES:
+        raise PickleError(
+            f"it lists {len(entries):,} tensors and {n_stored:,} parts in {size:,} bytes, more "
+            "than any writer puts there"
+        )
     n_parts = 0
     for entry in entries:
         if _is_bytes_entry(entry):
@@ -346,9 +369,13 @@ def _part_key(name: str, offsets: Sizes | None) -> str:
     """Return the key of a part in a dict.
 
     It is a text, because Python hashes texts with a secret of the process. A file could be made
-    with offsets that all have the same hash, and torch's ``MetadataIndex`` hashes the offsets.
+    with offsets that all have the same hash, and torch's ``MetadataIndex`` hashes the offsets. A
+    long key is replaced by its digest: in a small file, many parts can share a long name.
     """
-    return f"{name}:{None if offsets is None else tuple(offsets)}"
+    key = f"{name}:{None if offsets is None else tuple(offsets)}"
+    if len(key) <= _LONGEST_KEY:
+        return key
+    return f"{name[:_SHOWN_OF_KEY]}...{blake2b(key.encode(), digest_size=16).hexdigest()}:"
 
 
 def _build_storage_info(name: str, value: Any) -> StorageInfo:
@@ -378,31 +405,39 @@ def _is_file_name(value: Any) -> TypeGuard[str]:
     )
 
 
+# How many random coordinates are kept, so that they need not be computed again: neighbouring parts
+# share them.
+_CACHED_COORDINATES = 1 << 12
+
+
 def fills(shape: Sizes, boxes: Iterable[tuple[Sizes, Sizes]]) -> bool:
     """Return whether boxes lie within ``shape`` and cover each of its elements exactly once.
 
-    The time is linear in the number of boxes. For each dim, every coordinate at which a box begins
-    or ends is replaced by a random number. The volume of a box is the product of its sides in these
-    random coordinates. If the boxes cover each element exactly once, their volumes add up to the
-    volume of ``shape``, whatever the random numbers are. Otherwise the difference is a nonzero
-    polynomial of the random numbers, and its degree is the number of dims, at most 64. By the
-    Schwartz-Zippel lemma, random numbers of 61 bits make it zero with a probability of at most
-    2^-55. They are drawn anew in each call, so nobody can make a file that fits them.
+    The time is linear in the number of boxes, and the memory is constant. For each dim, every
+    coordinate at which a box begins or ends is replaced by a random number. The volume of a box is
+    the product of its sides in these random coordinates. If the boxes cover each element exactly
+    once, their volumes add up to the volume of ``shape``, whatever the random numbers are.
+    Otherwise the difference is a nonzero polynomial of the random numbers, and its degree is the
+    number of dims, at most 64. By the Schwartz-Zippel lemma, random numbers of 61 bits make it zero
+    with a probability of at most 2^-55. They are hashes with a key that is drawn anew in each call,
+    so nobody can make a file that fits them.
 
     Args:
         shape: the sizes of the whole tensor.
         boxes: the offsets and the sizes of each box.
     """
-    # For each dim, the random number of each coordinate. The keys are texts for the same reason as
-    # in ``_part_key``.
-    random_coordinates: list[defaultdict[str, int]] = [
-        defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape
-    ]
+    secret = secrets.token_bytes(16)
+
+    @lru_cache(maxsize=_CACHED_COORDINATES)
+    def random_coordinate(dim: int, coordinate: int) -> int:
+        digest = blake2b(b"%d:%d" % (dim, coordinate), digest_size=16, key=secret).digest()
+        return int.from_bytes(digest) % _PRIME
 
     def volume(offsets: Sizes, sizes: Sizes) -> int:
         product = 1
-        for coordinates, begin, size in zip(random_coordinates, offsets, sizes, strict=True):
-            product = product * (coordinates[str(begin + size)] - coordinates[str(begin)]) % _PRIME
+        for dim, (begin, size) in enumerate(zip(offsets, sizes, strict=True)):
+            side = random_coordinate(dim, begin + size) - random_coordinate(dim, begin)
+            product = product * side % _PRIME
         return product
 
     total = 0

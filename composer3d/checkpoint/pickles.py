@@ -27,13 +27,34 @@ ALL_TEXTS = 128 * MIB
 
 _LONGEST_NAME = 1000  # characters of a module's name and a name in it
 
-# The most values on the stack that are not yet in a list, tuple or dict. Python's pickler puts
-# 1,000 items or pairs at a time on the stack.
+# The most values on the stack that are not yet in a list, tuple or dict, and the most marks.
+# Python's pickler puts 1,000 items or pairs at a time on the stack, and one mark for each level.
 _MAX_STACK = 10_000
 # Without its texts, a checkpoint has 1.6 to 2.9 bytes for each instruction. A flood of one
 # instruction has 1. The average is checked after every _INSTRUCTIONS_PER_CHECK instructions.
 _MIN_BYTES_PER_INSTRUCTION = 1.2
-_INSTRUCTIONS_PER_CHECK = 1 << 16
+_INSTRUCTIONS_PER_CHECK = 1 << 12
+# The most memory of the values without their texts: this much for each byte of the pickle, and a
+# free allowance. A .metadata takes up to 12.7: that was measured for 1 to 3,000 tensors of 0 to 4
+# dims in 1 to 16,384 parts. The state_dicts of torch.save take up to 9. A pickle of nothing but
+# dicts of one item would take 45.
+_MAX_MEMORY_PER_BYTE = 16
+_FREE_MEMORY = 2 * MIB
+# The longest key of a dict that is a text, in bytes. Two texts that are equal, but not the same
+# object, are compared in each look-up, so that long ones would take quadratic time.
+_LONGEST_KEY = 4096
+
+# The memory of values in CPython 3.11 to 3.14, in bytes. The share of an item includes the room
+# that a container keeps for more items.
+_DICT_BYTES = 64
+_FILLED_DICT_BYTES = 160  # of the table that a dict gets with its first item
+_FILLED_DICT_ITEMS = 5  # for which this table has room
+_ITEM_BYTES = 64  # of each further item
+_LIST_BYTES = 56
+_TUPLE_BYTES = 48
+_RECORD_BYTES = 64
+_NUMBER_BYTES = 32
+_REFERENCE_BYTES = 9
 
 # A new integer key of a dict may exceed the number of its items by this much. The optimizers of
 # torch number parameters from 0, and leave out those without state.
@@ -135,6 +156,9 @@ class _Machine:
         # Writers number the values that they refer to again from 0, without gaps. In a dict, the
         # numbers of an attacker could have the same hash, and each lookup would try them all.
         self._memo: list[Any] = []
+        self._made_names: dict[str, Name] = {}  # by path
+        self._memory = 0  # of the values so far without their texts, in bytes
+        self._most_memory = _FREE_MEMORY + _MAX_MEMORY_PER_BYTE * len(content)
 
     def run(self) -> Any:
         content, handlers, stop = self._content, _HANDLERS, pickle.STOP[0]
@@ -154,8 +178,14 @@ class _Machine:
 
     def _refuse_flood(self, n_done: int) -> None:
         """Refuse a pickle that repeats instructions to take time or memory."""
-        too_dense = self._position - self._text_bytes < _MIN_BYTES_PER_INSTRUCTION * n_done
-        if too_dense or len(self._stack) + sum(map(len, self._marked)) > _MAX_STACK:
+        n_bytes = self._position - self._text_bytes
+        is_too_dense = n_bytes < _MIN_BYTES_PER_INSTRUCTION * n_done
+        # The number of marks is compared first, because the sum takes time for each of them.
+        is_too_deep = (
+            len(self._marked) > _MAX_STACK
+            or len(self._stack) + sum(map(len, self._marked)) > _MAX_STACK
+        )
+        if is_too_dense or is_too_deep or self._memory > self._most_memory:
             raise PickleError("it repeats instructions as no writer of checkpoints does")
 
     def _refuse(self) -> None:
@@ -203,6 +233,7 @@ class _Machine:
         self._stack = []
 
     def _memoize(self) -> None:
+        self._memory += _REFERENCE_BYTES
         self._memo.append(self._stack[-1])
 
     def _put_uint8(self) -> None:
@@ -214,6 +245,7 @@ class _Machine:
     def _put(self, index: int) -> None:
         if index > len(self._memo):
             raise PickleError("it numbers its values with gaps, as no writer of checkpoints does")
+        self._memory += _REFERENCE_BYTES
         self._memo[index : index + 1] = (self._stack[-1],)
 
     def _get_uint8(self) -> None:
@@ -242,18 +274,22 @@ class _Machine:
         self._stack.append(self._read_byte())
 
     def _push_uint16(self) -> None:
+        self._memory += _NUMBER_BYTES
         self._stack.append(int.from_bytes(self._read(2), "little"))
 
     def _push_int32(self) -> None:
+        self._memory += _NUMBER_BYTES
         self._stack.append(int.from_bytes(self._read(4), "little", signed=True))
 
     def _push_long(self) -> None:
         count = self._read_byte()
         if count > 8:
             raise PickleError("it holds a number of more than 64 bits")
+        self._memory += _NUMBER_BYTES
         self._stack.append(int.from_bytes(self._read(count), "little", signed=True))
 
     def _push_float(self) -> None:
+        self._memory += _NUMBER_BYTES
         self._stack.append(struct.unpack(">d", self._read(8))[0])
 
     def _push_short_text(self) -> None:
@@ -282,22 +318,27 @@ class _Machine:
         self._stack.append(())
 
     def _make_tuple_1(self) -> None:
+        self._memory += _TUPLE_BYTES
         self._stack[-1] = (self._stack[-1],)
 
     def _make_tuple_2(self) -> None:
+        self._memory += _TUPLE_BYTES + _REFERENCE_BYTES
         last = self._stack.pop()
         self._stack[-1] = (self._stack[-1], last)
 
     def _make_tuple_3(self) -> None:
+        self._memory += _TUPLE_BYTES + 2 * _REFERENCE_BYTES
         last = self._stack.pop()
         middle = self._stack.pop()
         self._stack[-1] = (self._stack[-1], middle, last)
 
     def _make_tuple(self) -> None:
         values = tuple(self._pop_to_mark())
+        self._memory += _TUPLE_BYTES + _REFERENCE_BYTES * len(values)
         self._stack.append(values)
 
     def _make_list(self) -> None:
+        self._memory += _LIST_BYTES
         self._stack.append([])
 
     def _append(self) -> None:
@@ -311,9 +352,13 @@ class _Machine:
         target = self._stack[-1]
         if type(target) is not list:
             raise PickleError("it appends to something that is not a list")
+        if not target:
+            self._memory += 4 * _REFERENCE_BYTES
+        self._memory += _REFERENCE_BYTES * len(values)
         target.extend(values)
 
     def _make_dict(self) -> None:
+        self._memory += _DICT_BYTES
         self._stack.append({})
 
     def _set_item(self) -> None:
@@ -335,6 +380,7 @@ class _Machine:
         target = self._stack[-1]
         if type(target) is Record:
             if target.items is None:
+                self._memory += _DICT_BYTES
                 target.items = {}
             target = target.items
         keys, values = keys_and_values[::2], keys_and_values[1::2]
@@ -347,6 +393,13 @@ class _Machine:
             raise PickleError(
                 "it sets items of something that is not a dict, or under keys of a wrong type"
             )
+        if str in key_types and any(type(key) is str and len(key) > _LONGEST_KEY for key in keys):
+            raise PickleError(f"it has a dict with a key of more than {_LONGEST_KEY:,} characters")
+        n_beyond = len(keys)
+        if not target:
+            self._memory += _FILLED_DICT_BYTES
+            n_beyond -= _FILLED_DICT_ITEMS
+        self._memory += _ITEM_BYTES * max(n_beyond, 0)
         if int not in key_types:
             target.update(zip(keys, values, strict=True))
             return
@@ -375,13 +428,16 @@ class _Machine:
     def _push_name(self, path: str) -> None:
         if path not in self._names:
             raise PickleError(f"it names {path!r:.200}, which is refused: nothing of it was run")
-        self._stack.append(Name(path))
+        if path not in self._made_names:
+            self._made_names[path] = Name(path)
+        self._stack.append(self._made_names[path])
 
     def _call(self) -> None:
         arguments = self._stack.pop()
         target = self._stack[-1]
         if type(target) is not Name or type(arguments) is not tuple:
             raise PickleError("it calls something that it has not named")
+        self._memory += _RECORD_BYTES
         self._stack[-1] = Record(target.path, arguments)
 
     def _set_state(self) -> None:
@@ -397,6 +453,7 @@ class _Machine:
         identity = self._stack[-1]
         if not self._storages or type(identity) is not tuple:
             raise PickleError("it refers to bytes outside of it")
+        self._memory += _RECORD_BYTES
         self._stack[-1] = Storage("", identity)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.convert.convert import convert
-from composer3d.spec.errors import printable
+from composer3d.spec.text import printable
 
 
 def run(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
@@ -20,8 +20,8 @@ def run(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
         return 0
 
     print(
-        f"{report['target']}: {report['tensors']} tensors, {report['bytes']:,} bytes, in "
-        f"{report['seconds']:.1f} s"
+        f"{printable(report['target'])}: {report['tensors']} tensors, {report['bytes']:,} bytes, "
+        f"in {report['seconds']:.1f} s"
     )
     print("proven: each tensor was read once and written once, and the copy reads back the same")
     logits = report.get("logits")

@@ -10,9 +10,11 @@ from composer3d.commands import job
 from composer3d.doctor.report import Report, as_json_of, text_of
 from composer3d.doctor.row import row_of, toml_of
 from composer3d.recipe.resolve import Resolved, load
+from composer3d.recipe.values import one_line
 from composer3d.runtime import environment, launch
 from composer3d.spec.errors import UserError
 from composer3d.spec.hardware import read_row
+from composer3d.spec.text import printable_lines
 
 # Messages take seconds at most; ranks may take minutes to import torch and to meet.
 _TIMEOUT_S = 300.0
@@ -91,13 +93,14 @@ def _examine(resolved: Resolved, rank: int, *, write: str | None, as_json: bool)
 def _publish(report: Report, write: str | None, as_json: bool) -> bool:
     """Print the report and write the row of hardware. Return whether nothing is wrong."""
     row = row_of(report) if report.is_measured else None
-    print(text_of(report))
+    print(printable_lines(text_of(report)))
     if write is not None and row is not None:
         with open(write, "x", encoding="utf-8") as file:
             file.write(toml_of(row))
         # A file that plan refuses must show here.
         read_row(write)
-        print(f"the row of hardware is written to {write}: composer3d plan RECIPE --gpu {write}")
+        name = one_line(write)
+        print(f"the row of hardware is written to {name}: composer3d plan RECIPE --gpu {name}")
     if as_json:
         answer = as_json_of(report)
         answer["hardware"] = None if row is None else row.as_json()

@@ -14,6 +14,7 @@ from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.runtime import environment, launch
 from composer3d.spec.errors import UserError
+from composer3d.spec.text import printable
 
 _TIMEOUT_S = 600.0
 
@@ -67,7 +68,7 @@ def run(
     notes = check_data(checkpoint, data, windows)
     for note in (*checkpoint.source.notes, *notes):
         if environment.rank() == 0:
-            print(note, file=sys.stderr)
+            print(printable(note), file=sys.stderr)
     dtype = dtype or checkpoint.dtype
     tables: dict[str, dict[str, Any]] = {
         "run": {"device": device},

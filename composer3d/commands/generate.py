@@ -17,6 +17,7 @@ from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.values import one_line
 from composer3d.runtime import environment, launch
 from composer3d.spec.errors import UserError
+from composer3d.spec.text import printable, printable_lines
 
 if TYPE_CHECKING:
     from composer3d.generate.generator import Completion
@@ -191,7 +192,7 @@ class _Report:
 
     def __enter__(self) -> "_Report":
         for note in self._session.checkpoint.source.notes:
-            print(note, file=sys.stderr)
+            print(printable(note), file=sys.stderr)
         if self._out is not None:
             try:
                 self._file = open(self._out, "x", encoding="utf-8")
@@ -213,7 +214,8 @@ class _Report:
 
     def _on_token(self, number: int, token: int) -> None:
         if self._stream is not None:
-            print(self._stream.add(token), end="", flush=True)
+            # The stream exists on a terminal only.
+            print(printable_lines(self._stream.add(token)), end="", flush=True)
 
     def _on_done(self, number: int, completion: "Completion") -> None:
         if self._file is not None:
@@ -234,7 +236,7 @@ class _Report:
     def finish(self, result: "Result") -> None:
         """Print what was not printed yet, and on stderr how fast it was."""
         if self._stream is not None:
-            print(self._stream.finish(), flush=True)
+            print(printable_lines(self._stream.finish()), flush=True)
         elif not self._as_json:
             for number, completion in enumerate(result.completions):
                 self._print(number, completion)
@@ -268,4 +270,6 @@ class _Report:
             prompt: Prompt = self._session.request.prompts[number]
             begin = (prompt.text or "")[:_SHOWN_CHARACTERS]
             print(f"--- {prompt.place}{': ' if begin else ''}{one_line(begin) if begin else ''}")
-        print(shown)
+        # A file or another program gets the text as it is. On a terminal, a stranger's tokenizer
+        # could change the window, or what it shows.
+        print(printable_lines(shown) if sys.stdout.isatty() else shown)

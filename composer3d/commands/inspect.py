@@ -8,7 +8,8 @@ from typing import Any
 from composer3d.convert.inspect import inspect
 from composer3d.data.examine import Sample, as_report, decode_samples, measure_lengths
 from composer3d.data.tokens import find_damage
-from composer3d.spec.errors import DataError, printable
+from composer3d.spec.errors import DataError
+from composer3d.spec.text import printable
 from composer3d.spec.token_manifest import MANIFEST, read_manifest
 
 _BAR = 30  # characters of the longest bar of a histogram
@@ -63,7 +64,7 @@ def run(path: str, *, tensors: bool, full: bool, samples: int, as_json: bool) ->
         print(printable(line))
     if tensors:
         for name, (shape, dtype) in report["tensors"].items():
-            print(f"  {name if name.isprintable() else repr(name)} {shape} {dtype}")
+            print(f"  {printable(name)} {shape} {dtype}")
     return status
 
 

@@ -17,6 +17,7 @@ from composer3d.models.registry import architecture, is_ours
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.stages import n_stages_of
+from composer3d.recipe.values import one_line
 
 
 def run(
@@ -56,7 +57,7 @@ def run(
     elif out is None:
         print(heading, note, "", layout_text.render(layout, style_of(sys.stdout)), sep="\n", end="")
     else:
-        print(f"wrote {out}")
+        print(f"wrote {one_line(out)}")
     return 0
 
 

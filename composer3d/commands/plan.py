@@ -18,6 +18,7 @@ from composer3d.planner.search import (
 )
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import one_line
 from composer3d.runtime.progress import Progress
 from composer3d.spec import hardware
 from composer3d.spec.errors import DeviceError, UserError
@@ -127,7 +128,7 @@ def run(
     if table:
         _print_scaling(table)
     if write is not None and found.fitting:
-        print(f"the fastest layout is written to {write}")
+        print(f"the fastest layout is written to {one_line(write)}")
     return 0 if found.fitting else 1
 
 

@@ -25,6 +25,7 @@ def run(
     prompt_field: str | None,
     answer_field: str | None,
     chat_template: str | None,
+    max_expansion: int,
     as_json: bool,
 ) -> int:
     """Write token files, and print their numbers of documents and tokens.
@@ -72,6 +73,7 @@ def run(
         shard_tokens=shard_tokens,
         split=split,
         examples=examples,
+        max_expansion=max_expansion,
     )
     seconds = time.monotonic() - begin
     megabytes = (written["source_bytes"] - written["resumed_bytes"]) / 1e6

@@ -21,6 +21,7 @@ from composer3d.report.page import Difference, Forecast, Picture, Subject
 from composer3d.runtime.files import write_atomic
 from composer3d.spec import hardware, trace
 from composer3d.spec.errors import UserError
+from composer3d.spec.text import printable
 
 # Of a pipeline, so that a recipe of somebody else takes seconds: stages whose speed is predicted,
 # and actions whose traffic the drawing of the layout counts.
@@ -79,8 +80,8 @@ def run(
             n_all = len(subject.run.lost_ranks) + subject.run.hidden_lost_ranks
             print(f"  {n_all} reports of lost ranks; the page has the newest")
         for problem in subject.run.problems:
-            print(f"  {problem}")
-    print(f"wrote {path}")
+            print(f"  {printable(problem)}")
+    print(f"wrote {one_line(str(path))}")
     return 0
 
 

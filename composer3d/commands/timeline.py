@@ -115,7 +115,7 @@ def run(
     else:
         for timeline in timelines:
             print(f"{timeline.title}: {timeline.bubble_text()}")
-        print(f"wrote {out}")
+        print(f"wrote {one_line(out)}")
     return 0
 
 

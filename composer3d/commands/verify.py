@@ -15,6 +15,7 @@ from composer3d.runtime.launch import Pool, temporary_folder
 from composer3d.runtime.progress import Progress
 from composer3d.spec.errors import UserError
 from composer3d.spec.files import MIB, read_plain
+from composer3d.spec.text import printable
 from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
 
@@ -162,7 +163,7 @@ def _print_verdict(verdict: Verdict, line: str) -> None:
 
     ``line`` is the layout's line in the file of layouts, or "" for the recipe's own layout.
     """
-    shown = line or verdict.layout
+    shown = one_line(line or verdict.layout)
     if verdict.refused:
         print(f"refused {shown}", flush=True)
     elif verdict.timed_out:
@@ -178,7 +179,7 @@ def _print_verdict(verdict: Verdict, line: str) -> None:
         word = "exact  " if verdict.passed else "WRONG  "
         print(f"{word} {shown}  ({verdict.dtype})  {numbers}", flush=True)
     if verdict.error:
-        print(f"        {verdict.error}", flush=True)
+        print(f"        {printable(verdict.error)}", flush=True)
 
 
 def _format_error(error: float | None) -> str:

@@ -18,6 +18,7 @@ from composer3d.checkpoint.manifest import Manifest, TensorSpec, model_of
 from composer3d.convert.formats import (
     Format,
     Source,
+    count_not_finite,
     digest_of,
     nbytes,
     open_source,
@@ -195,12 +196,15 @@ def _read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Read each tensor once, and yield it with our name and in the dtype of its spec.
 
-    The digest of each yielded tensor is added to ``digests``.
+    The digest of each yielded tensor is added to ``digests``. A tensor with numbers that are not
+    finite adds a note to ``source``.
 
     Raises CheckpointError if a finite number becomes infinite in the new dtype.
     """
     for name, spec in specs.items():
         original = source.read(name)
+        if count := count_not_finite(original):
+            source.notes.append(f"warning: {name} holds {count}; they are copied")
         dtype: torch.dtype = getattr(torch, spec.dtype)
         tensor = original.to(dtype)
         # The number of infinities is compared, and not the maximum: it is NaN if any element is.

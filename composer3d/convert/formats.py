@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -86,10 +86,31 @@ _MARKERS: dict[str, Format] = {
     "model.safetensors.index.json": "hf",
     "pytorch_model.bin": "hf",
     "pytorch_model.bin.index.json": "hf",
+    "model-*-of-*.safetensors": "hf",
+    "pytorch_model-*-of-*.bin": "hf",
     "consolidated.*.pth": "meta",
     manifests.FILE: "dcp",
 }
-_HF_WEIGHTS = [name for name, format in _MARKERS.items() if format == "hf"]
+_HF_WEIGHTS = [name for name, format in _MARKERS.items() if format == "hf" and "*" not in name]
+_HF_SHARD = re.compile(r"(model|pytorch_model)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
+
+# Parts of names that wrappers of torch and of trainers add, and that a model does not have.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# Beginnings of the names of a language model within a larger model, and the usual ones.
+_NESTED = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+# Beginnings of names in a model that was saved without its head.
+_WITHOUT_HEAD = ("layers.", "embed_tokens.", "norm.")
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_NAME = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\b")
+_ADAPTER_ADVICE = (
+    "is a LoRA adapter, which changes the weights of another model; merge it into that model with "
+    "merge_and_unload and save_pretrained of peft, and give the folder that this makes"
+)
+_SHOWN_NAMES = 3
 
 # A torch file that ``convert`` made has a tensor of digests under this key. The first row is the
 # digest of ``facts_digest``, and each further row is the digest of one tensor, in their order.
@@ -285,17 +306,33 @@ class Source:
                     state_name = f"optim.{name}.{state}"
                     locations[state_name] = Location((state_name,), state_shape)
 
-        for location in locations.values():
-            self._match_to_location(location)
-
         required = {name for location in locations.values() for name in location.names}
-        for name in sorted(self.tensors.keys() - required):
+        unknown = [
+            name
+            for name in sorted(self.tensors.keys() - required)
             # These two tensors can be computed from the shape, so the model does not need them.
-            if name != "rope.freqs" and not name.endswith(".rotary_emb.inv_freq"):
-                self.problems.append(
-                    f"{self.path} holds {name!r}, which its model does not have; "
-                    "remove or rename it"
-                )
+            if name != "rope.freqs" and not name.endswith(".rotary_emb.inv_freq")
+        ]
+        missing = sorted(required - self.tensors.keys())
+        if len(missing) > _SHOWN_NAMES and len(unknown) > _SHOWN_NAMES:
+            self.problems.append(
+                f"{self.path} has the tensors of another model than its shape says: it holds "
+                f"{_list_names(unknown)}, and lacks {_list_names(missing)}; take the files of one "
+                "model, or rename the tensors"
+            )
+            return
+        # By kind, so that one cause has one line, however many tensors have it.
+        found: dict[str, list[str]] = {"missing": [], "shape": [], "dtype": [], "unknown": []}
+        for location in locations.values():
+            self._match_to_location(location, found)
+        found["unknown"] += [
+            f"{self.path} holds {name!r}, which its model does not have; remove or rename it"
+            for name in unknown
+        ]
+        for lines in found.values():
+            if len(lines) > _SHOWN_PROBLEMS:
+                lines[:] = [f"{lines[0]} (so it is with {len(lines) - 1:,} more tensors)"]
+            self.problems += lines
 
         if not self.problems:
             self.locations = locations
@@ -316,24 +353,27 @@ class Source:
             return name in self.own.trained
         return self.names.is_trained(name)
 
-    def _match_to_location(self, location: Location) -> None:
-        """Compare tensors in the files with those that one of our tensors requires."""
+    def _match_to_location(self, location: Location, found: dict[str, list[str]]) -> None:
+        """Compare tensors in the files with those that one of our tensors requires.
+
+        The problems are added to the lists in ``found``.
+        """
         if location.rows is not None and location.rows[0] > 0:
             return  # the tensor in the file has been compared with the place of its first rows
         for name in location.names:
             tensor = self.tensors.get(name)
             if tensor is None:
-                self.problems.append(
+                found["missing"].append(
                     f"{self.path} has no {name!r} {location.shape}, which its model needs; "
                     "copy it again"
                 )
             elif tensor.spec.shape != location.shape:
-                self.problems.append(
+                found["shape"].append(
                     f"{self.path} holds {name!r} as {tensor.spec.shape}, "
                     f"but its model needs {location.shape}"
                 )
             elif tensor.spec.dtype not in DTYPES:
-                self.problems.append(
+                found["dtype"].append(
                     f"{self.path} holds {name!r} in {tensor.spec.dtype}; it must be one of "
                     f"{', '.join(DTYPES)}, and not quantized"
                 )
@@ -369,6 +409,13 @@ class Source:
         if is_copy:
             del self.tensors[copy]
         return is_copy
+
+
+def _list_names(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    shown = ", ".join(f"{name!r:.200}" for name in names[:_SHOWN_NAMES])
+    others = len(names) - _SHOWN_NAMES
+    return f"{shown} and {others:,} others" if others > 0 else shown
 
 
 def open_source(path: Path, own: OwnModel | None = None) -> Source:
@@ -468,6 +515,8 @@ def _detect_format(path: Path) -> Format | Literal["run"]:
     # ``list_checkpoints`` comes first: it raises OSError if files in the folder cannot be accessed.
     if list_checkpoints(path) or {"checkpoints", "metrics.jsonl", "recipe.toml"} & set(file_names):
         return "run"
+    if any(name.startswith("adapter_") for name in file_names):
+        raise CheckpointError(f"{path} {_ADAPTER_ADVICE}")
     raise CheckpointError(
         f"{path} is not a checkpoint: it has none of {', '.join(_MARKERS)}, "
         "and no checkpoints/step-*"
@@ -521,6 +570,11 @@ def _open_newest_of_run(folder: Path, own: OwnModel | None) -> Source:
 def _open_hf(source: Source) -> None:
     """Open a Hugging Face folder. Its weights may be links to plain files."""
     folder = source.path
+    if (folder / _ADAPTER_CONFIG).exists():
+        raise CheckpointError(
+            f"{folder} holds weights and a LoRA adapter ({_ADAPTER_CONFIG}), which is not applied; "
+            "merge both with merge_and_unload of peft, or move the adapter away"
+        )
     source.architecture = _find_architecture(folder)
     source.shape = source.huggingface.read_shape(folder)
     source.carry_files(folder)
@@ -543,6 +597,7 @@ def _open_hf(source: Source) -> None:
     source.manifest = Manifest(step=0, model={})  # no run of composer3d has trained the model
     if source.problems:
         return
+    _simplify_names(source)
     _require_layers(source)
 
     try:
@@ -577,11 +632,18 @@ def _find_architecture(folder: Path) -> str:
 def _list_hf_files(source: Source) -> dict[str, set[str]]:
     """Return the names of the files of weights, each with the tensors that the index puts in it.
 
-    Without an index, there is one file, and its set of tensors is empty. A file of the index that
-    is missing, or is not in the folder, is left out and becomes a problem.
+    Without an index, there is one file or a whole set of shards, and the sets of tensors are empty.
+    A file of the index that is missing, or is not in the folder, is left out and becomes a problem.
+
+    Raises:
+        CheckpointError: the index cannot be used, or one file lies beside the index of others.
     """
-    index = source.path / next(name for name in _HF_WEIGHTS if (source.path / name).exists())
+    found = [name for name in _HF_WEIGHTS if (source.path / name).exists()]
+    if not found:
+        return {name: set() for name in _list_shards(source.path)}
+    index = source.path / found[0]
     if index.suffix != ".json":
+        _refuse_other_weights(index)
         return {index.name: set()}
 
     advice = "; download it again"
@@ -615,6 +677,96 @@ def _list_hf_files(source: Source) -> dict[str, set[str]]:
         else:
             present[file_name] = tensor_names
     return present
+
+
+def _list_shards(folder: Path) -> list[str]:
+    """Return the names of all shards in a folder without an index, in order.
+
+    Raises:
+        CheckpointError: a shard is missing, or there are shards of several sets.
+    """
+    shards = [found for name in os.listdir(folder) if (found := _HF_SHARD.fullmatch(name))]
+    # Those of safetensors come first, as single files do.
+    sets = sorted({(found[4] != "safetensors", found[1], found[3], found[4]) for found in shards})
+    if not sets or (len(sets) > 1 and sets[0][0] == sets[1][0]):
+        raise CheckpointError(
+            f"{folder} has no index, and not one set of files such as model-00001-of-00002."
+            "safetensors; copy all files of the model again"
+        )
+    _, stem, count, suffix = sets[0]
+    if int(count) > _FILE_COUNT_LIMIT:
+        raise CheckpointError(
+            f"{folder} names {int(count):,} files; at most {_FILE_COUNT_LIMIT:,} are read"
+        )
+    names = [f"{stem}-{number:05}-of-{count}.{suffix}" for number in range(1, int(count) + 1)]
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} has no index, and {len(missing)} of the {int(count)} files of its set are "
+            f"missing, such as {missing[0]}; download them as well"
+        )
+    return names
+
+
+def _refuse_other_weights(file: Path) -> None:
+    """Refuse one file of weights beside an index that names other files.
+
+    The index is that of the same format: many folders have their weights in both formats.
+    """
+    index = file.with_name(file.name + ".index.json")
+    if not index.exists():
+        return
+    with reading(index, "; remove it if it is not of these weights"):
+        content = read_json(index, limit=_INDEX_LIMIT)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if set(map(str, names)) != {file.name}:
+        raise CheckpointError(
+            f"{file.parent} holds {file.name}, and {index.name} that names other files: they may "
+            f"be two models; move away {file.name}, or {index.name} with its files"
+        )
+
+
+def _simplify_names(source: Source) -> None:
+    """Give tensors the usual names of Hugging Face if a wrapper has changed them.
+
+    A note names what was left out or added.
+
+    Raises:
+        CheckpointError: the tensors are those of an adapter, or two of them get one name.
+    """
+    for name in source.tensors:
+        if _ADAPTER_NAME.search(name):
+            raise CheckpointError(f"{source.path}, with {name!r:.200}, {_ADAPTER_ADVICE}")
+    bare = {
+        name: ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        for name in source.tensors
+    }
+    for begin, usual in _NESTED.items():
+        bare = {
+            name: usual + short.removeprefix(begin) if short.startswith(begin) else short
+            for name, short in bare.items()
+        }
+    if not any(short.startswith("model.") for short in bare.values()):
+        bare = {
+            name: f"model.{short}" if short.startswith(_WITHOUT_HEAD) else short
+            for name, short in bare.items()
+        }
+    changed = [name for name, short in bare.items() if name != short]
+    if not changed:
+        return
+    tensors: dict[str, ReadableTensor] = {}
+    for name, short in bare.items():
+        if short in tensors:
+            raise CheckpointError(
+                f"{source.path} holds {short!r} twice, once as {name!r}; remove one"
+            )
+        tensors[short] = source.tensors[name]
+    source.tensors = tensors
+    source.notes.append(
+        f"{len(changed)} tensors have other names than usual: {changed[0]!r} is read as "
+        f"{bare[changed[0]]!r}"
+    )
 
 
 def _is_plain_name(text: str) -> bool:
@@ -965,6 +1117,20 @@ def nbytes(spec: TensorSpec) -> int:
     """Return the size of a tensor's elements in bytes."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return prod(spec.shape) * dtype.itemsize
+
+
+def count_not_finite(tensor: Tensor) -> str:
+    """Return how many numbers of a tensor are not finite, in words; "" if all are finite."""
+    if not tensor.is_floating_point() or dtype_name(tensor.dtype) not in DTYPES:
+        return ""
+    # One pass, and no memory, in the usual case: a sum of finite numbers may overflow, but a NaN or
+    # an infinity never becomes finite.
+    if tensor.numel() == 0 or tensor.sum(dtype=torch.float64).isfinite():
+        return ""
+    nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+    if nan + infinite == 0:
+        return ""
+    return f"{nan:,} NaN and {infinite:,} infinite of {tensor.numel():,} numbers"
 
 
 def digest_of(tensor: Tensor) -> str:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.checkpoint.manifest import Manifest
-from composer3d.convert.formats import inspect_source, nbytes
+from composer3d.checkpoint.pickles import reading
+from composer3d.convert.formats import Source, count_not_finite, inspect_source, nbytes
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.registry import architecture, resolve
+from composer3d.runtime.progress import Progress
+from composer3d.spec.errors import CheckpointError
 
 _SHOWN_PROBLEMS = 100
 
@@ -17,7 +20,8 @@ def inspect(path: Path) -> dict[str, Any]:
     """Describe a checkpoint, and check whether it is whole.
 
     A ``dcp`` or ``torch`` checkpoint is also compared with its digests, and other files of torch
-    with their checksums. Safetensors have none.
+    with their checksums. Safetensors have none. All tensors are read, and a note names each that
+    holds numbers that are not finite. It is not a problem: such a checkpoint may be whole.
 
     Args:
         path: a checkpoint of any format. The folder of a run stands for its newest whole
@@ -46,6 +50,7 @@ def inspect(path: Path) -> dict[str, Any]:
     """
     source = inspect_source(path)
     source.verify()
+    notes = [*source.notes, *_notes_of_not_finite(source)]
     # Either attribute is missing if a problem prevented it from being read.
     shape: ModelShape | None = getattr(source, "shape", None)
     manifest: Manifest | None = getattr(source, "manifest", None)
@@ -66,9 +71,32 @@ def inspect(path: Path) -> dict[str, Any]:
         "optimizer": any(name.startswith("optim.") for name in specs),
         "whole": not source.problems,
         "problems": _shorten(source.problems),
-        "notes": source.notes,
+        "notes": notes,
         "tensors": specs,
     }
+
+
+def _notes_of_not_finite(source: Source) -> list[str]:
+    """Read all tensors, and return a line for each with numbers that are not finite.
+
+    A tensor that cannot be read is a problem. A checkpoint that has problems is not read.
+    """
+    if source.problems:
+        return []
+    notes = []
+    total = sum(nbytes(tensor.spec) for tensor in source.tensors.values())
+    with Progress("inspect", total, "B") as progress:
+        for name, tensor in source.tensors.items():
+            try:
+                with reading(f"{source.path}: {name!r}"):
+                    count = count_not_finite(tensor.read())
+            except CheckpointError as error:
+                source.problems += error.lines
+                continue
+            if count:
+                notes.append(f"warning: {name!r} holds {count}")
+            progress.advance(nbytes(tensor.spec))
+    return notes
 
 
 def _shorten(problems: list[str]) -> list[str]:

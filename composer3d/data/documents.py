@@ -19,6 +19,12 @@ from composer3d.spec.files import open_plain
 LONGEST_TEXT = 4 << 30  # bytes in a file that is one document
 _LONGEST_COMPRESSED_TEXT = 256 << 20  # the same, of a file that is compressed
 _LINE_BYTES = 16 << 20  # in a line of JSONL; a parsed line can take 30 times its size in memory
+# The most text that a compressed file or a table may hold, in bytes for each byte of the file, and
+# how much text is always allowed. Text takes 3 to 30 times its size in gzip, zstd or Parquet. The
+# run lengths of a Parquet file of 2 MB can stand for 32 TB.
+MAX_EXPANSION = 100
+_FREE_TEXT = 64 << 20
+_ROW_BYTES = 8  # that each row of a table and each line counts besides its text
 END_OF_DOCUMENT = 0  # the token that ends a document of bytes; token files have their own
 _SHOWN_CHARACTERS = 200  # characters of a line in a message
 
@@ -131,6 +137,7 @@ def read_documents(
     *,
     longest: int = LONGEST_TEXT,
     start: Position = BEGINNING,
+    max_expansion: int = MAX_EXPANSION,
 ) -> Generator[Document, None, None]:
     """Yield the documents in ``files``, in order. Empty texts and blank lines are skipped.
 
@@ -146,11 +153,13 @@ def read_documents(
             a document, whose bytes are not changed.
         longest: the largest size, in bytes, of a file that is one document.
         start: where to begin: the ``end`` of an earlier document of the same files.
+        max_expansion: the most bytes of text for each byte of a compressed file or a table that
+            holds more than 64 MiB of text.
 
     Raises:
-        DataError: a file cannot be read, is damaged, is not a plain file, has changed or is too
-            large; or a line is too long, or is not a JSON object with a text at ``field``. The
-            message names the file and the line.
+        DataError: a file cannot be read, expands too much, is damaged, is not a plain file, has
+            changed or is too large; or a line is too long, or is not a JSON object with a text at
+            ``field``. The message names the file and the line.
     """
     for number, file in enumerate(files):
         if number < start.file:
@@ -160,14 +169,15 @@ def read_documents(
         try:
             if isinstance(file, SourceFile) and file.kind != "text":
                 assert isinstance(field, str)
-                yield from _read_table(file, file.kind, field, begin)
+                yield from _read_table(file, file.kind, field, begin, max_expansion)
                 continue
             with open_plain(path) as content:
                 if isinstance(file, SourceFile):
                     _require_unchanged(file, content)
                 text = decompress(content, path)
                 if field is not None:
-                    yield from _read_lines(content, text, field, _shown(path), begin)
+                    limit = max_expansion if text is not content else None
+                    yield from _read_lines(content, text, field, _shown(path), begin, limit)
                 elif document := _read_text(content, text, path, longest, begin):
                     yield document
                 if isinstance(file, SourceFile):
@@ -214,9 +224,18 @@ def _read_text(
 
 
 def _read_lines(
-    content: BinaryIO, stream: BinaryIO, field: str | LineParser, path: str, begin: Position
+    content: BinaryIO,
+    stream: BinaryIO,
+    field: str | LineParser,
+    path: str,
+    begin: Position,
+    max_expansion: int | None,
 ) -> Iterator[Document]:
-    """Yield the documents in the lines of ``stream``, the text of the file ``content``."""
+    """Yield the documents in the lines of ``stream``, the text of the file ``content``.
+
+    ``max_expansion`` is None if the file is not compressed.
+    """
+    file_bytes = os.fstat(content.fileno()).st_size
     file, offset, number = begin
     skip(stream, offset)
     has_own_size = stream is content
@@ -224,6 +243,8 @@ def _read_lines(
     while line := stream.readline(_LINE_BYTES + 1):
         number += 1
         offset += len(line)
+        if max_expansion is not None:
+            _refuse_expansion(path, file_bytes, offset + _ROW_BYTES * number, max_expansion)
         place = f"{path}:{number}"
         if len(line) > _LINE_BYTES:
             raise DataError(
@@ -241,20 +262,33 @@ def _read_lines(
 
 
 def _read_table(
-    file: SourceFile, kind: TableKind, field: str, begin: Position
+    file: SourceFile, kind: TableKind, field: str, begin: Position, max_expansion: int
 ) -> Iterator[Document]:
     """Yield the documents in the rows of a table."""
+    text_bytes = 0
     with contextlib.ExitStack() as stack:
         content = None if kind == "dataset" else stack.enter_context(open_plain(file.path))
         _require_unchanged(file, content)
         rows = read_rows(kind, file.path, content, field, first=begin.offset)
         for row in stack.enter_context(contextlib.closing(rows)):
+            text_bytes += _ROW_BYTES + len(row.text)
+            _refuse_expansion(_shown(file.path), file.size, text_bytes, max_expansion)
             if row.text:
                 # The parts of all rows sum to the size of the file.
                 size = file.size * row.number // row.of - file.size * (row.number - 1) // row.of
                 end = Position(begin.file, row.number, row.number)
                 yield Document(f"{_shown(file.path)} row {row.number}", row.text, size, end)
         _require_unchanged(file, content)
+
+
+def _refuse_expansion(path: str, file_bytes: int, text_bytes: int, max_expansion: int) -> None:
+    """Raise DataError if a file of this size may not hold so much text."""
+    if text_bytes > max(_FREE_TEXT, max_expansion * file_bytes):
+        raise DataError(
+            f"{path}: its {file_bytes:,} bytes hold more than {text_bytes - 1:,} bytes of text, "
+            f"over {max_expansion:,} times as many, as in a file that is made to fill the disk; if "
+            f"you trust it, raise --max-expansion of prepare (now {max_expansion:,})"
+        )
 
 
 def _parse_line(line: bytes, field: str, place: str) -> bytes:

@@ -23,6 +23,7 @@ import numpy as np
 from composer3d.data import train_tokenizer as train
 from composer3d.data.compressed import is_compressed, text_suffix
 from composer3d.data.documents import (
+    MAX_EXPANSION,
     Document,
     Position,
     SourceFile,
@@ -91,6 +92,7 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     split: float | None = None,
     examples: Examples | None = None,
+    max_expansion: int = MAX_EXPANSION,
 ) -> dict[str, Any]:
     """Write the folder ``out`` of token files (see ``tokens``), whole or not at all.
 
@@ -119,6 +121,8 @@ def prepare(
             side.
         examples: the lines of JSONL are examples of this kind, which give a mask. ``tokenizer`` may
             then be a folder. None: they have texts, all of which are learned.
+        max_expansion: the most bytes of text for each byte of a compressed file or a table, as in
+            ``read_documents``.
 
     Returns:
         The facts in ``tokens.json``: the numbers of ``documents`` and ``tokens``, and with
@@ -156,7 +160,7 @@ def prepare(
                 ".jsonl files"
             )
         processes = processes or usable_cores()
-        work = _Work(target, files, field, processes, shard_tokens, split, examples)
+        work = _Work(target, files, field, processes, shard_tokens, split, examples, max_expansion)
         if train_tokenizer is not None:
             return work.run_with_trained(source, train_tokenizer, eod or train.END)
         assert tokenizer is not None
@@ -201,6 +205,7 @@ class _Work:
         shard_tokens: as in ``prepare``.
         split: as in ``prepare``.
         examples: as in ``prepare``.
+        max_expansion: as in ``prepare``.
     """
 
     out: Path
@@ -210,6 +215,7 @@ class _Work:
     shard_tokens: int
     split: float | None
     examples: Examples | None
+    max_expansion: int
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -249,7 +255,12 @@ class _Work:
                 shown = _shown(unfinished.folder)
                 print(f"{shown}: goes on with the tokenizer that it holds", file=sys.stderr)
             else:
-                documents = read_documents(self.files, self.field, longest=DOCUMENT_BYTES)
+                documents = read_documents(
+                    self.files,
+                    self.field,
+                    longest=DOCUMENT_BYTES,
+                    max_expansion=self.max_expansion,
+                )
                 with contextlib.closing(documents):
                     content = train.train_tokenizer(
                         documents,
@@ -331,6 +342,7 @@ class _Work:
             self.field if self.examples is None else self.examples.parse,
             longest=longest,
             start=unfinished.end,
+            max_expansion=self.max_expansion,
         )
         source_bytes = unfinished.source_bytes
         total_bytes = sum(file.size for file in self.files) - source_bytes

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
-from xml.sax.saxutils import escape, quoteattr
+
+from composer3d.spec.markup import escape, quoted
 
 PAGE_INK, QUIET_INK, PAPER, FAINT = "#1f2328", "#59636e", "#ffffff", "#d0d7de"
 # Pixels: the width of every picture, and its margin.
@@ -132,7 +133,7 @@ class Picture:
     def document(self, width: float, height: float, title: str) -> str:
         """Return the whole SVG file; ``title`` is what screen readers say."""
         head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label={quoteattr(title)} '
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label={quoted(title)} '
             f'viewBox="0 0 {_number(width)} {_number(height)}" width="{_number(width)}" '
             f'height="{_number(height)}" font-family="{FONT}">'
         )

@@ -9,8 +9,10 @@ checkpointed.
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -74,10 +76,11 @@ def apply(
 
 
 def check_toolchain(device: torch.device) -> None:
-    """Check, before training starts, that torch will find a compiler for ``device``.
+    """Check, before training starts, that torch will find a compiler, and can load what it makes.
 
     Raises:
-        DeviceError: this machine has no compiler.
+        DeviceError: this machine has no compiler for ``device``, or the compiler's cache is on a
+            mount from which no code is loaded.
     """
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     way_out = "or use compile.enabled = false"
@@ -91,6 +94,33 @@ def check_toolchain(device: torch.device) -> None:
             "compile.enabled = true needs Triton on a GPU, and this Python has none; install it, "
             f"{way_out}"
         )
+    for variable, folder in _cache_folders(device).items():
+        if _is_noexec(folder):
+            raise DeviceError(
+                f"compile.enabled = true puts machine code into {folder}, and its mount has the "
+                "option noexec, so that the code cannot be loaded; name a folder on another mount "
+                f"in the environment variable {variable}, {way_out}"
+            )
+
+
+def _cache_folders(device: torch.device) -> dict[str, Path]:
+    """Return the folders for machine code, by the environment variable that names each."""
+    # By default, both are in a folder of the user in the folder for temporary files.
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    folders = {"TORCHINDUCTOR_CACHE_DIR": Path(inductor)}
+    if device.type == "cuda" and (triton := os.environ.get("TRITON_CACHE_DIR")):
+        folders["TRITON_CACHE_DIR"] = Path(triton)
+    return folders
+
+
+def _is_noexec(folder: Path) -> bool:
+    """Return whether no code can be loaded from a folder, which need not exist yet."""
+    for place in (folder.absolute(), *folder.absolute().parents):
+        try:
+            return bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
+        except OSError:
+            continue
+    return False
 
 
 def prepare_async_tp(device: torch.device, group: dist.ProcessGroup) -> None:

@@ -17,6 +17,7 @@ from composer3d.recipe.values import (
     type_of,
     value_of,
 )
+from composer3d.spec.text import printable
 from composer3d.spec.toml import parse_toml
 
 _TEXT_LIMIT = 256 << 10  # characters; a resolved recipe has about 10,000
@@ -103,7 +104,5 @@ def shown(value: object) -> str:
     """Return a value as TOML on one line, cut at 80 characters; None is "absent"."""
     if value is None:
         return "absent"
-    text = as_toml(value)
-    # Escape control characters, and those that change the direction of the text after them.
-    text = "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)
+    text = printable(as_toml(value))
     return text if len(text) <= _SHOWN_LIMIT else f"{text[:_SHOWN_LIMIT]}..."

@@ -17,6 +17,7 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.spec.checkpointing import CHECKPOINTING, Checkpointing, parse_checkpointing
 from composer3d.spec.ranges import MOST_LAYERS, MOST_TOKENS, Range, above, between, key
 from composer3d.spec.schedules import SCHEDULES
+from composer3d.spec.text import NAME_RULE, is_name
 
 # The mesh axes, outermost to innermost. Ranks that are adjacent on the innermost axis are adjacent
 # in the world. Expert parallelism (ep) is no axis of its own: it groups the same ranks in another
@@ -26,7 +27,6 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MOST_RANKS = 1 << 24  # processes in a world
 MOST_STEPS = 10**9
 FLOAT8_MULTIPLE = 16  # Kernels take matrices whose sizes are multiples of it.
-NAME_BYTES = 200  # A file system accepts 255; suffixes are appended to the name.
 
 
 def _is_printable_text(value: str) -> bool:
@@ -35,12 +35,6 @@ def _is_printable_text(value: str) -> bool:
     UTF-8 cannot encode a lone surrogate.
     """
     return not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in value)
-
-
-def _names_a_folder(value: str) -> bool:
-    if not value.strip() or value in (".", "..") or "/" in value or "\\" in value:
-        return False
-    return _is_printable_text(value) and len(value.encode()) <= NAME_BYTES
 
 
 AXIS = between(1, 1 << 20)
@@ -102,9 +96,8 @@ ARCHITECTURE = Range(
     'must be "llama", "moe", or "package.module:NAME" of at most 200 characters',
 )
 FOLDER_NAME = Range(
-    _names_a_folder,
-    "cannot name the folder of the run: it must not be empty, . or .., must not contain / or \\ or "
-    f"control characters, and must have at most {NAME_BYTES} bytes in UTF-8",
+    is_name,
+    f"cannot name the folder of the run: it {NAME_RULE}",
 )
 PATH = Range(
     lambda value: 0 < len(value) <= 4096 and _is_printable_text(value),

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from composer3d.models.registry import OURS, architecture
 from composer3d.recipe.schema import TABLES, Model, Recipe
 from composer3d.spec.bounds import is_utf8
+from composer3d.spec.text import printable
 
 _SHORT = 300  # characters of a value in a message
 _LINE = 4096  # characters of a path or a key in a message
@@ -148,7 +149,9 @@ def as_toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=not is_utf8(value)).replace("\x7f", "\\u007f")
+        # Characters that are not printable are escaped, because recipes are shown on terminals.
+        shown = json.dumps(value, ensure_ascii=not is_utf8(value))
+        return "".join(char if char.isprintable() else _toml_escape(char) for char in shown)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_toml, value))}]"
     if is_dataclass(value) and not isinstance(value, type):
@@ -159,6 +162,10 @@ def as_toml(value: object) -> str:
         entries = ", ".join(f"{as_key(name)} = {as_toml(inner)}" for name, inner in value.items())
         return f"{{ {entries} }}"
     return str(value)
+
+
+def _toml_escape(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
 
 
 def as_key(name: str) -> str:
@@ -197,8 +204,7 @@ def one_line(text: str) -> str:
 
     Text with a character that is not printable is escaped. Text over 4096 characters is cut.
     """
-    shown = text if text.isprintable() else as_toml(text)[1:-1]  # without the quotes
-    return _cut(shown, _LINE)
+    return _cut(printable(text), _LINE)
 
 
 class SchemaRow(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from composer3d.report.chart import LEFT, RIGHT, WIDTH, Level, Line, Mark, draw, number
 from composer3d.report.folder import RunEvent, RunFolder
-from composer3d.report.markup import escape
+from composer3d.spec.markup import escape
 
 _STYLE = """
 :root { color-scheme: light dark;

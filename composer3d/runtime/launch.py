@@ -33,6 +33,7 @@ from composer3d.runtime.shortage import no_memory
 from composer3d.runtime.starter import Answer, Call
 from composer3d.spec.errors import UserError
 from composer3d.spec.interrupts import INSIST_S
+from composer3d.spec.text import printable_lines
 
 # Seconds that ranks may take to finish their step and save, after a signal.
 SHUTDOWN_S = 120.0
@@ -456,7 +457,7 @@ def _job_result(
     )
 
     if tracebacks:
-        say(tracebacks[:1])
+        say([printable_lines(tracebacks[0])])
         status = 1
     elif was_stopped and not has_other_failure:
         status = 128 + stop_signal

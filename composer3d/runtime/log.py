@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from composer3d.runtime.files import LineFile
+from composer3d.spec.text import printable_lines
 
 FILE = "log.txt"
 
@@ -33,7 +34,8 @@ class _IdentityFormatter(logging.Formatter):
         self._identity = identity
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        # Messages may name files and tensors of a stranger.
+        text = printable_lines(super().format(record))
         if record.levelno < logging.WARNING:
             return text
         prefix = f"[{self._identity}] " if self._identity else ""

@@ -8,6 +8,8 @@ a bug of composer3d and keeps its traceback.
 import errno
 from collections.abc import Sequence
 
+from composer3d.spec.text import printable
+
 # What a machine lacks or fails in, whatever the user has asked for.
 _MACHINE_ERRORS = frozenset(
     {
@@ -20,19 +22,6 @@ _MACHINE_ERRORS = frozenset(
         errno.ENFILE,
     }
 )
-
-
-def printable(text: str) -> str:
-    """Return a text in which every character that is not printable is escaped, as in ``\\n``.
-
-    The names of files and tensors may come from a stranger. A line break in one would make two
-    lines of an error, and a control character could change what the terminal shows.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
 
 
 class UserError(Exception):

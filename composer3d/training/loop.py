@@ -72,9 +72,9 @@ def _train(run: Run, signals: StopSignals) -> int:
     except Exception as error:
         run.metrics.event(run.step, "stop", _reason(error))
         # Whatever fails now is no wrong recipe. Data that has changed since the start is.
-        if isinstance(error, UserError) and not isinstance(error, DataError):
-            if error.status == UserError.status:
-                raise TrainingError(error.lines) from error
+        is_input = isinstance(error, UserError) and error.status == UserError.status
+        if isinstance(error, UserError) and is_input and not isinstance(error, DataError):
+            raise TrainingError(error.lines) from error
         raise
     finally:
         if run.profiler is not None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from pathlib import Path
@@ -26,8 +27,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from composer3d.checkpoint import metadata as metadata_module
+from composer3d.checkpoint import pickles
 from composer3d.checkpoint.metadata import (
     METADATA,
+    METADATA_LIMIT,
     Box,
     CheckedReader,
     TensorLoadPlanner,
@@ -551,13 +554,13 @@ def test_wrong_metadata_is_refused(tmp_path: Path, case: str) -> None:
 
 
 def test_a_list_of_parts_under_many_names_costs_little(tmp_path: Path) -> None:
-    """20,000 names for one tensor of 20,000 empty parts: walking each would take minutes."""
-    count, memo = 20_000, b"r\x00\x00\x00\x00"
+    """9,000 names for one tensor of 9,000 empty parts: walking each would take minutes."""
+    count, memo = 9_000, b"r\x00\x00\x00\x00"
     part = chunk((0,), (0,)) + memo + b"j" + memo[1:]
     shared = entry((0,), part, *[b"j" + memo[1:]] * count) + b"r\x01\x00\x00\x00"
     again = {text(f"w{at}"): b"j\x01\x00\x00\x00" for at in range(count)}
     began = time.process_time()
-    assert "more parts than the 2 that are stored" in refused(
+    assert "it lists 9,001 tensors and 2 parts in" in refused(
         written(tmp_path, metadata({text("w"): shared, **again}, TWO))
     )
     assert time.process_time() - began < 5
@@ -593,7 +596,7 @@ def test_files_are_plain_and_in_the_folder(tmp_path: Path, kind: str, file: str)
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [(1 << 40, "at most 4,294,967,296 are read"), (1 << 32, "its byte 0 is an instruction")],
+    [(1 << 40, "at most 3,221,225,472 are read"), (METADATA_LIMIT, "its byte 0 is an instruction")],
 )
 def test_metadata_that_claims_to_be_huge_is_not_read(
     tmp_path: Path, size: int, message: str
@@ -731,3 +734,101 @@ def test_parts_of_one_hash_cost_little(tmp_path: Path) -> None:
     began = time.process_time()
     assert "the part of 'w' at (0, 0) is stored nowhere" in refused(content)
     assert time.process_time() - began < 2
+
+
+def large_metadata(n_tensors: int, n_parts: int, dims: int = 2) -> bytes:
+    """The pickle that torch writes of tensors in equal parts, with as few bytes as it can have."""
+    entries: dict[str, Any] = {}
+    stored = {}
+    for number_of_tensor in range(n_tensors):
+        fqn = f"model.layers.{number_of_tensor}.w"
+        rest = (4,) * (dims - 1)
+        shape = (2 * n_parts, *rest) if dims else ()
+        chunks = []
+        for part in range(n_parts):
+            offsets = torch.Size((2 * part, *(0 for _ in rest)) if dims else ())
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size((2, *rest) if dims else ())))
+            place = StorageInfo(f"__{part}_0.distcp", number_of_tensor * 1000, 1000)
+            stored[dcp.metadata.MetadataIndex(fqn, offsets, part)] = place
+        entries[fqn] = TensorStorageMetadata(
+            TensorProperties(torch.float32), torch.Size(shape), chunks
+        )
+    return pickle.dumps(Metadata(entries, storage_data=stored, storage_meta=StorageMeta()))
+
+
+LARGE = [(2000, 1, 0), (2000, 1, 2), (4, 1024, 1), (4, 1024, 2), (1, 4096, 4), (100, 32, 2)]
+
+
+@pytest.mark.parametrize(("n_tensors", "n_parts", "dims"), LARGE)
+def test_what_real_files_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_tensors: int, n_parts: int, dims: int
+) -> None:
+    """The limits of the parser and of the number of parts leave a quarter to spare."""
+    assert pickles._MAX_MEMORY_PER_BYTE >= 16
+    monkeypatch.setattr(pickles, "_MAX_MEMORY_PER_BYTE", 13)
+    monkeypatch.setattr(pickles, "_FREE_MEMORY", 0)
+    monkeypatch.setattr(metadata_module, "_MIN_BYTES_PER_PART", 88)
+    for part in range(n_parts):
+        with (tmp_path / f"__{part}_0.distcp").open("wb") as file:
+            file.truncate(1000 * n_tensors)
+    read = read_metadata(written(tmp_path, large_metadata(n_tensors, n_parts, dims)))
+    assert len(read.storage_data) == n_tensors * n_parts
+
+
+def test_the_largest_job_can_be_loaded() -> None:
+    """405B, 16,384 ranks: 126 layers of 9 tensors and 3 more, with two moments, on pp = 4."""
+    per_part = len(large_metadata(4, 1024)) / 4096 + len("model.layers.125.w_gate")
+    assert 3 * (126 * 9 + 3) * (16_384 // 4) * per_part < metadata_module.METADATA_LIMIT
+
+
+def kept(*values: bytes) -> bytes:
+    """A tuple of values that are kept in the memo, from number 0 on."""
+    return tuple_of(*(value + b"q%c" % place for place, value in enumerate(values)))
+
+
+def get(place: int) -> bytes:
+    return b"h%c" % place
+
+
+def small_metadata_of_many_parts(case: str, count: int = 20_000) -> bytes:
+    """Metadata that refers to a few values of the memo again and again."""
+    empty_entry = object_of(
+        f"{asm.PLACE}.TensorStorageMetadata",
+        dict_of(properties=asm.properties(), size=asm.sizes(0), chunks=b"]"),
+    )
+    shared = kept(
+        name(f"{PLACE}.MetadataIndex"), b")", chunk((0,), (0,)), info(), text("n" * 1000),
+        text("fqn"), text("offset"), asm.sizes(*[0] * 64), empty_entry,
+    )  # fmt: skip
+    entries, stored = {text("w"): empty_entry}, {}
+    if case == "entries":
+        entries = {text(str(place)): get(8) for place in range(count)}
+    elif case == "indices":
+        flood = b"}" + (get(0) + get(1) + b"R" + get(3) + b"s") * count
+        return metadata(entries, {}, before=shared).replace(
+            text("storage_data") + b"}", text("storage_data") + flood
+        )
+    elif case == "long names":
+        for place in range(count):
+            offset = name("torch.Size") + b"M" + place.to_bytes(2, "little") + b"\x85\x85R"
+            state = b"}(" + get(5) + get(4) + get(6) + offset + b"u"
+            stored[get(0) + get(1) + b"R" + state + b"b"] = get(3)
+    else:
+        for place in range(count):
+            state = b"}(" + get(5) + text(str(place)) + get(6) + get(7) + b"u"
+            stored[get(0) + get(1) + b"R" + state + b"b"] = get(3)
+    return metadata(entries, stored, before=shared)
+
+
+@pytest.mark.parametrize("case", ["entries", "indices", "long names", "many dims"])
+def test_many_parts_take_memory_in_proportion_to_the_file(tmp_path: Path, case: str) -> None:
+    content = small_metadata_of_many_parts(case)
+    written(tmp_path, content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            read_metadata(tmp_path)
+        # A real file takes 15 times its size while it is read.
+        assert tracemalloc.get_traced_memory()[1] < 16 * len(content)
+    finally:
+        tracemalloc.stop()

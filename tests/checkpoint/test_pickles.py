@@ -4,6 +4,7 @@ import os
 import pickle
 import time
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,57 @@ def test_bombs_take_no_time_and_no_memory(case: str) -> None:
         tracemalloc.stop()
 
 
+def repeated(unit: bytes) -> bytes:
+    """A list of 1 MB, to which the values of ``unit`` are appended in groups of some thousands."""
+    group = b"(" + unit * max(1, min(2000, 100_000 // len(unit))) + b"e"
+    return b"]" + group * (1_000_000 // len(group)) + b"."
+
+
+# About 1 MB each. Every instruction is one that writers use, and no instruction alone is repeated.
+AMPLIFIED = {
+    "dicts of one item": b"X\x01\x00\x00\x00aq\x00" + repeated(b"}h\x00Ns"),
+    "dicts of one numbered item": repeated(b"}K\x00Ns"),
+    "empty dicts": repeated(b"}}}\x80\x02"),
+    "empty lists": repeated(b"]]]\x80\x02"),
+    "lists of one item": repeated(b"]K\x00a"),
+    "tuples in tuples": repeated(b"K\x00\x85\x85\x85\x80\x02"),
+    "numbers": repeated(b"M\xff\xff"),
+    "records": name("a.B") + b"q\x00)q\x01" + repeated(b"h\x00h\x01R"),
+    "records of one item": name("a.B") + b"q\x00)q\x01" + repeated(b"h\x00h\x01RX\0\0\0\0Ns"),
+    "records with states": name("a.B") + b"q\x00)q\x01" + repeated(b"h\x00h\x01R}b"),
+    "marks": b"(\x80\x02" * 300_000,
+    "names": repeated(b"ca\nB\n"),
+    "memos of one value": b"Nq\x00" + b"q\x00" * 200_000 + b".",
+    "empty texts": repeated(b"X\x00\x00\x00\x00"),
+    "wide texts": repeated(text("\U0001f600" + "a" * 3990)),
+    "equal long keys": text("x" * 1_000_000)
+    + b"q\x00"
+    + text("x" * 1_000_000)
+    + b"q\x01}"
+    + b"h\x00Nsh\x01Ns" * 50_000
+    + b".",
+}
+# Times the size of the pickle. Those of torch take up to 12.
+MOST_MEMORY = 20
+
+
+@pytest.mark.parametrize("case", AMPLIFIED)
+def test_memory_and_time_are_proportional_to_the_pickle(case: str) -> None:
+    content = AMPLIFIED[case]
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        value = None
+        with suppress(PickleError):
+            value = parse(content, NAMES, longest_text=4_000_000)
+        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY * len(content)
+        # Under tracemalloc, a real file of this size takes 1 s.
+        assert time.process_time() - began < 5.0
+        del value
+    finally:
+        tracemalloc.stop()
+
+
 def test_long_texts_are_refused() -> None:
     whole = tuple_of(text("a" * 10), text("b" * 10)) + b"."
     assert parse(whole, (), longest_text=10, all_texts=20) == ("a" * 10, "b" * 10)
@@ -241,7 +293,7 @@ def test_nested_and_repeated_values_take_no_more_memory_than_their_pickle() -> N
         assert value[0] is value[1]
         value = value[0]
     assert value == ()
-    assert type(parse(b"NN\x86" + b"q\x00\x85" * 300_000 + b".", ())) is tuple
+    assert type(parse(b"NN\x86" + b"q\x00\x85" * 30_000 + b".", ())) is tuple
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Parquet files and saved ``datasets`` give the tokens of the same texts in JSONL."""
 
+import gzip
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,42 @@ def test_a_row_group_need_not_fit_into_memory(
     with open(source, "rb") as content:
         rows = tables.read_rows("parquet", source, content, "text", first=0)
         assert [row.text for row in rows] == [text.encode() for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "short rows", "gz", "zst", "blank lines"])
+def test_a_small_file_does_not_become_endless_text(
+    arrow: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    """The real limit begins at 64 MiB of text, which would take long here."""
+    monkeypatch.setattr(documents, "_FREE_TEXT", 100_000)
+    text = "" if kind == "short rows" else "a" * 1000
+    line = b"\n" if kind == "blank lines" else json.dumps({"text": text}).encode() + b"\n"
+    lines = line * (4_000_000 // len(line))
+    source = tmp_path / {"gz": "x.jsonl.gz", "zst": "x.jsonl.zst"}.get(kind, "x.parquet")
+    if kind in ("gz", "blank lines"):
+        source = tmp_path / "x.jsonl.gz"
+        source.write_bytes(gzip.compress(lines))
+    elif kind == "zst":
+        zstandard = pytest.importorskip("zstandard")
+        source.write_bytes(zstandard.compress(lines))
+    else:
+        write_parquet(source, {"text": [text] * (200_000 if kind == "short rows" else 4_000)})
+    assert cli.main(command(source, tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"{source}: its [\d,]+ bytes hold more than [\d,]+ bytes of text, over 100 times as many, "
+        r"as in a file that is made to fill the disk; if you trust it, raise --max-expansion of "
+        r"prepare \(now 100\)\n",
+        error,
+    )
+    assert not (tmp_path / "out").exists()
+    if kind in ("parquet", "gz"):
+        arguments = command(source, tmp_path / "out", "--max-expansion", "5000")
+        assert cli.main(arguments) == 0
 
 
 def test_a_missing_package_is_named(

@@ -5,6 +5,9 @@ run the graphs that Inductor would get with AOTAutograd.
 """
 
 import os
+import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,6 +150,34 @@ def test_a_missing_compiler_is_reported_before_training(pool: Pool, references: 
         "compile.enabled = true needs a C++ compiler on a CPU, and there is no 'no-such-compiler' "
         "on this machine; install one, name another in the environment variable CXX, or use "
         "compile.enabled = false"
+    )
+
+
+def test_a_cache_on_a_noexec_mount_is_reported_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mount is real, in a namespace of mounts that only the child process has."""
+    (tmp_path / "mount").mkdir()
+    mount = f'mount -t tmpfs -o noexec none {tmp_path}/mount || exit 77; exec "$@"'
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare")
+    child = subprocess.run(
+        [
+            *("unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh", sys.executable),
+            *("-m", "composer3d", "train", "debug-1-single", "--set", "compile.enabled=true"),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "mount" / "deeper")},
+        cwd=tmp_path,
+    )
+    if child.returncode == 77 or "unshare failed" in child.stderr:
+        pytest.skip("this process may not mount anything")
+    assert child.returncode == 2
+    assert child.stderr.splitlines()[-1].endswith(
+        f"compile.enabled = true puts machine code into {tmp_path}/mount/deeper, and its mount has "
+        "the option noexec, so that the code cannot be loaded; name a folder on another mount in "
+        "the environment variable TORCHINDUCTOR_CACHE_DIR, or use compile.enabled = false"
     )
 
 

@@ -1,5 +1,6 @@
 """Recipes whose run, optimizer or data breaks a rule."""
 
+from composer3d.spec.text import NAME_RULE
 from tests.recipe.wrong import TINY, Wrong, token_files
 
 RUN = [
@@ -12,21 +13,13 @@ RUN = [
     Wrong(
         "name",
         TINY,
-        [
-            '--set run.name=a/b: run.name = "a/b" cannot name the folder of the run: it must not '
-            "be empty, . or .., must not contain / or \\ or control characters, and must have at "
-            "most 200 bytes in UTF-8"
-        ],
+        [f'--set run.name=a/b: run.name = "a/b" cannot name the folder of the run: it {NAME_RULE}'],
         ("run.name=a/b",),
     ),
     Wrong(
         "no name",
         TINY + '[run]\nname = ""\n',
-        [
-            'x.toml:4: run.name = "" cannot name the folder of the run: it must not be empty, . '
-            "or .., must not contain / or \\ or control characters, and must have at most 200 "
-            "bytes in UTF-8"
-        ],
+        [f'x.toml:4: run.name = "" cannot name the folder of the run: it {NAME_RULE}'],
     ),
     Wrong(
         "lr",

@@ -2,7 +2,8 @@
 
 import pytest
 
-from composer3d.spec.errors import CheckpointError, printable
+from composer3d.spec.errors import CheckpointError
+from composer3d.spec.text import printable
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Text of a stranger on terminals, in pages and as names, for every character that there is."""
+
+import logging
+import sys
+import unicodedata
+
+import pytest
+import tomli
+
+from composer3d.recipe.schema import FOLDER_NAME
+from composer3d.recipe.values import as_toml, one_line
+from composer3d.runtime.log import _IdentityFormatter
+from composer3d.spec.errors import UserError
+from composer3d.spec.markup import escape
+from composer3d.spec.text import is_name, printable, printable_lines
+
+EVERY = [chr(code) for code in range(sys.maxunicode + 1)]
+UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+# Controls of 8 bits, the direction of text, no width, line ends, tags, and marks of the byte order.
+NAMED = (
+    "\x1b\x07\x9b\x85\u200b\u200e\u200f\u061c\u202a\u202e\u2066\u2069\u2028\u2029\ufeff\U000e0041"
+)
+
+
+def is_unsafe(char: str) -> bool:
+    return unicodedata.category(char) in UNSAFE
+
+
+def test_no_unsafe_character_of_unicode_reaches_a_terminal_or_a_page() -> None:
+    assert all(is_unsafe(char) for char in NAMED)
+    kinds = {"\n", "\t"}
+    for char in EVERY:
+        unsafe = is_unsafe(char)
+        for quote in (printable, one_line):
+            assert quote(char).isprintable()
+        for quote in (printable_lines, escape):
+            shown = quote(char)
+            if unsafe and char not in kinds:
+                assert shown.isprintable(), hex(ord(char))
+                assert shown != char
+            elif quote is printable_lines:
+                assert shown == char
+
+
+def test_every_reader_of_the_text_gets_it_escaped() -> None:
+    formatter = _IdentityFormatter("rank 1")
+    for char in NAMED:
+        assert UserError(f"a{char}b").lines[0].isprintable()
+        record = logging.makeLogRecord({"msg": f"a{char}b", "levelno": 30})
+        assert formatter.format(record).isprintable()
+        if char.isprintable():
+            continue
+        written = as_toml({"key": f"a{char}b"})
+        assert written.isprintable()
+        assert tomli.loads(f"x = {written}") == {"x": {"key": f"a{char}b"}}
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "llama3-8b", "a b", "\u00e9 \u4e16\u754c", "v1.0", "_x", "console", "x" * 200]
+)
+def test_names(name: str) -> None:
+    assert is_name(name)
+    assert FOLDER_NAME.accepts(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", " ", ".", "..", ".git", "-rf", "--help", " a", "a ", "a.", "a/b", "a\\b", "CON", "nul.txt"]
+    + ["com1", "x" * 201, "\u00e9" * 101, "a\u3000b", "a\nb"]
+    + [f"a{char}b" for char in NAMED + "\ud800\ue000\u0378"],
+)
+def test_texts_that_are_no_names(name: str) -> None:
+    assert not FOLDER_NAME.accepts(name)
