@@ -24,6 +24,7 @@ from composer3d.commands.parser import Parser, TopParser, did_you_mean
 from composer3d.recipe.values import is_utf8, one_line
 from composer3d.spec.errors import RecipeError, UserError
 from composer3d.spec.ranges import MOST_VOCAB
+from composer3d.spec.tags import COUNTED_TOKENS
 
 # Exit statuses: 128 plus the number of the signal, SIGINT or SIGPIPE.
 INTERRUPTED = 130
@@ -224,7 +225,9 @@ def _parser() -> TopParser:
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
 
-    def add_command(name: str, description: str, *, group: str, examples: Sequence[str]) -> Parser:
+    def add_command(
+        name: str, description: str, *, group: str, examples: Sequence[str], details: str = ""
+    ) -> Parser:
         """Add a command.
 
         Args:
@@ -232,9 +235,11 @@ def _parser() -> TopParser:
             description: one line for both helps.
             group: the heading below which the help of ``composer3d`` lists it.
             examples: one to three command lines for its help. A test parses them.
+            details: sentences for its own help, after the description.
         """
+        own = f"{description}. {details}" if details else description
         command: Parser = commands.add_parser(
-            name, help=description, description=description, examples=examples
+            name, help=description, description=own, examples=examples
         )
         command.set_defaults(command=name)
         parser.groups[group][name] = description
@@ -279,6 +284,7 @@ def _parser() -> TopParser:
             "composer3d train quickstart --set run.steps=300 --set optim.lr=1e-3",
             "torchrun --nproc-per-node 8 -m composer3d train quickstart",
         ],
+        details=f"Of each logged step, it prints tok/s of all ranks together. {COUNTED_TOKENS}",
     )
     _add_recipe(train)
 
@@ -455,6 +461,7 @@ def _parser() -> TopParser:
             "write one page about a run, or about two that it compares",
             group=_KEEP,
             examples=["composer3d report runs/quickstart", "composer3d report runs/a runs/b"],
+            details=f"It says tokens/s and the tokens seen. {COUNTED_TOKENS}",
         )
     )
 

@@ -20,7 +20,7 @@ from tensorboard.plugins.scalar.metadata import create_summary_metadata
 from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard import summary as summaries
 
-from composer3d.spec.tags import Tag, tag_of
+from composer3d.spec.tags import COUNTED_TOKENS, Tag, tag_of
 
 TOKENS_FOLDER = "by_tokens"
 
@@ -28,9 +28,9 @@ _RGB = 3  # a code of TensorBoard
 
 # Metrics that have a curve by tokens.
 _BY_TOKENS = {
-    "loss": Tag("loss_by_tokens/train", "loss/train; the horizontal axis counts tokens."),
+    "loss": Tag("loss_by_tokens/train", f"loss/train over tokens. {COUNTED_TOKENS}"),
     "validation_loss": Tag(
-        "loss_by_tokens/validation", "loss/validation; the horizontal axis counts tokens."
+        "loss_by_tokens/validation", f"loss/validation over tokens. {COUNTED_TOKENS}"
     ),
 }
 
