@@ -7,6 +7,7 @@ Face.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> d
     }
     generation |= {
         "bos_token_id": _int_or(generation.get("bos_token_id"), config["bos_token_id"]),
-        "eos_token_id": special.stops(generation or config),
+        "eos_token_id": special.stops(generation or config, _read_turn_ends(recipe)),
         "pad_token_id": _int_or(generation.get("pad_token_id"), config["pad_token_id"]),
     }
     if generation["pad_token_id"] is None:
@@ -122,16 +123,18 @@ class _SpecialTokens:
             (ids[name] for name in _PAD_NAMES if name in ids and ids[name] != end), None
         )
 
-    def stops(self, config: Json) -> int | list[int]:
-        """Return the ids of tokens that stop generation: those in ``config``, and ``end``.
+    def stops(self, config: Json, turn_ends: Sequence[int] = ()) -> int | list[int]:
+        """Return the ids of tokens that stop generation.
 
-        ``end`` is put first if ``config`` does not have it. A single id is returned without a list.
+        These are those in ``config``; ``end``, which is put first if ``config`` does not have it;
+        and ``turn_ends``. A single id is returned without a list.
         """
         eos = config.get("eos_token_id")
         tokens = eos if isinstance(eos, list) else [eos]
         known = [token for token in tokens if type(token) is int and 0 <= token < self._vocab]
         if self.end not in known:
             known = [self.end, *known]
+        known += [token for token in turn_ends if token not in known]
         return known if len(known) > 1 else self.end
 
     def tokenizer_config(self, longest: int) -> Json:
@@ -230,6 +233,13 @@ def _read_tokenizer(recipe: Recipe) -> bytes:
         return make_byte_tokenizer()
     with manifest.open(TOKENIZER) as file:
         return file.read()
+
+
+def _read_turn_ends(recipe: Recipe) -> list[int]:
+    """Return the tokens that end learned turns of conversations in the training data."""
+    if recipe.data.source != "tokens":
+        return []
+    return sorted({end for path in recipe.data.paths for end in read_manifest(path).turn_ends})
 
 
 def _token_names(tokenizer: Json) -> dict[int, str]:

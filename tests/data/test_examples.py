@@ -56,7 +56,7 @@ def encode_pairs(coder: Any, pairs: list[tuple[str, str]]) -> tuple[list[int], l
 
 @pytest.mark.parametrize("shard_tokens", ["1", "1000"])
 def test_answers_are_learned_and_prompts_are_not(tmp_path: Path, shard_tokens: str) -> None:
-    coder = write_tokenizer(tmp_path / "tok")
+    coder = write_tokenizer(tmp_path / "tok", eos=END)
     entries = [{"question": prompt, "completion": answer} for prompt, answer in PAIRS]
     source = write_lines(tmp_path / "x.jsonl", entries)
     fields = ["--prompt-field", "question", "--answer-field", "completion"]
@@ -81,7 +81,7 @@ def test_answers_of_bytes(tmp_path: Path) -> None:
 
 
 def test_a_split_and_more_processes_keep_masks_with_their_tokens(tmp_path: Path) -> None:
-    coder = write_tokenizer(tmp_path / "tok")
+    coder = write_tokenizer(tmp_path / "tok", eos=END)
     pairs = [(f"what is {n}?", f"warm {n}") for n in range(40)]
     source = write_lines(
         tmp_path / "x.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
@@ -309,8 +309,8 @@ LINES: dict[str, tuple[str, str, str]] = {
 def test_wrong_lines_are_refused_by_their_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_tokenizer(tmp_path / "tok")
     for kind, line, message in LINES.values():
+        write_tokenizer(tmp_path / "tok", eos=END if kind == "answers" else "<|im_end|>")
         (tmp_path / "x.jsonl").write_text("\n" + line + "\n")
         command = ["prepare", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "out")]
         assert cli.main([*command, "--tokenizer", str(tmp_path / "tok"), "--kind", kind]) == 2
