@@ -39,7 +39,7 @@ ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _START_BYTES = 8  # an entry of documents.bin is an int64
 
 _MOST_MANIFEST_BYTES = 64 << 20  # enough for the digests of 100 TB, or for 100,000 shards
-_MOST_TOKENIZER_BYTES = 64 << 20
+MOST_TOKENIZER_BYTES = 64 << 20
 _MOST = 1 << 50  # tokens, documents or bytes
 _DIGEST_DIGITS = 32
 _SHOWN_LIMIT = 100  # characters of a value in a message
@@ -386,7 +386,7 @@ def _files(value: Any, sizes: dict[str, int], *, has_tokenizer: bool) -> dict[st
     for name in names:
         place = f"files.{name}"
         entry = _object(entries[name], place, ("bytes", "digests"), exact=True)
-        most_bytes = _MOST_TOKENIZER_BYTES if name == TOKENIZER else _MOST * 8
+        most_bytes = MOST_TOKENIZER_BYTES if name == TOKENIZER else _MOST * 8
         size = _whole(entry, "bytes", 1, most_bytes, place=place)
         if name in sizes and size != sizes[name]:
             raise ValueError(
