@@ -300,9 +300,9 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
     key = "data.path" if data.sources is None else "data.sources"
     draft.blame(
         key,
-        f"{_mention_path(recipe, key, data.paths[0])} has another tokenizer than {mention(recipe, 'model.hf')}: {difference}; "
-        "prepare the data with the tokenizer of the model, or set data.other_tokenizer = true to "
-        "train nevertheless",
+        f"{_mention_path(recipe, key, data.paths[0])} has another tokenizer than "
+        f"{mention(recipe, 'model.hf')}: {difference}; prepare the data with the tokenizer of the "
+        "model, or set data.other_tokenizer = true to train nevertheless",
     )
 
 

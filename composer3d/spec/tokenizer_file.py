@@ -59,12 +59,20 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 def _special_tokens(tokenizer: Mapping[str, Any]) -> dict[int, str]:
     """Return the names of the special tokens, by id."""
+    added = _added_tokens(tokenizer)
+    return {entry["id"]: entry["content"] for entry in added if entry.get("special") is True}
+
+
+def _added_tokens(tokenizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the added tokens that have a number and a name."""
     added = tokenizer.get("added_tokens")
-    entries = (
-        [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
-    )
-    special = {entry.get("id") for entry in entries if entry.get("special") is True}
-    return {token: name for token, name in token_names(tokenizer).items() if token in special}
+    return [
+        entry
+        for entry in (added if isinstance(added, list) else [])
+        if isinstance(entry, dict)
+        and type(entry.get("id")) is int
+        and isinstance(entry.get("content"), str)
+    ]
 
 
 def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
@@ -147,11 +155,4 @@ def token_names(tokenizer: Mapping[str, Any]) -> dict[int, str]:
             if isinstance(pair, list) and pair and isinstance(pair[0], str):
                 names[number] = pair[0]
 
-    added_tokens = tokenizer.get("added_tokens")
-    for entry in added_tokens if isinstance(added_tokens, list) else []:
-        if not isinstance(entry, dict):
-            continue
-        token_id, name = entry.get("id"), entry.get("content")
-        if type(token_id) is int and isinstance(name, str):
-            names[token_id] = name
-    return names
+    return names | {entry["id"]: entry["content"] for entry in _added_tokens(tokenizer)}

@@ -124,6 +124,16 @@ def test_a_loader_refuses_too_few_tokens_and_other_data(tmp_path: Path, folder: 
         tokenizer={"name": "moved", "digest": digest_of(b"{}")},
     )
     Loader(opened(same), seq_len=N - 1, **order).load_state_dict(state)
+    # A checkpoint of an older composer3d has the digest of the files.
+    content = {"digest": "1" * 32, "files": opened(folder).digest}
+    newer = make(tmp_path / "newer", np.arange(N, dtype="<u2"), content=content)
+    assert opened(newer).digest == "1" * 32
+    Loader(opened(newer), seq_len=N - 1, **order).load_state_dict(state)
+    blends = [
+        Loader(Blend([opened(path)] * 2, (1.0, 2.0)), seq_len=N - 1, **order)
+        for path in (folder, newer)
+    ]
+    blends[1].load_state_dict(blends[0].state_dict())
     other = make(tmp_path / "other", np.arange(1, N + 1, dtype="<u2"))
     with pytest.raises(DataError, match="the data has changed since"):
         Loader(opened(other), seq_len=N - 1, **order).load_state_dict(state)
