@@ -194,17 +194,18 @@ INTERRUPTS = {
 
 
 @pytest.mark.parametrize("kind", ["text", "answers"])
-def test_the_digest_does_not_depend_on_the_shards(
-    tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_the_digest_does_not_depend_on_the_shards(tmp_path: Path, bpe: Path, kind: str) -> None:
+    def prepare_folder(folder: Path, *options: str) -> None:
+        command = ["prepare", str(source), "-o", str(folder), "--kind", kind]
+        assert cli.main([*command, "--tokenizer", str(bpe), *options]) == 0
+
     lines = [{"prompt": f"a {n}", "answer": text, "text": text} for n, text in enumerate(TEXTS[:2])]
     source = tmp_path / "x.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines * 3))
-    options = ["--tokenizer", str(bpe), "--kind", kind]
     found = {}
     for shard_tokens in ("1", "60", "100000"):
         folder = tmp_path / shard_tokens
-        run(capsys, source, folder, *options, "--shard-tokens", shard_tokens)
+        prepare_folder(folder, "--shard-tokens", shard_tokens)
         found[shard_tokens] = open_corpus("tokens", folder, split="train")
         assert cli.main(["inspect", str(folder), "--full"]) == 0
     assert len({corpus.digest for corpus in found.values()}) == 1
@@ -215,7 +216,7 @@ def test_the_digest_does_not_depend_on_the_shards(
         (lines * 2, lines[::-1] * 3, [*lines * 2, lines[1], lines[0]])
     ):
         source.write_text("".join(json.dumps(line) + "\n" for line in changed))
-        run(capsys, source, tmp_path / f"changed{number}", *options)
+        prepare_folder(tmp_path / f"changed{number}")
         corpus = open_corpus("tokens", tmp_path / f"changed{number}", split="train")
         assert corpus.digest != found["1"].digest
     # A digest that is not of these documents is found by inspect, and one of other files is not

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from composer3d import cli
 from composer3d.data.documents import Document
