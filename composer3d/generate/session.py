@@ -85,7 +85,7 @@ class Session(NamedTuple):
     def notes(self) -> list[str]:
         """What the user should know of the prompts."""
         repeated = 0 if self.tokenizer is None else self.tokenizer.repeated
-        return [repeated_beginnings(repeated, "prompts")] if repeated else []
+        return [f"note: {repeated_beginnings(repeated, 'prompts')}"] if repeated else []
 
     def text_of(self, tokens: Sequence[int]) -> str | None:
         """Return the text of tokens, or None without a tokenizer."""
