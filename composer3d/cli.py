@@ -625,9 +625,9 @@ def _add_prepare_arguments(prepare: Parser) -> None:
     prepare.note(
         tokenizers.add_argument(
             "--tokenizer",
-            metavar="FILE|bytes",
-            help="a tokenizer.json; or bytes, which makes each byte a token; with --kind answers "
-            "or chat also a Hugging Face folder",
+            metavar="FILE|DIR|bytes",
+            help="a tokenizer.json, or a Hugging Face folder that has one; or bytes, which makes "
+            "each byte a token",
         )
     )
     prepare.note(
@@ -645,7 +645,7 @@ def _add_prepare_arguments(prepare: Parser) -> None:
         default="text",
         help="text: all tokens are learned; answers: lines of JSONL with a prompt and an answer, "
         "which alone is learned; chat: conversations, of which the turns of the assistant are "
-        "learned; default: %(default)s",
+        "learned. Lines of ShareGPT and Alpaca are read too; default: %(default)s",
     )
     prepare.add_argument(
         "--prompt-field",
@@ -666,8 +666,8 @@ def _add_prepare_arguments(prepare: Parser) -> None:
     prepare.add_argument(
         "--eod",
         metavar="TOKEN",
-        help="token after each document; default: the usual one of the tokenizer, or <|endoftext|> "
-        "of one that is trained",
+        help="token after each document; default: the eos_token that the files beside the tokenizer "
+        "name, or a usual one; <|endoftext|> of one that is trained",
     )
     prepare.add_argument(
         "--field",

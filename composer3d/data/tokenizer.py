@@ -294,7 +294,7 @@ def tokenizer_file(name: str) -> Path:
     others += sorted(one_line(file.name) for file in path.glob("*.tiktoken"))[:1]
     if not others:
         raise DataError(
-            f"--tokenizer {shown}: the folder has no {TOKENIZER}; give bytes, the path of a "
+            f"--tokenizer {shown}: is a folder, not a plain file; give bytes, the path of a "
             f"{TOKENIZER}, or a folder that has one"
         )
     raise DataError(

@@ -236,7 +236,7 @@ def test_a_folder_with_another_tokenizer_is_named_with_the_way_out(
         open_tokenizer(str(tmp_path), None)
     (line,) = caught.value.lines
     if name == "readme":
-        assert "the folder has no tokenizer.json; give bytes, the path" in line
+        assert "is a folder, not a plain file; give bytes, the path of a tokenizer.json, or" in line
     else:
         assert f"the folder has {name}, which is not read, and no tokenizer.json;" in line
         assert f'AutoTokenizer.from_pretrained("{tmp_path}").save_pretrained("FOLDER")' in line

@@ -107,7 +107,7 @@ def encode(folder: Path) -> tuple[Tensor, Tensor]:
     """Return all tokens and their labels, made with transformers' tokenizer from the JSONL."""
     transformers = pytest.importorskip("transformers")
     coder = transformers.PreTrainedTokenizerFast.from_pretrained(folder / "tok")
-    end = coder.convert_tokens_to_ids(END)
+    end = coder.eos_token_id
     tokens, labels = [], []
     for line in (folder / "x.jsonl").read_text().splitlines():
         example = json.loads(line)
