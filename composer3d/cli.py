@@ -666,7 +666,7 @@ def _add_prepare_arguments(prepare: Parser) -> None:
     prepare.add_argument(
         "--eod",
         metavar="TOKEN",
-        help="token after each document; default: the eos_token that the files beside the tokenizer "
+        help="token after each document; default: the eos_token that files beside the tokenizer "
         "name, or a usual one; <|endoftext|> of one that is trained",
     )
     prepare.add_argument(

@@ -184,9 +184,9 @@ def add_content(
 
     Args:
         content: the digest.
-        tokens: the tokens of all documents, in the dtype of the files.
-        lengths: the number of tokens of each document.
-        mask: a byte for each token; None if all are learned.
+        tokens: the tokens of all documents, in the dtype of the files: 1-D.
+        lengths: the number of tokens of each document: integers, 1-D.
+        mask: a byte for each token: uint8, 1-D; None if all are learned.
     """
     view = np.ascontiguousarray(tokens).data.cast("B")
     mask_view = None if mask is None else np.ascontiguousarray(mask).data.cast("B")
