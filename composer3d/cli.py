@@ -29,6 +29,7 @@ from composer3d.spec.bounds import is_utf8
 from composer3d.spec.errors import LaunchError, RecipeError, UserError
 from composer3d.spec.interrupts import INTERRUPTED, Interrupts
 from composer3d.spec.ranges import MOST_VOCAB
+from composer3d.spec.tags import COUNTED_TOKENS
 
 # The exit status when nobody reads the output: 128 plus the number of SIGPIPE.
 NO_READER = 141
@@ -259,7 +260,9 @@ def _parser() -> TopParser:
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
 
-    def add_command(name: str, description: str, *, group: str, examples: Sequence[str]) -> Parser:
+    def add_command(
+        name: str, description: str, *, group: str, examples: Sequence[str], details: str = ""
+    ) -> Parser:
         """Add a command.
 
         Args:
@@ -267,9 +270,11 @@ def _parser() -> TopParser:
             description: one line for both helps.
             group: the heading below which the help of ``composer3d`` lists it.
             examples: one to three command lines for its help. A test parses them.
+            details: sentences for its own help, after the description.
         """
+        own = f"{description}. {details}" if details else description
         command: Parser = commands.add_parser(
-            name, help=description, description=description, examples=examples
+            name, help=description, description=own, examples=examples
         )
         command.set_defaults(command=name)
         parser.groups[group][name] = description
@@ -314,6 +319,7 @@ def _parser() -> TopParser:
             "composer3d train quickstart --set run.steps=300 --set optim.lr=1e-3",
             "torchrun --nproc-per-node 8 -m composer3d train quickstart",
         ],
+        details=f"Of each logged step, it prints tok/s of all ranks together. {COUNTED_TOKENS}",
     )
     _add_recipe(train)
 
@@ -490,6 +496,7 @@ def _parser() -> TopParser:
             "write one page about a run, or about two that it compares",
             group=_KEEP,
             examples=["composer3d report runs/quickstart", "composer3d report runs/a runs/b"],
+            details=f"It says tokens/s and the tokens seen. {COUNTED_TOKENS}",
         )
     )
 
@@ -653,9 +660,9 @@ def _add_prepare_arguments(prepare: Parser) -> None:
     prepare.note(
         tokenizers.add_argument(
             "--tokenizer",
-            metavar="FILE|bytes",
-            help="a tokenizer.json; or bytes, which makes each byte a token; with --kind answers "
-            "or chat also a Hugging Face folder",
+            metavar="FILE|DIR|bytes",
+            help="a tokenizer.json, or a Hugging Face folder that has one; or bytes, which makes "
+            "each byte a token",
         )
     )
     prepare.note(
@@ -673,7 +680,7 @@ def _add_prepare_arguments(prepare: Parser) -> None:
         default="text",
         help="text: all tokens are learned; answers: lines of JSONL with a prompt and an answer, "
         "which alone is learned; chat: conversations, of which the turns of the assistant are "
-        "learned; default: %(default)s",
+        "learned. Lines of ShareGPT and Alpaca are read too; default: %(default)s",
     )
     prepare.add_argument(
         "--prompt-field",
@@ -694,8 +701,8 @@ def _add_prepare_arguments(prepare: Parser) -> None:
     prepare.add_argument(
         "--eod",
         metavar="TOKEN",
-        help="token after each document; default: the usual one of the tokenizer, or <|endoftext|> "
-        "of one that is trained",
+        help="token after each document; default: the eos_token that files beside the tokenizer "
+        "name, or a usual one; <|endoftext|> of one that is trained",
     )
     prepare.add_argument(
         "--field",

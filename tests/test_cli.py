@@ -11,6 +11,7 @@ from composer3d.commands.parser import Parser
 from composer3d.recipe.schema import model_table
 from composer3d.recipe.values import FIELDS, entries_of
 from composer3d.runtime import progress
+from composer3d.spec.tags import COUNTED_TOKENS
 from tools.prove.paths import ROOT
 
 KEYS = {**entries_of({"model": model_table("moe")}), **FIELDS}
@@ -204,6 +205,12 @@ def test_another_rank_than_the_first_reports_no_usage(
     assert cli.main(["trian"]) == 2
     assert cli.main(["train", "--sett"]) == 2
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("command", ["train", "report"])
+def test_help_says_which_tokens_count(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert COUNTED_TOKENS in " ".join(capsys.readouterr().out.split())
 
 
 def test_help_fits_a_narrow_and_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

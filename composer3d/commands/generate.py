@@ -191,7 +191,7 @@ class _Report:
             self._stream = TextStream(session.tokenizer)
 
     def __enter__(self) -> "_Report":
-        for note in self._session.checkpoint.source.notes:
+        for note in [*self._session.checkpoint.source.notes, *self._session.notes]:
             print(printable(note), file=sys.stderr)
         if self._out is not None:
             try:

@@ -7,6 +7,7 @@ Face.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from composer3d.convert.carried import TOKENIZER_NAMES, read_carried_files
 from composer3d.models import registry
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.tokenizers import read_tokenizer
 from composer3d.runtime import log
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import parse_json
 from composer3d.spec.token_manifest import TOKENIZER, read_manifest
+from composer3d.spec.tokenizer_file import token_names
 
 FOLDER = "assets"
 _CONFIG = "config.json"
@@ -29,8 +32,6 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 # tokenizer has is used.
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "<｜▁pad▁｜>", "[PAD]")
-
-_BYTE_0 = "\0"  # the token of byte 0, which ends a document in data of bytes
 
 Json = dict[str, Any]
 
@@ -60,7 +61,7 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> d
     files = _read_files_of_model(recipe, earlier)
     config, generation = _parse(files.get(_CONFIG)), _parse(files.get(_GENERATION))
 
-    tokenizer = _read_tokenizer(recipe)
+    tokenizer = read_tokenizer(recipe.data)
     if _parse(files.get(TOKENIZER)) != _parse(tokenizer):
         files = {name: content for name, content in files.items() if name not in TOKENIZER_NAMES}
         files[TOKENIZER] = tokenizer
@@ -79,7 +80,7 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> d
     }
     generation |= {
         "bos_token_id": _int_or(generation.get("bos_token_id"), config["bos_token_id"]),
-        "eos_token_id": special.stops(generation or config),
+        "eos_token_id": special.stops(generation or config, _read_turn_ends(recipe)),
         "pad_token_id": _int_or(generation.get("pad_token_id"), config["pad_token_id"]),
     }
     if generation["pad_token_id"] is None:
@@ -112,7 +113,7 @@ class _SpecialTokens:
     """
 
     def __init__(self, tokenizer: Json, shape: DecoderShape, end: int) -> None:
-        self._names = _token_names(tokenizer)
+        self._names = token_names(tokenizer)
         self._vocab = shape.vocab
         self.end = end
         self.end_name = self._names.get(end)
@@ -122,16 +123,18 @@ class _SpecialTokens:
             (ids[name] for name in _PAD_NAMES if name in ids and ids[name] != end), None
         )
 
-    def stops(self, config: Json) -> int | list[int]:
-        """Return the ids of tokens that stop generation: those in ``config``, and ``end``.
+    def stops(self, config: Json, turn_ends: Sequence[int] = ()) -> int | list[int]:
+        """Return the ids of tokens that stop generation.
 
-        ``end`` is put first if ``config`` does not have it. A single id is returned without a list.
+        These are those in ``config``; ``end``, which is put first if ``config`` does not have it;
+        and ``turn_ends``. A single id is returned without a list.
         """
         eos = config.get("eos_token_id")
         tokens = eos if isinstance(eos, list) else [eos]
         known = [token for token in tokens if type(token) is int and 0 <= token < self._vocab]
         if self.end not in known:
             known = [self.end, *known]
+        known += [token for token in turn_ends if token not in known]
         return known if len(known) > 1 else self.end
 
     def tokenizer_config(self, longest: int) -> Json:
@@ -149,63 +152,6 @@ class _SpecialTokens:
         }
 
 
-def make_byte_tokenizer() -> bytes:
-    """Return a tokenizer.json with one token for each byte of UTF-8; its id is the byte's value.
-
-    A vocabulary names each byte by a character, as GPT-2 does. Byte 0 ends documents, so it is a
-    special token, and its name is the character U+0000 itself. GPT-2 names it U+0100, and then that
-    letter in a text would become the end of a document.
-    """
-    # GPT-2 names a printable byte by its own character, and the others by characters from 256 on.
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable}
-    characters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
-    characters[0] = _BYTE_0
-    vocab = {characters[byte]: byte for byte in range(256)}
-
-    end = {
-        "id": 0,
-        "content": _BYTE_0,
-        "special": True,
-        "normalized": False,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-    }
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
-    model: Json = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": vocab,
-        "merges": [],
-    }
-    return _encode(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [end],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": model,
-        }
-    )
-
-
 def _read_files_of_model(recipe: Recipe, earlier: Path | None) -> dict[str, bytes]:
     """Read the files that came with the model, from the earlier checkpoint or from ``model.hf``."""
     assets = None if earlier is None else earlier / FOLDER
@@ -221,38 +167,11 @@ def _read_files_of_model(recipe: Recipe, earlier: Path | None) -> dict[str, byte
     return files
 
 
-def _read_tokenizer(recipe: Recipe) -> bytes:
-    """Return the tokenizer.json of the training data."""
+def _read_turn_ends(recipe: Recipe) -> list[int]:
+    """Return the tokens that end learned turns of conversations in the training data."""
     if recipe.data.source != "tokens":
-        return make_byte_tokenizer()
-    manifest = read_manifest(recipe.data.paths[0])
-    if manifest.tokenizer_digest is None:
-        return make_byte_tokenizer()
-    with manifest.open(TOKENIZER) as file:
-        return file.read()
-
-
-def _token_names(tokenizer: Json) -> dict[int, str]:
-    """Return the names of the tokens in a tokenizer.json, by id. The file is untrusted."""
-    model = tokenizer.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    names: dict[int, str] = {}
-    if isinstance(vocab, dict):
-        names = {token: name for name, token in vocab.items() if type(token) is int}
-    elif isinstance(vocab, list):
-        # The vocabulary of a Unigram model is a list of pairs: a name and its score.
-        for number, pair in enumerate(vocab):
-            if isinstance(pair, list) and pair and isinstance(pair[0], str):
-                names[number] = pair[0]
-
-    added_tokens = tokenizer.get("added_tokens")
-    for entry in added_tokens if isinstance(added_tokens, list) else []:
-        if not isinstance(entry, dict):
-            continue
-        token_id, name = entry.get("id"), entry.get("content")
-        if type(token_id) is int and isinstance(name, str):
-            names[token_id] = name
-    return names
+        return []
+    return sorted({end for path in recipe.data.paths for end in read_manifest(path).turn_ends})
 
 
 def _longest_sequence(recipe: Recipe, config: Json) -> int:

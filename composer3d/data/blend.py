@@ -58,10 +58,15 @@ class Blend:
     @property
     def digest(self) -> str:
         """The digest of the corpora and of the ratios of their weights, in hexadecimal."""
-        shares = whole_weights(self.weights)
-        entries = [
-            [corpus.digest, share] for corpus, share in zip(self.corpora, shares, strict=True)
-        ]
+        return self._digest([corpus.digest for corpus in self.corpora])
+
+    @property
+    def older_digest(self) -> str:
+        """What checkpoints of an older composer3d have in place of ``digest``."""
+        return self._digest([corpus.older_digest for corpus in self.corpora])
+
+    def _digest(self, digests: list[str]) -> str:
+        entries = list(map(list, zip(digests, whole_weights(self.weights), strict=True)))
         return digest_of(json.dumps(entries).encode())
 
 

@@ -71,24 +71,34 @@ class ChatTemplate:
         it, with the generation prompt.
 
         Args:
-            conversation: ``messages``, and the other variables of the template.
+            conversation: ``messages``, and the other variables of the template; and ``silent``, the
+                numbers of messages that are not learned, which the template does not see.
 
         Returns:
-            The text, and the ranges of its characters that are the assistant's, in order.
+            The text, and the ranges of its characters that are learned, in order.
 
         Raises:
             ValueError: the turns of the assistant cannot be found, there are none, or the text is
                 too long.
             Exception: whatever the template raises.
         """
+        silent = frozenset(conversation.get("silent", ()))
+        conversation = {key: value for key, value in conversation.items() if key != "silent"}
         messages = conversation["messages"]
+        turns = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
+        is_silent = bool(silent) and silent.issuperset(turns)
         allowed = _CHARACTERS_PER_CHARACTER * len(json.dumps(conversation))
         limit = max(_LEAST_LIMIT, allowed)
         marked = self._render(conversation, messages, limit)
         if self._has_generation_tag:
             text, spans = self._find_marks(marked)
+            if silent and not is_silent:
+                spans = self._without_silent(conversation, text, spans, turns, silent, limit)
         else:
-            text, spans = marked, self._find_turns(conversation, marked, limit)
+            learned = [number for number in turns if number not in silent]
+            text, spans = marked, self._find_turns(conversation, marked, learned, limit)
+        if is_silent:
+            return text, []
         if not any(begin < end for begin, end in spans):
             raise ValueError(
                 f"the chat template gives no text of the role {ASSISTANT!r}, so nothing is "
@@ -152,13 +162,61 @@ class ChatTemplate:
             )
         return text, spans
 
-    def _find_turns(self, conversation: dict[str, Any], text: str, limit: int) -> Spans:
-        """Return the range of each turn of the assistant, by rendering the turns before it."""
+    def _without_silent(
+        self,
+        conversation: dict[str, Any],
+        text: str,
+        spans: Spans,
+        turns: list[int],
+        silent: frozenset[int],
+        limit: int,
+    ) -> Spans:
+        """Return the marked ranges without those of silent messages.
+
+        The range of a message is the one that changes when the message does. This is tried, because
+        a template may mark a turn in several pieces, or leave one out.
+
+        Args:
+            conversation: the conversation.
+            text: the text of it, without marks.
+            spans: the marked ranges of ``text``.
+            turns: the numbers of the messages of the assistant.
+            silent: the numbers of messages that are not learned.
+            limit: as in ``_render``.
+
+        Raises:
+            ValueError: the ranges and the messages are not one to one.
+        """
+        messages = conversation["messages"]
+        pieces = [text[begin:end] for begin, end in spans]
+        kept = list(spans)
+        for place, number in enumerate(turns):
+            if number not in silent:
+                continue
+            others = [*messages[:number], _change(messages[number]), *messages[number + 1 :]]
+            changed, ranges = self._find_marks(self._render(conversation, others, limit))
+            others_pieces = [changed[begin:end] for begin, end in ranges]
+            same = [a == b for a, b in zip(pieces, others_pieces, strict=False)]
+            if not (
+                len(pieces) == len(others_pieces) == len(turns)
+                and [index for index, is_same in enumerate(same) if not is_same] == [place]
+            ):
+                raise ValueError(
+                    f"the chat template does not put one {{% generation %}} around each turn of "
+                    f"the role {ASSISTANT!r}, so the part of message {number + 1}, which is not to "
+                    "be learned, is unknown; give another template by --chat-template, or remove "
+                    "the conversation"
+                )
+            kept.remove(spans[place])
+        return kept
+
+    def _find_turns(
+        self, conversation: dict[str, Any], text: str, turns: list[int], limit: int
+    ) -> Spans:
+        """Return the range of each message of ``turns``, by rendering the turns before it."""
         messages = conversation["messages"]
         spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
+        for number in turns:
             before = self._render(conversation, messages[:number], limit, asks_for_answer=True)
             until = self._render(conversation, messages[: number + 1], limit)
             if until.startswith(before) and text.startswith(until):
@@ -178,6 +236,18 @@ class ChatTemplate:
                 "{% generation %} around what is learned, by --chat-template"
             )
         return spans
+
+
+def _change(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with another content, or with other calls of tools if it has none."""
+    if isinstance(message.get("content"), str):
+        return {**message, "content": f"{message['content']}x"}
+    calls = json.loads(json.dumps(message.get("tool_calls")))
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            function["name"] = f"{function.get('name')}x"
+    return {**message, "tool_calls": calls}
 
 
 class _GenerationTag(Extension):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, NoReturn
 
 from composer3d.data.compressed import DAMAGE, decompress, is_compressed, skip
+from composer3d.data.example_lines import hint_of
 from composer3d.data.tables import TableKind, identify_dataset, read_rows
 from composer3d.recipe.values import one_line
 from composer3d.spec.errors import DataError
@@ -301,7 +302,8 @@ def _parse_line(line: bytes, field: str, place: str) -> bytes:
             return entry[field].encode()
         # The line may be long, so it is cut before it is decoded.
         shown = line[: 4 * _SHOWN_CHARACTERS].decode(errors="replace").strip()
-        problem = f"got {one_line(shown[:_SHOWN_CHARACTERS])}"
+        hint = hint_of(entry) if isinstance(entry, dict) else ""
+        problem = f"got {one_line(shown[:_SHOWN_CHARACTERS])}{hint}"
     except (ValueError, RecursionError) as error:
         # ValueError is also raised for a lone surrogate and for a number with thousands of digits.
         problem = one_line(str(error))[:300]

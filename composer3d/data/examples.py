@@ -6,37 +6,63 @@ turns of the assistant are learned, as the chat template renders them; the end o
 learned only if the template itself ends the conversation with that token.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 
 from composer3d.data.documents import END_OF_DOCUMENT, Document, refuse_end_of_document
+from composer3d.data.example_lines import (
+    ASSISTANT,
+    SILENT,
+    Pair,
+    read_conversation,
+    read_object,
+    read_pair,
+    turns_of,
+)
+from composer3d.data.special_tokens import (
+    TOKENIZER_CONFIG,
+    parse_object,
+    read_beside,
+    token_name,
+)
 from composer3d.data.tokenizer import (
+    USUAL_ENDS,
     ChatFailure,
     ChatSettings,
     Encoded,
     FileTokenizer,
     Tokenizer,
     TokenizerFailure,
+    ends_of,
+    is_kept,
     read_tokenizer,
+    second_beginnings,
+    tokenizer_file,
 )
 from composer3d.recipe.values import one_line
 from composer3d.spec.errors import DataError
-from composer3d.spec.files import parse_json, read_plain
 
 _TEMPLATE_BYTES = 1 << 20
 _CONFIG_BYTES = 64 << 20
-_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_TEMPLATE = "chat_template.jinja"
 
 # The special tokens that a template may name. Each is a key of tokenizer_config.json.
 _SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+
+# Conversations that every chat template should render, unless it refuses a role.
+_ROLES_TO_TRY = (
+    ("user", ASSISTANT, "user", ASSISTANT),
+    ("system", "user", ASSISTANT, "user", ASSISTANT),
 )
 
 # Earlier ones have holes in the sandbox.
@@ -60,15 +86,10 @@ class Answers:
     def parse(self, line: bytes, place: str) -> bytes:
         """Return the example on a line, as JSON. Raises DataError, which names ``place``."""
         wanted = f'{{"{one_line(self.prompt)}": "...", "{one_line(self.answer)}": "..."}}'
-        entry = _parse_line(line, place, wanted)
-        texts = [entry.get(self.prompt), entry.get(self.answer)]
-        if not all(isinstance(text, str) for text in texts):
-            _refuse_line(
-                place,
-                wanted,
-                "a key is missing or is no text; --prompt-field and --answer-field name other keys",
-            )
-        return _as_json(texts, place)
+        entry = read_object(line, place, wanted)
+        pair = read_pair(entry, self.prompt, self.answer, place)
+        # The text of a document decides its split, so a learned one keeps its two entries.
+        return _as_json(pair[:2] if pair.learned else pair, place)
 
 
 @dataclass(frozen=True)
@@ -88,23 +109,13 @@ class Chat:
     def parse(self, line: bytes, place: str) -> bytes:
         """Return the conversation on a line, as JSON. Raises DataError, which names ``place``."""
         wanted = f'{{"{one_line(self.messages)}": [{{"role": "...", "content": "..."}}, ...]}}'
-        entry = _parse_line(line, place, wanted)
-        messages = entry.get(self.messages)
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            _refuse_line(
-                place,
-                wanted,
-                "the key is missing, or a message has no role or content; "
-                "--field names another key",
-            )
-        # Like transformers: a template cannot tell a key with null from one that is absent.
-        present = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in messages
-        ]
-        conversation: dict[str, Any] = {"messages": present}
-        if entry.get("tools") is not None:
-            conversation["tools"] = entry["tools"]
+        read = read_conversation(read_object(line, place, wanted), self.messages, place)
+        conversation: dict[str, Any] = {"messages": read.messages}
+        if read.tools is not None:
+            conversation["tools"] = read.tools
+        # The text of a document decides its split, so a learned one has no further entry.
+        if read.silent:
+            conversation[SILENT] = read.silent
         return _as_json(conversation, place)
 
 
@@ -135,13 +146,15 @@ def open_example_tokenizer(name: str, end: str | None, examples: Examples) -> To
                 "document; remove it"
             )
         return _ByteAnswerTokenizer()
-    path = Path(name)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    content = read_tokenizer(str(file))
-    shown = one_line(str(file))
+    file = tokenizer_file(name)
+    content = read_tokenizer(file)
+    shown, ends = one_line(str(file)), ends_of(file, end)
     if isinstance(examples, Answers):
-        return _AnswerTokenizer(shown, content, end, special_as_text=False)
-    return _ChatTokenizer(shown, content, end, _read_chat_settings(path, examples))
+        return _AnswerTokenizer(shown, content, ends, special_as_text=False)
+    chat = _read_chat_settings(Path(name), examples)
+    # Many models end turns with the token that ends a text. Then another one ends documents.
+    candidates = ends if end is not None else tuple(dict.fromkeys((*ends, *USUAL_ENDS)))
+    return _ChatTokenizer(shown, content, candidates, chat)
 
 
 class _ByteAnswerTokenizer(Tokenizer):
@@ -150,11 +163,12 @@ class _ByteAnswerTokenizer(Tokenizer):
     def encode(self, documents: Sequence[Document]) -> Encoded:
         tokens, lengths, mask = bytearray(), [], bytearray()
         for document in documents:
-            prompt, answer = (text.encode() for text in json.loads(document.text))
+            pair = Pair(*json.loads(document.text))
+            prompt, answer = pair.prompt.encode(), pair.answer.encode()
             for text in (prompt, answer):
                 refuse_end_of_document(document._replace(text=text))
             tokens += prompt + answer + bytes([END_OF_DOCUMENT])
-            mask += bytes(len(prompt)) + b"\1" * (len(answer) + 1)
+            mask += bytes(len(prompt)) + bytes([pair.learned]) * (len(answer) + 1)
             lengths.append(len(prompt) + len(answer) + 1)
         return Encoded(
             np.frombuffer(bytes(tokens), dtype=np.uint8).astype(self.dtype),
@@ -171,23 +185,28 @@ class _AnswerTokenizer(FileTokenizer):
 
     def another(self) -> Tokenizer:
         assert self.content is not None
-        return _AnswerTokenizer(self.name, self.content, self._end_name, special_as_text=False)
+        ends = (self._end_name,)
+        return _AnswerTokenizer(self.name, self.content, ends, special_as_text=False)
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
-        pairs = [json.loads(document.text) for document in documents]
+        pairs = [Pair(*json.loads(document.text)) for document in documents]
         try:
-            prompts = self._worker.encode([pair[0].encode() for pair in pairs], as_prompts=True)
-            answers = self._worker.encode([pair[1].encode() for pair in pairs])
+            counts, tokens = self._worker.encode(
+                [pair.prompt.encode() for pair in pairs], as_prompts=True
+            )
+            answers = self._worker.encode([pair.answer.encode() for pair in pairs])
         except TokenizerFailure as error:
             place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
             raise DataError(f"{place}: {error}") from None
 
-        for (counts, tokens), number in ((prompts, 0), (answers, 1)):
+        surplus = second_beginnings(tokens, counts, self._begin)
+        prompts = counts - surplus, tokens[is_kept(counts, surplus)]
+        for (counts, tokens), name in ((prompts, "prompt"), (answers, "answer")):
             self._check_tokens(documents, tokens, np.cumsum(counts))
             for document, pair, count in zip(documents, pairs, counts, strict=True):
-                if count == 0 and pair[number].strip():
+                if count == 0 and getattr(pair, name).strip():
                     raise DataError(
-                        f"{document.place}: no character of the {('prompt', 'answer')[number]} has "
+                        f"{document.place}: no character of the {name} has "
                         f"a token in {self.name}; remove the example, or give another tokenizer"
                     )
         lengths = prompts[0] + answers[0] + 1
@@ -199,19 +218,57 @@ class _AnswerTokenizer(FileTokenizer):
         is_answer[stops - 1] = False
         tokens = np.full(len(is_prompt), self.end, dtype=self.dtype)
         tokens[is_prompt], tokens[is_answer] = prompts[1], answers[1]
-        return Encoded(tokens, lengths, (~is_prompt).astype(np.uint8))
+        is_learned = ~is_prompt & np.repeat([pair.learned for pair in pairs], lengths)
+        return Encoded(
+            tokens, lengths, is_learned.astype(np.uint8), repeated=int((surplus > 0).sum())
+        )
 
 
 class _ChatTokenizer(FileTokenizer):
-    """Renders conversations with a chat template, and encodes them."""
+    """Renders conversations with a chat template, and encodes them.
 
-    def __init__(self, name: str, content: bytes, end: str | None, chat: ChatSettings) -> None:
+    The first of ``ends`` that stands nowhere within a rendered conversation ends documents.
+    """
+
+    def __init__(
+        self, name: str, content: bytes, ends: Sequence[str | int], chat: ChatSettings
+    ) -> None:
         self._chat = chat
-        super().__init__(name, content, end, special_as_text=False, chat=chat)
+        super().__init__(name, content, ends, special_as_text=False, chat=chat)
+        try:
+            if len(self._ends) > 1:
+                inner = self._tokens_within()
+                outer = [end for end in self._ends if end.number not in inner]
+                self._end_name, self.end = (outer or self._ends)[0]
+            self._begin = self._find_begin() or self._begin
+        except BaseException:
+            self.close()
+            raise
+
+    def _tokens_within(self) -> set[int]:
+        """Return the tokens of small conversations, without their last ones."""
+        within: set[int] = set()
+        for roles in _ROLES_TO_TRY:
+            messages = [{"role": role, "content": "a"} for role in roles]
+            conversation = {"messages": messages, SILENT: list(range(len(messages)))}
+            # A template may refuse some roles. What fails always is reported with its document.
+            with contextlib.suppress(TokenizerFailure):
+                chats = self._worker.encode_chats([json.dumps(conversation).encode()])
+                within.update(chats.tokens[:-1].tolist())
+        return within
+
+    def _find_begin(self) -> tuple[int, ...]:
+        """Return the token that begins a text by the name that templates have for it."""
+        name = self._chat.tokens.get("bos_token", "")
+        with contextlib.suppress(TokenizerFailure):
+            _, tokens = self._worker.encode([name.encode()])
+            if len(tokens) == 1:
+                return (int(tokens[0]),)
+        return ()
 
     def another(self) -> Tokenizer:
         assert self.content is not None
-        return _ChatTokenizer(self.name, self.content, self._end_name, self._chat)
+        return _ChatTokenizer(self.name, self.content, (self._end_name,), self._chat)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -220,13 +277,16 @@ class _ChatTokenizer(FileTokenizer):
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         try:
-            counts, tokens, mask = self._worker.encode_chats([doc.text for doc in documents])
+            chats = self._worker.encode_chats([doc.text for doc in documents])
         except ChatFailure as error:
             raise DataError(f"{documents[error.number].place}: {error}") from None
         except TokenizerFailure as error:
             place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
             raise DataError(f"{place}: {error}") from None
 
+        surplus = second_beginnings(chats.tokens, chats.counts, self._begin)
+        kept = is_kept(chats.counts, surplus)
+        counts, tokens, mask = chats.counts - surplus, chats.tokens[kept], chats.mask[kept]
         stops = np.cumsum(counts)
         # A conversation that ends with the end of a document needs no second one.
         has_end = (counts > 0) & (tokens[np.maximum(stops - 1, 0)] == self.end)
@@ -238,13 +298,15 @@ class _ChatTokenizer(FileTokenizer):
         mask = np.insert(mask, missing_ends, 0)
         lengths = counts + ~has_end
         learned = np.add.reduceat(mask, np.cumsum(lengths) - lengths, dtype=np.int64)
-        if (learned == 0).any():
-            document = documents[int(np.flatnonzero(learned == 0)[0])]
-            raise DataError(
-                f"{document.place}: no character of the assistant has a token in {self.name}; "
-                "remove the conversation, or give another tokenizer"
-            )
-        return Encoded(tokens, lengths, mask)
+        for number in np.flatnonzero(learned == 0).tolist():
+            conversation = json.loads(documents[number].text)
+            turns = turns_of(conversation["messages"])
+            if not set(conversation.get(SILENT, ())).issuperset(turns):
+                raise DataError(
+                    f"{documents[number].place}: no character of the assistant has a token in "
+                    f"{self.name}; remove the conversation, or give another tokenizer"
+                )
+        return Encoded(tokens, lengths, mask, chats.turn_ends, repeated=int((surplus > 0).sum()))
 
 
 def settings_of(examples: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -263,25 +325,18 @@ def _read_chat_settings(path: Path, examples: Chat) -> ChatSettings:
     _require_jinja()
     folder = path if path.is_dir() else path.parent
     config: dict[str, Any] = {}
-    content = _read(folder / _CONFIG, _CONFIG_BYTES)
+    content = read_beside(folder / TOKENIZER_CONFIG, _CONFIG_BYTES)
     if content is not None:
-        try:
-            config = parse_json(content)
-            if not isinstance(config, dict):
-                raise ValueError("it is no object")
-        except ValueError as error:
-            raise DataError(
-                f"{one_line(str(folder / _CONFIG))}: cannot be used: {one_line(str(error))[:300]}"
-            ) from None
+        config = parse_object(content, folder / TOKENIZER_CONFIG)
 
     template: Any
     if examples.template is not None:
-        own = _read(Path(examples.template), _TEMPLATE_BYTES)
+        own = read_beside(Path(examples.template), _TEMPLATE_BYTES)
         if own is None:
             raise DataError(f"--chat-template {one_line(examples.template)}: there is no such file")
         template = _decode(own, examples.template)
     else:
-        in_file = _read(folder / _TEMPLATE, _TEMPLATE_BYTES)
+        in_file = read_beside(folder / _TEMPLATE, _TEMPLATE_BYTES)
         if in_file is not None:
             template = _decode(in_file, str(folder / _TEMPLATE))
         else:
@@ -289,14 +344,12 @@ def _read_chat_settings(path: Path, examples: Chat) -> ChatSettings:
     if not isinstance(template, str):
         raise DataError(
             f"--tokenizer {one_line(str(path))}: {one_line(str(folder))} has no chat template, "
-            f"neither {_TEMPLATE} nor in {_CONFIG}; give one by --chat-template"
+            f"neither {_TEMPLATE} nor in {TOKENIZER_CONFIG}; give one by --chat-template"
         )
     tokens = {}
     for name in _SPECIAL_TOKENS:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
+        value = token_name(config.get(name))
+        if value is not None:
             tokens[name] = value
     return ChatSettings(template, tokens)
 
@@ -325,42 +378,11 @@ def _require_jinja() -> None:
         )
 
 
-def _read(path: Path, limit: int) -> bytes | None:
-    """Read a file; None if there is none. Raises DataError if it cannot be read."""
-    try:
-        return read_plain(path, limit=limit)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{one_line(str(path))}: cannot be read: {reason}") from None
-
-
 def _decode(content: bytes, name: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError:
         raise DataError(f"{one_line(name)}: is not UTF-8; give a template in UTF-8") from None
-
-
-def _is_message(value: Any) -> bool:
-    """Return whether a value is a message: a role, and a content unless it calls tools."""
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    content = value.get("content")
-    return isinstance(content, str) or (
-        content is None and isinstance(value.get("tool_calls"), list)
-    )
-
-
-def _parse_line(line: bytes, place: str, wanted: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        _refuse_line(place, wanted, one_line(str(error))[:300])
-    if not isinstance(entry, dict):
-        _refuse_line(place, wanted, "the line is no object")
-    return entry
 
 
 def _as_json(value: Any, place: str) -> bytes:
@@ -371,7 +393,3 @@ def _as_json(value: Any, place: str) -> bytes:
         RecursionError,
     ) as error:  # a lone surrogate, or a number that is not finite
         raise DataError(f"{place}: {one_line(str(error))[:300]}; correct the line") from None
-
-
-def _refuse_line(place: str, wanted: str, problem: str) -> NoReturn:
-    raise DataError(f"{place}: must be a JSON object such as {wanted}: {problem}")

@@ -345,7 +345,7 @@ class Loader(Dataset[Batch]):
             )
         if "order" in state:
             state = {**state, "seed": state[_ORDER_SEED]}
-        if state["digest"] != self.corpus.digest:
+        if state["digest"] not in (self.corpus.digest, self.corpus.older_digest):
             raise DataError(
                 f"corpus {self.corpus.name} has digest {self.corpus.digest}, but the checkpoint "
                 f"was made with {state['digest']}: the data has changed since, or the weights or "

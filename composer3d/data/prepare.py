@@ -41,6 +41,7 @@ from composer3d.data.tokenizer import (
     TokenizerPool,
     load_tokenizer,
     open_tokenizer,
+    repeated_beginnings,
 )
 from composer3d.data.tokens import write_manifest
 from composer3d.data.unfinished import (
@@ -56,7 +57,14 @@ from composer3d.runtime.launch import usable_cores
 from composer3d.runtime.progress import Progress
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import read_plain
-from composer3d.spec.token_manifest import MOST_SHARDS, TOKENIZER, digest_of, shard_files
+from composer3d.spec.token_manifest import (
+    MOST_SHARDS,
+    TOKENIZER,
+    ContentDigest,
+    digest_of,
+    digest_of_files,
+    shard_files,
+)
 
 # Documents are tokenized in batches. A batch ends with the document that reaches one of these
 # limits.
@@ -280,7 +288,7 @@ class _Work:
         """Return all that determines the output, besides the source."""
         return {
             "format": "composer3d prepare",
-            "version": 1,
+            "version": 2,  # of the journal
             "tokenizer": tokenizer,
             "eod": end,
             "field": self.field,
@@ -316,12 +324,21 @@ class _Work:
         counts = {name: _count(unfinished.shards_of(name)) for name in self.splits}
         if not unfinished.pieces:
             raise DataError(f"{one_line(source)}: all files are empty; give a path that holds text")
+        turn_ends = unfinished.pieces[-1].turn_ends
+        if turn_ends:
+            facts["turn_ends"] = sorted(turn_ends)
         for name, count in counts.items():
             if not count["documents"]:
                 unfinished.discard()
                 raise DataError(
                     f"--split {self.split} leaves no document for {name}; use another --split, or "
                     "give more documents"
+                )
+            if count.get("learned") == 0:
+                unfinished.discard()
+                raise DataError(
+                    f"{one_line(source)}: no token{f' of {name}' if name else ''} is learned, "
+                    "because all examples say that they are not; give others"
                 )
             _finish_folder(unfinished.folder / name, facts, unfinished.shards_of(name), content)
         unfinished.publish()
@@ -350,11 +367,16 @@ class _Work:
         documents_done = sum(count["documents"] for count in counted.values())
         tokens_done = sum(count["tokens"] for count in counted.values())
         end = unfinished.end
+        turn_ends = unfinished.pieces[-1].turn_ends if unfinished.pieces else frozenset()
+        repeated = 0
         writers: dict[str, ShardWriter] = {}  # of the piece that is being written
 
         try:
             with Progress("prepare", total_bytes, "B") as progress:
-                for batch, (tokens, lengths, mask) in _encode(pool, _batches(documents)):
+                for batch, encoded in _encode(pool, _batches(documents)):
+                    tokens, lengths, mask = encoded[:3]
+                    turn_ends |= encoded.turn_ends
+                    repeated += encoded.repeated
                     is_held_out = np.array([self._is_held_out(document) for document in batch])
                     # A piece ends within the batch, at a document.
                     first, first_token = 0, 0
@@ -376,14 +398,16 @@ class _Work:
                         source_bytes += sum(document.size for document in batch[first:stop])
                         end = batch[stop - 1].end
                         if done + stop_token - first_token >= self.shard_tokens:
-                            unfinished.add(_finish_piece(writers, end, source_bytes))
+                            unfinished.add(_finish_piece(writers, end, source_bytes, turn_ends))
                         first, first_token = stop, stop_token
                     documents_done += len(batch)
                     tokens_done += len(tokens)
                     note = f"{documents_done:,} documents, {tokens_done:,} tokens"
                     progress.advance(sum(document.size for document in batch), note)
             if writers:
-                unfinished.add(_finish_piece(writers, end, source_bytes))
+                unfinished.add(_finish_piece(writers, end, source_bytes, turn_ends))
+            if repeated:
+                print(f"note: {repeated_beginnings(repeated, 'examples')}", file=sys.stderr)
         finally:
             documents.close()
             for writer in writers.values():
@@ -474,7 +498,9 @@ def _write_documents(
         writers[name].write(tokens[is_chosen], lengths[chosen], chosen_mask)
 
 
-def _finish_piece(writers: dict[str, ShardWriter], end: Position, source_bytes: int) -> Piece:
+def _finish_piece(
+    writers: dict[str, ShardWriter], end: Position, source_bytes: int, turn_ends: frozenset[int]
+) -> Piece:
     """Finish the shards, take them out of ``writers``, and return the piece."""
     shards = {}
     for name in list(writers):
@@ -482,7 +508,7 @@ def _finish_piece(writers: dict[str, ShardWriter], end: Position, source_bytes: 
         del writers[name]
         if shard is not None:
             shards[name] = shard
-    return Piece(end, source_bytes, shards)
+    return Piece(end, source_bytes, shards, turn_ends)
 
 
 def _finish_folder(
@@ -508,6 +534,15 @@ def _finish_folder(
             files |= {name: entry._asdict() for name, entry in shard.files(number).items()}
     if has_mask:
         facts = {**facts, "learned": counts["learned"]}
+    content = ContentDigest()
+    for shard in shards:
+        content.join(ContentDigest(int(shard.content, 16), shard.documents))
+    in_order = [shard.tokens_file for shard in shards]
+    in_order += [shard.mask_file for shard in shards if shard.mask_file is not None]
+    facts["content"] = {
+        "digest": content.hexdigest(),
+        "files": digest_of_files(entry.digests for entry in in_order),
+    }
     write_manifest(folder, facts, files)
 
 

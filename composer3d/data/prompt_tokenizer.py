@@ -7,11 +7,20 @@ the file runs in a process of its own.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from composer3d.data.documents import END_OF_DOCUMENT
-from composer3d.data.tokenizer import FILE_BYTES, USUAL_ENDS, TokenizerFailure, TokenizerProcess
+from composer3d.data.tokenizer import (
+    USUAL_ENDS,
+    TokenizerFailure,
+    TokenizerProcess,
+    ends_of,
+    read_tokenizer,
+    second_beginnings,
+    tokenizer_file,
+)
 from composer3d.recipe.values import one_line
 from composer3d.spec.errors import DataError
-from composer3d.spec.files import read_plain
 
 
 class PromptTokenizer:
@@ -19,11 +28,13 @@ class PromptTokenizer:
 
     Attributes:
         name: for messages.
-        end: the token that ends a text; None if no usual one is known.
+        end: the token that ends a text; None if none is known.
+        repeated: the prompts that would have begun with two tokens that begin a text.
     """
 
     name = "bytes"
     end: int | None = END_OF_DOCUMENT
+    repeated = 0
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text.
@@ -47,34 +58,37 @@ class PromptTokenizer:
 
 
 class _FileTokenizer(PromptTokenizer):
-    def __init__(self, name: str, content: bytes, *, adds_special_tokens: bool) -> None:
+    def __init__(
+        self, name: str, content: bytes, ends: Sequence[str | int], *, adds_special_tokens: bool
+    ) -> None:
         self.name = name
         self._process = TokenizerProcess(
             content,
-            USUAL_ENDS,
+            ends,
             special_as_text=False,
             adds_special_tokens=adds_special_tokens,
         )
         try:
-            self.end = self._process.load().end
+            vocabulary = self._process.load()
         except TokenizerFailure as error:
             self.close()
             raise DataError(f"{self.name}: {error}") from None
         except BaseException:
             self.close()
             raise
+        self.end = vocabulary.ends[0].number if vocabulary.ends else None
+        self._begin = vocabulary.begin if adds_special_tokens else ()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         try:
             counts, tokens = self._process.encode([text.encode() for text in texts])
         except TokenizerFailure as error:
             raise DataError(f"{self.name}: {error}") from None
-        rest = tokens.tolist()
-        found = []
-        for count in counts.tolist():
-            found.append(rest[:count])
-            rest = rest[count:]
-        return found
+        surplus = second_beginnings(tokens, counts, self._begin)
+        self.repeated += int((surplus > 0).sum())
+        stops = np.cumsum(counts)
+        starts = stops - counts + surplus
+        return [tokens[start:stop].tolist() for start, stop in zip(starts, stops, strict=True)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         try:
@@ -87,26 +101,33 @@ class _FileTokenizer(PromptTokenizer):
 
 
 def make_prompt_tokenizer(
-    name: str, content: bytes, *, adds_special_tokens: bool = True
+    name: str,
+    content: bytes,
+    *,
+    ends: Sequence[str | int] = (),
+    adds_special_tokens: bool = True,
 ) -> PromptTokenizer:
     """Start a tokenizer. The caller must close it.
 
     Args:
         name: for messages.
         content: of the tokenizer.json.
+        ends: the names or numbers of tokens that may end a text, best first. Empty: usual names.
         adds_special_tokens: whether a prompt gets the special tokens that the tokenizer adds.
 
     Raises:
         DataError: the tokenizer cannot be loaded.
     """
-    return _FileTokenizer(one_line(name), content, adds_special_tokens=adds_special_tokens)
+    return _FileTokenizer(
+        one_line(name), content, ends or USUAL_ENDS, adds_special_tokens=adds_special_tokens
+    )
 
 
 def open_prompt_tokenizer(path: str, *, adds_special_tokens: bool = True) -> PromptTokenizer:
     """Start the tokenizer in a file, or the one of bytes. The caller must close it.
 
     Args:
-        path: "bytes", or the path of a tokenizer.json.
+        path: "bytes", or the path of a tokenizer.json or of a folder that has one.
         adds_special_tokens: as in ``make_prompt_tokenizer``.
 
     Raises:
@@ -114,15 +135,13 @@ def open_prompt_tokenizer(path: str, *, adds_special_tokens: bool = True) -> Pro
     """
     if path == "bytes":
         return PromptTokenizer()
-    name = f"--tokenizer {one_line(path)}"
-    try:
-        content = read_plain(path, limit=FILE_BYTES)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise DataError(
-            f"{name}: {reason or error}; give bytes, or the path of a tokenizer.json"
-        ) from None
-    return make_prompt_tokenizer(name, content, adds_special_tokens=adds_special_tokens)
+    file = tokenizer_file(path)
+    return make_prompt_tokenizer(
+        f"--tokenizer {one_line(path)}",
+        read_tokenizer(file),
+        ends=ends_of(file, None),
+        adds_special_tokens=adds_special_tokens,
+    )
 
 
 class TextStream:

@@ -28,10 +28,12 @@ from composer3d.data.documents import (
     refuse_end_of_document,
     refuse_long,
 )
-from composer3d.recipe.values import join_with_or, one_line
+from composer3d.data.special_tokens import read_own_ends
+from composer3d.recipe.values import as_short_toml, join_with_or, one_line
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import read_plain
 from composer3d.spec.ranges import MOST_VOCAB
+from composer3d.spec.token_manifest import TOKENIZER
 
 FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have half of that
 WORKER = Path(__file__).with_name("tokenizer_worker.py")
@@ -56,8 +58,8 @@ _THREAD_MEMORY = 8 << 20  # for each core, should tokenizers run a thread on eac
 _WALL_S = 30.0
 _WALL_PER_CPU_S = 20
 
-# Names of tokens that end a document. The first one that a vocabulary has is used, so tokens of
-# pretraining come before tokens of chats.
+# Names of tokens that end a document, for a tokenizer whose files name none. The first one that a
+# vocabulary has is used, so tokens of pretraining come before tokens of chats.
 USUAL_ENDS = (
     "<|end_of_text|>",
     "<|endoftext|>",
@@ -69,6 +71,18 @@ USUAL_ENDS = (
 )
 
 
+# Files of tokenizers that are not read.
+OTHER_TOKENIZERS = (
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+
 class Encoded(NamedTuple):
     """The tokens of several documents.
 
@@ -77,11 +91,15 @@ class Encoded(NamedTuple):
             ``dtype`` of the tokenizer.
         lengths: the number of tokens of each document, with its end: int64, 1-D.
         mask: uint8, 1-D: 1 for each token that is learned, and else 0. None: all are learned.
+        turn_ends: the special tokens that end learned turns of conversations.
+        repeated: the documents that would have begun with two tokens that begin a text.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     mask: np.ndarray | None = None
+    turn_ends: frozenset[int] = frozenset()
+    repeated: int = 0
 
 
 class Tokenizer:
@@ -226,7 +244,8 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
 
     Args:
         name: "bytes", or the path of a tokenizer.json.
-        end: the name of the token after each document. None: the first usual name that the
+        end: the name of the token after each document. None: the one that the files beside the
+            tokenizer.json name (see ``special_tokens``), or else the first usual name that the
             tokenizer.json has. It must be None for "bytes".
 
     Raises:
@@ -234,7 +253,9 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
             that can end a document, or ``end`` is given for "bytes".
     """
     if name != "bytes":
-        return FileTokenizer(one_line(name), read_tokenizer(name), end)
+        path = tokenizer_file(name)
+        content = read_tokenizer(path)
+        return FileTokenizer(one_line(str(path)), content, ends_of(path, end))
     if end is not None:
         raise DataError(
             f"--eod {one_line(end)} is not used with --tokenizer bytes, because byte 0 ends a "
@@ -254,19 +275,103 @@ def load_tokenizer(name: str, content: bytes, end: str) -> Tokenizer:
     Raises:
         DataError: as ``open_tokenizer``.
     """
-    return FileTokenizer(one_line(name), content, end)
+    return FileTokenizer(one_line(name), content, (end,))
 
 
-def read_tokenizer(path: str) -> bytes:
+def tokenizer_file(name: str) -> Path:
+    """Return the path of the tokenizer.json that a name means: of the file, or of its folder.
+
+    Raises DataError if the folder has none. The message names the tokenizer that it has instead.
+    """
+    path = Path(name)
+    if not path.is_dir():
+        return path
+    file = path / TOKENIZER
+    if os.path.lexists(file):
+        return file
+    shown = one_line(str(path))
+    others = [other for other in OTHER_TOKENIZERS if (path / other).exists()]
+    others += sorted(one_line(file.name) for file in path.glob("*.tiktoken"))[:1]
+    if not others:
+        raise DataError(
+            f"--tokenizer {shown}: is a folder, not a plain file; give bytes, the path of a "
+            f"{TOKENIZER}, or a folder that has one"
+        )
+    raise DataError(
+        f"--tokenizer {shown}: the folder has {others[0]}, which is not read, and no {TOKENIZER}; "
+        f"write one with transformers: AutoTokenizer.from_pretrained({as_short_toml(str(path))})"
+        '.save_pretrained("FOLDER"), and give that folder'
+    )
+
+
+def ends_of(path: Path, end: str | None) -> tuple[str | int, ...]:
+    """Return the tokens that may end a document, best first.
+
+    Args:
+        path: of the tokenizer.json.
+        end: the one that the user names; None: those that the files beside it name, or the usual
+            ones if there are none.
+
+    Raises:
+        DataError: a file beside it cannot be used.
+    """
+    return (end,) if end is not None else read_own_ends(path) or USUAL_ENDS
+
+
+def read_tokenizer(path: str | Path) -> bytes:
     """Read a tokenizer.json. Raises DataError if it cannot be read or is too large."""
     try:
         return read_plain(path, limit=FILE_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise DataError(
-            f"--tokenizer {one_line(path)}: {reason or error}; "
+            f"--tokenizer {one_line(str(path))}: {reason or error}; "
             "give bytes, or the path of a tokenizer.json"
         ) from None
+
+
+def second_beginnings(tokens: np.ndarray, counts: np.ndarray, begin: Sequence[int]) -> np.ndarray:
+    """Return how many tokens at the start of each text begin it once more than needed.
+
+    A prompt may begin with the name of the token that begins a text, and a tokenizer or a chat
+    template may put that token before it.
+
+    Args:
+        tokens: the tokens of all texts: 1-D.
+        counts: the number of tokens of each text: 1-D.
+        begin: the tokens that begin a text. Empty: no text has too many.
+
+    Returns:
+        int64, as long as ``counts``: a multiple of the length of ``begin`` for each text.
+    """
+    surplus = np.zeros(len(counts), dtype=np.int64)
+    length = len(begin)
+    if not length:
+        return surplus
+    starts = np.cumsum(counts) - counts
+    numbers = np.flatnonzero(counts >= 2 * length)
+    for number in numbers[tokens[starts[numbers] + length] == begin[0]].tolist():
+        start, stop = int(starts[number]), int(starts[number] + counts[number])
+        while tokens[start : min(start + 2 * length, stop)].tolist() == [*begin, *begin]:
+            start += length
+        surplus[number] = start - starts[number]
+    return surplus
+
+
+def repeated_beginnings(number: int, what: str) -> str:
+    """Return a note for the user: ``number`` texts, named ``what``, had a second beginning."""
+    return (
+        f"{number:,} {what} begin with the token that begins a text, which the tokenizer or the "
+        "chat template adds as well: it stands once"
+    )
+
+
+def is_kept(counts: np.ndarray, surplus: np.ndarray) -> np.ndarray:
+    """Return bool, 1-D: False for the first ``surplus`` tokens of each text, and else True."""
+    starts = np.cumsum(counts) - counts
+    places = np.arange(int(counts.sum())) - np.repeat(starts, counts)
+    kept: np.ndarray = places >= np.repeat(surplus, counts)
+    return kept
 
 
 class FileTokenizer(Tokenizer):
@@ -275,7 +380,8 @@ class FileTokenizer(Tokenizer):
     Args:
         name: the path of the tokenizer.json, for messages.
         content: its content.
-        end: the name of the token after each document; None: a usual one.
+        ends: names or numbers of tokens that may end a document; the first one that the vocabulary
+            has is used.
         special_as_text: as for ``TokenizerProcess``.
         chat: as for ``TokenizerProcess``.
 
@@ -287,7 +393,7 @@ class FileTokenizer(Tokenizer):
         self,
         name: str,
         content: bytes,
-        end: str | None,
+        ends: Sequence[str | int],
         *,
         special_as_text: bool = True,
         chat: "ChatSettings | None" = None,
@@ -295,12 +401,11 @@ class FileTokenizer(Tokenizer):
         self.name = name
         self.content = content
         self.longest = DOCUMENT_BYTES
-        ends = (end,) if end is not None else USUAL_ENDS
         self._worker = TokenizerProcess(content, ends, special_as_text=special_as_text, chat=chat)
         try:
             vocabulary = self._worker.load()
-            if vocabulary.end_name is None or vocabulary.end is None:
-                names = one_line(join_with_or(list(ends)))
+            if not vocabulary.ends:
+                names = one_line(join_with_or(list(map(str, ends))))
                 raise TokenizerFailure(
                     f"it has no {names} to end a document; name one of its tokens with --eod"
                 )
@@ -315,13 +420,13 @@ class FileTokenizer(Tokenizer):
             self.close()
             raise
 
-        self.vocab, self.end = vocabulary.size, vocabulary.end
-        self._end_name = vocabulary.end_name
+        self.vocab, self._ends, self._begin = vocabulary
+        self._end_name, self.end = self._ends[0]
         self.dtype = np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
 
     def another(self) -> Tokenizer:
         assert self.content is not None
-        return FileTokenizer(self.name, self.content, self._end_name)
+        return FileTokenizer(self.name, self.content, (self._end_name,))
 
     def kill(self) -> None:
         self._worker.kill()
@@ -410,18 +515,41 @@ class ChatSettings(NamedTuple):
     tokens: dict[str, str]
 
 
+class End(NamedTuple):
+    """A token that may end a document: its name and its number."""
+
+    name: str
+    number: int
+
+
 class _Vocabulary(NamedTuple):
     """Facts about the vocabulary of a tokenizer.json.
 
     Attributes:
         size: the largest token plus 1.
-        end_name: the name of the token that ends a document, or None if there is none.
-        end: the token with the name ``end_name``.
+        ends: the tokens that may end a document, best first.
+        begin: the tokens that the tokenizer puts before a text, such as the one that begins it.
     """
 
     size: int
-    end_name: str | None
-    end: int | None
+    ends: tuple[End, ...]
+    begin: tuple[int, ...]
+
+
+class EncodedChats(NamedTuple):
+    """The tokens of several conversations, without the ends of documents.
+
+    Attributes:
+        counts: the number of tokens of each conversation: int64, 1-D.
+        tokens: the tokens of all conversations: int64, 1-D.
+        mask: 1 for each token of a turn of the assistant that is learned, and else 0: uint8, 1-D.
+        turn_ends: the special tokens that end such turns.
+    """
+
+    counts: np.ndarray
+    tokens: np.ndarray
+    mask: np.ndarray
+    turn_ends: frozenset[int]
 
 
 class TokenizerProcess:
@@ -429,7 +557,7 @@ class TokenizerProcess:
 
     Args:
         content: the content of the tokenizer.json.
-        ends: names of tokens that may end a document, best first.
+        ends: names or numbers of tokens that may end a document, best first.
         special_as_text: whether the name of a special token in a text is ordinary text.
         adds_special_tokens: whether texts get the special tokens that the tokenizer adds to them,
             such as the one that begins a text.
@@ -439,7 +567,7 @@ class TokenizerProcess:
     def __init__(
         self,
         content: bytes,
-        ends: Sequence[str],
+        ends: Sequence[str | int],
         *,
         special_as_text: bool = True,
         adds_special_tokens: bool = False,
@@ -488,7 +616,8 @@ class TokenizerProcess:
             raise TokenizerFailure(
                 f"{answer['error']}; give bytes, or the path of a tokenizer.json"
             )
-        return _Vocabulary(answer["vocab"], answer["end_name"], answer["end"])
+        ends = tuple(End(*end) for end in answer["ends"])
+        return _Vocabulary(answer["vocab"], ends, tuple(answer["begin"]))
 
     def encode(
         self, texts: Sequence[bytes], *, as_prompts: bool = False
@@ -515,18 +644,11 @@ class TokenizerProcess:
         tokens = np.frombuffer(answer, dtype="<u4", offset=1 + 8 * len(texts))
         return counts, tokens.astype(np.int64)
 
-    def encode_chats(
-        self, conversations: Sequence[bytes]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def encode_chats(self, conversations: Sequence[bytes]) -> "EncodedChats":
         """Render conversations and encode them. The process must have a chat template.
 
         Args:
             conversations: JSON objects with the variables of the template.
-
-        Returns:
-            counts: the number of tokens of each conversation: int64, 1-D.
-            tokens: the tokens of all conversations: int64, 1-D.
-            mask: 1 for each token of an assistant's turn, and else 0: uint8, 1-D.
 
         Raises:
             ChatFailure: a conversation cannot be rendered.
@@ -549,8 +671,9 @@ class TokenizerProcess:
         counts = np.frombuffer(answer, dtype="<i8", count=len(conversations), offset=1)
         begin, total = 1 + 8 * len(counts), int(counts.sum())
         tokens = np.frombuffer(answer, dtype="<u4", count=total, offset=begin)
-        mask = np.frombuffer(answer, dtype=np.uint8, offset=begin + 4 * total)
-        return counts, tokens.astype(np.int64), mask
+        mask = np.frombuffer(answer, dtype=np.uint8, count=total, offset=begin + 4 * total)
+        ends = np.frombuffer(answer, dtype="<u4", offset=begin + 5 * total)
+        return EncodedChats(counts, tokens.astype(np.int64), mask, frozenset(ends.tolist()))
 
     def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
         """Return the text of tokens, which must be below 2**32.

@@ -16,9 +16,10 @@ Each request and each answer is a frame: its length in 8 bytes, little-endian, t
   and all tokens (uint32); or b"-" and the text of an error.
 - b"p" in place of b"e" adds the special tokens that the tokenizer adds to a text.
 - b"c" in place of b"e" has conversations in place of texts: JSON objects. The answer is b"+", the
-  number of tokens of each (int64), all tokens (uint32), and a byte for each token, which is 1 in
-  the turns of the assistant; or b"-", the number of a conversation (int64), and what is wrong
-  with it. The number is -1 if the tokenizer fails.
+  number of tokens of each (int64), all tokens (uint32), a byte for each token, which is 1 in the
+  turns of the assistant that are learned, and the special tokens that end such turns (uint32); or
+  b"-", the number of a conversation (int64), and what is wrong with it. The number is -1 if the
+  tokenizer fails.
 - Or it is b"d" and tokens (uint32). The answer is b"+" and their text in UTF-8; or b"-" and the
   text of an error. b"D" in place of b"d" keeps special tokens.
 
@@ -28,6 +29,7 @@ b"-" and the text of an error.
 """
 
 import array
+import bisect
 import contextlib
 import importlib.util
 import json
@@ -40,6 +42,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 LONGEST_WORD = 256  # bytes of a word that a tokenizer is trained on
+_SAMPLE = "a b\n1é"  # a text to try a tokenizer with
 
 
 def main() -> None:
@@ -110,23 +113,38 @@ def load(content: bytes, *, special_as_text: bool) -> Any:
     return tokenizer
 
 
-def describe(tokenizer: Any, ends: list[str]) -> dict[str, Any]:
+def describe(tokenizer: Any, ends: list[str | int]) -> dict[str, Any]:
     """Return facts about the vocabulary, and encode a short text.
 
     A tokenizer that panics on its first text does so here, before the real texts.
 
+    Args:
+        tokenizer: the tokenizer.
+        ends: names and numbers of tokens that may end a text.
+
     Returns:
-        ``vocab``, the largest token plus 1; ``end_name``, the first name of ``ends`` that the
-        vocabulary has, or None; and ``end``, the token of that name, or None.
+        ``vocab``, the largest token plus 1; ``ends``, the name and the number of each of ``ends``
+        that the vocabulary has; and ``begin``, the tokens that the tokenizer puts before a text.
     """
     tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    end_name = next((name for name in ends if name in tokens), None)
+    names = {number: name for name, number in tokens.items()}
+    wanted = [names.get(end) if isinstance(end, int) else end for end in ends]
     # The largest token counts, not the number of tokens, because there may be gaps.
     largest = max(tokens.values(), default=-1)
     # The tokenizer need not know these characters. A panic is a BaseException, so it passes.
     with contextlib.suppress(Exception):
-        tokenizer.encode_batch_fast(["a b\n1é"], add_special_tokens=False)
-    return {"vocab": largest + 1, "end_name": end_name, "end": tokens.get(end_name or "")}
+        tokenizer.encode_batch_fast([_SAMPLE], add_special_tokens=False)
+    begin: list[int] = []
+    # Special tokens are not always wanted, so a panic here must not refuse the tokenizer.
+    with contextlib.suppress(BaseException):
+        encoding = tokenizer.encode(_SAMPLE, add_special_tokens=True)
+        is_own = encoding.special_tokens_mask
+        begin = encoding.ids[: is_own.index(0)] if 0 in is_own else []
+    return {
+        "vocab": largest + 1,
+        "ends": [[name, tokens[name]] for name in wanted if name in tokens],
+        "begin": begin,
+    }
 
 
 def encode(tokenizer: Any, batch: bytes, *, adds_special: bool) -> bytes:
@@ -159,13 +177,57 @@ def encode_chats(tokenizer: Any, template: Any, batch: bytes, settings: dict[str
     counts, tokens, mask = [], array.array("I"), bytearray()
     # Only the slower encode_batch keeps the places of tokens in the text.
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-    for encoding, (_, spans) in zip(encodings, rendered, strict=True):
+    special = {
+        token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+    }
+    special.add(tokenizer.token_to_id(settings["chat"]["tokens"].get("eos_token", "")))
+    ends: set[int] = set()
+    for encoding, (text, spans) in zip(encodings, rendered, strict=True):
         counts.append(len(encoding.ids))
         tokens.extend(encoding.ids)
         mask += mask_of(encoding.offsets, spans)
+        ends |= ends_of(text, encoding.ids, encoding.offsets, spans, special)
     if sys.byteorder == "big":
         tokens.byteswap()
-    return b"+" + struct.pack(f"<{len(counts)}q", *counts) + tokens.tobytes() + bytes(mask)
+    return (
+        b"+"
+        + struct.pack(f"<{len(counts)}q", *counts)
+        + tokens.tobytes()
+        + bytes(mask)
+        + struct.pack(f"<{len(ends)}I", *sorted(ends))
+    )
+
+
+def ends_of(
+    text: str,
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    spans: list[tuple[int, int]],
+    special: set[int | None],
+) -> set[int]:
+    """Return the special tokens that end spans. Blanks may follow in the span.
+
+    Args:
+        text: the whole text.
+        ids: its tokens.
+        offsets: where the text of each token begins and ends, in characters, in ascending order.
+        spans: ranges of characters.
+        special: the special tokens.
+    """
+    ends = set()
+    begins = [begin for begin, _ in offsets]
+    for first, last in spans:
+        # From the last token of the span backwards, over those of blanks.
+        number = bisect.bisect_left(begins, last) - 1
+        while number >= 0 and offsets[number][0] >= first:
+            begin, end = offsets[number]
+            if ids[number] in special and begin < end <= last:
+                ends.add(ids[number])
+                break
+            if text[begin:end].strip():
+                break
+            number -= 1
+    return ends
 
 
 def mask_of(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> bytearray:

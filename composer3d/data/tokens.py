@@ -44,6 +44,7 @@ from composer3d.spec.token_manifest import (
     MASK_VERSION,
     SHARDS_VERSION,
     VERSION,
+    ContentDigest,
     Shard,
     TokenManifest,
     digest_of,
@@ -51,6 +52,7 @@ from composer3d.spec.token_manifest import (
 )
 
 _BLOCK_TOKENS = 1 << 18  # tokens that are compared at a time, so that they fit into a cache
+_BLOCK_DOCUMENTS = 1 << 12  # documents that are digested at a time
 _START_BYTES = 8  # in an entry of documents.bin
 _MOST_CHUNKS = 16  # that a rank verifies when it opens a folder
 _MOST_THREADS = 4  # of a rank that verifies; each holds a chunk in memory
@@ -123,7 +125,7 @@ class Corpus:
             token, which appears nowhere else.
         end_of_document: the end-of-document token.
         digest: the digest of the tokens and of the mask, in hexadecimal. Equal digests mean equal
-            tokens, and that the same ones are learned.
+            tokens, and that the same ones are learned. It does not depend on shards.
         n_documents: the number of documents.
         name: the name of the corpus, for messages.
         mask: uint8, as long as ``tokens`` and indexed in the same way: 1 where a token is learned,
@@ -139,6 +141,11 @@ class Corpus:
     mask: np.ndarray | ShardedTokens | None = None
     manifest: TokenManifest | None = None
 
+    @property
+    def older_digest(self) -> str:
+        """What checkpoints of an older composer3d have in place of ``digest``."""
+        return self.digest if self.manifest is None else self.manifest.files_digest
+
 
 def write_manifest(
     folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]] | None = None
@@ -151,7 +158,8 @@ def write_manifest(
             of ``tokens`` and ``documents``; ``end_of_document``, a token; ``tokenizer``, a dict
             with its ``name`` and its ``digest`` (None for bytes); and in a folder of several
             shards, ``shards``: a list with the ``tokens`` and ``documents`` of each. In a folder
-            with masks, ``learned``, the number of tokens that are learned, and ``shards``.
+            with masks, ``learned``, the number of tokens that are learned, and ``shards``. It may
+            have ``content`` and ``turn_ends``, as ``token_manifest`` reads them.
         files: the ``bytes`` and ``digests`` of each file, which must be on the disk. None: all
             files of the folder are read for their digests, and synced to the disk.
 
@@ -167,6 +175,30 @@ def write_manifest(
     manifest["digest"] = digest_of_manifest(manifest)
     write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     sync(folder)
+
+
+def add_content(
+    content: ContentDigest, tokens: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None
+) -> None:
+    """Add documents to the digest of their contents.
+
+    Args:
+        content: the digest.
+        tokens: the tokens of all documents, in the dtype of the files: 1-D.
+        lengths: the number of tokens of each document: integers, 1-D.
+        mask: a byte for each token: uint8, 1-D; None if all are learned.
+    """
+    view = np.ascontiguousarray(tokens).data.cast("B")
+    mask_view = None if mask is None else np.ascontiguousarray(mask).data.cast("B")
+    size, start = tokens.itemsize, 0
+    for length in lengths.tolist():
+        stop = start + length
+        document = view[start * size : stop * size]
+        if mask_view is None:
+            content.add(document)
+        else:
+            content.add(document, mask_view[start:stop])
+        start = stop
 
 
 def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
@@ -230,11 +262,9 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
             raise
 
     shards = manifest.shards
-    files = [shard.tokens_file for shard in shards]
     has_mask = manifest.learned is not None
     if has_mask:
         most_maps = max(1, most_maps // 2)
-        files += [shard.mask_file for shard in shards if shard.mask_file is not None]
     tokens: np.ndarray | ShardedTokens
     mask: np.ndarray | ShardedTokens | None = None
     if len(shards) == 1:
@@ -243,8 +273,7 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
     else:
         tokens = ShardedTokens(manifest, most_maps)
         mask = ShardedTokens(manifest, most_maps, masks=True) if has_mask else None
-    digests = [digest for name_of_file in files for digest in manifest.files[name_of_file].digests]
-    digest = digest_of("".join(digests).encode())
+    digest = manifest.content or manifest.files_digest
     return Corpus(
         tokens, manifest.end_of_document, digest, manifest.documents, name, mask, manifest
     )
@@ -308,6 +337,11 @@ def find_damage(manifest: TokenManifest, *, full: bool) -> list[str]:
         problems = threads.map(problem_of, chunks)
         # A file that is missing or cut has the same line for each of its chunks.
         found = list(dict.fromkeys(filter(None, problems)))
+    if full and not found and manifest.content not in (None, _read_content(manifest)):
+        found.append(
+            f"{manifest.folder / MANIFEST} has another digest of the documents than its files; "
+            f"{AGAIN}"
+        )
     if full and not found and manifest.learned is not None:
         learned = sum(_count_learned(manifest, shard) for shard in manifest.shards)
         if learned != manifest.learned:
@@ -316,6 +350,22 @@ def find_damage(manifest: TokenManifest, *, full: bool) -> list[str]:
                 f"but its masks have {learned}; {AGAIN}"
             )
     return found
+
+
+def _read_content(manifest: TokenManifest) -> str:
+    """Return the digest of all documents, some of them at a time."""
+    content = ContentDigest()
+    for shard in manifest.shards:
+        tokens = _map_shard(manifest, shard)
+        mask = None if shard.mask_file is None else _map_mask(manifest, shard)
+        with manifest.open(shard.documents_file) as file:
+            starts = np.memmap(file, dtype="<i8", mode="r")
+        for first in range(0, shard.documents, _BLOCK_DOCUMENTS):
+            bounds = starts[first : first + _BLOCK_DOCUMENTS + 1]
+            span = slice(int(bounds[0]), int(bounds[-1]))
+            part_of_mask = None if mask is None else mask[span]
+            add_content(content, tokens[span], np.diff(bounds), part_of_mask)
+    return content.hexdigest()
 
 
 def _count_learned(manifest: TokenManifest, shard: Shard) -> int:

@@ -22,12 +22,13 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from composer3d.data.documents import BEGINNING, Position, SourceFile
+from composer3d.data.tokens import add_content
 from composer3d.recipe.values import one_line
 from composer3d.runtime.files import append_whole, open_own, sync, write_atomic
 from composer3d.spec import token_manifest
 from composer3d.spec.errors import DataError
 from composer3d.spec.files import parse_json, read_plain
-from composer3d.spec.token_manifest import TOKENIZER, mask_file, shard_files
+from composer3d.spec.token_manifest import TOKENIZER, ContentDigest, mask_file, shard_files
 
 _JOURNAL, _LOCK = "journal.jsonl", "lock"
 _OUR_NAMES = re.compile(r"(tokens|documents|mask)(-\d+)?\.bin|token(s|izer)\.json|\..*\.tmp")
@@ -49,11 +50,13 @@ class FileEntry(NamedTuple):
 class Shard(NamedTuple):
     """A finished shard: what it holds, and the entries of its files.
 
-    If it has a mask, ``learned`` is the number of tokens that are learned.
+    ``content`` is the value of its ``ContentDigest``, in hexadecimal. If the shard has a mask,
+    ``learned`` is the number of tokens that are learned.
     """
 
     tokens: int
     documents: int
+    content: str
     tokens_file: FileEntry
     documents_file: FileEntry
     learned: int | None = None
@@ -75,11 +78,14 @@ class Piece(NamedTuple):
         end: where the source has been read to.
         source_bytes: bytes of the source up to there, from the beginning.
         shards: the shard of each split, by the name of the split. One without a document is absent.
+        turn_ends: the tokens that end learned turns of conversations, of all splits together, from
+            the beginning of the source.
     """
 
     end: Position
     source_bytes: int
     shards: dict[str, Shard]
+    turn_ends: frozenset[int] = frozenset()
 
 
 class Unfinished:
@@ -282,6 +288,7 @@ class ShardWriter:
             _DigestingFile(folder / name) for name in shard_files(number)
         )
         self._mask_file = _DigestingFile(folder / mask_file(number)) if has_mask else None
+        self._content = ContentDigest()
         self.tokens = self.documents = self._learned = 0
 
     def write(
@@ -299,6 +306,7 @@ class ShardWriter:
         self._documents_file.write(starts.astype("<i8"))
         self.tokens += len(tokens)
         self.documents += len(lengths)
+        add_content(self._content, tokens, lengths, mask)
         if self._mask_file is not None and mask is not None:
             self._mask_file.write(mask)
             self._learned += int(mask.sum())
@@ -312,6 +320,7 @@ class ShardWriter:
         return Shard(
             self.tokens,
             self.documents,
+            f"{self._content.value:x}",
             self._tokens_file.finish(),
             self._documents_file.finish(),
             *(() if self._mask_file is None else (self._learned, self._mask_file.finish())),
@@ -418,6 +427,7 @@ def _as_json(piece: Piece) -> dict[str, Any]:
     return {
         "end": list(piece.end),
         "source_bytes": piece.source_bytes,
+        "turn_ends": sorted(piece.turn_ends),
         "shards": {
             split: [value for value in shard if value is not None]
             for split, shard in piece.shards.items()
@@ -428,18 +438,24 @@ def _as_json(piece: Piece) -> dict[str, Any]:
 def _from_json(entry: dict[str, Any], splits: Sequence[str]) -> Piece:
     """Return the piece of a line. Raises ValueError, KeyError or TypeError if it is none."""
     shards = {}
-    for split, (tokens, documents, tokens_file, documents_file, *mask) in entry["shards"].items():
+    for split, (tokens, documents, content, *files) in entry["shards"].items():
         if split not in splits:
             raise ValueError(f"{split} is no split")
+        tokens_file, documents_file, *mask = files
         shard = Shard(
-            int(tokens), int(documents), _file_entry(*tokens_file), _file_entry(*documents_file)
+            int(tokens),
+            int(documents),
+            f"{int(content, 16):x}",
+            _file_entry(*tokens_file),
+            _file_entry(*documents_file),
         )
         if mask:
             learned, entry_of_mask = mask
             shard = shard._replace(learned=int(learned), mask_file=_file_entry(*entry_of_mask))
         shards[split] = shard
     file, offset, line = map(int, entry["end"])
-    return Piece(Position(file, offset, line), int(entry["source_bytes"]), shards)
+    turn_ends = frozenset(map(int, entry["turn_ends"]))
+    return Piece(Position(file, offset, line), int(entry["source_bytes"]), shards, turn_ends)
 
 
 def _file_entry(size: Any, digests: Any) -> FileEntry:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from composer3d.convert.assets import make_byte_tokenizer
 from composer3d.convert.start import read_shards
 from composer3d.data import Batch, Corpus
 from composer3d.data.loader import number_documents
@@ -25,6 +24,7 @@ from composer3d.runtime import log, process_group
 from composer3d.runtime.mesh import Mesh
 from composer3d.spec.errors import CheckpointError, DataError
 from composer3d.spec.token_manifest import TOKENIZER, TokenManifest, digest_of, read_manifest
+from composer3d.spec.tokenizer_file import make_byte_tokenizer
 from composer3d.spec.toml import TomlError, parse_toml
 from composer3d.training.batches import owned_ranges_of
 from composer3d.training.build import build_stages

@@ -74,8 +74,8 @@ def open_checkpoint(path: Path, recipe: Recipe | None = None) -> Checkpoint:
     if recipe is not None and recipe.model.architecture not in OURS:
         own = _own_model(recipe)
     source = open_source(path, own)
-    config = _carried_json(source, "config.json")
-    generation = _carried_json(source, "generation_config.json")
+    config = carried_json(source, "config.json")
+    generation = carried_json(source, "generation_config.json")
     longest = config.get("max_position_embeddings")
     if own is not None and recipe is not None:
         # Such a checkpoint carries no config.json. The run has trained no longer sequence.
@@ -107,7 +107,7 @@ def _own_model(recipe: Recipe) -> OwnModel:
     )
 
 
-def _carried_json(source: Source, name: str) -> Mapping[str, Any]:
+def carried_json(source: Source, name: str) -> Mapping[str, Any]:
     """Return the JSON object in a file that came with the model; an empty one if it has none."""
     try:
         value = parse_json(source.carried.get(name, b"{}"))

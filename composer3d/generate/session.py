@@ -15,8 +15,10 @@ from composer3d.data.prompt_tokenizer import (
     make_prompt_tokenizer,
     open_prompt_tokenizer,
 )
+from composer3d.data.special_tokens import BY_NAME, BY_NUMBER, own_ends
+from composer3d.data.tokenizer import OTHER_TOKENIZERS, repeated_beginnings
 from composer3d.generate.generator import Completion, Generator
-from composer3d.generate.load import Checkpoint, load_model, open_checkpoint
+from composer3d.generate.load import Checkpoint, carried_json, load_model, open_checkpoint
 from composer3d.generate.prompts import Prompt
 from composer3d.generate.sampling import Sampling
 from composer3d.parallel import compose_for_generation
@@ -26,7 +28,6 @@ from composer3d.runtime.process_group import on_all
 from composer3d.spec.errors import DataError
 
 _TOKENIZER = "tokenizer.json"
-_OTHER_TOKENIZERS = ("tokenizer.model", "tokenizer.model.v3", "tekken.json", "vocab.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,12 @@ class Session(NamedTuple):
         dtype: torch.dtype = getattr(torch, "float32" if name == "float16" else name)
         return dtype
 
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the prompts."""
+        repeated = 0 if self.tokenizer is None else self.tokenizer.repeated
+        return [f"note: {repeated_beginnings(repeated, 'prompts')}"] if repeated else []
+
     def text_of(self, tokens: Sequence[int]) -> str | None:
         """Return the text of tokens, or None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode(tokens)
@@ -113,10 +120,12 @@ def _open_tokenizer(request: Request, checkpoint: Checkpoint) -> PromptTokenizer
     content = source.carried.get(_TOKENIZER)
     if content is not None:
         name = f"{_TOKENIZER} of {source.path}"
-        return make_prompt_tokenizer(name, content, adds_special_tokens=adds)
+        names = (*BY_NAME, *BY_NUMBER)
+        ends = own_ends({file: carried_json(source, file) for file in names})
+        return make_prompt_tokenizer(name, content, ends=ends, adds_special_tokens=adds)
     if all(prompt.tokens is not None for prompt in request.prompts):
         return None
-    others = [name for name in _OTHER_TOKENIZERS if name in source.carried]
+    others = [name for name in OTHER_TOKENIZERS if name in source.carried]
     reason = f"; its {others[0]} is of a kind that is not read" if others else ""
     raise DataError(
         f"{source.path} has no {_TOKENIZER}{reason}: give the model's with --tokenizer FILE, or "

@@ -18,6 +18,7 @@ from composer3d.recipe.draft import Draft, Source
 from composer3d.recipe.machine import count_bytes
 from composer3d.recipe.rules import PATHS, Violation, violations
 from composer3d.recipe.schema import ARCHITECTURE, AXES, MODEL_KEYS, PATH, MeshTable, Model, Recipe
+from composer3d.recipe.tokenizers import find_difference
 from composer3d.recipe.values import as_short_toml, as_toml, mention, nearest_multiples, one_line
 from composer3d.spec.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.spec.schedules import check_csv, read_csv
@@ -255,6 +256,7 @@ def _check_files(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     ``wrong_keys`` are the keys that are invalid or break a rule.
     """
     _check_data(draft, recipe, wrong_keys)
+    _check_tokenizer(draft, recipe, wrong_keys)
     _check_schedule(draft, recipe, wrong_keys)
     _check_checkpoint(draft, recipe, wrong_keys)
 
@@ -288,6 +290,32 @@ def _mention_path(recipe: Recipe, key: str, path: str | None) -> str:
     return mention(recipe, key)
 
 
+def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
+    """Check that the tokens of the data mean the same to the model of ``model.hf``.
+
+    A run that has checkpoints of its own does not read the weights in ``model.hf``.
+    """
+    data, hf = recipe.data, recipe.model.hf
+    keys = {"model.hf", "data.source", "data.path", "data.sources", "data.other_tokenizer"}
+    if hf is None or wrong_keys & keys or _own_checkpoints(recipe).is_dir():
+        return
+    difference = find_difference(data, hf)
+    if difference is None:
+        return
+    key = "data.path" if data.sources is None else "data.sources"
+    draft.blame(
+        key,
+        f"{_mention_path(recipe, key, data.paths[0])} has another tokenizer than "
+        f"{mention(recipe, 'model.hf')}: {difference}; prepare the data with the tokenizer of the "
+        "model, or set data.other_tokenizer = true to train nevertheless",
+    )
+
+
+def _own_checkpoints(recipe: Recipe) -> Path:
+    """Return the folder of the run's own checkpoints. It need not exist."""
+    return Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
+
+
 def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     """Check the file of a pipeline schedule, unless any key is wrong: the check reads many keys."""
     csv, pp = recipe.parallel.schedule_csv, recipe.mesh.pp
@@ -308,7 +336,7 @@ def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     key, resume = "checkpoint.resume", recipe.checkpoint.resume
     # A run that has checkpoints of its own resumes from them, and does not need these folders.
-    own_checkpoints = Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
+    own_checkpoints = _own_checkpoints(recipe)
     is_folder = resume in ("auto", "none") or os.path.isdir(resume)
     if key not in wrong_keys and not is_folder and not own_checkpoints.is_dir():
         draft.blame(

@@ -391,6 +391,11 @@ class DataTable:
         "sample cuts a document that fits into it; none: a sample is one sequence",
     )
     seed: int = key(0, "seed of the order of samples", SEED)
+    other_tokenizer: bool = key(
+        False,
+        "train although the tokenizer of the data is not that of the weights (model.hf or "
+        "checkpoint.init); false: refuse it",
+    )
 
     @property
     def paths(self) -> tuple[str, ...]:

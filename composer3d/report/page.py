@@ -13,6 +13,7 @@ from typing import NamedTuple
 from composer3d.report.chart import LEFT, RIGHT, WIDTH, Level, Line, Mark, draw, number
 from composer3d.report.folder import RunEvent, RunFolder
 from composer3d.spec.markup import escape
+from composer3d.spec.tags import COUNTED_TOKENS
 
 _STYLE = """
 :root { color-scheme: light dark;
@@ -240,7 +241,8 @@ def _head(subject: Subject) -> list[str]:
         f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for name, value in final_numbers(subject.run).items()
     ]
-    return [*parts, f'<div class="numbers">{"".join(cards)}</div>', *_problems(subject)]
+    counted = f'<p class="quiet">tokens/s and tokens seen: {escape(COUNTED_TOKENS)}</p>'
+    return [*parts, f'<div class="numbers">{"".join(cards)}</div>', counted, *_problems(subject)]
 
 
 def _problems(subject: Subject) -> list[str]:

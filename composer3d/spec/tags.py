@@ -10,6 +10,13 @@ class Tag(NamedTuple):
     description: str
 
 
+# The tokens of a step are data.global_batch * data.seq_len. Speeds, FLOPs and the axis of tokens
+# count them all.
+COUNTED_TOKENS = (
+    "All tokens of the samples count: also those that fill a sample up, and those that are not "
+    "learned."
+)
+
 # Any other metric has the tag NAME if it contains a "/", or else "other/NAME".
 _TAGS = {
     "loss": Tag("loss/train", "Mean loss of the batch of this step, in nats per valid token."),
@@ -18,7 +25,8 @@ _TAGS = {
     "lr": Tag("optim/lr", "Learning rate of this step."),
     "tokens_per_s": Tag(
         "speed/tokens_per_s",
-        "Tokens per second over all ranks, since the last point. Without validation and saves.",
+        "Tokens of samples per second over all ranks, since the last point, without the time of "
+        f"validation and saves. {COUNTED_TOKENS}",
     ),
     "tokens_per_s_per_rank": Tag("speed/tokens_per_s_per_rank", "The same, for each rank."),
     "tflops_per_rank": Tag(

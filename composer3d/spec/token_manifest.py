@@ -8,7 +8,8 @@ its range, and whether it agrees with the sizes of the files.
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, get_args
@@ -22,6 +23,8 @@ FORMAT = "composer3d tokens"
 
 # Version 1 is a folder of one shard, with the files tokens.bin and documents.bin. Version 2 has an
 # index of shards, whose files are numbered. Version 3 is version 2 with a mask for each shard.
+# Folders of an older composer3d lack ``content``, and only those of conversations have
+# ``turn_ends``.
 VERSION, SHARDS_VERSION, MASK_VERSION = 1, 2, 3
 MOST_SHARDS = 100_000
 
@@ -36,7 +39,7 @@ ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _START_BYTES = 8  # an entry of documents.bin is an int64
 
 _MOST_MANIFEST_BYTES = 64 << 20  # enough for the digests of 100 TB, or for 100,000 shards
-_MOST_TOKENIZER_BYTES = 64 << 20
+MOST_TOKENIZER_BYTES = 64 << 20
 _MOST = 1 << 50  # tokens, documents or bytes
 _DIGEST_DIGITS = 32
 _SHOWN_LIMIT = 100  # characters of a value in a message
@@ -85,6 +88,9 @@ class TokenManifest:
         documents: the number of documents.
         learned: the number of tokens that are learned; None: the folder has no mask, and all are.
         end_of_document: the token after each document, which occurs nowhere else.
+        content: the digest of the documents and of their masks, whatever shards they are in. None:
+            an older composer3d made the folder, or its files were changed since.
+        turn_ends: the tokens that end learned turns of conversations, ascending.
         tokenizer_name: the name of the tokenizer's file, for people.
         tokenizer_digest: the digest of that file, or None if the tokens are bytes.
         shards: the shards, in the order of their tokens.
@@ -98,10 +104,19 @@ class TokenManifest:
     documents: int
     learned: int | None
     end_of_document: int
+    content: str | None
+    turn_ends: tuple[int, ...]
     tokenizer_name: str
     tokenizer_digest: str | None
     shards: tuple[Shard, ...]
     files: dict[str, File]
+
+    @property
+    def files_digest(self) -> str:
+        """The digest of the files of tokens and masks. It depends on the size of shards."""
+        names = [shard.tokens_file for shard in self.shards]
+        names += [shard.mask_file for shard in self.shards if shard.mask_file is not None]
+        return digest_of_files(self.files[name].digests for name in names)
 
     @cached_property
     def shards_by_file(self) -> dict[str, Shard]:
@@ -173,6 +188,53 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
     return new_digest(data).hexdigest()
 
 
+class ContentDigest:
+    """The digest of documents in their order, whatever shards they are in.
+
+    The digest of each document is a number d. The documents have the sum of d x base^n, where n
+    counts the documents behind it, modulo a prime. So the digest of two shards follows from those
+    of each. It protects against accidents, as the other digests do.
+
+    Attributes:
+        value: the sum.
+        documents: the number of documents.
+    """
+
+    _PRIME = (1 << 127) - 1
+    _BASE = int.from_bytes(hashlib.blake2b(b"composer3d", digest_size=15).digest(), "big")
+
+    def __init__(self, value: int = 0, documents: int = 0) -> None:
+        self.value = value
+        self.documents = documents
+
+    def add(self, *parts: bytes | bytearray | memoryview) -> None:
+        """Add the next document: its tokens, and its mask if it has one."""
+        digest = new_digest()
+        for part in parts:
+            digest.update(part)
+        number = int.from_bytes(digest.digest(), "big")
+        self.value = (self.value * self._BASE + number) % self._PRIME
+        self.documents += 1
+
+    def join(self, other: "ContentDigest") -> None:
+        """Add the documents of another shard, which come next."""
+        shift = pow(self._BASE, other.documents, self._PRIME)
+        self.value = (self.value * shift + other.value) % self._PRIME
+        self.documents += other.documents
+
+    def hexdigest(self) -> str:
+        """Return the digest in 32 hexadecimal digits."""
+        return digest_of(f"{self.documents} {self.value:x}".encode())
+
+
+def digest_of_files(digests: Iterable[Sequence[str]]) -> str:
+    """Return the digest of all files of tokens, then all of masks, in the order of the shards.
+
+    ``digests`` has the digests of the chunks of each file.
+    """
+    return digest_of("".join(digest for file in digests for digest in file).encode())
+
+
 def digest_of_manifest(manifest: dict[str, Any]) -> str:
     """Return the digest of a manifest without its key ``digest``."""
     content = {key: value for key, value in manifest.items() if key != "digest"}
@@ -223,7 +285,8 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
         *(("shards",) if version != VERSION else ()),
         *(("learned",) if has_mask else ()),
     )
-    _object(document, "it", keys, exact=True)
+    optional = tuple(key for key in ("content", "turn_ends") if key in facts)
+    _object(document, "it", (*keys, *optional), exact=True)
     if facts["format"] != FORMAT:
         raise ValueError(f"its format is {_shown(facts['format'])}, not {_shown(FORMAT)}")
 
@@ -235,6 +298,19 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     documents = _whole(facts, "documents", 1, tokens)
     learned = _whole(facts, "learned", 1, tokens) if has_mask else None
     end_of_document = _whole(facts, "end_of_document", 0, vocab - 1)
+
+    content = None
+    if "content" in facts:
+        content = _object(facts["content"], "content", ("digest", "files"), exact=True)
+        for key in ("digest", "files"):
+            _digest(content[key], f"content.{key}")
+    turn_ends = facts.get("turn_ends", [])
+    if type(turn_ends) is not list or not all(
+        type(token) is int and 0 <= token < vocab for token in turn_ends
+    ):
+        raise ValueError("turn_ends must be a list of tokens below vocab")
+    if turn_ends != sorted(set(turn_ends)):
+        raise ValueError("turn_ends must ascend")
 
     tokenizer = _object(facts["tokenizer"], "tokenizer", ("name", "digest"), exact=True)
     if type(tokenizer["name"]) is not str:
@@ -259,7 +335,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
         raise ValueError("its digest does not match its content")
     if tokenizer["digest"] is not None and files[TOKENIZER].digests != (tokenizer["digest"],):
         raise ValueError(f"tokenizer.digest differs from the digest of {TOKENIZER}")
-    return TokenManifest(
+    manifest = TokenManifest(
         folder=folder,
         dtype=dtype,
         vocab=vocab,
@@ -267,11 +343,16 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
         documents=documents,
         learned=learned,
         end_of_document=end_of_document,
+        content=None if content is None else content["digest"],
+        turn_ends=tuple(turn_ends),
         tokenizer_name=tokenizer["name"],
         tokenizer_digest=tokenizer["digest"],
         shards=shards,
         files=files,
     )
+    if content is not None and content["files"] != manifest.files_digest:
+        return replace(manifest, content=None)
+    return manifest
 
 
 def _shards(value: Any, tokens: int, documents: int, *, has_mask: bool) -> tuple[Shard, ...]:
@@ -305,7 +386,7 @@ def _files(value: Any, sizes: dict[str, int], *, has_tokenizer: bool) -> dict[st
     for name in names:
         place = f"files.{name}"
         entry = _object(entries[name], place, ("bytes", "digests"), exact=True)
-        most_bytes = _MOST_TOKENIZER_BYTES if name == TOKENIZER else _MOST * 8
+        most_bytes = MOST_TOKENIZER_BYTES if name == TOKENIZER else _MOST * 8
         size = _whole(entry, "bytes", 1, most_bytes, place=place)
         if name in sizes and size != sizes[name]:
             raise ValueError(

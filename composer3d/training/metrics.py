@@ -154,7 +154,8 @@ class Metrics:
 
         - ``step``; ``loss`` (nats per valid token, of the whole batch); ``grad_norm`` (before
           clipping); ``lr``.
-        - ``tokens_per_s`` (all ranks), ``tokens_per_s_per_rank``, ``tflops_per_rank``.
+        - ``tokens_per_s`` (all ranks), ``tokens_per_s_per_rank``, ``tflops_per_rank``; what counts
+          as a token is in ``tags.COUNTED_TOKENS``.
         - ``mfu``: fraction of the peak FLOP/s; null if the peak is unknown.
         - ``step_s`` and ``data_s``: seconds per step.
         - ``validation_s`` and ``checkpoint_s``: seconds since the last line.

@@ -7,16 +7,18 @@ import torch
 
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import FILE, Manifest, model_of
+from composer3d.convert.assets import FOLDER as ASSETS
 from composer3d.data import BatchesAhead
 from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
 from composer3d.recipe.advice import decays_over_run, refuses_newer_checkpoints, way_to_go_on
 from composer3d.recipe.changes import Change, changes
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.tokenizers import find_difference
 from composer3d.recipe.values import as_toml
 from composer3d.reliability.bad_steps import StepHistory
 from composer3d.runtime import environment, log, process_group
-from composer3d.spec.errors import CheckpointError
+from composer3d.spec.errors import CheckpointError, DataError
 from composer3d.training.optim import learning_rate
 
 
@@ -111,6 +113,15 @@ def _start_from_weights(recipe: Recipe, wanted: Path, store: Store, stages: Stag
     """Load the weights of a checkpoint of another run, and nothing else. Collective."""
     path, manifest = _open(wanted, store, "checkpoint.init")
     _require_same_model(path, manifest, recipe)
+    difference = process_group.on_main(
+        "tokenizers", lambda: find_difference(recipe.data, path / ASSETS)
+    )
+    if difference is not None:
+        raise DataError(
+            f"checkpoint.init: {path} is of a model with another tokenizer than the data: "
+            f"{difference}; prepare the data with the tokenizer of the model, or set "
+            "data.other_tokenizer = true to train nevertheless"
+        )
     store.load(path, stages, None)
     log.get().info(f"starting at step 0 from the weights of {path}, step {manifest.step}")
 

@@ -29,7 +29,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary as summaries
 
 from composer3d.runtime.files import append_whole
-from composer3d.spec.tags import Tag, tag_of
+from composer3d.spec.tags import COUNTED_TOKENS, Tag, tag_of
 
 TOKENS_FOLDER = "by_tokens"
 
@@ -37,9 +37,9 @@ _RGB = 3  # a code of TensorBoard
 
 # Metrics that have a curve by tokens.
 _BY_TOKENS = {
-    "loss": Tag("loss_by_tokens/train", "loss/train; the horizontal axis counts tokens."),
+    "loss": Tag("loss_by_tokens/train", f"loss/train over tokens. {COUNTED_TOKENS}"),
     "validation_loss": Tag(
-        "loss_by_tokens/validation", "loss/validation; the horizontal axis counts tokens."
+        "loss_by_tokens/validation", f"loss/validation over tokens. {COUNTED_TOKENS}"
     ),
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,16 @@ import torch
 
 from composer3d import cli
 from composer3d.checkpoint import manifest as manifests
-from composer3d.convert.assets import make_assets, make_byte_tokenizer
+from composer3d.convert.assets import make_assets
 from composer3d.convert.convert import convert
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
+from composer3d.spec.tokenizer_file import make_byte_tokenizer
 from composer3d.training.build import build
 from composer3d.training.loop import train
 from tests.convert.sample_checkpoints import SHAPE, make_hf
+from tests.data.sample_chats import write_chats, write_tokenizer
 
 END = "<|endoftext|>"
 TEXT = "def f(x):\n    return 'äöü 中文 🙂' + str(x)\n"
@@ -144,6 +147,61 @@ def test_transformers_loads_a_run_and_stops_at_the_end_of_a_document(
     assert count_generated(model, tokenizer, "def f") == 1
     always_predict(model, 3)
     assert count_generated(model, tokenizer, "def f") == 9
+
+
+def test_weights_of_another_tokenizer_are_refused(
+    pool: Pool, trained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text(TEXT * 9)
+    command = ["prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "data")]
+    assert cli.main([*command, "--tokenizer", "bytes"]) == 0
+    data = f'source = "tokens"\npath = "{tmp_path}/data"\n'
+    for insists in (False, True):
+        recipe = write_recipe(
+            tmp_path / "x.toml",
+            f"{data}other_tokenizer = {str(insists).lower()}",
+            checkpoint=f'init = "{trained}"',
+        )
+        arguments = {"path": str(recipe), "out": str(tmp_path)}
+        if insists:
+            pool.run(run_recipe, arguments, world_size=1)
+            assert (tmp_path / "x/checkpoints/step-00000001").is_dir()
+        else:
+            with pytest.raises(Exception, match=r"with another tokenizer than the data: token 0 "):
+                pool.run(run_recipe, arguments, world_size=1)
+
+
+def test_a_run_on_conversations_stops_at_the_end_of_a_turn(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coder = write_tokenizer(tmp_path / "tok")
+    end, end_of_turn = map(coder.token_to_id, (END, "<|im_end|>"))
+    source = write_chats(tmp_path / "x.jsonl")
+    command = ["prepare", str(source), "--tokenizer", str(tmp_path / "tok"), "--kind", "chat"]
+    recipe = write_recipe(tmp_path / "x.toml", f'source = "tokens"\npath = "{tmp_path}/data"')
+    # The run resumes with the same conversations in shards of another size.
+    for steps, shard_tokens in ((1, "1"), (2, "1000")):
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        assert cli.main([*command, "-o", f"{tmp_path}/data", "--shard-tokens", shard_tokens]) == 0
+        recipe.write_text(recipe.read_text().replace("steps = 1", f"steps = {steps}"))
+        pool.run(run_recipe, {"path": str(recipe), "out": str(tmp_path)}, world_size=1)
+    assert manifests.read(tmp_path / "x/checkpoints/step-00000002").step == 2
+
+    convert(tmp_path / "x", tmp_path / "out", "hf")
+    model, tokenizer = load_export(tmp_path / "out", monkeypatch)
+    assert model.generation_config.eos_token_id == [end, end_of_turn]
+    for token, count in ((end_of_turn, 1), (end, 1), (end_of_turn + 1, 9)):
+        always_predict(model, token)
+        assert count_generated(model, tokenizer, "hello") == count
+        model.save_pretrained(tmp_path / "out")
+        capsys.readouterr()
+        generating = ["generate", f"{tmp_path}/out", "--prompt", "<s>hello", "--json"]
+        assert cli.main([*generating, "--max-tokens", "9", "--device", "cpu"]) == 0
+        printed = capsys.readouterr()
+        (completion,) = json.loads(printed.out.splitlines()[-1])["completions"]
+        assert completion["tokens"] == [token] * count
+        assert completion["prompt_tokens"] == coder.encode("hello").ids
+        assert "note: 1 prompts begin with the token that begins a text" in printed.err
 
 
 def test_the_byte_tokenizer_of_an_export_is_exact(

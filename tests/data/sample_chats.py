@@ -36,8 +36,10 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
-def write_tokenizer(folder: Path, template: str | None = MARKED) -> Tokenizer:
-    """Write a tokenizer of about 300 tokens that begins a text with <s>."""
+def write_tokenizer(
+    folder: Path, template: str | None = MARKED, eos: str = "<|im_end|>"
+) -> Tokenizer:
+    """Write a tokenizer of about 300 tokens that begins a text with <s>, and ends it with eos."""
     coder = Tokenizer(models.BPE())
     coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     coder.decoder = decoders.ByteLevel()
@@ -56,7 +58,7 @@ def write_tokenizer(folder: Path, template: str | None = MARKED) -> Tokenizer:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": {"__type": "AddedToken", "content": "<s>", "special": True},
-        "eos_token": "<|im_end|>",
+        "eos_token": eos,
         "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -56,7 +56,7 @@ def encode_pairs(coder: Any, pairs: list[tuple[str, str]]) -> tuple[list[int], l
 
 @pytest.mark.parametrize("shard_tokens", ["1", "1000"])
 def test_answers_are_learned_and_prompts_are_not(tmp_path: Path, shard_tokens: str) -> None:
-    coder = write_tokenizer(tmp_path / "tok")
+    coder = write_tokenizer(tmp_path / "tok", eos=END)
     entries = [{"question": prompt, "completion": answer} for prompt, answer in PAIRS]
     source = write_lines(tmp_path / "x.jsonl", entries)
     fields = ["--prompt-field", "question", "--answer-field", "completion"]
@@ -81,7 +81,7 @@ def test_answers_of_bytes(tmp_path: Path) -> None:
 
 
 def test_a_split_and_more_processes_keep_masks_with_their_tokens(tmp_path: Path) -> None:
-    coder = write_tokenizer(tmp_path / "tok")
+    coder = write_tokenizer(tmp_path / "tok", eos=END)
     pairs = [(f"what is {n}?", f"warm {n}") for n in range(40)]
     source = write_lines(
         tmp_path / "x.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
@@ -136,6 +136,149 @@ def test_without_marks_the_turns_are_what_each_adds(tmp_path: Path) -> None:
     assert [[plain[0][end]] for end in ends] == [line_break] * 4
     expected[ends] = 1
     assert plain[1] == expected.tolist()
+
+
+SILENT = [
+    {"role": "user", "content": "hello there"},
+    {"role": "assistant", "content": "it is warm", "weight": 0},
+    {"role": "user", "content": "and then?"},
+    {"role": "assistant", "content": "sunny", "train": True},
+]
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "plain"])
+def test_turns_and_lines_that_are_not_learned_are_input(tmp_path: Path, template: str) -> None:
+    coder = write_tokenizer(tmp_path / "tok", template)
+    plain = [{"role": turn["role"], "content": turn["content"]} for turn in SILENT]
+    for name, lines in (
+        ("all", [plain, plain]),
+        ("silent", [SILENT, plain]),
+        ("line", [plain, plain]),
+    ):
+        entries: list[dict[str, Any]] = [{"messages": messages} for messages in lines]
+        if name == "line":
+            entries[1]["train"] = False
+        source = write_lines(tmp_path / f"{name}.jsonl", entries)
+        run(source, tmp_path / name, tmp_path / "tok", "--kind", "chat")
+    tokens, mask = map(np.array, read(tmp_path / "all"))
+    starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+    assert len(starts) == 4
+    # The same tokens. Those of the first turn, or of the second line, are not learned.
+    for name, first, last in (("silent", 0, starts[1]), ("line", starts[2], len(mask))):
+        expected = mask.copy()
+        expected[first:last] = 0
+        assert [tokens.tolist(), expected.tolist()] == list(read(tmp_path / name))
+        assert read_manifest(tmp_path / name).turn_ends == (coder.token_to_id("<|im_end|>"),)
+
+
+def test_answers_of_lines_that_are_not_learned_are_input(tmp_path: Path) -> None:
+    entries: list[dict[str, Any]] = [{"prompt": "a", "answer": "bc"}] * 2
+    source = write_lines(tmp_path / "x.jsonl", [entries[0] | {"weight": 0}, entries[1]])
+    write_tokenizer(tmp_path / "tok", eos=END)
+    for coder, length in ((tmp_path / "tok", 5), ("bytes", 4)):
+        out = tmp_path / f"out{length}"
+        run(source, out, coder, "--kind", "answers")
+        assert read(out)[1] == [0] * (2 * length - 3) + [1] * 3
+
+
+def test_no_folder_is_made_in_which_nothing_is_learned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "b", "train": False}])
+    command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--kind", "answers"]
+    assert cli.main([*command, "--tokenizer", "bytes"]) == 2
+    assert "no token is learned, because all examples say" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl"]
+
+
+TWO_MARKS = MARKED.replace(
+    "{% generation %}", "{% generation %}a{% endgeneration %}{% generation %}"
+)
+# As many marks as turns, but both are of the second turn.
+SHIFTED = (
+    "{% for m in messages %}{% if loop.index == 4 %}{% generation %}a{% endgeneration %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [TWO_MARKS, SHIFTED], ids=["two", "shifted"])
+def test_marks_that_do_not_tell_turns_apart_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str
+) -> None:
+    write_tokenizer(tmp_path / "tok", template)
+    source = write_lines(tmp_path / "x.jsonl", [{"messages": SILENT}])
+    command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--kind", "chat"]
+    assert cli.main([*command, "--tokenizer", str(tmp_path / "tok")]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"{source}:1: the chat template does not put one {{% generation %}} ")
+
+
+def test_a_text_begins_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = [
+        {"prompt": prompt, "answer": "warm"} for prompt in ("<s>hello", "<s><s>hello", "hello")
+    ]
+    source = write_lines(tmp_path / "pairs.jsonl", pairs)
+    coder = write_tokenizer(tmp_path / "tok", eos=END)
+    run(source, tmp_path / "pairs", tmp_path / "tok", "--kind", "answers")
+    assert read(tmp_path / "pairs") == encode_pairs(coder, [("hello", "warm")] * 3)
+    assert "note: 2 examples begin with the token that begins" in capsys.readouterr().err
+
+    chat = [{"role": "user", "content": "<s>a"}, {"role": "assistant", "content": "b"}]
+    template = "{{ bos_token }}{{ messages[0].content }}{% generation %}{{ messages[1].content }}"
+    write_tokenizer(tmp_path / "tok", template + "{{ eos_token }}{% endgeneration %}")
+    source = write_lines(tmp_path / "chats.jsonl", [{"messages": chat}])
+    run(source, tmp_path / "chats", tmp_path / "tok", "--kind", "chat")
+    assert "note: 1 examples begin with the token that begins" in capsys.readouterr().err
+    ids, mask = read(tmp_path / "chats")
+    assert coder.decode(ids, skip_special_tokens=False) == "<s>ab<|im_end|>"
+    assert mask == [0, 0, 1, 1]
+
+
+# The template, the tokenizer's own end, and the end of its documents.
+ENDS: dict[str, tuple[str, str, str]] = {
+    "it ends turns": (MARKED, "<|im_end|>", END),
+    "it ends nothing else": (MARKED.replace("eos_token", "'<|im_end|>'"), END, END),
+    "not a usual one": (MARKED.replace("eos_token", "'<|im_end|>'"), "<|im_start|>", END),
+    "it ends the conversation": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+        "{{ eos_token }}",
+        "<|im_end|>",
+        "<|im_end|>",
+    ),
+    "a template that refuses": ("{{ raise_exception('no') }}", "<s>", "<s>"),
+}
+
+
+@pytest.mark.parametrize(("template", "eos", "expected"), ENDS.values(), ids=ENDS)
+def test_the_end_of_a_conversation_stands_nowhere_within_it(
+    tmp_path: Path, template: str, eos: str, expected: str
+) -> None:
+    coder = write_tokenizer(tmp_path / "tok", template, eos)
+    opened = examples.open_example_tokenizer(str(tmp_path / "tok"), None, examples.Chat())
+    opened.close()
+    assert opened.end == coder.token_to_id(expected)
+
+
+def test_tokens_that_end_learned_turns_are_kept(tmp_path: Path) -> None:
+    """Blanks may follow them. Others than special tokens, and turns that are not learned, do not
+    count."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}\n"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    coder = write_tokenizer(tmp_path / "tok", template)
+    contents = {"<|im_start|>": 1, "a": 1, "<s>": 0, "a<|im_end|> ": 1}
+    chats = [
+        {"messages": [{"role": "assistant", "content": content, "weight": weight}]}
+        for content, weight in contents.items()
+    ]
+    source = write_lines(tmp_path / "x.jsonl", chats)
+    options = ["--kind", "chat", "--eod", END, "--shard-tokens", "1", "--split", "0.5"]
+    run(source, tmp_path / "out", tmp_path / "tok", *options)
+    expected = sorted(map(coder.token_to_id, ("<|im_start|>", "<|im_end|>")))
+    for split in ("train", "validation"):
+        assert read_manifest(tmp_path / "out" / split).turn_ends == tuple(expected)
 
 
 def test_a_conversation_that_ends_as_documents_do_gets_no_second_end(tmp_path: Path) -> None:
@@ -285,6 +428,15 @@ LINES: dict[str, tuple[str, str, str]] = {
     "no JSON": ("answers", "{", "Expecting property name"),
     "a surrogate": ("answers", r'{"prompt": "\ud800", "answer": "a"}', "surrogates not allowed"),
     "an end": ("answers", '{"prompt": "a", "answer": "a<|endoftext|>"}', "would end a document"),
+    "half a weight": ("answers", '{"prompt": "a", "answer": "b", "weight": 0.5}', '"weight": 0.5'),
+    "an image": (
+        "chat",
+        '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+        'message 1: part 1 of its content is "image"',
+    ),
+    "preferences": ("chat", '{"chosen": [], "rejected": []}', "--field chosen"),
+    "preferences as text": ("text", '{"chosen": [], "rejected": []}', "--field chosen"),
+    "Alpaca as text": ("text", '{"instruction": "", "output": ""}', "--kind chat and --kind ans"),
     "no messages": ("chat", "{}", "--field names another key"),
     "no role": ("chat", '{"messages": [{"content": "a"}]}', "no role or content"),
     "parts": ("chat", '{"messages": [{"role": "user", "content": []}]}', "no role or content"),
@@ -309,8 +461,8 @@ LINES: dict[str, tuple[str, str, str]] = {
 def test_wrong_lines_are_refused_by_their_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_tokenizer(tmp_path / "tok")
     for kind, line, message in LINES.values():
+        write_tokenizer(tmp_path / "tok", eos=END if kind == "answers" else "<|im_end|>")
         (tmp_path / "x.jsonl").write_text("\n" + line + "\n")
         command = ["prepare", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "out")]
         assert cli.main([*command, "--tokenizer", str(tmp_path / "tok"), "--kind", kind]) == 2

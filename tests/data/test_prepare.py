@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models
 from composer3d import cli
 from composer3d.data import documents, open_corpus, prepare, tokenizer
 from composer3d.runtime import progress
+from composer3d.spec.token_manifest import digest_of_manifest
 
 END = "<|endoftext|>"
 TEXTS = [
@@ -190,6 +191,47 @@ INTERRUPTS = {
     "a bug": (RuntimeError("crash"), None),
     "a full disk": (OSError(errno.ENOSPC, "No space left on device"), 2),
 }
+
+
+@pytest.mark.parametrize("kind", ["text", "answers"])
+def test_the_digest_does_not_depend_on_the_shards(tmp_path: Path, bpe: Path, kind: str) -> None:
+    def prepare_folder(folder: Path, *options: str) -> None:
+        command = ["prepare", str(source), "-o", str(folder), "--kind", kind]
+        assert cli.main([*command, "--tokenizer", str(bpe), *options]) == 0
+
+    lines = [{"prompt": f"a {n}", "answer": text, "text": text} for n, text in enumerate(TEXTS[:2])]
+    source = tmp_path / "x.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines * 3))
+    found = {}
+    for shard_tokens in ("1", "60", "100000"):
+        folder = tmp_path / shard_tokens
+        prepare_folder(folder, "--shard-tokens", shard_tokens)
+        found[shard_tokens] = open_corpus("tokens", folder, split="train")
+        assert cli.main(["inspect", str(folder), "--full"]) == 0
+    assert len({corpus.digest for corpus in found.values()}) == 1
+    assert len({corpus.older_digest for corpus in found.values()}) == 3
+
+    # Other documents, in another order, or cut otherwise, are other data.
+    for number, changed in enumerate(
+        (lines * 2, lines[::-1] * 3, [*lines * 2, lines[1], lines[0]])
+    ):
+        source.write_text("".join(json.dumps(line) + "\n" for line in changed))
+        prepare_folder(tmp_path / f"changed{number}")
+        corpus = open_corpus("tokens", tmp_path / f"changed{number}", split="train")
+        assert corpus.digest != found["1"].digest
+    # A digest that is not of these documents is found by inspect, and one of other files is not
+    # used.
+    path = tmp_path / "1" / "tokens.json"
+    manifest = json.loads(path.read_text())
+    manifest["content"]["digest"] = manifest["content"]["files"]
+    manifest["digest"] = digest_of_manifest(manifest)
+    path.write_text(json.dumps(manifest))
+    assert cli.main(["inspect", str(path.parent), "--full"]) == 1
+    manifest["content"]["files"] = "0" * 32
+    manifest["digest"] = digest_of_manifest(manifest)
+    path.write_text(json.dumps(manifest))
+    corpus = open_corpus("tokens", path.parent, split="train")
+    assert corpus.digest == corpus.older_digest == found["1"].older_digest
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, error: Any, n_documents: int) -> None:

@@ -54,6 +54,14 @@ def test_tokens_and_texts_are_those_of_the_library(
     ]
 
 
+def test_a_prompt_begins_once(tokenizer: PromptTokenizer, coder: Tokenizer) -> None:
+    begin = coder.token_to_id("<pad>")
+    found = tokenizer.encode(["<pad>a", "a", "<pad><pad>a", "<pad>", "", "a<pad>"])
+    a = coder.encode("a", add_special_tokens=False).ids
+    assert found == [[begin, *a], [begin, *a], [begin, *a], [begin], [begin], [begin, *a, begin]]
+    assert tokenizer.repeated == 3
+
+
 def test_special_tokens_can_be_left_out(bpe: Path, coder: Tokenizer, tmp_path: Path) -> None:
     coder.save(str(tmp_path / "t.json"))
     opened = open_prompt_tokenizer(str(tmp_path / "t.json"), adds_special_tokens=False)

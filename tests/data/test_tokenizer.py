@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from composer3d import cli
 from composer3d.data.documents import Document
@@ -161,7 +161,7 @@ def test_tokens_are_those_of_the_library(bpe: Path) -> None:
     try:
         for first in range(2):  # a process takes several batches
             batch = [document(text.encode()) for text in texts[first:] if text]
-            tokens, lengths, mask = coder.encode(batch)
+            tokens, lengths, mask = coder.encode(batch)[:3]
             assert mask is None
             reference = Tokenizer.from_file(str(bpe))
             reference.no_truncation()
@@ -175,6 +175,81 @@ def test_tokens_are_those_of_the_library(bpe: Path) -> None:
     finally:
         coder.close()
     assert not children()
+
+
+# Files beside a tokenizer.json, and the name of the token that then ends a document.
+BESIDE: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "</s>"),
+    "a name": ({"tokenizer_config.json": {"eos_token": "b"}}, "b"),
+    "an object": ({"tokenizer_config.json": {"eos_token": {"content": "b"}}}, "b"),
+    "null": ({"tokenizer_config.json": {"eos_token": None}}, "</s>"),
+    "the map": ({"special_tokens_map.json": {"eos_token": "b"}}, "b"),
+    "the first of numbers": ({"generation_config.json": {"eos_token_id": [1, 2]}}, "b"),
+    "a number": ({"config.json": {"eos_token_id": 1}}, "b"),
+    "a number of the model": ({"config.json": {"eos_token_id": 99, "x": 1}}, ""),
+    "all": (
+        {
+            "tokenizer_config.json": {"eos_token": "c"},
+            "special_tokens_map.json": {"eos_token": "b"},
+            "config.json": {"eos_token_id": 0},
+        },
+        "c",
+    ),
+    "an unknown name": ({"tokenizer_config.json": {"eos_token": "</S>"}}, ""),
+}
+
+
+@pytest.mark.parametrize(("files", "end"), BESIDE.values(), ids=BESIDE)
+def test_a_document_ends_as_the_tokenizer_says(
+    tmp_path: Path, files: dict[str, Any], end: str
+) -> None:
+    vocab = {"a": 0, "b": 1, "c": 2, "</s>": 3, "[UNK]": 4}
+    coder = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    coder.save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        if not end:
+            with pytest.raises(DataError, match="to end a document; name one of its tokens with"):
+                open_tokenizer(str(path), None)
+        else:
+            opened = open_tokenizer(str(path), None)
+            opened.close()
+            assert opened.end == vocab[end]
+    opened = open_tokenizer(str(tmp_path), "c")
+    opened.close()
+    assert opened.end == 2
+    coder.save(str(tmp_path / "t.json"))  # the other files are not of this one
+    opened = open_tokenizer(str(tmp_path / "t.json"), None)
+    opened.close()
+    assert opened.end == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "x.tiktoken", "readme"]
+)
+def test_a_folder_with_another_tokenizer_is_named_with_the_way_out(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("x")
+    with pytest.raises(DataError) as caught:
+        open_tokenizer(str(tmp_path), None)
+    (line,) = caught.value.lines
+    if name == "readme":
+        assert "is a folder, not a plain file; give bytes, the path of a tokenizer.json, or" in line
+    else:
+        assert f"the folder has {name}, which is not read, and no tokenizer.json;" in line
+        assert f'AutoTokenizer.from_pretrained("{tmp_path}").save_pretrained("FOLDER")' in line
+
+
+def test_a_wrong_file_beside_the_tokenizer_is_named(bpe: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(bpe.read_bytes())
+    for content, problem in (("[", "Expecting value"), ("[]", "it is no object")):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(DataError, match=rf"tokenizer_config.json: cannot be used: {problem}"):
+            open_tokenizer(str(tmp_path), None)
+    opened = open_tokenizer(str(tmp_path), "<pad>")
+    opened.close()
 
 
 @pytest.mark.timeout(10)  # opening a pipe would wait forever

@@ -14,6 +14,7 @@ import torch
 
 from composer3d.cli import main
 from composer3d.data import Loader, open_corpus, tokens
+from composer3d.data.blend import Blend
 from composer3d.spec import token_manifest
 from composer3d.spec.errors import DataError
 from composer3d.spec.token_manifest import digest_of, digest_of_manifest
@@ -124,6 +125,16 @@ def test_a_loader_refuses_too_few_tokens_and_other_data(tmp_path: Path, folder: 
         tokenizer={"name": "moved", "digest": digest_of(b"{}")},
     )
     Loader(opened(same), seq_len=N - 1, **order).load_state_dict(state)
+    # A checkpoint of an older composer3d has the digest of the files.
+    content = {"digest": "1" * 32, "files": opened(folder).digest}
+    newer = make(tmp_path / "newer", np.arange(N, dtype="<u2"), content=content)
+    assert opened(newer).digest == "1" * 32
+    Loader(opened(newer), seq_len=N - 1, **order).load_state_dict(state)
+    blends = [
+        Loader(Blend((opened(path),) * 2, (1.0, 2.0)), seq_len=N - 1, **order)
+        for path in (folder, newer)
+    ]
+    blends[1].load_state_dict(blends[0].state_dict())
     other = make(tmp_path / "other", np.arange(1, N + 1, dtype="<u2"))
     with pytest.raises(DataError, match="the data has changed since"):
         Loader(opened(other), seq_len=N - 1, **order).load_state_dict(state)
@@ -578,6 +589,16 @@ WRONG_MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     "no files": ({"files": {}}, "files lacks tokens.bin"),
     "files of a list": ({"files": []}, "files must be an object, not a list"),
     "a key too many": ({"more": 1}, 'it has "more", which does not belong there'),
+    "content of a text": ({"content": "0" * 32}, "content must be an object, not "),
+    "content of no files": ({"content": {"digest": "0" * 32}}, "content lacks files"),
+    "content of a number": (
+        {"content": {"digest": 1, "files": "0" * 32}},
+        "content.digest has 1, not a digest",
+    ),
+    "ends of a number": ({"turn_ends": 1}, "turn_ends must be a list of tokens below vocab"),
+    "ends of bools": ({"turn_ends": [True]}, "turn_ends must be a list of tokens below vocab"),
+    "ends beyond": ({"turn_ends": [1000]}, "turn_ends must be a list of tokens below vocab"),
+    "ends twice": ({"turn_ends": [1, 1]}, "turn_ends must ascend"),
 }
 
 

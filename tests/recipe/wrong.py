@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 
 from composer3d.spec.token_manifest import digest_of, digest_of_manifest
 
+# A config.json of a Llama.
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
+HF = json.dumps(SIZES | {"model_type": "llama", "vocab_size": 300})
 # Lines 1 and 2: dim 64, 4 layers, 4 heads, 2 key-value heads, ffn 160, vocab 256.
 TINY = '[model]\npreset = "debug-tiny"\n'
 

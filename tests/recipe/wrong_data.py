@@ -1,7 +1,7 @@
 """Recipes whose run, optimizer or data breaks a rule."""
 
 from composer3d.spec.text import NAME_RULE
-from tests.recipe.wrong import TINY, Wrong, token_files
+from tests.recipe.wrong import HF, TINY, Wrong, token_files
 
 RUN = [
     Wrong(
@@ -363,6 +363,34 @@ DATA = [
         [
             'x.toml:8: validation.path = "v" was made with another tokenizer or end of document '
             "than data.path; prepare it again with the --tokenizer and --eod of data.path"
+        ],
+    ),
+    Wrong(
+        "another tokenizer than the model",
+        token_files("t", tokenizer=b'{"model": {"vocab": {"a": 0, "b": 1}}}')
+        | {
+            "x.toml": '[model]\nhf = "m"\n' + TOKENS.removeprefix(TINY),
+            "m/config.json": HF,
+            "m/tokenizer.json": '{"model": {"vocab": {"a": 0, "c": 1}}}',
+        },
+        [
+            'x.toml:5: data.path = "t" has another tokenizer than model.hf = "m": token 1 is "b" '
+            'in the data and "c" in the model; prepare the data with the tokenizer of the model, '
+            "or set data.other_tokenizer = true to train nevertheless"
+        ],
+    ),
+    Wrong(
+        "a tokenizer of the model that is none",
+        WHOLE
+        | {
+            "x.toml": '[model]\nhf = "m"\n' + TOKENS.removeprefix(TINY),
+            "m/config.json": HF,
+            "m/tokenizer.json": "[",
+        },
+        [
+            'x.toml:5: data.path = "t" has another tokenizer than model.hf = "m": they cannot be '
+            "compared: Expecting value: line 1 column 2 (char 1); prepare the data with the "
+            "tokenizer of the model, or set data.other_tokenizer = true to train nevertheless"
         ],
     ),
     Wrong(

@@ -2,18 +2,11 @@
 
 import json
 
-from tests.recipe.wrong import MOE_PRESETS, PRESETS, TINY, Wrong, shape
+from tests.recipe.wrong import HF, MOE_PRESETS, PRESETS, SIZES, TINY, Wrong, shape
 from tests.recipe.wrong_data import DATA, RUN
 from tests.recipe.wrong_experts import EXPERTS
 from tests.recipe.wrong_layouts import LAYOUTS
 
-SIZES = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-}
-HF = json.dumps(SIZES | {"model_type": "llama", "vocab_size": 300})
 HF_BIASED = json.dumps(
     SIZES | {"model_type": "llama", "vocab_size": 300, "attention_bias": True, "mlp_bias": True}
 )

@@ -15,6 +15,7 @@ from composer3d.report.page import Subject
 from composer3d.spec import events
 from composer3d.spec.errors import UserError
 from composer3d.spec.events import Event
+from composer3d.spec.tags import COUNTED_TOKENS
 from tests.report.runs import make_run, metrics_of, write_rows
 
 EVIL = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e"
@@ -77,6 +78,7 @@ def test_the_page_shows_what_happened(tmp_path: Path) -> None:
     for words in (
         "40 of 250",
         "163,840",  # tokens seen
+        COUNTED_TOKENS,
         "the loss 9 is above 3; its batch is left out",
         "from a checkpoint of step 10",
         "1 checkpoints, the last after step 10",

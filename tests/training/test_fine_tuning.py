@@ -24,7 +24,7 @@ from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
 from composer3d.training.optim import build_optimizer
 from composer3d.training.step import compute_gradients, update, validate
-from tests.data.sample_chats import END, TEXT, write_lines, write_tokenizer
+from tests.data.sample_chats import TEXT, write_lines, write_tokenizer
 
 STEPS, SEQ_LEN, ROWS, LR, DECAY = 20, 48, 4, 3e-3, 0.1
 WORDS = TEXT.split()
@@ -107,7 +107,7 @@ def encode(folder: Path) -> tuple[Tensor, Tensor]:
     """Return all tokens and their labels, made with transformers' tokenizer from the JSONL."""
     transformers = pytest.importorskip("transformers")
     coder = transformers.PreTrainedTokenizerFast.from_pretrained(folder / "tok")
-    end = coder.convert_tokens_to_ids(END)
+    end = coder.eos_token_id
     tokens, labels = [], []
     for line in (folder / "x.jsonl").read_text().splitlines():
         example = json.loads(line)

@@ -10,6 +10,7 @@ from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from composer3d.spec.tags import COUNTED_TOKENS
 from composer3d.training.tensorboard import TOKENS_FOLDER, TensorBoard
 
 TOKENS = 1000
@@ -32,6 +33,7 @@ def write(run_dir: Path, steps: range, *, start_step: int = 0, not_before_s: flo
     for step in steps:
         board.add_scalar("loss", 10.0 / step, step)
         board.add_scalar("grad_norm/head", 1.0, step)
+        board.add_scalar("tokens_per_s", 1.0, step)
         if step % 2 == 0:
             board.add_scalar("validation_loss", 5.0, step)
     board.flush()
@@ -74,7 +76,8 @@ def test_tags_have_descriptions(shown: EventMultiplexer) -> None:
 
     assert "nats per valid token" in description("run", "loss/train")
     assert "this part of the model" in description("run", "grad_norm/head")
-    assert "counts tokens" in description(f"run/{TOKENS_FOLDER}", "loss_by_tokens/train")
+    assert COUNTED_TOKENS in description(f"run/{TOKENS_FOLDER}", "loss_by_tokens/train")
+    assert COUNTED_TOKENS in description("run", "speed/tokens_per_s")
 
 
 def test_the_dashboard_begins_with_what_matters(shown: EventMultiplexer) -> None:

@@ -263,6 +263,10 @@ def _parse_rope(
 
     older_key = unread.pop("type", "default")
     rope_type = unread.pop("rope_type", older_key)
+    if rope_type == "linear" and is_number(unread.get("factor")) and unread["factor"] == 1:
+        # A linear scaling divides the positions by its factor: 1 changes nothing.
+        rope_type = "default"
+        del unread["factor"]
     is_known = rope_type in ("default", "llama3")
     require(is_known, f"{place}.rope_type", rope_type, '"default" or "llama3"')
 

@@ -219,6 +219,19 @@ def test_positions_are_read_in_every_notation(written: dict[str, Any], tmp_path:
     assert theirs["rope_type"] == "llama3"
 
 
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("factor", [1, 1.0])
+def test_a_linear_scaling_by_one_is_none(
+    place: str, key: str, factor: float, tmp_path: Path
+) -> None:
+    written = {place: {key: "linear", "factor": factor}}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | written))
+    shape = hf.read_shape(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert shape == hf.read_shape(tmp_path)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_survive_a_round_trip(preset: str) -> None:
     shape = PRESETS[preset]
@@ -309,6 +322,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "yarn": (
         {"rope_scaling": {"type": "yarn", "factor": 4.0}},
         [f'rope_scaling.rope_type = "yarn" {RULE} "default" or "llama3"'],
+    ),
+    "linear": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        [f'rope_scaling.rope_type = "linear" {RULE} "default" or "llama3"'],
     ),
     "half a stretch": (
         {

@@ -119,6 +119,7 @@ TABLES: dict[str, dict[str, Any]] = {
         "micro_batch": _ints(1, 2**20),
         "packing": ("none", "documents", "whole_documents"),
         "seed": _SEED,
+        "other_tokenizer": bool,
     },
     "optim": {
         "lr": _floats(0, 10, above=True),

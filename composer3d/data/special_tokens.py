@@ -1,0 +1,87 @@
+"""The special tokens that the files beside a tokenizer.json name: which token ends a text."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from composer3d.recipe.values import one_line
+from composer3d.spec.errors import DataError
+from composer3d.spec.files import parse_json, read_plain
+from composer3d.spec.token_manifest import TOKENIZER
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+# The files that name the token that ends a text, best first: by a name, then by its number.
+BY_NAME = (TOKENIZER_CONFIG, "special_tokens_map.json")
+BY_NUMBER = ("generation_config.json", "config.json")
+_FILE_BYTES = 64 << 20
+
+
+def read_own_ends(path: Path) -> tuple[str | int, ...]:
+    """Return the tokens that end a text, as ``own_ends``, by the files beside a tokenizer.json.
+
+    Args:
+        path: its path. Files beside a file of another name belong to something else.
+
+    Raises:
+        DataError: a file cannot be read, or is no JSON object.
+    """
+    files = {}
+    for name in (*BY_NAME, *BY_NUMBER) if path.name == TOKENIZER else ():
+        content = read_beside(path.with_name(name), _FILE_BYTES)
+        if content is not None:
+            files[name] = parse_object(content, path.with_name(name))
+    return own_ends(files)
+
+
+def own_ends(files: Mapping[str, Mapping[str, Any]]) -> tuple[str | int, ...]:
+    """Return the names or numbers of tokens that end a text, best first.
+
+    The tuple is empty if the files name none. Of several numbers in a file, the first ends a text,
+    and the others end turns of conversations.
+
+    Args:
+        files: the objects in the files of a model, by the names of the files.
+    """
+    found: list[str | int] = []
+    for name in BY_NAME:
+        value = token_name(files.get(name, {}).get("eos_token"))
+        if value is not None:
+            found.append(value)
+    for name in BY_NUMBER:
+        numbers = files.get(name, {}).get("eos_token_id")
+        first = numbers[0] if isinstance(numbers, list) and numbers else numbers
+        if type(first) is int:
+            found.append(first)
+    return tuple(dict.fromkeys(found))
+
+
+def token_name(value: Any) -> str | None:
+    """Return the name of a token in a tokenizer_config.json: a text, or an object with one."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def read_beside(path: Path, limit: int) -> bytes | None:
+    """Read a file; None if there is none. Raises DataError if it cannot be read."""
+    try:
+        return read_plain(path, limit=limit)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{one_line(str(path))}: cannot be read: {reason}") from None
+
+
+def parse_object(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises DataError, which names ``path``, if it is none."""
+    try:
+        value = parse_json(content)
+        if not isinstance(value, dict):
+            raise ValueError("it is no object")
+    except ValueError as error:
+        raise DataError(
+            f"{one_line(str(path))}: cannot be used: {one_line(str(error))[:300]}"
+        ) from None
+    return value

@@ -1,0 +1,81 @@
+"""The tokenizer of the data is that of the weights that a run starts from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer3d import cli
+from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import DataTable
+from composer3d.recipe.tokenizers import find_difference
+from composer3d.spec.errors import RecipeError
+from composer3d.spec.tokenizer_file import Difference, first_difference, make_byte_tokenizer
+from tests.recipe.wrong import HF, token_files
+
+BPE: dict[str, Any] = {
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
+    "added_tokens": [{"id": 3, "content": "</s>", "special": True}],
+    "post_processor": None,
+}
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    return {**BPE, **parts, "model": {**BPE["model"], **parts.pop("model", {})}}
+
+
+# Another tokenizer, and where it differs.
+OTHERS: dict[str, tuple[dict[str, Any], tuple[str, str | None, str | None] | None]] = {
+    "the same": (changed(), None),
+    "pairs": (changed(model={"merges": [["a", "b"]]}), None),
+    "what adds tokens": (changed(post_processor={"type": "ByteLevel"}), None),
+    "a name": (changed(model={"vocab": {"a": 0, "c": 1, "ab": 2}}), ("token 1", "b", "c")),
+    "fewer": (changed(model={"vocab": {"a": 0, "b": 1}}), ("token 2", "ab", None)),
+    "more": (
+        changed(added_tokens=[*BPE["added_tokens"], {"id": 4, "content": "<x>"}]),
+        ("token 4", None, "<x>"),
+    ),
+    "not special": (
+        changed(added_tokens=[{"id": 3, "content": "</s>", "special": False}]),
+        ("special token 3", "</s>", None),
+    ),
+    "another merge": (changed(model={"merges": ["b a"]}), ("merge 0", "a b", "b a")),
+    "wrong values": (
+        {"model": {"vocab": {"a": "x"}, "merges": 7}, "added_tokens": [7, {"id": "3"}]},
+        ("token 0", "a", None),
+    ),
+    "pieces": ({"model": {"vocab": [["a", 0.1], ["b", 1], 7]}}, ("token 2", "ab", None)),
+}
+
+
+@pytest.mark.parametrize(("other", "expected"), OTHERS.values(), ids=OTHERS)
+def test_vocabulary_special_tokens_and_merges_are_compared(other: Any, expected: Any) -> None:
+    found = first_difference(json.dumps(BPE).encode(), json.dumps(other, indent=1).encode())
+    assert found == (None if expected is None else Difference(*expected))
+
+
+def test_a_recipe_may_insist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = token_files("t", tokenizer=json.dumps(BPE).encode())
+    files |= {"m/config.json": HF, "m/tokenizer.json": make_byte_tokenizer()}
+    files["x.toml"] = '[model]\nhf = "m"\n[data]\nsource = "tokens"\npath = "t"\nseq_len = 8\n'
+    for name, content in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(RecipeError, match=r'"t" has another tokenizer than model.hf = "m": token'):
+        load("x.toml")
+    load("x.toml", ["data.other_tokenizer=true"])
+    # A run with checkpoints of its own does not read the folder.
+    Path("runs/run/checkpoints").mkdir(parents=True)
+    load("x.toml", ["run.name=run"])
+    # Data of bytes fits a model of bytes alone.
+    Path("a.txt").write_text("some words")
+    assert cli.main(["prepare", "a.txt", "-o", "bytes", "--tokenizer", "bytes"]) == 0
+    load("x.toml", ["data.path=bytes"])
+    Path("m/tokenizer.json").write_text(json.dumps(BPE))
+    table = DataTable(source="tokens", path="bytes")
+    assert find_difference(table, "m") == 'token 0 is "\\u0000" in the data and "a" in the model'
+    assert find_difference(DataTable(source="text", path="a.txt"), "m") is None
+    Path("m/tokenizer.json").unlink()
+    assert find_difference(table, "m") is None
