@@ -27,7 +27,7 @@ _REFERENCE = re.compile(
     re.DOTALL,
 )
 _HERE = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
-_REDIRECTION = re.compile(r"(?:<<<|[<>]{1,2}[&|]?)[ \t]*")
+_REDIRECTION = re.compile(r"(?:<<<|&>{1,2}|[<>]{1,2}[&|]?)[ \t]*")
 _KEYWORDS = frozenset(("then", "do", "done", "{", "}", "!", "time", "exec", "for"))
 _DECLARING = frozenset(("export", "local", "readonly", "declare", "typeset"))
 
@@ -48,7 +48,7 @@ class _Statement(NamedTuple):
     line: int
     words: "list[_Word]"
     array: "list[_Word] | None"  # the elements, if the last word is NAME=( or NAME+=(
-    end: str  # what ended it: a line break, ; & | ( ) or nothing
+    end: str  # what ended it: a line break, ; & && | || ( ) or nothing
 
 
 class Command(NamedTuple):
@@ -80,17 +80,19 @@ class Script:
     undecided: list[str] = field(default_factory=list)
 
 
-def read_script(text: str, name: str) -> Script:
+def read_script(text: str, name: str, *, takes_branches: bool = False) -> Script:
     """Read the text of a shell script.
 
     Args:
         text: the script, at most as long as ``source`` allows.
         name: the file, for messages.
+        takes_branches: whether a variable that is set again under a condition that is not decided
+            has its new value. By default it keeps the one before.
 
     Raises:
         RecipeError: variables expand to too much text.
     """
-    reader = _Reader(name)
+    reader = _Reader(name, takes_branches)
     tokenizer = _Tokenizer(text)
     for statement in tokenizer.statements():
         reader.add(statement)
@@ -105,6 +107,7 @@ class _Reader:
     """Evaluates statements in order."""
 
     name: str
+    takes_branches: bool = False
     script: Script = field(default_factory=Script)
     # For each ``if`` or ``case`` around this place, the innermost last: whether this branch runs
     # (None: not known), and whether an earlier one has run.
@@ -123,7 +126,7 @@ class _Reader:
                 return
             self._enter()
         is_conditional = self.follows
-        self.follows = statement.end in "&|" and bool(statement.end)
+        self.follows = statement.end in ("&&", "||")
         words = list(statement.words)
         is_declared = False
         while words and (plain := _plain(words[0])) is not None:
@@ -179,9 +182,9 @@ class _Reader:
         for statement in self.condition:
             one = self._verdict(statement)
             pair = (verdict, one)
-            if operator == "&":
+            if operator == "&&":
                 verdict = False if False in pair else (None if None in pair else True)
-            elif operator == "|":
+            elif operator == "||":
                 verdict = True if True in pair else (None if None in pair else False)
             else:
                 verdict = one
@@ -229,7 +232,8 @@ class _Reader:
                 f"{self.name}:{line}: {name} is set again under a condition, which is not decided: "
                 f"its value before, {_short(before)}, is used"
             )
-            return
+            if not self.takes_branches:
+                return
         for value in values:
             self._count(value, line)
         variables[name] = values
@@ -388,14 +392,16 @@ class _Tokenizer:
             elif char == ")" and self._is_open:
                 self.position += 1
                 self._is_open = False
-            elif char in ";&|()":
-                self.position += 1
+            elif char in ";&|()" and not text.startswith("&>", self.position):
+                end = char * 2 if char in "&|" and text[self.position + 1 :][:1] == char else char
+                self.position += len(end)
                 if words:
-                    yield _Statement(line, words, array, char)
+                    yield _Statement(line, words, array, end)
                 words, array = [], None
                 self._is_open = False
-            elif char in "<>":
-                if words and self.position == ended and (_plain(words[-1]) or "").isdecimal():
+            elif char in "<>&":
+                is_joined = words and self.position == ended and char != "&"
+                if is_joined and (_plain(words[-1]) or "").isdecimal():
                     del words[-1]  # the 2 of ``2>&1``
                 self._redirect()
             else:
