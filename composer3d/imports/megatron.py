@@ -168,6 +168,10 @@ def _virtual_stages(made: Translation) -> tuple[int | None, tuple[str, ...]]:
 
 
 def _set_model(made: Translation, tp: int) -> None:
+    experts = made.settings.get("num_experts")
+    if experts is not None and str(experts.value) == "1" and made.model is None:
+        made.harmless.append(experts.shown)  # no layer has a choice: they are dense
+        del made.settings["num_experts"]
     made.copy_plain_words()
     heads = made.value("model.n_heads")
     groups = made.number("num_query_groups")
@@ -487,18 +491,15 @@ def _set_schedule(made: Translation) -> None:
     made.assume("optim.weight_decay", 0.01, "the default of --weight-decay")
 
     batch, length = made.value("data.global_batch", 1), made.value("data.seq_len", 1)
-    steps = _steps(made, "train_iters", "train_samples", batch)
-    tokens = made.real("train_tokens")
-    if steps is None and tokens is not None:
-        steps = max(1, int(tokens) // max(1, batch * length))
-        made.take("run.steps", steps, "train_tokens", note=f"/ ({batch} x {length})")
-    elif steps is not None:
-        word = "train_iters" if "train_iters" in made.settings else "train_samples"
-        made.take("run.steps", steps, word)
-    made.ignore("train_samples", "train_tokens")
+    steps = _steps(made, "train", batch, length)
+    words = [word for word in _counts("train") if word in made.settings]
+    if steps is not None:
+        note = f"/ ({batch} x {length})" if words[0] == "train_tokens" else ""
+        made.take("run.steps", max(1, steps), words[0], note=note)
+    made.ignore(*words)
 
-    decay = _steps(made, "lr_decay_iters", "lr_decay_samples", batch)
-    warmup = _steps(made, "lr_warmup_iters", "lr_warmup_samples", batch)
+    decay = _steps(made, "lr_decay", batch, length)
+    warmup = _steps(made, "lr_warmup", batch, length)
     fraction = made.real("lr_warmup_fraction")
     style = (made.text("lr_decay_style") or "linear").lower()
     if style not in _STYLES:
@@ -510,21 +511,21 @@ def _set_schedule(made: Translation) -> None:
         made.assume("optim.schedule", "linear", "the default of --lr-decay-style")
     if style == "constant":
         made.drop("optim.min_lr")
-        made.ignore("lr_decay_iters", "lr_decay_samples")
+        made.ignore(*_counts("lr_decay"))
     elif decay is not None:
-        made.take("optim.decay", decay, "lr_decay_iters", "lr_decay_samples")
+        made.take("optim.decay", decay, *_counts("lr_decay"))
     if fraction is not None and (decay or steps):
         computed = round(fraction * (decay or steps or 1))
         if warmup:
             made.contradict(
-                f"{made.words('lr_warmup_iters', 'lr_warmup_samples')} and "
+                f"{made.words(*_counts('lr_warmup'))} and "
                 f"{made.words('lr_warmup_fraction')}: the fraction is used, {computed} steps"
             )
         made.take("optim.warmup", computed, "lr_warmup_fraction", note=f"of {decay or steps} steps")
     elif warmup is not None:
-        made.take("optim.warmup", warmup, "lr_warmup_iters", "lr_warmup_samples")
-    made.ignore("lr_warmup_iters", "lr_warmup_samples")
-    final = _steps(made, "lr_wsd_decay_iters", "lr_wsd_decay_samples", batch)
+        made.take("optim.warmup", warmup, *_counts("lr_warmup"))
+    made.ignore(*_counts("lr_warmup"))
+    final = _steps(made, "lr_wsd_decay", batch, length)
     if final is not None and style == "wsd":
         made.take("optim.decay_steps", final, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
     shape = made.text("lr_wsd_decay_style")
@@ -537,13 +538,18 @@ def _set_schedule(made: Translation) -> None:
     made.ignore("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
 
-def _steps(made: Translation, iterations: str, samples: str, batch: int) -> int | None:
-    """Return a number of steps, which may be given in samples."""
-    count = made.number(iterations)
-    if count is None:
-        count_samples = made.number(samples)
-        count = count_samples // batch if count_samples is not None else None
-    return count
+def _counts(what: str) -> tuple[str, str, str]:
+    """Return the words that give a number of steps: in steps, in samples, and in tokens."""
+    return f"{what}_iters", f"{what}_samples", f"{what}_tokens"
+
+
+def _steps(made: Translation, what: str, batch: int, length: int) -> int | None:
+    """Return a number of steps, which may be given in samples or in tokens."""
+    for word, unit in zip(_counts(what), (1, batch, batch * length), strict=True):
+        count = made.real(word)
+        if count is not None:
+            return int(count) // max(1, unit)
+    return None
 
 
 def _set_run(made: Translation) -> None:

@@ -28,6 +28,7 @@ _REFERENCE = re.compile(
 )
 _HERE = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
 _REDIRECTION = re.compile(r"(?:<<<|&>{1,2}|[<>]{1,2}[&|]?)[ \t]*")
+_REDIRECTED = re.compile(r"(?:&>{1,2}|[0-9]?>{1,2}&?)")
 _KEYWORDS = frozenset(("then", "do", "done", "{", "}", "!", "time", "exec", "for"))
 _DECLARING = frozenset(("export", "local", "readonly", "declare", "typeset"))
 
@@ -264,9 +265,9 @@ class _Reader:
         self._count(text, line)
         if any(part.is_quoted for part in word):
             # ``bash -c "python pretrain_gpt.py --lr 1"`` and ``eval "$COMMAND"`` hold a command.
-            yield from text.split() if re.search(r"\s--\w", text) else [text]
+            yield from _split(text) if re.search(r"\s--\w", text) else [text]
         else:
-            yield from text.split()
+            yield from _split(text)
 
     def expand(self, text: str, line: int) -> str:
         """Expand variables and arithmetic; what is unknown stays as it is written."""
@@ -317,6 +318,25 @@ class _Reader:
             return str(arithmetic(inner, divides_whole=True))
         except ValueError:
             return text
+
+
+def _split(text: str) -> Iterator[str]:
+    """Split a text at white space outside of ``$(...)`` and the like, and skip redirections."""
+    pieces: list[str] = []
+    start = position = 0
+    while position < len(text):
+        if text[position].isspace():
+            pieces.append(text[start:position])
+            start = position = position + 1
+        else:
+            is_expansion = text[position] in "$`"
+            position = _end_of_expansion(text, position) if is_expansion else position + 1
+    skips = False
+    for piece in filter(None, [*pieces, text[start:]]):
+        match = _REDIRECTED.match(piece)
+        if not skips and not match:
+            yield piece
+        skips = match is not None and match.end() == len(piece)
 
 
 def _plain(word: _Word) -> str | None:

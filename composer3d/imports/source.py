@@ -47,6 +47,7 @@ _PRETRAIN = re.compile(r"(?:^|/)pretrain_\w+\.py$")
 _OUTSIDE = re.compile(r"\$(?:[@*]|\{[@*][^}]*\})")  # the arguments of the caller
 _MEGATRON, _DEEPSPEED = index_of(MEGATRON), index_of(DEEPSPEED)
 _HUGGING_FACE = ("architectures", "model_type", "transformers_version")
+_DECIDING_KEYS = ("model.", "mesh.", "parallel.", "data.", "optim.", "precision.", "run.steps")
 _LEAST_WORDS = 2  # that only one program has, for a file to be its own
 _KINDS = (
     "import reads a shell script or a Python dict with arguments of Megatron-LM, a DeepSpeed JSON, "
@@ -245,7 +246,7 @@ def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source
 
 
 def _key(entry: Entry) -> str:
-    return entry.path[-1].replace("-", "_")
+    return entry.path[-1].lstrip("-").replace("-", "_")
 
 
 def _recognised(found: dict[str, set[str]], keys: set[str], name: str) -> str:
@@ -405,12 +406,17 @@ def _read_shell(text: str, name: str) -> Source:
     for other in found:
         for word, one in other.settings.items():
             mine = source.settings.get(word)
-            decides = word in _MEGATRON and (_MEGATRON[word].ours or _MEGATRON[word].decides)
-            if decides and (mine is None or str(mine.value) != str(one.value)):
+            if _decides(word) and (mine is None or str(mine.value) != str(one.value)):
                 shown = f"{mine.shown} ({mine.place})" if mine is not None else f"no {word}"
                 line = f"{one.shown} ({one.place}) under another condition or in another command"
                 source.open.setdefault(word, f"{line}: {shown} is used")
     return source
+
+
+def _decides(name: str) -> bool:
+    """Return whether an argument of Megatron-LM decides what is trained, as far as it is known."""
+    word = _MEGATRON.get(name)
+    return word is not None and (word.decides or word.ours.startswith(_DECIDING_KEYS))
 
 
 def _source_of(script: Script, text: str, name: str) -> tuple[Source, Command]:
@@ -452,7 +458,9 @@ def _source_of(script: Script, text: str, name: str) -> tuple[Source, Command]:
     found["DeepSpeed"] = {one.name for one in ds} & _OWN["DeepSpeed"]
     if _recognised(found, keys, name) == "DeepSpeed":
         return _single("DeepSpeed", [*options, *ds]), best
-    options += [setting("program", word, f"{name}:{best.line}") for word in programs[:1]]
+    options += [
+        setting("program", os.path.basename(word), f"{name}:{best.line}") for word in programs[:1]
+    ]
     return _together(options, ds), best
 
 

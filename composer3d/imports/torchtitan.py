@@ -38,8 +38,14 @@ _DEBUG_LLAMA = {
     "vocab": 2048,
     "rope_theta": 500_000.0,
 }
-# Words that 0.1 has and 0.2 has not.
-_OLD_WORDS = ("training.compile", "model.tokenizer_path", "lr_scheduler.lr_min")
+# Words that 0.1 and older versions have, and 0.2 has not.
+_OLD_WORDS = (
+    "training.compile",
+    "training.batch_size",
+    "training.warmup_steps",
+    "model.tokenizer_path",
+    "lr_scheduler.lr_min ",
+)
 
 _LAYOUT = {
     "tp": "parallelism.tensor_parallel_degree",
@@ -148,7 +154,9 @@ def _set_model(made: Translation) -> None:
     else:
         made.take("model.preset", preset, *words)
     if name == "llama3":
-        is_old = any(word in made.settings for word in _OLD_WORDS)
+        is_old = any(found.shown.startswith(_OLD_WORDS) for found in made.settings.values())
+        if is_old and preset is None:
+            made.ask("the sizes of this model have changed with the versions", "model.flavor")
         factor = 1.0 if is_old else 8.0
         made.drop("model.rope_factor")
         made.assume(

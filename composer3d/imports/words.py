@@ -312,12 +312,14 @@ MEGATRON = [
     _computed("lr_decay_style", "optim.schedule", "linear if absent; WSD is wsd"),
     _computed("lr_decay_iters", "optim.decay", "the step that reaches min_lr"),
     _computed("lr_decay_samples", "optim.decay", "over the global batch"),
+    _computed("lr_decay_tokens", "optim.decay", "over global batch x sequence"),
     _computed("lr_wsd_decay_iters", "optim.decay_steps", "with WSD"),
     _computed("lr_wsd_decay_samples", "optim.decay_steps", "over the global batch, with WSD"),
     _computed("lr_wsd_decay_style", "", "the decay of ours is linear"),
     _computed("lr_warmup_iters", "optim.warmup", "steps", "warmup_steps", "warmup_iters"),
     _computed("lr_warmup_fraction", "optim.warmup", "of the steps of the decay"),
     _computed("lr_warmup_samples", "optim.warmup", "over the global batch"),
+    _computed("lr_warmup_tokens", "optim.warmup", "over global batch x sequence"),
     _computed("train_iters", "run.steps", "steps", "train_steps", "max_steps"),
     _computed("train_samples", "run.steps", "over the global batch"),
     _computed(
@@ -389,11 +391,15 @@ MEGATRON = [
     _computed("deepspeed_config", "", "read from a here-document of the script, or else open"),
     # What has no equal, and decides.
     *_open(_DROPOUT, "dropout lora_dropout"),
-    *_open("whole heads are rotated", "rotary_percent", fits=("1", "1.0")),
+    *_open(
+        "whole heads are rotated, by whole positions",
+        "rotary_percent rotary_seq_len_interpolation_factor",
+        fits=("1", "1.0", "none"),
+    ),
     *_open(
         _LLAMA,
         """
-        rotary_interleaved rotary_seq_len_interpolation_factor squared_relu openai_gelu
+        rotary_interleaved squared_relu openai_gelu
         apply_layernorm_1p apply_residual_connection_post_layernorm multi_latent_attention
         mtp_num_layers q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale
         mscale_all_dim rotary_scaling_factor layernorm_zero_centered_gamma add_position_embedding
@@ -412,7 +418,7 @@ MEGATRON = [
         """
         rampup_batch_size step_batch_size_schedule start_weight_decay end_weight_decay
         lr_warmup_init decoupled_lr decoupled_min_lr head_lr_mult apply_wd_to_qk_layernorm
-        decrease_batch_size_if_needed lr_decay_tokens lr_warmup_tokens
+        decrease_batch_size_if_needed
         """,
     ),
     *_open(_ALIKE, "weight_decay_incr_style", fits=("constant",)),
@@ -865,6 +871,7 @@ TORCHTITAN = [
         "parallelism.fsdp_reshard_after_forward",
         "parallel.zero",
         "always 3, never 2, or 1 with pp; default: 3, or 1 with pp. DDP alone is 0",
+        "training.fsdp_reshard_after_forward",
     ),
     _computed(
         "parallelism.disable_loss_parallel",
@@ -936,7 +943,6 @@ TORCHTITAN = [
         "training.enable_float8_linear",
         "precision.matmul",
         "float8",
-        "training.fp8_linear",
         "float8.enable_float8_linear",
     ),
     _computed("optimizer.name", "", "ours is AdamW; others are open"),
@@ -1013,6 +1019,7 @@ TORCHTITAN = [
     ),
     *_open(_LLAMA, "model.norm_type", fits=("rmsnorm", "fused_rmsnorm", "compiled_rmsnorm")),
     *_open("parts of their program would be replaced", "override.*"),
+    *_open("set precision.matmul", "training.fp8_linear"),
     *_open(
         "names another file or module, which is not read: give what it says with --set",
         "job.custom_config_module experimental.custom_* experimental.custom_args_module",
@@ -1206,7 +1213,8 @@ NANOTRON = [
     *_open(
         _LLAMA,
         """
-        model.model_config.rope_interleaved model.model_config.no_rope_layer
+        model.model_config.rope_interleaved model.model_config.interleaved_rotary
+        model.model_config.no_rope_layer model.init_method.use_mup
         model.model_config.rope_seq_len_interpolation_factor model.model_config.z_loss_enabled
         model.model_config.moe_config.layers model.model_config.pretraining_tp
         model.model_config.is_mamba_config model.model_config.is_starcoder2_config
@@ -1223,7 +1231,8 @@ NANOTRON = [
         model.model_config.is_moe model.model_config.moe_config.use_torch_permute
         model.model_config.moe_config.token_dispatcher_type
         model.model_config.moe_config.use_haystack
-        model.model_config.log_attn_probs model.model_config.ring_attn_heads_k_stride
+        model.model_config.z_loss_coefficient model.model_config.log_attn_probs
+        model.model_config.ring_attn_heads_k_stride
         model.model_config._use_* model.ddp_bucket_cap_mb
         optimizer.optimizer_factory.torch_adam_is_fused optimizer.torch_adam_is_fused
         parallelism.tp_linear_async_communication parallelism.tp_recompute_allgather
