@@ -42,7 +42,8 @@ def _set_model(made: Translation) -> None:
             f"{made.file}: {made.words(*words) or 'the model'}: is not read; give the nearest "
             "preset with --model, or its folder with --set model.hf=DIR"
         )
-    made.ignore(*words)
+    if made.words(*words):
+        made.lose("weights are not read; start from them with model.hf or checkpoint.init", *words)
     dtype = (made.text("model.torch_dtype") or "auto").lower().removeprefix("torch.")
     if dtype in ("bfloat16", "bf16"):
         made.lose("parameters and optimizer are float32, compute is bfloat16", "model.torch_dtype")

@@ -327,8 +327,9 @@ def _note_other_layers(made: Translation, is_gated: bool) -> None:
         made.ask("the model is no decoder of text; the recipe is a Llama", "program")
     made.ignore("program")
 
+    plain = [name for name in ("squared_relu", "openai_gelu") if made.flag(name)]
     units = ["quick_geglu", "glu_activation", "activation_func", "gated_linear_unit", "swiglu"]
-    said = [name for name in units if name in made.settings]
+    said = plain + [name for name in units if name in made.settings]
     is_ours = made.flag("swiglu") or (made.text("glu_activation") or "").lower() == "swiglu"
     is_ours = is_ours or _activation(made) in _GATED
     if (made.flag("quick_geglu") or not is_ours) and (said or made.has_defaults):
@@ -338,7 +339,8 @@ def _note_other_layers(made: Translation, is_gated: bool) -> None:
 
     norm = (made.text("normalization") or "LayerNorm").lower()
     if norm != "rmsnorm" and _is_said(made, "normalization"):
-        made.ask(f"{norm}; the recipe has RMSNorm", "normalization")
+        said = "no RMSNorm" if "normalization" in made.settings else "LayerNorm, the default"
+        made.ask(f"{said}; the recipe has RMSNorm", "normalization")
     kind = (made.text("position_embedding_type") or "learned_absolute").lower()
     is_rotary = kind == "rope" or made.flag("use_rotary_position_embeddings")
     if not is_rotary and _is_said(made, "position_embedding_type"):

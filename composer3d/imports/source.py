@@ -237,7 +237,8 @@ def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source
         if depth >= 0 and not _is_megatron(word, _key(entry)):
             ds.append(setting(_bounded(word), entry.value, place(entry)))
         else:
-            key = _key(entry) if _key(entry) in _MEGATRON else ".".join(entry.path)
+            is_word = find_word(_MEGATRON, _key(entry)) is not None
+            key = _key(entry) if is_word else ".".join(entry.path)
             megatron.append(setting(_bounded(key), entry.value, place(entry)))
     source = _together(megatron, ds)
     sections = {entry.path[0] for entry in entries if len(entry.path) > 1}

@@ -327,7 +327,8 @@ class Translation:
                 without_equal.setdefault(word.note, []).append(found.shown)
         for reason, words in without_equal.items():
             self.lost.append(f"{', '.join(words)}: {reason}")
-        for key in sorted(self.accepted - self._asked):
+        said = set(map(point_name, self.settings))
+        for key in sorted(self.accepted - self._asked - said):
             keys = ", ".join(self.open) or "none"
             self.problems.append(f"--accept {one_line(key)}: no such point is open; open: {keys}")
         if len(self.open) > _MOST_OPEN:

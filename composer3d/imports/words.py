@@ -1317,6 +1317,7 @@ AUTOMODEL = [
     _computed("fp8.enabled", "precision.matmul", "float8, for a model without experts"),
     *_open(_OTHER_JOB, "peft.* quantization.* teacher_* kd_* kd_ratio qat.* recipe_args.*"),
     *_open(_CUT, "distributed.pipeline.layers_per_stage autopipeline.layers_per_stage"),
+    *_open("ours is always decoupled, as in AdamW", "optimizer.adam_w_mode", fits=("true", "1")),
     *_without_equal(
         "the recipe trains on a text; which class of theirs does it is not read",
         "recipe recipe._target_ model._target_ model.config._target_ loss_fn.* step_scheduler.*",
