@@ -776,7 +776,8 @@ def _add_import_arguments(command: argparse.ArgumentParser) -> None:
         "file",
         metavar="FILE",
         help="a shell script or a Python dict with arguments of Megatron-LM, a DeepSpeed JSON, a "
-        "torchtitan TOML or a nanotron YAML; it is read as text, and nothing in it is executed",
+        "torchtitan TOML or JSON, or a YAML of nanotron, NeMo Automodel or Megatron-Bridge; it is "
+        "read as text, and nothing in it is executed",
     )
     command.add_argument(
         "-o",
@@ -792,6 +793,15 @@ def _add_import_arguments(command: argparse.ArgumentParser) -> None:
         "--model",
         metavar="PRESET",
         help="model whose sizes complete those of the file; a DeepSpeed JSON has none",
+    )
+    command.add_argument(
+        "--accept",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="accept an open point: something that decides what is trained, and that the recipe "
+        "does not say. With open points, the recipe is a draft, which no command runs, and the "
+        "exit status is 1; may be repeated",
     )
     _add_sets(command)
 

@@ -16,9 +16,10 @@ def run(
     sets: list[str],
     gpus: int | None,
     model: str | None,
+    accept: list[str],
     as_json: bool,
 ) -> int:
-    """Write the recipe, and print what was taken over, what has no equal and what contradicts.
+    """Write the recipe, and print what was taken over, what has no equal and what is open.
 
     Args:
         file: the configuration.
@@ -26,27 +27,29 @@ def run(
         sets: values of the recipe, each ``table.key=value``.
         gpus: the number of GPUs; None: what the file says.
         model: a preset that gives the sizes that the file lacks.
+        accept: the keys of open points that the user accepts.
         as_json: whether to print one JSON object as the last line.
 
     Returns:
-        The exit status 0.
+        The exit status: 0, or 1 if the recipe is a draft with open points.
 
     Raises:
         UserError: no recipe can be made, or ``out`` cannot be written.
     """
     if out is not None and Path(out).exists():
         raise UserError(f"-o {out}: the file exists; choose another name")
-    imported = import_file(file, sets, gpus=gpus, model=model)
+    imported = import_file(file, sets, gpus=gpus, model=model, accept=accept)
+    status = 1 if imported.made.open else 0
     if out is not None:
         _write(imported.text, Path(out))
     if as_json:
         print(json.dumps(_as_json(imported)))
-        return 0
+        return status
     if out is None:
         print(imported.text, end="")
     report = sys.stderr if out is None else sys.stdout
     print(*_report(imported, out), sep="\n", file=report)
-    return 0
+    return status
 
 
 def _write(text: str, path: Path) -> None:
@@ -60,7 +63,7 @@ def _write(text: str, path: Path) -> None:
 def _as_json(imported: Imported) -> dict[str, Any]:
     made = imported.made
     return {
-        "ok": True,
+        "ok": not made.open,
         "program": made.program,
         "world_size": imported.resolved.recipe.world_size,
         "recipe": imported.text,
@@ -69,6 +72,7 @@ def _as_json(imported: Imported) -> dict[str, Any]:
         "no_equal": made.lost,
         "no_difference": made.harmless,
         "contradictions": made.contradictions,
+        "open": made.open,
     }
 
 
@@ -80,12 +84,18 @@ def _report(imported: Imported, out: str | None) -> list[str]:
         ("not in the file", made.assumed),
         ("no equal", made.lost),
         ("contradictions", made.contradictions),
+        ("open points", [f"{key}: {line}" for key, line in made.open.items()]),
     ):
         lines.append(f"{title}:" if entries else f"{title}: none")
         lines += [f"  {entry}" for entry in entries]
     if made.harmless:
         lines.append(f"no difference here: {', '.join(made.harmless)}")
-    if out is not None:
+    if made.open:
+        lines.append(
+            f"{out or 'the recipe'} is a draft, which no command runs: settle each open point in "
+            "it and delete its line in [open], or import again with --accept KEY for each"
+        )
+    elif out is not None:
         lines.append(
             f"the recipe is {out}; next: composer3d check {out} --gpus {recipe.world_size}"
         )

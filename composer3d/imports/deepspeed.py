@@ -1,7 +1,7 @@
 """Translate a DeepSpeed configuration."""
 
 from composer3d.imports.layout import read_layout, set_layout
-from composer3d.imports.shared import note_adamw, set_dtype
+from composer3d.imports.shared import note_adamw, note_whole_experts, set_dtype
 from composer3d.imports.translation import Setting, Translation
 
 # Keys that only a DeepSpeed configuration has.
@@ -9,6 +9,9 @@ MARKERS = (
     "zero_optimization",
     "train_micro_batch_size_per_gpu",
     "train_batch_size",
+    "torch_autocast",
+    "bf16",
+    "fp16",
 )
 
 # For a script of Megatron-DeepSpeed: the arguments that say the same.
@@ -34,6 +37,7 @@ _LAYOUT = {
     "tp": "tensor_parallel.autotp_size",
     "pp": "pipeline_parallel_size",
     "cp": "sequence_parallel_size",
+    "ep": "expert_parallel.autoep_size",
     "dp": "data_parallel_size",
     "zero": "zero_optimization.stage",
     "micro_batch": "train_micro_batch_size_per_gpu",
@@ -59,26 +63,38 @@ def translate(made: Translation, gpus: int | None) -> None:
     layout = read_layout(made, _LAYOUT)
     if (layout.cp or 1) > 1:
         made.take("parallel.cp_method", "ulysses", "sequence_parallel_size")
+    word = "expert_parallel.enabled"
+    if word in made.settings and not made.flag(word):
+        layout.set("ep", None, "expert_parallel.autoep_size")
+    made.ignore(word, "expert_parallel.autoep_size")
+    nodes, per_node = made.number("nnodes"), made.number("nproc_per_node")
+    if per_node is not None:
+        layout.set("world", per_node * (nodes or 1), "nnodes", "nproc_per_node")
     set_layout(made, layout, gpus)
-    if "zero_optimization.zero_hpz_partition_size" in made.settings:
-        made.lose(
-            "parameters are sharded over all ranks of dp_shard; set mesh.dp_shard to the ranks of "
-            "a node, and mesh.dp_replicate to the nodes",
-            "zero_optimization.zero_hpz_partition_size",
-        )
+    note_whole_experts(made, "expert_parallel.expert_tensor_parallel_size")
     _set_precision(made)
     _set_memory(made)
     _set_optimizer(made)
 
 
 def _set_precision(made: Translation) -> None:
-    half, narrow = ((word,) if made.flag(word) else () for word in ("fp16.enabled", "bf16.enabled"))
-    set_dtype(made, half=half, narrow=narrow)
+    half, narrow = ([word] if made.flag(word) else [] for word in ("fp16.enabled", "bf16.enabled"))
+    words = ("torch_autocast.enabled", "torch_autocast.dtype")
+    dtype = (made.text(words[1]) or "").lower().removeprefix("torch.")
+    if made.flag(words[0]) and dtype in ("bfloat16", "bf16"):
+        narrow += words
+    elif made.flag(words[0]) and dtype in ("float16", "fp16", "half"):
+        half += words
+    elif made.flag(words[0]):
+        made.ask("which dtype is not said", *words, ours="precision.compute")
+    made.ignore(*words)
+    set_dtype(made, half=tuple(half), narrow=tuple(narrow))
     dtype = (made.text("communication_data_type") or "").lower()
     if dtype in ("bf16", "bfp16", "bfloat16"):
         made.take("precision.reduce", "bfloat16", "communication_data_type")
     elif dtype not in ("", "fp32"):
         made.lose("gradients are sent in float32", "communication_data_type")
+    made.ignore("communication_data_type")
 
 
 def _set_memory(made: Translation) -> None:
@@ -133,7 +149,7 @@ def _set_optimizer(made: Translation) -> None:
     elif name.lower() in _SCHEDULES:
         made.take("optim.schedule", _SCHEDULES[name.lower()], "scheduler.type")
     else:
-        made.lose('not there: optim.schedule = "cosine"', "scheduler.type")
+        made.ask('not there: optim.schedule = "cosine"', "scheduler.type", ours="optim.schedule")
         made.drop("optim.schedule")
     made.take_number("run.steps", "scheduler.params.total_num_steps")
     word = "scheduler.params.cos_min_ratio"

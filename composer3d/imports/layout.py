@@ -68,6 +68,12 @@ def read_layout(made: Translation, words: Mapping[str, str]) -> Layout:
     return layout
 
 
+def schedule_of(name: str) -> str | None:
+    """Return our name of a pipeline schedule that may be spelled with other capitals, or None."""
+    known = {schedule.lower(): schedule for schedule in SCHEDULES if schedule != "csv"}
+    return known.get(name.lower())
+
+
 def set_layout(made: Translation, layout: Layout, gpus: int | None) -> int | None:
     """Set the keys of the mesh, of the pipeline and of the batch.
 
@@ -89,7 +95,7 @@ def set_layout(made: Translation, layout: Layout, gpus: int | None) -> int | Non
     if dp is None:
         return None
     _set_zero(made, layout, dp)
-    _set_batch(made, layout, dp)
+    _set_batch(made, layout, dp, gpus)
     return dp
 
 
@@ -142,7 +148,8 @@ def _data_parallel_ranks(made: Translation, layout: Layout, gpus: int | None) ->
         if world is not None and world != counted:
             made.contradict(
                 f"{dp_words} x ({product}) = {counted} ranks, not {world_words}: "
-                f"{dp} data-parallel ranks are used; --gpus N says otherwise"
+                f"{dp} data-parallel ranks are used; --gpus N says otherwise",
+                "data_parallel_size",
             )
         times = f": {dp} x ({product})" if model_ranks > 1 else ""
         made.taken.append(f"{dp_words} -> {counted} GPUs{times}")
@@ -153,7 +160,8 @@ def _data_parallel_ranks(made: Translation, layout: Layout, gpus: int | None) ->
             chosen = max(1, world // model_ranks)
             made.contradict(
                 f"{world_words} is {world} GPUs, no multiple of {product}: {chosen} data-parallel "
-                f"ranks are used, {chosen * model_ranks} GPUs; --gpus N says otherwise"
+                f"ranks are used, {chosen * model_ranks} GPUs; --gpus N says otherwise",
+                "world_size",
             )
             return chosen
         chosen = world // model_ranks
@@ -202,7 +210,8 @@ def _set_zero(made: Translation, layout: Layout, dp: int) -> None:
     if dp % replicas:
         made.contradict(
             f"{made.words(*layout.names_of('replicas'))} does not divide {dp} data-parallel ranks: "
-            "1 is used"
+            "1 is used",
+            layout.names_of("replicas")[0],
         )
         replicas = 1
     is_said = bool(made.words(*names))
@@ -220,8 +229,11 @@ def _set_zero(made: Translation, layout: Layout, dp: int) -> None:
     made.taken.append(f"{dp} data-parallel ranks -> {sizes}mesh.dp_shard = {dp // replicas}")
 
 
-def _set_batch(made: Translation, layout: Layout, dp: int) -> None:
+def _set_batch(made: Translation, layout: Layout, dp: int, gpus: int | None) -> None:
     micro, steps, batch = layout.micro_batch, layout.accumulation, layout.global_batch
+    is_changed = gpus is not None or any(
+        key.startswith(("mesh.", "data.")) for key in made.overridden
+    )
     micro_names, steps_names = layout.names_of("micro_batch"), layout.names_of("accumulation")
     batch_names = layout.names_of("global_batch")
     for names, value in ((micro_names, micro), (steps_names, steps), (batch_names, batch)):
@@ -261,7 +273,9 @@ def _set_batch(made: Translation, layout: Layout, dp: int) -> None:
             made.contradict(
                 f"{made.words(*batch_names)}, but {made.words(*micro_names)} x "
                 f"{made.words(*steps_names)} x {dp} data-parallel ranks = "
-                f"{steps * unit}: {kept}"
+                f"{steps * unit}: {kept}",
+                # With --gpus and --set, the user changes the ranks, and the batch is kept.
+                "" if is_changed else steps_names[0],
             )
         elif batch % unit:
             made.contradict(f"{made.words(*batch_names)} is no multiple of {shape} = {unit}")

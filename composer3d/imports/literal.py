@@ -89,8 +89,8 @@ def _evaluate(node: Any, divides_whole: bool) -> int:
 def dicts_of(text: str, name: str) -> list[Entry]:
     """Return the entries of the dicts and calls in Python text, without running it.
 
-    Read are dicts and keywords of calls that stand alone, are assigned or are returned. A name is
-    never looked up.
+    Read are dicts and keywords of calls that stand alone, are assigned or are returned, and values
+    that are assigned to an attribute or a key. A name is never looked up.
 
     Args:
         text: the Python text, at most as long as ``source`` allows.
@@ -123,8 +123,25 @@ def _entries_of_module(tree: ast.Module) -> Iterator[Entry]:
     for statement in ast.walk(tree):
         if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return):
             continue
-        if isinstance(statement.value, ast.Dict | ast.Call):
-            yield from _entries_of(statement.value, ())
+        targets = statement.targets if isinstance(statement, ast.Assign) else [None]
+        path = _path_of(targets[0])
+        value = statement.value
+        if isinstance(value, ast.Dict) or (isinstance(value, ast.Call) and value.keywords):
+            yield from _entries_of(value, path)
+        elif path:
+            yield Entry(path, _literal(value), statement.lineno)
+
+
+def _path_of(target: Any) -> tuple[str, ...]:
+    """Return the keys of ``config.model.size`` or ``config["size"]``, without the first name."""
+    keys: list[str] = []
+    while isinstance(target, ast.Attribute | ast.Subscript):
+        key = target.attr if isinstance(target, ast.Attribute) else _literal(target.slice)
+        if not isinstance(key, str):
+            return ()
+        keys.insert(0, key)
+        target = target.value
+    return tuple(keys)
 
 
 def _entries_of(node: ast.Dict | ast.Call, path: tuple[str, ...]) -> Iterator[Entry]:

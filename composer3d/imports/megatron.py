@@ -4,6 +4,7 @@ import re
 from math import lcm
 
 from composer3d.imports.layout import Layout, read_layout, set_layout
+from composer3d.imports.literal import Unread
 from composer3d.imports.shared import (
     note_adamw,
     note_linear_decay,
@@ -35,8 +36,15 @@ _LAYOUT = {
     "accumulation": "gradient_accumulation_steps",
     "global_batch": "global_batch_size",
 }
+_HALF = ("fp16", "float16", "half", "16", "16-mixed", "fp16-mixed")
+_NARROW = ("bf16", "bfloat16", "bf16-mixed")
+_GATED = ("swiglu", "silu", "swish")
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _STYLES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "wsd": "wsd"}
+# Programs whose models are not decoders of text.
+_OTHER_MODELS = re.compile(
+    r"bert|t5|vi[st]|vlm|mamba|hybrid|retro|ict|encoder|dino|inpaint|clip|llava|multimodal|realm"
+)
 
 
 def translate(made: Translation, gpus: int | None) -> None:
@@ -73,6 +81,7 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
     _set_zero(made, layout)
     layout.virtual_stages, words = _virtual_stages(made)
     layout.set("schedule", "1F1B", *words)
+    _set_stages(made, layout)
     has_tp = (layout.tp or 1) > 1
     set_layout(made, layout, gpus)
     if has_tp:
@@ -80,6 +89,33 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
         note = "" if word in made.settings else "no --sequence-parallel"
         made.take("parallel.sequence_parallel", made.flag(word), word, note=note)
     note_whole_experts(made, "expert_tensor_parallel_size")
+
+
+def _set_stages(made: Translation, layout: Layout) -> None:
+    """Set the cut of the pipeline if the first or the last stage has other layers than the rest."""
+    ends = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+    extras = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+    names = [name for name in (*ends, *extras) if name in made.settings]
+    pp, layers = layout.pp or 1, made.value("model.n_layers")
+    first, last = (made.number(name) for name in ends)
+    embedding, loss = (int(made.flag(name)) for name in extras)
+    made.ignore(*names)
+    if not names or pp == 1:
+        return
+    given = [one for one in (first, last) if one is not None]
+    middle = pp - len(given)
+    rest = (layers or 0) - sum(given) + embedding + loss
+    if layers is None or (layout.virtual_stages or 1) > 1 or middle < 1 or rest % middle:
+        made.ask(
+            "the layers of stages are cut evenly by parameters; set parallel.stages",
+            *names,
+            ours="parallel.stages",
+        )
+        return
+    stages = [rest // middle] * pp
+    stages[0] = first if first is not None else stages[0] - embedding
+    stages[-1] = last if last is not None else stages[-1] - loss
+    made.take("parallel.stages", stages, *names)
 
 
 def _set_zero(made: Translation, layout: Layout) -> None:
@@ -94,7 +130,9 @@ def _set_zero(made: Translation, layout: Layout) -> None:
         layout.set("zero", 1, "use_distributed_optimizer")
     if stage and stage != layout.zero:
         words = made.words(*layout.names_of("zero"))
-        made.contradict(f"{made.words('zero_stage')}, but {words}: {layout.zero} is used")
+        made.contradict(
+            f"{made.words('zero_stage')}, but {words}: {layout.zero} is used", "zero_stage"
+        )
 
 
 def _virtual_stages(made: Translation) -> tuple[int | None, tuple[str, ...]]:
@@ -113,13 +151,15 @@ def _virtual_stages(made: Translation) -> tuple[int | None, tuple[str, ...]]:
     if layers % (pp * per_stage):
         made.contradict(
             f"{made.words(word)} x pp {pp} = {pp * per_stage} does not divide {layers} layers: "
-            f"{max(1, layers // (pp * per_stage))} stages a rank are used"
+            f"{max(1, layers // (pp * per_stage))} stages a rank are used",
+            word,
         )
     computed = max(1, layers // (pp * per_stage))
     if stages is not None and stages != computed:
         made.contradict(
             f"{made.words('num_virtual_stages_per_pipeline_rank')}, but {made.words(word)} makes "
-            f"{layers} / ({pp} x {per_stage}) = {computed}: {computed} is used"
+            f"{layers} / ({pp} x {per_stage}) = {computed}: {computed} is used",
+            word,
         )
     return computed, (word,)
 
@@ -128,6 +168,10 @@ def _virtual_stages(made: Translation) -> tuple[int | None, tuple[str, ...]]:
 
 
 def _set_model(made: Translation, tp: int) -> None:
+    experts = made.settings.get("num_experts")
+    if experts is not None and str(experts.value) == "1" and made.model is None:
+        made.harmless.append(experts.shown)  # no layer has a choice: they are dense
+        del made.settings["num_experts"]
     made.copy_plain_words()
     heads = made.value("model.n_heads")
     groups = made.number("num_query_groups")
@@ -167,8 +211,15 @@ def _drop_experts(made: Translation) -> None:
 
 
 def _is_gated(made: Translation) -> bool:
-    activation = (made.text("activation_func") or "").lower()
-    return made.flag("swiglu") or made.flag("gated_linear_unit") or activation in ("swiglu", "silu")
+    flags = [made.flag(word) for word in ("swiglu", "gated_linear_unit", "quick_geglu")]
+    return any(flags) or "glu_activation" in made.settings or _activation(made) in _GATED
+
+
+def _activation(made: Translation) -> str:
+    """Return the name of the activation, as ``silu`` of ``F.silu``."""
+    found = made.settings.get("activation_func")
+    value = found.value.text if found and isinstance(found.value, Unread) else found and found.value
+    return str(value or "").lower().rpartition(".")[2]
 
 
 def _gated_width(width: int, tp: int) -> int:
@@ -180,7 +231,6 @@ def _gated_width(width: int, tp: int) -> int:
 def _set_width(made: Translation, tp: int, is_gated: bool) -> None:
     width = made.number("ffn_hidden_size")
     dim = made.value("model.dim")
-    made.ignore("swiglu", "activation_func", "gated_linear_unit")
     if width is not None and is_gated:
         made.take("model.ffn", width, "ffn_hidden_size")
     elif width is not None:
@@ -225,11 +275,9 @@ def _set_vocabulary(made: Translation, tp: int) -> None:
         )
     elif made.model is None:
         vocab = -(-_GPT2_VOCAB // unit) * unit
-        made.assume(
-            "model.vocab",
-            vocab,
-            f"the vocabulary of GPT-2, {_GPT2_VOCAB:,}, padded to a multiple of {unit:,}",
-        )
+        note = f"the vocabulary of GPT-2, {_GPT2_VOCAB:,}, padded to a multiple of {unit:,}"
+        made.ask(f"no --vocab-size: the recipe has {note}", key="vocab_size", ours="model.vocab")
+        made.assume("model.vocab", vocab, note)
 
 
 def _set_positions(made: Translation) -> None:
@@ -251,7 +299,19 @@ def _set_positions(made: Translation) -> None:
         if len(numbers) == 2 and numbers[0] >= 0 and numbers[1] <= 0:
             made.take("model.window", numbers[0] + 1, "window_size")
         else:
-            made.lose("only causal windows (w, 0) are there: attention sees all", "window_size")
+            made.ask(
+                "only causal windows (w, 0) are there: attention sees all",
+                "window_size",
+                ours="model.window",
+            )
+        skips = made.get("window_attn_skip_freq")
+        if skips is not None and str(skips.value).lower() not in ("0", "none"):
+            made.ask(
+                "some layers see all: here all layers have the window, or none",
+                "window_attn_skip_freq",
+                ours="model.window",
+            )
+    made.ignore("window_attn_skip_freq")
     word = "untie_embeddings_and_output_weights"
     untied = made.flag(word)
     if word in made.settings:
@@ -261,31 +321,49 @@ def _set_positions(made: Translation) -> None:
 
 
 def _note_other_layers(made: Translation, is_gated: bool) -> None:
-    """Say which layers of theirs are not those of a Llama."""
-    if made.model is not None:
-        made.ignore("normalization", "position_embedding_type", "no_position_embedding")
-        return
+    """Ask about layers of theirs that are not those of a Llama. What is absent has its default."""
+    program = made.get("program")
+    if program is not None and _OTHER_MODELS.search(str(program.value).lower()):
+        made.ask("the model is no decoder of text; the recipe is a Llama", "program")
+    made.ignore("program")
+
+    plain = [name for name in ("squared_relu", "openai_gelu") if made.flag(name)]
+    units = ["quick_geglu", "glu_activation", "activation_func", "gated_linear_unit", "swiglu"]
+    said = plain + [name for name in units if name in made.settings]
+    is_ours = made.flag("swiglu") or (made.text("glu_activation") or "").lower() == "swiglu"
+    is_ours = is_ours or _activation(made) in _GATED
+    if (made.flag("quick_geglu") or not is_ours) and (said or made.has_defaults):
+        width = "the width is theirs" if is_gated else "the width is two thirds of theirs"
+        made.ask(f"no SwiGLU; the recipe has SwiGLU, and {width}", *(said or ["swiglu"]))
+    made.ignore(*units)
+
     norm = (made.text("normalization") or "LayerNorm").lower()
-    kind = (made.text("position_embedding_type") or "").lower()
+    if norm != "rmsnorm" and _is_said(made, "normalization"):
+        said = "no RMSNorm" if "normalization" in made.settings else "LayerNorm, the default"
+        made.ask(f"{said}; the recipe has RMSNorm", "normalization")
+    kind = (made.text("position_embedding_type") or "learned_absolute").lower()
     is_rotary = kind == "rope" or made.flag("use_rotary_position_embeddings")
-    others = []
-    if not is_gated:
-        others.append("GELU")
-    if norm != "rmsnorm":
-        others.append("LayerNorm")
-    if not is_rotary:
-        others.append(f"{kind or 'learned_absolute'} positions")
-    if not made.flag("disable_bias_linear"):
-        others.append("biases")
-    if "hidden_dropout" not in made.settings:
-        others.append("dropout 0.1, a default")
-    made.ignore("normalization", "position_embedding_type", "no_position_embedding")
-    made.ignore("use_rotary_position_embeddings")
-    if others:
-        made.lose(
-            f"{', '.join(others)}: the recipe is a Llama of the same sizes, with SwiGLU, RMSNorm, "
-            "rotary positions, no biases and no dropout"
-        )
+    if not is_rotary and _is_said(made, "position_embedding_type"):
+        made.ask(f"{kind} positions; the recipe has rotary ones", "position_embedding_type")
+    made.ignore("use_rotary_position_embeddings", "no_position_embedding", "normalization")
+    made.ignore("position_embedding_type")
+
+    has_no_biases = made.flag("disable_bias_linear")
+    if "add_bias_linear" in made.settings:
+        has_no_biases = has_no_biases or not made.flag("add_bias_linear")
+    if not has_no_biases and _is_said(made, "disable_bias_linear", "add_bias_linear"):
+        made.ask("linear layers with biases; the recipe has none", key="disable_bias_linear")
+    made.ignore("disable_bias_linear", "add_bias_linear")
+    for word in ("attention_dropout", "hidden_dropout"):
+        rate = made.real(word)
+        if (0.1 if rate is None else rate) and _is_said(made, word):
+            made.ask(f"dropout{'' if rate else ' 0.1, the default'}; the recipe has none", word)
+        made.ignore(word)
+
+
+def _is_said(made: Translation, *words: str) -> bool:
+    """Return whether the file says one of the words, or leaves it to a default of Megatron-LM."""
+    return made.has_defaults or any(word in made.settings for word in words)
 
 
 def _set_experts(made: Translation, tp: int, is_gated: bool) -> None:
@@ -303,7 +381,7 @@ def _set_experts(made: Translation, tp: int, is_gated: bool) -> None:
     balance = (made.text("moe_router_load_balancing_type") or "aux_loss").lower()
     coefficient = made.real("moe_aux_loss_coeff")
     if balance not in ("aux_loss", "seq_aux_loss", "none", "global_aux_loss"):
-        made.lose("routing is by the best scores (top-k)", "moe_router_load_balancing_type")
+        made.ask("routing is by the best scores (top-k)", "moe_router_load_balancing_type")
     if coefficient is not None and balance != "none":
         made.take("model.balance_loss", coefficient, "moe_aux_loss_coeff")
         if balance != "seq_aux_loss":
@@ -345,25 +423,28 @@ def _set_layers_with_experts(made: Translation) -> None:
     elif text.isdecimal() and 0 < len(text) < 6 and int(text):
         made.take("model.moe_every", int(text), "moe_layer_freq")
         if int(text) > 1:
-            made.lose(
+            made.ask(
                 f"here blocks {text}, 2 x {text} and so on have experts, theirs 1, 1 + {text} "
                 "and so on: as many, in other places",
                 "moe_layer_freq",
             )
         return
-    made.lose("a pattern that model.dense_layers and model.moe_every lack: all", "moe_layer_freq")
+    made.ask("a pattern that model.dense_layers and model.moe_every lack: all", "moe_layer_freq")
 
 
 # --- precision and memory ---
 
 
 def _set_precision(made: Translation) -> None:
-    precision = (made.text("precision") or "").lower().removeprefix("torch.")
+    precision = (made.text("precision") or "").lower().removeprefix("torch.").replace("_", "-")
     half = ["fp16"] if made.flag("fp16") else []
-    half += ["precision"] if precision in ("fp16", "float16", "half", "16", "16-mixed") else []
+    half += ["precision"] if precision in _HALF else []
     narrow = ["bf16"] if made.flag("bf16") else []
-    narrow += ["precision"] if precision in ("bf16", "bfloat16", "bf16-mixed") else []
+    narrow += ["precision"] if precision in _NARROW else []
     set_dtype(made, half=tuple(half), narrow=tuple(narrow))
+    known = (*_HALF, *_NARROW, "", "fp32", "float32", "float", "32")
+    if precision not in known:
+        made.ask("not known", "precision", ours="precision.compute")
     made.ignore("bf16", "fp16", "precision")
     if made.flag("grad_reduce_in_bf16"):
         made.take("precision.reduce", "bfloat16", "grad_reduce_in_bf16")
@@ -412,22 +493,19 @@ def _set_schedule(made: Translation) -> None:
     made.assume("optim.weight_decay", 0.01, "the default of --weight-decay")
 
     batch, length = made.value("data.global_batch", 1), made.value("data.seq_len", 1)
-    steps = _steps(made, "train_iters", "train_samples", batch)
-    tokens = made.real("train_tokens")
-    if steps is None and tokens is not None:
-        steps = max(1, int(tokens) // max(1, batch * length))
-        made.take("run.steps", steps, "train_tokens", note=f"/ ({batch} x {length})")
-    elif steps is not None:
-        word = "train_iters" if "train_iters" in made.settings else "train_samples"
-        made.take("run.steps", steps, word)
-    made.ignore("train_samples", "train_tokens")
+    steps = _steps(made, "train", batch, length)
+    words = [word for word in _counts("train") if word in made.settings]
+    if steps is not None:
+        note = f"/ ({batch} x {length})" if words[0] == "train_tokens" else ""
+        made.take("run.steps", max(1, steps), words[0], note=note)
+    made.ignore(*words)
 
-    decay = _steps(made, "lr_decay_iters", "lr_decay_samples", batch)
-    warmup = _steps(made, "lr_warmup_iters", "lr_warmup_samples", batch)
+    decay = _steps(made, "lr_decay", batch, length)
+    warmup = _steps(made, "lr_warmup", batch, length)
     fraction = made.real("lr_warmup_fraction")
     style = (made.text("lr_decay_style") or "linear").lower()
     if style not in _STYLES:
-        made.lose('not there: optim.schedule = "cosine"', "lr_decay_style")
+        made.ask('not there: optim.schedule = "cosine"', "lr_decay_style", ours="optim.schedule")
         style = "cosine"
     if "lr_decay_style" in made.settings:
         made.take("optim.schedule", _STYLES[style], "lr_decay_style")
@@ -435,38 +513,45 @@ def _set_schedule(made: Translation) -> None:
         made.assume("optim.schedule", "linear", "the default of --lr-decay-style")
     if style == "constant":
         made.drop("optim.min_lr")
-        made.ignore("lr_decay_iters", "lr_decay_samples")
+        made.ignore(*_counts("lr_decay"))
     elif decay is not None:
-        made.take("optim.decay", decay, "lr_decay_iters", "lr_decay_samples")
+        made.take("optim.decay", decay, *_counts("lr_decay"))
     if fraction is not None and (decay or steps):
         computed = round(fraction * (decay or steps or 1))
         if warmup:
             made.contradict(
-                f"{made.words('lr_warmup_iters', 'lr_warmup_samples')} and "
+                f"{made.words(*_counts('lr_warmup'))} and "
                 f"{made.words('lr_warmup_fraction')}: the fraction is used, {computed} steps"
             )
         made.take("optim.warmup", computed, "lr_warmup_fraction", note=f"of {decay or steps} steps")
     elif warmup is not None:
-        made.take("optim.warmup", warmup, "lr_warmup_iters", "lr_warmup_samples")
-    made.ignore("lr_warmup_iters", "lr_warmup_samples")
-    final = _steps(made, "lr_wsd_decay_iters", "lr_wsd_decay_samples", batch)
+        made.take("optim.warmup", warmup, *_counts("lr_warmup"))
+    made.ignore(*_counts("lr_warmup"))
+    final = _steps(made, "lr_wsd_decay", batch, length)
     if final is not None and style == "wsd":
         made.take("optim.decay_steps", final, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
     shape = made.text("lr_wsd_decay_style")
     if style == "wsd" and shape is None:
-        made.lose("the decay of wsd is linear, theirs by default exponential")
+        made.ask(
+            "the decay of wsd is linear, theirs by default exponential", key="lr_wsd_decay_style"
+        )
     if style == "wsd":
         note_linear_decay(made, shape, "lr_wsd_decay_style")
     made.ignore("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
 
-def _steps(made: Translation, iterations: str, samples: str, batch: int) -> int | None:
-    """Return a number of steps, which may be given in samples."""
-    count = made.number(iterations)
-    if count is None:
-        count_samples = made.number(samples)
-        count = count_samples // batch if count_samples is not None else None
-    return count
+def _counts(what: str) -> tuple[str, str, str]:
+    """Return the words that give a number of steps: in steps, in samples, and in tokens."""
+    return f"{what}_iters", f"{what}_samples", f"{what}_tokens"
+
+
+def _steps(made: Translation, what: str, batch: int, length: int) -> int | None:
+    """Return a number of steps, which may be given in samples or in tokens."""
+    for word, unit in zip(_counts(what), (1, batch, batch * length), strict=True):
+        count = made.real(word)
+        if count is not None:
+            return int(count) // max(1, unit)
+    return None
 
 
 def _set_run(made: Translation) -> None:

@@ -55,7 +55,7 @@ def _set_model(made: Translation) -> None:
 
     is_gelu = act != "silu" or f"{_MODEL}.is_starcoder2_config" in made.settings
     if is_gelu and made.model is None:
-        made.lose(
+        made.ask(
             "the recipe is a Llama of the same sizes, with SwiGLU and RMSNorm",
             f"{_MODEL}.hidden_act",
         )
@@ -97,7 +97,11 @@ def _set_stretch(made: Translation) -> None:
     kinds = [made.text(options[name]) for name in ("type", "rope_type") if name in options]
     factor = made.real(options["factor"]) if "factor" in options else None
     if "llama3" not in kinds or factor is None:
-        made.lose("only the kind llama3 is there: positions are not stretched", *options.values())
+        made.ask(
+            "only the kind llama3 is there: positions are not stretched",
+            *options.values(),
+            ours="model.rope_factor",
+        )
         return
     made.take("model.rope_factor", factor, options["factor"])
     for name, key in (
@@ -115,7 +119,7 @@ def _set_stretch(made: Translation) -> None:
 def _set_layout(made: Translation, gpus: int | None) -> None:
     engine = (made.text("parallelism.pp_engine") or "afab").lower()
     if engine not in ("1f1b", "afab"):
-        made.lose('neither 1f1b nor afab: "1F1B"', "parallelism.pp_engine")
+        made.ask('neither 1f1b nor afab: "1F1B"', "parallelism.pp_engine", ours="parallel.schedule")
     layout = read_layout(made, _LAYOUT)
     schedule = "GPipe" if engine == "afab" else "1F1B"
     layout.set("schedule", schedule, "parallelism.pp_engine")
@@ -141,7 +145,7 @@ def _set_optimizer(made: Translation) -> None:
 
     peak, warmup = made.value("optim.lr", 3e-4), made.value("optim.warmup", 0)
     if (made.text(f"{_RATE}.lr_warmup_style") or "linear") != "linear":
-        made.lose("the warmup is linear", f"{_RATE}.lr_warmup_style")
+        made.ask("the warmup is linear", f"{_RATE}.lr_warmup_style")
     made.ignore(f"{_RATE}.lr_warmup_style")
     style = made.text(f"{_RATE}.lr_decay_style") or "linear"
     steps = made.number(f"{_RATE}.lr_decay_steps")
@@ -158,7 +162,7 @@ def _set_optimizer(made: Translation) -> None:
     else:
         made.take("optim.schedule", "cosine" if style == "cosine" else "linear", style_word)
         if style not in ("linear", "cosine"):
-            made.lose('not there: optim.schedule = "linear"', style_word)
+            made.ask('not there: optim.schedule = "linear"', style_word, ours="optim.schedule")
         if steps is not None and steps > 0:
             made.take("optim.decay", warmup + steps, *words, note="after the warmup")
     made.take_real("optim.min_lr", f"{_RATE}.min_decay_lr")

@@ -3,16 +3,16 @@
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from composer3d.imports import deepspeed, megatron, nanotron, source, torchtitan
-from composer3d.imports.translation import ENTRIES, Translation, Value
+from composer3d.imports import automodel, deepspeed, megatron, nanotron, source, torchtitan
+from composer3d.imports.translation import ENTRIES, Translation, Value, point_name
 from composer3d.models import registry
 from composer3d.recipe.resolve import Resolved, load
-from composer3d.recipe.schema import FOLDER_NAME, TABLES, model_table
+from composer3d.recipe.schema import FOLDER_NAME, OPEN_POINTS, TABLES, model_table
 from composer3d.recipe.values import as_toml, one_line, value_of
 from composer3d.spec.errors import RecipeError
 from composer3d.spec.schedules import SCHEDULES
@@ -22,6 +22,7 @@ _TRANSLATORS: dict[str, Callable[[Translation, int | None], None]] = {
     "DeepSpeed": deepspeed.translate,
     "torchtitan": torchtitan.translate,
     "nanotron": nanotron.translate,
+    "NeMo Automodel": automodel.translate,
 }
 _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn", "vocab")
 _STEPS = 1000  # of a run, if the file does not say
@@ -29,12 +30,14 @@ _LENGTH = 2048  # of a sequence, likewise
 
 
 class Imported(NamedTuple):
-    """A recipe that ``check`` accepts, and how it came about.
+    """A recipe, and how it came about.
+
+    ``check`` accepts it, unless it is a draft: it has open points.
 
     Attributes:
-        text: the recipe as TOML.
-        resolved: the recipe.
-        made: the lists of what was taken over, assumed, lost and contradictory.
+        text: the recipe as TOML, with its open points.
+        resolved: the recipe without its open points.
+        made: the lists of what was taken over, assumed, lost, contradictory and open.
     """
 
     text: str
@@ -43,15 +46,21 @@ class Imported(NamedTuple):
 
 
 def import_file(
-    path: str, sets: Sequence[str] = (), *, gpus: int | None = None, model: str | None = None
+    path: str,
+    sets: Sequence[str] = (),
+    *,
+    gpus: int | None = None,
+    model: str | None = None,
+    accept: Sequence[str] = (),
 ) -> Imported:
     """Translate the file ``path`` into a recipe.
 
     Args:
-        path: a script or dict of Megatron-LM, or a file of DeepSpeed, torchtitan or nanotron.
+        path: a script or dict of Megatron-LM, or a file of another program.
         sets: values of the recipe, each ``table.key=value``, which win over the file.
         gpus: the number of GPUs, if it is not the file's.
         model: a preset, which gives the sizes that the file does not.
+        accept: the keys of open points that the user accepts.
 
     Raises:
         RecipeError: no recipe can be made that ``check`` accepts. A line for each reason.
@@ -62,9 +71,19 @@ def import_file(
         key, _, value = (part.strip() for part in text.partition("="))
         overrides[key] = value.strip("\"'")
     model = overrides.get("model.preset", model)
-    made = Translation(found.program, one_line(path), found.settings, overrides, model)
+    made = Translation(
+        found.program,
+        one_line(path),
+        found.settings,
+        has_defaults=model is None and not found.is_override,
+        accepted=frozenset(map(point_name, accept)),
+        overrides=overrides,
+        model=model,
+    )
     made.contradictions += found.contradictions
     made.lost += found.lost
+    for word, line in found.open.items():
+        made.ask(line, key=word)
     if model is not None:
         _set_preset(made, model)
     _TRANSLATORS[found.program](made, gpus)
@@ -214,12 +233,11 @@ def _checked(made: Translation, sets: Sequence[str], gpus: int | None) -> Import
                 key = text.partition("=")[0].strip()
                 values[key] = Value(value_of(resolved.recipe, key), f"--set {one_line(text)}")
                 made.taken.append(f"--set {one_line(text)}")
-            text = _to_toml(made, values)
-            Path(path).write_text(text, encoding="utf-8")
+            Path(path).write_text(_to_toml(made, values), encoding="utf-8")
             resolved = load(path)
         except RecipeError as error:
             raise RecipeError([_with_words(line, path, made) for line in error.lines]) from None
-    return Imported(text, resolved, made)
+    return Imported(_to_toml(made, values, made.open), resolved, made)
 
 
 def _with_words(line: str, path: str, made: Translation) -> str:
@@ -240,13 +258,25 @@ def _with_words(line: str, path: str, made: Translation) -> str:
     return shown if shown.startswith((made.file, "--set")) else f"{made.file}: {shown}"
 
 
-def _to_toml(made: Translation, values: dict[str, Value]) -> str:
-    """Return the recipe as TOML, with the words of theirs beside each line."""
+def _as_key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_]+", name) else as_toml(name)
+
+
+def _to_toml(made: Translation, values: dict[str, Value], points: Mapping[str, str] = {}) -> str:
+    """Return the recipe as TOML, with the words of theirs beside each line, and open points."""
     name = one_line(os.path.basename(made.file))
     lines = [
         f"# Made by composer3d import from {name} ({made.program}).",
         "# Beside each value stand the words that it comes from.",
     ]
+    if points:
+        lines += [
+            "# A draft, which no command runs. Settle each open point: set the keys that it is",
+            "# about, and delete its line. Or import again, with --accept KEY for each.",
+            "",
+            f"[{OPEN_POINTS}]",
+            *(f"{_as_key(key)} = {as_toml(line)}" for key, line in points.items()),
+        ]
     for table in TABLES:
         keys = [key for key in ENTRIES if key.startswith(f"{table}.") and key in values]
         order = [one.name for one in fields(model_table("moe"))] if table == "model" else []

@@ -11,7 +11,8 @@ def set_dtype(made: Translation, *, half: tuple[str, ...], narrow: tuple[str, ..
         half, narrow: the words that say float16, and bfloat16. With both, it is bfloat16.
     """
     if half and narrow:
-        made.contradict(f"{made.words(*half, *narrow)}: both at once; bfloat16 is used")
+        line = f"{made.words(*half, *narrow)}: both at once; bfloat16 is used"
+        made.contradict(line, narrow[0])
     elif half and "precision.compute" in made.overridden:
         made.lose("no loss scaling: --set chooses the dtype", *half)
     elif half:
@@ -24,10 +25,10 @@ def set_dtype(made: Translation, *, half: tuple[str, ...], narrow: tuple[str, ..
 
 
 def note_adamw(made: Translation, word: str, *names: str) -> None:
-    """Note that the optimizer is AdamW if a file says another one than ``names``, in any case."""
+    """Ask about an optimizer that is not AdamW, which has one of ``names``, in any case."""
     name = made.text(word)
     if name is not None and name.lower() not in names:
-        made.lose("the optimizer is AdamW", word)
+        made.ask("the optimizer of the recipe is AdamW", word)
     made.ignore(word)
 
 
@@ -43,9 +44,9 @@ def take_betas(made: Translation, words: tuple[str, str], defaults: tuple[float,
 
 
 def note_linear_decay(made: Translation, style: str | None, word: str) -> None:
-    """Note that the decay at the end of the schedule wsd is linear, if a file says another one."""
+    """Ask about a decay at the end of the schedule wsd that is not linear."""
     if style not in (None, "linear"):
-        made.lose("the decay of wsd is linear", word)
+        made.ask("the decay of wsd is linear", word)
 
 
 def note_whole_experts(made: Translation, word: str) -> None:
@@ -55,4 +56,4 @@ def note_whole_experts(made: Translation, word: str) -> None:
     if made.number(word) == 1:
         made.harmless.append(made.words(word))
     else:
-        made.lose("experts are never cut by tp: mesh.ep puts whole ones on the ranks of tp", word)
+        made.ask("experts are never cut by tp: mesh.ep puts whole ones on the ranks of tp", word)

@@ -27,7 +27,8 @@ _REFERENCE = re.compile(
     re.DOTALL,
 )
 _HERE = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
-_REDIRECTION = re.compile(r"(?:<<<|[<>]{1,2}[&|]?)[ \t]*")
+_REDIRECTION = re.compile(r"(?:<<<|&>{1,2}|[<>]{1,2}[&|]?)[ \t]*")
+_REDIRECTED = re.compile(r"(?:&>{1,2}|[0-9]?>{1,2}&?)")
 _KEYWORDS = frozenset(("then", "do", "done", "{", "}", "!", "time", "exec", "for"))
 _DECLARING = frozenset(("export", "local", "readonly", "declare", "typeset"))
 
@@ -48,7 +49,7 @@ class _Statement(NamedTuple):
     line: int
     words: "list[_Word]"
     array: "list[_Word] | None"  # the elements, if the last word is NAME=( or NAME+=(
-    end: str  # what ended it: a line break, ; & | ( ) or nothing
+    end: str  # what ended it: a line break, ; & && | || ( ) or nothing
 
 
 class Command(NamedTuple):
@@ -80,17 +81,19 @@ class Script:
     undecided: list[str] = field(default_factory=list)
 
 
-def read_script(text: str, name: str) -> Script:
+def read_script(text: str, name: str, *, takes_branches: bool = False) -> Script:
     """Read the text of a shell script.
 
     Args:
         text: the script, at most as long as ``source`` allows.
         name: the file, for messages.
+        takes_branches: whether a variable that is set again under a condition that is not decided
+            has its new value. By default it keeps the one before.
 
     Raises:
         RecipeError: variables expand to too much text.
     """
-    reader = _Reader(name)
+    reader = _Reader(name, takes_branches)
     tokenizer = _Tokenizer(text)
     for statement in tokenizer.statements():
         reader.add(statement)
@@ -105,6 +108,7 @@ class _Reader:
     """Evaluates statements in order."""
 
     name: str
+    takes_branches: bool = False
     script: Script = field(default_factory=Script)
     # For each ``if`` or ``case`` around this place, the innermost last: whether this branch runs
     # (None: not known), and whether an earlier one has run.
@@ -123,7 +127,7 @@ class _Reader:
                 return
             self._enter()
         is_conditional = self.follows
-        self.follows = statement.end in "&|" and bool(statement.end)
+        self.follows = statement.end in ("&&", "||")
         words = list(statement.words)
         is_declared = False
         while words and (plain := _plain(words[0])) is not None:
@@ -179,9 +183,9 @@ class _Reader:
         for statement in self.condition:
             one = self._verdict(statement)
             pair = (verdict, one)
-            if operator == "&":
+            if operator == "&&":
                 verdict = False if False in pair else (None if None in pair else True)
-            elif operator == "|":
+            elif operator == "||":
                 verdict = True if True in pair else (None if None in pair else False)
             else:
                 verdict = one
@@ -229,7 +233,8 @@ class _Reader:
                 f"{self.name}:{line}: {name} is set again under a condition, which is not decided: "
                 f"its value before, {_short(before)}, is used"
             )
-            return
+            if not self.takes_branches:
+                return
         for value in values:
             self._count(value, line)
         variables[name] = values
@@ -260,9 +265,9 @@ class _Reader:
         self._count(text, line)
         if any(part.is_quoted for part in word):
             # ``bash -c "python pretrain_gpt.py --lr 1"`` and ``eval "$COMMAND"`` hold a command.
-            yield from text.split() if re.search(r"\s--\w", text) else [text]
+            yield from _split(text) if re.search(r"\s--\w", text) else [text]
         else:
-            yield from text.split()
+            yield from _split(text)
 
     def expand(self, text: str, line: int) -> str:
         """Expand variables and arithmetic; what is unknown stays as it is written."""
@@ -313,6 +318,25 @@ class _Reader:
             return str(arithmetic(inner, divides_whole=True))
         except ValueError:
             return text
+
+
+def _split(text: str) -> Iterator[str]:
+    """Split a text at white space outside of ``$(...)`` and the like, and skip redirections."""
+    pieces: list[str] = []
+    start = position = 0
+    while position < len(text):
+        if text[position].isspace():
+            pieces.append(text[start:position])
+            start = position = position + 1
+        else:
+            is_expansion = text[position] in "$`"
+            position = _end_of_expansion(text, position) if is_expansion else position + 1
+    skips = False
+    for piece in filter(None, [*pieces, text[start:]]):
+        match = _REDIRECTED.match(piece)
+        if not skips and not match:
+            yield piece
+        skips = match is not None and match.end() == len(piece)
 
 
 def _plain(word: _Word) -> str | None:
@@ -388,14 +412,16 @@ class _Tokenizer:
             elif char == ")" and self._is_open:
                 self.position += 1
                 self._is_open = False
-            elif char in ";&|()":
-                self.position += 1
+            elif char in ";&|()" and not text.startswith("&>", self.position):
+                end = char * 2 if char in "&|" and text[self.position + 1 :][:1] == char else char
+                self.position += len(end)
                 if words:
-                    yield _Statement(line, words, array, char)
+                    yield _Statement(line, words, array, end)
                 words, array = [], None
                 self._is_open = False
-            elif char in "<>":
-                if words and self.position == ended and (_plain(words[-1]) or "").isdecimal():
+            elif char in "<>&":
+                is_joined = words and self.position == ended and char != "&"
+                if is_joined and (_plain(words[-1]) or "").isdecimal():
                     del words[-1]  # the 2 of ``2>&1``
                 self._redirect()
             else:

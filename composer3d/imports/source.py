@@ -6,11 +6,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer3d.imports import deepspeed
-from composer3d.imports.literal import Entry, dicts_of
-from composer3d.imports.shell import Command, read_script
+from composer3d.imports import deepspeed, torchtitan
+from composer3d.imports.literal import Entry, Unread, dicts_of
+from composer3d.imports.shell import Command, Script, read_script
 from composer3d.imports.translation import Setting, canonical, setting
-from composer3d.imports.words import DEEPSPEED, MEGATRON, find_word, index_of
+from composer3d.imports.words import (
+    BRIDGE_SECTIONS,
+    DEEPSPEED,
+    MEGATRON,
+    SHARED,
+    WORDS,
+    find_word,
+    index_of,
+)
 from composer3d.recipe.values import one_line
 from composer3d.spec.bounds import check_values
 from composer3d.spec.errors import RecipeError
@@ -18,6 +26,7 @@ from composer3d.spec.files import parse_json, read_plain
 from composer3d.spec.toml import parse_toml
 
 MOST_BYTES = 256 << 10
+_MOST_JSON_BYTES = 4 << 20  # a resolved configuration of torchtitan has each layer
 _MOST_SETTINGS = 5000
 
 _SHELLS = (".sh", ".bash", ".slurm", ".sbatch", ".txt", ".args", "")
@@ -31,12 +40,31 @@ _SBATCH_WORDS = {
 }
 _PROGRAM = re.compile(r"\.py$")
 _TORCHTITAN_PYTHON = re.compile(r"\btorchtitan\b|\b(?:Trainer|JobConfig)(?:\.Config)?\(")
+# The programs whose training scripts have names like those of Megatron-LM.
+_PRETRAIN = re.compile(r"(?:^|/)pretrain_\w+\.py$")
+_OUTSIDE = re.compile(r"\$(?:[@*]|\{[@*][^}]*\})")  # the arguments of the caller
 _MEGATRON, _DEEPSPEED = index_of(MEGATRON), index_of(DEEPSPEED)
-_NO_WORDS = (
-    "has no words of Megatron-LM, DeepSpeed, torchtitan or nanotron; import reads a shell script "
-    "or a Python dict with arguments of Megatron-LM, a DeepSpeed JSON, a torchtitan TOML and a "
-    "nanotron YAML"
+_HUGGING_FACE = ("architectures", "model_type", "transformers_version")
+_DECIDING_KEYS = ("model.", "mesh.", "parallel.", "data.", "optim.", "precision.", "run.steps")
+_LEAST_WORDS = 2  # that only one program has, for a file to be its own
+_KINDS = (
+    "import reads a shell script or a Python dict with arguments of Megatron-LM, a DeepSpeed JSON, "
+    "a torchtitan TOML or JSON, and the YAML of nanotron, NeMo Automodel and Megatron-Bridge"
 )
+
+
+def _own_words() -> dict[str, frozenset[str]]:
+    """Return by program the names that no other one has. Aliases of Megatron-LM tell nothing."""
+    names = {program: set(index_of(words)) for program, words in WORDS.items()}
+    own = {}
+    for program, words in WORDS.items():
+        others = set().union(*(names[other] for other in names if other != program))
+        mine = {word.name for word in words} if program == "Megatron-LM" else names[program]
+        own[program] = frozenset(name for name in mine - others - SHARED if "*" not in name)
+    return own
+
+
+_OWN = _own_words()
 
 
 @dataclass
@@ -48,12 +76,16 @@ class Source:
         settings: its words with their values, by word.
         contradictions: words that stand twice, and variables that depend on a condition.
         lost: a line for each word of another program in the file, which has no equal.
+        open: the points in which one of two values would be a guess, by word.
+        is_override: the file says only what differs from a recipe of its program.
     """
 
     program: str
     settings: dict[str, Setting]
     contradictions: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    open: dict[str, str] = field(default_factory=dict)
+    is_override: bool = False
 
 
 def read(path: str) -> Source:
@@ -64,7 +96,8 @@ def read(path: str) -> Source:
     """
     name = one_line(path)
     try:
-        text = read_plain(path, limit=MOST_BYTES).decode("utf-8-sig")
+        limit = _MOST_JSON_BYTES if path.lower().endswith(".json") else MOST_BYTES
+        text = read_plain(path, limit=limit).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{name}: the text must be UTF-8 ({error.reason})") from None
     except OSError as error:
@@ -102,7 +135,21 @@ def _read_dict_or_json(text: str, name: str, *, is_json: bool) -> Source:
         raise RecipeError(f"{name}: not JSON: {one_line(str(error))}") from None
     if not isinstance(tree, _Pairs):
         raise RecipeError(f"{name}: must be a JSON object, {{...}}")
+    keys = {key for key, _ in tree}
+    if keys.intersection(_HUGGING_FACE):
+        raise RecipeError(
+            f"{name}: is a config.json of Hugging Face, which has a model and no training; start "
+            "from its folder with model.hf (docs/recipes.md)"
+        )
+    if "model_spec" in keys:
+        tree = torchtitan.flattened(_as_dict(tree))
     return _from_entries(list(_entries_of(tree, ())), name, has_lines=False)
+
+
+def _as_dict(value: Any) -> Any:
+    if isinstance(value, _Pairs):
+        return {key: _as_dict(one) for key, one in value}
+    return [_as_dict(one) for one in value] if isinstance(value, list) else value
 
 
 class _Pairs(list[tuple[str, Any]]):
@@ -135,27 +182,95 @@ def _read_python(text: str, name: str) -> Source:
     if _TORCHTITAN_PYTHON.search(text):
         raise RecipeError(
             f"{name}: a Python configuration of torchtitan is a program, which import does not "
-            "run; write its values as a TOML file of torchtitan 0.2, [model] [training] "
-            "[parallelism] and so on, and import that"
+            "run; let torchtitan write its values with --debug.save_config_file FILE.json, and "
+            "import that"
         )
     return _from_entries(dicts_of(text, name), name, has_lines=True)
 
 
+# --- which program ---
+
+
 def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source:
-    """Tell the words of DeepSpeed from those of Megatron-LM by the dict that they stand in."""
+    """Make a source of the leaves of a tree: a JSON, TOML or YAML file, or Python dicts."""
+    _limit(len(entries), name)
     # The innermost dict that holds a marker of DeepSpeed.
     roots = {entry.path[: _depth(entry.path)] for entry in entries if _depth(entry.path) >= 0}
+    depths = [
+        max((len(root) for root in roots if entry.path[: len(root)] == root), default=-1)
+        for entry in entries
+    ]
+    found: dict[str, set[str]] = {program: set() for program in WORDS}
+    for entry, depth in zip(entries, depths, strict=True):
+        names = {program: ".".join(entry.path) for program in WORDS}
+        names["DeepSpeed"] = ".".join(entry.path[max(0, depth) :])
+        owner = next((one for one, word in names.items() if word in _OWN[one]), "Megatron-LM")
+        word = names[owner] if owner != "Megatron-LM" else _key(entry)
+        if word in _OWN[owner]:
+            found[owner].add(word)
+    program = _recognised(found, {_key(entry) for entry in entries}, name)
+
+    def place(entry: Entry) -> str:
+        return f"{name}:{entry.line}" if has_lines else name
+
+    if program != "Megatron-LM":
+        settings = [
+            setting(
+                _bounded(".".join(entry.path[max(0, depth) if program == "DeepSpeed" else 0 :])),
+                entry.value,
+                place(entry),
+            )
+            for entry, depth in zip(entries, depths, strict=True)
+        ]
+        return _single(program, settings)
     megatron, ds = [], []
-    for entry in entries[: _MOST_SETTINGS + 1]:
-        place = f"{name}:{entry.line}" if has_lines else name
-        depth = max((len(root) for root in roots if entry.path[: len(root)] == root), default=-1)
+    for entry, depth in zip(entries, depths, strict=True):
         word = ".".join(entry.path[max(0, depth) :])
-        if depth >= 0 and not _is_megatron(word, entry.path[-1]):
-            ds.append(setting(_bounded(word), entry.value, place))
+        if depth >= 0 and not _is_megatron(word, _key(entry)):
+            ds.append(setting(_bounded(word), entry.value, place(entry)))
         else:
-            megatron.append(setting(_bounded(entry.path[-1]), entry.value, place))
-    _limit(len(megatron) + len(ds), name)
-    return _together(megatron, ds, [], name)
+            is_word = find_word(_MEGATRON, _key(entry)) is not None
+            key = _key(entry) if is_word else ".".join(entry.path)
+            megatron.append(setting(_bounded(key), entry.value, place(entry)))
+    source = _together(megatron, ds)
+    sections = {entry.path[0] for entry in entries if len(entry.path) > 1}
+    source.is_override = "train" in sections and sections <= BRIDGE_SECTIONS
+    return source
+
+
+def _key(entry: Entry) -> str:
+    return entry.path[-1].lstrip("-").replace("-", "_")
+
+
+def _recognised(found: dict[str, set[str]], keys: set[str], name: str) -> str:
+    """Return the program that a file is of, by the words in it that only one program has.
+
+    Args:
+        found: these words, by program.
+        keys: all words of the file, as Megatron-LM would have them.
+        name: the file, for messages.
+
+    Raises:
+        RecipeError: no program has enough words in it, or two have as many.
+    """
+    if {"num_layers", "num_attention_heads"} <= keys:
+        found["Megatron-LM"].add("num_layers with num_attention_heads")  # others rename one
+    ranked = sorted(found, key=lambda program: -len(found[program]))
+    first, second = (len(found[program]) for program in ranked[:2])
+    is_pair = {*ranked[:2]} == {"Megatron-LM", "DeepSpeed"}
+    if first < _LEAST_WORDS or (first == second and not is_pair):
+        shown = [
+            f"{program}: {one_line(', '.join(sorted(found[program])[:5]))}"
+            for program in ranked
+            if found[program]
+        ]
+        what = "has no words of a program that import knows"
+        if shown:
+            what = f"is not recognised by its words ({'; '.join(shown)}): two must be one program's"
+        raise RecipeError(f"{name}: {what}; {_KINDS}")
+    if is_pair and len(found["Megatron-LM"]) >= _LEAST_WORDS:
+        return "Megatron-LM"
+    return ranked[0]
 
 
 def _depth(path: tuple[str, ...]) -> int:
@@ -180,15 +295,20 @@ def _limit(count: int, name: str) -> None:
         raise RecipeError(f"{name}: more than {_MOST_SETTINGS:,} values; no configuration has them")
 
 
-def _together(
-    megatron: list[Setting], ds: list[Setting], contradictions: list[str], name: str
-) -> Source:
+def _single(program: str, settings: list[Setting]) -> Source:
+    """Make a source of the words of one program."""
+    twice: dict[str, str] = {}
+    source = Source(program, canonical(program, settings, twice))
+    source.contradictions += twice.values()
+    return source
+
+
+def _together(megatron: list[Setting], ds: list[Setting]) -> Source:
     """Make one source of words of Megatron-LM and of DeepSpeed."""
-    megatron = [one._replace(name=one.name.replace("-", "_")) for one in megatron]
-    if not any(one.name in _MEGATRON for one in megatron):
-        if not ds:
-            raise RecipeError(f"{name}: {_NO_WORDS}")
-        return Source("DeepSpeed", canonical("DeepSpeed", ds, contradictions), contradictions)
+    megatron = [
+        one if "." in one.name else one._replace(name=one.name.replace("-", "_"))
+        for one in megatron
+    ]
     lost = []
     for one in ds:
         as_megatron = deepspeed.as_megatron(one)
@@ -197,11 +317,19 @@ def _together(
                 megatron.append(as_megatron)
             continue
         word = find_word(_DEEPSPEED, one.name)
-        if word is None or "*" not in word.fits:
-            note = word.note if word else "not a word that this import knows"
-            lost.append(f"{one.shown}: {note}; the arguments of Megatron-LM count")
-    settings = canonical("Megatron-LM", megatron, contradictions)
-    return Source("Megatron-LM", settings, contradictions, lost)
+        if word is None or word.decides:
+            megatron.append(one)
+        elif "*" not in word.fits:
+            lost.append(f"{one.shown}: {word.note}; the arguments of Megatron-LM count")
+    twice: dict[str, str] = {}
+    settings = canonical("Megatron-LM", megatron, twice)
+    source = Source("Megatron-LM", settings, [*twice.values()], lost)
+    # The last of two options counts. In a tree, or in two files, none of two values does.
+    options = {one.name for one in megatron if one.shown.startswith("--")}
+    source.open = {word: line for word, line in twice.items() if word not in options or ds}
+    if ds and "deepspeed_config" in settings:
+        del settings["deepspeed_config"]  # it has been read
+    return source
 
 
 # --- TOML and YAML ---
@@ -214,9 +342,7 @@ def _read_toml(text: str, name: str) -> Source:
         raise RecipeError(f"{name}: not TOML: {one_line(str(error))}") from None
     if "mesh" in tree or "base" in tree or "run" in tree:
         raise RecipeError(f"{name}: is a recipe of composer3d already; use composer3d check")
-    if "parallelism" not in tree and "training" not in tree and "model" not in tree:
-        raise RecipeError(f"{name}: {_NO_WORDS}")
-    return _from_tree(tree, name, "torchtitan")
+    return _from_entries(list(_entries_of(tree, ())), name, has_lines=False)
 
 
 def _read_yaml(text: str, name: str) -> Source:
@@ -254,18 +380,8 @@ def _read_yaml(text: str, name: str) -> Source:
             f"{name}: cannot be read as YAML: a value does not fit its tag (!!...)"
         ) from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"{name}: {_NO_WORDS}")
-    if not {"parallelism", "tokens"} & tree.keys():
-        return _from_entries(list(_entries_of(tree, ())), name, has_lines=False)
-    return _from_tree(tree, name, "nanotron")
-
-
-def _from_tree(tree: dict[str, Any], name: str, program: str) -> Source:
-    entries = list(_entries_of(tree, ()))
-    _limit(len(entries), name)
-    contradictions: list[str] = []
-    found = [setting(_bounded(".".join(one.path)), one.value, name) for one in entries]
-    return Source(program, canonical(program, found, contradictions), contradictions)
+        raise RecipeError(f"{name}: must be a YAML mapping, key: value; {_KINDS}")
+    return _from_entries(list(_entries_of(tree, ())), name, has_lines=False)
 
 
 # --- shell ---
@@ -273,6 +389,31 @@ def _from_tree(tree: dict[str, Any], name: str, program: str) -> Source:
 
 def _read_shell(text: str, name: str) -> Source:
     script = read_script(text, name)
+    source, command = _source_of(script, text, name)
+    source.contradictions += script.undecided[:50]
+    # What depends on an undecided condition, or stands in another command, would be a guess.
+    others = [one for one in script.commands if one is not command and _known_options(one) > 1]
+    found = [_together(list(_options(one, name)), []) for one in others]
+    if script.undecided:
+        found.append(_source_of(read_script(text, name, takes_branches=True), text, name)[0])
+    for other in found:
+        for word, one in other.settings.items():
+            mine = source.settings.get(word)
+            if _decides(word) and (mine is None or str(mine.value) != str(one.value)):
+                shown = f"{mine.shown} ({mine.place})" if mine is not None else f"no {word}"
+                line = f"{one.shown} ({one.place}) under another condition or in another command"
+                source.open.setdefault(word, f"{line}: {shown} is used")
+    return source
+
+
+def _decides(name: str) -> bool:
+    """Return whether an argument of Megatron-LM decides what is trained, as far as it is known."""
+    word = _MEGATRON.get(name)
+    return word is not None and (word.decides or word.ours.startswith(_DECIDING_KEYS))
+
+
+def _source_of(script: Script, text: str, name: str) -> tuple[Source, Command]:
+    """Return what the command of a script says that trains, and the command."""
     best = max(script.commands, key=_known_options, default=None)
     if best is None or not _known_options(best):
         # Only variables: people paste the part of a script with the arguments.
@@ -283,14 +424,14 @@ def _read_shell(text: str, name: str) -> Source:
             for word in value.split()
         ]
         best = Command(1, words)
-    megatron = list(_options(best, name))
-    if not {"nnodes", "nproc_per_node"} & {one.name for one in megatron}:
+    options = list(_options(best, name))
+    if not {"nnodes", "nproc_per_node"} & {one.name for one in options}:
         for match in _SBATCH.finditer(text):
             word = _SBATCH_WORDS.get(match[1])
             if word is not None:
                 line = text.count("\n", 0, match.start()) + 1
                 option = f"#SBATCH --{match[1]}"
-                megatron.append(setting(word, match[2], f"{name}:{line}", option=option))
+                options.append(setting(word, match[2], f"{name}:{line}", option=option))
     ds: list[Setting] = []
     for line, document in script.documents:
         try:
@@ -302,10 +443,18 @@ def _read_shell(text: str, name: str) -> Source:
                 setting(_bounded(".".join(one.path)), one.value, f"{name}:{line}")
                 for one in _entries_of(tree, ())
             ]
-    _limit(len(megatron) + len(ds), name)
-    source = _together(megatron, ds, [], name)
-    source.contradictions += script.undecided[:50]
-    return source
+    _limit(len(options) + len(ds), name)
+    programs = [word for word in best.words if _PRETRAIN.search(word)]
+    keys = {one.name for one in options}
+    found: dict[str, set[str]] = {program: set() for program in WORDS}
+    found["Megatron-LM"] = (keys & _OWN["Megatron-LM"]) | set(programs[:1])
+    found["DeepSpeed"] = {one.name for one in ds} & _OWN["DeepSpeed"]
+    if _recognised(found, keys, name) == "DeepSpeed":
+        return _single("DeepSpeed", [*options, *ds]), best
+    options += [
+        setting("program", os.path.basename(word), f"{name}:{best.line}") for word in programs[:1]
+    ]
+    return _together(options, ds), best
 
 
 def _known_options(command: Command) -> int:
@@ -329,13 +478,18 @@ def _options(command: Command, name: str) -> Iterator[Setting]:
         if _PROGRAM.search(word):
             before_program = False
         if not word.startswith("--") or len(word) < 3:
+            if word.startswith("$") and not before_program and not _OUTSIDE.fullmatch(word):
+                yield setting(_bounded(word), Unread("arguments"), place, option=_bounded(word))
             continue
         option, equals, value = word.partition("=")
         values = [value] if equals else []
         while not equals and position < len(words) and not words[position].startswith("--"):
+            is_outside = _OUTSIDE.fullmatch(words[position])
             if before_program and (values or _PROGRAM.search(words[position])):
                 break  # the launcher's options have one value
-            values.append(words[position])
+            if values and words[position].startswith("$") and not is_outside:
+                break  # more arguments, which the file does not have
+            values += [] if is_outside else [words[position]]
             position += 1
         spelled = _as_word(word)
         if before_program:

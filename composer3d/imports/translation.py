@@ -12,8 +12,10 @@ from composer3d.recipe.values import as_toml, coerce, entries_of, one_line, type
 
 _MOST_SHOWN = 80  # characters of a value of theirs in a line of ours
 _MOST_LINES = 500  # of one list
+_MOST_OPEN = 100  # points
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+_SEPARATOR = re.compile(r"(?<=[0-9])_(?=[0-9])")  # as in 300_000_000, which Python reads
 _NUMBER = re.compile(r"[+-]?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})([eE][+-]?[0-9]{1,3})?")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
@@ -75,6 +77,9 @@ class Translation:
         program: a key of ``words.WORDS``.
         file: the file, for messages.
         settings: what the file says, by word.
+        has_defaults: whether the program uses its own value for what the file does not say. An
+            override file of a recipe of theirs says only what differs.
+        accepted: the open points that the user accepts.
         overrides: the texts that ``--set`` gives, by key. What the file says of these keys is not
             needed.
         model: the preset that ``--model`` gives, or None.
@@ -82,6 +87,8 @@ class Translation:
         taken: what was taken over, a line each.
         assumed: what the file does not say, and the recipe needs.
         lost: what has no equal, with the reason.
+        open: the open points, by key: what decides the layout, the model, the batch or the
+            optimizer, and is not understood or cannot be expressed.
         harmless: words that change nothing here.
         contradictions: what contradicts itself, with the arithmetic.
         problems: why no recipe can be made.
@@ -90,6 +97,8 @@ class Translation:
     program: str
     file: str
     settings: dict[str, Setting]
+    has_defaults: bool = True
+    accepted: frozenset[str] = frozenset()
     overrides: Mapping[str, str] = field(default_factory=dict)
     model: str | None = None
     values: dict[str, Value] = field(default_factory=dict)
@@ -99,7 +108,9 @@ class Translation:
     harmless: list[str] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    open: dict[str, str] = field(default_factory=dict)
     _read: set[str] = field(default_factory=set)
+    _asked: set[str] = field(default_factory=set)
 
     @property
     def overridden(self) -> frozenset[str]:
@@ -229,10 +240,31 @@ class Translation:
         words = self.words(*names)
         self.lost.append(f"{words}: {reason}" if words else reason)
 
-    def contradict(self, line: str) -> None:
-        """Note a contradiction, once."""
+    def ask(self, reason: str, *names: str, key: str = "", ours: str = "") -> None:
+        """Leave a point open, unless the user accepts it or sets our key.
+
+        Args:
+            reason: why the recipe is not what the file says.
+            names: words; those that the file lacks do not count.
+            key: the name of the point; by default the first word.
+            ours: the key of the recipe that ``--set`` may give.
+        """
+        self._read.update(names)
+        words = self.words(*names)
+        line = one_line(f"{words}: {reason}" if words else reason)
+        key = point_name(key or names[0])
+        self._asked.add(key)
+        if key in self.accepted or ours in self.overridden:
+            self.lost.append(line)
+        elif key not in self.open:
+            self.open[key] = line
+
+    def contradict(self, line: str, key: str = "") -> None:
+        """Note a contradiction, once. With a key, what is used is a guess: an open point."""
         if line not in self.contradictions:
             self.contradictions.append(line)
+            if key:
+                self.ask(line, key=key)
 
     def copy_plain_words(self) -> None:
         """Take over the words whose value moves as it is."""
@@ -267,6 +299,7 @@ class Translation:
         """Note the words that no code has read, and keep the lists short."""
         index = index_of(WORDS[self.program])
         without_equal: dict[str, list[str]] = {}
+        unknown = "not a word that this import knows; it may change what is trained"
         for name, found in self.settings.items():
             if name in self._read:
                 continue
@@ -277,9 +310,10 @@ class Translation:
                 )
             elif word is None and found.value is None:
                 self.harmless.append(found.shown)
+            elif name.startswith("$"):
+                self.ask("arguments that the file does not have", name)
             elif word is None:
-                reason = "not a word that this import knows; does it change what is trained?"
-                without_equal.setdefault(reason, []).append(found.shown)
+                self.ask(unknown, name)
             elif word.is_copied and word.ours in self.overridden:
                 pass
             elif word.ours:
@@ -287,10 +321,21 @@ class Translation:
                 self.harmless.append(found.shown)
             elif _fits(word, found):
                 self.harmless.append(found.shown)
+            elif word.decides:
+                self.ask(word.note, name)
             else:
                 without_equal.setdefault(word.note, []).append(found.shown)
         for reason, words in without_equal.items():
             self.lost.append(f"{', '.join(words)}: {reason}")
+        said = set(map(point_name, self.settings))
+        for key in sorted(self.accepted - self._asked - said):
+            keys = ", ".join(self.open) or "none"
+            self.problems.append(f"--accept {one_line(key)}: no such point is open; open: {keys}")
+        if len(self.open) > _MOST_OPEN:
+            self.problems.append(
+                f"{self.file}: {len(self.open):,} words that decide what is trained are not known: "
+                f"this is no configuration of {self.program} that import can read"
+            )
         for lines in (self.taken, self.assumed, self.lost, self.harmless, self.contradictions):
             if len(lines) > _MOST_LINES:
                 lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES:,} more"]
@@ -308,6 +353,11 @@ def _own_word(found: Setting, kind: Any) -> Any:
     if kind is bool:
         return first.lower() not in _FALSE
     return first if kind in (int, float) else found.value
+
+
+def point_name(text: str) -> str:
+    """Return the name of an open point; ``--quick-geglu`` and ``quick_geglu`` name the same."""
+    return one_line(text[:200]).lstrip("-").replace("-", "_") or "_"
 
 
 def _fits(word: Word, found: Setting) -> bool:
@@ -341,6 +391,8 @@ def convert(value: Any, kind: Any) -> Any:
         raise ValueError("true or false")
     if type(value) is bool:
         raise ValueError("a number")
+    if isinstance(value, str):
+        value = _SEPARATOR.sub("", value)
     if kind is int:
         if isinstance(value, str) and _INTEGER.fullmatch(value):
             value = int(value)
@@ -359,11 +411,11 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def canonical(
-    program: str, found: Iterable[Setting], contradictions: list[str]
+    program: str, found: Iterable[Setting], contradictions: dict[str, str]
 ) -> dict[str, Setting]:
     """Return settings by the name of their word; a word that stands twice has its last value.
 
-    ``contradictions`` gets a line for each word that stands twice with different values.
+    ``contradictions`` gets a line for each word that stands twice with different values, by word.
     """
     index: Mapping[str, Word] = index_of(WORDS[program])
     result: dict[str, Setting] = {}
@@ -372,7 +424,7 @@ def canonical(
         name = word.name if word is not None else one.name
         before = result.get(name)
         if before is not None and str(before.value) != str(one.value):
-            contradictions.append(
+            contradictions[name] = (
                 f"{before.shown} ({before.place}) and {one.shown} ({one.place}): "
                 f"{one.shown} is used"
             )

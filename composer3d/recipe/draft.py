@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
 from composer3d.models import registry
-from composer3d.recipe.schema import ARCHITECTURE, PATH, TABLES, model_table
+from composer3d.recipe.schema import ARCHITECTURE, OPEN_POINTS, PATH, TABLES, model_table
 from composer3d.recipe.values import (
     FIELDS,
     Entries,
@@ -172,7 +172,9 @@ class Draft:
     def _add_document(self, document: Document) -> None:
         for table, content in document.tables.items():
             place = document.place(table)
-            if table not in TABLES:
+            if table == OPEN_POINTS:
+                self._refuse_open_points(content, document, place)
+            elif table not in TABLES:
                 self._refuse_unknown(table, place, "table" if isinstance(content, dict) else "key")
             elif not isinstance(content, dict):
                 self.problems.append(
@@ -184,6 +186,21 @@ class Draft:
                 self.places.setdefault(table, place)
                 for name, value in content.items():
                     self._add_value(f"{table}.{name}", value, document.place(table, name))
+
+    def _refuse_open_points(self, content: object, document: Document, place: str) -> None:
+        """Report each open point of a draft, of a base as well. No override settles one."""
+        if not isinstance(content, dict):
+            self.problems.append(
+                f"{place}: '{OPEN_POINTS}' is the table of the open points of a draft; remove it"
+            )
+            return
+        for key, point in list(content.items())[:MOST_PROBLEMS]:
+            shown = point if isinstance(point, str) else as_short_toml(point)
+            self.problems.append(
+                f"{document.place(OPEN_POINTS, key)}: open point "
+                f"'{one_line(key)}': {one_line(shown)}; settle it in the recipe and delete this "
+                "line, or import again with --accept"
+            )
 
     def _add_override(self, text: str) -> None:
         key, equals, raw = (part.strip() for part in text.partition("="))

@@ -24,6 +24,10 @@ from composer3d.spec.text import NAME_RULE, is_name
 # way (``runtime.mesh``).
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
+# The table of a draft, beside those of a recipe: points that the user must settle, each a key with
+# a text. ``composer3d import`` writes it, and a recipe that has a point is refused.
+OPEN_POINTS = "open"
+
 MOST_RANKS = 1 << 24  # processes in a world
 MOST_STEPS = 10**9
 FLOAT8_MULTIPLE = 16  # Kernels take matrices whose sizes are multiples of it.

@@ -31,7 +31,8 @@ TRAIN_ARGS+=(--swiglu --normalization RMSNorm --position-embedding-type rope)
 torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \\
     $GPT_ARGS "${TRAIN_ARGS[@]}" \\
     --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size=2 \\
-    --sequence-parallel --use-distributed-optimizer --disable-bias-linear
+    --sequence-parallel --use-distributed-optimizer --disable-bias-linear \\
+    --attention-dropout 0 --hidden-dropout 0 --vocab-size 50257
 """
 
 DEEPSPEED = """\
@@ -111,8 +112,9 @@ def imported(
     *,
     gpus: int | None = None,
     model: str | None = None,
+    accept: Sequence[str] = (),
 ) -> Imported:
     """Write a configuration to a file of ``folder`` and import it."""
     path = folder / name
     path.write_text(text)
-    return import_file(str(path), sets, gpus=gpus, model=model)
+    return import_file(str(path), sets, gpus=gpus, model=model, accept=accept)

@@ -92,10 +92,20 @@ def test_it_has_no_model(tmp_path: Path) -> None:
         ),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, "optim.warmup", 1000),
         ({"fp16": {"enabled": False}}, "precision.compute", "bfloat16"),
+        (
+            {"bf16": {}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            "precision.compute",
+            "bfloat16",
+        ),
+        ({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_grain_size": 64}}}, "mesh.tp", 2),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 4}}, "mesh.ep", 4),
+        ({"expert_parallel": {"enabled": False, "autoep_size": 4}}, "mesh.ep", 1),
     ],
 )
 def test_a_key(tmp_path: Path, entries: Any, key: str, value: object) -> None:
-    made = imported(tmp_path, "x.json", changed(**entries), gpus=4, model="llama3-8b")
+    model = "debug-moe" if "expert_parallel" in entries else "llama3-8b"
+    made = imported(tmp_path, "x.json", changed(**entries), gpus=4, model=model)
+    assert made.made.open == {}
     table, name = key.split(".")
     assert getattr(getattr(made.resolved.recipe, table), name) == value
 
@@ -127,3 +137,40 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
     made = imported(tmp_path, "x.json", text, gpus=4, model="llama3-8b")
     assert "train_batch_size = 1024" in made.made.contradictions[0]
     assert made.resolved.recipe.data.global_batch == 512
+
+
+@pytest.mark.parametrize(
+    ("entries", "keys"),
+    [
+        ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-4}}}, ["optimizer.type"]),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "adam_w_mode": False}}},
+            ["optimizer.params.adam_w_mode"],
+        ),
+        ({"scheduler": {"type": "OneCycle"}}, ["scheduler.type"]),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+            ["zero_optimization.zero_hpz_partition_size"],
+        ),
+        ({"zero_optimization": {"stage": 3, "new_thing": 8}}, ["zero_optimization.new_thing"]),
+        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 8}}, []),
+        (
+            {"curriculum_learning": {"enabled": True}},
+            ["curriculum_learning.enabled"],
+        ),
+        ({"some_parallel_size": 4}, ["some_parallel_size"]),
+        ({"wall_clock_breakdown": True, "aio": {"block_size": 1}}, []),
+    ],
+)
+def test_what_decides_and_is_not_expressed_is_open(
+    entries: Any, keys: list[str], tmp_path: Path
+) -> None:
+    made = imported(tmp_path, "x.json", changed(**entries), gpus=32, model="llama3-8b")
+    assert list(made.made.open) == keys
+
+
+def test_a_batch_that_contradicts_itself_is_open_without_gpus(tmp_path: Path) -> None:
+    text = changed(data_parallel_size=4)
+    made = imported(tmp_path, "x.json", text, model="llama3-8b").made
+    assert list(made.open) == ["gradient_accumulation_steps"]
+    assert imported(tmp_path, "x.json", text, gpus=4, model="llama3-8b").made.open == {}

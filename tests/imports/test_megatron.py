@@ -39,19 +39,22 @@ def test_a_script(tmp_path: Path) -> None:
     assert (recipe.model.dim, recipe.model.n_kv_heads, recipe.model.ffn) == (1024, 16, 2688)
     assert (recipe.model.rope_theta, recipe.model.tied) == (10_000.0, True)
     assert (recipe.optim.betas, recipe.optim.schedule) == ((0.9, 0.999), "linear")
-    assert made.made.contradictions == []
-    assert any("dropout" in line for line in made.made.lost)
+    assert (made.made.contradictions, made.made.open) == ([], {})
     line = next(line for line in made.text.splitlines() if line.startswith("tp = "))
     assert line.split("#")[1] == " --tensor-model-parallel-size 2"
 
 
 def test_only_a_part_of_a_script(tmp_path: Path) -> None:
     text = "ARGS='--num-layers 8 --hidden-size 1024'\n--num-attention-heads 16 --seq-length 512"
-    with pytest.raises(RecipeError, match="does not give the sizes"):
+    with pytest.raises(RecipeError, match="is not recognised by its words"):
         imported(tmp_path, "x.sh", text, gpus=1)
+    with pytest.raises(RecipeError, match="does not give the sizes"):
+        imported(tmp_path, "x.sh", f"{text} --train-iters 5", gpus=1)
     recipe = imported(tmp_path, "x.sh", text.replace("\n", " \\\n ${ARGS} "), gpus=1)
     assert recipe.resolved.recipe.model.n_heads == 16
-    variables = "A='--num-layers 8 --hidden-size 1024'\nB=(--num-attention-heads 16)\n"
+    variables = (
+        "A='--num-layers 8 --hidden-size 1024'\nB=(--num-attention-heads 16 --lr-decay-iters 9)\n"
+    )
     assert imported(tmp_path, "x.sh", variables, gpus=1).resolved.recipe.model.dim == 1024
 
 
@@ -287,7 +290,7 @@ def test_a_refusal(tmp_path: Path, more: str, message: str) -> None:
 
 
 def test_another_tokenizer_does_not_tell_the_vocabulary(tmp_path: Path) -> None:
-    text = MEGATRON.replace("--bf16", "--bf16 --tokenizer-type HuggingFaceTokenizer")
+    text = MEGATRON.replace("--vocab-size 50257", "--tokenizer-type HuggingFaceTokenizer")
     with pytest.raises(RecipeError, match="HuggingFaceTokenizer does not tell the vocabulary"):
         imported(tmp_path, "x.sh", text)
     recipe = imported(tmp_path, "x.sh", text, ["model.vocab=128256"]).resolved.recipe
@@ -339,3 +342,126 @@ def test_nowhere_is_the_number_of_gpus(tmp_path: Path) -> None:
         recipe_of(tmp_path, "'tp': 2", gpus=None)
     with pytest.raises(RecipeError, match=r"--gpus 7 must be a multiple of tp 2 = 2; use 6 or 8"):
         recipe_of(tmp_path, "'tp': 2", gpus=7)
+
+
+OURS = (
+    f"{SIZES}, 'swiglu': True, 'normalization': 'RMSNorm', 'position_embedding_type': 'rope', "
+    "'disable_bias_linear': True, 'attention_dropout': 0, 'hidden_dropout': 0, 'vocab_size': 512"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "keys"),
+    [
+        ("'lr': 1e-4", []),
+        ("'swiglu': False, 'quick_geglu': True, 'ffn_hidden_size': 640", ["quick_geglu"]),
+        ("'swiglu': False, 'squared_relu': True", ["squared_relu"]),
+        ("'swiglu': False, 'glu_activation': 'geglu'", ["glu_activation"]),
+        ("'normalization': 'LayerNorm'", ["normalization"]),
+        ("'position_embedding_type': 'none'", ["position_embedding_type"]),
+        ("'disable_bias_linear': False", ["disable_bias_linear"]),
+        ("'add_qkv_bias': True", []),
+        ("'hidden_dropout': 0.1", ["hidden_dropout"]),
+        ("'window_size': (127, 0), 'window_attn_skip_freq': 2", ["window_attn_skip_freq"]),
+        ("'window_attn_skip_freq': 2", []),  # without a window it does nothing
+        ("'window_size': (127, 127)", ["window_size"]),
+        ("'multi_latent_attention': True, 'kv_lora_rank': 512", None),
+        ("'mtp_num_layers': 1", ["mtp_num_layers"]),
+        ("'apply_layernorm_1p': True", ["apply_layernorm_1p"]),
+        ("'rampup_batch_size': '16 16 5000'", ["rampup_batch_size"]),
+        ("'optimizer': 'muon'", ["optimizer"]),
+        ("'optimizer': 'adam'", []),
+        ("'decoupled_lr': 1e-4", ["decoupled_lr"]),
+        ("'lr_decay_style': 'inverse-square-root'", ["lr_decay_style"]),
+        ("'lr_decay_style': 'WSD'", ["lr_wsd_decay_style"]),  # theirs is exponential
+        ("'lr_decay_style': 'WSD', 'lr_wsd_decay_style': 'linear'", []),
+        ("'num_experts': 8, 'moe_expert_capacity_factor': 1.25", ["moe_expert_capacity_factor"]),
+        ("'num_experts': 8, 'moe_layer_freq': 2", ["moe_layer_freq"]),
+        ("'exp_avg_dtype': 'bf16'", ["exp_avg_dtype"]),
+        ("'precision': 'fp4'", ["precision"]),
+        ("'use_tp_pp_dp_mapping': True", ["use_tp_pp_dp_mapping"]),
+        ("'pp': 2, 'decoder_first_pipeline_num_layers': 3, 'global_batch_size': 64", []),
+        ("'pp': 4, 'pipeline_model_parallel_layout': 'E|t*8|L'", None),
+        ("'yaml_cfg': 'other.yaml'", ["yaml_cfg"]),
+        ("'a_word_of_mine': 3", ["a_word_of_mine"]),
+        ("'wandb_project': 'x', 'log_interval': 5, 'ckpt_format': 'torch'", []),
+    ],
+)
+def test_what_decides_and_is_not_expressed_is_open(
+    more: str, keys: list[str] | None, tmp_path: Path
+) -> None:
+    said = [entry.partition(":")[0] for entry in more.split(", ")]
+    ours = ", ".join(one for one in OURS.split(", ") if one.partition(":")[0] not in said)
+    text = f"config = {{{ours}, {more}}}"
+    made = imported(tmp_path, "x.txt", text, gpus=8)
+    found = list(made.made.open)
+    assert found == keys if keys is not None else found
+    accepted = imported(tmp_path, "x.txt", text, gpus=8, accept=found)
+    assert accepted.made.open == {}
+    assert accepted.resolved.recipe == made.resolved.recipe
+
+
+def test_a_gated_layer_keeps_its_width(tmp_path: Path) -> None:
+    made = recipe_of(tmp_path, "'quick_geglu': True, 'ffn_hidden_size': 640")
+    assert made.model.ffn == 640
+
+
+def test_defaults_of_a_script_are_open(tmp_path: Path) -> None:
+    text = "torchrun pretrain_bert.py --num-layers 8 --hidden-size 1024 --num-attention-heads 16 "
+    text += "--train-iters 5 --vocab-size 300"
+    assert set(imported(tmp_path, "x.sh", text, gpus=1).made.open) == {
+        *("program", "swiglu", "normalization", "position_embedding_type", "disable_bias_linear"),
+        *("attention_dropout", "hidden_dropout"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "stages"),
+    [
+        ("'decoder_first_pipeline_num_layers': 3", (3, 5)),
+        ("'decoder_last_pipeline_num_layers': 2", (6, 2)),
+        (
+            "'account_for_embedding_in_pipeline_split': 1, "
+            "'account_for_loss_in_pipeline_split': True",
+            (4, 4),
+        ),
+    ],
+)
+def test_the_ends_of_a_pipeline(more: str, stages: tuple[int, ...], tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, f"'pp': 2, 'global_batch_size': 64, {more}")
+    assert recipe.parallel.stages == stages
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        (MEGATRON, []),
+        (MEGATRON + '  "$@"', []),
+        (MEGATRON.rstrip() + " $MORE_ARGS", ["$MORE_ARGS"]),
+        (MEGATRON.rstrip() + " &> log --lr 1", []),
+        # A condition that is not decided, and two commands with other values.
+        (MEGATRON.replace("TP=2", "TP=2\nif [ -f x ]; then TP=4; fi"), None),
+        (
+            MEGATRON.replace("TP=2", "case $S in a) L=1;; esac\nif [ -f x ]; then Z=4; fi\nTP=2"),
+            [],
+        ),
+        (MEGATRON + MEGATRON.replace("--lr 3.0e-4", "--lr 1.0e-4"), None),
+    ],
+)
+def test_a_script_is_not_guessed(text: str, keys: list[str] | None, tmp_path: Path) -> None:
+    found = list(imported(tmp_path, "x.sh", text).made.open)
+    assert found == keys if keys is not None else found
+
+
+def test_a_section_of_yaml_has_the_words_of_bridge(tmp_path: Path) -> None:
+    text = (
+        "model: {tensor_model_parallel_size: 4, context_parallel_size: 2, seq_length: 4096}\n"
+        "train: {train_iters: 100, global_batch_size: 8, micro_batch_size: 1}\n"
+        "optimizer: {lr: 0.0003}\nlogger: {log_interval: 10, what_ever: 1}\n"
+    )
+    with pytest.raises(RecipeError, match="does not give the sizes of a model"):
+        imported(tmp_path, "x.yaml", text, gpus=16)
+    made = imported(tmp_path, "x.yaml", text, gpus=16, model="llama3-8b")
+    recipe = made.resolved.recipe
+    assert (recipe.mesh.tp, recipe.mesh.cp, recipe.run.steps) == (4, 2, 100)
+    assert made.made.open == {}

@@ -86,7 +86,7 @@ def test_a_change(tmp_path: Path, old: str, new: str, key: str, value: object) -
         ("tokens: !!bool maybe", "a value does not fit its tag"),
         ("tokens: !!timestamp soon", "a value does not fit its tag"),
         ("tokens: !!map [a, b]", "a value does not fit its tag"),
-        ("- 1", "has no words of"),
+        ("- 1", "must be a YAML mapping"),
         ("x: 1", "has no words of"),
         ("tokens: {a: 1\x00}", "cannot be read as YAML"),
     ],

@@ -72,6 +72,19 @@ def test_nothing_is_executed_and_nothing_else_is_read(
         ("a.json", b'{"train_batch_size": ' + b"9" * 9000 + b"}", "not JSON"),
         ("a.doc", b"x", "the ending .doc is unknown"),
         ("a.py", b"x = 1", "has no words of"),
+        # A program needs two words of its own; other files have words that many share.
+        ("a.json", b'{"lr": 1e-4, "seed": 1, "batch_size": 8, "hidden_size": 64}', "has no words"),
+        ("a.json", b'{"train_batch_size": 8, "epochs": 3}', "two must be one program's"),
+        ("a.json", b'{"name": "x", "version": "1", "dependencies": {}}', "has no words of"),
+        (
+            "a.json",
+            b'{"model_type": "bert", "hidden_size": 64, "num_attention_heads": 2}',
+            "is a config.json of Hugging Face",
+        ),
+        ("a.toml", b"[project]\nname = 'x'\n[tool.x]\ntraining = 1\n", "has no words of"),
+        ("a.toml", b"[model]\nname = 'x'\n[training]\nlr = 1\n", "two must be one program's"),
+        ("a.yaml", b"model: {hidden_size: 8}\noptimizer: {lr: 1}\n", "has no words of"),
+        ("a.sh", b"python train.py --lr 1e-4 --bf16 --max-steps 5 --seed 1", "has no words of"),
     ],
 )
 def test_a_hostile_file_is_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:

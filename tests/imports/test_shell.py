@@ -42,6 +42,10 @@ def words(text: str) -> list[str]:
         ("A=1 E=\nrun ${A:-${B}} ${C:-$A} ${E:-2} ${C:-$B}", ["run", "1", "1", "2", "$B"]),
         ("declare -a A=(--x 1)\nlocal -r B=2\nrun ${A[@]} $B", ["run", "--x", "1", "2"]),
         ("run a > log 2>&1", ["run", "a"]),
+        ("run a &> log b &>> log2 c", ["run", "a", "b", "c"]),
+        ("C='py x.py --lr 1 &> log --b'\neval $C", ["eval", "py", "x.py", "--lr", "1", "--b"]),
+        ("C='py --n $(f a b) --m'\neval \"$C\"", ["eval", "py", "--n", "$(f a b)", "--m"]),
+        ("A=1\nslow & A=2\nrun $A", ["run", "2"]),  # what follows one & is no condition
         ("run a 2>/dev/null b 2 >> log c2 <in", ["run", "a", "b", "2", "c2"]),
     ],
 )

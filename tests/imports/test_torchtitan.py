@@ -1,6 +1,8 @@
-"""torchtitan's TOML of 0.1 and 0.2."""
+"""torchtitan's TOML of 0.1 and 0.2, and the JSON that it writes of a run."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,7 +116,12 @@ def test_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.toml", "[model]\nname = 'flux'\n", "no model of ours; give the nearest with --model"),
+        (
+            "x.toml",
+            "[model]\nname = 'flux'\nflavor = 'dev'\n",
+            "no model of ours; give the nearest with --model",
+        ),
+        ("x.toml", "[training]\nlocal_batch_size = 1\nseq_len = 8\n", "no model.flavor: no model"),
         ("x.toml", "[mesh]\ntp = 2\n", "is a recipe of composer3d already"),
         ("x.toml", "[other]\nx = 1\n", "has no words of"),
         ("x.toml", "[model", "not TOML"),
@@ -123,9 +130,124 @@ def test_experts(tmp_path: Path) -> None:
             "def llama3_8b():\n    return Trainer.Config()\n",
             "is a program, which import does",
         ),
-        ("x.toml", "[model]\nflavor = '8B'\n", "on how many GPUs it runs; give --gpus N$"),
+        (
+            "x.toml",
+            "[model]\nname = 'llama3'\nflavor = '8B'\n",
+            "on how many GPUs it runs; give --gpus N$",
+        ),
     ],
 )
 def test_a_refusal(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         imported(tmp_path, name, text)
+
+
+def resolved(**changes: Any) -> str:
+    """A JSON as torchtitan writes it in 2026 with --debug.save_config_file, in part."""
+    layer = {
+        "attention": {"n_heads": 32, "n_kv_heads": 8, "rope": {"theta": 500000.0}},
+        "feed_forward": {"w1": {"in_features": 4096, "out_features": 14336}},
+    }
+    options = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    group = {"pattern": ".*", "optimizer_name": "AdamW", "optimizer_kwargs": options}
+    tree: dict[str, Any] = {
+        "model_spec": {
+            "name": "llama3",
+            "flavor": "8B",
+            "model": {"dim": 4096, "vocab_size": 128256, "layers": [layer] * 32},
+        },
+        "hf_assets_path": "./assets",
+        "optimizer": {"param_groups": [group], "implementation": "fused"},
+        "lr_scheduler": {"warmup_steps": 200, "total_steps": None, "decay_type": "cosine"},
+        "training": {
+            "num_tokens_per_microbatch_per_dp_rank": 16384,
+            "num_tokens_per_train_step": -1,
+            "max_context_length": 8192,
+            "steps": 1000,
+            "max_norm": 1.0,
+        },
+        "parallelism": {
+            "data_parallel_replicate_degree": 1,
+            "data_parallel_shard_degree": 8,
+            "tensor_parallel_degree": 4,
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_schedule": "Interleaved1F1B",
+            "num_pp_microbatches": 4,
+            "context_parallel_degree": 1,
+            "context_parallel_load_balancer": "headtail",
+            "spmd_backend": "spmd_types",
+        },
+        "activation_checkpoint": {"preserve_rng_state": True, "determinism_check": "default"},
+        "compile": {"enable": True, "components": ["model"]},
+        "comm": {"trace_buf_size": 20000},
+        "debug": {"seed": 7},
+    }
+    for key, value in changes.items():
+        table, _, name = key.partition("__")
+        tree[table] = {**tree[table], name: value} if name else value
+    return json.dumps(tree)
+
+
+def test_the_json_of_a_run(tmp_path: Path) -> None:
+    made = imported(tmp_path, "x.json", resolved())
+    recipe = made.resolved.recipe
+    assert (made.made.program, made.made.open) == ("torchtitan", {})
+    assert (recipe.model.preset, recipe.model.rope_factor) == ("llama3-8b", 8.0)
+    assert (recipe.mesh.pp, recipe.mesh.dp_shard, recipe.mesh.tp) == (2, 8, 4)
+    assert (recipe.data.seq_len, recipe.data.micro_batch, recipe.data.global_batch) == (8192, 2, 64)
+    assert (recipe.parallel.schedule, recipe.memory.activation_checkpoint) == (
+        "Interleaved1F1B",
+        "full",
+    )
+    assert (recipe.optim.lr, recipe.optim.betas, recipe.run.seed) == (3e-4, (0.9, 0.95), 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"parallelism__new_parallel_degree": 2}, ["parallelism.new_parallel_degree"]),
+        ({"training__num_tokens_per_microbatch_per_dp_rank": 9000}, None),
+        ({"optimizer__param_groups": [{"pattern": "a"}, {"pattern": ".*"}]}, None),
+        ({"optimizer": {"name": "Adam", "lr": 1e-4}}, ["optimizer.name"]),
+        ({"lr_scheduler__decay_type": "sqrt"}, ["lr_scheduler.decay_type"]),
+        ({"activation_checkpoint__memory_budget": 0.5}, ["activation_checkpoint.memory_budget"]),
+        (
+            {"model_spec__model": {"dim": 4096, "vocab_size": 128256, "layers": [{}] * 16}},
+            ["model_spec.model.layers"],
+        ),
+        ({"model_spec__model": {"dim": 2048, "layers": []}}, None),
+        (
+            {"parallelism__module_fqns_per_model_part": [["a"], ["b"]]},
+            ["parallelism.module_fqns_per_model_part"],
+        ),
+    ],
+)
+def test_a_json_that_is_not_understood_is_open(
+    changes: dict[str, Any], keys: list[str] | None, tmp_path: Path
+) -> None:
+    found = list(imported(tmp_path, "x.json", resolved(**changes)).made.open)
+    assert found == keys if keys is not None else found
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "value"),
+    [(None, "none"), ({"debug": False, "force_recompute_mm_shapes_by_fqns": []}, "selective")],
+)
+def test_checkpointing_of_a_json(checkpointing: Any, value: str, tmp_path: Path) -> None:
+    text = resolved(activation_checkpoint=checkpointing)
+    recipe = imported(tmp_path, "x.json", text).resolved.recipe
+    assert recipe.memory.activation_checkpoint == value
+
+
+def test_a_file_of_2024(tmp_path: Path) -> None:
+    text = (
+        "[model]\nname = 'llama3'\nflavor = '8B'\nnorm_type = 'rmsnorm'\n[training]\n"
+        "batch_size = 1\nseq_len = 8192\nwarmup_steps = 200\ncompile = false\n"
+        "data_parallel_degree = 4\ntensor_parallel_degree = 2\nfp8_linear = ''\n"
+        "[experimental]\npipeline_parallel_degree = 2\npipeline_parallel_microbatches = 1\n"
+    )
+    made = imported(tmp_path, "x.toml", text, ["data.global_batch=8"])
+    mesh = made.resolved.recipe.mesh
+    assert (mesh.pp, mesh.dp_shard, mesh.tp, made.made.open) == (2, 4, 2, {})
+    debug = imported(tmp_path, "x.toml", text.replace("8B", "debugmodel"), ["data.global_batch=8"])
+    assert list(debug.made.open) == ["model.flavor"]

@@ -58,7 +58,8 @@ def test_each_word_is_read_by_the_code(program: str) -> None:
         for left_out in ((), *_ALTERNATIVES.get(program, ())):
             values = {name: "1" for name in names if name not in left_out} | base
             settings = {name: setting(name, value, "x") for name, value in values.items()}
-            made = Translation(program, "x", settings, model="debug-tiny")
+            model = None if settings.pop("--model", None) else "debug-tiny"
+            made = Translation(program, "x", settings, model=model)
             translator: Callable[..., None] = result._TRANSLATORS[program]
             translator(made, 64)
             read |= made._read
@@ -82,8 +83,10 @@ _SITUATIONS: dict[str, list[dict[str, object]]] = {
             "model.name": "llama3",
             "model.flavor": "8B",
             "validation.enable": True,
-        }
+        },
+        {"model.name": "qwen3", "model.flavor": "8B", "--model": "none"},
     ],
+    "NeMo Automodel": [{"distributed.pp_size": 2}],
     "nanotron": [{"tokens.val_check_interval": 10}],
 }
 _ALTERNATIVES: dict[str, list[tuple[str, ...]]] = {

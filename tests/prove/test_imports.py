@@ -21,8 +21,8 @@ def test_the_smallest_goes_through_every_command(
     small = ["model.n_layers=4", "model.dim=256", "model.n_heads=4", "model.n_kv_heads=4"]
     small += ["model.ffn=512", "data.global_batch=64", "data.seq_len=256"]
     arguments = [word for one in small for word in ("--set", one)]
-    script = str(CONFIGURATIONS["megatron-deepspeed-16"])
-    assert cli.main(["import", script, "-o", recipe, "--gpus", "8", *arguments]) == 0
+    command = arguments_of("import", CONFIGURATIONS["megatron-deepspeed-16"], Path(recipe))
+    assert cli.main([*command, "--gpus", "8", *arguments]) == 0
     assert cli.main(["check", recipe, "--gpus", "8"]) == 0
     assert cli.main(["plan", recipe, "--top", "1"]) == 0
     assert cli.main(["dryrun", recipe]) == 0

@@ -26,6 +26,14 @@ FOLDER = Path(__file__).resolve().parent
 CONFIGURATIONS = {
     path.stem: path for path in sorted(FOLDER.iterdir()) if path.suffix in (".sh", ".txt")
 }
+# The open points of each text, all of them defaults of Megatron-LM or what the text says twice.
+_MODEL = ("disable_bias_linear", "attention_dropout", "hidden_dropout")
+_GPT = ("swiglu", "normalization", "position_embedding_type", *_MODEL)
+ACCEPTED = {
+    "megatron-175b-512": _GPT,
+    "megatron-deepspeed-16": (*_GPT, "vocab_size", "gradient_accumulation_steps"),
+    "moe-64e-1024": _MODEL,
+}
 STEPS = ("import", "check", "plan", "dryrun", "verify")
 LIMIT_S = 3600.0
 
@@ -52,7 +60,8 @@ def arguments_of(step: str, configuration: Path, recipe: Path) -> list[str]:
     """
     match step:
         case "import":
-            return ["import", str(configuration), "-o", str(recipe)]
+            accepts = [f"--accept={key}" for key in ACCEPTED[configuration.stem]]
+            return ["import", str(configuration), "-o", str(recipe), *accepts]
         case "plan":
             return ["plan", str(recipe), "--top", "1"]
         case _:
