@@ -426,6 +426,19 @@ def _error_scale(norm: float, noise: float, norm_of_all: float, dtype: str) -> f
     return max(scale, explained / _EXACT[dtype])
 
 
+def has_little_noise(stats: ReferenceStats, dtype: str) -> bool:
+    """Return whether rounding moves the gradients of each step so little that they can be judged.
+
+    More noise is excused by no bound. It means that the loss is a wild function of the weights,
+    such as after a step of AdamW that has divided by almost nothing.
+    """
+    share = _LARGEST_NOISE_OF_ALL if dtype == "float64" else _LARGEST_NOISE_BOUND
+    return all(
+        _NOISE_MULTIPLE[dtype] * math.hypot(*noise.values()) <= share * norm_of_all
+        for noise, norm_of_all in zip(stats.noise, stats.norms_of_all, strict=True)
+    )
+
+
 def _tensor_bound(kind: str, dtype: str, noise: float) -> float:
     if kind == "weight" or dtype == "float64":
         # ``AdamWReplay`` has already removed the differences of weights that rounding explains, and

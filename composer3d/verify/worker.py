@@ -588,7 +588,9 @@ def _find_wrong_reduction(stages: Stages, batch: Batch) -> str | None:
                 f"gradient of {name} in bfloat16 differs from the exact one by {ratio:.3g} times "
                 "what one rounding of each rank's contribution explains"
             )
-    return None if is_narrow else "gradients are sent in a wider dtype than bfloat16"
+    if is_narrow or not any(values.any() for values in absolute.values()):
+        return None
+    return "gradients are sent in a wider dtype than bfloat16"
 
 
 def _replace_reduce_scatter(stages: Stages, reduce_scatter: ReduceScatter) -> None:
