@@ -135,8 +135,7 @@ def _describe_reference(whole: Mapping[str, Any]) -> _Description:
 def _tensors_of(whole: Mapping[str, Any]) -> dict[str, list[Mapping[str, torch.Tensor]]]:
     """Return the tensors of the reference by kind, step and name."""
     tensors = {kind: whole[kind] for kind in ("gradient", "weight")}
-    if "initial" in whole:
-        tensors["initial"] = [whole["initial"]]
+    tensors["initial"] = [whole["initial"]]
     return tensors
 
 
@@ -185,8 +184,7 @@ def _receive_own_parts(
     for (kind, step, name), values in zip(entries, own.split(sizes), strict=True):
         box = boxes[name]
         parts[kind][step][name] = Part(shapes[kind][step][name], box.offset, values.view(box.sizes))
-    if "initial" in parts:
-        (parts["initial"],) = parts["initial"]
+    (parts["initial"],) = parts["initial"]
     return {**description.numbers, **parts}
 
 

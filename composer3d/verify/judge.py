@@ -21,9 +21,12 @@ _EXACT = {"float64": 1e-9, "float32": 1e-5}
 # The error of a tensor is relative to its norm, or to this fraction of the norm of all tensors,
 # whichever is larger. Rounding in float32 is 2^29 times as coarse as in float64.
 _SMALLEST_NORM = {"float64": 1e-12, "float32": 1e-12 * 2**29}
-# A gradient in float32 may differ by this multiple of the measured noise of float32, but by no more
-# than the second number: a wrong gradient could hide below a larger bound.
-_NOISE_MULTIPLE, _LARGEST_NOISE_BOUND = 8, 1e-3
+# Rounding explains this multiple of the noise that one process measures (``rounding.Noise``). In
+# float32 the noise of every tensor is above the bound, so the multiple has to be small.
+_NOISE_MULTIPLE = {"float64": 32, "float32": 8}
+# But it explains no more than this share of the number itself, or, in float64, this share of the
+# norm of all gradients: a wrong number could hide below a larger bound.
+_LARGEST_NOISE_BOUND, _LARGEST_NOISE_OF_ALL = 1e-3, 1e-6
 _FLOAT64_ROUNDING = 2.0**-52
 # Bounds of scalars in float32. The loss and the clipped norm have few roundings: the loss is a mean
 # over tokens, and clipping sets its norm. The norm before it has the roundings of all gradients.
@@ -84,11 +87,13 @@ class ShardError(NamedTuple):
         name: the name of the parameter.
         offset: the offset of the shard in the whole tensor, one number per dim.
         shape: the shape of the shard.
-        diff_sq: ||a - b||^2.
+        diff_sq: ||a - b||^2. Of a weight it is only what rounding does not explain: ``b`` is the
+            optimizer's step from this rank's own gradients, and ``a`` is moved towards it.
         norm_sq: ||b||^2.
         dot: the dot product of a and b.
         problem: why the two cannot be compared, or None. It is a phrase such as "is missing", which
             follows the name of the tensor.
+        whole_diff_sq: ||a - b||^2 of the shards themselves. None: it is ``diff_sq``.
     """
 
     step: int
@@ -100,6 +105,7 @@ class ShardError(NamedTuple):
     norm_sq: float
     dot: float
     problem: str | None = None
+    whole_diff_sq: float | None = None
 
     @classmethod
     def of_problem(cls, step: int, kind: str, name: str, problem: str) -> "ShardError":
@@ -137,8 +143,10 @@ class ReferenceStats(NamedTuple):
     """Statistics of the one-process run, which computes in float64.
 
     Attributes:
-        noise: for each step of a float32 proof, how far rounding alone moves each gradient, by
-            name (``rounding.measure_noise``). Empty in float64.
+        noise: for each step, how far rounding alone moves each gradient, by name
+            (``rounding.measure_noise``).
+        norms_of_all: for each step, the norm of the gradients of all parameters, also of those
+            that do not train.
         norms: for the kinds "gradient" and "weight", and for each step, the norm of each tensor by
             name.
         shapes: the shape of each parameter by name.
@@ -150,6 +158,7 @@ class ReferenceStats(NamedTuple):
     """
 
     noise: list[dict[str, float]]
+    norms_of_all: list[float]
     norms: dict[str, list[dict[str, float]]]
     shapes: dict[str, list[int]]
     clips: list[bool]
@@ -289,18 +298,41 @@ def _check_scalars(
         ):
             missing = [math.inf] * (count - len(errors))
             for step, error in enumerate([*errors, *missing]):
-                bound = _scalar_bound(kind, step, stats, dtype)
+                clips = kind == "clipped" and stats.clips[step]
+                bound = _scalar_bound(kind, dtype, clips=clips)
                 scalars.append(ScalarError(step, kind, error, bound))
     return scalars
 
 
-def _scalar_bound(kind: str, step: int, stats: ReferenceStats, dtype: str) -> float:
+def _scalar_bound(kind: str, dtype: str, *, clips: bool) -> float:
     if dtype == "float64":
         return _EXACT[dtype]
-    if kind == "clipped" and not stats.clips[step]:
+    if kind == "clipped" and not clips:
         # Clipping changed nothing, so this norm has the same roundings as the norm before it.
         kind = "norm"
     return _SCALAR_BOUNDS[kind]
+
+
+def scalar_scale(
+    kind: str, dtype: str, value: float, *, noise: float, whole: float | None = None
+) -> float:
+    """Return the number by which the error of a loss or a norm is divided.
+
+    Args:
+        kind: "loss" or "norm".
+        dtype: the dtype of the proof.
+        value: the loss or norm of one process; if it is 0, the error is absolute. The loss of a
+            batch without labels is 0, for example.
+        noise: how far rounding alone moves it.
+        whole: the norm of the gradients of all parameters, of which a norm is a part. A loss is
+            no part of anything; it is measured in nats.
+    """
+    bound = _scalar_bound(kind, dtype, clips=False)
+    share = _LARGEST_NOISE_OF_ALL if dtype == "float64" else _LARGEST_NOISE_BOUND
+    explained = min(
+        _NOISE_MULTIPLE[dtype] * noise, share * (max(1.0, value) if whole is None else whole)
+    )
+    return max(abs(value), explained / bound) or 1.0
 
 
 def _combine_shards(
@@ -319,6 +351,10 @@ def _combine_shards(
     for kind, norms_by_step in stats.norms.items():
         for step, norms in enumerate(norms_by_step):
             norm_of_all = math.hypot(*norms.values())
+            noise: Mapping[str, float] = {}
+            if kind == "gradient":
+                norm_of_all = max(norm_of_all, stats.norms_of_all[step])
+                noise = stats.noise[step]
             # The names of the reference in its order, then the names that only ranks have.
             names = dict.fromkeys(norms)
             names |= dict.fromkeys(
@@ -327,11 +363,9 @@ def _combine_shards(
                 if (shard_step, shard_kind) == (step, kind)
             )
             for name in names:
-                scale = _error_scale(norms.get(name, 0.0), norm_of_all, dtype)
-                noise = 0.0
-                if dtype == "float32" and kind == "gradient":
-                    noise = stats.noise[step].get(name, 0.0) / scale
-                bound = _tensor_bound(kind, dtype, noise)
+                own_noise = noise.get(name, 0.0)
+                scale = _error_scale(norms.get(name, 0.0), own_noise, norm_of_all, dtype)
+                bound = _tensor_bound(kind, dtype, own_noise / scale)
                 held = shards.get((step, kind, name), [])
                 tensors.append(
                     _combine_tensor(step, kind, name, held, ranks, stats, scale=scale, bound=bound)
@@ -364,25 +398,55 @@ def _combine_tensor(
 
     boxes = list(worst_of_box.values())
     error = math.sqrt(sum(box.diff_sq for box in boxes)) / scale
+    # A weight that is right as it is needs no other explanation.
+    whole = [box.diff_sq if box.whole_diff_sq is None else box.whole_diff_sq for box in boxes]
+    whole_error = math.sqrt(sum(whole)) / scale
+    if whole_error <= bound:
+        error = whole_error
     if problem is not None:
         error = math.inf
     return TensorError(step, kind, name, error, bound, shards, boxes, problem)
 
 
-def _error_scale(norm: float, norm_of_all: float, dtype: str) -> float:
-    """Return the number by which the error of a tensor is divided."""
-    if dtype == "float64" and norm <= _FLOAT64_ROUNDING * norm_of_all:
+def _error_scale(norm: float, noise: float, norm_of_all: float, dtype: str) -> float:
+    """Return the number by which the error of a tensor is divided.
+
+    It is the norm of the tensor, if the tensor has digits that rounding does not reach. Otherwise
+    it is larger, so that the bound is the rounding of the terms that were summed up.
+    """
+    scale = max(norm, _SMALLEST_NORM[dtype] * norm_of_all, 1e-300)
+    if dtype == "float32":
+        return scale
+    explained = min(
+        _NOISE_MULTIPLE[dtype] * noise,
+        max(_LARGEST_NOISE_BOUND * norm, _LARGEST_NOISE_OF_ALL * norm_of_all),
+    )
+    if norm <= explained:
         # The tensor is zero up to rounding, such as the gradient of a query that sees only one key.
-        # Its error may be as large as one rounding of all tensors.
-        return max(_FLOAT64_ROUNDING * norm_of_all / _EXACT[dtype], 1e-300)
-    return max(norm, _SMALLEST_NORM[dtype] * norm_of_all, 1e-300)
+        # One process may even find zero itself, where a layout finds the rounding of its terms.
+        explained = max(explained, _FLOAT64_ROUNDING * norm_of_all)
+    return max(scale, explained / _EXACT[dtype])
+
+
+def has_little_noise(stats: ReferenceStats, dtype: str) -> bool:
+    """Return whether rounding moves the gradients of each step so little that they can be judged.
+
+    More noise is excused by no bound. It means that the loss is a wild function of the weights,
+    such as after a step of AdamW that has divided by almost nothing.
+    """
+    share = _LARGEST_NOISE_OF_ALL if dtype == "float64" else _LARGEST_NOISE_BOUND
+    return all(
+        _NOISE_MULTIPLE[dtype] * math.hypot(*noise.values()) <= share * norm_of_all
+        for noise, norm_of_all in zip(stats.noise, stats.norms_of_all, strict=True)
+    )
 
 
 def _tensor_bound(kind: str, dtype: str, noise: float) -> float:
-    if kind == "weight":
-        # In float32, ``AdamWReplay`` has already removed the differences that rounding explains.
+    if kind == "weight" or dtype == "float64":
+        # ``AdamWReplay`` has already removed the differences of weights that rounding explains, and
+        # ``_error_scale`` knows the noise in float64.
         return _EXACT["float64"]
-    return min(max(_EXACT[dtype], _NOISE_MULTIPLE * noise), _LARGEST_NOISE_BOUND)
+    return min(max(_EXACT[dtype], _NOISE_MULTIPLE[dtype] * noise), _LARGEST_NOISE_BOUND)
 
 
 def _find_uncovered(

@@ -24,11 +24,11 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.spec.errors import RecipeError, UserError
-from composer3d.verify.judge import ReferenceStats, Verdict, judge
+from composer3d.verify.judge import ReferenceStats, Verdict, has_little_noise, judge
 from composer3d.verify.shrink import shrink
 
-# Scores of a router are at most 1 and have a few roundings of 6e-8 in float32.
-_NEAR_TIE = 1e-6
+# Scores of a router are at most 1, and have a few roundings of 6e-8 in float32, 1e-16 in float64.
+_NEAR_TIE = {"float32": 1e-6, "float64": 1e-13}
 # Two exact layouts differ by about 1e-15 of the largest number, and by 1e-14 in later steps.
 _NEAR_ROUNDING = 1e-13
 _SEEDS = 8
@@ -208,10 +208,11 @@ def choose_seed(
 ) -> tuple[Recipe, str, ReferenceStats]:
     """Run the one-process training with initial weights that leave no choice to rounding.
 
-    If the scores of two experts differ by less than float32 resolves, rounding alone may choose the
-    other one, and all gradients differ. If a number lies halfway between two float8 numbers, as
-    far as float64 resolves, rounding alone chooses one of them. That is no error of a layout, but
-    nothing could tell it from one. So the proof takes the next seed of the initial weights.
+    If the scores of two experts differ by less than ``dtype`` resolves, rounding alone may choose
+    the other one, and all gradients differ. If a number lies halfway between two float8 numbers, as
+    far as float64 resolves, rounding alone chooses one of them. If rounding moves the gradients by
+    much, a wrong gradient could hide. That is no error of a layout, but nothing could tell it from
+    one. So the proof takes the next seed of the initial weights.
 
     Args:
         small: a small recipe.
@@ -225,7 +226,8 @@ def choose_seed(
         seeded = replace(small, run=replace(small.run, seed=seed))
         reference, stats = make(seeded)
         scores, rounding = stats.closest_scores, stats.closest_rounding
-        is_clear = dtype == "float64" or scores is None or scores > _NEAR_TIE
+        is_clear = scores is None or scores > _NEAR_TIE[dtype]
+        is_clear = is_clear and has_little_noise(stats, dtype)
         if is_clear and (rounding is None or rounding > _NEAR_ROUNDING):
             break
     return seeded, reference, stats

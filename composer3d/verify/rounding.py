@@ -1,17 +1,25 @@
-"""Tell rounding from errors in a float32 proof: measure or bound the rounding of each tensor.
+"""Tell rounding from errors: measure or bound the rounding of each number that a proof compares.
 
-The first step of AdamW is nearly the sign of the gradient. So one rounding of a gradient near zero
-can change a weight by a whole learning rate. For this reason a float32 proof judges every step by
-itself. The one-process run computes in float64 on weights that float32 can hold, and the ranks
-begin each step with these weights.
+No fixed share of a number says how much rounding may move it. A sum of large terms that cancel is
+rounded by a share of its terms. The gradient of a query that sees one key is such a sum: it is
+zero, and what a computer finds instead is rounding alone. AdamW makes it worse. It divides a
+gradient by the root of its second moment, which can be as small as the gradient. So one rounding
+of a gradient near zero can change a weight by a whole learning rate, or by far more if
+``optim.betas`` lets the second moment forget.
 
-- A gradient is compared with the exact gradient. ``measure_noise`` measures how far the gradient of
-  one process in float32 is from the exact one.
+For this reason a proof judges every step by itself, in both dtypes. The ranks begin each step with
+the weights of the one-process run. Then nothing is left that AdamW could amplify:
+
+- A loss or a gradient is compared with that of one process in float64, from the same weights.
+  ``measure_noise`` measures how far rounding alone moves it: the same batch is computed again in
+  the dtype of the proof, in another order, and from weights that are one rounding away.
 - A weight is compared with an ``AdamWReplay``, which repeats the optimizer's step in float64 from
-  the rank's own gradients. A step has few roundings. They are bounded element by element.
+  the rank's own gradients, that have been judged already. A step has few roundings. They are
+  bounded element by element, from the terms of the sums.
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -23,15 +31,32 @@ from composer3d.recipe.schema import OptimTable
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# The relative error of one rounding to float32 is at most 2^-24. A weight has three roundings: the
-# factor of the decay, the product with this factor, and the subtraction of the update.
-_WEIGHT_ROUNDING = 2.0**-22
-# The relative error of an update: about twenty roundings, and the error of the gradient norm by
-# which the gradient is clipped.
-_UPDATE_ROUNDING = 2e-5
-# A square below 2^-149 underflows in float32. This number bounds the root of a bias-corrected
-# second moment that has lost such a square.
-_SMALLEST_ROOT = 1e-21
+
+class _Roundings(NamedTuple):
+    """The roundings of a step of AdamW in one dtype.
+
+    Attributes:
+        weight: relative to the weight. It has three roundings: the factor of the decay, the
+            product with this factor, and the subtraction of the update.
+        update: the relative error of an update: about twenty roundings, and that of the divisor
+            by which the gradient is clipped.
+        smallest_root: bounds the root of a bias-corrected second moment that has lost a square,
+            because small squares underflow.
+    """
+
+    weight: float
+    update: float
+    smallest_root: float
+
+
+# One rounding is at most 2^-24 in float32, and 2^-53 in float64.
+_ROUNDINGS = {
+    torch.float32: _Roundings(weight=2.0**-22, update=2e-5, smallest_root=1e-21),
+    torch.float64: _Roundings(weight=2.0**-51, update=2.0**-46, smallest_root=1e-160),
+}
+# Every implementation computes the corrections of moments, 1 - beta^steps, in float64. It rounds
+# the power, which is close to 1 if beta is, so this error is relative to 1.
+_POWER_ROUNDING = 2.0**-51
 
 
 def round_to_float32(model: nn.Module) -> None:
@@ -41,37 +66,76 @@ def round_to_float32(model: nn.Module) -> None:
             parameter.copy_(parameter.float())
 
 
-def measure_noise(
-    model: Module,
-    exact: Mapping[str, Tensor],
-    gradients_of: Callable[[Module, int], Mapping[str, Tensor]],
-) -> dict[str, float]:
-    """Measure how far float32 gradients of ``model`` are from the exact ones, on one process.
+class Results(NamedTuple):
+    """What a model computes from a batch: its mean loss, and its gradients by name."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+
+class Noise(NamedTuple):
+    """How far rounding alone moves the results of one process.
+
+    Attributes:
+        loss: the largest distance of a loss.
+        gradients: the largest norm of the difference of each gradient, by name.
+        norm_of_all: the norm of the gradients of all parameters, also of those that do not train.
+            It is the size of what backward adds up, also if each trained gradient is zero.
+    """
+
+    loss: float
+    gradients: dict[str, float]
+    norm_of_all: float
+
+
+def noisy_copies(model: Module, dtype: torch.dtype, trainable: Sequence[str]) -> list[Module]:
+    """Copy a float64 model, with weights that ``dtype`` can hold, for ``measure_noise``.
 
     Args:
-        model: a float64 model, with weights that float32 can hold. It is not changed.
-        exact: the gradients of ``model`` in float64, by name, with the shapes of the parameters.
-        gradients_of: a function of a model and a number of samples. It returns the model's
-            gradients by name, computed from that many samples at a time; 0 means all at once.
+        model: the model. It is not changed.
+        dtype: the dtype of the copies.
+        trainable: the names of the parameters that can have a gradient. In the copies they have.
 
     Returns:
-        For each name, the largest norm of the difference in four runs. The batch is computed whole
-        and sample by sample, with the weights as they are and with every weight moved to a
-        neighbouring float32 number. The moved weights stand for operations that round differently.
+        A copy with the same weights, and one in which each weight is moved to a neighbouring
+        number of ``dtype``. It stands for operations that round differently.
     """
-    plain = copy.deepcopy(model).float()
+    plain = copy.deepcopy(model).to(dtype)
+    for name in trainable:
+        plain.get_parameter(name).requires_grad_()
     moved = copy.deepcopy(plain)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in moved.parameters():
             direction = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
             parameter.copy_(torch.nextafter(parameter, direction * torch.inf))
+    return [plain, moved]
 
-    runs = [gradients_of(copied, rows) for copied in (plain, moved) for rows in (0, 1)]
-    return {
-        name: max(_norm(run[name].double() - tensor) for run in runs)
-        for name, tensor in exact.items()
-    }
+
+def measure_noise(
+    copies: Sequence[Module], exact: Results, compute: Callable[[Module, int], Results]
+) -> Noise:
+    """Measure how far the results of ``copies`` are from the exact ones, on one process.
+
+    Args:
+        copies: the result of ``noisy_copies``.
+        exact: what the model itself computes. Its gradients have the shapes of the parameters.
+        compute: computes the results of a model, from a number of samples at a time; 0 means all
+            at once.
+
+    Returns:
+        The largest distances in four runs: each copy computes the batch whole, and sample by
+        sample.
+    """
+    runs = [compute(copied, rows) for copied in copies for rows in (0, 1)]
+    return Noise(
+        loss=max(abs(run.loss - exact.loss) for run in runs),
+        gradients={
+            name: max(_norm(run.gradients[name].double() - tensor) for run in runs)
+            for name, tensor in exact.gradients.items()
+        },
+        norm_of_all=math.hypot(*map(_norm, runs[0].gradients.values())),
+    )
 
 
 def _norm(tensor: Tensor) -> float:
@@ -98,32 +162,34 @@ class _State(NamedTuple):
 class AdamWReplay:
     """Repeats the steps of AdamW on one rank's shards, in float64.
 
-    It takes only the gradients from the composed job. It computes moments and clipping itself, and
-    takes the weights and the learning rate of the reference.
+    It takes only the gradients and their norm from the composed job, both of which are compared
+    with the reference. It computes moments and clipping itself, and takes the weights and the
+    learning rate of the reference.
 
     Args:
         optim: the settings of AdamW.
-        norms: the exact gradient norm of each step, by which gradients are clipped.
-        clipped: the exact gradient norm of each step after clipping.
+        dtype: the dtype of the composed job's parameters and optimizer.
     """
 
-    def __init__(self, optim: OptimTable, norms: Sequence[float], clipped: Sequence[float]) -> None:
-        self._optim, self._norms, self._clipped = optim, norms, clipped
+    def __init__(self, optim: OptimTable, dtype: torch.dtype) -> None:
+        self._optim, self._roundings = optim, _ROUNDINGS[dtype]
         self._gradients: dict[str, Tensor | None] = {}
         self._states: dict[str, _State] = {}
 
-    def record_gradients(self, step: int, gradients: Mapping[str, Tensor | None]) -> None:
+    def record_gradients(
+        self, gradients: Mapping[str, Tensor | None], *, norm: float, max_norm: float
+    ) -> None:
         """Copy this rank's shards of a step's gradients, and clip the copies. No collective.
 
         Call it after backward and before the job clips the gradients in place.
 
         Args:
-            step: the step, counted from 0.
             gradients: tensors or DTensors by the name of the parameter, with its shape and
                 placements; None for no gradient.
+            norm: the norm of all gradients of the job.
+            max_norm: the largest norm after clipping; 0 means no clipping.
         """
-        norm, max_norm = self._norms[step], self._clipped[step]
-        scale = max_norm / norm if max_norm < norm else 1.0
+        scale = max_norm / norm if 0 < max_norm < norm else 1.0
         self._gradients = {
             name: None if gradient is None else _local_float64(gradient) * scale
             for name, gradient in gradients.items()
@@ -153,16 +219,16 @@ class AdamWReplay:
             return weight, before
 
         state = self._advance(name, gradient)
-        table = self._optim
-        beta1, beta2 = table.betas
-        step_size = lr / (1 - beta1**state.steps)
-        root = (state.second_moment / (1 - beta2**state.steps)).sqrt() + table.eps
+        table, roundings = self._optim, self._roundings
+        corrections = [1 - beta**state.steps for beta in table.betas]
+        step_size = lr / corrections[0]
+        root = (state.second_moment / corrections[1]).sqrt() + table.eps
         decay = lr * table.weight_decay if decayed else 0.0
         expected = before * (1 - decay) - step_size * state.first_moment / root
 
-        weight_bound = _WEIGHT_ROUNDING * before.abs()
-        update_bound = (_UPDATE_ROUNDING + _SMALLEST_ROOT / root) * step_size
-        bound = weight_bound + update_bound * state.absolute_moment / root
+        update = roundings.update + _POWER_ROUNDING * sum(1 / number for number in corrections)
+        update_bound = (update + roundings.smallest_root / root) * step_size
+        bound = roundings.weight * before.abs() + update_bound * state.absolute_moment / root
         diff = weight - expected
         return expected + diff.sign() * (diff.abs() - bound).clamp(min=0), expected
 

@@ -45,8 +45,15 @@ from composer3d.verify.data import (
     shorten_run,
 )
 from composer3d.verify.float8 import use_float8
-from composer3d.verify.judge import RankErrors, ShardError
-from composer3d.verify.rounding import AdamWReplay, measure_noise, round_to_float32
+from composer3d.verify.judge import RankErrors, ShardError, scalar_scale
+from composer3d.verify.rounding import (
+    AdamWReplay,
+    Noise,
+    Results,
+    measure_noise,
+    noisy_copies,
+    round_to_float32,
+)
 
 ProofDtype = Literal["float32", "float64"]
 
@@ -82,9 +89,9 @@ def run_reference(
     """Train on one process, and write the losses, norms, gradients and weights to ``path``.
 
     It computes in float64. The initial weights are the only part of ``parallel`` that it uses, and
-    float8 products also know the number of tp ranks (``verify.float8``). If
-    ``dtype`` is "float32", it rounds the weights to values that float32 can hold, and measures how
-    far rounding alone moves the gradients (``verify.rounding``).
+    float8 products also know the number of tp ranks (``verify.float8``). It measures how far
+    rounding in ``dtype`` alone moves losses and gradients (``verify.rounding``). If ``dtype`` is
+    "float32", it rounds the weights to values that float32 can hold.
 
     Args:
         recipe: a small recipe.
@@ -99,7 +106,8 @@ def run_reference(
     torch.set_num_threads(threads)
     recipe = shorten_run(recipe, steps)
     reference = _train_plainly(recipe, dtype, steps)
-    noise, clips = reference.pop("noise"), reference.pop("clips")
+    noise: list[Noise] = reference.pop("noise")
+    clips = reference.pop("clips")
     closest_scores = reference.pop("closest_scores")
     closest_rounding = reference.pop("closest_rounding")
     torch.save(reference, path)
@@ -112,7 +120,8 @@ def run_reference(
     }
     shapes = {name: list(tensor.shape) for name, tensor in reference["weight"][0].items()}
     return {
-        "noise": noise,
+        "noise": [of_step.gradients for of_step in noise],
+        "norms_of_all": [of_step.norm_of_all for of_step in noise],
         "norms": norms,
         "shapes": shapes,
         "clips": clips,
@@ -128,17 +137,19 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         Lists with an entry for each step:
 
         - ``loss``, with one more entry: the validation loss before the last step;
-        - ``norm`` and ``clipped``: the gradient norm before and after clipping;
+        - ``norm`` and ``clipped``: the gradient norm before and after clipping. These three are
+          pairs of the value and of the number by which its error is divided;
         - ``clips``: whether the step clipped;
         - ``gradient`` and ``weight``: tensors by name, before clipping and after the step;
-        - ``noise``: the result of ``measure_noise``; empty in float64.
+        - ``noise``: the result of ``measure_noise``.
 
-        In float32 also ``initial``: the weights before the first step, by name.
+        Also ``initial``: the weights before the first step, by name.
     """
     chosen = architecture(recipe.model.architecture)
     model = chosen.build(recipe.model, dtype=torch.float64, device="cpu")
     plan = resolve(chosen.plan)(recipe.model)
     init.initialise(model, plan, recipe.run.seed)
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     rounding = None
     if recipe.precision.matmul == "float8":
         rounding = use_float8(model, plan, recipe.mesh.tp)
@@ -151,28 +162,29 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
     train_corpus = make_corpus(recipe, "train")
     held_out = make_corpus(recipe, "validation")
 
-    reference: dict[str, Any] = {"loss": [0.0] * (steps + 1)}
-    for key in ("norm", "clipped", "clips", "gradient", "weight", "noise"):
-        reference[key] = []
+    keys = ("loss", "norm", "clipped", "clips", "gradient", "weight", "noise")
+    reference: dict[str, Any] = {key: [] for key in keys}
     if dtype == "float32":
         round_to_float32(model)
-        reference["initial"] = _copy_weights(model)
+    reference["initial"] = _copy_weights(model)
 
     closest = math.inf
     for step in range(steps):
+        copies = noisy_copies(model, getattr(torch, dtype), trainable)
         if step == steps - 1:
-            reference["loss"][steps] = _validate_plainly(model, recipe, held_out)
+            validation_loss = _validate_plainly(model, recipe, held_out)
+            losses = [_validate_plainly(copied, recipe, held_out) for copied in copies]
+            noise_of_validation = max(abs(loss - validation_loss) for loss in losses)
 
         if has_random_batch(step):
             batch = random_batch(recipe, step)
         else:
             batch = corpus_batch(recipe, train_corpus, seed=recipe.data.seed, step=step)
         with _record_routers(model) as routers:
-            reference["loss"][step], gradients = _plain_gradients(model, batch)
+            exact = _plain_results(batch, model)
         closest = min(closest, routers.closest)
-        if dtype == "float32":
-            noise = measure_noise(model, gradients, partial(_gradients_of_batch, batch))
-            reference["noise"].append(noise)
+        gradients = exact.gradients
+        noise = measure_noise(copies, exact, partial(_plain_results, batch))
 
         norm = math.hypot(*map(_norm, gradients.values()))
         max_norm = reference_max_norm(recipe, step)
@@ -189,11 +201,19 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         if dtype == "float32":
             round_to_float32(model)
 
-        reference["norm"].append(norm)
-        reference["clipped"].append(min(norm, max_norm) if max_norm > 0 else norm)
+        scale = scalar_scale("loss", dtype, exact.loss, noise=noise.loss)
+        reference["loss"].append((exact.loss, scale))
+        norm_noise, whole = math.hypot(*noise.gradients.values()), noise.norm_of_all
+        scale = scalar_scale("norm", dtype, norm, noise=norm_noise, whole=whole)
+        reference["norm"].append((norm, scale))
+        # Clipping sets the norm, whatever it was.
+        reference["clipped"].append((max_norm, max_norm) if clips else (norm, scale))
+        reference["noise"].append(noise)
         reference["clips"].append(clips)
         reference["gradient"].append(gradients)
         reference["weight"].append(_copy_weights(model))
+    scale = scalar_scale("loss", dtype, validation_loss, noise=noise_of_validation)
+    reference["loss"].append((validation_loss, scale))
     reference["closest_scores"] = closest if math.isfinite(closest) else None
     reference["closest_rounding"] = rounding and rounding.closest
     return reference
@@ -318,10 +338,8 @@ def _validate_plainly(model: Decoder, recipe: Recipe, held_out: Corpus) -> float
     return loss / max(1, valid_tokens)
 
 
-def _plain_gradients(
-    model: Decoder, batch: Batch, rows: int = 0
-) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss of a global batch and its gradients by name.
+def _plain_results(batch: Batch, model: Decoder, rows: int = 0) -> Results:
+    """Compute the mean loss of a global batch and its gradients.
 
     ``rows`` samples are computed at a time; 0 means all at once.
     """
@@ -340,11 +358,7 @@ def _plain_gradients(
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return total_loss, gradients
-
-
-def _gradients_of_batch(batch: Batch, model: Decoder, rows: int) -> dict[str, Tensor]:
-    return _plain_gradients(model, batch, rows)[1]
+    return Results(total_loss, gradients)
 
 
 def _count_valid(batch: Batch) -> int:
@@ -437,9 +451,7 @@ def compare_steps(
     optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
     loader = batches.make_loader(recipe, mesh, make_corpus(recipe, "train"), seed=recipe.data.seed)
     held_out = make_corpus(recipe, "validation")
-    replay = None
-    if dtype == "float32":
-        replay = AdamWReplay(recipe.optim, expected["norm"], expected["clipped"])
+    replay = AdamWReplay(recipe.optim, getattr(torch, dtype))
 
     errors = RankErrors(
         identity=mesh.identity,
@@ -452,7 +464,7 @@ def compare_steps(
         if step == steps - 1:
             validation_loss = train_step.validate(recipe, stages, held_out)
             assert validation_loss is not None
-            errors.loss[steps] = _relative_error(validation_loss, expected["loss"][steps])
+            errors.loss[steps] = _relative_error(validation_loss, *expected["loss"][steps])
 
         batch = next(loader)
         if has_random_batch(step):
@@ -461,8 +473,8 @@ def compare_steps(
             errors.wrong_reduction = _find_wrong_reduction(stages, batch)
         sums = train_step.compute_gradients(stages, batch)
         values = sums.await_values()
-        errors.loss[step] = _relative_error(values.loss, expected["loss"][step])
-        errors.norm.append(_relative_error(values.norm, expected["norm"][step]))
+        errors.loss[step] = _relative_error(values.loss, *expected["loss"][step])
+        errors.norm.append(_relative_error(values.norm, *expected["norm"][step]))
         gradients = {
             name: parameter.grad
             for name, parameter in stages.named_parameters()
@@ -471,23 +483,19 @@ def compare_steps(
         for name, gradient in gradients.items():
             expected_gradient = expected["gradient"][step].get(name)
             errors.shards.append(_compare(step, "gradient", name, gradient, expected_gradient))
-        if replay is not None:
-            replay.record_gradients(step, gradients)
 
         lr = learning_rate(step, recipe.optim, recipe.run.steps)
         max_norm = reference_max_norm(recipe, step)
+        replay.record_gradients(gradients, norm=values.norm, max_norm=max_norm)
         train_step.update(stages, optimizer, sums, max_norm=max_norm, lr=lr)
 
         # A factor of all gradients hardly changes the weights of AdamW, but it changes this
         # norm.
         clipped = _clipped_norm(stages)
-        errors.clipped.append(_relative_error(clipped, expected["clipped"][step]))
-        if replay is None:
-            errors.shards += _compare_weights(step, stages, expected)
-        else:
-            errors.shards += _compare_weights_in_float32(
-                step, stages, expected, replay, lr=reference_learning_rate(recipe, step)
-            )
+        errors.clipped.append(_relative_error(clipped, *expected["clipped"][step]))
+        errors.shards += _compare_weights(
+            step, stages, expected, replay, lr=reference_learning_rate(recipe, step)
+        )
     return errors
 
 
@@ -580,7 +588,9 @@ def _find_wrong_reduction(stages: Stages, batch: Batch) -> str | None:
                 f"gradient of {name} in bfloat16 differs from the exact one by {ratio:.3g} times "
                 "what one rounding of each rank's contribution explains"
             )
-    return None if is_narrow else "gradients are sent in a wider dtype than bfloat16"
+    if is_narrow or not any(values.any() for values in absolute.values()):
+        return None
+    return "gradients are sent in a wider dtype than bfloat16"
 
 
 def _replace_reduce_scatter(stages: Stages, reduce_scatter: ReduceScatter) -> None:
@@ -641,47 +651,47 @@ def _rows(batch: Batch, first: int, count: int) -> Batch:
 # Comparisons.
 
 
-def _compare_weights(step: int, stages: Stages, expected: Mapping[str, Any]) -> list[ShardError]:
-    """Compare this rank's shard of each weight with the reference."""
-    expected_weights = expected["weight"][step]
-    return [
-        _compare(step, "weight", name, parameter.detach(), expected_weights.get(name))
-        for name, parameter in stages.named_parameters()
-    ]
-
-
-def _compare_weights_in_float32(
+def _compare_weights(
     step: int, stages: Stages, expected: Mapping[str, Any], replay: AdamWReplay, *, lr: float
 ) -> list[ShardError]:
-    """Compare each weight with its replayed update, and set it to the weight of the reference.
+    """Compare each weight with the reference and with its replayed update, and then set it.
 
-    A float32 proof judges each step by itself, so each step begins with the reference's weights.
+    It is set to the weight of the reference, as a proof judges each step by itself.
     """
     weights_before = expected["weight"][step - 1] if step else expected["initial"]
     shards = []
     for name, parameter in stages.named_parameters():
         before, after = weights_before.get(name), expected["weight"][step].get(name)
-        decayed = parameter.ndim > 1
-        remove_rounding: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
-        remove_rounding = partial(replay.remove_rounding, name, lr=lr, decayed=decayed)
-        whole = before
-        if not parameter.requires_grad:
+        box = None if before is None else _read_box(before, *init.local_part(parameter))
+        remove_rounding: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        if box is not None and parameter.requires_grad:
+            remove_rounding = partial(
+                _replay, replay, name, box.to(torch.float64), lr=lr, decayed=parameter.ndim > 1
+            )
+        elif box is not None:
             # There is no optimizer step to replay: the biases of routers move by a fixed rate.
-            # Frozen weights stay as they are, and may be cut.
-            box = None if before is None else _read_box(before, *init.local_part(parameter))
-            remove_rounding = None if box is None else partial(_remove_one_rounding, box)
-            whole = after
-        shards.append(_compare(step, "weight", name, parameter.detach(), whole, remove_rounding))
+            # Frozen weights stay as they are.
+            remove_rounding = partial(_remove_one_rounding, box, parameter.dtype)
+        shards.append(_compare(step, "weight", name, parameter.detach(), after, remove_rounding))
         _set_shard(parameter, after)
     return shards
 
 
-def _remove_one_rounding(before: Tensor, actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Move ``actual`` to ``expected`` where they differ by less than float32 rounds a sum by.
+def _replay(
+    replay: AdamWReplay, name: str, before: Tensor, actual: Tensor, _: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Call ``replay.remove_rounding`` as ``_compare`` calls a function of two tensors."""
+    return replay.remove_rounding(name, actual, before, **options)
+
+
+def _remove_one_rounding(
+    before: Tensor, dtype: torch.dtype, actual: Tensor, expected: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Move ``actual`` to ``expected`` where they differ by less than ``dtype`` rounds a sum by.
 
     One term of the sum is ``before``; all three are this rank's shards.
     """
-    bound = 2.0**-22 * (before.abs() + expected.abs())
+    bound = 2 * torch.finfo(dtype).eps * (before.abs() + expected.abs())
     is_rounding = (actual - expected).abs() <= bound
     return torch.where(is_rounding, expected, actual), expected
 
@@ -703,7 +713,8 @@ def _compare(
         tensor: a tensor, or a DTensor with this rank's shard; None if this rank has none.
         whole: the tensor of the reference, whole or this rank's part; None if there is none.
         remove_rounding: a function of this rank's shard and the same box of ``whole``, both in
-            float64. It returns the two tensors to compare. None compares the arguments themselves.
+            float64. It returns two tensors whose difference is what rounding does not explain.
+            None: that is the difference of the arguments themselves.
     """
     fails = partial(ShardError.of_problem, step, kind, name)
     if tensor is None:
@@ -721,6 +732,7 @@ def _compare(
         return fails(f"holds {list(local.shape)} at {list(offset)} of {list(whole.shape)}")
 
     actual, expected = local.to("cpu", torch.float64), box.to(torch.float64)
+    whole_diff = actual - expected
     if remove_rounding is not None:
         actual, expected = remove_rounding(actual, expected)
     diff = actual - expected
@@ -733,6 +745,7 @@ def _compare(
         diff_sq=(diff * diff).sum().item(),
         norm_sq=(expected * expected).sum().item(),
         dot=(actual * expected).sum().item(),
+        whole_diff_sq=(whole_diff * whole_diff).sum().item(),
     )
 
 
@@ -767,9 +780,6 @@ def _norm(tensor: Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
-def _relative_error(actual: float, expected: float) -> float:
-    """Return the error relative to ``expected``, or the absolute error if ``expected`` is 0.
-
-    The loss of a batch without labels is 0, for example.
-    """
-    return abs(actual - expected) / (abs(expected) or 1.0)
+def _relative_error(actual: float, expected: float, scale: float) -> float:
+    """Return the error relative to ``scale``, a number of ``judge.scalar_scale``."""
+    return abs(actual - expected) / scale

@@ -1,6 +1,7 @@
 """Twin tests: every layout is exact in float64, and every planted fault is found."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +20,14 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import coordinates
 from composer3d.spec.errors import UserError
 from composer3d.verify import proof
-from composer3d.verify.judge import RankErrors, ReferenceStats, ShardError, Verdict, judge
+from composer3d.verify.judge import (
+    RankErrors,
+    ReferenceStats,
+    ShardError,
+    Verdict,
+    judge,
+    scalar_scale,
+)
 from composer3d.verify.proof import badness, describe, verify_layout
 from composer3d.verify.shrink import shrink
 from tools.prove.faults.catch import catch
@@ -92,6 +100,7 @@ MESH = MeshTable(dp_shard=2, tp=2)
 SMALL = load(RECIPE, ["mesh.dp_shard=2", "mesh.tp=2"]).recipe
 STATS = ReferenceStats(
     noise=[{}],
+    norms_of_all=[math.hypot(2.0, 4.0, 1.0)],
     norms={
         kind: [{"last.a": 2.0, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")
     },
@@ -284,29 +293,97 @@ def test_a_tensor_of_two_stages_fails() -> None:
     )
 
 
-def test_a_tensor_of_rounding_alone_may_differ_by_a_rounding() -> None:
-    """The gradient of a query that sees one key is zero but for rounding.
-
-    It has no meaningful relative error.
-    """
+@pytest.mark.parametrize(
+    ("norm", "noise", "of_all", "most"),
+    [
+        # Rounding is far below the bound: an error is relative to the norm.
+        (2.0, 1e-16, 4.0, 2e-9),
+        (1e-6, 1e-22, 4.0, 1e-15),
+        # The gradient of a query that sees one key is zero but for rounding: it may be any rounding
+        # of the terms, and at least one of all gradients.
+        (1e-19, 1e-19, 4.0, 4 * 2.0**-52),
+        (0.0, 0.0, 4.0, 4 * 2.0**-52),
+        (1e-17, 1e-16, 4.0, 32e-16),
+        # It may be that of all parameters that train. The others tell the size of the terms.
+        (1e-19, 1e-19, 400.0, 400 * 2.0**-52),
+        # A small gradient without rounding of its size has all its digits, down to a share of all.
+        (1e-11, 1e-27, 4.0, 1e-20),
+        (1e-13, 1e-29, 4.0, 4e-21),
+        # Rounding that one process measures is no error.
+        (1e-6, 1e-16, 4.0, 32e-16),
+        # But it explains no more than a share, however large it is.
+        (2.0, 1.0, 4.0, 2e-3),
+        (2.0, math.inf, 4.0, 2e-3),
+        (2.0, math.nan, 4.0, 2e-9),
+        (1e-19, 1.0, 4.0, 4e-6),
+    ],
+)
+def test_rounding_of_what_was_summed_is_no_error(
+    norm: float, noise: float, of_all: float, most: float
+) -> None:
     norms = {
-        kind: [{"last.a": 1e-19, "last.b": 4.0, "last.c": 1.0}] for kind in ("gradient", "weight")
+        kind: [{"last.a": norm, "last.b": 0.0, "last.c": 0.0}] for kind in ("gradient", "weight")
     }
-    stats = STATS._replace(norms=norms)
+    stats = STATS._replace(norms=norms, noise=[{"last.a": noise}], norms_of_all=[of_all])
 
     def off_by(error: float) -> Verdict:
         shards = [
-            ShardError(0, "gradient", "last.a", (at,), (2,), error**2 / 2, 0.0, 0.0)
+            ShardError(0, "gradient", "last.a", (at,), (2,), error**2 / 2, norm**2 / 2, 0.0)
             for at in (0, 2)
         ]
         return judged({rank: {"last.a": shards[rank % 2]} for rank in range(4)}, stats)
 
-    assert off_by(3e-19).passed
-    assert off_by(8e-16).passed
-    assert not off_by(2e-15).passed
-    # A tensor above one rounding has a relative error, to at least 1e-12 of the norm of all.
-    norms["gradient"][0]["last.a"] = 1e-14
-    assert not off_by(1e-20).passed
+    verdict = off_by(0.99 * most)
+    assert verdict.passed
+    # The error that is reported is within its bound, whatever was summed.
+    assert verdict.max_grad_rel_err == pytest.approx(0.99e-9, rel=1e-3)
+    assert not off_by(1.01 * most).passed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_weight_is_right_if_it_is_the_references_or_the_step_from_own_gradients(
+    dtype: str,
+) -> None:
+    """What rounding does not explain is ``diff_sq``, and the whole difference is apart."""
+    stats = STATS._replace(shapes={"last.a": [4]}, norms={"weight": [{"last.a": 2.0}]})
+
+    def off_by(unexplained: float, whole: float) -> Verdict:
+        shard = ShardError(0, "weight", "last.a", (0,), (4,), unexplained**2, 4.0, 4.0, None)
+        shards = [shard._replace(whole_diff_sq=whole**2)]
+        return judged(stats=stats, dtype=dtype, shards=shards)
+
+    for unexplained, whole, error in ((0.0, 1e-3, 0.0), (1e-3, 1e-10, 5e-11), (1e-10, 1e-3, 5e-11)):
+        verdict = off_by(unexplained, whole)
+        assert verdict.passed
+        assert verdict.max_weight_rel_err == pytest.approx(error)
+    assert not off_by(1e-8, 1e-8).passed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "value", "noise", "whole", "most"),
+    [
+        ("float64", "loss", 5.0, 1e-15, None, 5e-9),
+        ("float64", "loss", 0.0, 0.0, None, 1e-9),  # no token has a label
+        # The loss of a token that is nearly certain is the difference of large numbers.
+        ("float64", "loss", 1e-9, 1e-15, None, 32e-15),
+        ("float64", "loss", 1e-9, 1.0, None, 1e-6),
+        ("float64", "norm", 2.0, 1e-16, 4.0, 2e-9),
+        ("float64", "norm", 1e-19, 1e-19, 4.0, 32e-19),
+        ("float64", "norm", 1e-19, 1.0, 4.0, 4e-6),
+        ("float64", "norm", 1e-19, math.nan, 4.0, 1e-28),
+        ("float32", "loss", 5.0, 1e-7, None, 5e-6),
+        ("float32", "norm", 2.0, 1e-7, 4.0, 2e-5),
+        ("float32", "norm", 1e-19, 1e-9, 4.0, 8e-9),
+        ("float32", "norm", 1e-19, 1.0, 4.0, 4e-3),
+    ],
+)
+def test_rounding_of_what_was_summed_into_a_number_is_no_error(
+    dtype: str, kind: str, value: float, noise: float, whole: float | None, most: float
+) -> None:
+    scale = scalar_scale(kind, dtype, value, noise=noise, whole=whole)
+    rest = [0.0] * (kind == "loss")  # the validation's
+    assert judged(dtype=dtype, **{kind: [0.99 * most / scale, *rest]}).passed
+    assert not judged(dtype=dtype, **{kind: [1.01 * most / scale, *rest]}).passed
 
 
 def test_a_bound_in_float32_grows_with_the_noise() -> None:

@@ -4,7 +4,7 @@
 
     matrix    every layout of the covering matrix is exact in float64
     faults    verify or a check finds every planted fault
-    float32   no exact layout, of random ones, is called wrong in float32
+    random    no random layout is called wrong, and planted faults are found in random settings
     kills     a training killed at any point of a save, or at random, resumes bitwise
     jobs      a job whose rank, launcher or whole group is killed resumes bitwise and leaves nothing
     storm     one training survives a hundred kills at random instants, bitwise
@@ -27,7 +27,7 @@ import sys
 PROOFS = {
     "matrix": "tools.prove.matrix.run",
     "faults": "tools.prove.faults.run",
-    "float32": "tools.prove.float32",
+    "random": "tools.prove.random_layouts",
     "kills": "tools.prove.kills.run",
     "jobs": "tools.prove.kills.jobs",
     "storm": "tools.prove.kills.storm",

@@ -73,6 +73,10 @@ _NARROW: Final = "precision.reduce=bfloat16"
 _PACKED: Final = "data.packing=documents"
 _WHOLE_DOCUMENTS: Final = "data.packing=whole_documents"
 _FLOAT8: Final = "precision.compute=bfloat16 precision.matmul=float8"
+# All gradients that train are zero but for rounding.
+_NOTHING: Final = 'model.window=1 optim.train=["blocks.*.attn.wq.weight"]'
+# AdamW divides by the gradient itself.
+_NO_MEMORY: Final = "optim.betas=[0.9,0.0] optim.lr=1e-2 optim.eps=1e-30"
 
 FAULTS = [
     # tp
@@ -295,6 +299,18 @@ FAULTS = [
     Fault(values.same_weights_on_every_shard, "mesh.dp_shard=2"),
     Fault(values.start_from_other_weights_on_every_rank, "mesh.tp=2"),
     Fault(values.round_gradients, "mesh.dp_shard=2", "^gradient"),
+    # gradients that are zero but for rounding, and an optimizer that makes much of little
+    Fault(values.look_behind_the_window, f"mesh.dp_shard=2 {_NOTHING}", r"^gradient of .*wq"),
+    Fault(values.learn_ignored_labels, f"mesh.tp=2 {_NOTHING}", "^loss"),
+    Fault(values.take_the_labels_of_the_next_row, f"mesh.cp=2 {_NOTHING}", "^loss"),
+    Fault(values.norm_of_the_first_rank, f"mesh.dp_shard=2 {_NO_MEMORY}", "^gradient norm"),
+    Fault(values.round_gradients, f"mesh.dp_shard=2 {_NO_MEMORY}", "^gradient"),
+    Fault(exchanges.drop_reduce_scatter, f"mesh.cp=2 {_NO_MEMORY}", "^gradient"),
+    Fault(values.decay_norms, f"mesh.tp=2 {_NO_MEMORY}", "^weight of .*norm"),
+    Fault(values.swap_the_first_moments, f"mesh.tp=2 {_NO_MEMORY}", "^weight .*step 2"),
+    Fault(values.forget_the_first_moment, f"mesh.dp_shard=2 {_NO_MEMORY}", "^weight .*step 2"),
+    Fault(data.take_another_epsilon, f"mesh.dp_shard=2 {_NO_MEMORY}", "^weight"),
+    Fault(data.take_the_learning_rate_of_the_next_step, f"mesh.tp=2 {_NO_MEMORY}", "^weight"),
     # loader
     Fault(data.give_positions_from_the_start_of_the_part, "mesh.cp=2"),
     Fault(
