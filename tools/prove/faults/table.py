@@ -385,6 +385,11 @@ FAULTS = [
     ),
     *_checked("model", "^logits of the with norms model", model.norm_after_the_rotation),
     *_checked(
+        "model",
+        r"^gradient of first\.embed\.weight of the with sigmoid experts model",
+        experts.forget_to_divide_shares,
+    ),
+    *_checked(
         "weights",
         r"initial weights of blocks\.0\.attn\.wq",
         model.start_every_block_alike,
