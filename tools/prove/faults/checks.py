@@ -1,6 +1,6 @@
 """Checks of code that ``verify`` runs on both of its sides, or not at all.
 
-They check rotary positions, initial weights, resuming and conversion. Each runs in a worker of one
+They check models, initial weights, resuming, rollbacks and conversion. Each runs in a worker of one
 process, with or without a planted fault, and returns its findings: a line for each thing that is
 wrong. The right results are computed here, by code that shares nothing with the package.
 
@@ -16,9 +16,10 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from composer3d.convert.convert import convert
 from composer3d.data import Corpus
+from composer3d.data.order import ORDERS, Order
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
@@ -37,8 +39,9 @@ from composer3d.recipe.schema import Recipe
 from composer3d.runtime import process_group
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError
-from composer3d.training.build import build
+from composer3d.training.build import Run, build
 from composer3d.training.loop import train
+from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
 from tools.prove.plain import BOUND, SHAPES, compare, random_model
 
@@ -131,30 +134,38 @@ SAVED, STEPS = 3, 6
 
 
 def training(plant: Plant) -> list[str]:
-    """Train 3 steps, end, resume and train 3 more; compare all of it with plain PyTorch."""
+    """Train 3 steps, end, resume and train 3 more; compare all of it with plain PyTorch.
+
+    Once with the order of samples of new runs, and once with that of runs which began with an older
+    version: training and validation keep it.
+    """
     torch.set_num_threads(1)
     if plant is not None:
         plant()
-    with tempfile.TemporaryDirectory(prefix="composer3d-check-") as name, pool_world() as device:
+    findings = []
+    with pool_world() as device:
+        for order in ORDERS:
+            findings += train_and_compare(device, order)
+    return findings
+
+
+def train_and_compare(device: torch.device, order: str) -> list[str]:
+    """Train, end, resume and compare: see ``training``."""
+    with tempfile.TemporaryDirectory(prefix="composer3d-check-") as name:
         folder = Path(name)
         train_corpus = write_text(folder / "train.jsonl", "train")
         held_out = write_text(folder / "validation.jsonl", "validation")
-        (folder / "recipe.toml").write_text(RECIPE)
         for steps in (SAVED, STEPS):
-            sets = [
-                f"data.path={folder}/train.jsonl",
-                f"validation.path={folder}/validation.jsonl",
-                f"run.out_dir={folder}",
-                f"run.steps={steps}",
-            ]
-            resolved = load(folder / "recipe.toml", sets)
-            run = build(resolved.recipe, device, resolved.to_toml())
+            run, recipe = build_run(device, folder, [f"run.steps={steps}"])
+            if steps == SAVED:
+                run.loader.loader.order = cast(Order, order)
             train(run)
         lines = (folder / "check" / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         weights = {name: p.detach().clone() for name, p in run.stages.named_parameters()}
 
-    expected_metrics, expected_weights = train_plainly(resolved.recipe, train_corpus, held_out)
+    with plain_order(order):
+        expected_metrics, expected_weights = train_plainly(recipe, train_corpus, held_out)
     findings = []
     for key, expected in expected_metrics.items():
         actual = {row["step"]: row[key] for row in rows if key in row}
@@ -174,6 +185,79 @@ def training(plant: Plant) -> list[str]:
         if not error <= BOUND:
             findings.append(f"{name} is off by {error:.1e} in the end")
     return findings
+
+
+def build_run(device: torch.device, folder: Path, sets: list[str]) -> tuple[Run, Recipe]:
+    """Build a run of ``RECIPE`` on the texts of ``folder``, or resume it."""
+    (folder / "recipe.toml").write_text(RECIPE)
+    paths = [
+        f"data.path={folder}/train.jsonl",
+        f"validation.path={folder}/validation.jsonl",
+        f"run.out_dir={folder}",
+    ]
+    resolved = load(folder / "recipe.toml", [*paths, *sets])
+    return build(resolved.recipe, device, resolved.to_toml()), resolved.recipe
+
+
+@contextmanager
+def plain_order(order: str) -> Iterator[None]:
+    """Let ``corpus_batch`` take the samples in another order within the context."""
+
+    def shuffled_sample(place: int, samples: int, seed: int, epoch: int) -> int:
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+        return int(generator.permutation(samples)[place])
+
+    newest = verify_data.sample_at
+    if order == "shuffle":
+        verify_data.sample_at = shuffled_sample
+    yield
+    verify_data.sample_at = newest
+
+
+BAD_STEP = 5
+
+
+def rollback(plant: Plant) -> list[str]:
+    """Go back to a checkpoint after a bad step; compare what the run remembers with its metrics.
+
+    The bad step has a gradient that is not a number. The newest checkpoint is one step older than
+    the last good step.
+    """
+    torch.set_num_threads(1)
+    if plant is not None:
+        plant()
+    sets = [
+        f"run.steps={BAD_STEP + 2}",
+        f"checkpoint.every={BAD_STEP - 2}",
+        "reliability.on_bad_step=rollback",
+        "reliability.spike_sigma=100",
+        "reliability.spike_window=8",
+    ]
+    with pool_world() as device, tempfile.TemporaryDirectory(prefix="composer3d-check-") as name:
+        folder = Path(name)
+        for split in ("train", "validation"):
+            write_text(folder / f"{split}.jsonl", split)
+        run, _ = build_run(device, folder, sets)
+        finish = run.stages.finish_gradients
+
+        def finish_badly() -> None:
+            finish()
+            if run.step + 1 == BAD_STEP:
+                for parameter in run.stages.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(math.nan)
+
+        run.stages.finish_gradients = finish_badly  # type: ignore[method-assign]
+        train(run)
+        lines = (folder / "check" / "metrics.jsonl").read_text().splitlines()
+        rows = {row["step"]: row for row in map(json.loads, lines) if "loss" in row}
+        remembered = run.history.state_dict()
+    kept = [step for step in rows if not BAD_STEP - 2 < step <= BAD_STEP]
+    expected = {
+        "losses": [rows[step]["loss"] for step in kept],
+        "norms": [rows[step]["grad_norm"] for step in kept],
+    }
+    return [] if remembered == expected else [f"the run remembers {remembered}, not {expected}"]
 
 
 def write_text(path: Path, split: str) -> Corpus:
@@ -422,6 +506,7 @@ CHECKS: dict[str, Callable[[Plant], list[str]]] = {
     "model": model,
     "weights": weights,
     "training": training,
+    "rollback": rollback,
     "conversion": conversion,
     "corruption": corruption,
     "stragglers": stragglers,

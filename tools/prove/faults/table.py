@@ -16,11 +16,13 @@ from tools.prove.faults import (
     pipeline,
     resume,
     values,
+    windows,
 )
 from tools.prove.paths import MOE_RECIPE, RECIPE
 
 Check = Literal[
-    "verify", "dtypes", "model", "weights", "training", "conversion", "corruption", "stragglers"
+    *("verify", "dtypes", "model", "weights", "training", "rollback", "conversion"),
+    *("corruption", "stragglers"),
 ]
 
 
@@ -197,6 +199,12 @@ FAULTS = [
     Fault(exchanges.exchange_the_wrong_heads, "mesh.cp=2 parallel.cp_method=ulysses"),
     Fault(values.count_positions_from_the_start_of_the_part, "mesh.cp=2"),
     Fault(values.label_before_the_cut_is_lost, "mesh.cp=2"),
+    # documents and windows on the path of GPUs
+    Fault(windows.see_one_key_too_many, "mesh.dp_shard=2 model.window=16"),
+    Fault(windows.see_one_key_too_many, f"mesh.cp=2 model.window=16 {_PACKED}"),
+    Fault(windows.lose_the_first_key, "mesh.cp=2 model.window=16"),
+    Fault(windows.let_windows_end_with_the_last_edge, "mesh.cp=2 model.window=16"),
+    Fault(windows.let_documents_begin_one_late, f"mesh.cp=2 {_PACKED}"),
     # pp
     Fault(pipeline.lose_a_gradient_between_stages, "mesh.pp=2", "only on rank 0 with pp0"),
     Fault(
@@ -420,6 +428,17 @@ FAULTS = [
     ),
     *_checked("training", "lr of step 4 is", resume.begin_the_learning_rate_anew),
     *_checked("training", "lr of step 1 is", data.take_the_learning_rate_of_the_next_step),
+    *_checked(
+        "training",
+        r"^validation_loss of step \d is",
+        data.validate_in_the_order_of_new_runs,
+    ),
+    *_checked(
+        "rollback",
+        r"^the run remembers \{'losses'",
+        resume.keep_what_was_rolled_back,
+        resume.count_the_bad_step_after_a_rollback,
+    ),
     # experts
     _moe(
         experts.multiply_expert_gradients_by_ep,
