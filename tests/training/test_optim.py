@@ -102,8 +102,6 @@ def _take_steps(
             OptimTable(lr=1.0, schedule="wsd"),
             {0: 1.0, 89: 1.0, 90: 0.9, 94: 0.5, 98: 0.1, 99: 0.0, 100: 0.0},
         ),
-        # A tenth of the steps until the end of the decay, not of the run.
-        (OptimTable(lr=1.0, schedule="wsd", decay=50), {44: 1.0, 45: 0.8, 48: 0.2, 49: 0.0}),
         (OptimTable(lr=1.0, schedule="wsd", decay_steps=1, min_lr=0.1), {0: 1.0, 98: 1.0, 99: 0.1}),
         # A tenth of 5 steps is at least one step.
         (OptimTable(lr=1.0, schedule="wsd", decay=5), {0: 1.0, 3: 1.0, 4: 0.0, 5: 0.0}),
