@@ -221,7 +221,7 @@ def rollback(plant: Plant) -> list[str]:
     """Go back to a checkpoint after a bad step; compare what the run remembers with its metrics.
 
     The bad step has a gradient that is not a number. The newest checkpoint is one step older than
-    the last good step.
+    the last good step. Each step must have random numbers of its own, also after the rollback.
     """
     torch.set_num_threads(1)
     if plant is not None:
@@ -238,10 +238,11 @@ def rollback(plant: Plant) -> list[str]:
         for split in ("train", "validation"):
             write_text(folder / f"{split}.jsonl", split)
         run, _ = build_run(device, folder, sets)
-        finish = run.stages.finish_gradients
+        finish, seeds = run.stages.finish_gradients, []
 
         def finish_badly() -> None:
             finish()
+            seeds.append(torch.initial_seed())
             if run.step + 1 == BAD_STEP:
                 for parameter in run.stages.parameters():
                     assert parameter.grad is not None
@@ -257,7 +258,12 @@ def rollback(plant: Plant) -> list[str]:
         "losses": [rows[step]["loss"] for step in kept],
         "norms": [rows[step]["grad_norm"] for step in kept],
     }
-    return [] if remembered == expected else [f"the run remembers {remembered}, not {expected}"]
+    findings = []
+    if remembered != expected:
+        findings.append(f"the run remembers {remembered}, not {expected}")
+    if len(set(seeds)) != BAD_STEP + 2:
+        findings.append(f"the steps have the random seeds {seeds}")
+    return findings
 
 
 def write_text(path: Path, split: str) -> Corpus:

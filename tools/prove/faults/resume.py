@@ -149,3 +149,11 @@ def count_the_bad_step_after_a_rollback() -> None:
 
     right_load = StepHistory.load_state_dict
     StepHistory.add_good, StepHistory.load_state_dict = wrong, load
+
+
+def draw_the_same_numbers_in_every_step() -> None:
+    """Random numbers: the seed does not depend on the step."""
+    import torch
+
+    right = torch.manual_seed
+    torch.manual_seed = lambda seed: right(seed >> 32 << 32)

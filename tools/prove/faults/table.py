@@ -439,6 +439,9 @@ FAULTS = [
         resume.keep_what_was_rolled_back,
         resume.count_the_bad_step_after_a_rollback,
     ),
+    *_checked(
+        "rollback", r"^the steps have the random seeds", resume.draw_the_same_numbers_in_every_step
+    ),
     # experts
     _moe(
         experts.multiply_expert_gradients_by_ep,
