@@ -109,5 +109,9 @@ def test_every_parameter_of_our_models_has_a_part(preset: str) -> None:
     assert all(part == "norms" for name, part in parts.items() if "norm" in name)
 
 
-def test_an_unknown_parameter_is_other() -> None:
-    assert part_of("blocks.0.gate.weight") == "other"
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("gate", "other"), ("moe.shared.w1", "ffn"), ("moe.router", "routers"), ("ffn.w2", "ffn")],
+)
+def test_the_part_of_a_parameter_is_that_of_its_module(name: str, part: str) -> None:
+    assert part_of(f"blocks.0.{name}.weight") == part

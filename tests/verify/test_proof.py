@@ -33,6 +33,7 @@ from composer3d.verify.shrink import shrink
 from tools.prove.faults.catch import catch
 from tools.prove.faults.checks import CHECKS
 from tools.prove.faults.table import FAULTS, Fault
+from tools.prove.faults.windows import take_the_path_of_gpus
 from tools.prove.paths import LAYOUTS as LAYOUTS_PATH
 from tools.prove.paths import RECIPE as RECIPE_PATH
 
@@ -74,13 +75,30 @@ def test_layout_is_exact_in_float32(pool: Pool, references: Path, layout: str) -
     assert verdict.max_grad_rel_err > 1e-9  # it did run in float32
 
 
+@pytest.mark.parametrize("window", ["model.window=16", "data.packing=documents model.window=16"])
+def test_the_path_of_gpus_for_documents_and_windows_is_exact(
+    pool: Pool, references: Path, window: str
+) -> None:
+    layout = f"mesh.cp=2 {window}"
+    verdict = verify_layout(
+        pool,
+        references,
+        RECIPE,
+        layout.split(),
+        dtype="float64",
+        steps=2,
+        fault=take_the_path_of_gpus,
+    )
+    assert verdict.passed, verdict
+
+
 # All faults with a short check, and a third of the others. ``tools/prove/run faults`` plants all.
 # Those of machines are left to tests/training, which plants them too.
 OF_MACHINES = {"corruption", "stragglers"}
 PLANTED = [
     fault
     for fault in FAULTS
-    if fault.check in ("model", "weights")
+    if fault.check in ("model", "weights", "rollback")
     or (crc32(fault.title.encode()) % 3 == 0 and fault.check not in OF_MACHINES)
 ]
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from composer3d.models.contract import SequenceInfo
@@ -47,30 +46,6 @@ def inputs(rows: int = 2, tokens: int = 7) -> Tensor:
     return torch.randn(rows, tokens, DIM, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_each_token_is_computed_by_its_best_experts(scores: str, renormalise: bool) -> None:
-    """The layer agrees with a loop over tokens, written from the papers."""
-    layer = make_moe(shared=True, scores=scores, renormalise=renormalise, scale=1.5)
-    x_BTC = inputs()
-    out_BTC = layer(x_BTC, positions(2, 7))
-    for row, column in torch.cartesian_prod(torch.arange(2), torch.arange(7)).tolist():
-        x = x_BTC[row, column]
-        logits = [(weight @ x).item() for weight in layer.router.weight]
-        if scores == "softmax":
-            values = [math.exp(logit) / sum(map(math.exp, logits)) for logit in logits]
-        else:
-            values = [1 / (1 + math.exp(-logit)) for logit in logits]
-        best = sorted(range(EXPERTS), key=lambda expert: -values[expert])[:2]
-        total = sum(values[expert] for expert in best) if renormalise else 1.0
-        expected = layer.shared(x) if layer.shared is not None else torch.zeros(DIM)
-        for expert in best:
-            w1, w2, w3 = (getattr(layer.experts, name)[expert] for name in ("w1", "w2", "w3"))
-            out = w2 @ (F.silu(w1 @ x) * (w3 @ x))
-            expected = expected + 1.5 * values[expert] / total * out
-        torch.testing.assert_close(out_BTC[row, column], expected, rtol=1e-12, atol=1e-12)
-
-
 def test_groups_and_bias_choose_and_do_not_weigh() -> None:
     """A bias decides which experts are chosen; the weights are the scores without it."""
     plain = make_router(scores="sigmoid", renormalise=False)
@@ -94,45 +69,12 @@ def test_a_token_chooses_the_groups_with_the_best_two_scores() -> None:
     assert routing.experts_NK.sort().values.tolist() == [[3, 4]]
 
 
-def balance_loss_by_hand(router: Router, x_BTC: Tensor, sequences: list[list[int]]) -> float:
-    """The mean over tokens of E x sum(f x P) of each sequence, as the docstring defines it."""
-    probabilities = (x_BTC.flatten(0, 1) @ router.weight.T).softmax(-1)
-    chosen = probabilities.topk(2).indices
-    total = 0.0
-    for tokens in sequences:
-        loss = 0.0
-        for expert in range(EXPERTS):
-            share = sum(int(expert in chosen[token]) for token in tokens) / (2 * len(tokens))
-            loss += EXPERTS * share * probabilities[tokens, expert].mean().item()
-        total += len(tokens) * loss
-    return total / x_BTC.shape[:2].numel()
-
-
 def run_backward(router: Router, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
     """Run forward, and backward of nothing but the router's own losses; return the sums."""
     routing = router(x_BTC, seq)
     (routing.weights_NK * 0).sum().backward()
     assert router.statistics.sums is not None
     return router.statistics.sums
-
-
-def test_balance_loss_is_a_mean_over_sequences_or_documents() -> None:
-    x_BTC = inputs(2, 6)
-    router = make_router(balance_loss=0.5)
-    sums = run_backward(router, x_BTC, positions(2, 6))
-    rows = [list(range(6)), list(range(6, 12))]
-    assert sums[EXPERTS].item() == pytest.approx(
-        0.5 * balance_loss_by_hand(router, x_BTC, rows), rel=1e-12
-    )
-
-    packed = positions(2, 6)
-    packed.documents_BT = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
-    router.statistics.reset()
-    sums = run_backward(router, x_BTC, packed)
-    documents = [[0, 1], [2, 3, 4], [5], list(range(6, 12))]
-    assert sums[EXPERTS].item() == pytest.approx(
-        0.5 * balance_loss_by_hand(router, x_BTC, documents), rel=1e-12
-    )
 
 
 def test_losses_of_micro_batches_add_up() -> None:

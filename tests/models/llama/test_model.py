@@ -1,11 +1,7 @@
-"""Llama against the formulas of its papers, and presets against the published models.
+"""Llama against the formulas of its papers, and presets against the published models."""
 
-The formulas are written here again, for one sample and one head at a time.
-"""
-
-import math
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +11,8 @@ from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
 from composer3d.models.llama import counts
 from composer3d.models.llama.model import First, Last, Llama
 from composer3d.models.llama.shape import PRESETS, ModelShape
+from composer3d.models.moe.shape import MoeShape
+from tools.prove import plain
 
 # The rotary base and the epsilon are such that they matter at 12 positions.
 SHAPE = ModelShape(
@@ -58,139 +56,21 @@ def logits_of(model: Llama, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
     return model.last.logits(h_BTC)
 
 
-def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    return torch.stack(
-        [x / math.sqrt((x * x).sum().item() / len(x) + eps) * weight_C for x in x_TC]
-    )
-
-
-def speed(i: int, shape: ModelShape) -> float:
-    """Radians that pair i turns in one position, with the branches that Llama 3.1 publishes."""
-    plain = shape.rope_theta ** (-2 * i / shape.head_width)
-    wavelength = 2 * math.pi / plain
-    if shape.rope_factor == 1 or wavelength < shape.rope_context / shape.rope_high_freq:
-        return plain
-    if wavelength > shape.rope_context / shape.rope_low_freq:
-        return plain / shape.rope_factor
-    smooth = (shape.rope_context / wavelength - shape.rope_low_freq) / (
-        shape.rope_high_freq - shape.rope_low_freq
-    )
-    return (1 - smooth) * plain / shape.rope_factor + smooth * plain
-
-
-def rotate(x_TD: Tensor, positions_T: Tensor, shape: ModelShape) -> Tensor:
-    """Rotate each pair (x[i], x[i + D/2]) by position * speed."""
-    out, width = x_TD.clone(), x_TD.shape[1]
-    for t, position in enumerate(positions_T.tolist()):
-        for i in range(width // 2):
-            angle = position * speed(i, shape)
-            a, b = x_TD[t, i], x_TD[t, i + width // 2]
-            out[t, i] = a * math.cos(angle) - b * math.sin(angle)
-            out[t, i + width // 2] = a * math.sin(angle) + b * math.cos(angle)
-    return out
-
-
-def reference_logits(
-    weights: dict[str, Tensor], shape: ModelShape, tokens_T: Tensor, positions_T: Tensor
-) -> Tensor:
-    """The logits (T, V) of one row."""
-    h_TC = weights["first.embed.weight"][tokens_T]
-    for layer in range(shape.n_layers):
-        block_weights = {
-            name.split(".", 2)[2]: weight
-            for name, weight in weights.items()
-            if name.startswith(f"blocks.{layer}.")
-        }
-        h_TC = reference_block(block_weights, shape, h_TC, positions_T)
-    head = weights["first.embed.weight" if shape.tied else "last.head.weight"]
-    return rms_norm(h_TC, weights["last.norm.weight"], shape.norm_eps) @ head.T
-
-
-def reference_block(
-    weights: dict[str, Tensor], shape: ModelShape, h_TC: Tensor, positions_T: Tensor
-) -> Tensor:
-    """One block; ``weights`` are its own, by their names in the block."""
-    x_TC = rms_norm(h_TC, weights["attn_norm.weight"], shape.norm_eps)
-    q, k, v = (x_TC @ weights[f"attn.w{name}.weight"].T for name in "qkv")
-    if shape.qkv_bias:
-        q = q + weights["attn.wq.bias"]
-        k = k + weights["attn.wk.bias"]
-        v = v + weights["attn.wv.bias"]
-
-    heads = []
-    width = shape.head_width
-    for head in range(shape.n_heads):
-        kv_head = head // (shape.n_heads // shape.n_kv_heads)
-        q_columns = slice(head * width, (head + 1) * width)
-        kv_columns = slice(kv_head * width, (kv_head + 1) * width)
-        q_TD, k_TD, v_TD = q[:, q_columns], k[:, kv_columns], v[:, kv_columns]
-        if shape.qk_norm:
-            q_TD = rms_norm(q_TD, weights["attn.q_norm.weight"], shape.norm_eps)
-            k_TD = rms_norm(k_TD, weights["attn.k_norm.weight"], shape.norm_eps)
-        q_TD, k_TD = rotate(q_TD, positions_T, shape), rotate(k_TD, positions_T, shape)
-        outs = []
-        for t in range(len(h_TC)):
-            visible = slice(max(0, t + 1 - shape.window) if shape.window else 0, t + 1)
-            scores = torch.exp(k_TD[visible] @ q_TD[t] / math.sqrt(width))
-            outs.append((scores / scores.sum()) @ v_TD[visible])
-        heads.append(torch.stack(outs))
-    h_TC = h_TC + torch.cat(heads, dim=1) @ weights["attn.wo.weight"].T
-
-    x_TC = rms_norm(h_TC, weights["ffn_norm.weight"], shape.norm_eps)
-    gate_TF = x_TC @ weights["ffn.w1.weight"].T
-    up_TF = x_TC @ weights["ffn.w3.weight"].T
-    return h_TC + (gate_TF / (1 + torch.exp(-gate_TF)) * up_TF) @ weights["ffn.w2.weight"].T
-
-
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"n_kv_heads": 1},
-        {"n_kv_heads": 2},
-        {"n_kv_heads": 4},
-        {"head_dim": 10},
-        {"tied": True},
-        {"qk_norm": True},
-        {"qkv_bias": True},
-        {"window": 5},
-        # Of the three wavelengths, one is kept, one is stretched and one is between.
-        {"rope_factor": 8.0, "rope_context": 40},
-        {
-            "head_dim": 8,
-            "tied": True,
-            "qk_norm": True,
-            "qkv_bias": True,
-            "window": 3,
-            "rope_factor": 2.0,
-        },
-    ],
-    ids=lambda changed: " ".join(changed),
+    "name", [name for name, shape in plain.SHAPES.items() if not isinstance(shape, MoeShape)]
 )
-def test_llama_computes_the_formulas(changed: dict[str, Any]) -> None:
-    shape = replace(SHAPE, **changed)
-    model = build(shape)
-    tokens_BT, labels_BT, positions_BT = rows()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        logits_BTV = logits_of(model, tokens_BT, positions_BT)
-        loss = model(tokens_BT, labels_BT, positions_BT)
-    expected_BTV = torch.stack(
-        [
-            reference_logits(weights, shape, tokens_T, positions_T)
-            for tokens_T, positions_T in zip(tokens_BT, positions_BT, strict=True)
-        ]
-    )
-    torch.testing.assert_close(logits_BTV, expected_BTV, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_llama_computes_the_formulas(name: str, is_packed: bool) -> None:
+    """Logits, loss and gradients are those of a Llama that is written from the papers."""
+    assert plain.compare(name, is_packed=is_packed) == []
 
-    expected = 0.0
-    for b in range(2):
-        for t in range(12):
-            label = labels_BT[b, t]
-            if label != IGNORE_INDEX:
-                logits_V = expected_BTV[b, t]
-                expected += float(torch.log(torch.exp(logits_V).sum()) - logits_V[label])
-    assert loss.dtype == torch.float64
-    assert loss.item() == pytest.approx(expected, rel=1e-12)
+
+def test_every_option_of_a_shape_is_judged() -> None:
+    """The plain model would not see that a model ignores an option which always has its default."""
+    for field in fields(MoeShape):
+        values = {getattr(shape, field.name, field.default) for shape in plain.SHAPES.values()}
+        # Training alone reads the rate of biases.
+        assert values - {field.default} or field.name == "bias_rate", field.name
 
 
 def test_ignored_labels_add_nothing_to_the_loss() -> None:

@@ -1,127 +1,30 @@
-"""Llama with experts against the formulas of its papers, and presets against published models.
-
-The formulas are written here again, for one sample and one token at a time.
-"""
+"""Llama with experts against the formulas of its papers, and presets against published models."""
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.moe import MoE
-from composer3d.models.llama.model import Last
 from composer3d.models.moe import counts
 from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.plan import sharding_plan
 from composer3d.models.moe.shape import PRESETS, MoeShape
-from tests.models.llama.test_model import reference_block, rms_norm
+from tools.prove import plain
 
 SHAPE = MoeShape(24, 3, 4, 2, 40, 31, 100.0, 1e-3, experts=6, experts_per_token=2, expert_ffn=20)
 
 
-def build(shape: MoeShape) -> MoeLlama:
-    """A model with random parameters, norms and biases included."""
-    model = MoeLlama(shape, dtype=torch.float64, device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(
-                0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            )
-    return model
-
-
-def reference_feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    gate = w1 @ x
-    return w2 @ (gate / (1 + torch.exp(-gate)) * (w3 @ x))
-
-
-def reference_moe(weights: dict[str, Tensor], shape: MoeShape, x: Tensor) -> Tensor:
-    """The mixture of one token ``x``; ``weights`` are those of the layer."""
-    logits = (weights["router.weight"] @ x).tolist()
-    if shape.router == "softmax":
-        total = sum(map(math.exp, logits))
-        scores = [math.exp(logit) / total for logit in logits]
-    else:
-        scores = [1 / (1 + math.exp(-logit)) for logit in logits]
-    bias = weights["router.bias"].tolist() if shape.router_bias else [0.0] * shape.experts
-    biased = [score + b for score, b in zip(scores, bias, strict=True)]
-
-    size = shape.experts // shape.expert_groups
-    groups = [range(first, first + size) for first in range(0, shape.experts, size)]
-    groups.sort(key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))
-    allowed = [e for group in groups[: shape.groups_per_token] for e in group]
-    chosen = sorted(allowed, key=lambda e: -biased[e])[: shape.experts_per_token]
-
-    divisor = sum(scores[e] for e in chosen) if shape.renormalise else 1.0
-    out = torch.zeros_like(x)
-    for e in chosen:
-        w1, w2, w3 = (weights[f"experts.{name}"][e] for name in ("w1", "w2", "w3"))
-        weight = shape.router_scale * scores[e] / divisor
-        out = out + weight * reference_feed_forward(x, w1, w2, w3)
-    if shape.shared_ffn:
-        w1, w2, w3 = (weights[f"shared.{name}.weight"] for name in ("w1", "w2", "w3"))
-        out = out + reference_feed_forward(x, w1, w2, w3)
-    return out
-
-
-def reference_logits(model: MoeLlama, shape: MoeShape, tokens_T: Tensor) -> Tensor:
-    """The logits (T, V) of one row."""
-    all_weights = {name: value.detach() for name, value in model.named_parameters()}
-    positions_T = torch.arange(len(tokens_T))
-    h_TC = all_weights["first.embed.weight"][tokens_T]
-    for layer in range(shape.n_layers):
-        weights = {
-            name.split(".", 2)[2]: value
-            for name, value in all_weights.items()
-            if name.startswith(f"blocks.{layer}.")
-        }
-        if not shape.has_experts(layer):
-            h_TC = reference_block(weights, shape, h_TC, positions_T)
-            continue
-        # A feed-forward layer of zeros leaves the attention alone.
-        zeros = torch.zeros(shape.dim, shape.dim, dtype=torch.float64)
-        weights |= {f"ffn.w{number}.weight": zeros for number in (1, 2, 3)}
-        h_TC = reference_block(weights, shape, h_TC, positions_T)
-        moe_weights = {
-            name.removeprefix("moe."): value
-            for name, value in weights.items()
-            if name.startswith("moe.")
-        }
-        x_TC = rms_norm(h_TC, weights["ffn_norm.weight"], shape.norm_eps)
-        h_TC = h_TC + torch.stack([reference_moe(moe_weights, shape, x) for x in x_TC])
-    head = all_weights["last.head.weight"]
-    return rms_norm(h_TC, all_weights["last.norm.weight"], shape.norm_eps) @ head.T
-
-
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"renormalise": False},
-        {"router": "sigmoid", "router_scale": 2.5},
-        {"dense_layers": 1},
-        {"moe_every": 2},
-        {"shared_ffn": 12},
-        {"router": "sigmoid", "router_bias": True, "expert_groups": 3, "groups_per_token": 2},
-        {"experts_per_token": 6, "expert_ffn": None},
-    ],
-    ids=lambda changed: " ".join(changed) or "plain",
+    "name", [name for name, shape in plain.SHAPES.items() if isinstance(shape, MoeShape)]
 )
-def test_a_llama_with_experts_computes_the_formulas(changed: dict[str, Any]) -> None:
-    shape = replace(SHAPE, **changed)
-    model = build(shape)
-    tokens_BT = torch.randint(shape.vocab, (2, 7), generator=torch.Generator().manual_seed(1))
-    seq = SequenceInfo(torch.arange(7).expand_as(tokens_BT))
-    assert isinstance(model.last, Last)
-    with torch.no_grad():
-        logits_BTV = model.last.logits(model.hidden(tokens_BT, seq))
-    expected_BTV = torch.stack([reference_logits(model, shape, row) for row in tokens_BT])
-    torch.testing.assert_close(logits_BTV, expected_BTV, rtol=1e-11, atol=1e-12)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_llama_with_experts_computes_the_formulas(name: str, is_packed: bool) -> None:
+    """Logits, loss and gradients, those of the routers' losses included."""
+    assert plain.compare(name, is_packed=is_packed) == []
 
 
 def test_blocks_with_experts_are_those_of_the_shape() -> None:

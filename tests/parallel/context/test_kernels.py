@@ -11,7 +11,6 @@ from torch import Tensor
 
 from composer3d.parallel.context import kernels, packed
 from composer3d.parallel.context.tiles import NOT_CAUSAL, starts_of
-from tests.parallel.context import varlen
 from tests.parallel.context.attention import (
     HEADS,
     ON_GPU,
@@ -20,6 +19,7 @@ from tests.parallel.context.attention import (
     reference,
     relative_error,
 )
+from tools.prove import varlen
 
 
 class Results(NamedTuple):

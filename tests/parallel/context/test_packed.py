@@ -14,7 +14,6 @@ from composer3d.parallel.context.ownership import owned_ranges
 from composer3d.parallel.context.tiles import NOT_CAUSAL, starts_of
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-from tests.parallel.context import varlen
 from tests.parallel.context.attention import (
     Mask,
     composed,
@@ -22,6 +21,7 @@ from tests.parallel.context.attention import (
     random_documents,
     reference,
 )
+from tools.prove import varlen
 
 WINDOWS = (0, 1, 2, 5, 9, 16, 30, NOT_CAUSAL)
 

@@ -55,6 +55,7 @@ def loads_of(mesh_sizes: dict[str, int], micro_batch: int) -> dict[str, Any]:
         arguments = [stages.own_tokens(x) for x in (tokens, tokens, positions)]
         stages.forward_backward(*arguments, torch.tensor(ROWS * TOKENS))
         stages.move_router_biases(torch.tensor(True))
+        stages.move_router_biases(torch.tensor(False))  # a bad step moves nothing
         stages.forward_backward(*arguments, torch.tensor(ROWS * TOKENS))
         metrics = expert_metrics(stages.router_loads, ROWS * TOKENS)
         counts = {name: load.tokens_E.tolist() for name, load in stages.router_loads.items()}

@@ -1,12 +1,14 @@
-"""Plant a fault and look for it, by ``verify`` of a layout or by one of ``checks``."""
+"""Plant a fault and look for it: by ``verify`` of a layout, its dtypes, or one of ``checks``."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
+from tools.prove.dtypes import Job, findings_of
 from tools.prove.faults.checks import RANKS
 from tools.prove.faults.table import Fault
 
@@ -48,10 +50,15 @@ def catch(pool: Pool, folder: Path, fault: Fault, dtype: str = "float64") -> Cat
         matches = re.search(fault.message, verdict.error or "") is not None
         return Catch(is_wrong and matches, _summary(verdict))
 
-    task = f"tools.prove.faults.checks:{fault.check}"
+    task: str | Callable[..., list[str]] = f"tools.prove.faults.checks:{fault.check}"
+    arguments: dict[str, Any] = {"plant": fault.plant}
+    if fault.check == "dtypes":
+        task = findings_of
+        sets = fault.layout.split()
+        # One rank alone: of a pipeline, the last one, which has the loss.
+        arguments = {"job": Job(fault.recipe, sets, pp_rank=int("mesh.pp=2" in sets), **arguments)}
     try:
-        ranks = RANKS.get(fault.check, 1)
-        findings, *_ = pool.run(task, {"plant": fault.plant}, world_size=ranks)
+        findings, *_ = pool.run(task, arguments, world_size=RANKS.get(fault.check, 1))
     except WorkerError as error:
         findings = [f"error raised: {_last_line(str(error))}"]
     matches = re.search(fault.message, "\n".join(findings)) is not None

@@ -1,6 +1,6 @@
 """Checks of code that ``verify`` runs on both of its sides, or not at all.
 
-They check rotary positions, initial weights, resuming and conversion. Each runs in a worker of one
+They check models, initial weights, resuming, rollbacks and conversion. Each runs in a worker of one
 process, with or without a planted fault, and returns its findings: a line for each thing that is
 wrong. The right results are computed here, by code that shares nothing with the package.
 
@@ -8,7 +8,6 @@ wrong. The right results are computed here, by code that shares nothing with the
 machine, and their findings are what the training itself reports.
 """
 
-import cmath
 import hashlib
 import json
 import math
@@ -17,19 +16,20 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from composer3d.convert.convert import convert
 from composer3d.data import Corpus
-from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
+from composer3d.data.order import ORDERS, Order
+from composer3d.models.contract import IGNORE_INDEX
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
@@ -39,129 +39,25 @@ from composer3d.recipe.schema import Recipe
 from composer3d.runtime import process_group
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError
-from composer3d.training.build import build
+from composer3d.training.build import Run, build
 from composer3d.training.loop import train
+from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
+from tools.prove.plain import BOUND, SHAPES, compare, random_model
 
 Plant = Callable[[], None] | None
-BOUND = 1e-9
-
-SHAPES = {
-    "plain": ModelShape(
-        dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn=48, vocab=67, rope_theta=5e5
-    ),
-    "stretched": ModelShape(
-        dim=32,
-        n_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        ffn=48,
-        vocab=67,
-        rope_theta=1e2,
-        rope_factor=8.0,
-        rope_context=64,
-    ),
-    "with norms": ModelShape(
-        dim=32, n_layers=1, n_heads=4, n_kv_heads=1, ffn=48, vocab=67, head_dim=12, qk_norm=True
-    ),
-}
 
 
 def model(plant: Plant) -> list[str]:
-    """Compare the logits of a model with those of a Llama of loops and complex numbers."""
+    """Compare models of every option with those of ``tools/prove/plain.py``."""
     if plant is not None:
         plant()
-    findings = []
-    for name, shape in SHAPES.items():
-        ours = random_model(shape)
-        generator = torch.Generator().manual_seed(1)
-        tokens = torch.randint(shape.vocab, (40,), generator=generator).tolist()
-        # Positions that bfloat16 cannot count.
-        positions = [300 + 7 * number for number in range(len(tokens))]
-        seq = SequenceInfo(torch.tensor([positions]))
-        with torch.no_grad():
-            h = ours.first(torch.tensor([tokens]), seq)
-            for block in ours.blocks.values():
-                h = block(h, seq)
-            logits = ours.last.logits(h)[0]
-            weights = {key: value.detach() for key, value in ours.named_parameters()}
-            expected = plain_logits(shape, weights, tokens, positions)
-        error = ((logits - expected).norm() / expected.norm()).item()
-        if not error <= BOUND:
-            findings.append(f"logits of the {name} model are off by {error:.1e}")
-    return findings
-
-
-def random_model(shape: ModelShape) -> Llama:
-    """A model in float64 whose weights, norms and biases too, are far from their initial values."""
-    random_llama = Llama(shape, dtype=torch.float64, device="cpu")
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in random_llama.parameters():
-            parameter.normal_(0.0, 0.3, generator=generator)
-    return random_llama
-
-
-def plain_logits(
-    shape: ModelShape, weights: dict[str, Tensor], tokens: list[int], positions: list[int]
-) -> Tensor:
-    """The logits of one sequence, (T, vocabulary), of a Llama as its papers write it."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt() * weights[name]
-
-    def project(x: Tensor, name: str, heads: int) -> Tensor:
-        return (x @ weights[f"{name}.weight"].T).view(len(tokens), heads, -1)
-
-    turns = rotations(shape, positions)
-    h = weights["first.embed.weight"][tokens]
-    for number in range(shape.n_layers):
-        block = f"blocks.{number}"
-        x = norm(h, f"{block}.attn_norm.weight")
-        q = project(x, f"{block}.attn.wq", shape.n_heads)
-        k = project(x, f"{block}.attn.wk", shape.n_kv_heads)
-        v = project(x, f"{block}.attn.wv", shape.n_kv_heads)
-        if shape.qk_norm:
-            q, k = norm(q, f"{block}.attn.q_norm.weight"), norm(k, f"{block}.attn.k_norm.weight")
-        q, k = turn(q, turns), turn(k, turns)
-        heads = []
-        for head in range(shape.n_heads):
-            shared = head // (shape.n_heads // shape.n_kv_heads)
-            scores = q[:, head] @ k[:, shared].T / math.sqrt(shape.head_width)
-            hidden = torch.ones_like(scores).triu(1).bool()
-            heads.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[:, shared])
-        h = h + torch.cat(heads, -1) @ weights[f"{block}.attn.wo.weight"].T
-        x = norm(h, f"{block}.ffn_norm.weight")
-        gate, up = (x @ weights[f"{block}.ffn.{name}.weight"].T for name in ("w1", "w3"))
-        h = h + (F.silu(gate) * up) @ weights[f"{block}.ffn.w2.weight"].T
-    return norm(h, "last.norm.weight") @ weights["last.head.weight"].T
-
-
-def rotations(shape: ModelShape, positions: list[int]) -> Tensor:
-    """e^(i angle) of each position and pair, (T, D / 2), with Llama 3.1's stretched wavelengths."""
-    half = shape.head_width // 2
-    rows = []
-    for position in positions:
-        row = []
-        for pair in range(half):
-            speed = shape.rope_theta ** (-pair / half)
-            wavelength = 2 * math.pi / speed
-            if wavelength > shape.rope_context / shape.rope_low_freq:
-                speed /= shape.rope_factor
-            elif wavelength > shape.rope_context / shape.rope_high_freq:
-                low, high = shape.rope_low_freq, shape.rope_high_freq
-                unstretched = (shape.rope_context / wavelength - low) / (high - low)
-                speed = (1 - unstretched) * speed / shape.rope_factor + unstretched * speed
-            row.append(cmath.exp(1j * position * speed))
-        rows.append(row)
-    return torch.tensor(rows, dtype=torch.complex128)
-
-
-def turn(x: Tensor, turns: Tensor) -> Tensor:
-    """Multiply the pairs (x[i], x[i + D/2]) of (T, heads, D), as complex numbers, by ``turns``."""
-    a, b = x.chunk(2, -1)
-    turned = torch.complex(a, b) * turns[:, None]
-    return torch.cat((turned.real, turned.imag), -1)
+    return [
+        line
+        for name in SHAPES
+        for is_packed in (False, True)
+        for line in compare(name, is_packed=is_packed)
+    ]
 
 
 def weights(plant: Plant) -> list[str]:
@@ -238,30 +134,38 @@ SAVED, STEPS = 3, 6
 
 
 def training(plant: Plant) -> list[str]:
-    """Train 3 steps, end, resume and train 3 more; compare all of it with plain PyTorch."""
+    """Train 3 steps, end, resume and train 3 more; compare all of it with plain PyTorch.
+
+    Once with the order of samples of new runs, and once with that of runs which began with an older
+    version: training and validation keep it.
+    """
     torch.set_num_threads(1)
     if plant is not None:
         plant()
-    with tempfile.TemporaryDirectory(prefix="composer3d-check-") as name, pool_world() as device:
+    findings = []
+    with pool_world() as device:
+        for order in ORDERS:
+            findings += train_and_compare(device, order)
+    return findings
+
+
+def train_and_compare(device: torch.device, order: str) -> list[str]:
+    """Train, end, resume and compare: see ``training``."""
+    with tempfile.TemporaryDirectory(prefix="composer3d-check-") as name:
         folder = Path(name)
         train_corpus = write_text(folder / "train.jsonl", "train")
         held_out = write_text(folder / "validation.jsonl", "validation")
-        (folder / "recipe.toml").write_text(RECIPE)
         for steps in (SAVED, STEPS):
-            sets = [
-                f"data.path={folder}/train.jsonl",
-                f"validation.path={folder}/validation.jsonl",
-                f"run.out_dir={folder}",
-                f"run.steps={steps}",
-            ]
-            resolved = load(folder / "recipe.toml", sets)
-            run = build(resolved.recipe, device, resolved.to_toml())
+            run, recipe = build_run(device, folder, [f"run.steps={steps}"])
+            if steps == SAVED:
+                run.loader.loader.order = cast(Order, order)
             train(run)
         lines = (folder / "check" / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         weights = {name: p.detach().clone() for name, p in run.stages.named_parameters()}
 
-    expected_metrics, expected_weights = train_plainly(resolved.recipe, train_corpus, held_out)
+    with plain_order(order):
+        expected_metrics, expected_weights = train_plainly(recipe, train_corpus, held_out)
     findings = []
     for key, expected in expected_metrics.items():
         actual = {row["step"]: row[key] for row in rows if key in row}
@@ -280,6 +184,85 @@ def training(plant: Plant) -> list[str]:
         error = ((weights[name] - tensor).norm() / tensor.norm()).item()
         if not error <= BOUND:
             findings.append(f"{name} is off by {error:.1e} in the end")
+    return findings
+
+
+def build_run(device: torch.device, folder: Path, sets: list[str]) -> tuple[Run, Recipe]:
+    """Build a run of ``RECIPE`` on the texts of ``folder``, or resume it."""
+    (folder / "recipe.toml").write_text(RECIPE)
+    paths = [
+        f"data.path={folder}/train.jsonl",
+        f"validation.path={folder}/validation.jsonl",
+        f"run.out_dir={folder}",
+    ]
+    resolved = load(folder / "recipe.toml", [*paths, *sets])
+    return build(resolved.recipe, device, resolved.to_toml()), resolved.recipe
+
+
+@contextmanager
+def plain_order(order: str) -> Iterator[None]:
+    """Let ``corpus_batch`` take the samples in another order within the context."""
+
+    def shuffled_sample(place: int, samples: int, seed: int, epoch: int) -> int:
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+        return int(generator.permutation(samples)[place])
+
+    newest = verify_data.sample_at
+    if order == "shuffle":
+        verify_data.sample_at = shuffled_sample
+    yield
+    verify_data.sample_at = newest
+
+
+BAD_STEP = 5
+
+
+def rollback(plant: Plant) -> list[str]:
+    """Go back to a checkpoint after a bad step; compare what the run remembers with its metrics.
+
+    The bad step has a gradient that is not a number. The newest checkpoint is one step older than
+    the last good step. Each step must have random numbers of its own, also after the rollback.
+    """
+    torch.set_num_threads(1)
+    if plant is not None:
+        plant()
+    sets = [
+        f"run.steps={BAD_STEP + 2}",
+        f"checkpoint.every={BAD_STEP - 2}",
+        "reliability.on_bad_step=rollback",
+        "reliability.spike_sigma=100",
+        "reliability.spike_window=8",
+    ]
+    with pool_world() as device, tempfile.TemporaryDirectory(prefix="composer3d-check-") as name:
+        folder = Path(name)
+        for split in ("train", "validation"):
+            write_text(folder / f"{split}.jsonl", split)
+        run, _ = build_run(device, folder, sets)
+        finish, seeds = run.stages.finish_gradients, []
+
+        def finish_badly() -> None:
+            finish()
+            seeds.append(torch.initial_seed())
+            if run.step + 1 == BAD_STEP:
+                for parameter in run.stages.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(math.nan)
+
+        run.stages.finish_gradients = finish_badly  # type: ignore[method-assign]
+        train(run)
+        lines = (folder / "check" / "metrics.jsonl").read_text().splitlines()
+        rows = {row["step"]: row for row in map(json.loads, lines) if "loss" in row}
+        remembered = run.history.state_dict()
+    kept = [step for step in rows if not BAD_STEP - 2 < step <= BAD_STEP]
+    expected = {
+        "losses": [rows[step]["loss"] for step in kept],
+        "norms": [rows[step]["grad_norm"] for step in kept],
+    }
+    findings = []
+    if remembered != expected:
+        findings.append(f"the run remembers {remembered}, not {expected}")
+    if len(set(seeds)) != BAD_STEP + 2:
+        findings.append(f"the steps have the random seeds {seeds}")
     return findings
 
 
@@ -529,6 +512,7 @@ CHECKS: dict[str, Callable[[Plant], list[str]]] = {
     "model": model,
     "weights": weights,
     "training": training,
+    "rollback": rollback,
     "conversion": conversion,
     "corruption": corruption,
     "stragglers": stragglers,

@@ -215,6 +215,12 @@ def _change_validation(**options: Callable[[Any], Any]) -> None:
     train_step.validate = wrong
 
 
+def validate_in_the_order_of_new_runs() -> None:
+    """Validation: the order of samples is that of new runs, whatever the run began with."""
+    right = loop.validate
+    loop.validate = lambda *arguments, order, **options: right(*arguments, **options)
+
+
 def validate_on_rows_that_follow_the_seed() -> None:
     """Validation: the rows depend on data.seed, so that runs of two seeds cannot be compared."""
     _change_validation(seed=lambda recipe: recipe.data.seed)

@@ -399,6 +399,20 @@ def route_again_in_recomputation() -> None:
     moe.Router._choose = wrong
 
 
+def forget_to_divide_shares() -> None:
+    """The balance loss takes sigmoid scores as shares, without dividing them by their sum."""
+    right = moe.Router._account
+
+    def wrong(
+        self: moe.Router, weights_NK: Tensor, logits_NE: Tensor, shares_NE: Tensor, *others: Any
+    ) -> Tensor:
+        if self.scores == "sigmoid":
+            shares_NE = logits_NE.sigmoid()
+        return right(self, weights_NK, logits_NE, shares_NE, *others)
+
+    moe.Router._account = wrong
+
+
 def choose_by_another_rank() -> None:
     """Rows go to the next rank of ep, whose experts are others."""
     right = dispatch.exchange_counts

@@ -1,7 +1,7 @@
-"""Faults in what a resume loads from a checkpoint.
+"""Faults in what a resume or a rollback loads from a checkpoint.
 
 ``checks.training`` sees them: it ends a run, resumes it, and compares all steps with plain
-training.
+training. ``checks.rollback`` sees those of a rollback.
 """
 
 from collections.abc import Callable
@@ -122,3 +122,38 @@ def begin_the_learning_rate_anew() -> None:
         return values
 
     loop.learning_rate, loop.update = wrong_learning_rate, count_step
+
+
+def keep_what_was_rolled_back() -> None:
+    """Rollback: the run remembers the losses of steps that it has taken back."""
+    from composer3d.reliability.bad_steps import StepHistory
+
+    StepHistory.load_state_dict = lambda self, state: None
+
+
+def count_the_bad_step_after_a_rollback() -> None:
+    """Rollback: the good steps after it are counted as bad ones in a row."""
+    from composer3d.reliability.bad_steps import StepHistory
+
+    right = StepHistory.add_good
+
+    def wrong(self: Any, loss: float, norm: float) -> None:
+        in_a_row = self.bad_in_a_row
+        right(self, loss, norm)
+        self.bad_in_a_row = in_a_row
+
+    def load(self: Any, state: dict[str, Any]) -> None:
+        in_a_row = self.bad_in_a_row
+        right_load(self, state)
+        self.bad_in_a_row = in_a_row
+
+    right_load = StepHistory.load_state_dict
+    StepHistory.add_good, StepHistory.load_state_dict = wrong, load
+
+
+def draw_the_same_numbers_in_every_step() -> None:
+    """Random numbers: the seed does not depend on the step."""
+    import torch
+
+    right = torch.manual_seed
+    torch.manual_seed = lambda seed: right(seed >> 32 << 32)

@@ -12,13 +12,18 @@ from tools.prove.faults import (
     float8,
     machines,
     model,
+    narrow,
     pipeline,
     resume,
     values,
+    windows,
 )
 from tools.prove.paths import MOE_RECIPE, RECIPE
 
-Check = Literal["verify", "model", "weights", "training", "conversion", "corruption", "stragglers"]
+Check = Literal[
+    *("verify", "dtypes", "model", "weights", "training", "rollback", "conversion"),
+    *("corruption", "stragglers"),
+]
 
 
 class Fault(NamedTuple):
@@ -26,10 +31,11 @@ class Fault(NamedTuple):
 
     Attributes:
         plant: plants the fault in this process. Its docstring describes the fault.
-        layout: overrides of the recipe, for ``verify``.
+        layout: overrides of the recipe, for ``verify`` and ``dtypes``.
         message: a regular expression that the error of the verdict, or the finding of another
             check, must match.
-        check: ``verify`` of the layout, or one of ``checks.py``.
+        check: ``verify`` of the layout, ``dtypes`` (the ledger of its dtypes), or one of
+            ``checks.py``.
         recipe: the recipe that ``layout`` overrides.
     """
 
@@ -42,7 +48,7 @@ class Fault(NamedTuple):
     @property
     def title(self) -> str:
         """The name of the fault, with the layout or check that must find it."""
-        where = self.layout if self.check == "verify" else self.check
+        where = self.layout if self.check in ("verify", "dtypes") else self.check
         return f"{self.plant.__name__} ({where or 'one process'})"
 
 
@@ -54,6 +60,11 @@ def _checked(check: Check, message: str, *plants: Callable[[], None]) -> list[Fa
 def _moe(plant: Callable[[], None], layout: str, message: str = r" is off by .*") -> Fault:
     """A fault of a model with experts."""
     return Fault(plant, layout, message, recipe=MOE_RECIPE)
+
+
+def _narrow(plant: Callable[[], None], layout: str, message: str, recipe: Path = RECIPE) -> Fault:
+    """A narrow sum that the ledger of dtypes must find in bfloat16."""
+    return Fault(plant, f"precision.compute=bfloat16 {layout}".strip(), message, "dtypes", recipe)
 
 
 # Final: a second use of a name would change the layouts of the faults above it unnoticed.
@@ -192,6 +203,12 @@ FAULTS = [
     Fault(exchanges.exchange_the_wrong_heads, "mesh.cp=2 parallel.cp_method=ulysses"),
     Fault(values.count_positions_from_the_start_of_the_part, "mesh.cp=2"),
     Fault(values.label_before_the_cut_is_lost, "mesh.cp=2"),
+    # documents and windows on the path of GPUs
+    Fault(windows.see_one_key_too_many, "mesh.dp_shard=2 model.window=16"),
+    Fault(windows.see_one_key_too_many, f"mesh.cp=2 model.window=16 {_PACKED}"),
+    Fault(windows.lose_the_first_key, "mesh.cp=2 model.window=16"),
+    Fault(windows.let_windows_end_with_the_last_edge, "mesh.cp=2 model.window=16"),
+    Fault(windows.let_documents_begin_one_late, f"mesh.cp=2 {_PACKED}"),
     # pp
     Fault(pipeline.lose_a_gradient_between_stages, "mesh.pp=2", "only on rank 0 with pp0"),
     Fault(
@@ -392,6 +409,11 @@ FAULTS = [
     ),
     *_checked("model", "^logits of the with norms model", model.norm_after_the_rotation),
     *_checked(
+        "model",
+        r"^gradient of first\.embed\.weight of the with sigmoid experts model",
+        experts.forget_to_divide_shares,
+    ),
+    *_checked(
         "weights",
         r"initial weights of blocks\.0\.attn\.wq",
         model.start_every_block_alike,
@@ -422,6 +444,20 @@ FAULTS = [
     ),
     *_checked("training", "lr of step 4 is", resume.begin_the_learning_rate_anew),
     *_checked("training", "lr of step 1 is", data.take_the_learning_rate_of_the_next_step),
+    *_checked(
+        "training",
+        r"^validation_loss of step \d is",
+        data.validate_in_the_order_of_new_runs,
+    ),
+    *_checked(
+        "rollback",
+        r"^the run remembers \{'losses'",
+        resume.keep_what_was_rolled_back,
+        resume.count_the_bad_step_after_a_rollback,
+    ),
+    *_checked(
+        "rollback", r"^the steps have the random seeds", resume.draw_the_same_numbers_in_every_step
+    ),
     # experts
     _moe(
         experts.multiply_expert_gradients_by_ep,
@@ -477,6 +513,67 @@ FAULTS = [
         r"router\.bias",
     ),
     _moe(experts.route_again_in_recomputation, f"{_EP} memory.activation_checkpoint=full", "."),
+    # dtypes: what no proof in float64 can see
+    _narrow(
+        narrow.norm_in_the_dtype_of_gradients,
+        "mesh.dp_shard=2",
+        r"not in float64: .*compute_gradients: aten::pow\S* of float32 .*squared norm",
+    ),
+    _narrow(narrow.sum_the_loss_narrow, "", r"cross_entropy: aten::nll_loss_forward of bf"),
+    _narrow(
+        narrow.sum_the_loss_narrow,
+        "memory.loss_chunks=2",
+        r"_LossInParts\.backward: aten::add_\.Tensor of bfloat16",
+    ),
+    _narrow(
+        narrow.sum_exponentials_narrow, "mesh.tp=2", r"vocab\.py:.*: c10d::allreduce_ of bfloat16"
+    ),
+    _narrow(narrow.turn_by_narrow_angles, "", r"rope_table: aten::cos of bfloat16"),
+    _narrow(narrow.route_narrow, "", r"Router\.forward: aten::_softmax of bfloat16", MOE_RECIPE),
+    _narrow(
+        narrow.sum_balance_losses_narrow,
+        "",
+        r"Router\._balance_loss: aten::sum of bfloat16",
+        MOE_RECIPE,
+    ),
+    _narrow(
+        narrow.add_experts_narrow, "", r"MoE\.forward: aten::sum\.dim_IntList of bf", MOE_RECIPE
+    ),
+    _narrow(
+        narrow.count_tokens_of_experts_narrow,
+        "",
+        r"RouterStatistics\.add: aten::add\.Tensor of bfloat16",
+        MOE_RECIPE,
+    ),
+    _narrow(
+        narrow.add_losses_of_micro_batches_narrow,
+        "",
+        r"Stages\.evaluate: aten::add_\.Tensor of bfloat16(?s:.)*Stages\.forward_backward",
+    ),
+    _narrow(
+        narrow.add_losses_of_micro_batches_narrow,
+        "mesh.pp=2",
+        r"runtime\.py:.*: aten::add.* of bfloat16",
+    ),
+    _narrow(
+        narrow.add_gradients_over_tp_narrow,
+        "mesh.tp=2",
+        r"finish_gradients: c10d::allreduce_ of bfloat16",
+    ),
+    _narrow(narrow.merge_blocks_narrow, "mesh.cp=2", r"aten::lerp_\.Tensor of bfloat16"),
+    _narrow(narrow.add_gradients_of_keys_narrow, "mesh.cp=2", r"ring\.py:.*: aten::add\.Ten"),
+    _narrow(narrow.take_statistics_of_norms_narrow, "", r"aten::mean\.dim of bfloat16"),
+    _narrow(narrow.update_narrow, "", r"optim:.*: aten::mul\.Tensor of bfloat16"),
+    _narrow(
+        exchanges.sum_micro_batches_in_bfloat16,
+        f"mesh.dp_shard=2 parallel.zero=1 {_NARROW}",
+        r"AccumulateGrad: aten::add_\.Tensor of bfloat16",
+    ),
+    _narrow(
+        exchanges.sum_shards_in_bfloat16,
+        f"mesh.dp_shard=4 {_NARROW}",
+        r"SendNarrow\.__call__: aten::sum\.dim_IntList of bfloat16",
+    ),
     # conversion
     *_checked(
         "conversion",

@@ -1,0 +1,66 @@
+"""Faults of documents and windows where only GPUs take the path: ``parallel/context/packed.py``.
+
+Each lets the CPU take it too, with ``tools/prove/varlen.py`` in place of a GPU's kernel.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from composer3d.parallel.context import kernels, packed, ring
+from tools.prove import varlen
+
+
+def take_the_path_of_gpus() -> None:
+    """No fault: documents and windows take the calls that they take on a GPU."""
+    kernels.VARIABLE_LENGTH[kernels.Kernel.CPU_FLASH] = varlen.KERNEL
+
+
+def _change_edges(change: Callable[[Any], Any]) -> None:
+    """Change the segments of documents in which a window ends."""
+    take_the_path_of_gpus()
+    right = packed._segments_with_edge
+
+    def wrong(*arguments: Any) -> Iterator[Any]:
+        return map(change, right(*arguments))
+
+    packed._segments_with_edge = wrong
+
+
+def see_one_key_too_many() -> None:
+    """Windows of a GPU: a query sees one key more than the window has."""
+    _change_edges(
+        lambda segment: segment._replace(left=segment.left + 1) if segment.left >= 0 else segment
+    )
+
+
+def lose_the_first_key() -> None:
+    """Windows of a GPU: the first key of a segment is left out, except where it is the only one."""
+
+    def cut(segment: Any) -> Any:
+        begin, end = segment.keys
+        is_cut = not segment.causal and end - begin > 1
+        return segment._replace(keys=(begin + 1, end)) if is_cut else segment
+
+    _change_edges(cut)
+
+
+def let_windows_end_with_the_last_edge() -> None:
+    """Windows of a GPU: an edge inside of a document is not looked for."""
+    take_the_path_of_gpus()
+    packed._segments_with_edge = lambda row, queries, keys, window: packed._segments_without_edge(
+        row, queries, keys, window, -1
+    )
+
+
+def let_documents_begin_one_late() -> None:
+    """Documents of a GPU: each one but the first begins a token late."""
+    take_the_path_of_gpus()
+    right = packed.plan_calls
+
+    def wrong(rank: int, size: int, rows: int, tokens: int, starts: Any, *others: Any) -> Any:
+        late = starts and tuple(
+            tuple(start + (0 < start < tokens * size - 1) for start in row) for row in starts
+        )
+        return right(rank, size, rows, tokens, late, *others)
+
+    ring.plan_calls = wrong

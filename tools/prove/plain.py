@@ -1,0 +1,317 @@
+"""Llama and its mixtures of experts once more, as their papers write them.
+
+``verify`` runs the model of composer3d on both of its sides. This one shares no code with it: it
+computes one sequence, one head and one token at a time, and rotates positions as complex numbers.
+``compare`` judges the model's logits, and all gradients, those of the routers' losses included.
+"""
+
+import cmath
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
+from composer3d.models.llama.model import Llama
+from composer3d.models.llama.shape import ModelShape
+from composer3d.models.moe.model import MoeLlama
+from composer3d.models.moe.shape import MoeShape
+
+BOUND = 1e-9
+
+# Widths, epsilon and base are such that each of them matters at 12 tokens.
+_LLAMA = ModelShape(
+    dim=24, n_layers=2, n_heads=4, n_kv_heads=2, ffn=40, vocab=31, rope_theta=1e2, norm_eps=1e-3
+)
+_MOE = MoeShape(
+    *(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
+    experts=6,
+    experts_per_token=2,
+    expert_ffn=20,
+    balance_loss=0.5,
+    z_loss=0.05,
+)
+_SIGMOID = replace(_MOE, router="sigmoid", router_scale=2.5)
+
+# Every option of a shape has another value than its default in at least one of these.
+SHAPES: Mapping[str, ModelShape] = {
+    "plain": replace(_LLAMA, rope_theta=5e5),
+    # Of the wavelengths, some are kept, some are stretched and some are between.
+    "stretched": replace(_LLAMA, rope_factor=8.0, rope_context=64, head_dim=16),
+    "stretched, other bounds": replace(
+        _LLAMA, rope_factor=2.0, rope_context=200, rope_low_freq=2.0, rope_high_freq=30.0
+    ),
+    "with norms": replace(_LLAMA, n_kv_heads=1, head_dim=12, qk_norm=True),
+    "with biases and a window": replace(_LLAMA, n_kv_heads=4, qkv_bias=True, window=5),
+    "tied": replace(_LLAMA, tied=True, qk_norm=True, qkv_bias=True, window=3, rope_factor=2.0),
+    "with experts": _MOE,
+    "with experts that are not renormalised": replace(_MOE, renormalise=False, router_scale=1.5),
+    "with sigmoid experts": _SIGMOID,
+    "with groups": replace(
+        _SIGMOID, router_bias=True, expert_groups=3, groups_per_token=2, renormalise=False
+    ),
+    "with a shared expert": replace(_MOE, shared_ffn=12, dense_layers=1, expert_ffn=None),
+    "with experts in some layers": replace(_MOE, n_layers=3, moe_every=2, experts_per_token=6),
+    "with one expert a token": replace(_SIGMOID, experts_per_token=1, qk_norm=True, tied=True),
+}
+
+
+class Row(NamedTuple):
+    """One sequence.
+
+    Attributes:
+        tokens, labels, positions, documents: numbers for each token.
+    """
+
+    tokens: Sequence[int]
+    labels: Sequence[int]
+    positions: Sequence[int]
+    documents: Sequence[int]
+
+
+def rows_of(shape: ModelShape, *, is_packed: bool) -> list[Row]:
+    """Two sequences of 12 random tokens; some labels are ignored.
+
+    Positions have gaps, and are numbers that bfloat16 cannot count. Documents have any lengths.
+    """
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for number in range(2):
+        tokens, labels = torch.randint(shape.vocab, (2, 12), generator=generator).tolist()
+        for place in (number, 5, 7):
+            labels[place] = IGNORE_INDEX
+        positions = [300 + 3 * place + number for place in range(12)]
+        ends = (4, 5, 10) if number == 0 else (7,)
+        documents = [sum(end <= place for end in ends) for place in range(12)]
+        rows.append(Row(tokens, labels, positions, documents if is_packed else [0] * 12))
+    return rows
+
+
+def compare(name: str, *, is_packed: bool = False) -> list[str]:
+    """Compare the model of a shape with the plain one; return a line for each difference.
+
+    Args:
+        name: of ``SHAPES``.
+        is_packed: whether sequences hold several documents.
+    """
+    shape = SHAPES[name]
+    ours = random_model(shape)
+    rows = rows_of(shape, is_packed=is_packed)
+    tokens_BT, labels_BT, positions_BT, documents_BT = (
+        torch.tensor([row[field] for row in rows]) for field in range(4)
+    )
+    weights = {key: value.detach().clone() for key, value in ours.named_parameters()}
+    trained = {key: weights[key] for key, value in ours.named_parameters() if value.requires_grad}
+    for weight in trained.values():
+        weight.requires_grad_()
+
+    valid = int((labels_BT != IGNORE_INDEX).sum())
+    seq = SequenceInfo(positions_BT, documents_BT if is_packed else None)
+    logits_BTV = ours.logits(tokens_BT, seq)
+    loss = ours(tokens_BT, labels_BT, positions_BT, seq.documents_BT)
+    (loss / valid).backward()
+
+    results = [plain_row(shape, weights, row) for row in rows]
+    expected_loss = sum(_cross_entropy(r.logits, row) for r, row in zip(results, rows, strict=True))
+    of_routers = sum(result.router_losses for result in results) / tokens_BT.numel()
+    (expected_loss / valid + of_routers).backward()
+
+    expected_logits = torch.stack([result.logits for result in results])
+    pairs = [("logits", logits_BTV, expected_logits), ("loss", loss, expected_loss)]
+    for key, weight in trained.items():
+        pairs.append((f"gradient of {key}", ours.get_parameter(key).grad, weight.grad))
+    return [
+        f"{what} of the {name} model are off by {error:.1e}"
+        for what, actual, expected in pairs
+        if not (error := _error(actual, expected)) <= BOUND
+    ]
+
+
+def _error(actual: Tensor | None, expected: Tensor | None) -> float:
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else math.inf
+    return ((actual - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+
+
+def random_model(shape: ModelShape) -> Llama:
+    """A model in float64 whose weights, norms and biases too, are far from their initial values."""
+    model = MoeLlama if isinstance(shape, MoeShape) else Llama
+    random_llama = model(shape, dtype=torch.float64, device="cpu")  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in random_llama.parameters():
+            parameter.normal_(0.0, 0.3, generator=generator)
+    return random_llama
+
+
+class RowResult(NamedTuple):
+    """What the plain model computes of a sequence.
+
+    Attributes:
+        logits: (T, V).
+        router_losses: the losses of all routers, summed over tokens.
+    """
+
+    logits: Tensor
+    router_losses: Tensor
+
+
+def plain_row(shape: ModelShape, weights: Mapping[str, Tensor], row: Row) -> RowResult:
+    """Compute one sequence."""
+    turns = rotations(shape, row.positions)
+    h = weights["first.embed.weight"][list(row.tokens)]
+    losses = torch.zeros((), dtype=h.dtype)
+    for number in range(shape.n_layers):
+        start = f"blocks.{number}."
+        of_block = {
+            name.removeprefix(start): weight
+            for name, weight in weights.items()
+            if name.startswith(start)
+        }
+        h = h + _attention(
+            shape, of_block, _norm(shape, h, of_block["attn_norm.weight"]), row, turns
+        )
+        x = _norm(shape, h, of_block["ffn_norm.weight"])
+        if isinstance(shape, MoeShape) and shape.has_experts(number):
+            out, loss = _mixture(shape, of_block, x, row)
+            h, losses = h + out, losses + loss
+        else:
+            w1, w2, w3 = (of_block[f"ffn.w{n}.weight"] for n in (1, 2, 3))
+            h = h + _feed_forward(x, w1, w2, w3)
+    head = weights["first.embed.weight" if shape.tied else "last.head.weight"]
+    return RowResult(_norm(shape, h, weights["last.norm.weight"]) @ head.T, losses)
+
+
+def _cross_entropy(logits: Tensor, row: Row) -> Tensor:
+    return sum(
+        (
+            logits[place].exp().sum().log() - logits[place][label]
+            for place, label in enumerate(row.labels)
+            if label != IGNORE_INDEX
+        ),
+        start=torch.zeros((), dtype=logits.dtype),
+    )
+
+
+def _norm(shape: ModelShape, x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt() * weight
+
+
+def _feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    gate = x @ w1.T
+    return (gate / (1 + torch.exp(-gate)) * (x @ w3.T)) @ w2.T
+
+
+def _attention(
+    shape: ModelShape, weights: Mapping[str, Tensor], x: Tensor, row: Row, turns: Tensor
+) -> Tensor:
+    n_tokens = len(row.tokens)
+
+    def project(letter: str, heads: int) -> Tensor:
+        out = x @ weights[f"attn.w{letter}.weight"].T
+        if shape.qkv_bias:
+            out = out + weights[f"attn.w{letter}.bias"]
+        return out.view(n_tokens, heads, shape.head_width)
+
+    q, k, v = (
+        project("q", shape.n_heads),
+        project("k", shape.n_kv_heads),
+        project("v", shape.n_kv_heads),
+    )
+    if shape.qk_norm:
+        q = _norm(shape, q, weights["attn.q_norm.weight"])
+        k = _norm(shape, k, weights["attn.k_norm.weight"])
+    q, k = turn(q, turns), turn(k, turns)
+    visible = torch.tensor(
+        [
+            [
+                key <= query
+                and row.documents[key] == row.documents[query]
+                and (shape.window == 0 or query - key < shape.window)
+                for key in range(n_tokens)
+            ]
+            for query in range(n_tokens)
+        ]
+    )
+    heads = []
+    for head in range(shape.n_heads):
+        shared = head // (shape.n_heads // shape.n_kv_heads)
+        scores = q[:, head] @ k[:, shared].T / math.sqrt(shape.head_width)
+        heads.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ v[:, shared])
+    return torch.cat(heads, -1) @ weights["attn.wo.weight"].T
+
+
+def rotations(shape: ModelShape, positions: Sequence[int]) -> Tensor:
+    """e^(i angle) of each position and pair, (T, D / 2), with Llama 3.1's stretched wavelengths."""
+    half = shape.head_width // 2
+    rows = []
+    for position in positions:
+        row = []
+        for pair in range(half):
+            speed = shape.rope_theta ** (-pair / half)
+            wavelength = 2 * math.pi / speed
+            if wavelength > shape.rope_context / shape.rope_low_freq:
+                speed /= shape.rope_factor
+            elif wavelength > shape.rope_context / shape.rope_high_freq:
+                low, high = shape.rope_low_freq, shape.rope_high_freq
+                unstretched = (shape.rope_context / wavelength - low) / (high - low)
+                speed = (1 - unstretched) * speed / shape.rope_factor + unstretched * speed
+            row.append(cmath.exp(1j * position * speed))
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.complex128)
+
+
+def turn(x: Tensor, turns: Tensor) -> Tensor:
+    """Multiply the pairs (x[i], x[i + D/2]) of (T, heads, D), as complex numbers, by ``turns``."""
+    a, b = x.chunk(2, -1)
+    turned = torch.complex(a, b) * turns[:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def _mixture(
+    shape: MoeShape, weights: Mapping[str, Tensor], x: Tensor, row: Row
+) -> tuple[Tensor, Tensor]:
+    """Compute the mixture of experts of all tokens, and the router's losses summed over them."""
+    outs, all_shares, all_chosen = [], [], []
+    z = torch.zeros((), dtype=x.dtype)
+    for token in x:
+        logits = weights["moe.router.weight"] @ token
+        scores = logits.softmax(-1) if shape.router == "softmax" else 1 / (1 + torch.exp(-logits))
+        chosen = _choose(shape, weights, scores.tolist())
+        divisor = sum(scores[e] for e in chosen) if shape.renormalise else 1.0
+        out = torch.zeros_like(token)
+        for e in chosen:
+            w1, w2, w3 = (weights[f"moe.experts.w{n}"][e] for n in (1, 2, 3))
+            out = out + shape.router_scale * scores[e] / divisor * _feed_forward(token, w1, w2, w3)
+        if shape.shared_ffn:
+            w1, w2, w3 = (weights[f"moe.shared.w{n}.weight"] for n in (1, 2, 3))
+            out = out + _feed_forward(token, w1, w2, w3)
+        outs.append(out)
+        all_chosen.append(chosen)
+        all_shares.append(scores / scores.sum())
+        z = z + logits.exp().sum().log() ** 2
+
+    # The sum of f x P over the experts of each document, as often as the document has tokens.
+    balance = torch.zeros((), dtype=x.dtype)
+    for document in set(row.documents):
+        places = [place for place, other in enumerate(row.documents) if other == document]
+        for e in range(shape.experts):
+            n_rows = sum(e in all_chosen[place] for place in places)
+            part = n_rows / (shape.experts_per_token * len(places))
+            share = sum(all_shares[place][e] for place in places) / len(places)
+            balance = balance + len(places) * shape.experts * part * share
+    return torch.stack(outs), shape.balance_loss * balance + shape.z_loss * z
+
+
+def _choose(shape: MoeShape, weights: Mapping[str, Tensor], scores: Sequence[float]) -> list[int]:
+    """Choose the experts of a token by their scores and biases, the best group first."""
+    bias = weights["moe.router.bias"].tolist() if shape.router_bias else [0.0] * shape.experts
+    biased = [score + b for score, b in zip(scores, bias, strict=True)]
+    size = shape.experts // shape.expert_groups
+    groups = [range(first, first + size) for first in range(0, shape.experts, size)]
+    groups.sort(key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))
+    allowed = [e for group in groups[: shape.groups_per_token] for e in group]
+    return sorted(allowed, key=lambda e: -biased[e])[: shape.experts_per_token]
