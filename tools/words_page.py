@@ -16,25 +16,30 @@ def spelled(program: str, name: str) -> str:
     """Return a word as the files of its program spell it."""
     if program == "Megatron-LM":
         return f"`--{name.replace('_', '-')}`"
-    if program == "torchtitan" and "." in name:
+    if program == "torchtitan" and "." in name and not name.startswith("model_spec."):
         table, _, key = name.partition(".")
         return f"`[{table}] {key}`"
-    if program == "nanotron":
+    if program in ("nanotron", "NeMo Automodel"):
         return f"`{name.replace('.', ': ')}`"
     return f"`{name}`"
 
 
 def tables(program: str) -> str:
-    """Return both tables of a program: words with an equal, and words without one."""
+    """Return the tables of a program: words with an equal, without one, and those that are open."""
     words = WORDS[program]
     lines = ["| theirs | ours | how |", "|---|---|---|"]
     lines += [_row(program, word) for word in words if word.ours]
-    by_note: dict[str, list[str]] = {}
-    for word in words:
-        if not word.ours:
-            by_note.setdefault(word.note, []).append(spelled(program, word.name))
-    lines += ["", "| theirs, with no key of ours | what happens |", "|---|---|"]
-    lines += [f"| {', '.join(names)} | {note} |" for note, names in by_note.items()]
+    for decides, title in (
+        (False, "theirs, with no key of ours | what happens"),
+        (True, "theirs, an open point | why"),
+    ):
+        by_note: dict[str, list[str]] = {}
+        for word in words:
+            if not word.ours and word.decides is decides:
+                by_note.setdefault(word.note, []).append(spelled(program, word.name))
+        if by_note:
+            lines += ["", f"| {title} |", "|---|---|"]
+            lines += [f"| {', '.join(names)} | {note} |" for note, names in by_note.items()]
     return "\n".join(lines)
 
 

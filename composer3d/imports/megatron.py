@@ -339,8 +339,8 @@ def _note_other_layers(made: Translation, is_gated: bool) -> None:
 
     norm = (made.text("normalization") or "LayerNorm").lower()
     if norm != "rmsnorm" and _is_said(made, "normalization"):
-        said = "no RMSNorm" if "normalization" in made.settings else "LayerNorm, the default"
-        made.ask(f"{said}; the recipe has RMSNorm", "normalization")
+        reason = "no RMSNorm" if "normalization" in made.settings else "LayerNorm, the default"
+        made.ask(f"{reason}; the recipe has RMSNorm", "normalization")
     kind = (made.text("position_embedding_type") or "learned_absolute").lower()
     is_rotary = kind == "rope" or made.flag("use_rotary_position_embeddings")
     if not is_rotary and _is_said(made, "position_embedding_type"):

@@ -208,7 +208,9 @@ def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source
         word = names[owner] if owner != "Megatron-LM" else _key(entry)
         if word in _OWN[owner]:
             found[owner].add(word)
-    program = _recognised(found, {_key(entry) for entry in entries}, name)
+    # In a JSON or YAML file, any program may have these words.
+    keys = {_key(entry) for entry in entries} if has_lines else set()
+    program = _recognised(found, keys, name)
 
     def place(entry: Entry) -> str:
         return f"{name}:{entry.line}" if has_lines else name
@@ -247,7 +249,7 @@ def _recognised(found: dict[str, set[str]], keys: set[str], name: str) -> str:
 
     Args:
         found: these words, by program.
-        keys: all words of the file, as Megatron-LM would have them.
+        keys: the words of a script or of Python dicts, as Megatron-LM would have them.
         name: the file, for messages.
 
     Raises:

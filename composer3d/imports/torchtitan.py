@@ -93,8 +93,8 @@ def flattened(tree: dict[str, Any]) -> dict[str, Any]:
         betas = options.pop("betas", None)
         if group.get("pattern") == ".*" and isinstance(betas, list) and len(betas) == 2:
             rest = {key: one for key, one in tree["optimizer"].items() if key != "param_groups"}
-            name = {"name": group.get("optimizer_name"), "beta1": betas[0], "beta2": betas[1]}
-            tree = {**tree, "optimizer": {**rest, **name, **options}}
+            said = {"name": group.get("optimizer_name"), "beta1": betas[0], "beta2": betas[1]}
+            tree = {**tree, "optimizer": {**rest, **said, **options}}
     return tree
 
 

@@ -50,12 +50,14 @@ def test_a_draft_is_refused_until_each_point_is_settled(
     assert "is a draft, which no command runs" in capsys.readouterr().out
     derived = tmp_path / "derived.toml"
     derived.write_text(f'base = "{out.name}"\n[open]\n')
-    for command in ("check", "train", "plan", "verify", "dryrun"):
+    for command in ("check", "train", "plan", "dryrun"):
         for recipe in (out, derived):
             assert cli.main([command, str(recipe)]) == 2
             lines = capsys.readouterr().err.splitlines()
             assert [line.split("'")[1] for line in lines] == ["quick_geglu", "my_own_word"]
             assert all(line.startswith(f"{out}:") and "--accept" in line for line in lines)
+    assert cli.main(["verify", str(out)]) == 2
+    assert "open point 'quick_geglu'" in capsys.readouterr().out
     text = out.read_text()
     out.write_text("\n".join(line for line in text.splitlines() if "_own_word = " not in line))
     assert cli.main(["check", str(out)]) == 2

@@ -74,6 +74,11 @@ def test_nothing_is_executed_and_nothing_else_is_read(
         ("a.py", b"x = 1", "has no words of"),
         # A program needs two words of its own; other files have words that many share.
         ("a.json", b'{"lr": 1e-4, "seed": 1, "batch_size": 8, "hidden_size": 64}', "has no words"),
+        (
+            "a.json",
+            b'{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128}',
+            "two must be one program's",
+        ),
         ("a.json", b'{"train_batch_size": 8, "epochs": 3}', "two must be one program's"),
         ("a.json", b'{"name": "x", "version": "1", "dependencies": {}}', "has no words of"),
         (
