@@ -194,9 +194,10 @@ PARSERS = {
     "spec": {"files.py", "statements.py", "toml.py"},
     "runtime": {"peers.py", "situation.py", "trackers.py"},
     "data": {
-        *("documents.py", "examples.py"),
+        *("chat_template.py", "documents.py", "example_lines.py", "examples.py"),
         *("tokenizer.py", "tokenizer_worker.py", "table_worker.py"),
     },
+    "reliability": {"lock.py"},
     "verify": {"proof.py"},
 }
 IMPORTERS = {"__init__.py", "cli.py", "models/registry.py", "recipe/draft.py", "recipe/schema.py"}

@@ -106,6 +106,30 @@ def test_one_prompt_is_streamed_to_a_terminal(
     assert capsys.readouterr().out == text + "\n"
 
 
+def test_a_tokenizer_of_a_stranger_does_not_reach_a_terminal(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streamed or at the end, escaped on a terminal, and raw into a pipe or a file."""
+    text = "\x1b]0;PWN\x07\x1b[2J\x9b2J\u202e\u2066\u200b\r\ta\n"
+    content = json.loads(make_byte_tokenizer())
+    content["decoder"] = {"type": "Replace", "pattern": {"Regex": "(?s).+"}, "content": text}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content))
+    for prompts in (["--prompt", "a"], ["--prompt", "a", "--prompt", "b"]):
+        command = generate(checkpoint, *prompts, "--tokenizer", file)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+        assert cli.main(command) == 0
+        assert text in capsys.readouterr().out
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        assert cli.main(command) == 0
+        shown = capsys.readouterr().out
+        assert r"\x1b]0;PWN\x07\x1b[2J\x9b2J\u202e\u2066\u200b\r" in shown
+        assert all(char.isprintable() or char in "\n\t" for char in shown)
+
+
 def test_prompts_that_cannot_be_used_are_named(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
