@@ -398,9 +398,14 @@ def _combine_tensor(
 
     boxes = list(worst_of_box.values())
     error = math.sqrt(sum(box.diff_sq for box in boxes)) / scale
-    # A weight that is right as it is needs no other explanation.
-    whole = [box.diff_sq if box.whole_diff_sq is None else box.whole_diff_sq for box in boxes]
-    whole_error = math.sqrt(sum(whole)) / scale
+    # A weight that is right as it is, on every rank, needs no other explanation.
+    whole_sq_of_box: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = defaultdict(float)
+    for _, shard in shards:
+        whole_sq = shard.diff_sq if shard.whole_diff_sq is None else shard.whole_diff_sq
+        whole_sq = whole_sq if math.isfinite(whole_sq) else math.inf
+        place = (shard.offset, shard.shape)
+        whole_sq_of_box[place] = max(whole_sq_of_box[place], whole_sq)
+    whole_error = math.sqrt(sum(whole_sq_of_box.values())) / scale
     if whole_error <= bound:
         error = whole_error
     if problem is not None:

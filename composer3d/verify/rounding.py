@@ -67,7 +67,10 @@ def round_to_float32(model: nn.Module) -> None:
 
 
 class Results(NamedTuple):
-    """What a model computes from a batch: its mean loss, and its gradients by name."""
+    """What a model computes from a batch: its mean loss, and its gradients by name.
+
+    The gradients have the shapes of the parameters.
+    """
 
     loss: float
     gradients: Mapping[str, Tensor]

@@ -377,6 +377,23 @@ def test_a_weight_is_right_if_it_is_the_references_or_the_step_from_own_gradient
     assert not off_by(1e-8, 1e-8).passed
 
 
+def test_a_weight_must_be_right_on_every_replica() -> None:
+    """One replica has the reference's weight, and another one has neither."""
+    ranks = []
+    for rank, (unexplained, whole) in enumerate(((2e-3, 0.0), (1e-3, 1e-3))):
+        shard = ShardError(0, "weight", "last.a", (0,), (4,), unexplained**2, 4.0, 4.0)
+        shards = [shard._replace(whole_diff_sq=whole**2)]
+        coords = coordinates(rank, MeshTable(dp_replicate=2, dp_shard=1))
+        ranks.append(
+            RankErrors(
+                identity="", coords=coords, loss=[0.0] * 2, norm=[0.0], clipped=[0.0], shards=shards
+            )
+        )
+    stats = STATS._replace(shapes={"last.a": [4]}, norms={"weight": [{"last.a": 2.0}]})
+    verdict = Verdict(passed=False, world_size=2, layout="", dtype="float64")
+    assert not judge(verdict, ranks, SMALL, stats).passed
+
+
 @pytest.mark.parametrize(
     ("dtype", "kind", "value", "noise", "whole", "most"),
     [
