@@ -50,8 +50,8 @@ Phase = Literal["forward", "backward", "step"]
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 COUNT_BYTES = 8  # int64 numbers of rows, and float64 sums
 
-# As ``training.loop.FLAGS``, which needs torch: three signals, a failed save and the clock.
-_FLAGS = 5
+# As ``training.loop.FLAGS``, which needs torch: four signals, a failed save and the clock.
+_FLAGS = 6
 
 # As ``parallel.grad_norm.PARTS``, which needs torch too.
 _PARTS = 8
