@@ -19,6 +19,7 @@ from composer3d.recipe.schema import Recipe
 
 # The token that ends a document of a proof's corpus. In a smaller vocabulary, the last token does.
 _END_OF_DOCUMENT = 2
+_ATTEMPTS = 100  # to draw a text that can be validated on
 
 
 def shorten_run(recipe: Recipe, steps: int) -> Recipe:
@@ -93,14 +94,33 @@ def make_corpus(recipe: Recipe, split: str) -> Corpus:
     global batch (rounded up), but at least 3. So with a global batch above 1, the second batch
     reaches into the second epoch. Which samples the two batches share depends on the seed. The last
     tokens of the text do not fill a sample. Samples of whole documents are more, as some are not
-    full.
+    full. At least one token of the validation has a label: without any, training refuses the text.
 
     Args:
-        recipe: its ``data.seq_len``, ``data.global_batch`` and ``model.vocab`` are used.
+        recipe: its tables ``[data]`` and ``[validation]`` and ``model.vocab`` are used.
         split: "train" or "validation". Each split has a text of its own.
     """
+    corpus = _draw_corpus(recipe, split, f"{split} of a proof")
+    for attempt in range(2, _ATTEMPTS):
+        # In short samples, each token can be the last one of its document.
+        if split == "train" or _validates(recipe, corpus):
+            break
+        corpus = _draw_corpus(recipe, split, f"{split} of a proof, attempt {attempt}")
+    return corpus
+
+
+def _validates(recipe: Recipe, corpus: Corpus) -> bool:
+    """Return whether a token of the batches of a validation has a label."""
+    return any(
+        bool((corpus_batch(recipe, corpus, seed=0, step=step).labels_BT != IGNORE_INDEX).any())
+        for step in range(recipe.validation.steps)
+    )
+
+
+def _draw_corpus(recipe: Recipe, split: str, seed: str) -> Corpus:
+    """Make the text of ``make_corpus`` from the random numbers of one seed."""
     length, vocab = recipe.data.seq_len, recipe.model.vocab
-    generator = random.Random(f"{split} of a proof")
+    generator = random.Random(seed)
     samples = max(3, recipe.data.global_batch + (recipe.data.global_batch + 1) // 2)
     sizes: tuple[int, ...] = (1, 2, 3, length // 3, length - 1, length, length + 1, 2 * length + 1)
     if recipe.data.packing == "whole_documents":
