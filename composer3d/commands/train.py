@@ -70,9 +70,9 @@ def _run(recipe: str, sets: Sequence[str]) -> int:
         log.get().info(nothing_to_do(resolved.recipe, finished_step))
         return 0
 
+    _require_trackers(resolved)
     # Torch takes seconds to import.
     _say_what_begins(resolved.recipe)
-    _require_trackers(resolved)
     resolved, processes = job.count_processes(resolved, partial(_load, recipe, sets))
     if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
@@ -117,7 +117,7 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     claimed = None
     if most:
         # The ranks tell here which folder they have, to start again only in the same one.
-        claimed = cleanup.enter_context(launch.temporary_folder("composer3d-train-")) / "claimed"
+        claimed = cleanup.enter_context(launch.unnamed_file("claimed"))
         arguments["claimed"] = str(claimed)
     for restart in range(most + 1):
         earlier_reports, earlier_kills = _lost_reports(recipe), shortage.kernel_kills()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from composer3d.runtime import log
-from composer3d.runtime.files import open_own, write_atomic
+from composer3d.runtime.files import open_own
 from composer3d.spec.errors import TrainingError, UserError
 from composer3d.spec.files import read_plain
 
@@ -124,7 +124,7 @@ class Claim:
         """Write into ``path`` which folder is claimed, for ``describe_loss``. Raises OSError."""
         found = os.fstat(self._folder_descriptor)
         told = {"folder": [found.st_dev, found.st_ino], "note": read_note(self.folder)}
-        write_atomic(path, json.dumps(told))
+        path.write_text(json.dumps(told))
 
     def close(self) -> None:
         """Release the folder. A second call does nothing."""
@@ -141,10 +141,10 @@ def describe_loss(told: Path, folder: Path) -> str | None:
     None: it still is, or nothing was claimed. The number of a folder that is removed can be given
     to a new one, so the note must be the same as well.
     """
-    try:
-        content = json.loads(told.read_text())
-    except FileNotFoundError:
+    text = told.read_text()
+    if not text:
         return None
+    content = json.loads(text)
     problem = "was removed, renamed or replaced while this job ran"
     try:
         current = os.stat(folder)

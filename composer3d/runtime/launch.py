@@ -156,6 +156,26 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         yield Path(name)
 
 
+@contextmanager
+def unnamed_file(name: str) -> Iterator[Path]:
+    """Create an empty file that the ranks of this machine can open by the path that is yielded.
+
+    The file is in memory and has no name, so that nothing remains even if all processes are killed.
+    On a system without ``memfd_create``, it is in a private folder.
+    """
+    if not hasattr(os, "memfd_create"):
+        with temporary_folder(f"composer3d-{name}-") as folder:
+            path = folder / name
+            path.touch()
+            yield path
+        return
+    descriptor = os.memfd_create(name)
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
 class _World(NamedTuple):
     """The environment and the store that all processes of one world share.
 

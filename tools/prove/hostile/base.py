@@ -27,6 +27,9 @@ path = "tokens"
 seq_len = 16
 global_batch = 2
 
+[optim]
+decay = 4
+
 [metrics]
 every = 1
 tensorboard = false
