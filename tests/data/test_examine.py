@@ -54,7 +54,7 @@ def test_lengths_and_samples_of_bytes(
     assert report["samples"] == [
         {"document": 0, "tokens": 2, "text": "a", "learned": None},
         {"document": 1, "tokens": 4, "text": "bb\\n", "learned": None},
-        {"document": 2, "tokens": 8, "text": "é\\u001b[31m", "learned": None},
+        {"document": 2, "tokens": 8, "text": "é\\x1b[31m", "learned": None},
         {"document": 3, "tokens": 501, "text": "d" * 100 + "...", "learned": None},
         {"document": 4, "tokens": 9, "text": "last one", "learned": None},
     ]
@@ -76,7 +76,7 @@ def test_samples_are_decoded_by_the_tokenizer(
     report = json.loads(capsys.readouterr().out)
     assert [sample["text"][:100] for sample in report["samples"]] == [
         "a",
-        "é\\u001b[31m",
+        "é\\x1b[31m",
         "last one",
     ]
     assert report["notes"] == []

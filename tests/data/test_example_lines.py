@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "images of a turn": ({"messages": [user(image="x.png")]}, 'message 1 has "image", and only'),
     "a strange role": (
         {"conversations": [{"from": "\u202e", "value": "a"}]},
-        'message 1 is from \\"\\u202e\\"; the roles that are read are human, user, gpt,',
+        'message 1 is from "\\u202e"; the roles that are read are human, user, gpt,',
     ),
     "no message": ({"messages": [7]}, "message 1 is no object"),
     "no content": ({"messages": [user(), {"role": "user"}]}, "message 2 has no role or content"),
