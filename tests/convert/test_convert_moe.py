@@ -246,10 +246,10 @@ WRONG: dict[str, tuple[bool, Callable[[Held], object], list[str]]] = {
         False,
         lambda held: held.update({EXPERT: torch.ones(32, 48, dtype=torch.int8)}),
         [
-            f"a holds '{EXPERT}' in int8; it must be one of float32, bfloat16, float16, float64, "
-            "and not quantized",
             f"a holds '{EXPERT}' in int8 and '{OTHER}' in float32; "
             "the experts of a layer must have one dtype",
+            f"a holds '{EXPERT}' in int8; it must be one of float32, bfloat16, float16, float64, "
+            "and not quantized",
         ],
     ),
     "another dtype": (
@@ -346,7 +346,8 @@ MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "llama": (
         {"model.architecture": "llama"},
-        "holds 'model.blocks.0.moe.experts.w1', which its model does not have",
+        "has the tensors of another model than its shape says: it holds "
+        "'model.blocks.0.moe.experts.w1'",
     ),
 }
 
