@@ -1120,7 +1120,7 @@ def nbytes(spec: TensorSpec) -> int:
 
 
 def count_not_finite(tensor: Tensor) -> str:
-    """Return how many numbers of a tensor are not finite, in words; "" if all are finite."""
+    """Return how many numbers of a tensor of any shape are not finite, in words, or ""."""
     if not tensor.is_floating_point() or dtype_name(tensor.dtype) not in DTYPES:
         return ""
     # One pass, and no memory, in the usual case: a sum of finite numbers may overflow, but a NaN or
