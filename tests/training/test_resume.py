@@ -1,15 +1,19 @@
 """Resuming: it repeats the losses, refuses what does not fit, and logs what the recipe changes."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from composer3d import cli
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.commands import train as command
+from composer3d.recipe.changes import Change
 from composer3d.recipe.resolve import load
 from composer3d.spec import events
 from composer3d.spec.errors import CheckpointError
@@ -307,3 +311,43 @@ def test_a_recipe_in_a_manifest_that_cannot_be_read_is_one_line(folder: Path, te
     assert len(line) < 500
     # Converted weights have no recipe.
     assert resume._changes_since(folder, Manifest(step=5, model={}), recipe) == []
+
+
+@pytest.mark.parametrize(
+    ("optim", "then", "now", "step", "refused"),
+    [
+        ({}, 250, 500, 250, True),  # finished
+        ({}, 250, 500, 100, True),  # a cosine decays from its begin
+        ({"schedule": "linear"}, 250, 500, 250, True),
+        ({"schedule": "wsd"}, 250, 500, 250, True),
+        ({"schedule": "wsd"}, 250, 500, 100, False),  # its decay has not begun
+        ({"schedule": "constant"}, 250, 500, 250, False),
+        ({"warmup": 120}, 250, 500, 100, False),  # in the warmup
+        ({"decay": 250}, 250, 500, 250, False),
+        ({"decay": 500}, 250, 500, 250, False),
+        ({"min_lr": 3e-4}, 250, 500, 250, False),
+        ({}, 500, 250, 100, False),  # the rate falls
+    ],
+)
+def test_more_steps_do_not_raise_the_rate_of_a_decay_unasked(
+    optim: dict[str, Any], then: int, now: int, step: int, refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
+    plain = load(tmp_path / "r.toml", []).recipe
+    recipe = replace(
+        plain, run=replace(plain.run, steps=now), optim=replace(plain.optim, **optim)
+    )
+    manifest = Manifest(step=step, model={}, data={})
+    changed = [Change("run.steps", str(then), str(now))]
+    if not refused:
+        resume._refuse_reheating(manifest, recipe, changed)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        resume._refuse_reheating(manifest, recipe, changed)
+    (line,) = caught.value.lines
+    assert f"the learning rate of step {step + 1} would rise from " in line
+    rates = re.search(r"from (\S+) to (\S+),", line)
+    assert rates is not None
+    assert 0 <= float(rates[1]) < float(rates[2]) <= 3e-4
+    assert "set optim.decay = 250 to keep the old rate" in line
+    assert "optim.decay = 500 to take the new one" in line
