@@ -137,18 +137,18 @@ def _run(argv: Sequence[str]) -> int:
         return status
     except Exception as caught:
         if isinstance(caught, UserError):
-            error = caught
+            failure: UserError = caught
         elif lacks_memory(caught):
-            error = no_memory(f"composer3d {command}", caught)
+            failure = no_memory(f"composer3d {command}", caught)
         else:
             raise
         if arguments.get("as_json"):
-            answer: dict[str, Any] = {"ok": False, "errors": error.lines}
+            answer: dict[str, Any] = {"ok": False, "errors": failure.lines}
             if command == "verify":  # the keys of a verdict on a refused layout
-                answer = {"passed": False, "refused": True, "error": " | ".join(error.lines)}
+                answer = {"passed": False, "refused": True, "error": " | ".join(failure.lines)}
             print(json.dumps(answer))
-        print(*error.lines, sep="\n", file=errors)
-        return error.status
+        print(*failure.lines, sep="\n", file=errors)
+        return failure.status
 
 
 def _check_sets(argv: Sequence[str]) -> None:

@@ -119,7 +119,9 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
         reports = _lost_reports(recipe) - earlier_reports
         was_killed = signal.SIGKILL in result.died.values()
         if was_killed and shortage.kernel_kills() > earlier_kills:
-            result.lacked_memory += [rank for rank, end in result.died.items() if end == signal.SIGKILL]
+            result.lacked_memory += [
+                rank for rank, end in result.died.items() if end == signal.SIGKILL
+            ]
         lines = describe_failures(result, recipe, next(iter(reports), None))
         is_hopeless = result.lacked_memory and newest_checkpoint(recipe) == earlier_checkpoint
         if is_hopeless and restart < most:

@@ -259,7 +259,9 @@ def _read_events(run: RunFolder) -> None:
         )
         found.insert(next(later, len(found)), other)
     if "lost ranks" not in kinds:
-        found += [RunEvent(None, _when(lost.name), "lost ranks", lost.name) for lost in run.lost_ranks]
+        found += [
+            RunEvent(None, _when(lost.name), "lost ranks", lost.name) for lost in run.lost_ranks
+        ]
     run.hidden_events = max(0, len(found) - MOST_EVENTS)
     run.events = found[run.hidden_events :]
 

@@ -46,7 +46,8 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # does not import what the function's module imports.
 Task = Callable[..., Any] | str
 
-# The environment variable with the time (``time.monotonic``) at which the ranks of a job were asked for.
+# The environment variable with the time (``time.monotonic``) at which the ranks of a job were asked
+# for.
 START_VARIABLE = "COMPOSER3D_START"
 
 # What a rank returns to ``run_ranks`` after a LostPeersError. The job's exit status is then 1.
@@ -335,9 +336,7 @@ class JobResult:
     @property
     def is_lost(self) -> bool:
         """Whether the same job may do better if it is started again, and nobody has stopped it."""
-        was_lost = (
-            self.died or self.stuck or self.raised or self.lost_peers or self.lacked_memory
-        )
+        was_lost = self.died or self.stuck or self.raised or self.lost_peers or self.lacked_memory
         return self.status == 1 and bool(was_lost) and not self.stopped_by
 
 

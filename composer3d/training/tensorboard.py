@@ -130,7 +130,9 @@ class _Curves:
 
     def _new_path(self) -> Path:
         self._folder.mkdir(exist_ok=True)
-        numbers = [int(found[1]) for name in os.listdir(self._folder) if (found := _NAME.match(name))]
+        numbers = [
+            int(found[1]) for name in os.listdir(self._folder) if (found := _NAME.match(name))
+        ]
         number = max([int(time.time()), *(each + 1 for each in numbers)])
         # A random word, so that nobody can place a file there beforehand.
         words = f"{platform.node()}.{os.getpid()}.{uuid.uuid4().hex}"

@@ -334,9 +334,7 @@ def test_more_steps_do_not_raise_the_rate_of_a_decay_unasked(
 ) -> None:
     (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
     plain = load(tmp_path / "r.toml", []).recipe
-    recipe = replace(
-        plain, run=replace(plain.run, steps=now), optim=replace(plain.optim, **optim)
-    )
+    recipe = replace(plain, run=replace(plain.run, steps=now), optim=replace(plain.optim, **optim))
     manifest = Manifest(step=step, model={}, data={})
     changed = [Change("run.steps", str(then), str(now))]
     if not refused:
