@@ -69,9 +69,9 @@ def _run(recipe: str, sets: Sequence[str]) -> int:
         log.get().info(nothing_to_do(resolved.recipe, finished_step))
         return 0
 
+    _require_trackers(resolved)
     # Torch takes seconds to import.
     _say_what_begins(resolved.recipe)
-    _require_trackers(resolved)
     resolved, processes = job.count_processes(resolved, recipe, sets)
     if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
