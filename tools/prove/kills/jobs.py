@@ -1,10 +1,11 @@
-"""Kill jobs with SIGKILL at random steps, and start them again.
+"""Kill jobs with SIGKILL at random steps, throw other troubles at them, and start them again.
 
 A kill hits one rank, the launcher, or every process, under ``composer3d train`` and under torchrun
 with ``--max-restarts 3``. No process of the job and none of our temporary folders may be left 10 s
 later. The job must report the death of a rank in one line that names it, and the report of what
 each rank did. torchrun must restart once and no more. The job that resumes must have bitwise the
-losses of an uninterrupted job.
+losses of an uninterrupted job. ``trouble.py`` has the other troubles: full disks, no memory, hangs,
+signals, odd environments and so on.
 """
 
 import argparse
@@ -19,9 +20,11 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -341,22 +344,34 @@ def main(arguments: Sequence[str]) -> int:
         "--cases", type=int, default=40, help="the number of kills; default: %(default)s"
     )
     parser.add_argument(
-        "--first", type=int, default=0, help="begin with this kill; default: %(default)s"
+        "--troubles", type=int, default=66, help="the number of others; default: %(default)s"
+    )
+    parser.add_argument("--seed", type=int, default=31, help="of the others; default: %(default)s")
+    parser.add_argument(
+        "--first", type=int, default=0, help="begin with this case; default: %(default)s"
     )
     options = parser.parse_args(arguments)
-    failed, begin = 0, time.monotonic()
+    # Imported here: it imports this module.
+    from tools.prove.kills import trouble
+
+    thrown = [*cases(options.cases), *trouble.troubles(options.troubles, options.seed)]
+    verdicts, begin = Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill-jobs-") as folder:
         killer = Killer(Path(folder))
-        for number, case in enumerate(cases(options.cases)):
+        for number, case in enumerate(thrown):
             if number < options.first:
                 continue
             case_begin = time.monotonic()
-            problems = killer.run(case)
-            failed += bool(problems)
-            verdict = "bitwise" if not problems else "WRONG"
+            try:
+                run = killer.run if isinstance(case, Case) else partial(trouble.throw, killer)
+                problems = run(case)  # type: ignore[arg-type]
+                verdict = "bitwise" if not problems else "WRONG"
+            except trouble.SkippedError as error:
+                problems, verdict = [str(error)], "skipped"
+            verdicts[verdict] += 1
             seconds = time.monotonic() - case_begin
-            line = f"{number:>3}  {case!s:<48} {verdict}  {seconds:.0f} s"
+            line = f"{number:>3}  {case!s:<64} {verdict}  {seconds:.0f} s"
             print(line, *problems, sep="\n    ", flush=True)
-    count = options.cases - options.first
-    print(f"{count} kills, {failed} wrong, in {time.monotonic() - begin:.0f} s")
-    return 1 if failed else 0
+    words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+    print(f"{verdicts.total()} kills and troubles: {words}, in {time.monotonic() - begin:.0f} s")
+    return 1 if verdicts["WRONG"] else 0

@@ -1,0 +1,306 @@
+"""Troubles of jobs besides kills: each ends or restarts the job rightly, and costs no bit.
+
+A trouble is thrown at a job at a random step. The job must end with the status that is documented,
+or go on; name the rank in time, if it is one; show no traceback; and leave nothing. The job that is
+started again must have bitwise the losses of an undisturbed one.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.prove.kills import jobs
+from tools.prove.kills.jobs import Job, Killer, losses
+
+# How long a collective may wait in these jobs, and how much longer naming a rank may take.
+TIMEOUT_MINUTES = 0.15
+NAMED_S = 60 * TIMEOUT_MINUTES + 40.0
+
+
+class SkippedError(Exception):
+    """This machine cannot make the trouble."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One trouble.
+
+    Attributes:
+        kind: a key of ``KINDS``.
+        world: the number of ranks.
+        rank: the one that is hit, if it is one.
+        step: the trouble comes when this step is logged, if the kind has no time of its own.
+        choice: from 0 to 1, chooses among the forms of a kind.
+    """
+
+    kind: str
+    world: int
+    rank: int
+    step: int
+    choice: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.world} ranks: rank {self.rank}, step {self.step}"
+
+
+class _Attempt:
+    """A trouble that is being thrown, with what was found wrong so far."""
+
+    def __init__(self, killer: Killer, trouble: Trouble) -> None:
+        self.killer, self.trouble = killer, trouble
+        self.folder = killer.folder / uuid.uuid4().hex
+        self.run = self.folder / "run"
+        self.run.mkdir(parents=True)
+        self.problems: list[str] = []
+        self.job: Job | None = None
+
+    def start(self, *sets: str, around: tuple[str, ...] = ()) -> Job:
+        """Start the job; ``around`` is a command that runs the one that follows it."""
+
+        class Wrapped(Job):
+            def command(self) -> list[str]:
+                return [*around, *super().command()]
+
+        self.job = Wrapped(self.folder, self.trouble.world, "train", *sets)
+        return self.job
+
+    def expect(self, status: int | tuple[int, ...], *words: str, limit_s: float = 200.0) -> None:
+        """Wait for the end of the job, and check its status, its output and what it has left."""
+        assert self.job is not None
+        found = self.job.wait(limit_s)
+        output = self.job.output()
+        if found not in (status if isinstance(status, tuple) else (status,)):
+            self.problems.append(f"it ended with {found}, not {status}: {output}")
+        self.problems += [f"it does not say {w!r}: {output}" for w in words if w not in output]
+        if "Traceback" in output or "Logging error" in output:
+            self.problems.append(f"it shows a traceback: {output}")
+        self.problems += [f"left: {item}" for item in self.job.left_over()]
+
+    def finish(self, *sets: str) -> None:
+        """Start the job again, and compare its losses with those of an undisturbed one."""
+        self.start(*sets)
+        self.expect(0)
+        self.compare(losses(self.folder))
+
+    def compare(self, found: dict[int, float]) -> None:
+        expected = self.killer.uninterrupted_losses(self.trouble.world)
+        if found != expected:
+            wrong = [step for step in expected if found.get(step) != expected[step]]
+            self.problems.append(f"{len(wrong)} losses differ, from step {min(wrong)} on")
+
+    @property
+    def named(self) -> str:
+        return f"rank {self.trouble.rank} ("
+
+
+def throw(killer: Killer, trouble: Trouble) -> list[str]:
+    """Throw a trouble, and return all problems. Raises SkippedError."""
+    attempt = _Attempt(killer, trouble)
+    try:
+        KINDS[trouble.kind](attempt)
+    except RuntimeError as error:
+        attempt.problems.append(str(error))
+    finally:
+        if attempt.job is not None:
+            attempt.job.end()
+        shutil.rmtree(attempt.folder, ignore_errors=True)
+    return attempt.problems
+
+
+@contextmanager
+def _small_disk(path: Path) -> Iterator[Path]:
+    """Put a file system of 4 MiB at ``path``, and yield a file on it that can fill it."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:  # noqa: PLW1510
+        raise SkippedError("a file system can only be mounted by root")
+    try:
+        yield path / "ballast"
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def _fill(ballast: Path) -> None:
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def _full_disk_at_a_save(attempt: _Attempt) -> None:
+    mode = f"checkpoint.async_save={'true' if attempt.trouble.choice < 0.5 else 'false'}"
+    with _small_disk(attempt.run) as ballast:
+        attempt.start(mode).wait_for_step(max(7, attempt.trouble.step))
+        _fill(ballast)
+        attempt.expect(1, "could not be saved in ", "bytes are free in ", "the newest checkpoint is")
+        ballast.unlink()
+        names = sorted(path.name for path in (attempt.run / "checkpoints").iterdir())
+        if not names or any(name.endswith(".tmp") for name in names):
+            attempt.problems.append(f"the folder of checkpoints has {names}")
+        rows = (attempt.run / "events.jsonl").read_text().splitlines()
+        last = json.loads(rows[-1])
+        if last["kind"] != "stop" or "No space left on device" not in last["text"]:
+            attempt.problems.append(f"the last event is {last}")
+        attempt.finish(mode)
+
+
+def _full_disk_for_a_moment(attempt: _Attempt) -> None:
+    with _small_disk(attempt.run) as ballast:
+        job = attempt.start("checkpoint.every=0", "metrics.tensorboard=true")
+        job.wait_for_step(attempt.trouble.step)
+        _fill(ballast)
+        until = time.monotonic() + 20
+        full = "metrics.jsonl cannot be written: No space left on device"
+        while full not in job.output() and time.monotonic() < until:
+            time.sleep(0.01)
+        ballast.unlink()
+        attempt.expect(0, "metrics.jsonl can be written again; lines lost before this: ")
+        found = losses(attempt.folder)
+        if max(found) < jobs.STEPS or len(found) == jobs.STEPS:
+            attempt.problems.append(f"the logged steps are {sorted(found)}")
+        expected = attempt.killer.uninterrupted_losses(attempt.trouble.world)
+        attempt.compare(expected | found)
+
+
+def _ctrl_c(attempt: _Attempt) -> None:
+    job = attempt.start("run.steps=100000", "optim.schedule=constant")
+    time.sleep(0.5 + 8 * attempt.trouble.choice)
+    generator = random.Random(attempt.trouble.choice)
+    gap_s = generator.choice((0.0005, 0.005, 0.05))
+    for _ in range(60):
+        with suppress(ProcessLookupError):
+            if job.process.poll() is None:
+                os.killpg(job.process.pid, signal.SIGINT)
+        time.sleep(gap_s)
+    attempt.expect(130)
+    shutil.rmtree(attempt.run)
+    attempt.finish()
+
+
+def _memory(attempt: _Attempt) -> None:
+    job = attempt.start("reliability.restarts=1")
+    job.wait_for_step(max(7, attempt.trouble.step))
+    resource.prlimit(job.pid_of(attempt.trouble.rank), resource.RLIMIT_AS, (1, 1))
+    # A checkpoint was saved, so the ranks are started again, unless a save lacks the memory.
+    attempt.expect((0, 1), f"rank {attempt.trouble.rank}", "there is not enough memory")
+    attempt.finish()
+
+
+def _hang(attempt: _Attempt) -> None:
+    job = attempt.start(f"run.timeout_minutes={TIMEOUT_MINUTES}", "run.steps=100000")
+    job.wait_for_step(attempt.trouble.step)
+    os.kill(job.pid_of(attempt.trouble.rank), signal.SIGSTOP)
+    attempt.expect(1, attempt.named, limit_s=NAMED_S)
+    shutil.rmtree(attempt.run)
+    attempt.finish()
+
+
+def _hang_before_the_first_exchange(attempt: _Attempt) -> None:
+    job = attempt.start(f"run.timeout_minutes={TIMEOUT_MINUTES}")
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with suppress(RuntimeError):
+            os.kill(job.pid_of(attempt.trouble.rank), signal.SIGSTOP)
+            break
+        time.sleep(0.005)
+    attempt.expect(1, attempt.named, limit_s=NAMED_S)
+    attempt.finish()
+
+
+_ODD = (
+    {"RANK": "x", "WORLD_SIZE": "2"},
+    {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"},
+    {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "many"},
+    {"RANK": "0"},
+    {"OMP_NUM_THREADS": "many"},
+)
+
+
+def _odd_environment(attempt: _Attempt) -> None:
+    variables = _ODD[int(attempt.trouble.choice * len(_ODD))]
+    words = [f"{name}={value}" for name, value in variables.items()]
+    attempt.start(around=("env", *words))
+    attempt.expect(2, next(iter(variables)), limit_s=40.0)
+    attempt.finish()
+
+
+def _renamed_folder(attempt: _Attempt) -> None:
+    job = attempt.start("reliability.restarts=2", "run.steps=100000", "optim.decay=40")
+    job.wait_for_step(attempt.trouble.step)
+    moved = attempt.folder / "moved"
+    attempt.run.rename(moved)
+    with suppress(RuntimeError):
+        job.kill("rank", attempt.trouble.rank)
+    attempt.expect(1)
+    if (attempt.run / "checkpoints").exists():
+        attempt.problems.append("it began anew in a new folder")
+    shutil.rmtree(attempt.run, ignore_errors=True)
+    shutil.rmtree(moved)
+    attempt.finish()
+
+
+def _closed_stderr(attempt: _Attempt) -> None:
+    close = ("bash", "-c", 'exec "$@" 2>&-', "bash")
+    job = attempt.start("reliability.restarts=1", around=close)
+    job.wait_for_step(attempt.trouble.step)
+    job.kill("rank", attempt.trouble.rank)
+    attempt.expect(0)
+    attempt.compare(losses(attempt.folder))
+
+
+def _hang_up(attempt: _Attempt) -> None:
+    job = attempt.start()
+    job.wait_for_step(attempt.trouble.step)
+    os.kill(job.process.pid, signal.SIGHUP)
+    attempt.expect(128 + signal.SIGHUP, "stopped by signal 1 after step ")
+    attempt.finish()
+
+
+def _stop_in_the_last_validation(attempt: _Attempt) -> None:
+    sets = ("validation.every=1000", "validation.steps=60", "data.held_out=0.2")
+    job = attempt.start(*sets)
+    last = attempt.run / "checkpoints" / f"step-{jobs.STEPS:08d}" / "manifest.json"
+    until = time.monotonic() + jobs.LIMIT_S
+    while not last.exists() and job.process.poll() is None and time.monotonic() < until:
+        time.sleep(0.005)
+    os.kill(job.process.pid, signal.SIGTERM)
+    attempt.expect((128 + signal.SIGTERM, 0))
+    attempt.start(*sets)
+    attempt.expect(0)
+    if "validation_loss" not in (attempt.run / "metrics.jsonl").read_text():
+        attempt.problems.append("the last validation is lost")
+
+
+KINDS: dict[str, Callable[[_Attempt], None]] = {
+    "full disk at a save": _full_disk_at_a_save,
+    "full disk for a moment": _full_disk_for_a_moment,
+    "60 Ctrl-C": _ctrl_c,
+    "no memory": _memory,
+    "hang": _hang,
+    "hang before the first exchange": _hang_before_the_first_exchange,
+    "odd environment": _odd_environment,
+    "renamed folder": _renamed_folder,
+    "closed standard error": _closed_stderr,
+    "SIGHUP": _hang_up,
+    "stop in the last validation": _stop_in_the_last_validation,
+}
+
+
+def troubles(count: int, seed: int = 31) -> list[Trouble]:
+    """Make troubles of all kinds in turn, and the rest at random; a seed gives the same ones."""
+    generator = random.Random(seed)
+    kinds = list(KINDS)
+    out = []
+    for number in range(count):
+        world = generator.choice((2, 2, 3))
+        rank, step = generator.randrange(world), generator.randrange(1, jobs.STEPS - 15)
+        out.append(Trouble(kinds[number % len(kinds)], world, rank, step, generator.random()))
+    return out
