@@ -149,7 +149,7 @@ def _run(argv: Sequence[str]) -> int:
         return status
     except Exception as caught:
         if isinstance(caught, UserError):
-            failure = caught
+            failure: UserError = caught
         elif lacks_memory(caught):
             failure = no_memory(f"composer3d {command}", caught)
         else:

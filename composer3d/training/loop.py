@@ -72,8 +72,11 @@ def _train(run: Run, signals: StopSignals) -> int:
     except Exception as error:
         run.metrics.event(run.step, "stop", _reason(error))
         # Whatever fails now is no wrong recipe. Data that has changed since the start is.
-        is_input = isinstance(error, UserError) and error.status == UserError.status
-        if isinstance(error, UserError) and is_input and not isinstance(error, DataError):
+        if (
+            isinstance(error, UserError)
+            and error.status == UserError.status
+            and not isinstance(error, DataError)
+        ):
             raise TrainingError(error.lines) from error
         raise
     finally:

@@ -20,6 +20,7 @@ from tools.prove.kills import jobs as kill_jobs
 from tools.prove.kills.jobs import Case, Job, Killer, losses
 from tools.prove.kills.storm import Storm, check, kills
 from tools.prove.kills.storm import prove as prove_storm
+from tools.prove.kills.trouble import KINDS, SkippedError, Trouble, throw, troubles
 from tools.prove.paths import ROOT
 from tools.two_hosts import Host, NoHostsError, two_hosts
 
@@ -50,6 +51,32 @@ def test_the_cases_are_of_every_kind() -> None:
 )
 def test_a_job_that_is_killed_goes_on(killer: Killer, case: Case) -> None:
     assert killer.run(case) == []
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        Trouble("full disk at a save", 2, 0, 9, choice) for choice in (0.4, 0.6)
+    ] + [
+        Trouble("full disk for a moment", 2, 0, 9, 0.0),
+        Trouble("60 Ctrl-C", 2, 0, 0, 0.05),
+        Trouble("60 Ctrl-C", 2, 0, 0, 0.75),
+        Trouble("no memory", 2, 1, 9, 0.0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_job_in_trouble_ends_or_goes_on(killer: Killer, trouble: Trouble) -> None:
+    try:
+        assert throw(killer, trouble) == []
+    except SkippedError as error:
+        pytest.skip(str(error))
+
+
+def test_the_troubles_are_of_every_kind() -> None:
+    planned = troubles(66)
+    assert min(Counter(trouble.kind for trouble in planned).values()) == 6
+    assert {trouble.kind for trouble in planned} == set(KINDS)
+    assert planned == troubles(66)
 
 
 def test_a_job_that_loses_ranks_starts_them_again(killer: Killer) -> None:

@@ -121,7 +121,8 @@ def throw(killer: Killer, trouble: Trouble) -> list[str]:
 def _small_disk(path: Path) -> Iterator[Path]:
     """Put a file system of 4 MiB at ``path``, and yield a file on it that can fill it."""
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
-    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:  # noqa: PLW1510
+    has_mount = shutil.which("mount") is not None
+    if not has_mount or subprocess.run(command, capture_output=True, check=False).returncode:
         raise SkippedError("a file system can only be mounted by root")
     try:
         yield path / "ballast"
@@ -140,7 +141,9 @@ def _full_disk_at_a_save(attempt: _Attempt) -> None:
     with _small_disk(attempt.run) as ballast:
         attempt.start(mode).wait_for_step(max(7, attempt.trouble.step))
         _fill(ballast)
-        attempt.expect(1, "could not be saved in ", "bytes are free in ", "the newest checkpoint is")
+        attempt.expect(
+            1, "could not be saved in ", "bytes are free in ", "the newest checkpoint is"
+        )
         ballast.unlink()
         names = sorted(path.name for path in (attempt.run / "checkpoints").iterdir())
         if not names or any(name.endswith(".tmp") for name in names):
@@ -265,7 +268,11 @@ def _hang_up(attempt: _Attempt) -> None:
 
 
 def _stop_in_the_last_validation(attempt: _Attempt) -> None:
-    sets = ("validation.every=1000", "validation.steps=60", "data.held_out=0.2")
+    sets = (
+        "validation.every=1000",
+        "validation.steps=60",
+        f"validation.path={attempt.killer.folder}/corpus.txt",
+    )
     job = attempt.start(*sets)
     last = attempt.run / "checkpoints" / f"step-{jobs.STEPS:08d}" / "manifest.json"
     until = time.monotonic() + jobs.LIMIT_S
