@@ -28,13 +28,11 @@ def refuses_newer_checkpoints(recipe: Recipe) -> bool:
 
 def nothing_to_do(recipe: Recipe, steps_done: int) -> str:
     """Return what is said of a run whose steps are all done, and how to train on."""
-    text = f"nothing to do: {steps_done} of {recipe.run.steps} steps are done; raise run.steps"
-    if decays_over_run(recipe):
-        return (
-            f"{text} to train on, and set optim.decay, the step that ends the decay of the "
-            "learning rate (now run.steps)"
-        )
-    return f"{text} to train on"
+    keys = "run.steps and set optim.decay" if decays_over_run(recipe) else "run.steps"
+    return (
+        f"nothing to do: {steps_done} of {recipe.run.steps} steps are done; raise {keys} to train "
+        "on"
+    )
 
 
 def decays_over_run(recipe: Recipe) -> bool:

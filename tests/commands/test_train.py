@@ -245,8 +245,8 @@ def test_a_finished_run_is_told_without_torch_or_ranks(tmp_path: Path, steps: in
     if steps == 4:
         assert (done.stdout, done.stderr) == (
             "0 False\n",
-            "nothing to do: 4 of 4 steps are done; raise run.steps to train on, and set "
-            "optim.decay, the step that ends the decay of the learning rate (now run.steps)\n",
+            "nothing to do: 4 of 4 steps are done; raise run.steps and set "
+            "optim.decay to train on\n",
         )
     else:
         # What begins is said first.
