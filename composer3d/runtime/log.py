@@ -119,8 +119,10 @@ def say_from_handler(line: str) -> None:
     process that does not log for its job says nothing.
     """
     if get().isEnabledFor(logging.INFO):
-        with suppress(OSError):
-            os.write(2, f"{line}\n".encode())
+        # If standard error was closed at the start, its descriptor may be that of another file.
+        if sys.__stderr__ is not None:
+            with suppress(OSError, ValueError):
+                os.write(sys.__stderr__.fileno(), f"{line}\n".encode())
         keep([line])
 
 
