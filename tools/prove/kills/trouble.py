@@ -242,8 +242,9 @@ def _renamed_folder(attempt: _Attempt) -> None:
     attempt.run.rename(moved)
     with suppress(RuntimeError):
         job.kill("rank", attempt.trouble.rank)
-    attempt.expect(1)
-    if (attempt.run / "checkpoints").exists():
+    attempt.expect(1, "the ranks are not started again")
+    # A save that was cut off may have left its own folder there, but no step has been logged.
+    if (attempt.run / "metrics.jsonl").exists():
         attempt.problems.append("it began anew in a new folder")
     shutil.rmtree(attempt.run, ignore_errors=True)
     shutil.rmtree(moved)
