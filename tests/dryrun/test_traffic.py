@@ -12,6 +12,7 @@ import pytest
 
 from composer3d.planner.traffic import traffic
 from composer3d.runtime.launch import Pool
+from composer3d.training.loop import FLAGS
 from tests.dryrun.jobs import Traffic, count_real_step, dry_run_of, recipe_of, traffic_of
 from tools.prove.paths import ROOT
 
@@ -263,11 +264,13 @@ def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
     counted = traffic_of(dry_run_of(pool, recipe))
     scalars = counted.pop("world")
     assert counted == expected(layout)
-    # The number of labels; the loss, the norm, five flags and eight norms of parts; and what
+    # The number of labels; the loss, the norm, the flags and eight norms of parts; and what
     # routers have seen.
     loads = 8 * (E + 5) * L if recipe.mesh.ep > 1 else 0
     calls = 3 if loads else 2
-    assert scalars == {"all_reduce": (calls, round(2 * 7 / 8 * 8) + 15 * 14 + round(1.75 * loads))}
+    numbers = 10 + FLAGS
+    sent = round(2 * 7 / 8 * 8) + numbers * 14 + round(1.75 * loads)
+    assert scalars == {"all_reduce": (calls, sent)}
 
 
 @pytest.mark.parametrize(

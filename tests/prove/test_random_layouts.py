@@ -21,6 +21,7 @@ UNREAD = {
     *(f"run.{key}" for key in ("name", "device", "out_dir", "timeout_minutes", "deterministic")),
     "run.oversubscribe",
     *(f"data.{key}" for key in ("source", "path", "sources", "field")),
+    "data.other_tokenizer",
     "model.hf",
     "precision.params",  # a proof has the dtype of its own
     "parallel.async_tp",
@@ -77,6 +78,7 @@ def test_each_value_of_a_setting_is_legal_in_some_layout() -> None:
     layouts = [
         ["mesh.dp_shard=2", "optim.schedule=wsd", "precision.compute=bfloat16"],
         ["run.steps=1000001"],
+        ["model.qkv_bias=true"],
         [*MOE, "model.renormalise=false"],
         [*MOE, "model.router=sigmoid", "model.router_bias=true"],
         *(
