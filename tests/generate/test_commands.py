@@ -115,7 +115,7 @@ def test_a_tokenizer_of_a_stranger_does_not_reach_a_terminal(
     """Streamed or at the end, escaped on a terminal, and raw into a pipe or a file."""
     text = "\x1b]0;PWN\x07\x1b[2J\x9b2J\u202e\u2066\u200b\r\ta\n"
     content = json.loads(make_byte_tokenizer())
-    content["decoder"] = {"type": "Replace", "pattern": {"Regex": "(?s).+"}, "content": text}
+    content["decoder"] = {"type": "Replace", "pattern": {"Regex": ".+"}, "content": text}
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(content))
     for prompts in (["--prompt", "a"], ["--prompt", "a", "--prompt", "b"]):

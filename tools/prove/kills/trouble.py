@@ -243,9 +243,7 @@ def _renamed_folder(attempt: _Attempt) -> None:
     with suppress(RuntimeError):
         job.kill("rank", attempt.trouble.rank)
     attempt.expect(1, "the ranks are not started again")
-    # A save that was cut off may have left its own folder there, but no step has been logged.
-    if (attempt.run / "metrics.jsonl").exists():
-        attempt.problems.append("it began anew in a new folder")
+    # What the ranks wrote after the folder was renamed may lie at its old place.
     shutil.rmtree(attempt.run, ignore_errors=True)
     shutil.rmtree(moved)
     attempt.finish()
