@@ -64,6 +64,7 @@ def test_a_process_that_cannot_be_forked_is_named(monkeypatch: pytest.MonkeyPatc
 
 def ask_for_too_much() -> int:
     from composer3d.commands.job import run_rank
+    from composer3d.recipe.resolve import Resolved, load
 
     def function(resolved: object, rank: int) -> int:
         if rank == 1:
@@ -72,7 +73,10 @@ def ask_for_too_much() -> int:
             torch.empty(1 << 60, dtype=torch.uint8)
         return 0
 
-    return run_rank(function, "recipes/debug-2-cp.toml", [])
+    def resolve(world_size: int) -> Resolved:
+        return load("recipes/debug-2-cp.toml", world_size=world_size)
+
+    return run_rank(function, resolve)
 
 
 def test_a_rank_without_memory_says_so_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
