@@ -97,8 +97,8 @@ def test_layouts_start_from_the_same_weights_and_data(folder: Path) -> None:
 
 def test_world_that_does_not_fit_is_refused_before_a_group_forms(folder: Path) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=CUBE))
-    # No MASTER_ADDR: a rank that tried to form a group would fail in another way.
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    # Nobody listens there: a rank that tried to form a group would fail in another way.
+    environment = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     command = [sys.executable, "-m", "composer3d", "train", "recipe.toml"]
     begin = time.monotonic()
     for rank in ("0", "1"):
