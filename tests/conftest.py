@@ -1,6 +1,7 @@
 """Fixtures of all tests: one pool of workers for the session, whose server imports torch once."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,14 @@ from tools.prove.paths import ROOT
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from composer3d.runtime.launch import Pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_that_processes_inherit() -> None:
+    """Let signals reach the jobs of tests, if the tests run under nohup or in the background."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
