@@ -1,12 +1,15 @@
 """Bytes by kind: against hand-computed figures of small setups."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
+from composer3d.planner.activations import unit_of
 from composer3d.planner.constants import PRIORS
 from composer3d.planner.memory import in_flight_profile, peak, predict_memory
 from composer3d.planner.setup import Batch, Layout, Machine, Precision, Setup, Sizes, Software
+from composer3d.planner.trained import Share
 from composer3d.spec import hardware
 
 PLAIN = replace(PRIORS, activation_share=1.0, context_gib=1e-9, slack_share=1.0)
@@ -96,6 +99,20 @@ def test_experts_are_shared_by_ep() -> None:
     assert alone.weights - shared.weights == pytest.approx(2 * experts * 7 / 8)
     # Optimizer states are spread over all ranks in both cases.
     assert alone.optimizer == pytest.approx(shared.optimizer)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"dp_shard": 4}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 4}]
+)
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_each_element_of_an_expert_is_held_by_one_rank(axes: dict[str, int], ep: int) -> None:
+    """The ranks of tp, which have whole experts, shard them as the ranks of cp do."""
+    setup = setup_of(**axes, ep=ep, zero=3)
+    ranks = prod(axes.values())
+    dense, experts = 64.0 * 1024 / axes.get("tp", 1), 128.0 * 1024 / ep
+    unit = unit_of(setup, dense, experts, Share(1.0, 1.0))
+    assert unit.elements == dense + experts
+    assert unit.shard == unit.trained_shard == (64 + 128) * 1024 / ranks
 
 
 def test_offload_leaves_states_on_the_host() -> None:

@@ -78,6 +78,12 @@ def test_one_slow_window_names_nobody() -> None:
         assert judge.judge([0.1, 0.1, 0.1]) == ([], [])
 
 
+def test_a_rank_that_is_disturbed_in_most_of_its_steps_is_not_slow() -> None:
+    disturbed_s = [0.1, 0.3, 0.1, 0.3, 0.3, 0.3, 0.1, 0.3]
+    assert time_of_window(disturbed_s) == 0.1
+    assert time_of_window([0.3] * 8) == 0.3
+
+
 def test_a_loss_below_two_milliseconds_is_none() -> None:
     judge = StragglerJudge([[0, 1]], 1.3)
     for _ in range(3):

@@ -33,6 +33,7 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> 
         "resumed from parts/small/checkpoints/step-00000010: 10 of 20 steps are done"
         in second.stderr
     )
+    assert "learning rate" not in second.stderr  # that of the manifest is the recipe's
     assert losses(folder, "parts") == losses(folder, "whole")
     assert len(losses(folder, "whole")) == 20
     assert losses(folder, "whole")[20] < losses(folder, "whole")[1] - 0.1  # and it learns

@@ -53,6 +53,9 @@ def train_tied(schedule: str, *, frozen: bool = False, steps: int = 2) -> RankSt
         optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
         for step in range(steps):
             sums = compute_gradients(stages, local_batch(random_batch(recipe, step), stages))
+            # Only the owner's gradient takes memory while the optimizer steps.
+            for module in stages.modules:
+                assert all(module.get_parameter(copy).grad is None for copy in module.tied_copies)
             update(stages, optimizer, sums, max_norm=1.0, lr=1e-2)
         batch = local_batch(random_batch(recipe, 0), stages)
         stages.evaluate(batch.tokens_BT, batch.labels_BT, batch.positions_BT)
