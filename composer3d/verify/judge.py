@@ -17,7 +17,7 @@ from composer3d.recipe.schema import AXES, Recipe
 
 # Bounds. All errors are relative.
 
-_EXACT = {"float64": 1e-9, "float32": 1e-5}
+EXACT = {"float64": 1e-9, "float32": 1e-5}
 # The error of a tensor is relative to its norm, or to this fraction of the norm of all tensors,
 # whichever is larger. Rounding in float32 is 2^29 times as coarse as in float64.
 _SMALLEST_NORM = {"float64": 1e-12, "float32": 1e-12 * 2**29}
@@ -306,7 +306,7 @@ def _check_scalars(
 
 def _scalar_bound(kind: str, dtype: str, *, clips: bool) -> float:
     if dtype == "float64":
-        return _EXACT[dtype]
+        return EXACT[dtype]
     if kind == "clipped" and not clips:
         # Clipping changed nothing, so this norm has the same roundings as the norm before it.
         kind = "norm"
@@ -430,7 +430,7 @@ def _error_scale(norm: float, noise: float, norm_of_all: float, dtype: str) -> f
         # The tensor is zero up to rounding, such as the gradient of a query that sees only one key.
         # One process may even find zero itself, where a layout finds the rounding of its terms.
         explained = max(explained, _FLOAT64_ROUNDING * norm_of_all)
-    return max(scale, explained / _EXACT[dtype])
+    return max(scale, explained / EXACT[dtype])
 
 
 def has_little_noise(stats: ReferenceStats, dtype: str) -> bool:
@@ -450,8 +450,8 @@ def _tensor_bound(kind: str, dtype: str, noise: float) -> float:
     if kind == "weight" or dtype == "float64":
         # ``AdamWReplay`` has already removed the differences of weights that rounding explains, and
         # ``_error_scale`` knows the noise in float64.
-        return _EXACT["float64"]
-    return min(max(_EXACT[dtype], _NOISE_MULTIPLE[dtype] * noise), _LARGEST_NOISE_BOUND)
+        return EXACT["float64"]
+    return min(max(EXACT[dtype], _NOISE_MULTIPLE[dtype] * noise), _LARGEST_NOISE_BOUND)
 
 
 def _find_uncovered(

@@ -28,7 +28,7 @@ from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.spec.errors import UserError
 from composer3d.verify import proof
-from composer3d.verify.judge import RankErrors, ReferenceStats, Verdict
+from composer3d.verify.judge import EXACT, RankErrors, ReferenceStats, Verdict
 from tools.prove.matrix import cover as matrix
 from tools.prove.paths import RECIPE
 
@@ -189,7 +189,7 @@ def prove(
     effects: list[float] = []
 
     def record(verdict: Verdict, ranks: Any, small: Recipe, stats: ReferenceStats) -> Verdict:
-        effects.append(largest_effect(ranks, stats))
+        effects.append(largest_effect(ranks, stats, EXACT[dtype]))
         return judge(verdict, ranks, small, stats)
 
     judge = proof.judge
@@ -200,23 +200,29 @@ def prove(
     return Outcome(verdict, max(effects, default=math.inf))
 
 
-def largest_effect(ranks: Sequence[RankErrors], stats: ReferenceStats) -> float:
+def largest_effect(ranks: Sequence[RankErrors], stats: ReferenceStats, exact: float) -> float:
     """The largest error of all ranks, without regard to what rounding explains.
 
     Errors of gradients and of their norm are relative to the norm of the gradients of all
-    parameters, those of losses and weights to themselves. It is infinite if something cannot be
-    compared, or breaks a rule.
+    parameters, those of losses and weights to themselves. A loss or a norm whose error is at most
+    ``exact``, the bound that ``verify`` states, is right. The result is infinite if something
+    cannot be compared, or breaks a rule.
     """
+
+    def beyond_bound(error: float) -> float:
+        return 0.0 if error <= exact else error
+
     norms = [math.hypot(*of_step.values()) for of_step in stats.norms["gradient"]]
     shares = [_ratio(norm, whole) for norm, whole in zip(norms, stats.norms_of_all, strict=True)]
     largest = 0.0
     for rank in ranks:
         if rank.wrong_learning_rate or rank.wrong_reduction:
             return math.inf
-        errors = list(rank.loss)
+        errors = [beyond_bound(error) for error in rank.loss]
         for step, share in enumerate(shares):
-            errors.append(rank.norm[step] * share)
-            errors.append(rank.clipped[step] * (1.0 if stats.clips[step] else share))
+            errors.append(beyond_bound(rank.norm[step]) * share)
+            clipped = beyond_bound(rank.clipped[step])
+            errors.append(clipped * (1.0 if stats.clips[step] else share))
         for shard in rank.shards:
             scale = math.sqrt(shard.norm_sq)
             if shard.kind == "gradient":
