@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ from composer3d.recipe.schema import Recipe
 from composer3d.runtime import log
 from composer3d.runtime.files import append_whole
 from composer3d.spec import trace
+from composer3d.training.observers.observer import Observer, Phase
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimelineWriter:
+@dataclass(kw_only=True)
+class TimelineWriter(Observer):
     """Traces the steps of a recipe's ``metrics.timeline_steps`` on this rank.
 
     Attributes:
@@ -29,22 +30,28 @@ class TimelineWriter:
     last: int
     stages: Stages
     facts: dict[str, Any]
+    _step: int = field(default=0, init=False)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Trace the step inside of this context if it is one of the traced steps.
+        self._step = number
+        yield
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Trace the gradients of the step if it is one of the traced steps.
 
         Collective over the pipeline of this rank. A file that cannot be written is reported, and
         the run goes on.
         """
-        if not self.first <= number <= self.last:
+        if name != "gradients" or not self.first <= self._step <= self.last:
             yield
             return
         with self.stages.record() as recording:
             yield
         clock = recording.clock
         head = trace.Head(
-            step=number,
+            step=self._step,
             started_unix_s=clock.started_unix_s,
             clock_error_s=round(clock.error_s, 9),
             **self.facts,
@@ -52,7 +59,7 @@ class TimelineWriter:
         try:
             append_whole(self.path, trace.lines(head, recording.events))
         except OSError as error:
-            log.get().warning(f"the timeline of step {number} could not be written: {error}")
+            log.get().warning(f"the timeline of step {self._step} could not be written: {error}")
 
 
 def make_timeline(recipe: Recipe, stages: Stages, folder: Path) -> TimelineWriter | None:

@@ -28,6 +28,7 @@ from composer3d.runtime.torch_private import (
     write_memory_history,
 )
 from composer3d.spec.schedules import parse_action
+from composer3d.training.observers.observer import Observer
 
 FOLDER = "profile"
 
@@ -112,7 +113,7 @@ def _around_action(name: str) -> AbstractContextManager[object]:
     return record_function(f"pp: stage {action.stage} {words}, micro-batch {action.micro_batch}")
 
 
-class Profiler:
+class Profiler(Observer):
     """Profiles the steps ``first`` to ``last`` of this rank, and writes one trace of them.
 
     Args:
