@@ -41,7 +41,7 @@ from composer3d.models.registry import architecture
 from composer3d.parallel import Stages
 from composer3d.parallel.compose import cut_into_stages
 from composer3d.parallel.data import fsdp
-from composer3d.parallel.pipeline.runtime import place_stages
+from composer3d.parallel.pipeline.runtime import Pipeline, place_stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.schema import CompileTable, Recipe
@@ -215,8 +215,8 @@ class _Recording:
             finish()
 
         stages.finish_gradients = finish_with_mark  # type: ignore[method-assign]
-        if stages.mesh.sizes.pp > 1:
-            with stages.around_actions(self._around_action):
+        if isinstance(stages.executor, Pipeline):
+            with stages.executor.around_actions(self._around_action):
                 yield
             return
         forwards = count()

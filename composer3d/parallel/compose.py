@@ -11,12 +11,13 @@ from composer3d.models.contract import Decoder, SequenceInfo, ShardingPlan
 from composer3d.parallel import checkpointing, compile, float8, init
 from composer3d.parallel.context import api as context
 from composer3d.parallel.data import fsdp
+from composer3d.parallel.executor import Executor, OneStage, StepShape
 from composer3d.parallel.expert import api as expert
 from composer3d.parallel.expert.balance import Balance, RouterSize, routers_of
 from composer3d.parallel.pipeline import runtime as pipeline
 from composer3d.parallel.pipeline import zero_bubble
 from composer3d.parallel.pipeline.ties import Ties, check_ties, find_ties, split_ties, tie
-from composer3d.parallel.stages import Stage, Stages, StepShape
+from composer3d.parallel.stages import Stage, Stages
 from composer3d.parallel.tensor import styles as tensor
 from composer3d.parallel.tensor.vocab import set_loss_chunks
 from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable, PrecisionTable
@@ -156,17 +157,18 @@ def compose(
         # 11. Initial weights: by global name and index, so that they do not depend on the layout.
         init.initialise(module, plan, seed, skip=module.tied_copies)
 
-    runtime = None
+    executor: Executor
     if mesh.sizes.pp > 1:
-        runtime = pipeline.Pipeline(
-            modules, dw_builders, mesh, parallel, placement, step.micro_batches, activation
+        executor = pipeline.Pipeline(
+            modules, dw_builders, mesh, parallel, placement, step, activation
         )
+    else:
+        executor = OneStage(modules[0], parallel, step.micro_batch, mesh.device)
     return Stages(
         modules,
         mesh,
+        executor,
         parallel,
-        step,
-        runtime,
         Ties(ties, modules, mesh, placement.stages),
         Balance(router_sizes, modules, mesh),
     )
@@ -229,6 +231,7 @@ def cut_into_stages(
             ranges[index],
             first=index == 0,
             last=index == n_stages - 1,
+            number=index,
             step_tokens=step_tokens,
         )
         for index in stages[rank]

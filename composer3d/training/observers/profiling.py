@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from composer3d.parallel import Stages
+from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import log
 from composer3d.runtime.exchanges import AxisGroup
@@ -154,8 +155,8 @@ class Profiler(Observer):
             self._start()
         with ExitStack() as regions:
             regions.enter_context(record_function(f"step {number}"))
-            if self._stages.mesh.sizes.pp > 1:
-                regions.enter_context(self._stages.around_actions(_around_action))
+            if isinstance(self._stages.executor, Pipeline):
+                regions.enter_context(self._stages.executor.around_actions(_around_action))
             if self._naming is not None:
                 regions.enter_context(self._naming)
             yield

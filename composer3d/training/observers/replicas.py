@@ -81,7 +81,7 @@ class ReplicaCheck(Observer):
         Returns:
             On rank 0, a report if ranks differ.
 
-        Collectives: those of ``Stages.take_local_gradients``, or of ``Stages.evaluate`` if
+        Collectives: those of ``Stages.see_local_gradients``, or of ``Stages.evaluate`` if
         gradients are not the same bits on all replicas; and one ``gather_objects``. On a GPU, the
         host waits.
         """
@@ -126,7 +126,7 @@ class ReplicaCheck(Observer):
         with torch.random.fork_rng(devices, device_type=mesh.device.type):
             torch.manual_seed(step)
             if self._has_same_backward:
-                loss = self._stages.take_local_gradients(*inputs, see=gradients.add)
+                loss = self._stages.see_local_gradients(*inputs, see=gradients.add)
             else:
                 loss = self._stages.evaluate(*inputs)
         digests = gradients.finish(part)

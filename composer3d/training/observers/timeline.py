@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.parallel import Stages
+from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import log
 from composer3d.runtime.files import append_whole
@@ -21,14 +22,14 @@ class TimelineWriter(Observer):
     Attributes:
         path: the file of this pipeline rank.
         first, last: the steps that are traced, counted from 1.
-        stages: this rank's stages.
+        pipeline: what runs this rank's stages.
         facts: the fields of ``trace.Head`` that are the same for all steps.
     """
 
     path: Path
     first: int
     last: int
-    stages: Stages
+    pipeline: Pipeline
     facts: dict[str, Any]
     _step: int = field(default=0, init=False)
 
@@ -47,7 +48,7 @@ class TimelineWriter(Observer):
         if name != "gradients" or not self.first <= self._step <= self.last:
             yield
             return
-        with self.stages.record() as recording:
+        with self.pipeline.record() as recording:
             yield
         clock = recording.clock
         head = trace.Head(
@@ -72,7 +73,7 @@ def make_timeline(recipe: Recipe, stages: Stages, folder: Path) -> TimelineWrite
     is_first_pipeline = not any(at for axis, at in mesh.coords.items() if axis != "pp")
     if steps is None or not is_first_pipeline:
         return None
-    if mesh.sizes.pp == 1:
+    if not isinstance(stages.executor, Pipeline):
         log.get().warning("metrics.timeline_steps: mesh.pp = 1, so there is no pipeline to trace")
         return None
     pp_rank = mesh.coords["pp"]
@@ -82,7 +83,7 @@ def make_timeline(recipe: Recipe, stages: Stages, folder: Path) -> TimelineWrite
         path=path,
         first=steps[0],
         last=steps[1],
-        stages=stages,
+        pipeline=stages.executor,
         facts={
             "pp_rank": pp_rank,
             "pp": mesh.sizes.pp,

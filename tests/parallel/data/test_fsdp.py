@@ -242,7 +242,7 @@ def run_with_units_of(
     sums = [torch.zeros((), dtype=torch.float64)]
     if mesh.sizes.dp_shard > 1:
         one = (tokens[:1], tokens[:1], positions[:1])
-        found["loss of one rank"] = stages.take_local_gradients(*one, see=see)
+        found["loss of one rank"] = stages.see_local_gradients(*one, see=see)
         found["gradients of one rank"] = sums[0]
     take_a_whole_step("step 2")
     return found

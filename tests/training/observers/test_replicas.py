@@ -79,7 +79,7 @@ def train_and_flip(
 
 def plant(run: Run, name: str, kind: str) -> None:
     if kind == "forward, parameter":
-        honest = run.stages.take_local_gradients
+        honest = run.stages.see_local_gradients
         checks = []
 
         def lie_once(*arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -91,10 +91,10 @@ def plant(run: Run, name: str, kind: str) -> None:
                 plant(run, name, "parameter")
             return loss
 
-        run.stages.take_local_gradients = lie_once  # type: ignore[method-assign]
+        run.stages.see_local_gradients = lie_once  # type: ignore[method-assign]
         return
     if kind.startswith("forward"):
-        method = "evaluate" if kind == "forward alone" else "take_local_gradients"
+        method = "evaluate" if kind == "forward alone" else "see_local_gradients"
         compute = getattr(run.stages, method)
 
         def lie(*arguments: Any, **keywords: Any) -> torch.Tensor:

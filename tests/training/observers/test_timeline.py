@@ -98,12 +98,12 @@ def steps_around_a_trace(recipe_file: str, sets: list[str]) -> list[dict[str, An
         for is_traced in (False, True, False):
             with _Operators() as operators, CountCollectives(mesh) as collectives:
                 if is_traced and mesh.coords["dp_shard"] == 0:
-                    with stages.record() as recording:
+                    with stages.executor.record() as recording:
                         sums = compute_gradients(stages, batch)
                     assert recording.events
                 else:
                     sums = compute_gradients(stages, batch)
-            pipeline: Any = stages._pipeline
+            pipeline: Any = stages.executor
             facts.append(
                 {
                     "loss": sums.await_values().loss,
