@@ -76,7 +76,7 @@ def compose(
     precision = precision or PrecisionTable()
     compiling = compiling or CompileTable()
 
-    # Before the cut: in a single stage, a correct glob may match nothing.
+    # a. Check the plan on the whole model: in a single stage, a correct glob may match nothing.
     if compiling.enabled and plan.experts is not None:
         raise PlanError(
             "compile.enabled = true makes one graph of a block, but the number of tokens of each "
@@ -84,23 +84,29 @@ def compose(
         )
     plan.check(model)
     float8.check(model, plan, mesh.sizes, precision, mesh.device)
+
+    # b. Note what only the whole model tells: the message between stages, ties and routers.
     activation = stage_activation(model, mesh, parallel, step)
     if precision.compute is not None:
         activation = activation.to(getattr(torch, precision.compute))
-    set_loss_chunks(model, plan, memory.loss_chunks)
     ties = find_ties(model)
-    expert.form_groups(plan, mesh)
-    shard_meshes = fsdp.meshes_of(mesh, plan, parallel, precision, memory)
-    check_ties(ties, mesh, sharded=shard_meshes is not None)
     router_sizes = {
         name: RouterSize(router.experts, router.per_token)
         for name, router in routers_of(model).items()
     }
-    step_tokens = step.micro_batch * step.micro_batches * step.seq_len * mesh.batch_ranks
+    set_loss_chunks(model, plan, memory.loss_chunks)
+
+    # c. Form the groups of experts and of FSDP. All ranks take part, whatever stages they hold.
+    expert.form_groups(plan, mesh)
+    shard_meshes = fsdp.meshes_of(mesh, plan, parallel, precision, memory)
+    check_ties(ties, mesh, sharded=shard_meshes is not None)
+
+    # d. Decide which rank holds which stages.
     placement = pipeline.place_stages(mesh.sizes.pp, parallel, step.micro_batches)
     if mesh.sizes.pp > 1:
         _check_every_stage_trains(model, sum(map(len, placement.stages)), parallel)
     defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
+    step_tokens = step.micro_batch * step.micro_batches * step.seq_len * mesh.batch_ranks
     dw_builders = []
 
     # 1. Pipeline: cut into stages before anything wraps a module. All later steps then touch only

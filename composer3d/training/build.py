@@ -1,6 +1,6 @@
 """Build a ``Run`` from a recipe: one rank's model, optimizer, data, checkpoints and metrics."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,7 @@ from composer3d.reliability.lock import Claim
 from composer3d.reliability.stragglers import peer_groups
 from composer3d.runtime import log, process_group
 from composer3d.runtime.agreement import check_agreement
-from composer3d.runtime.exchanges import (
-    AxisGroup,
-    check_exchanges,
-    collectives_of_training,
-    groups_of,
-)
+from composer3d.runtime.exchanges import check_exchanges, collectives_of_training, groups_of
 from composer3d.runtime.mesh import Mesh
 from composer3d.spec import hardware
 from composer3d.training.batches import make_loader, open_data
@@ -135,7 +130,7 @@ def build(
     _log_attention(recipe, device)
     log_epochs(recipe, loader.loader)
     observers = _make_observers(
-        recipe, stages, optimizer, loader, corpus, claim, groups, steps_done=steps_done
+        recipe, stages, optimizer, loader, corpus, claim, steps_done=steps_done
     )
     log.say_phases()
     return Run(
@@ -240,7 +235,6 @@ def _make_observers(
     loader: BatchesAhead,
     corpus: Corpus | Blend,
     claim: Claim | None,
-    groups: Sequence[AxisGroup],
     *,
     steps_done: int | None,
 ) -> Observers:
@@ -261,9 +255,7 @@ def _make_observers(
     peers = peer_groups(recipe.mesh, recipe.parallel, has_documents=has_documents)
     observers.add(StragglerWatch(recipe.reliability, mesh, peers, tell=observers.report))
     if recipe.metrics.profile_steps is not None:
-        profiler = process_group.on_all(
-            "profile", lambda: make_profiler(recipe, stages, groups, folder)
-        )
+        profiler = process_group.on_all("profile", lambda: make_profiler(recipe, stages, folder))
         if profiler is not None:
             observers.add(profiler)
     if recipe.metrics.timeline_steps is not None:

@@ -32,6 +32,7 @@ from composer3d.runtime.torch_private import (
     modules_of_unit,
     shard_over,
 )
+from composer3d.spec.units import units_of_blocks
 
 
 class ShardMeshes(NamedTuple):
@@ -138,8 +139,7 @@ def apply(
     first, last = children.get("first"), children.get("last")
     if find_ties(stage):
         first = last = None
-    blocks, size = list(children["blocks"].children()), parallel.fsdp_blocks
-    in_order = [blocks[begin : begin + size] for begin in range(0, len(blocks), size)]
+    in_order = units_of_blocks(list(children["blocks"].children()), parallel.fsdp_blocks)
     if first is not None:
         in_order.insert(0, [first])
     if last is not None:

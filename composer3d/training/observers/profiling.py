@@ -20,7 +20,7 @@ from composer3d.parallel import Stages
 from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import log
-from composer3d.runtime.exchanges import AxisGroup
+from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import (
     DispatchMode,
     group_by_name,
@@ -40,31 +40,20 @@ _ACTION_NAMES = {
     "W": "backward of weights",
 }
 
-# Custom operators that communicate inside: their collectives are not seen one by one.
-_AXIS_OF_OPERATOR = {
-    "composer3d::ring_attention": "cp",
-    "composer3d::ring_attention_backward": "cp",
-    "composer3d::all_to_all": "cp",
-    "composer3d::exchange_counts": "ep",
-    "composer3d::exchange_rows": "ep",
-    "composer3d::sum_counts": "sequence",
-}
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+# The operators of these namespaces that have a group are collectives, or have some inside.
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "composer3d")
 
 
 class NameCollectives(DispatchMode):
     """Puts each collective of this thread, and of its backward, into a region named by its axis.
 
     Args:
-        groups: this rank's groups.
+        mesh: the mesh of the job, which knows the axes of groups.
     """
 
-    def __init__(self, groups: Sequence[AxisGroup]) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        # Axes of the same ranks may share a group; the first one gives the name.
-        self._axes: dict[str, str] = {}
-        for entry in groups:
-            self._axes.setdefault(entry.group.group_name, entry.axis)
+        self._mesh = mesh
 
     def __torch_dispatch__(
         self,
@@ -82,18 +71,16 @@ class NameCollectives(DispatchMode):
             return operator(*arguments, **(keywords or {}))
 
     def _region(self, operator: Any, arguments: Sequence[Any]) -> str | None:
-        full_name = operator.name()
-        namespace, _, name = full_name.partition("::")
-        axis = _AXIS_OF_OPERATOR.get(full_name)
-        if axis is None and namespace not in _NAMESPACES:
+        namespace, _, name = operator.name().partition("::")
+        if namespace not in _NAMESPACES:
             return None
         name = name.partition(".")[0].strip("_")
         if name == "wait_tensor":
             return "wait for a collective"
-        group = None if axis is not None else _group_of(operator, arguments)
+        group = _group_of(operator, arguments)
         if group is not None:
-            axis = self._axes.get(group.group_name, f"group {group.group_name}")
-        return f"{axis or 'collective'}: {name}"
+            return f"{self._mesh.axis_of(group)}: {name}"
+        return None if namespace == "composer3d" else f"collective: {name}"
 
 
 def _group_of(operator: Any, arguments: Sequence[Any]) -> dist.ProcessGroup | None:
@@ -121,7 +108,6 @@ class Profiler(Observer):
         path: the trace, ``….json.gz``.
         first, last: the steps, counted from 1.
         stages: this rank's stages.
-        groups: this rank's groups.
         names_collectives: whether collectives get regions. A compiled block may not run inside of
             the mode that does it; torch's own events then have the group.
     """
@@ -133,12 +119,11 @@ class Profiler(Observer):
         first: int,
         last: int,
         stages: Stages,
-        groups: Sequence[AxisGroup],
         names_collectives: bool,
     ) -> None:
         self._path, self._first, self._last = path, first, last
         self._stages = stages
-        self._naming = NameCollectives(groups) if names_collectives else None
+        self._naming = NameCollectives(stages.mesh) if names_collectives else None
         self._profile: profile | None = None
         self._on_gpu = stages.mesh.device.type == "cuda"
 
@@ -198,9 +183,7 @@ def _write(path: Path, write: Any) -> None:
         staging.unlink(missing_ok=True)
 
 
-def make_profiler(
-    recipe: Recipe, stages: Stages, groups: Sequence[AxisGroup], folder: Path
-) -> Profiler | None:
+def make_profiler(recipe: Recipe, stages: Stages, folder: Path) -> Profiler | None:
     """Return what profiles the recipe's steps on this rank, or None if it profiles none.
 
     Raises OSError if the folder for the traces cannot be made.
@@ -214,6 +197,5 @@ def make_profiler(
         first=steps[0],
         last=steps[1],
         stages=stages,
-        groups=groups,
         names_collectives=not recipe.compile.enabled,
     )
