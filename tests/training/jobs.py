@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -107,20 +106,19 @@ def build_and_train(
         resolved = load("recipe.toml", sets, world_size=size)
         if largest_file is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-        run = build(resolved.recipe, device, resolved.to_toml())
         if minutes is not None:
             begun = []
             compute_gradients = loop.compute_gradients
 
             def begin_step(*arguments: Any, **keywords: Any) -> StepSums:
-                begun.append(run.step)
+                begun.append(None)
                 return compute_gradients(*arguments, **keywords)
 
             loop.compute_gradients = begin_step
-            clock = types.SimpleNamespace(
-                monotonic=lambda: 60 * minutes[rank] * len(begun), perf_counter=time.perf_counter
+            saving.time = types.SimpleNamespace(  # type: ignore[assignment]
+                monotonic=lambda: 60 * minutes[rank] * len(begun)
             )
-            saving.time = clock  # type: ignore[assignment]
+        run = build(resolved.recipe, device, resolved.to_toml())
         loop.train(run)
 
 
